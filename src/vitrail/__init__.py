@@ -1,0 +1,62 @@
+"""Vision Transformers: build any, load every public checkpoint exactly, look inside, run fast."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vitrail.api import Model, Prediction, create, fresh, load
+    from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+    from vitrail.errors import VitrailError
+    from vitrail.models import BiT, Output, ViT
+
+try:
+    __version__ = version("vitrail")
+except PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+unknown"
+
+# Where each public name lives. They are imported when first used: `import vitrail` costs no torch.
+_HOMES = {
+    "Model": "vitrail.api",
+    "Prediction": "vitrail.api",
+    "create": "vitrail.api",
+    "fresh": "vitrail.api",
+    "load": "vitrail.api",
+    "BiTConfig": "vitrail.config",
+    "PreprocessConfig": "vitrail.config",
+    "StemConfig": "vitrail.config",
+    "ViTConfig": "vitrail.config",
+    "VitrailError": "vitrail.errors",
+    "BiT": "vitrail.models",
+    "Output": "vitrail.models",
+    "ViT": "vitrail.models",
+}
+
+__all__ = [
+    "BiT",
+    "BiTConfig",
+    "Model",
+    "Output",
+    "Prediction",
+    "PreprocessConfig",
+    "StemConfig",
+    "ViT",
+    "ViTConfig",
+    "VitrailError",
+    "__version__",
+    "create",
+    "fresh",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

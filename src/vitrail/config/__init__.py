@@ -1,0 +1,7 @@
+"""Settings: frozen dataclasses with a docstring under each field."""
+
+from vitrail.config.base import Config, Pair, override, pair
+from vitrail.config.image import PreprocessConfig
+from vitrail.config.model import BiTConfig, StemConfig, ViTConfig
+
+__all__ = ["BiTConfig", "Config", "Pair", "PreprocessConfig", "StemConfig", "ViTConfig", "override", "pair"]

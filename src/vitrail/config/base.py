@@ -1,0 +1,156 @@
+"""What all configs share: checked at birth, to and from JSON, dotted `key=value` overrides."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+from vitrail.errors import ConfigError, nearest
+
+Pair = int | tuple[int, int]
+
+
+def pair(value: Pair) -> tuple[int, int]:
+    """224 -> (224, 224); (height, width) stays."""
+    if isinstance(value, int):
+        return value, value
+    height, width = value
+    return int(height), int(width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Frozen, keyword-only, validated at birth; `to_dict` and `from_dict` are inverse."""
+
+    def __post_init__(self) -> None:
+        for name, kind in hints(type(self)).items():
+            object.__setattr__(self, name, _checked(type(self), name, kind, getattr(self, name)))
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError where the fields do not fit together."""
+
+    def but(self, **changes: Any) -> Self:
+        """A copy with some fields changed, checked again."""
+        return type(self).from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values only: what `json.dumps` takes."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        known = hints(cls)
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+        return cls(**values)
+
+
+def override(config: Config, assignments: Iterable[str]) -> Any:
+    """Apply `key=value` strings by dotted path: `override(cfg, ["heads=4", "stem.width=0.5"])`."""
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"got {assignment!r}, wanted key=value, such as heads=4.")
+        config = _set(config, path.strip().split("."), _parse(text.strip()), path.strip())
+    return config
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    resolved = get_type_hints(cls)
+    return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
+
+
+hints: Callable[[type], dict[str, Any]] = cache(_hints)
+"""Field name -> resolved type."""
+
+
+def _set(config: Config, path: list[str], value: Any, whole: str) -> Config:
+    name, rest = path[0], path[1:]
+    known = hints(type(config))
+    if name not in known:
+        raise ConfigError(f"no setting {whole!r}: {type(config).__name__} has no {name!r}{nearest(name, known)}")
+    if rest:
+        inner = getattr(config, name)
+        if not isinstance(inner, Config):
+            raise ConfigError(f"no setting {whole!r}: {name!r} is {inner!r}, which has no parts.")
+        value = _set(inner, rest, value, whole)
+    return dataclasses.replace(config, **{name: value})
+
+
+def _parse(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _checked(cls: type, name: str, kind: Any, value: Any) -> Any:
+    """The value as the annotation wants it, or an error that says what was wanted."""
+    fitted, ok = _fit(kind, value)
+    if ok:
+        return fitted
+    if options := _options(kind):
+        hint = nearest(value, options) if isinstance(value, str) else f"; there is {', '.join(options)}."
+        raise ConfigError(f"{cls.__name__}.{name}={value!r} is not one of its values{hint}")
+    raise ConfigError(f"{cls.__name__}.{name} wants {_spell(kind)}, got {value!r}.")
+
+
+def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
+    origin, args = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value, True
+    if origin is Literal:
+        return value, value in args
+    if origin in (Union, types.UnionType):
+        for option in args:
+            fitted, ok = _fit(option, value)
+            if ok:
+                return fitted, True
+        return value, False
+    if origin is tuple and isinstance(value, list | tuple):
+        inner = [args[0]] * len(value) if args[1:] == (Ellipsis,) else list(args)
+        if len(inner) != len(value):
+            return value, False
+        parts = [_fit(k, v) for k, v in zip(inner, value, strict=True)]
+        return tuple(p for p, _ in parts), all(ok for _, ok in parts)
+    if isinstance(kind, type) and issubclass(kind, Config):
+        if isinstance(value, kind):
+            return value, True
+        return (kind.from_dict(value), True) if isinstance(value, Mapping) else (value, False)
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value), True
+    if kind is int:
+        return value, isinstance(value, int) and not isinstance(value, bool)
+    if kind is type(None):
+        return None, value is None
+    return value, isinstance(value, origin or kind)
+
+
+def _options(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return [str(a) for a in get_args(kind)]
+    if get_origin(kind) in (Union, types.UnionType):
+        return [o for a in get_args(kind) for o in _options(a)]
+    return []
+
+
+def _spell(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Config):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    return value

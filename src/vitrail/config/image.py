@@ -1,0 +1,55 @@
+"""From a picture's bytes to the numbers a network was trained on: the part that must never drift."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vitrail.config.base import Config, Pair, pair
+from vitrail.errors import ConfigError
+
+Triple = tuple[float, ...]
+
+HALF: Triple = (0.5, 0.5, 0.5)
+IMAGENET_MEAN: Triple = (0.485, 0.456, 0.406)
+IMAGENET_STD: Triple = (0.229, 0.224, 0.225)
+CLIP_MEAN: Triple = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreprocessConfig(Config):
+    """Resize, crop, scale to [0, 1], normalise. The defaults are the original ViT's."""
+
+    image: Pair = 224
+    """Height and width of what the network gets."""
+    resize: Literal["squash", "short"] = "squash"
+    """Change the aspect to the crop's, or keep it and fit the short side."""
+    resize_to: int | None = None
+    """The short side before the centre crop; None: no margin, the crop is just covered."""
+    centre: Literal["round", "floor"] = "round"
+    """Where the crop goes when an odd number of pixels is cut: torchvision and timm round half to
+    even, Hugging Face rounds down."""
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"
+    """The filter."""
+    antialias: bool = True
+    """Widen the filter when shrinking, as Pillow does; TensorFlow's resize, which the original
+    code uses, does not."""
+    mean: Triple = HALF
+    """Subtracted from values in [0, 1], per channel."""
+    std: Triple = HALF
+    """Then divided by, per channel."""
+
+    def check(self) -> None:
+        object.__setattr__(self, "image", pair(self.image))
+        if len(self.mean) != len(self.std):
+            raise ConfigError(f"mean has {len(self.mean)} channels and std {len(self.std)}; they must agree.")
+        if any(s <= 0 for s in self.std):
+            raise ConfigError(f"std must be positive, got {self.std}.")
+        if min(pair(self.image)) < 1 or (self.resize_to is not None and self.resize_to < 1):
+            raise ConfigError(f"sizes must be positive, got image={self.image}, resize_to={self.resize_to}.")
+
+    @property
+    def channels(self) -> int:
+        """1 grey, 3 RGB, 4 RGBA."""
+        return len(self.mean)

@@ -1,0 +1,265 @@
+"""What a network is: every choice that changes the function it computes or the weights it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vitrail.config.base import Config, Pair, pair
+from vitrail.errors import ConfigError
+
+PositionKind = Literal["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"]
+PositionPlace = Literal["stem", "layers", "shared"]
+Resample = Literal["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2"]
+Pool = Literal["token", "gap", "map", "token+gap"]
+Activation = Literal["gelu", "gelu-tanh", "gelu-quick", "swiglu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StemConfig(Config):
+    """The hybrid's ResNet: post-activation, weight-standardised, group-normalised, SAME padding."""
+
+    layers: tuple[int, ...] = (3, 4, 9)
+    """Units in each stage; the map is 4 * 2**(stages - 1) times smaller than the image."""
+    width: float = 1.0
+    """Times 64 channels in the first stage."""
+    norm_eps: float = 1e-6
+    """GroupNorm's epsilon: 1e-6 in the original, 1e-5 in timm."""
+    standardize: Literal["std", "var"] = "std"
+    """Kernels are divided by std + eps (original) or by sqrt(var + eps) (timm)."""
+    standardize_eps: float = 1e-5
+    """1e-5 in the original, 1e-8 in timm."""
+
+    def check(self) -> None:
+        _positive(self, "width")
+        if any(n < 1 for n in self.layers):
+            raise ConfigError(f"every stage needs a unit, got layers={self.layers}.")
+
+    @property
+    def stride(self) -> int:
+        """Pixels of the image under one pixel of the map, along a side."""
+        return 4 * 2 ** max(len(self.layers) - 1, 0)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the map."""
+        base = int(64 * self.width)
+        return base * 4 * 2 ** (len(self.layers) - 1) if self.layers else base
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTConfig(Config):
+    """A Vision Transformer. The defaults are ViT-B/16 as the original code computes it."""
+
+    image: Pair = 224
+    """Height and width the position embeddings are made for; other sizes are resampled."""
+    patch: Pair = 16
+    """Height and width of one patch in pixels (of the stem's map in a hybrid); must divide `image`."""
+    channels: int = 3
+    """Channels of the image."""
+    classes: int = 1000
+    """Outputs of the head; 0 for no head: the network then returns pooled features."""
+
+    width: int = 768
+    """Numbers per token."""
+    depth: int = 12
+    """Blocks."""
+    heads: int = 12
+    """Attention heads; must divide `width`."""
+    mlp: int = 3072
+    """Hidden width of the MLP (after gating, for SwiGLU)."""
+
+    class_token: bool = True
+    """Prepend a learned token that collects the answer."""
+    distilled: bool = False
+    """A second such token with its own head, taught by another network (DeiT)."""
+    registers: int = 0
+    """Extra learned tokens without a position or a reading (DINOv2)."""
+
+    position: PositionKind = "learned-1d"
+    """How a patch knows where it is."""
+    position_at: PositionPlace | None = None
+    """Added at the stem, at each layer from a table of its own, or at each layer from one shared
+    table. None: the stem, or the layers for what lives inside the attention (relative, rope-2d)."""
+    position_on_class: bool = True
+    """The class (and distillation) token has a learned position too; big_vision's has none."""
+    position_std: float = 0.02
+    """Spread of learned positions at birth; big_vision has 1 / sqrt(width)."""
+    resample: Resample = "google"
+    """Whose convention resizes learned positions to another grid; see `models.position`."""
+    rope_base: float = 100.0
+    """The longest period of rope-2d, as DINOv3 counts it."""
+
+    norm: Literal["layer", "rms"] = "layer"
+    """LayerNorm, or RMSNorm."""
+    norm_eps: float = 1e-6
+    """Its epsilon: 1e-6 here and in timm, 1e-12 in Hugging Face's ViT, 1e-5 in CLIP."""
+    activation: Activation = "gelu-tanh"
+    """The MLP's: the original has the tanh form of GELU, PyTorch's descendants the exact one."""
+    patch_bias: bool = True
+    """Bias in the patch projection; CLIP has none."""
+    qkv_bias: bool = True
+    """Bias in queries, keys and values."""
+    proj_bias: bool = True
+    """Bias in the attention's output and in the MLP."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head."""
+    layer_scale: float | None = None
+    """First value of the learned scale on each branch; None for no such scale."""
+    pre_norm: bool = False
+    """A norm before the first block (CLIP)."""
+
+    pool: Pool = "token"
+    """What the head sees: the class token, the mean of the patches, an attention pool's answer, or
+    class token and mean side by side (DINOv2's classifier)."""
+    pool_norm: Literal["before", "after", "none"] = "before"
+    """Final norm before pooling (original) or after it (timm's fc_norm: MAE, DeiT-like gap models)."""
+    pre_logits: int = 0
+    """Width of the pre-training head's tanh layer; 0 for none."""
+    head_bias: bool = True
+    """Bias in the head; CLIP's projection has none."""
+    head_bias_init: float = 0.0
+    """First value of that bias: -10 in the paper's code for sigmoid losses."""
+
+    dropout: float = 0.0
+    """After positions, attention and both MLP layers."""
+    attention_dropout: float = 0.0
+    """On the attention weights."""
+    path_dropout: float = 0.0
+    """Stochastic depth: the last block's chance to be skipped, per image; rises linearly from 0."""
+
+    stem: StemConfig | None = None
+    """A ResNet before the patches makes it a hybrid."""
+
+    def check(self) -> None:
+        _set(self, image=pair(self.image), patch=pair(self.patch))
+        _positive(self, "image", "patch", "channels", "width", "depth", "heads", "mlp", "norm_eps", "rope_base")
+        if self.classes < 0 or self.registers < 0 or self.pre_logits < 0:
+            raise ConfigError("classes, registers and pre_logits count things: 0 or more.")
+        if self.width % self.heads:
+            raise ConfigError(f"width={self.width} is not divisible into heads={self.heads}.")
+        for name in ("dropout", "attention_dropout", "path_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is a probability: 0 or more, less than 1.")
+        self.grid_of(pair(self.image))
+        self._check_tokens()
+        self._check_position()
+
+    def _check_tokens(self) -> None:
+        if not self.class_token:
+            if "token" in self.pool:
+                raise ConfigError(f"pool={self.pool!r} needs class_token=true; try pool='gap' or pool='map'.")
+            if self.distilled:
+                raise ConfigError("distilled=true needs class_token=true.")
+        if self.pool == "token+gap" and self.pool_norm == "after":
+            raise ConfigError("pool='token+gap' joins normalised tokens: pool_norm='before' or 'none', not 'after'.")
+        if self.distilled and self.pool != "token":
+            raise ConfigError(f"distilled=true reads two tokens: pool='token', not {self.pool!r}.")
+        if self.distilled and self.pre_logits:
+            raise ConfigError("distilled=true has two plain heads: pre_logits=0.")
+
+    def _check_position(self) -> None:
+        if self.position in ("relative", "rope-2d") and self.position_at == "stem":
+            raise ConfigError(
+                f"position={self.position!r} lives inside the attention: position_at='layers' or 'shared', not 'stem'."
+            )
+        if self.position == "learned-2d" and self.width % 2:
+            raise ConfigError(f"learned-2d splits width={self.width} into halves: make it even.")
+        if self.position == "sincos-2d" and (self.width % 4 or self.width < 8):
+            raise ConfigError(f"sincos-2d splits width={self.width} into quarters: a multiple of 4, from 8.")
+        if self.position == "rope-2d" and (self.width // self.heads) % 4:
+            raise ConfigError(
+                f"rope-2d rotates quarters of a head: its {self.width // self.heads} numbers must be a multiple of 4."
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches at `image`."""
+        return self.grid_of(pair(self.image))
+
+    def grid_of(self, image: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of patches of an image of this height and width."""
+        patch = pair(self.patch)
+        if self.stem is None:
+            for side, name, size in zip(image, ("height", "width"), patch, strict=True):
+                if side % size or side < size:
+                    raise ConfigError(_uncovered(side, name, size))
+            return image[0] // patch[0], image[1] // patch[1]
+        rows, columns = (-(-side // self.stem.stride) for side in image)  # SAME padding rounds up
+        if rows % patch[0] or columns % patch[1]:
+            raise ConfigError(
+                f"patch={patch[0]}x{patch[1]} does not divide the stem's {rows}x{columns} map of a "
+                f"{image[0]}x{image[1]} image; try a multiple of {patch[0] * self.stem.stride} pixels."
+            )
+        return rows // patch[0], columns // patch[1]
+
+    @property
+    def place(self) -> PositionPlace:
+        """Where positions come in: `position_at`, or where this kind usually does."""
+        return self.position_at or ("layers" if self.position in ("relative", "rope-2d") else "stem")
+
+    @property
+    def placed_prefix(self) -> int:
+        """Prefix tokens with a learned position: the class and distillation tokens, or none."""
+        learned = self.position in ("learned-1d", "learned-2d") and self.position_on_class
+        return self.class_token + self.distilled if learned else 0
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the patches: class, distillation, registers, in this order."""
+        return self.class_token + self.distilled + self.registers
+
+    @property
+    def head_width(self) -> int:
+        """Numbers the head sees."""
+        return self.pre_logits or self.pooled_width
+
+    @property
+    def pooled_width(self) -> int:
+        return self.width * (2 if self.pool == "token+gap" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiTConfig(Config):
+    """BiT's ResNet: pre-activation, weight-standardised, group-normalised, symmetric padding."""
+
+    image: Pair = 224
+    """Height and width it is meant for; it takes any."""
+    channels: int = 3
+    """Channels of the image."""
+    classes: int = 1000
+    """Outputs of the head; 0 for no head."""
+    layers: tuple[int, ...] = (3, 4, 6, 3)
+    """Units in each of the four stages."""
+    width: float = 1.0
+    """Times 64 channels: the x1 ... x4 of the name."""
+    norm_eps: float = 1e-5
+    """GroupNorm's epsilon."""
+    standardize_eps: float = 1e-10
+    """Kernels are divided by sqrt(var + eps): 1e-10 in the original, 1e-8 in timm and Hugging Face."""
+    root_pad: Literal["zero", "none"] = "zero"
+    """Border of the first max-pool: zeros, which may win (the paper's, timm's), or nothing (big_vision)."""
+
+    def check(self) -> None:
+        _set(self, image=pair(self.image))
+        _positive(self, "image", "channels", "width", "norm_eps")
+        if not self.layers or any(n < 1 for n in self.layers):
+            raise ConfigError(f"BiT needs units in every stage, got layers={self.layers}.")
+
+
+def _set(config: Config, **values: object) -> None:
+    for name, value in values.items():
+        object.__setattr__(config, name, value)
+
+
+def _positive(config: Config, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if any(v <= 0 for v in (value if isinstance(value, tuple) else (value,))):
+            raise ConfigError(f"{name} must be positive, got {value}.")
+
+
+def _uncovered(side: int, name: str, patch: int) -> str:
+    below, above = side // patch * patch, -(-side // patch) * patch
+    tries = f"{above}" if not below else f"{below} or {above}"
+    return f"patch={patch} leaves {side - below} px of the image's {name} {side} uncovered; try {name} {tries}."

@@ -1,0 +1,363 @@
+"""From whatever holds a picture to pixels: uint8, H W C.
+
+What a person's folder holds comes out as they would see it: turned upright by its EXIF tag, the
+first frame of an animation, transparency laid on white, 16-bit grey scaled by its full range.
+What cannot be read whole is an `ImageError` that names the file and says why; half a picture is
+never returned.
+
+    decode         any picture -> array
+    open_image     the same as a Pillow image, for those who resize with Pillow anyway
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+import stat
+import threading
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageCms, ImageFile, UnidentifiedImageError
+from torch import Tensor
+
+from vitrail.errors import ImageError, NotFound
+
+Picture = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
+"""A path, an encoded file's bytes, a Pillow image, an array H W or H W C or a tensor C H W of uint8."""
+
+Pixels = npt.NDArray[np.uint8]
+
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Pillow's name for a picture of so many channels."""
+
+# What each value of the EXIF orientation tag asks to be done to the stored pixels.
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+ORIENTATION = 0x0112
+
+# Formats Pillow would hand to another program (Ghostscript, Windows) to be run, not read.
+PROGRAMS = {"EPS", "WMF"}
+
+# How a file begins -> what it is, the module that teaches Pillow to read it, how to get that.
+PLUGINS = [
+    (re.compile(rb"....ftypavi[fs]", re.S), "AVIF", "pillow_avif", "pillow-avif-plugin"),
+    (re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.S), "HEIC", "pillow_heif", "pillow-heif"),
+    (re.compile(rb"\xff\x0a|\0\0\0\x0cJXL ", re.S), "JPEG XL", "pillow_jxl", "pillow-jxl-plugin"),
+]
+
+# Files that turn up under a picture's name.
+STRANGERS = [
+    (re.compile(rb"\s*<(!doctype html|html)", re.I), "it is a web page, as a failed download leaves"),
+    (re.compile(rb"version https://git-lfs"), "it is a Git LFS pointer: run git lfs pull"),
+    (re.compile(rb"\s*<(\?xml|svg)", re.I), "it looks like SVG, a drawing: convert it to PNG"),
+    (re.compile(rb"%PDF"), "it is a PDF: convert its page to PNG"),
+    (re.compile(rb"II[*+]\0|MM\0[*+]"), "it is a TIFF, damaged or of a kind Pillow does not read: make it 8 bits"),
+    (re.compile(rb"\xff\xd8|\x89PNG|GIF8|BM|RIFF....WEBP", re.S), "its header is damaged: copy or download it again"),
+    (re.compile(rb"....ftyp", re.S), "it looks like a video"),
+    (re.compile(rb"\0+$"), "it holds only zeros"),
+]
+
+
+def decode(picture: Picture, channels: int = 3) -> Pixels:
+    """Any picture as uint8 H W C, C = channels: 1 grey, 3 RGB, 4 RGBA; other counts need an array.
+
+    An array that already has these channels is returned as it is, not copied.
+    """
+    if isinstance(picture, np.ndarray | Tensor):
+        array = _as_array(picture)
+        if array.shape[2] == channels:
+            return array
+    pixels = np.array(open_image(picture, channels))  # a copy: what Pillow lends is read-only
+    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+
+
+def open_image(picture: Picture, channels: int = 3) -> Image.Image:
+    """Any picture as a loaded, upright Pillow image in mode L, RGB or RGBA."""
+    name = _name(picture)
+    if channels not in MODES:
+        raise ImageError(
+            f"{name} cannot be given {channels} channels; wanted 1 (grey), 3 (RGB) or 4 (RGBA), "
+            f"or a uint8 array H W {channels}."
+        )
+    if isinstance(picture, np.ndarray | Tensor):
+        return _colours(_wrap(_as_array(picture), name), channels, name)
+    if isinstance(picture, Image.Image):
+        return _load(picture, channels, name)
+    if not isinstance(picture, str | Path | bytes):
+        raise ImageError(
+            f"got {type(picture).__name__}, wanted a path, bytes, a Pillow image, a uint8 array H W C "
+            "or a uint8 tensor C H W."
+        )
+    with ExitStack() as stack:
+        stream = io.BytesIO(picture) if isinstance(picture, bytes) else _stream(Path(picture), name)
+        stack.enter_context(stream)
+        return _load(_identify(stream, name), channels, name)
+
+
+class _Quiet:
+    """While any thread decodes, Pillow's warnings are off and truncated files are errors.
+
+    Both switches belong to the whole process, so the first one in sets them and the last one out
+    restores them: saving and restoring per call would let two threads swap each other's settings.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.filters = warnings.catch_warnings()
+        self.truncated = False
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside == 1:
+                self.filters = warnings.catch_warnings()
+                self.filters.__enter__()
+                warnings.filterwarnings("ignore", module=r"PIL\.")
+                self.truncated, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                ImageFile.LOAD_TRUNCATED_IMAGES = self.truncated
+                self.filters.__exit__(kind, error, trace)
+
+
+_quiet = _Quiet()
+
+
+def _stream(path: Path, name: str) -> IO[bytes]:
+    """The open file, or an error that says what is there instead."""
+    if re.match(r"[a-z][a-z0-9+]+:/", str(path)):
+        raise NotFound(f"{name} is an address, wanted a file; download it first.")
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            raise ImageError(f"{path} is a folder, wanted a picture; try one of the files in it.")
+        if not stat.S_ISREG(kind):  # opening a pipe would wait for ever
+            raise ImageError(f"{path} is not a regular file; read it yourself and pass the bytes.")
+        return path.open("rb")
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(f"no file {path} (looked from {Path.cwd()}).") from None
+    except ImageError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        raise ImageError(f"cannot open {str(path)!r}: {_reason(error)}.") from error
+
+
+def _identify(stream: IO[bytes], name: str) -> Image.Image:
+    """The header read, the pixels not yet."""
+    start = stream.read(64)
+    if not start:
+        raise ImageError(f"{name} is empty (0 bytes), wanted a picture; copy or download it again.")
+    with _quiet:
+        try:
+            image = _open(stream, start, name)
+        except Image.DecompressionBombError as error:
+            raise _bomb(error, name) from error
+        except UnidentifiedImageError:
+            raise ImageError(f"{name} is not a picture: {_stranger(start)}.") from None
+        except ImageError:
+            raise
+        except Exception as error:  # a damaged header can make a parser raise anything
+            raise _broken(error, name) from error
+    if image.format in PROGRAMS:
+        raise ImageError(f"{name} is {image.format}, a program that draws; convert it to PNG first.")
+    return image
+
+
+def _open(stream: IO[bytes], start: bytes, name: str) -> Image.Image:
+    try:
+        return Image.open(stream)
+    except UnidentifiedImageError:
+        known = next((rest for begins, *rest in PLUGINS if begins.match(start)), None)
+        if known is None:
+            raise
+        kind, module, package = known
+    try:
+        plugin = importlib.import_module(module)  # most register themselves when imported
+    except ImportError:
+        raise ImageError(
+            f"{name} is {kind}, which Pillow reads with a plugin that is not installed; try pip install {package}."
+        ) from None
+    if hasattr(plugin, "register_heif_opener"):
+        plugin.register_heif_opener()
+    return Image.open(stream)
+
+
+def _load(image: Image.Image, channels: int, name: str) -> Image.Image:
+    """Pixels read, turned upright, in the wanted mode."""
+    with _quiet:
+        try:
+            image.load()
+            return _colours(_upright(image), channels, name)
+        except Image.DecompressionBombError as error:
+            raise _bomb(error, name) from error
+        except ImageError:
+            raise
+        except Exception as error:  # damaged data can make a decoder raise anything
+            raise _broken(error, name) from error
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        turn = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # a damaged EXIF block is no reason to refuse the picture it came with
+        turn = None
+    return image if turn is None else image.transpose(turn)
+
+
+def _colours(image: Image.Image, channels: int, name: str) -> Image.Image:
+    """Mode L, RGB or RGBA, from any mode; without an alpha channel to hold it, transparency is white."""
+    if min(image.size) < 1:
+        raise ImageError(f"{name} has no pixels: {image.width} x {image.height}; wanted at least 1 x 1.")
+    if image.mode.startswith("I") or image.mode == "F":
+        image = _deep(image, name)
+    elif image.mode == "LAB":
+        image = _from_lab(image)
+    elif image.mode == "La":
+        image = image.convert("LA")
+    if channels == 4:
+        return image if image.mode == "RGBA" else image.convert("RGBA")
+    if image.has_transparency_data:
+        image = _on_white(image)
+    if channels == 1 and image.mode not in ("L", "1"):
+        image = image if image.mode == "RGB" else image.convert("RGB")
+    return image if image.mode == MODES[channels] else image.convert(MODES[channels])
+
+
+def _deep(image: Image.Image, name: str) -> Image.Image:
+    """16-bit, 32-bit and float grey -> 8 bits, by the full range of the type, never clipped."""
+    values = np.asarray(image)
+    low, high = values.min(), values.max()
+    if image.mode == "F":
+        if not (low >= 0 and high <= 255):  # NaN fails this too
+            raise ImageError(
+                f"{name} holds floating-point values from {low:g} to {high:g}, wanted [0, 1] or [0, 255]; "
+                "scale them first."
+            )
+        grey = np.rint(values * (255 if high <= 1 else 1)).astype(np.uint8)
+    else:
+        if low < 0 or high > 65535:
+            raise ImageError(f"{name} holds 32-bit values from {low} to {high}, wanted [0, 65535]; scale them first.")
+        grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 257 = 65535 / 255: rounded, not cut
+    deep = Image.fromarray(grey)
+    clear = image.info.get("transparency")  # PNG: one grey value that is transparent
+    if isinstance(clear, int):
+        deep.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
+    return deep
+
+
+def _from_lab(image: Image.Image) -> Image.Image:
+    """Through colour profiles: Pillow's own convert() does not know this mode."""
+    lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    return ImageCms.buildTransform(lab, srgb, "LAB", "RGB").apply(image)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    full = image if image.mode == "RGBA" else image.convert("RGBA")
+    alpha, colours = full.getchannel("A"), full.convert("RGB")
+    if alpha.getextrema() == (255, 255):
+        return colours
+    white = Image.new("RGB", full.size, "white")
+    white.paste(colours, mask=alpha)
+    return white
+
+
+def _as_array(picture: npt.NDArray[Any] | Tensor) -> Pixels:
+    """uint8 H W C from an array H W or H W C or a tensor C H W; anything else says how to convert."""
+    tensor = isinstance(picture, Tensor)
+    name, wanted = _name(picture), "uint8 C H W" if tensor else "uint8 H W or H W C"
+    dtype = str(picture.dtype).removeprefix("torch.")
+    if dtype != "uint8":
+        cast = ".to(torch.uint8)" if tensor else ".astype(np.uint8)"
+        scale = {"bool": f"x{cast} * 255", "uint16": f"(x // 257){cast}"}.get(dtype, f"(x * 255).round(){cast}")
+        meaning = {"bool": "", "uint16": ""}.get(dtype, " if it holds [0, 1]")
+        raise ImageError(f"got {name} and dtype {dtype}, wanted {wanted}; try {scale}{meaning}.")
+    if picture.ndim == 4:
+        raise ImageError(f"got {name}, wanted one picture, {wanted}; pass a batch as a list: list(x).")
+    if tensor and picture.ndim == 2:
+        raise ImageError(f"got {name}, wanted {wanted}; try x[None].")
+    if picture.ndim not in (2, 3):
+        raise ImageError(f"got {name}, wanted {wanted}.")
+    if 0 in picture.shape:
+        raise ImageError(f"got {name}, wanted {wanted} with at least one pixel.")
+    if isinstance(picture, Tensor):
+        return picture.detach().cpu().permute(1, 2, 0).numpy()
+    return picture if picture.ndim == 3 else picture[:, :, None]
+
+
+def _wrap(array: Pixels, name: str) -> Image.Image:
+    """A Pillow image of an array with 1, 3 or 4 channels."""
+    channels = array.shape[2]
+    if channels not in MODES:
+        tensor = name.startswith("tensor")
+        turned = array.shape[0 if not tensor else 1] in MODES  # the other library's layout
+        turn = ("x.permute(2, 0, 1)" if tensor else "x.transpose(1, 2, 0)") if turned else ""
+        layout = "C H W" if tensor else "H W C"
+        raise ImageError(
+            f"got {name}, which as {layout} has {channels} channels, wanted 1, 3 or 4"
+            + (f"; try {turn}." if turn else ".")
+        )
+    array = np.ascontiguousarray(array)
+    return Image.fromarray(array[:, :, 0] if channels == 1 else array)
+
+
+def _name(picture: Any) -> str:
+    """What an error calls this picture."""
+    if isinstance(picture, bytes):
+        return f"picture of {len(picture)} bytes"
+    if isinstance(picture, np.ndarray | Tensor):
+        return f"{'tensor' if isinstance(picture, Tensor) else 'array'} of shape {tuple(picture.shape)}"
+    if isinstance(picture, Image.Image):
+        file = getattr(picture, "filename", "")
+        return str(file) if file else f"Pillow image {picture.mode} {picture.width} x {picture.height}"
+    return str(picture)
+
+
+def _stranger(start: bytes) -> str:
+    for begins, what in STRANGERS:
+        if begins.match(start):
+            return what
+    return f"it begins with {start[:12]!r}; wanted JPEG, PNG, WebP, TIFF, GIF, BMP or another that Pillow reads"
+
+
+def _broken(error: Exception, name: str) -> ImageError:
+    return ImageError(f"{name} cannot be read: {_reason(error)}; it may be damaged, copy or download it again.")
+
+
+def _bomb(error: Exception, name: str) -> ImageError:
+    limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    found = re.search(r"\((\d+) pixels\)", str(error))
+    size = f"{int(found[1]):,}" if found else "too many"
+    return ImageError(
+        f"{name} has {size} pixels, more than the limit of {limit:,}; if you trust it, raise the limit first: "
+        "PIL.Image.MAX_IMAGE_PIXELS = None lifts it."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong, without a full stop."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    if isinstance(error, MemoryError):
+        return "it does not fit in memory"
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

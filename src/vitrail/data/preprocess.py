@@ -1,0 +1,238 @@
+"""From a picture to what a network was trained on, exactly as the code it came from does it.
+
+Two halves, because training, export and serving reuse the second one alone:
+
+    pixels       decode, resize, crop             one picture -> H W C, values 0 to 255
+    normalise    / 255, - mean, / std             B C H W on any device -> float32
+
+With antialias (Pillow's way: timm, torchvision, Hugging Face) the first half is uint8. Without it
+(TensorFlow's way: Google's own code) it is float32, because there the resized values are never
+rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeGuard, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrail.config import PreprocessConfig, pair
+from vitrail.data.decode import MODES, Picture, decode, open_image
+from vitrail.errors import ImageError
+
+FILTERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+# How far each filter reaches, in pixels of whichever picture is the coarser.
+REACH = {"nearest": 1, "bilinear": 1, "bicubic": 2, "lanczos": 3}
+
+# A picture whose resized whole would have more pixels than this is resized only where the crop
+# needs it: a strip of 20,000 x 1 would otherwise become 4,960,000 x 248, five gigabytes.
+WHOLE = 2**24
+
+Size = tuple[int, int]
+"""Height and width."""
+
+Span = tuple[int, int]
+"""First and last + 1 of some rows or columns."""
+
+
+class Preprocess:
+    """What turns pictures into a network's input: `Preprocess(config)(pictures)`, B C H W.
+
+    The two ways to centre a crop differ by one pixel when the excess is 3, 7, 11, ...
+    """
+
+    def __init__(self, config: PreprocessConfig) -> None:
+        self.config = config
+        self.crop = pair(config.image)
+
+    def __repr__(self) -> str:
+        return f"Preprocess({self.config!r})"
+
+    def __call__(self, pictures: Picture | Iterable[Picture]) -> Tensor:
+        """One picture or several -> float32, B C H W."""
+        several: list[Picture] = list(pictures) if _are_several(pictures) else [cast(Picture, pictures)]
+        batch = np.empty((len(several), *self.crop, self.config.channels), self.dtype)
+        for slot, picture in zip(batch, several, strict=True):
+            slot[:] = self.pixels(picture)
+        return self.normalise(torch.from_numpy(batch).permute(0, 3, 1, 2))
+
+    def prepare(self, picture: Picture) -> Tensor:
+        """One picture -> float32, C H W."""
+        return self.normalise(torch.from_numpy(self.pixels(picture)).permute(2, 0, 1))
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.float32]:
+        """Of what `pixels` gives."""
+        return np.uint8 if self.config.antialias or self.config.interpolation == "nearest" else np.float32
+
+    def pixels(self, picture: Picture) -> npt.NDArray[Any]:
+        """Decode, resize, crop: H W C with values 0 to 255, uint8 or float32 (see `dtype`)."""
+        channels = self.config.channels
+        if self.dtype == np.float32:
+            return self._sampled(decode(picture, channels))
+        if channels in MODES:
+            out = np.array(self._resized(open_image(picture, channels)))
+            return out[:, :, None] if out.ndim == 2 else out
+        bands = decode(picture, channels)  # Pillow knows no picture of so many channels: one at a time
+        return np.stack([np.asarray(self._resized(Image.fromarray(bands[:, :, c]))) for c in range(channels)], axis=2)
+
+    def normalise(self, batch: Tensor) -> Tensor:
+        """Values 0 to 255 of any dtype, B C H W (or C H W), on any device -> float32 for the network."""
+        config = self.config
+        if batch.ndim < 3 or batch.shape[-3] != config.channels:
+            raise ImageError(f"got a batch of shape {tuple(batch.shape)}, wanted B {config.channels} H W.")
+        mean, std = _constant(config.mean, batch.device), _constant(config.std, batch.device)
+        scaled = batch.to(torch.float32, copy=True, memory_format=torch.contiguous_format).div_(255)
+        return scaled.sub_(mean).div_(std)
+
+    def _plan(self, height: int, width: int) -> tuple[Size, list[Span]]:
+        """The size to resize to, and for rows and for columns which of them the crop takes."""
+        if self.config.resize == "squash":
+            size = self._squashed()
+        elif self.config.resize_to is None and self.crop[0] != self.crop[1]:
+            ratio = min(height / self.crop[0], width / self.crop[1])  # the crop is just covered
+            size = round(height / ratio), round(width / ratio)
+        else:
+            short = self.config.resize_to or self.crop[0]
+            long = int(short * max(height, width) / min(height, width))
+            size = (long, short) if width <= height else (short, long)
+        return size, [self._span(side, crop) for side, crop in zip(size, self.crop, strict=True)]
+
+    def _squashed(self) -> Size:
+        """The crop's size, or that with its short side at `resize_to` (DeiT: 256 x 256, then 224)."""
+        short = min(self.crop)
+        grown = self.config.resize_to or short
+        return self.crop[0] * grown // short, self.crop[1] * grown // short
+
+    def _span(self, side: int, crop: int) -> Span:
+        """First and last + 1; what of it lies outside 0 to side is black."""
+        if self.config.centre == "floor":
+            first = (side - crop) // 2
+        else:
+            first = round((side - crop) / 2) if side >= crop else -((crop - side) // 2)
+        return first, first + crop
+
+    def _resized(self, image: Image.Image) -> Image.Image:
+        """Pillow's resize, then the crop."""
+        size, (rows, columns) = self._plan(image.height, image.width)
+        name = self.config.interpolation
+        if size[0] * size[1] > WHOLE:
+            image = _part(image, size, (_inside(rows, size[0]), _inside(columns, size[1])), name)
+            rows, columns = _rest(rows), _rest(columns)
+        elif image.size != size[::-1]:
+            image = image.resize(size[::-1], FILTERS[name])
+        box = (columns[0], rows[0], columns[1], rows[1])
+        return image if box == (0, 0, *image.size) else image.crop(box)  # Pillow pads with zeros
+
+    def _sampled(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        """TensorFlow's resize, then the crop; only what the crop shows is computed."""
+        size, spans = self._plan(*pixels.shape[:2])
+        (rows, row_weights), (columns, column_weights) = (
+            _taps(source, side, _inside(span, side), self.config.interpolation)
+            for source, side, span in zip(pixels.shape[:2], size, spans, strict=True)
+        )
+        left = int(columns.min())
+        part = _mix(pixels[:, left : int(columns.max()) + 1], 0, rows, row_weights)
+        part = _mix(part, 1, columns - left, column_weights)
+        before = [max(-span[0], 0) for span in spans]
+        after = [crop - b - n for crop, b, n in zip(self.crop, before, part.shape[:2], strict=True)]
+        return np.pad(part, [*zip(before, after, strict=True), (0, 0)]) if any(before + after) else part
+
+
+def _are_several(pictures: Picture | Iterable[Picture]) -> TypeGuard[Iterable[Picture]]:
+    """Strings, bytes, arrays and tensors can be iterated too, but are one picture each."""
+    return isinstance(pictures, Iterable) and not isinstance(
+        pictures, str | Path | bytes | Image.Image | np.ndarray | Tensor
+    )
+
+
+def _inside(span: Span, side: int) -> Span:
+    return max(span[0], 0), min(span[1], side)
+
+
+def _rest(span: Span) -> Span:
+    """The span as seen from the part of it that lies inside."""
+    first = min(span[0], 0)
+    return first, first + span[1] - span[0]
+
+
+def _part(image: Image.Image, size: Size, spans: tuple[Span, Span], name: str) -> Image.Image:
+    """Some rows and columns of the picture resized to `size`, without making the whole."""
+    near, box = [], []
+    for source, side, (first, last) in zip((image.height, image.width), size, spans, strict=True):
+        scale = source / side
+        margin = REACH[name] * max(scale, 1) + 1
+        low, high = max(int(first * scale - margin), 0), min(int(last * scale + margin) + 1, source)
+        near.append((low, high))
+        box.append((first * scale - low, min(last * scale - low, high - low)))
+    (top, bottom), (left, right) = near
+    (rows, columns) = spans
+    return image.crop((left, top, right, bottom)).resize(
+        (columns[1] - columns[0], rows[1] - rows[0]),
+        FILTERS[name],
+        box=(box[1][0], box[0][0], box[1][1], box[0][1]),
+    )
+
+
+def _taps(source: int, side: int, span: Span, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """For some of `side` outputs: which of `source` inputs each mixes, and with what weights.
+
+    Pixel centres lie at halves, the filter is as wide as the input's pixels whatever the scale, and
+    weights that fall outside the picture are shared among the rest: tf.image.resize(antialias=False).
+    """
+    half, reach = np.float32(0.5), REACH[name]
+    centre = (np.arange(*span, dtype=np.float32) + half) * np.float32(source / side) - half  # float32, as there
+    index = np.floor(centre).astype(np.int64)[:, None] + np.arange(1 - reach, 1 + reach)
+    weight = _kernel(np.abs(centre[:, None] - index), name)
+    weight[(index < 0) | (index >= source)] = 0
+    weight /= weight.sum(axis=1, keepdims=True)
+    return index.clip(0, source - 1), weight.astype(np.float32)
+
+
+def _kernel(x: npt.NDArray[np.floating[Any]], name: str) -> npt.NDArray[np.floating[Any]]:
+    """The filter at distance x >= 0."""
+    if name == "bilinear":
+        return np.maximum(1 - x, 0)
+    if name == "bicubic":  # Keys, a = -0.5
+        return np.where(x < 1, (1.5 * x - 2.5) * x**2 + 1, np.where(x < 2, ((-0.5 * x + 2.5) * x - 4) * x + 2, 0))
+    return np.where(x < 3, np.sinc(x) * np.sinc(x / 3), 0)
+
+
+def _mix(
+    pixels: npt.NDArray[Any], axis: int, index: npt.NDArray[np.int64], weight: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Along one axis: out[i] = sum over t of weight[i, t] * pixels[index[i, t]]."""
+    weight = weight[:, :, None, None] if axis == 0 else weight[:, :, None]  # against H W C or W C
+    terms = (pixels.take(index[:, t], axis).astype(np.float32, copy=False) for t in range(index.shape[1]))
+    out = next(terms)
+    out *= weight[:, 0]
+    for t, term in enumerate(terms, start=1):
+        term *= weight[:, t]
+        out += term
+    return out
+
+
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """C 1 1, made once per device: copying it there anew for each batch would make the host wait."""
+    if torch.compiler.is_compiling():  # a tensor made while tracing must not outlive the trace
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
+    return _made(values, device)
+
+
+@lru_cache(maxsize=64)
+def _made(values: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # else the first caller's mode would decide for all later ones
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]

@@ -1,0 +1,61 @@
+"""Everything vitrail raises on purpose.
+
+    VitrailError
+    ├── ConfigError        a setting that cannot be: unknown name, wrong value, sizes that do not fit
+    ├── ModelError         a network asked for something it cannot do
+    ├── ImageError         bytes that are not a picture, or a picture that cannot be used
+    ├── CheckpointError    a file of weights that cannot be read or written
+    │   ├── FormatError    tensors of no known layout, leftovers, missing ones, wrong shapes
+    │   └── Inexpressible  the target format has no place for part of this model
+    └── NotFound           no such file, model, label list or hub repository
+
+Each message is one sentence or two that say what was got, what was wanted and what to try. The
+command line prints it alone; `--debug` adds the traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class VitrailError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(VitrailError, ValueError):
+    """A setting that cannot be."""
+
+
+class ModelError(VitrailError, ValueError):
+    """A network asked for something it cannot do."""
+
+
+class ImageError(VitrailError, ValueError):
+    """Bytes that are not a picture, or a picture that cannot be used."""
+
+
+class CheckpointError(VitrailError):
+    """A file of weights that cannot be read or written."""
+
+
+class FormatError(CheckpointError):
+    """Tensors of no known layout, leftovers, missing ones, wrong shapes."""
+
+
+class Inexpressible(CheckpointError):
+    """The target format has no place for part of this model."""
+
+
+class NotFound(VitrailError, LookupError):
+    """No such file, model, label list or hub repository."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, or a short list of what there is when nothing is near."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    return f"; there is {shown}."

@@ -1,0 +1,23 @@
+"""Float batch -> tokens -> features -> logits."""
+
+from __future__ import annotations
+
+import torch
+
+from vitrail.config import BiTConfig, ViTConfig
+from vitrail.models.bit import BiT
+from vitrail.models.output import Output
+from vitrail.models.vit import ViT
+
+Net = ViT | BiT
+
+__all__ = ["BiT", "Net", "Output", "ViT", "build"]
+
+
+def build(config: ViTConfig | BiTConfig, seed: int | None = None, *, skeleton: bool = False) -> Net:
+    """The network of a config, with first values, or as a skeleton without storage to load into."""
+    kind = BiT if isinstance(config, BiTConfig) else ViT
+    if skeleton:
+        with torch.device("meta"):
+            return kind(config)  # type: ignore[arg-type]
+    return kind(config, seed)  # type: ignore[arg-type]

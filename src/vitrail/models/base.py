@@ -1,0 +1,76 @@
+"""What every network here shares: copies with another config, other channels, checks of its input."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.errors import ModelError
+
+
+class Network(nn.Module):
+    """Built from `config` alone; its state_dict is all it knows."""
+
+    config: Any
+    first_kernel: str
+    """Name of the parameter that sees the image's channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._recompute = False
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Set to True to recompute each block in the backward pass instead of keeping its activations."""
+        return self._recompute
+
+    @gradient_checkpointing.setter
+    def gradient_checkpointing(self, on: bool) -> None:
+        for module in self.modules():
+            if isinstance(module, Network):
+                module._recompute = on
+
+    @torch.no_grad()
+    def with_channels(self, channels: int) -> Self:
+        """A copy for images of other channels: the first filters summed for one, repeated for more.
+
+        A ViT answers to a grey picture as before. Behind a ResNet's standardised first convolution,
+        which rescales every filter, the copy is only a place to start from.
+        """
+        weight = adapt_channels(self.state_dict()[self.first_kernel], channels)
+        return self.rebuilt(self.config.but(channels=channels), {self.first_kernel: weight})
+
+    def rebuilt(self, config: Any, changed: dict[str, Tensor], drop: tuple[str, ...] = ()) -> Self:
+        """A copy of another config, with some parameters changed and those of some prefixes left out."""
+        with torch.device("meta"):
+            net = type(self)(config)  # type: ignore[call-arg]
+        kept = {k: v for k, v in self.state_dict().items() if not drop or not k.startswith(drop)}
+        state = {k: v.detach().clone() for k, v in (kept | changed).items()}
+        net.load_state_dict(state, assign=True)
+        net.gradient_checkpointing = self.gradient_checkpointing
+        return net.train(self.training)
+
+    def recomputes(self) -> bool:
+        return self._recompute and self.training and torch.is_grad_enabled()
+
+    def check_images(self, images: Tensor) -> None:
+        channels = self.config.channels
+        if images.ndim != 4 or images.shape[1] != channels:
+            raise ModelError(f"wanted images as B {channels} H W, got {tuple(images.shape)}.")
+        if not images.is_floating_point():
+            raise ModelError(f"wanted normalised float images, got {images.dtype}; preprocess them first.")
+
+
+def adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """D C p q -> D channels p q. One channel: the filters' sum. More: in turn, scaled to keep the sum."""
+    had = weight.shape[1]
+    if channels == had:
+        return weight
+    if channels < 1:
+        raise ModelError(f"an image has at least one channel, got channels={channels}.")
+    if channels == 1:
+        return weight.sum(1, keepdim=True)
+    times = -(-channels // had)
+    return weight.repeat(1, times, 1, 1)[:, :channels] * (had / channels)

@@ -1,0 +1,177 @@
+"""BiT (Big Transfer, arXiv 1912.11370): the ResNet that the paper measures the Vision Transformer against.
+
+Pre-activation units, symmetric padding, a norm before the pool and the head. It is not the
+network in a hybrid's stem: see `models.hybrid` for that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitrail.config import BiTConfig, Pair, pair
+from vitrail.errors import ModelError
+from vitrail.models import init, resnet
+from vitrail.models.base import Network
+from vitrail.models.output import Output, wanted
+from vitrail.models.resnet import ROOT, StandardizedConv, Unit, group_norm
+
+# B images, C channels, h rows and w columns of a map
+
+
+class BiTUnit(nn.Module):
+    """Norm, ReLU, convolution, three times; a shortcut that changes shape starts after the first ReLU."""
+
+    def __init__(self, config: BiTConfig, unit: Unit) -> None:
+        super().__init__()
+        conv, norm = partial(_conv, config), partial(group_norm, eps=config.norm_eps)
+        self.norm1 = norm(unit.inputs)
+        self.project = conv(unit.inputs, unit.outputs, 1, unit.stride) if unit.projects else None
+        self.conv1 = conv(unit.inputs, unit.middle, 1)
+        self.norm2 = norm(unit.middle)
+        self.conv2 = conv(unit.middle, unit.middle, 3, unit.stride)
+        self.norm3 = norm(unit.middle)
+        self.conv3 = conv(unit.middle, unit.outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = F.relu(self.norm1(x), inplace=True)
+        shortcut = x if self.project is None else self.project(y)
+        y = self.conv2(F.relu(self.norm2(self.conv1(y)), inplace=True))
+        y = self.conv3(F.relu(self.norm3(y), inplace=True))
+        return shortcut + y
+
+
+class BiT(Network):
+    """`net(images)`: B C H W -> logits. `net.features(images, want=...)`: what happens on the way.
+
+    Any height and width will do.
+    """
+
+    first_kernel = "root.weight"
+
+    def __init__(self, config: BiTConfig, seed: int | None = None) -> None:
+        super().__init__()
+        self.config: BiTConfig = config
+        base = _base(config)
+        self.root = _conv(config, config.channels, base, ROOT, 2)
+        self.stages = nn.ModuleList(
+            nn.ModuleList(BiTUnit(config, unit) for unit in stage) for stage in resnet.plan(config.layers, base)
+        )
+        self.norm = group_norm(_width(config), config.norm_eps)
+        self.head = nn.Linear(_width(config), config.classes) if config.classes else nn.Identity()
+        if not init.is_meta(self):
+            self.initialize(seed)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encode(images).mean((2, 3)))
+        return logits
+
+    def features(self, images: Tensor, want: str | Iterable[str] = ("logits",)) -> Output:
+        """Named intermediates: logits, pooled (pre_logits is the same), maps, and the final map as patches."""
+        names = wanted(want)
+        _check_wanted(names)
+        maps: list[Tensor] | None = [] if "maps" in names else None
+        x = self.encode(images, maps)
+        pooled = x.mean((2, 3))  # B C
+        found: dict[str, Any] = {
+            "pooled": pooled,
+            "pre_logits": pooled,
+            "patches": x.permute(0, 2, 3, 1),  # B h w C
+            "maps": maps and tuple(maps),
+        }
+        if "logits" in names:
+            found["logits"] = self.head(pooled)
+        return Output(**{name: found[name] for name in names})
+
+    def encode(self, images: Tensor, maps: list[Tensor] | None = None) -> Tensor:
+        """The final map after norm and ReLU, B C h w; each stage's is kept in the list given."""
+        self.check_images(images)
+        recompute = self.recomputes()
+        x = _root_pool(self.root(images), self.config)
+        for stage in self.stages:
+            assert isinstance(stage, nn.ModuleList)
+            for unit in stage:
+                x = checkpoint(unit, x, use_reentrant=False, preserve_rng_state=False) if recompute else unit(x)
+            if maps is not None:
+                maps.append(x)
+        return F.relu(self.norm(x), inplace=True)
+
+    @torch.no_grad()
+    def initialize(self, seed: int | None = None) -> Self:
+        """First values as in the original code; the same seed gives the same weights."""
+        resnet.initialize(self, init.generator_for(self.root.weight, seed))
+        if isinstance(self.head, nn.Linear):
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+        return self
+
+    def resized(self, image: Pair) -> BiT:
+        """A copy that is meant for this size; the weights do not depend on it."""
+        return self.rebuilt(self.config.but(image=image), {})
+
+    def with_classes(self, classes: int) -> BiT:
+        """A copy with a new head of zeros, as for fine-tuning."""
+        config, like = self.config.but(classes=classes), self.norm.weight
+        head = {"head.weight": like.new_zeros(classes, _width(config)), "head.bias": like.new_zeros(classes)}
+        return self.rebuilt(config, head if classes else {}, drop=("head.",))
+
+
+def flops(config: BiTConfig, image: Pair | None = None) -> int:
+    """2 x multiply-adds of convolutions and head for one image; None is the size it is meant for."""
+    size = pair(config.image if image is None else image)
+    convolutions = resnet.convolution_flops(config.layers, _base(config), config.channels, size)
+    return convolutions + 2 * _width(config) * config.classes
+
+
+def _root_pool(x: Tensor, config: BiTConfig) -> Tensor:
+    """3x3 windows, stride 2, over a border of zeros, which win where the map is negative.
+
+    big_vision's border never wins: `root_pad="none"`. The zeros are put in afterwards, where a
+    window reaches over the edge: cheaper than a padded copy, and ONNX Runtime would merge the
+    padding into the pool and lose them.
+    """
+    pooled = F.max_pool2d(x, 3, 2, padding=1)
+    if config.root_pad == "none":
+        return pooled
+    rows, columns = (_over_the_edge(side, x.device) for side in x.shape[-2:])
+    return torch.where(rows[:, None] | columns, F.relu(pooled), pooled)
+
+
+def _over_the_edge(side: int, device: torch.device) -> Tensor:
+    """Which of the windows along a side begin before it or end after it."""
+    starts = torch.arange(-1, side - 1, 2, device=device)
+    return (starts < 0) | (starts + 2 >= side)
+
+
+def _base(config: BiTConfig) -> int:
+    return int(64 * config.width)
+
+
+def _width(config: BiTConfig) -> int:
+    """Channels of the last map: what the head sees."""
+    return resnet.plan(config.layers, _base(config))[-1][-1].outputs
+
+
+def _conv(config: BiTConfig, inputs: int, outputs: int, side: int, stride: int = 1) -> StandardizedConv:
+    return StandardizedConv(inputs, outputs, side, stride, same=False, by="var", eps=config.standardize_eps)
+
+
+_LACKING = {
+    "attention": "BiT has no attention",
+    "tokens": "BiT has no tokens; 'maps' is what leaves each stage",
+    "class_token": "BiT has no class token; 'pooled' is what its head sees",
+    "pool_attention": "BiT pools by the mean, not by attention",
+    "heads": "BiT is not distilled: there is one head",
+}
+
+
+def _check_wanted(names: frozenset[str]) -> None:
+    for name in names:
+        if name in _LACKING:
+            raise ModelError(f"this network cannot give {name!r}: {_LACKING[name]}.")

@@ -1,0 +1,99 @@
+"""The public families of Vision Transformers: how each departs from the original.
+
+A family is a set of conventions no tensor shows (which GELU, which epsilon, how positions are
+resampled, how pictures are prepared), and where its checkpoints come from. `checked` says what
+the family's numbers have been compared with by this project's tests: its authors' own code, or the
+most used reimplementation where that code does not run here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from vitrail.config import PreprocessConfig
+from vitrail.config.image import CLIP_MEAN, CLIP_STD, IMAGENET_MEAN, IMAGENET_STD
+
+
+@dataclass(frozen=True)
+class Family:
+    """Conventions that differ from ViTConfig's defaults, and the usual preprocessing."""
+
+    title: str
+    options: dict[str, Any] = field(default_factory=dict)
+    preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
+    checked: str = ""
+
+
+ORIGINAL = PreprocessConfig(antialias=False)
+TIMM = PreprocessConfig(resize="short", resize_to=248, interpolation="bicubic")
+DEIT = PreprocessConfig(resize="short", resize_to=256, interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD)
+CLIP = PreprocessConfig(resize="short", resize_to=224, interpolation="bicubic", mean=CLIP_MEAN, std=CLIP_STD)
+SIGLIP = PreprocessConfig(interpolation="bicubic")
+BIT = PreprocessConfig(resize="squash", antialias=False)
+
+_TORCH = {"activation": "gelu", "resample": "timm"}
+_DINO = {"activation": "gelu", "resample": "dinov2", "classes": 0}
+
+FAMILIES: dict[str, Family] = {
+    "ViT": Family(
+        "original ViT and augreg (Dosovitskiy et al. 2020, Steiner et al. 2021)",
+        preprocess=ORIGINAL,
+        checked="golden outputs of google-research/vision_transformer; timm; transformers; torchvision",
+    ),
+    "BV": Family(
+        "big_vision's ViT (Beyer et al. 2022: gap, sin-cos positions)",
+        {"class_token": False, "pool": "gap", "position": "sincos-2d"},
+        preprocess=PreprocessConfig(resize="short", resize_to=256, antialias=False),
+        checked="golden outputs of google-research/big_vision",
+    ),
+    "DeiT": Family(
+        "DeiT, plain and distilled (Touvron et al. 2020)",
+        _TORCH,
+        preprocess=DEIT,
+        checked="timm (the authors build on it); transformers",
+    ),
+    "DeiT3": Family(
+        "DeiT-III (Touvron et al. 2022)",
+        _TORCH | {"layer_scale": 1e-6, "position_on_class": False},
+        preprocess=DEIT,
+        checked="timm",
+    ),
+    "MAE": Family(
+        "masked autoencoders (He et al. 2021)",
+        _TORCH | {"classes": 0},
+        preprocess=DEIT,
+        checked="timm; transformers",
+    ),
+    "DINO": Family("DINO (Caron et al. 2021)", _DINO, preprocess=DEIT, checked="timm; transformers"),
+    "DINOv2": Family(
+        "DINOv2, with and without registers (Oquab et al. 2023, Darcet et al. 2023)",
+        _DINO | {"layer_scale": 1e-5},
+        preprocess=DEIT,
+        checked="timm; transformers",
+    ),
+    "CLIP": Family(
+        "CLIP's image towers (Radford et al. 2021)",
+        {
+            "activation": "gelu-quick",
+            "norm_eps": 1e-5,
+            "pre_norm": True,
+            "patch_bias": False,
+            "head_bias": False,
+            "resample": "timm",
+        },
+        preprocess=CLIP,
+        checked="timm; transformers",
+    ),
+    "SigLIP": Family(
+        "SigLIP's image towers (Zhai et al. 2023)",
+        {"class_token": False, "pool": "map", "classes": 0, "resample": "timm"},
+        preprocess=SIGLIP,
+        checked="timm; transformers",
+    ),
+    "BiT": Family(
+        "BiT's ResNets (Kolesnikov et al. 2019)",
+        preprocess=BIT,
+        checked="golden outputs of google-research/big_vision; timm; transformers",
+    ),
+}

@@ -1,0 +1,56 @@
+"""How much arithmetic one image costs, counted from the config."""
+
+from __future__ import annotations
+
+from math import prod
+
+from vitrail.config import BiTConfig, Pair, ViTConfig, pair
+from vitrail.models import bit, hybrid
+
+
+def flops(config: ViTConfig | BiTConfig, image: Pair | None = None) -> int:
+    """Two per multiply-add in products and convolutions, for one image in a forward pass.
+
+    Norms, activations and softmax are left out, as torch's own counter does.
+    """
+    size = pair(image if image is not None else config.image)
+    if isinstance(config, BiTConfig):
+        return bit.flops(config, size)
+    patches = prod(config.grid_of(size))
+    tokens = patches + config.prefix
+    channels = config.stem.channels if config.stem else config.channels
+    total = hybrid.flops(config.stem, size, config.channels) if config.stem else 0
+    total += 2 * patches * channels * prod(pair(config.patch)) * config.width
+    total += config.depth * _block(config, tokens, patches)
+    if config.pool == "map":
+        total += _pool(config, patches)
+    if config.pre_logits:
+        total += 2 * config.pooled_width * config.pre_logits
+    return total + 2 * config.head_width * config.classes * (1 + config.distilled)
+
+
+def _block(config: ViTConfig, tokens: int, patches: int) -> int:
+    width = config.width
+    projections = 2 * tokens * width * 4 * width
+    attention = 4 * tokens * tokens * width
+    relative = 2 * patches * (2 * patches - 1) * width if config.position == "relative" else 0
+    return projections + attention + relative + _mlp(config, tokens)
+
+
+def _mlp(config: ViTConfig, tokens: int) -> int:
+    matrices = 3 if config.activation == "swiglu" else 2
+    return 2 * matrices * tokens * config.width * config.mlp
+
+
+def _pool(config: ViTConfig, patches: int) -> int:
+    width = config.width
+    query_once_per_batch_and_out = 2 * 2 * width * width
+    return query_once_per_batch_and_out + 2 * patches * width * 2 * width + 4 * patches * width + _mlp(config, 1)
+
+
+def parameters(config: ViTConfig | BiTConfig) -> int:
+    """Numbers to learn, counted on a skeleton without storage."""
+    from vitrail.models import build  # the package's builder imports this module
+
+    net = build(config, skeleton=True)
+    return sum(p.numel() for p in net.parameters())

@@ -1,0 +1,105 @@
+"""The hybrid's stem: a post-activation ResNet that turns an image into the map which the patches are cut from.
+
+It follows the original ViT code; `StemConfig` can also say timm's convention, under which timm
+computes the same weights slightly differently. It is not BiT: see `models.bit` for that one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitrail.config import Pair, StemConfig, pair
+from vitrail.models import init, resnet
+from vitrail.models.base import Network
+from vitrail.models.resnet import ROOT, StandardizedConv, Unit, group_norm, max_pool_same
+
+# B images, C channels, h rows and w columns of a map
+
+
+class ConvNorm(nn.Module):
+    """A standardised convolution and its norm."""
+
+    def __init__(self, config: StemConfig, inputs: int, outputs: int, side: int, stride: int) -> None:
+        super().__init__()
+        self.conv = _conv(config, inputs, outputs, side, stride)
+        self.norm = group_norm(outputs, config.norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.conv(x))
+        return y
+
+
+class StemUnit(nn.Module):
+    """Convolution, norm, ReLU, three times; the shortcut comes in before the last ReLU."""
+
+    def __init__(self, config: StemConfig, unit: Unit) -> None:
+        super().__init__()
+        conv, norm = partial(_conv, config), partial(group_norm, eps=config.norm_eps)
+        self.project = ConvNorm(config, unit.inputs, unit.outputs, 1, unit.stride) if unit.projects else None
+        self.conv1 = conv(unit.inputs, unit.middle, 1)
+        self.norm1 = norm(unit.middle)
+        self.conv2 = conv(unit.middle, unit.middle, 3, unit.stride)
+        self.norm2 = norm(unit.middle)
+        self.conv3 = conv(unit.middle, unit.outputs, 1)
+        self.norm3 = norm(unit.outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.project is None else self.project(x)
+        x = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        x = F.relu(self.norm2(self.conv2(x)), inplace=True)
+        return F.relu(shortcut + self.norm3(self.conv3(x)), inplace=True)
+
+
+class ResNetStem(Network):
+    """`stem(images)`: B C H W -> B C' h w, with `config.channels` channels and `config.stride` times smaller.
+
+    Sides that the stride does not divide are rounded up. Without layers it is the root alone.
+    """
+
+    def __init__(self, config: StemConfig, channels: int = 3) -> None:
+        super().__init__()
+        self.config = config
+        base = _base(config)
+        self.root = ConvNorm(config, channels, base, ROOT, 2)
+        self.stages = nn.ModuleList(
+            nn.ModuleList(StemUnit(config, unit) for unit in stage) for stage in resnet.plan(config.layers, base)
+        )
+        if not init.is_meta(self):
+            self.initialize()
+
+    def forward(self, images: Tensor) -> Tensor:
+        recompute = self.recomputes()
+        x = max_pool_same(F.relu(self.root(images), inplace=True))
+        for stage in self.stages:
+            assert isinstance(stage, nn.ModuleList)
+            for unit in stage:
+                x = checkpoint(unit, x, use_reentrant=False, preserve_rng_state=False) if recompute else unit(x)
+        return x
+
+    @torch.no_grad()
+    def initialize(self, generator: Generator | None = None) -> Self:
+        """First values as in the original code: each unit begins as its shortcut, norm3 being zero."""
+        resnet.initialize(self, generator)
+        for module in self.modules():
+            if isinstance(module, StemUnit):
+                nn.init.zeros_(module.norm3.weight)
+        return self
+
+
+def flops(config: StemConfig, image: Pair, channels: int = 3) -> int:
+    """2 x multiply-adds of the convolutions for one image of this size."""
+    return resnet.convolution_flops(config.layers, _base(config), channels, pair(image))
+
+
+def _base(config: StemConfig) -> int:
+    return int(64 * config.width)
+
+
+def _conv(config: StemConfig, inputs: int, outputs: int, side: int, stride: int = 1) -> StandardizedConv:
+    return StandardizedConv(inputs, outputs, side, stride, same=True, by=config.standardize, eps=config.standardize_eps)

@@ -1,0 +1,169 @@
+"""The encoder's parts: patch projection, attention, MLP, block, attention pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig
+
+# B images, C channels, N tokens, D width, H heads, K = D // H, M hidden width of the MLP
+
+Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+"""A position that lives in the attention: q, k (B H N K) -> q, k, logits to add or None."""
+
+
+class PatchProjection(nn.Module):
+    """Each patch flattened and multiplied by one matrix: a convolution whose stride is its size."""
+
+    def __init__(self, channels: int, width: int, patch: tuple[int, int], bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, channels, *patch))
+        self.bias = nn.Parameter(torch.empty(width)) if bias else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        """B C H W -> B h w D."""
+        height, width = self.weight.shape[-2:]
+        x = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))  # B C h p w q
+        x = x.permute(0, 2, 4, 1, 3, 5).flatten(3)  # B h w Cpq
+        return F.linear(x, self.weight.flatten(1), self.bias)
+
+
+def make_norm(config: ViTConfig, width: int | None = None) -> nn.Module:
+    """LayerNorm or RMSNorm with the model's epsilon."""
+    kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+    return kind(width or config.width, eps=config.norm_eps)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    bias: Tensor | None = None,
+    dropout: float = 0.0,
+    keep: list[Tensor] | None = None,
+) -> Tensor:
+    """softmax(q k' / sqrt(K) + bias) v, all B H N K.
+
+    Fused, unless a list is given to keep the weights (B H N N) in: then the same arithmetic is
+    written out, and agrees to rounding.
+    """
+    if keep is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+    logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    weights = (logits if bias is None else logits + bias).softmax(-1)
+    keep.append(weights)
+    return F.dropout(weights, dropout, training=dropout > 0) @ v
+
+
+class Attention(nn.Module):
+    """Every token asks every token."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        width, self.heads = config.width, config.heads
+        self.qkv = nn.Linear(width, 3 * width, bias=config.qkv_bias)
+        self.q_norm = make_norm(config, width // config.heads) if config.qk_norm else nn.Identity()
+        self.k_norm = make_norm(config, width // config.heads) if config.qk_norm else nn.Identity()
+        self.out = nn.Linear(width, width, bias=config.proj_bias)
+        self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
+
+    def forward(self, x: Tensor, place: Place | None = None, keep: list[Tensor] | None = None) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # B N 3 H K
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H N K
+        q, k, bias = self.q_norm(q), self.k_norm(k), None
+        if place is not None:
+            q, k, bias = place(q, k)
+        p = self.attention_dropout if self.training else 0.0
+        x = attend(q, k, v, bias=bias, dropout=p, keep=keep).transpose(1, 2).flatten(2)  # B N D
+        return F.dropout(self.out(x), self.dropout, self.training)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Half of the numbers gate the other half."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """OpenAI CLIP's cheap stand-in for GELU."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": tanh_gelu,
+    "gelu-quick": quick_gelu,
+    "swiglu": swiglu,
+}
+
+
+class MLP(nn.Module):
+    """Each token by itself: wider, bent, back."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        hidden = config.mlp * (2 if config.activation == "swiglu" else 1)
+        self.up = nn.Linear(config.width, hidden, bias=config.proj_bias)
+        self.down = nn.Linear(config.mlp, config.width, bias=config.proj_bias)
+        self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.activation(self.up(x)), self.dropout, self.training)
+        return F.dropout(self.down(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on the normalised tokens and added to them."""
+
+    def __init__(self, config: ViTConfig, path_dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm1 = make_norm(config)
+        self.attention = Attention(config)
+        self.norm2 = make_norm(config)
+        self.mlp = MLP(config)
+        scaled = config.layer_scale is not None
+        self.scale1 = nn.Parameter(torch.empty(config.width)) if scaled else None
+        self.scale2 = nn.Parameter(torch.empty(config.width)) if scaled else None
+        self.path_dropout = path_dropout
+
+    def forward(self, x: Tensor, place: Place | None = None, keep: list[Tensor] | None = None) -> Tensor:
+        x = x + self.branch(self.attention(self.norm1(x), place, keep), self.scale1)
+        return x + self.branch(self.mlp(self.norm2(x)), self.scale2)
+
+    def branch(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Scaled by LayerScale, and skipped for some images by stochastic depth."""
+        x = x if scale is None else x * scale
+        if self.path_dropout and self.training:
+            kept = torch.rand(x.shape[0], 1, 1, device=x.device) >= self.path_dropout
+            x = x * (kept.to(x.dtype) / (1 - self.path_dropout))
+        return x
+
+
+class AttentionPool(nn.Module):
+    """One learned query asks all tokens; an MLP reads the answer (big_vision's MAP head)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        width, self.heads = config.width, config.heads
+        self.probe = nn.Parameter(torch.empty(width))
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+        self.norm = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, keep: list[Tensor] | None = None) -> Tensor:
+        """B N D -> B D."""
+        q = self.q(self.probe).expand(x.shape[0], 1, -1).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # B H 1 K
+        k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
+        x = self.out(attend(q, k, v, keep=keep).flatten(1))  # B D
+        return x + self.mlp(self.norm(x))

@@ -1,0 +1,231 @@
+"""How a patch knows where it is.
+
+Additive kinds (learned-1d, learned-2d, sincos-2d) are modules that map a grid to one vector per
+token. The kinds inside the attention (relative, rope-2d) map a grid to a function of queries and
+keys. None of them holds a buffer, so a skeleton without storage plus a state_dict is complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig
+from vitrail.errors import ModelError
+from vitrail.models.layers import Place
+
+# h rows and w columns of patches, N = h w, T tokens (P special ones first), D width, H heads, K = D // H
+
+Grid = tuple[int, int]
+
+RESAMPLE: dict[str, dict[str, Any]] = {
+    "google": {"mode": "bilinear", "align_corners": True},  # scipy.ndimage.zoom, order 1
+    "timm": {"mode": "bicubic", "antialias": True},  # and DINOv2 with registers
+    "timm-npz": {"mode": "bilinear"},  # timm reading Google's files
+    "huggingface": {"mode": "bicubic"},
+    "torchvision": {"mode": "bicubic", "align_corners": True},
+    "dinov2": {"mode": "bicubic", "offset": 0.1},  # and DINO: the scale is a little too large
+}
+"""Whose convention -> arguments of `torch.nn.functional.interpolate`."""
+
+
+def resample(table: Tensor, grid: Grid, convention: str) -> Tensor:
+    """h w D -> h' w' D, as the named code base does it; the same grid comes back as it is."""
+    source = (table.shape[0], table.shape[1])
+    if source == grid:
+        return table
+    how = dict(RESAMPLE[convention])
+    offset = how.pop("offset", 0.0)
+    if offset:
+        how["scale_factor"] = [(new + offset) / old for new, old in zip(grid, source, strict=True)]
+    else:
+        how["size"] = grid
+    exact = table if table.dtype == torch.float64 else table.float()
+    return F.interpolate(exact.permute(2, 0, 1)[None], **how)[0].permute(1, 2, 0).to(table.dtype)
+
+
+def _count(end: int, like: Tensor) -> Tensor:
+    """0 ... end - 1 in at least single precision, where `like` lives."""
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return torch.arange(end, device=like.device, dtype=dtype)
+
+
+def sincos_2d(grid: Grid, width: int, like: Tensor) -> Tensor:
+    """N D: sines and cosines of column, then of row, as big_vision has them."""
+    omega = 10_000.0 ** -(_count(width // 4, like) / (width // 4 - 1))
+    y, x = torch.meshgrid(_count(grid[0], like), _count(grid[1], like), indexing="ij")
+    angles = [axis.reshape(-1, 1) * omega for axis in (x, y)]
+    return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
+
+
+class _Remembered(nn.Module):
+    """Keeps the last result in evaluation, keyed by the grid and by the parameters' versions.
+
+    Never while gradients may flow or a graph is traced; `train()` forgets. Only a write through
+    `.data` between two evaluations can go unseen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[object, Any] | None = None
+
+    def remember(self, grid: Grid, like: Tensor, make: Callable[[], Any]) -> Any:
+        live = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
+        if self.training or live or torch.compiler.is_compiling():
+            return make()
+        state = tuple((id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters())
+        key = (grid, like.device, like.dtype, torch.is_inference_mode_enabled(), state)
+        if self._last is None or self._last[0] != key:
+            self._last = (key, make())
+        return self._last[1]
+
+    def train(self, mode: bool = True) -> _Remembered:
+        self._last = None
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_last": None}
+
+
+class Additive(_Remembered):
+    """A vector for each token; special tokens without a position get zeros."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.source, self.width = config.grid, config.width
+        self.convention, self.zeros = config.resample, config.prefix - config.placed_prefix
+        rows = config.placed_prefix
+        self.prefix = nn.Parameter(torch.empty(rows, config.width)) if rows else None
+
+    def forward(self, grid: Grid, like: Tensor) -> Tensor:
+        """T D for this grid."""
+        return self.remember(grid, like, lambda: self.assemble(grid, like))
+
+    def assemble(self, grid: Grid, like: Tensor) -> Tensor:
+        patches = self.patches(grid, like)
+        parts = [patches]
+        if self.zeros:
+            parts.insert(0, patches.new_zeros(self.zeros, self.width))
+        if self.prefix is not None:
+            parts.insert(0, self.prefix)
+        return torch.cat(parts) if len(parts) > 1 else patches
+
+    def patches(self, grid: Grid, like: Tensor) -> Tensor:
+        """N D."""
+        raise NotImplementedError
+
+    def at(self, grid: Grid) -> dict[str, Tensor]:
+        """The parameters that depend on the grid, for another one."""
+        return {}
+
+
+class Learned1d(Additive):
+    """A vector for each patch; called 1-D because it knows nothing of rows and columns."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.table = nn.Parameter(torch.empty(*config.grid, config.width))
+
+    def patches(self, grid: Grid, like: Tensor) -> Tensor:
+        return resample(self.table, grid, self.convention).flatten(0, 1)
+
+    def at(self, grid: Grid) -> dict[str, Tensor]:
+        return {"table": resample(self.table, grid, self.convention)}
+
+
+class Learned2d(Additive):
+    """Half a vector for each row and half for each column, side by side."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config)
+        self.rows = nn.Parameter(torch.empty(config.grid[0], config.width // 2))
+        self.columns = nn.Parameter(torch.empty(config.grid[1], config.width // 2))
+
+    def patches(self, grid: Grid, like: Tensor) -> Tensor:
+        rows, columns = self.at(grid).values()
+        pairs = rows[:, None].expand(*grid, -1), columns[None].expand(*grid, -1)
+        return torch.cat(pairs, dim=-1).flatten(0, 1)
+
+    def at(self, grid: Grid) -> dict[str, Tensor]:
+        rows = resample(self.rows[:, None], (grid[0], 1), self.convention)[:, 0]
+        columns = resample(self.columns[:, None], (grid[1], 1), self.convention)[:, 0]
+        return {"rows": rows, "columns": columns}
+
+
+class SinCos2d(Additive):
+    """Fixed waves: nothing to learn, any grid."""
+
+    def patches(self, grid: Grid, like: Tensor) -> Tensor:
+        return sincos_2d(grid, self.width, like)
+
+
+class Rope2d(_Remembered):
+    """Queries and keys of patches turned by angles of their place (DINOv3's convention)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.head, self.base, self.special = config.width // config.heads, config.rope_base, config.prefix
+
+    def forward(self, grid: Grid, like: Tensor) -> Place:
+        cos, sin = self.remember(grid, like, lambda: self.waves(grid, like))
+
+        def turn(x: Tensor) -> Tensor:
+            special, patches = x[:, :, : self.special], x[:, :, self.special :]
+            a, b = patches.chunk(2, dim=-1)
+            turned = patches * cos + torch.cat([-b, a], dim=-1) * sin
+            return torch.cat([special, turned.to(x.dtype)], dim=2)
+
+        return lambda q, k: (turn(q), turn(k), None)
+
+    def waves(self, grid: Grid, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, N K: centres of patches in [-1, 1], one period per pair of numbers."""
+        periods = self.base ** (_count(self.head // 4, like) * 4 / self.head)
+        centres = [2 * (_count(n, like) + 0.5) / n - 1 for n in grid]
+        where = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
+        angles = (2 * math.pi * where[:, :, None] / periods).flatten(1).tile(2)  # N K
+        return angles.cos(), angles.sin()
+
+
+class Relative(nn.Module):
+    """The query also asks an embedding of each offset along the flattened patches (appendix D.4)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.grid, self.heads, self.special = config.grid, config.heads, config.prefix
+        count = math.prod(config.grid)
+        self.offsets = nn.Parameter(torch.empty(2 * count - 1, config.width))
+
+    def forward(self, grid: Grid, like: Tensor) -> Place:
+        if grid != self.grid:
+            raise ModelError(
+                f"relative positions exist for {self.grid[0]}x{self.grid[1]} patches only and cannot be "
+                f"resampled to {grid[0]}x{grid[1]}; use images of the size the model was built for."
+            )
+        steps = torch.arange(math.prod(grid), device=like.device)
+        index = steps[:, None] - steps[None] + len(steps) - 1  # N N: p_q - p_k, from 0
+
+        def add(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            keys = self.offsets.unflatten(1, (self.heads, -1)).permute(1, 2, 0).to(q.dtype)  # H K 2N-1
+            asked = (q[:, :, self.special :] * q.shape[-1] ** -0.5) @ keys  # B H N 2N-1
+            bias = asked.gather(-1, index.expand(*asked.shape[:3], -1))  # B H N N
+            return q, k, F.pad(bias, (self.special, 0, self.special, 0))
+
+        return add
+
+
+ADDITIVE: dict[str, type[Additive]] = {"learned-1d": Learned1d, "learned-2d": Learned2d, "sincos-2d": SinCos2d}
+INSIDE: dict[str, type[nn.Module]] = {"relative": Relative, "rope-2d": Rope2d}
+
+
+def make_positions(config: ViTConfig) -> nn.ModuleList:
+    """One module, or one per layer; empty where there are no positions."""
+    if config.position == "none":
+        return nn.ModuleList()
+    kind = (ADDITIVE | INSIDE)[config.position]
+    own = config.place == "layers" and config.position not in ("sincos-2d", "rope-2d")  # those are the same everywhere
+    return nn.ModuleList(kind(config) for _ in range(config.depth if own else 1))

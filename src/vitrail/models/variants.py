@@ -1,0 +1,168 @@
+"""Every published size by the paper's name, and what other libraries call it.
+
+A name is `[STEM+]FAMILY-SIZE/PATCH[-OPTION][@IMAGE]`: ViT-B/16, ViT-L/16@384, R50+ViT-B/16,
+DeiT-S/16-distilled, DINOv2-B/14-reg, BiT-R50x1. Any size, patch and image combine; `published.py`
+lists those with public weights.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
+from vitrail.errors import NotFound, nearest
+from vitrail.models.families import FAMILIES
+from vitrail.models.published import VARIANTS, Variant
+
+
+class Size(NamedTuple):
+    width: int
+    depth: int
+    heads: int
+    mlp: int
+
+
+# fmt: off
+SIZES = {
+    #              width depth heads   mlp
+    "Ti": Size(     192,   12,    3,   768),
+    "S": Size(      384,   12,    6,  1536),
+    "B": Size(      768,   12,   12,  3072),
+    "L": Size(     1024,   24,   16,  4096),
+    "SO400M": Size(1152,   27,   16,  4304),
+    "H": Size(     1280,   32,   16,  5120),
+    "g": Size(     1408,   40,   16,  6144),
+    "G": Size(     1664,   48,   16,  8192),
+}
+# fmt: on
+DINOV2_G = Size(1536, 40, 24, 4096)
+"""DINOv2's own g, with SwiGLU."""
+
+
+def heads_for(width: int, depth: int, mlp: int) -> int | None:
+    """Heads of a network whose file does not say: a published size's, else 64 numbers each."""
+    for size in (*SIZES.values(), DINOV2_G, Size(1536, 40, 16, 6144)):  # the last is SigLIP 2's giant
+        if (size.width, size.depth, size.mlp) == (width, depth, mlp):
+            return size.heads
+    return width // 64 if width % 64 == 0 else None
+
+
+STEMS = {
+    ("R", 16): ((), 8),
+    ("R26", 32): ((2, 2, 2, 2), 1),
+    ("R50", 16): ((3, 4, 9), 1),
+    ("R50", 32): ((3, 4, 6, 3), 1),
+}
+"""Stem and the number after the slash -> units per stage and patch on the map."""
+
+BIT_LAYERS = {"R50": (3, 4, 6, 3), "R101": (3, 4, 23, 3), "R152": (3, 8, 36, 3)}
+CLIP_OUT = {"B": 512, "L": 768, "H": 1024, "g": 1024, "G": 1280}
+"""Width of the space CLIP's image and text meet in."""
+
+NAME = re.compile(
+    r"(?:(?P<stem>R\d*)\+)?(?P<family>[A-Za-z]+\w*)-(?P<size>[A-Za-z]\w*?)/(?P<patch>\d+)"
+    r"(?:-(?P<option>distilled|reg|gap|tok|map))?(?:@(?P<image>\d+(?:x\d+)?))?",
+    re.IGNORECASE,
+)
+BIT_NAME = re.compile(r"BiT-(?P<depth>R\d+)x(?P<width>\d+)(?:@(?P<image>\d+(?:x\d+)?))?", re.IGNORECASE)
+
+
+def config_for(name: str, **changes: Any) -> ViTConfig | BiTConfig:
+    """The config a name stands for, ours or another library's, with fields changed.
+
+    Conventions (which GELU, which epsilon) are the family's own, whichever library's name is used.
+    """
+    variant = find(name)
+    config = parse(variant.name if variant else name)
+    return config.but(**changes) if changes else config
+
+
+def find(name: str) -> Variant | None:
+    """The listed variant of this name or alias, if there is one."""
+    return _index().get(name.removeprefix("timm/").lower() if "/" in name else name.lower()) or _index().get(
+        name.lower()
+    )
+
+
+def parse(name: str) -> ViTConfig | BiTConfig:
+    """A name of the grammar above -> config."""
+    if match := BIT_NAME.fullmatch(name):
+        return _bit(match)
+    match = NAME.fullmatch(name)
+    family = match and _key(FAMILIES, match["family"])
+    if not match or not family or family == "BiT":
+        raise NotFound(f"no model is called {name!r}{nearest(name, [v.name for v in VARIANTS])}")
+    return _vit(match, family)
+
+
+def _vit(match: re.Match[str], family: str) -> ViTConfig:
+    known = SIZES if match["size"] not in ("g", "G") else {match["size"]: SIZES[match["size"]]}
+    letter = _key(known, match["size"])
+    if not letter:
+        raise NotFound(f"{match[0]}: there is no size {match['size']!r}; the sizes are {', '.join(SIZES)}.")
+    size = DINOV2_G if (family, letter) == ("DINOv2", "g") else SIZES[letter]
+    image = _image(match["image"]) or (518 if family == "DINOv2" else 224)
+    options: dict[str, Any] = {"image": image, "patch": int(match["patch"]), **size._asdict()}
+    options |= FAMILIES[family].options
+    if size is DINOV2_G:
+        options["activation"] = "swiglu"
+    if family == "CLIP":
+        options["classes"] = CLIP_OUT.get(letter, size.width)
+    if match["stem"]:
+        options |= _hybrid(match)
+    return ViTConfig(**options | _option(match["option"], family))
+
+
+def _option(option: str | None, family: str) -> dict[str, Any]:
+    match (option or "").lower():
+        case "distilled":
+            return {"distilled": True}
+        case "reg":
+            return {"registers": 4} | ({"resample": "timm"} if family == "DINOv2" else {})
+        case "gap":
+            return {"pool": "gap", "class_token": False}
+        case "map":
+            return {"pool": "map", "class_token": False}
+        case "tok":
+            return {"pool": "token", "class_token": True, "position_on_class": family != "BV"}
+    return {}
+
+
+def _hybrid(match: re.Match[str]) -> dict[str, Any]:
+    stem, number = match["stem"].upper(), int(match["patch"])
+    if (stem, number) not in STEMS:
+        known = ", ".join(f"{s}+ViT-B/{n}" for s, n in STEMS)
+        raise NotFound(f"{match[0]}: no such hybrid; there is {known}, in any size.")
+    layers, patch = STEMS[stem, number]
+    return {"stem": StemConfig(layers=layers), "patch": patch}
+
+
+def _bit(match: re.Match[str]) -> BiTConfig:
+    depth = match["depth"].upper()
+    if depth not in BIT_LAYERS:
+        raise NotFound(f"{match[0]}: BiT comes as {', '.join(BIT_LAYERS)}, not {depth}.")
+    return BiTConfig(layers=BIT_LAYERS[depth], width=float(match["width"]), image=_image(match["image"]) or 224)
+
+
+def _image(text: str | None) -> int | tuple[int, int] | None:
+    if not text:
+        return None
+    height, _, width = text.partition("x")
+    return pair((int(height), int(width))) if width else int(height)
+
+
+def _key(table: dict[str, Any], name: str) -> str | None:
+    """The table's own spelling of a name."""
+    return name if name in table else next((k for k in table if k.lower() == name.lower()), None)
+
+
+@cache
+def _index() -> dict[str, Variant]:
+    names: dict[str, Variant] = {}
+    for variant in VARIANTS:
+        for alias in (variant.name, variant.checkpoint, variant.checkpoint.removeprefix("timm/"), *variant.aliases):
+            names.setdefault(alias.lower(), variant)
+    names.pop("", None)
+    return names

@@ -1,0 +1,292 @@
+"""The Vision Transformer: patches, tokens, blocks, pool, head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitrail.config import Pair, ViTConfig, pair
+from vitrail.errors import ConfigError, ModelError
+from vitrail.models import init
+from vitrail.models.base import Network
+from vitrail.models.hybrid import ResNetStem
+from vitrail.models.layers import AttentionPool, Block, PatchProjection, Place, make_norm
+from vitrail.models.output import Output, wanted
+from vitrail.models.position import Additive, Grid, make_positions
+
+# B images, C channels, N patches in h rows and w columns, T = N + special tokens, D width, H heads
+
+
+class ViT(Network):
+    """`net(images)`: B C H W -> logits. `net.features(images, want=...)`: what happens on the way.
+
+    Any height and width that the patches divide will do: positions are resampled on the fly.
+    """
+
+    def __init__(self, config: ViTConfig, seed: int | None = None) -> None:
+        super().__init__()
+        self.config: ViTConfig = config
+        self.first_kernel = "stem.root.conv.weight" if config.stem else "patch.weight"
+        width, channels = config.width, config.channels
+        self.stem = ResNetStem(config.stem, channels) if config.stem else None
+        self.patch = PatchProjection(
+            config.stem.channels if config.stem else channels, width, pair(config.patch), bias=config.patch_bias
+        )
+        self.class_token = nn.Parameter(torch.empty(width)) if config.class_token else None
+        self.distill_token = nn.Parameter(torch.empty(width)) if config.distilled else None
+        self.registers = nn.Parameter(torch.empty(config.registers, width)) if config.registers else None
+        self.positions = make_positions(config)
+        self.pre_norm = make_norm(config) if config.pre_norm else nn.Identity()
+        rates = [config.path_dropout * i / max(config.depth - 1, 1) for i in range(config.depth)]
+        self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
+        self.norm = make_norm(config) if config.pool_norm != "none" else nn.Identity()
+        self.pool = AttentionPool(config) if config.pool == "map" else None
+        self.pre_logits = nn.Linear(config.pooled_width, config.pre_logits) if config.pre_logits else None
+        self.head = _head(config)
+        self.head_distill = _head(config) if config.distilled else None
+        if not init.is_meta(self):
+            self.initialize(seed)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x, grid = self.embed(images)
+        x = self.norm_before(self.encode(x, grid))
+        return self.classify(*self.read(x))
+
+    def features(self, images: Tensor, want: str | Iterable[str] = ("logits",)) -> Output:
+        """Named intermediates; the explicit attention is computed only when asked for."""
+        names = wanted(want)
+        self._check_wanted(names)
+        tokens: list[Tensor] | None = [] if "tokens" in names else None
+        attention: list[Tensor] | None = [] if "attention" in names else None
+        look: list[Tensor] | None = [] if "pool_attention" in names else None
+
+        x, grid = self.embed(images)
+        x = self.norm_before(self.encode(x, grid, tokens, attention))
+        pooled, second = self.read(x, look)
+        special = self.config.prefix
+        found: dict[str, Any] = {
+            "tokens": tokens and tuple(tokens),
+            "attention": attention and tuple(attention),
+            "pool_attention": look and look[0][:, :, 0],
+            "pooled": pooled,
+            "pre_logits": self.represent(pooled),
+            "class_token": x[:, 0] if self.config.class_token else None,
+            "patches": x[:, special:].unflatten(1, grid),
+        }
+        if "logits" in names:
+            found["logits"] = self.classify(pooled, second)
+        if "heads" in names and second is not None:
+            found["heads"] = (self.head(pooled), self.head_distill(second))  # type: ignore[misc]
+        return Output(**{name: found[name] for name in names})
+
+    def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
+        """B C H W -> what enters the first block, B T D, and the grid of patches."""
+        self._check_size(images)
+        if self.stem is not None:
+            images = self.stem(images)
+        x = self.patch(images)  # B h w D
+        grid = (x.shape[1], x.shape[2])
+        x = x.flatten(1, 2)  # B N D
+        special = [t.view(-1, x.shape[-1]) for t in self._special_tokens()]
+        if special:
+            x = torch.cat([torch.cat(special).expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
+        if self.config.place == "stem":
+            x = self.placed(x, 0, grid)
+        x = F.dropout(x, self.config.dropout, self.training)
+        return self.pre_norm(x), grid
+
+    def encode(
+        self,
+        x: Tensor,
+        grid: Grid,
+        tokens: list[Tensor] | None = None,
+        attention: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Through all blocks; tokens and attention weights are kept in the lists given."""
+        recompute = self.recomputes() and attention is None
+        place: Place | None = None
+        if tokens is not None:
+            tokens.append(x)
+        for i, block in enumerate(self.blocks):
+            if self.config.place != "stem" and self.positions:
+                if isinstance(self._position(i), Additive):
+                    x = self.placed(x, i, grid)
+                elif place is None or len(self.positions) > 1:
+                    place = self._position(i)(grid, x)
+            x = checkpoint(block, x, place, use_reentrant=False) if recompute else block(x, place, attention)
+            if tokens is not None:
+                tokens.append(x)
+        return x
+
+    def placed(self, x: Tensor, layer: int, grid: Grid) -> Tensor:
+        """Tokens with this layer's additive positions."""
+        return x + self._position(layer)(grid, x) if self.positions else x
+
+    def read(self, x: Tensor, look: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+        """B T D -> what the head sees, B D, and the distillation token where there is one."""
+        config = self.config
+        patches, second = x[:, config.prefix :], None
+        match config.pool:
+            case "token":
+                pooled = x[:, 0]
+                second = x[:, 1] if config.distilled else None
+            case "gap":
+                pooled = patches.mean(1)
+            case "token+gap":
+                pooled = torch.cat([x[:, 0], patches.mean(1)], dim=-1)
+            case "map":
+                assert self.pool is not None
+                pooled = self.pool(patches, look)
+        if config.pool_norm == "after":
+            pooled = self.norm(pooled)
+            second = None if second is None else self.norm(second)
+        return pooled, second
+
+    def norm_before(self, x: Tensor) -> Tensor:
+        return self.norm(x) if self.config.pool_norm == "before" else x
+
+    def represent(self, pooled: Tensor) -> Tensor:
+        """Through the pre-training head's tanh layer, where there is one."""
+        return pooled if self.pre_logits is None else torch.tanh(self.pre_logits(pooled))
+
+    def classify(self, pooled: Tensor, second: Tensor | None = None) -> Tensor:
+        """Logits; the mean of both heads for distilled networks."""
+        logits: Tensor = self.head(self.represent(pooled))
+        if second is not None and self.head_distill is not None:
+            logits = (logits + self.head_distill(second)) / 2
+        return logits
+
+    @torch.no_grad()
+    def initialize(self, seed: int | None = None) -> Self:
+        """First values as in the original code; the same seed gives the same weights."""
+        config, g = self.config, init.generator_for(self.patch.weight, seed)
+        if self.stem is not None:
+            self.stem.initialize(g)
+        init.lecun_normal_(self.patch.weight, g)
+        for module in self.modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+        for block in self.blocks:
+            _init_block(block, config, g)
+        if self.pool is not None:
+            _init_pool(self.pool, g)
+        if self.pre_logits is not None:
+            init.lecun_normal_(self.pre_logits.weight, g)
+            nn.init.zeros_(self.pre_logits.bias)
+        for zeros in (self.patch.bias, self.class_token):
+            if zeros is not None:
+                nn.init.zeros_(zeros)
+        for parameter, std in [(self.distill_token, 0.02), (self.registers, 1e-6)]:
+            if parameter is not None:
+                init.normal_(parameter, std, g)
+        for parameter in self.positions.parameters():
+            init.normal_(parameter, config.position_std, g)
+        for head in (self.head, self.head_distill):
+            if isinstance(head, nn.Linear):
+                _init_head(head, config)
+        return self
+
+    def resized(self, image: Pair) -> ViT:
+        """A copy whose own size is `image`, its positions resampled once and for all."""
+        config = self.config.but(image=image)
+        if config.grid == self.config.grid:
+            return self.rebuilt(config, {})
+        if self.config.position == "relative":
+            raise ModelError(
+                "relative positions cannot be resampled: a model with them keeps the size it was built for."
+            )
+        changed = {
+            f"positions.{j}.{name}": value
+            for j, position in enumerate(self.positions)
+            if isinstance(position, Additive)
+            for name, value in position.at(config.grid).items()
+        }
+        return self.rebuilt(config, changed)
+
+    def with_classes(self, classes: int) -> ViT:
+        """A copy with a new head of zeros (and without the pre-training layer), as for fine-tuning."""
+        config = self.config.but(classes=classes, pre_logits=0, head_bias=True)
+        fresh = {}
+        for head in ("head", "head_distill") if config.distilled else ("head",):
+            if classes:
+                like = self.patch.weight
+                fresh[f"{head}.weight"] = like.new_zeros(classes, config.pooled_width)
+                fresh[f"{head}.bias"] = like.new_full((classes,), config.head_bias_init)
+        return self.rebuilt(config, fresh, drop=("head", "pre_logits"))
+
+    def _position(self, layer: int) -> nn.Module:
+        return self.positions[layer if len(self.positions) > 1 else 0]
+
+    def _special_tokens(self) -> list[Tensor]:
+        return [t for t in (self.class_token, self.distill_token, self.registers) if t is not None]
+
+    def _check_size(self, images: Tensor) -> None:
+        self.check_images(images)
+        try:
+            self.config.grid_of((images.shape[2], images.shape[3]))
+        except ConfigError as error:
+            raise ModelError(str(error)) from None
+
+    def _check_wanted(self, names: frozenset[str]) -> None:
+        config = self.config
+        lacking = {
+            "class_token": not config.class_token,
+            "heads": not config.distilled,
+            "pool_attention": config.pool != "map",
+            "maps": True,
+        }
+        reasons = {
+            "class_token": "it has no class token",
+            "heads": "it is not distilled: there is one head",
+            "pool_attention": f"it pools by {config.pool!r}, not by attention",
+            "maps": "a ViT has tokens, not maps; 'patches' is the final grid",
+        }
+        for name in names:
+            if lacking.get(name):
+                raise ModelError(f"this network cannot give {name!r}: {reasons[name]}.")
+
+
+def _head(config: ViTConfig) -> nn.Module:
+    if not config.classes:
+        return nn.Identity()
+    return nn.Linear(config.head_width, config.classes, bias=config.head_bias)
+
+
+def _init_head(head: nn.Linear, config: ViTConfig) -> None:
+    nn.init.zeros_(head.weight)
+    if head.bias is not None:
+        nn.init.constant_(head.bias, config.head_bias_init)
+
+
+def _init_block(block: nn.Module, config: ViTConfig, g: torch.Generator | None) -> None:
+    assert isinstance(block, Block)
+    init.xavier_uniform_(block.attention.qkv.weight, g, parts=3)
+    init.xavier_uniform_(block.attention.out.weight, g)
+    for bias in (block.attention.qkv.bias, block.attention.out.bias):
+        if bias is not None:
+            nn.init.zeros_(bias)
+    _init_mlp(block.mlp, g)
+    for scale in (block.scale1, block.scale2):
+        if scale is not None and config.layer_scale is not None:
+            nn.init.constant_(scale, config.layer_scale)
+
+
+def _init_mlp(mlp: nn.Module, g: torch.Generator | None) -> None:
+    for layer in mlp.children():
+        assert isinstance(layer, nn.Linear)
+        init.xavier_uniform_(layer.weight, g)
+        if layer.bias is not None:
+            init.normal_(layer.bias, 1e-6, g)
+
+
+def _init_pool(pool: AttentionPool, g: torch.Generator | None) -> None:
+    init.xavier_uniform_(pool.probe[None], g)
+    for linear, parts in [(pool.q, 1), (pool.kv, 2), (pool.out, 1)]:
+        init.xavier_uniform_(linear.weight, g, parts=parts)
+        nn.init.zeros_(linear.bias)
+    _init_mlp(pool.mlp, g)

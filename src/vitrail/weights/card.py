@@ -1,0 +1,89 @@
+"""What travels with weights: the network's config, its preprocessing, its class names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.errors import ConfigError, FormatError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """Everything about a checkpoint except its tensors."""
+
+    config: ViTConfig | BiTConfig
+    preprocess: PreprocessConfig
+    labels: tuple[str, ...] | None = None
+    """Class names in the head's order; None where the checkpoint does not say."""
+    family: str = "ViT"
+    """A key of `models.families.FAMILIES`."""
+    task: Literal["classify", "embed"] = "classify"
+    """Whether the outputs are classes or a space to compare pictures in."""
+    origin: str = ""
+    """Where it was read from, for people."""
+    notes: tuple[str, ...] = field(default=())
+    """What was assumed in reading it: said aloud, not stored."""
+
+    def __post_init__(self) -> None:
+        if self.labels is not None and self.config.classes != len(self.labels):
+            raise ConfigError(f"{len(self.labels)} class names were given for {self.config.classes} outputs.")
+
+    def but(self, **changes: Any) -> Card:
+        return replace(self, **changes)
+
+    def noting(self, *notes: str) -> Card:
+        return replace(self, notes=(*self.notes, *notes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is stored: plain values only."""
+        return {
+            "format": "vitrail",
+            "version": 1,
+            "kind": "bit" if isinstance(self.config, BiTConfig) else "vit",
+            "family": self.family,
+            "task": self.task,
+            "origin": self.origin,
+            "model": self.config.to_dict(),
+            "preprocess": self.preprocess.to_dict(),
+            "labels": None if self.labels is None else list(self.labels),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Card:
+        if values.get("format") != "vitrail" or values.get("version") != 1:
+            raise FormatError(
+                f"wanted a vitrail card of version 1, got format={values.get('format')!r}, "
+                f"version={values.get('version')!r}; a newer vitrail may read it."
+            )
+        config_type = BiTConfig if values["kind"] == "bit" else ViTConfig
+        labels = values.get("labels")
+        return cls(
+            config=config_type.from_dict(values["model"]),
+            preprocess=PreprocessConfig.from_dict(values["preprocess"]),
+            labels=None if labels is None else tuple(labels),
+            family=values["family"],
+            task=values["task"],
+            origin=values["origin"],
+        )
+
+
+def preprocess_for(usual: PreprocessConfig, config: ViTConfig | BiTConfig) -> PreprocessConfig:
+    """A family's usual preprocessing at this network's own size and channels."""
+    size = pair(config.image)
+    changes: dict[str, Any] = {"image": size}
+    if usual.resize_to is not None:
+        changes["resize_to"] = max(round(min(size) * usual.resize_to / min(pair(usual.image))), 1)
+    return channels_for(usual.but(**changes), config.channels)
+
+
+def channels_for(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:
+    """Mean and spread for another number of channels: their average for one, in turn for more."""
+    mean, std = preprocess.mean, preprocess.std
+    if channels == len(mean):
+        return preprocess
+    if channels == 1:
+        return preprocess.but(mean=(sum(mean) / len(mean),), std=(sum(std) / len(std),))
+    turns = [i % len(mean) for i in range(channels)]
+    return preprocess.but(mean=tuple(mean[i] for i in turns), std=tuple(std[i] for i in turns))

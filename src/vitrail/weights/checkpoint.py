@@ -1,0 +1,139 @@
+"""Any file of weights -> network and card; network and card -> any format that can express them."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.config import ViTConfig
+from vitrail.errors import CheckpointError, FormatError, NotFound, nearest
+from vitrail.models import Net, build
+from vitrail.models.families import FAMILIES
+from vitrail.weights import google, google_bit
+from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.facebook import FACEBOOK
+from vitrail.weights.files import Archive, open_archive
+from vitrail.weights.format import Format
+from vitrail.weights.huggingface import HUGGINGFACE
+from vitrail.weights.native import NATIVE
+from vitrail.weights.timm import TIMM_FORMAT
+from vitrail.weights.torchvision import TORCHVISION
+
+FORMATS: tuple[Format, ...] = (
+    NATIVE,
+    FACEBOOK,
+    TIMM_FORMAT,
+    HUGGINGFACE,
+    TORCHVISION,
+    *google.FORMATS,
+    *google_bit.FORMATS,
+)
+"""In the order they are tried."""
+
+
+def recognise(archive: Archive) -> tuple[Format, Archive]:
+    """The format of these tensors, and the tensors under the names its table uses."""
+    for form in FORMATS:
+        prefix = form.recognise(archive)
+        if prefix is None:
+            continue
+        beside = [n for n in archive.tensors if not n.startswith(prefix)]
+        strange = [n for n in beside if not any(fnmatch.fnmatchcase(n, p) for p in form.outside)]
+        if strange:
+            shown = ", ".join(strange[:8])
+            raise FormatError(f"read as {form.name} under {prefix!r}, these are left over: {shown}.")
+        inside = archive.under(prefix)
+        return form, Archive(**{**vars(inside), "tensors": inside.tensors.renamed(form.spelling)})
+    names = list(archive.tensors)
+    raise FormatError(
+        f"{archive.source}: the names are of no known format ({', '.join(names[:4])}, ... {len(names)} in all); "
+        f"known are {', '.join(dict.fromkeys(f.name for f in FORMATS))}."
+    )
+
+
+def read(
+    path: str | Path,
+    *,
+    section: str | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    finite: bool = True,
+    changes: Mapping[str, Any] | None = None,
+) -> tuple[Net, Card]:
+    """Network (in evaluation mode) and card from a file or folder.
+
+    Tensors are mapped from the file where their layout allows. `dtype=None` keeps what is stored;
+    `finite=False` lets NaN and infinity pass; `family` settles what the file does not say;
+    `changes` override fields of the config (activation="gelu-quick").
+    """
+    archive = open_archive(path, section=section)
+    form, archive = recognise(archive)
+    card = _settled(form.describe(archive), family, changes or {})
+    net = build(card.config, skeleton=True)
+    state = form.table(card.config).read(archive.tensors, net, card.config)
+    if finite:
+        _check_finite(state, archive.source)
+    stored = {t.dtype for t in state.values()}
+    if dtype is not None:
+        state = {name: t.to(dtype) for name, t in state.items()}
+        if stored != {dtype}:
+            kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in stored))
+            card = card.noting(f"stored as {kinds}, loaded as {str(dtype).removeprefix('torch.')}.")
+    net.load_state_dict({k: t.contiguous() for k, t in state.items()}, assign=True)
+    return net.eval(), card.noting(*archive.notes)
+
+
+def write(
+    net: Net,
+    card: Card,
+    path: str | Path,
+    *,
+    to: str = "vitrail",
+    overwrite: bool = False,
+    approximate: bool = False,
+) -> None:
+    """Write in a format by name, or raise Inexpressible before anything is written."""
+    form = format_for(to, card)
+    form.check(card, approximate)
+    theirs = form.table(card.config).write(net.state_dict(), card.config)
+    assert form.write is not None
+    form.write(Path(path), theirs, card, overwrite)
+
+
+def format_for(name: str, card: Card) -> Format:
+    """The format of this name; Google's and big_vision's BiT have tables of their own."""
+    named = [f for f in FORMATS if f.name == name]
+    if not named:
+        raise NotFound(f"no format is called {name!r}{nearest(name, {f.name for f in FORMATS})}")
+    return next((f for f in named if not f.cannot(card)), named[0])
+
+
+def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card:
+    if changes:
+        card = card.but(config=card.config.but(**changes))
+    if family is None:
+        return card
+    if family not in FAMILIES:
+        raise NotFound(f"no family is called {family!r}{nearest(family, FAMILIES)}")
+    known = FAMILIES[family]
+    fixed = {k: v for k, v in known.options.items() if k in ("activation", "norm_eps", "resample") and k not in changes}
+    config = card.config.but(**fixed) if isinstance(card.config, ViTConfig) else card.config
+    notes = tuple(n for n in card.notes if "preprocessing" not in n)
+    return card.but(config=config, family=family, preprocess=preprocess_for(known.preprocess, config), notes=notes)
+
+
+@torch.no_grad()
+def _check_finite(state: Mapping[str, Tensor], source: str) -> None:
+    # The smallest and the largest in one pass, without a mask as large as the weights.
+    bad = [n for n, t in state.items() if t.numel() and not torch.stack(torch.aminmax(t)).isfinite().all()]
+    if bad:
+        shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        raise CheckpointError(
+            f"{source}: {shown} hold NaN or infinity: a damaged file or a diverged run; "
+            "an earlier checkpoint may be whole (finite=False loads it all the same)."
+        )

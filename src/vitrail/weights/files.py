@@ -1,0 +1,348 @@
+"""Files of tensors, whoever wrote them: names and shapes at once, the data when it is asked for.
+
+What a file is, its first bytes say and never its name: safetensors (whole or in shards), NumPy's
+npz, PyTorch's zip and the older pickles. Nothing here knows about models. Tensors of a safetensors
+file and of PyTorch's zip are views of the mapped file: they cost memory when they are touched, and
+writing to them changes a private copy, not the file.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vitrail.errors import CheckpointError, NotFound, nearest
+from vitrail.weights.kinds import AGAIN, few, first_line, read_json, recognise, refuse_code
+from vitrail.weights.pickles import load_pickle, unwrap
+
+# The names that repositories of Hugging Face, timm and open_clip give their weights, best first.
+USUAL = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "open_clip_pytorch_model.bin",
+)
+# Where a folder has none of these names: its only file of one of these kinds, best first.
+KINDS = ((".safetensors",), (".npz",), (".pth", ".pt", ".bin"))
+SIDECARS = ("config.json", "preprocessor_config.json", "processor_config.json", "open_clip_config.json")
+
+TRAINING = re.compile(r"optimizer|scheduler|scaler|training_args|rng_state")  # files that hold no weights
+WRAPPERS = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
+
+READING = (OSError, EOFError, TypeError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, SafetensorError)
+SHARD = re.compile(r"-\d+-of-(\d+)\.\w+$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: its shape, and how to read it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class Tensors(Mapping[str, Tensor]):
+    """Names and shapes are known; each look-up reads the tensor, as stored, and keeps nothing."""
+
+    def __init__(self, entries: Mapping[str, Entry], source: str) -> None:
+        self.entries = dict(entries)
+        self._source = source
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], source: str = "memory") -> Tensors:
+        """Tensors that are there already."""
+        return cls({n: Entry(tuple(t.shape), _reader(tensors.__getitem__, n)) for n, t in tensors.items()}, source)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        try:
+            return entry.read()
+        except READING as error:
+            raise CheckpointError(f"{self._source}: cannot read {name!r} ({first_line(error)}); {AGAIN}.") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the data."""
+        return self.entries[name].shape
+
+    def under(self, prefix: str) -> Tensors:
+        """Those whose names begin with `prefix`, without it."""
+        chosen = {n.removeprefix(prefix): e for n, e in self.entries.items() if n.startswith(prefix)}
+        return Tensors(chosen, self._source)
+
+    def renamed(self, spelling: Callable[[str], str]) -> Tensors:
+        """Under other names, which must stay apart."""
+        renamed = {spelling(name): entry for name, entry in self.entries.items()}
+        if len(renamed) < len(self.entries):
+            raise CheckpointError(f"{self._source}: two of its tensors have the same name after renaming.")
+        return Tensors(renamed, self._source)
+
+
+@dataclass
+class Archive:
+    """Tensors by name, and what lay beside them."""
+
+    source: str
+    """For messages: the path, as given."""
+    tensors: Tensors
+    """Read when asked for."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """Of a safetensors header or of an index."""
+    sidecars: dict[str, Any] = field(default_factory=dict)
+    """JSON files beside the weights, parsed, by file name."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What a pickle holds besides tensors: epoch, arch, args."""
+    notes: list[str] = field(default_factory=list)
+    """Choices made while opening, to be said aloud."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the data."""
+        return self.tensors.shape(name)
+
+    def under(self, prefix: str) -> Archive:
+        """The tensors whose names begin with `prefix`, without it; the rest as it is."""
+        return replace(self, tensors=self.tensors.under(prefix)) if prefix else self
+
+
+@dataclass
+class _Contents:
+    """What one file gives."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
+    """Open a file of weights, an index of shards, or a folder that holds one of these.
+
+    `section` names the part of a pickle to read, such as 'student'; without it the first of
+    `pickles.SECTIONS` that is there.
+    """
+    path = Path(path).expanduser()
+    with _explained(path):
+        file, notes = _weights_of(path)
+        contents = _read(file, section)
+        beside, said = _sidecars(file, whole_folder=path.is_dir())
+    entries, stripped = _strip(contents.entries)
+    if not entries:
+        raise CheckpointError(f"{file} holds no tensors.")
+    return Archive(
+        source=str(path),
+        tensors=Tensors(entries, str(file)),
+        metadata=contents.metadata,
+        sidecars=beside,
+        extras=contents.extras,
+        notes=[*notes, *contents.notes, *stripped, *said],
+    )
+
+
+def choose_weights(names: Iterable[str]) -> str | None:
+    """Of the files of a folder or repository, the one to open; None where there is none.
+
+    Several candidates of the same rank are an error that lists them.
+    """
+    names = sorted(n for n in names if "/" not in n and not n.startswith("."))
+    for usual in USUAL:
+        if usual in names:
+            return usual
+    for suffixes in KINDS:
+        found = [n for n in names if n.endswith(suffixes) and not TRAINING.search(n)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise CheckpointError(f"several files could be the weights ({few(found)}); give the path of one of them.")
+    return None
+
+
+def _read(path: Path, section: str | None) -> _Contents:
+    kind = recognise(path)
+    if section is not None and not kind.endswith("torch"):
+        raise CheckpointError(f"{path} is a plain file of tensors: it has no section {section!r}.")
+    if kind == "safetensors":
+        _refuse_shard(path)
+        return _safetensors(path)
+    if kind == "npz":
+        return _npz(path)
+    if kind == "index":
+        return _index(path)
+    _refuse_shard(path)
+    return _torch(path, section, mapped=kind == "torch")
+
+
+def _safetensors(path: Path) -> _Contents:
+    try:
+        handle = safe_open(path, framework="pt")
+        shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        metadata = dict(handle.metadata() or {})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {AGAIN}.") from error
+    entries = {name: Entry(shape, _reader(handle.get_tensor, name)) for name, shape in shapes.items()}
+    return _Contents(entries, metadata)
+
+
+def _torch(path: Path, section: str | None, mapped: bool) -> _Contents:
+    saved = unwrap(load_pickle(path, mapped), section, path)
+    return _Contents(Tensors.of(saved.tensors).entries, extras=saved.extras, notes=saved.notes)
+
+
+def _npz(path: Path) -> _Contents:
+    archive = np.load(path, allow_pickle=False)
+    entries, aside = {}, []
+    for name in archive.files:
+        try:
+            shape, dtype = _npy_header(archive, name)
+        except READING as error:
+            raise CheckpointError(f"{path} is damaged at {name!r} ({first_line(error)}); {AGAIN}.") from error
+        if dtype.hasobject:
+            refuse_code(path, f"its array {name!r} is a pickle of Python objects")
+        if dtype.kind in "biufc" or dtype == np.dtype("V2"):
+            entries[name] = Entry(shape, _reader(lambda name: _from_numpy(archive[name]), name))
+        else:
+            aside.append(name)
+    return _Contents(entries, notes=[f"put aside {few(aside)}: not tensors"] if aside else [])
+
+
+def _npy_header(archive: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    with archive.zip.open(name if name in archive.zip.namelist() else f"{name}.npy") as stream:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    return shape, dtype
+
+
+def _from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    if array.dtype == np.dtype("V2"):  # how NumPy stores JAX's bfloat16
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+
+
+def _index(path: Path) -> _Contents:
+    index = read_json(path)
+    weight_map = index["weight_map"]
+    plain = isinstance(weight_map, dict) and all(isinstance(f, str) and Path(f).name == f for f in weight_map.values())
+    if not plain:
+        raise CheckpointError(f"{path}: weight_map must give, for each tensor, the name of a file in the same folder.")
+    files = sorted(set(weight_map.values()))
+    if missing := [f for f in files if not (path.parent / f).exists()]:
+        raise CheckpointError(f"{path} names shards that are not beside it: {few(missing)}; {AGAIN}.")
+    shards = {f: _shard(path.parent / f) for f in files}
+    if absent := [n for n, f in weight_map.items() if n not in shards[f].entries]:
+        where = weight_map[absent[0]]
+        raise CheckpointError(f"{path} says that {where} holds {few(absent)}, and it does not; {AGAIN}.")
+    entries = {name: shards[file].entries[name] for name, file in weight_map.items()}
+    notes = [f"read {len(files)} shards"]
+    if unnamed := [n for f in files for n in shards[f].entries if n not in weight_map]:
+        notes.append(f"left out {few(unnamed)}, which {path.name} does not name")
+    metadata = index.get("metadata")
+    return _Contents(entries, {str(k): str(v) for k, v in (metadata or {}).items()}, notes=notes)
+
+
+def _shard(path: Path) -> _Contents:
+    kind = recognise(path)
+    if kind == "safetensors":
+        return _safetensors(path)
+    if kind.endswith("torch"):
+        return _torch(path, None, mapped=kind == "torch")
+    raise CheckpointError(f"{path} is not a shard but an {kind} file; safetensors or a file of torch.save was wanted.")
+
+
+def _strip(entries: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+    """Without the prefixes that wrappers leave on every name."""
+    notes = []
+    while entries and (prefix := next((w for w in WRAPPERS if all(n.startswith(w) for n in entries)), None)):
+        entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
+        notes.append(f"removed {prefix!r} from every name")
+    return entries, notes
+
+
+def _weights_of(path: Path) -> tuple[Path, list[str]]:
+    """The file to open, and what to say about the choice."""
+    if path.is_file():
+        return path, []
+    if not path.exists():
+        raise NotFound(_missing(path))
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is neither a file nor a folder.")
+    names = [f.name for f in path.iterdir()]
+    try:
+        name = choose_weights(names)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    if name is not None:
+        return path / name, []
+    if (path / "model").is_dir() and choose_weights(f.name for f in (path / "model").iterdir()):
+        return _weights_of(path / "model")[0], [f"read the model of the run in {path}"]
+    looked = ", ".join((*USUAL, "one .safetensors, .npz, .pth, .pt or .bin file"))
+    raise NotFound(f"no weights in the folder {path}, which holds {few(names) or 'nothing'}; looked for {looked}.")
+
+
+def _missing(path: Path) -> str:
+    if path.is_symlink():
+        return f"{path} is a link to {path.readlink()}, which does not exist."
+    parent = path.parent
+    if not parent.is_dir():
+        return f"no such file: {path} (there is no folder {parent} either)."
+    names = [f.name for f in parent.iterdir()]
+    return f"no such file: {path}{nearest(path.name, names) if names else f'; {parent} is empty.'}"
+
+
+def _sidecars(file: Path, whole_folder: bool) -> tuple[dict[str, Any], list[str]]:
+    """The JSON files beside `file` that speak of it, and what to say when they might not.
+
+    They do when the whole folder was asked for, when the file has the usual name of a repository's
+    weights, and when no other file of weights is there.
+    """
+    there = [name for name in SIDECARS if (file.parent / name).is_file()]
+    if there and not whole_folder and file.name not in USUAL:
+        suffixes = tuple(s for kind in KINDS for s in kind)
+        names = [f.name for f in file.parent.iterdir() if f.name != file.name]
+        others = [n for n in names if n.endswith(suffixes) and not TRAINING.search(n)]
+        if others:
+            return {}, [f"{few(there)} beside {file.name} not read: other weights are there too ({few(others)})"]
+    return {name: read_json(file.parent / name) for name in there}, []
+
+
+def _refuse_shard(path: Path) -> None:
+    match = SHARD.search(path.name)
+    if match and int(match[1]) > 1:
+        raise CheckpointError(f"{path} is one shard of {int(match[1])}; give the folder or its .index.json file.")
+
+
+def _reader(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
+    return lambda: read(name)
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NotFound(f"no such file: {error.filename or path}.") from error
+    except PermissionError as error:
+        raise CheckpointError(f"no permission to read {error.filename or path}; try `ls -l` on it.") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}.") from error

@@ -1,0 +1,62 @@
+"""What a checkpoint format is: how it is recognised, read, and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from vitrail.errors import Inexpressible
+from vitrail.weights.card import Card
+from vitrail.weights.files import Archive
+from vitrail.weights.rules import AnyConfig, Table
+
+Write = Callable[[Path, Mapping[str, Tensor], Card, bool], None]
+
+
+def nothing(_: Card) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One way of storing a Vision Transformer."""
+
+    name: str
+    """What `--to` takes and messages say."""
+    recognise: Callable[[Archive], str | None]
+    """The prefix its names stand under ("" for none), from the names and shapes alone; None: not this."""
+    describe: Callable[[Archive], Card]
+    """Config, preprocessing and labels, from shapes and sidecars; names come without the prefix."""
+    table: Callable[[AnyConfig], Table]
+    """The rename table for a network of this config."""
+    write: Write | None = None
+    """Path, their tensors, card, overwrite -> files. None: read only."""
+    cannot: Callable[[Card], list[str]] = nothing
+    """Parts of a model the format has no place for, by name."""
+    drift: Callable[[Card], list[str]] = nothing
+    """Conventions the format cannot state: the tensors fit, the other library's numbers differ a little."""
+
+    outside: tuple[str, ...] = ()
+    """Patterns of tensors that may stand beside the prefix: heads of other tasks, text towers."""
+
+    spelling: Callable[[str], str] = str
+    """Applied to their names, after the prefix is gone, before anything else reads them."""
+
+    def check(self, card: Card, approximate: bool = False) -> None:
+        """Raise Inexpressible where this model does not fit; small drifts pass if told so."""
+        if self.write is None:
+            raise Inexpressible(f"{self.name} files can be read, not written.")
+        if parts := self.cannot(card):
+            raise Inexpressible(f"{self.name}'s format has no place for {_and(parts)}.")
+        if (drifts := self.drift(card)) and not approximate:
+            raise Inexpressible(
+                f"{self.name}'s format cannot state {_and(drifts)}; its library would compute slightly "
+                "different numbers. Pass --approximate to write it all the same."
+            )
+
+
+def _and(parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]

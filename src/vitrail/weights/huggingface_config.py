@@ -1,0 +1,342 @@
+"""Hugging Face's config.json <-> our config and labels.
+
+Sizes are read from the tensors, which cannot be wrong; config.json is asked for what no tensor
+shows (heads, activation, epsilon, the size of the image), and what it leaves out is the default of
+the class in transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vitrail.config import BiTConfig, Pair, ViTConfig, pair
+from vitrail.errors import ConfigError, FormatError
+from vitrail.models.variants import heads_for
+from vitrail.weights.card import Card
+from vitrail.weights.files import Archive
+from vitrail.weights.labels import from_id2label
+from vitrail.weights.rules import AnyConfig
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu-tanh",
+    "gelu_python_tanh": "gelu-tanh",
+    "gelu_new": "gelu-tanh",
+    "gelu_fast": "gelu-tanh",
+    "gelu_accurate": "gelu-tanh",
+    "quick_gelu": "gelu-quick",
+}
+"""Their names -> ours; the first of several is written."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of network in transformers: what its code decides and its tensors do not show."""
+
+    family: str
+    types: tuple[str, ...]
+    """The `model_type` of its configs."""
+    models: tuple[str, str]
+    """The class without and with a classifier."""
+    prefix: str = ""
+    """What the network's names stand under inside a classifier."""
+    activation: str = "gelu"
+    eps: float = 1e-6
+    resample: str = "huggingface"
+
+
+KINDS = {
+    "vit": Kind("ViT", ("vit", "vit_mae", "vit_msn"), ("ViTModel", "ViTForImageClassification"), "vit.", eps=1e-12),
+    "deit": Kind("DeiT", ("deit",), ("DeiTModel", "DeiTForImageClassification"), "deit.", eps=1e-12),
+    "dinov2": Kind("DINOv2", ("dinov2",), ("Dinov2Model", "Dinov2ForImageClassification"), "dinov2."),
+    "dinov2_with_registers": Kind(
+        "DINOv2",
+        ("dinov2_with_registers",),
+        ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
+        "dinov2_with_registers.",
+        resample="timm",  # the only one of these that antialiases
+    ),
+    "clip": Kind(
+        "CLIP",
+        ("clip_vision_model", "clip"),
+        ("CLIPVisionModel", "CLIPForImageClassification"),
+        "vision_model.",
+        activation="quick_gelu",
+        eps=1e-5,
+    ),
+    "siglip": Kind(
+        "SigLIP",
+        ("siglip_vision_model", "siglip"),
+        ("SiglipVisionModel", "SiglipForImageClassification"),
+        "vision_model.",
+        activation="gelu_pytorch_tanh",
+    ),
+    "bit": Kind("BiT", ("bit",), ("BitModel", "BitForImageClassification"), "bit."),
+}
+
+BIT = {
+    "layer_type": "preactivation",
+    "global_padding": None,
+    "hidden_act": "relu",
+    "num_groups": 32,
+    "embedding_dynamic_padding": False,
+    "output_stride": 32,
+}
+"""What BitConfig can say and BiT's own network does not vary."""
+
+
+def kind_of(config: AnyConfig) -> str:
+    """The key of KINDS whose code computes this network, if any does."""
+    if isinstance(config, BiTConfig):
+        return "bit"
+    if config.pool == "map" or not config.class_token:
+        return "siglip"
+    if config.pre_norm:
+        return "clip"
+    if config.layer_scale is not None:
+        return "dinov2_with_registers" if config.registers else "dinov2"
+    return "deit" if config.distilled or config.registers else "vit"
+
+
+def is_projection(config: AnyConfig) -> bool:
+    """CLIP's outputs are a space to compare pictures in, not classes."""
+    return isinstance(config, ViTConfig) and kind_of(config) == "clip" and config.pool == "token" and config.classes > 0
+
+
+@dataclass(frozen=True)
+class Said:
+    """What config.json says about the image's network; empty without one."""
+
+    kind: Kind
+    fields: dict[str, Any]
+    type: str
+    """`model_type`, or "" where there is no config.json."""
+    id2label: dict[str, str] | None
+
+    @classmethod
+    def of(cls, archive: Archive, kind: Kind) -> Said:
+        whole = archive.sidecars.get("config.json")
+        if not isinstance(whole, dict) or not ("model_type" in whole or "hidden_size" in whole):
+            return cls(kind, {}, "", None)
+        named = str(whole.get("model_type", kind.types[0]))
+        if named not in kind.types:
+            raise FormatError(
+                f"config.json says model_type={named!r}, the tensors look like {' or '.join(kind.types)}; "
+                f"vitrail reads {', '.join(t for k in KINDS.values() for t in k.types)}."
+            )
+        fields = _vision(whole) if kind.family in ("CLIP", "SigLIP") else whole
+        return cls(kind, fields, named, whole.get("id2label"))
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        return next((self.fields[n] for n in names if self.fields.get(n) is not None), default)
+
+    def agrees(self, **found: Any) -> None:
+        """Raise where config.json belongs to another network than the tensors."""
+        for name, value in found.items():
+            stated = self.get(name, default=value)
+            if _sizes(stated) != _sizes(value):
+                raise FormatError(
+                    f"config.json says {name}={stated}, the tensors have {value}: two models are mixed up."
+                )
+
+    def conventions(self) -> dict[str, Any]:
+        """Fields of ViTConfig that no tensor shows."""
+        activation = self.get("hidden_act", default=self.kind.activation)
+        if activation not in ACTIVATIONS:
+            raise FormatError(f"config.json says hidden_act={activation!r}; vitrail has {', '.join(ACTIVATIONS)}.")
+        return {
+            "activation": ACTIVATIONS[activation],
+            "norm_eps": float(self.get("layer_norm_eps", default=1e-6 if self.type == "vit_msn" else self.kind.eps)),
+            "resample": self.kind.resample,
+            "dropout": float(self.get("hidden_dropout_prob", default=0.0)),
+            "attention_dropout": float(self.get("attention_probs_dropout_prob", "attention_dropout", default=0.0)),
+            "path_dropout": float(self.get("drop_path_rate", default=0.0)),
+        }
+
+    def heads(self, width: int, depth: int, mlp: int) -> tuple[int, str]:
+        """How many, and what was assumed."""
+        stated = self.get("num_attention_heads", default=12 if self.type and width % 12 == 0 else None)
+        if stated is not None:
+            return int(stated), ""
+        heads = heads_for(width, depth, mlp)
+        if heads is None:
+            raise FormatError(
+                f"there is no config.json to say how many heads share width {width}; put it beside the weights, "
+                "or pass heads=..."
+            )
+        return heads, f"{heads} heads are assumed from the size of the network."
+
+    def image(self, patch: tuple[int, int], patches: int) -> tuple[tuple[int, int], str]:
+        """The size the positions are for, and what was assumed."""
+        stated = self.get("image_size")
+        if stated is None:
+            side = math.isqrt(patches)
+            if side * side != patches:
+                raise FormatError(
+                    f"{patches} positions are no square, and config.json has no image_size; pass image=(height, width)."
+                )
+            return (side * patch[0], side * patch[1]), ""
+        size = pair(stated if isinstance(stated, int) else tuple(stated))
+        rows, columns = size[0] // patch[0], size[1] // patch[1]
+        if rows * columns != patches:
+            raise FormatError(
+                f"config.json says image_size={stated}: {rows} x {columns} patches; there are {patches} positions."
+            )
+        covered = rows * patch[0], columns * patch[1]
+        if covered == size:
+            return size, ""
+        return covered, (
+            f"a patch of {patch[0]} does not divide an image of {size[0]}x{size[1]}: its size is taken as "
+            f"{covered[0]}x{covered[1]}, all that the patches cover."
+        )
+
+    def labels(self, classes: int) -> tuple[tuple[str, ...] | None, str]:
+        """Names of the classes, and what was wrong with them."""
+        if not self.id2label or not classes:
+            return None, ""
+        try:
+            names = from_id2label(self.id2label)
+        except ConfigError as error:
+            return None, f"the class names in config.json were not used: {error}"
+        if names is not None and len(names) != classes:
+            return None, f"config.json has {len(names)} class names for {classes} classes: they were not used."
+        return names, ""
+
+
+def _vision(whole: dict[str, Any]) -> dict[str, Any]:
+    """The vision tower's part, with an older spelling that overrides it, as transformers reads them."""
+    if "vision_config" not in whole and "vision_config_dict" not in whole:
+        return whole
+    older = whole.get("vision_config_dict")
+    defaults = {"hidden_act": None, "layer_norm_eps": None} if older else {}
+    return {**(whole.get("vision_config") or {}), **defaults, **(older or {})}
+
+
+def _sizes(value: Any) -> Any:
+    return pair(value if isinstance(value, int) else tuple(value))
+
+
+def _plain(size: Pair) -> int | list[int]:
+    height, width = pair(size)
+    return height if height == width else [height, width]
+
+
+def written(card: Card, dtype: str) -> dict[str, Any]:
+    """config.json for this model."""
+    config = card.config
+    name = kind_of(config)
+    kind = KINDS[name]
+    values: dict[str, Any] = {"architectures": [architecture(card)], "model_type": kind.types[0]}
+    body = _bit(config) if isinstance(config, BiTConfig) else BODIES[name](config)
+    if config.classes and not is_projection(config):
+        labels = card.labels or [f"LABEL_{i}" for i in range(config.classes)]
+        values |= {
+            "id2label": {str(i): label for i, label in enumerate(labels)},
+            "label2id": {label: i for i, label in enumerate(labels)},
+        }
+        if name in ("clip", "siglip"):
+            values["model_type"] = kind.types[1]
+            body = {"vision_config": {"model_type": kind.types[0], **body}}
+    if architecture(card) == "ViTMAEModel":
+        values["model_type"] = "vit_mae"
+    return values | body | {"torch_dtype": dtype}
+
+
+def architecture(card: Card) -> str:
+    """The class that computes this model."""
+    config = card.config
+    bare, classifier = KINDS[kind_of(config)].models
+    if is_projection(config):
+        return "CLIPVisionModelWithProjection"
+    if isinstance(config, ViTConfig):
+        if config.distilled and config.classes:
+            return "DeiTForImageClassificationWithTeacher"
+        square = len(set(pair(config.image))) == 1
+        if card.family == "MAE" and bare == "ViTModel" and not config.classes and not config.pre_logits and square:
+            return "ViTMAEModel"
+    return classifier if config.classes else bare
+
+
+def _shared(config: ViTConfig) -> dict[str, Any]:
+    activation = "gelu" if config.activation == "swiglu" else config.activation
+    return {
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp,
+        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation),
+        "layer_norm_eps": config.norm_eps,
+        "image_size": _plain(config.image),
+        "patch_size": _plain(config.patch),
+        "num_channels": config.channels,
+    }
+
+
+def _vit(config: ViTConfig) -> dict[str, Any]:
+    pooler = {"pooler_output_size": config.pre_logits, "pooler_act": "tanh"} if config.pre_logits else {}
+    return _shared(config) | {
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "qkv_bias": config.qkv_bias,
+        "encoder_stride": pair(config.patch)[0],
+        **pooler,
+    }
+
+
+def _dinov2(config: ViTConfig) -> dict[str, Any]:
+    values = _vit(config) | {
+        "mlp_ratio": mlp_ratio(config),
+        "layerscale_value": config.layer_scale,
+        "drop_path_rate": config.path_dropout,
+        "use_swiglu_ffn": config.activation == "swiglu",
+    }
+    if config.registers:
+        values["num_register_tokens"] = config.registers
+    return {k: v for k, v in values.items() if k not in ("intermediate_size", "encoder_stride")}
+
+
+def _clip(config: ViTConfig) -> dict[str, Any]:
+    projection = {"projection_dim": config.classes} if is_projection(config) else {}
+    return _shared(config) | {"attention_dropout": config.attention_dropout, **projection}
+
+
+def _siglip(config: ViTConfig) -> dict[str, Any]:
+    headless = {} if config.pool == "map" else {"vision_use_head": False}
+    return _shared(config) | {"attention_dropout": config.attention_dropout, **headless}
+
+
+def _bit(config: BiTConfig) -> dict[str, Any]:
+    base = int(64 * config.width)
+    return {
+        "num_channels": config.channels,
+        "embedding_size": base,
+        "hidden_sizes": [4 * base * 2**s for s in range(len(config.layers))],
+        "depths": list(config.layers),
+        "width_factor": 1,  # its own would widen the stages and not the final norm
+        **BIT,
+    }
+
+
+BODIES: dict[str, Callable[[ViTConfig], dict[str, Any]]] = {
+    "vit": _vit,
+    "deit": _vit,
+    "dinov2": _dinov2,
+    "dinov2_with_registers": _dinov2,
+    "clip": _clip,
+    "siglip": _siglip,
+}
+
+
+def mlp_ratio(config: ViTConfig) -> int | None:
+    """Dinov2Config counts the MLP in whole multiples of the width; two thirds of that for SwiGLU."""
+    for ratio in range(1, 33):
+        hidden = config.width * ratio
+        if config.activation == "swiglu":
+            hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
+        if hidden == config.mlp:
+            return ratio
+    return None

@@ -1,0 +1,214 @@
+"""Hugging Face's names as tables: the hub's, which every version of transformers reads.
+
+Version 5 calls some modules otherwise and translates when it loads and saves; a plain
+`state_dict()` has the newer names, and `spelling` turns those into the hub's. A network inside a
+classifier stands under a prefix (`vit.`), alone it does not: tables leave the prefix out, `spelling`
+takes it away and `huggingface.write` puts it back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.config import BiTConfig
+from vitrail.weights.huggingface_config import is_projection, kind_of
+from vitrail.weights.rules import (
+    POSITION,
+    POSITION_FLAT,
+    POSITION_NAMES,
+    SAME,
+    STACKED,
+    TOKEN,
+    TOKENS,
+    AnyConfig,
+    Rule,
+    Table,
+    Via,
+)
+
+# B images, D width, R registers
+
+
+def both(theirs: str, ours: str, via: Via = SAME) -> list[Rule]:
+    """A layer's weight and bias."""
+    return [Rule(f"{theirs}.{part}", f"{ours}.{part}", via) for part in ("weight", "bias")]
+
+
+def stacked(theirs: str, *names: str) -> list[Rule]:
+    """Queries, keys and values of a block, apart <-> one matrix."""
+    return [
+        Rule(tuple(f"{theirs}.{n}.{part}" for n in names), f"blocks.{{i}}.attention.qkv.{part}", STACKED)
+        for part in ("weight", "bias")
+    ]
+
+
+def _read_unread(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
+    """A distillation token that no head reads is a register; ours have no position, so it is added here."""
+    token, rows = tensors[0][0], tensors[1][0]  # 1 D, T D
+    rest = torch.cat([rows[:1], rows[2:]])
+    return [token + rows[1:2] if rows[1].any() else token, *POSITION.read([rest[None]], config)]
+
+
+def _write_unread(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
+    register, prefix, table = tensors
+    return [register[None], torch.cat([prefix, torch.zeros_like(register), table.flatten(0, 1)])[None]]
+
+
+def _read_in_proj(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
+    third = len(tensors[0]) // 3
+    return [tensors[0][:third], tensors[0][third:]]
+
+
+UNREAD = Via(_read_unread, _write_unread)
+IN_PROJ = Via(_read_in_proj, lambda t, _: [torch.cat(list(t))])
+"""Queries, keys, values in one matrix <-> queries, and keys with values."""
+
+TRUNK = [
+    Rule("embeddings.cls_token", "class_token", TOKEN),
+    *both("embeddings.patch_embeddings.projection", "patch"),
+    *stacked("encoder.layer.{i}.attention.attention", "query", "key", "value"),
+    *both("encoder.layer.{i}.attention.output.dense", "blocks.{i}.attention.out"),
+    *both("layernorm", "norm"),
+]
+PLACED = [Rule("embeddings.position_embeddings", POSITION_NAMES, POSITION)]
+VIT = [
+    *TRUNK,
+    *both("encoder.layer.{i}.layernorm_before", "blocks.{i}.norm1"),
+    *both("encoder.layer.{i}.layernorm_after", "blocks.{i}.norm2"),
+    *both("encoder.layer.{i}.intermediate.dense", "blocks.{i}.mlp.up"),
+    *both("encoder.layer.{i}.output.dense", "blocks.{i}.mlp.down"),
+    *both("pooler.dense", "pre_logits"),
+    *both("classifier", "head"),
+]
+DISTILLED = [
+    Rule("embeddings.distillation_token", "distill_token", TOKEN),
+    *both("cls_classifier", "head"),
+    *both("distillation_classifier", "head_distill"),
+]
+WITH_UNREAD = [
+    Rule(("embeddings.distillation_token", "embeddings.position_embeddings"), ("registers", *POSITION_NAMES), UNREAD)
+]
+DINOV2 = [
+    *TRUNK,
+    *PLACED,
+    Rule("embeddings.register_tokens", "registers", TOKENS),
+    *both("encoder.layer.{i}.norm1", "blocks.{i}.norm1"),
+    Rule("encoder.layer.{i}.layer_scale1.lambda1", "blocks.{i}.scale1"),
+    *both("encoder.layer.{i}.norm2", "blocks.{i}.norm2"),
+    Rule("encoder.layer.{i}.layer_scale2.lambda1", "blocks.{i}.scale2"),
+    *both("classifier", "head"),
+]
+MLP = [
+    *both("encoder.layer.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
+    *both("encoder.layer.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
+]
+GATED = [
+    *both("encoder.layer.{i}.mlp.weights_in", "blocks.{i}.mlp.up"),  # the gate first, as ours
+    *both("encoder.layer.{i}.mlp.weights_out", "blocks.{i}.mlp.down"),
+]
+TOWER = [
+    Rule("embeddings.class_embedding", "class_token"),
+    *both("embeddings.patch_embedding", "patch"),
+    Rule("embeddings.position_embedding.weight", POSITION_NAMES, POSITION_FLAT),
+    *both("pre_layrnorm", "pre_norm"),
+    *both("encoder.layers.{i}.layer_norm1", "blocks.{i}.norm1"),
+    *stacked("encoder.layers.{i}.self_attn", "q_proj", "k_proj", "v_proj"),
+    *both("encoder.layers.{i}.self_attn.out_proj", "blocks.{i}.attention.out"),
+    *both("encoder.layers.{i}.layer_norm2", "blocks.{i}.norm2"),
+    *both("encoder.layers.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
+    *both("encoder.layers.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
+    *both("post_layernorm", "norm"),
+    Rule("head.probe", "pool.probe", TOKEN),
+    Rule("head.attention.in_proj_weight", ("pool.q.weight", "pool.kv.weight"), IN_PROJ),
+    Rule("head.attention.in_proj_bias", ("pool.q.bias", "pool.kv.bias"), IN_PROJ),
+    *both("head.attention.out_proj", "pool.out"),
+    *both("head.layernorm", "pool.norm"),
+    *both("head.mlp.fc1", "pool.mlp.up"),
+    *both("head.mlp.fc2", "pool.mlp.down"),
+]
+PROJECTION = [Rule("visual_projection.weight", "head.weight")]
+CLASSIFIER = both("classifier", "head")
+UNIT = "encoder.stages.{s}.layers.{u}"
+RESNET = [
+    Rule("embedder.convolution.weight", "root.weight"),
+    *[r for n in "123" for r in both(f"{UNIT}.norm{n}", f"stages.{{s}}.{{u}}.norm{n}")],
+    *[Rule(f"{UNIT}.conv{n}.weight", f"stages.{{s}}.{{u}}.conv{n}.weight") for n in "123"],
+    Rule(f"{UNIT}.downsample.conv.weight", "stages.{s}.{u}.project.weight"),
+    *both("norm", "norm"),
+    *both("classifier.1", "head"),
+]
+
+IGNORED = {
+    "vit": ("embeddings.mask_token", "decoder.*"),
+    "deit": ("embeddings.mask_token", "decoder.*", "pooler.*"),
+    "dinov2": ("embeddings.mask_token", "embeddings.register_tokens"),  # an empty table where there are none
+    "dinov2_with_registers": ("embeddings.mask_token",),
+    "clip": ("embeddings.position_ids", "text_model.*", "text_projection.weight", "logit_scale"),
+    "siglip": ("embeddings.position_ids", "text_model.*", "logit_scale", "logit_bias"),
+    "bit": (),
+}
+"""Tensors of other tasks that may lie in the same file."""
+
+
+@dataclass
+class HuggingFaceTable(Table):
+    """A table that also reads SwiGLU's gate and value apart, as version 5 names them in memory."""
+
+    def read(self, theirs: Mapping[str, Tensor], skeleton: nn.Module, config: AnyConfig) -> dict[str, Tensor]:
+        gates = [n for n in theirs if ".mlp.gate_proj." in n]
+        if gates:
+            joined = {n: theirs[n] for n in theirs}
+            for gate in gates:
+                parts = [joined.pop(gate), joined.pop(gate.replace("gate_proj", "up_proj"))]
+                joined[gate.replace("gate_proj", "weights_in")] = torch.cat(parts)
+            theirs = joined
+        return super().read(theirs, skeleton, config)
+
+
+def table(config: AnyConfig) -> Table:
+    kind = kind_of(config)
+    ignore: tuple[str, ...] = IGNORED[kind]
+    if isinstance(config, BiTConfig):
+        rules = RESNET
+    elif kind == "vit":
+        rules = [*VIT, *PLACED]
+        ignore = ignore if config.pre_logits else (*ignore, "pooler.*")
+    elif kind == "deit":
+        without = [r for r in VIT if r not in CLASSIFIER]
+        rules = [*without, *PLACED, *DISTILLED] if config.distilled else [*VIT, *WITH_UNREAD]
+    elif kind in ("clip", "siglip"):
+        rules = [*TOWER, *(PROJECTION if is_projection(config) else CLASSIFIER)]
+        unused = {"clip": ("post_layernorm.*",) if config.pool_norm == "none" else (), "siglip": ("head.*",)}
+        ignore = ignore if config.pool == "map" else (*ignore, *unused[kind])
+    else:
+        rules = [*DINOV2, *(GATED if config.activation == "swiglu" else MLP)]
+    return HuggingFaceTable("huggingface", rules, ignore)
+
+
+SPELLINGS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"^(vit|deit|dinov2|dinov2_with_registers|vision_model|bit)\.", ""),
+        # version 5's names in memory -> the hub's
+        (r"^layers\.(\d+)\.mlp\.fc1\.", r"encoder.layer.\1.intermediate.dense."),
+        (r"^layers\.(\d+)\.mlp\.fc2\.", r"encoder.layer.\1.output.dense."),
+        (r"^layers\.(\d+)\.", r"encoder.layer.\1."),
+        (r"^(encoder\.layer\.\d+\.attention\.)q_proj\.", r"\1attention.query."),
+        (r"^(encoder\.layer\.\d+\.attention\.)k_proj\.", r"\1attention.key."),
+        (r"^(encoder\.layer\.\d+\.attention\.)v_proj\.", r"\1attention.value."),
+        (r"^(encoder\.layer\.\d+\.attention\.)o_proj\.", r"\1output.dense."),
+        (r"^(encoder\.layer\.\d+\.mlp\.)down_proj\.", r"\1weights_out."),
+    )
+]
+
+
+def spelling(name: str) -> str:
+    """A name of any version, with or without a prefix -> the hub's, without."""
+    for pattern, replacement in SPELLINGS:
+        name = pattern.sub(replacement, name)
+    return name

@@ -1,0 +1,137 @@
+"""What a file is, from its first bytes and never from its name; what cannot be read is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from vitrail.errors import CheckpointError
+
+Kind = Literal["safetensors", "npz", "torch", "legacy-torch", "index"]
+
+LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+TENSORFLOW_END = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"
+HTML = re.compile(rb"<(!doctype html|html|head|body)\b", re.IGNORECASE)
+FOREIGN: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes them"),
+    (0, b"\x93NUMPY", "a single NumPy array (.npy) without a name"),
+    (0, b"\x08\x01\x12", "a TensorFlow SavedModel"),
+    (4, b"TFL3", "a TensorFlow Lite model"),
+    (0, b"GGUF", "a GGUF file"),
+    (0, b"\x1f\x8b", "compressed with gzip"),
+    (0, b"\xfd7zXZ", "compressed with xz"),
+    (257, b"ustar", "a tar archive"),
+    (0, b"\xff\xd8\xff", "a JPEG picture"),
+    (0, b"\x89PNG", "a PNG picture"),
+)
+HEAD = 512
+WANTED = "safetensors, npz or a file of torch.save was wanted"
+AGAIN = "download or copy it again"
+
+
+def recognise(path: Path) -> Kind:
+    """The kind of a file that can be read; for any other an error that says what it is."""
+    with path.open("rb") as file:
+        head = file.read(HEAD)
+    if not head:
+        raise CheckpointError(f"{path} is empty; {AGAIN}.")
+    if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        return _zip(path)
+    if head.startswith(LEGACY_TORCH):
+        return "legacy-torch"
+    if int.from_bytes(head[:8], "little") < 2**32 and head[8:9] == b"{":  # the header's length, then the header
+        return "safetensors"
+    if head[0] == 0x80 and head[1:2] < b"\x06":
+        refuse_code(path, "it is a Python pickle that torch.save did not write")
+    for offset, magic, what in FOREIGN:
+        if head[offset:].startswith(magic):
+            raise CheckpointError(f"{path} is {what}; {WANTED}.")
+    if _is_text(head):
+        return _text(path, head.lstrip(b"\xef\xbb\xbf \t\r\n"))
+    raise CheckpointError(f"{path} is {_unsigned(path, head)}; {WANTED}.")
+
+
+def refuse_code(path: Path, why: str, error: Exception | None = None) -> NoReturn:
+    raise CheckpointError(
+        f"{path} was refused: {why}, which can run code, and nothing in it was executed; "
+        "ask its author for safetensors, or for a plain dictionary of tensors."
+    ) from error
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); {AGAIN}.") from error
+
+
+def few(names: Iterable[str]) -> str:
+    """`a, b, c, d and 7 more`."""
+    names = list(names)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a message, without its full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def _zip(path: Path) -> Kind:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {AGAIN}.") from error
+    leaves = {n.rsplit("/", 1)[-1] for n in names}
+    if {"data.pkl", "constants.pkl"} <= leaves:
+        refuse_code(path, "it is a TorchScript program")
+    if "data.pkl" in leaves:
+        return "torch"
+    if not names or any(n.endswith(".npy") for n in names):
+        return "npz"
+    raise CheckpointError(f"{path} is a zip archive of other things ({few(names)}); {WANTED}.")
+
+
+def _text(path: Path, start: bytes) -> Kind:
+    if start.startswith(b"version https://git-lfs"):
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its repository.")
+    if HTML.match(start):
+        raise CheckpointError(
+            f"{path} is a web page, not weights; the address it came from wants a login, or is not the file's own."
+        )
+    if start.startswith(b"{"):
+        if "weight_map" in read_json(path):
+            return "index"
+        raise CheckpointError(f"{path} is JSON, and no index of shards; give the weights beside it, or their folder.")
+    line = (start.decode(errors="replace").splitlines() or [""])[0][:40]
+    raise CheckpointError(f"{path} is a text file that begins {line!r}; {WANTED}.")
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < HEAD - 3:  # a letter cut where the reading stops is no proof
+            return False
+        text = head[: error.start].decode()
+    return all(c.isprintable() or c in "\t\r\n\f\ufeff" for c in text)
+
+
+def _unsigned(path: Path, head: bytes) -> str:
+    """Formats without a signature, by the shape of their first bytes."""
+    first, second, third = head.ljust(3, b"\0")[:3]
+    # ONNX: field 1, the version, a small number; then another field of the model.
+    if first == 0x08 and 0 < second < 0x40 and third in b"\x12\x1a\x22\x2a\x32\x3a\x42":
+        return "an ONNX model"
+    if 0x81 <= first <= 0x8F and (0xA0 <= second <= 0xBF or second == 0xD9):  # a map whose first key is a string
+        return "a msgpack file, as Flax writes them"
+    with path.open("rb") as file:
+        file.seek(-min(8, path.stat().st_size), 2)
+        tail = file.read()
+    if tail == TENSORFLOW_END or ".ckpt" in path.name or ".data-0" in path.name:
+        return "part of a TensorFlow checkpoint"
+    return "in no format that vitrail knows"

@@ -1,0 +1,57 @@
+"""vitrail's own format: safetensors under our names, and a card in its header.
+
+A folder has the card as config.json too, for people; the file alone is complete.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from vitrail.errors import FormatError
+from vitrail.models import build
+from vitrail.weights.card import Card
+from vitrail.weights.files import Archive
+from vitrail.weights.format import Format
+from vitrail.weights.rules import AnyConfig, Rule, Table
+from vitrail.weights.write import new_folder, write_json, write_safetensors
+
+HEADER = "vitrail"
+"""The metadata key that holds the card."""
+
+
+def recognise(archive: Archive) -> str | None:
+    names = archive.tensors
+    vit = "patch.weight" in names and "blocks.0.attention.qkv.weight" in names
+    return "" if vit or ("root.weight" in names and "stages.0.0.conv1.weight" in names) else None
+
+
+def describe(archive: Archive) -> Card:
+    if HEADER in archive.metadata:
+        return Card.from_dict(json.loads(archive.metadata[HEADER]))
+    sidecar = archive.sidecars.get("config.json")
+    if isinstance(sidecar, dict) and sidecar.get("format") == "vitrail":
+        return Card.from_dict(sidecar)
+    raise FormatError(f"{archive.source} has vitrail's tensors without their card; config.json belongs beside them.")
+
+
+def table(config: AnyConfig) -> Table:
+    """Every name is its own."""
+    return Table("vitrail", [Rule(name, name) for name in build(config, skeleton=True).state_dict()])
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+    """A folder, or one file where the name ends in .safetensors."""
+    header = {"format": "pt", HEADER: json.dumps(card.to_dict())}
+    if path.suffix == ".safetensors":
+        write_safetensors(path, tensors, header, overwrite=overwrite)
+        return
+    with new_folder(path, overwrite=overwrite) as folder:
+        write_safetensors(folder / "model.safetensors", tensors, header)
+        write_json(folder / "config.json", card.to_dict())
+
+
+NATIVE = Format(name="vitrail", recognise=recognise, describe=describe, table=table, write=write)

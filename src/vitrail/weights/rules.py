@@ -1,0 +1,199 @@
+"""Renaming as data: one table per format, read in both directions.
+
+A rule pairs names of theirs with names of ours and says how the tensors change in between. Names
+are patterns: `{i}` runs over blocks, `{s}` and `{u}` over a ResNet's stages and units, `{s1}` and
+`{u1}` the same counted from one. Nothing is dropped in silence: what a table does not account for,
+on either side, is an error that lists it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from vitrail.config import BiTConfig, ViTConfig
+from vitrail.errors import FormatError
+
+AnyConfig = ViTConfig | BiTConfig
+Change = Callable[[Sequence[Tensor], AnyConfig], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Via:
+    """How tensors change on the way in, and back on the way out: exact inverses of each other."""
+
+    read: Change
+    write: Change
+
+
+def one(read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> Via:
+    """A change of a single tensor that needs to know nothing else."""
+    return Via(lambda t, _: [read(t[0])], lambda t, _: [write(t[0])])
+
+
+SAME = one(lambda t: t, lambda t: t)
+TRANSPOSED = one(lambda t: t.mT, lambda t: t.mT)
+HWIO = one(lambda t: t.permute(3, 2, 0, 1), lambda t: t.permute(2, 3, 1, 0))
+TOKEN = one(lambda t: t.reshape(-1), lambda t: t.view(1, 1, -1))
+TOKENS = one(lambda t: t[0], lambda t: t[None])
+FLAT = one(lambda t: t.reshape(-1), lambda t: t.view(1, 1, 1, -1))
+"""1 1 1 C <-> C: group norms of big_vision's BiT."""
+POINTWISE = one(lambda t: t[:, :, 0, 0], lambda t: t[:, :, None, None])
+"""A 1x1 convolution's kernel <-> a matrix."""
+STACKED = Via(
+    lambda t, _: [torch.cat(list(t))],
+    lambda t, c: t[0].chunk(3) if t[0].shape[0] == 3 * _width(c) else t[0].chunk(2),
+)
+"""q, k, v (or k, v) apart <-> one above the other."""
+
+
+def _read_position(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
+    vit = _vit(config)
+    flat = tensors[0].flatten(0, -2)  # rows D
+    table = flat[vit.placed_prefix :].unflatten(0, vit.grid)
+    return [flat[: vit.placed_prefix], table] if vit.placed_prefix else [table]
+
+
+def _write_position(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
+    *prefix, table = tensors
+    return [torch.cat([*prefix, table.flatten(0, 1)])[None]]
+
+
+POSITION = Via(_read_position, _write_position)
+"""1 rows D, special tokens first <-> `positions.0.prefix` (where there is one), `positions.0.table`."""
+POSITION_NAMES = ("positions.0.prefix", "positions.0.table")
+POSITION_FLAT = Via(_read_position, lambda t, c: [_write_position(t, c)[0][0]])
+"""The same without the leading 1: Hugging Face's CLIP and SigLIP keep positions in an embedding."""
+
+
+def _vit(config: AnyConfig) -> ViTConfig:
+    assert isinstance(config, ViTConfig)
+    return config
+
+
+def _width(config: AnyConfig) -> int:
+    return _vit(config).width
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`Rule("embedding/kernel", "patch.weight", HWIO)`. Ours that the network lacks are left out."""
+
+    theirs: str | tuple[str, ...]
+    ours: str | tuple[str, ...]
+    via: Via = SAME
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rule with its indices filled in and its absent names taken out."""
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    via: Via
+
+
+@dataclass
+class Table:
+    """A format's rules, with leftovers it may have that are not part of the network."""
+
+    name: str
+    rules: Sequence[Rule]
+    ignore: Sequence[str] = field(default_factory=tuple)
+    """Patterns (as in file names) of tensors to pass over: decoders, mask tokens, text towers."""
+
+    def read(self, theirs: Mapping[str, Tensor], skeleton: nn.Module, config: AnyConfig) -> dict[str, Tensor]:
+        """Their tensors -> ours, complete for this skeleton, or an error that lists what is wrong."""
+        wanted = skeleton.state_dict()
+        state: dict[str, Tensor] = {}
+        used: set[str] = set()
+        missing: list[str] = []
+        for rule in self.placed(config, wanted):
+            absent = [name for name in rule.theirs if name not in theirs]
+            if absent:
+                missing += absent
+                continue
+            used.update(rule.theirs)
+            tensors = self._apply(rule, [theirs[name] for name in rule.theirs], config)
+            state.update(zip(rule.ours, tensors, strict=True))
+        left = [n for n in theirs if n not in used and not self.ignored(n)]
+        uncovered = [n for n in wanted if n not in state] if not missing else []
+        wrong = [
+            f"{name} {tuple(state[name].shape)} for {tuple(wanted[name].shape)}"
+            for name in state
+            if state[name].shape != wanted[name].shape
+        ]
+        self._complain(missing + uncovered, left, wrong)
+        return {name: state[name] for name in wanted}
+
+    def write(self, ours: Mapping[str, Tensor], config: AnyConfig) -> dict[str, Tensor]:
+        """Our tensors -> theirs, or an error that lists those the format has no name for."""
+        result: dict[str, Tensor] = {}
+        used: set[str] = set()
+        for rule in self.placed(config, ours):
+            tensors = rule.via.write([ours[name] for name in rule.ours], config)
+            result.update(zip(rule.theirs, tensors, strict=True))
+            used.update(rule.ours)
+        if left := [n for n in ours if n not in used]:
+            raise FormatError(f"{self.name} has no name for {_listed(left)}.")
+        return result
+
+    def placed(self, config: AnyConfig, ours: Iterable[str]) -> Iterator[Placed]:
+        """Each rule for each index, as far as the network has what it is about."""
+        have = set(ours)
+        for rule in self.rules:
+            for index in _indices(rule, config):
+                mine = tuple(n.format(**index) for n in _names(rule.ours))
+                mine = tuple(n for n in mine if n in have)
+                if mine:
+                    yield Placed(tuple(n.format(**index) for n in _names(rule.theirs)), mine, rule.via)
+
+    def ignored(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
+
+    def _apply(self, rule: Placed, tensors: list[Tensor], config: AnyConfig) -> Sequence[Tensor]:
+        try:
+            return rule.via.read(tensors, config)
+        except (RuntimeError, IndexError, ValueError) as error:
+            shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(rule.theirs, tensors, strict=True))
+            raise FormatError(
+                f"read as {self.name}: {shapes} cannot become {' and '.join(rule.ours)}: {error}"
+            ) from None
+
+    def _complain(self, missing: list[str], left: list[str], wrong: list[str]) -> None:
+        parts = []
+        if missing:
+            parts.append(f"missing {_listed(missing)}")
+        if left:
+            parts.append(f"left over {_listed(left)}")
+        if wrong:
+            parts.append(f"wrong shapes: {_listed(wrong)}")
+        if parts:
+            raise FormatError(f"read as {self.name}, the tensors do not fit: {'; '.join(parts)}.")
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _indices(rule: Rule, config: AnyConfig) -> Iterator[dict[str, int]]:
+    pattern = _names(rule.ours)[0]
+    if "{u}" in pattern:
+        layers = config.layers if isinstance(config, BiTConfig) else config.stem.layers if config.stem else ()
+        for s, units in enumerate(layers):
+            for u in range(units):
+                yield {"s": s, "u": u, "s1": s + 1, "u1": u + 1}
+    elif "{i}" in pattern:
+        for i in range(config.depth if isinstance(config, ViTConfig) else 0):
+            yield {"i": i}
+    else:
+        yield {}
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

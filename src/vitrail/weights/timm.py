@@ -1,0 +1,341 @@
+"""timm's names: its ViTs, DeiTs, hybrids and BiT ResNets, as files or as repositories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig, pair
+from vitrail.errors import FormatError
+from vitrail.models.families import FAMILIES, TIMM
+from vitrail.weights import timm_config
+from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.files import Archive
+from vitrail.weights.format import Format
+from vitrail.weights.rules import (
+    POINTWISE,
+    POSITION,
+    POSITION_NAMES,
+    SAME,
+    TOKEN,
+    TOKENS,
+    AnyConfig,
+    Rule,
+    Table,
+    Via,
+)
+from vitrail.weights.write import new_folder, write_json, write_safetensors
+
+# R registers, P special tokens with a position, N patches, D width
+
+
+def _read_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
+    """timm gives registers a position; ours have none, so it becomes part of the register."""
+    assert isinstance(config, ViTConfig)
+    tokens, table = tensors[0][0], tensors[1][0]  # R D, rows D
+    first, last = config.placed_prefix, config.placed_prefix + config.registers
+    position = table[first:last]
+    rest = torch.cat([table[:first], table[last:]])[None]
+    tokens = tokens if not position.any() else tokens + position
+    return [tokens, *POSITION.read([rest], config)]
+
+
+def _write_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
+    assert isinstance(config, ViTConfig)
+    tokens, prefix, table = tensors
+    zeros = torch.zeros_like(tokens)
+    return [tokens[None], torch.cat([prefix, zeros, table.flatten(0, 1)])[None]]
+
+
+REGISTERS_AND_POSITION = Via(_read_registers, _write_registers)
+
+
+def both(theirs: str, ours: str, via: Via = SAME) -> list[Rule]:
+    """A layer's weight and bias."""
+    return [Rule(f"{theirs}.{part}", f"{ours}.{part}", via) for part in ("weight", "bias")]
+
+
+TOKENS_RULES = [Rule("cls_token", "class_token", TOKEN), Rule("dist_token", "distill_token", TOKEN)]
+POSITION_RULES = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
+PLACED_REGISTERS = [Rule(("reg_token", "pos_embed"), ("registers", *POSITION_NAMES), REGISTERS_AND_POSITION)]
+
+BLOCK = [
+    *both("blocks.{i}.norm1", "blocks.{i}.norm1"),
+    *both("blocks.{i}.attn.qkv", "blocks.{i}.attention.qkv"),
+    *both("blocks.{i}.attn.q_norm", "blocks.{i}.attention.q_norm"),
+    *both("blocks.{i}.attn.k_norm", "blocks.{i}.attention.k_norm"),
+    *both("blocks.{i}.attn.proj", "blocks.{i}.attention.out"),
+    *both("blocks.{i}.norm2", "blocks.{i}.norm2"),
+    *both("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
+    *both("blocks.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
+    Rule("blocks.{i}.ls1.gamma", "blocks.{i}.scale1"),
+    Rule("blocks.{i}.ls2.gamma", "blocks.{i}.scale2"),
+]
+
+ENDS = [
+    *both("patch_embed.proj", "patch"),
+    *both("norm_pre", "pre_norm"),
+    Rule("attn_pool.latent", "pool.probe", TOKEN),
+    *both("attn_pool.q", "pool.q"),
+    *both("attn_pool.kv", "pool.kv"),
+    *both("attn_pool.proj", "pool.out"),
+    *both("attn_pool.norm", "pool.norm"),
+    *both("attn_pool.mlp.fc1", "pool.mlp.up"),
+    *both("attn_pool.mlp.fc2", "pool.mlp.down"),
+    *both("pre_logits.fc", "pre_logits"),
+    *both("head", "head"),
+    *both("head_dist", "head_distill"),
+]
+
+
+def resnet(theirs: str, ours: str) -> list[Rule]:
+    """Units of a ResNet: three convolutions, three norms."""
+    unit = [(f"{part}{n}", f"{part}{n}") for n in (1, 2, 3) for part in ("conv", "norm")]
+    rules = [
+        r for a, b in unit for r in both(f"{theirs}stages.{{s}}.blocks.{{u}}.{a}", f"{ours}stages.{{s}}.{{u}}.{b}")
+    ]
+    return [r for r in rules if "conv" not in str(r.ours) or "bias" not in str(r.ours)]
+
+
+def root(theirs: str) -> list[Rule]:
+    return [Rule(f"{theirs}conv.weight", "stem.root.conv.weight"), *both(f"{theirs}norm", "stem.root.norm")]
+
+
+ROOT_ALONE = root("patch_embed.backbone.")
+"""timm's name for a stem without stages."""
+STEM = [
+    *root("patch_embed.backbone.stem."),
+    *resnet("patch_embed.backbone.", "stem."),
+    Rule(
+        "patch_embed.backbone.stages.{s}.blocks.{u}.downsample.conv.weight", "stem.stages.{s}.{u}.project.conv.weight"
+    ),
+    *both("patch_embed.backbone.stages.{s}.blocks.{u}.downsample.norm", "stem.stages.{s}.{u}.project.norm"),
+]
+
+BIT = [
+    Rule("stem.conv.weight", "root.weight"),
+    *resnet("", ""),
+    Rule("stages.{s}.blocks.{u}.downsample.conv.weight", "stages.{s}.{u}.project.weight"),
+    *both("norm", "norm"),
+    Rule("head.fc.weight", "head.weight", POINTWISE),
+    Rule("head.fc.bias", "head.bias"),
+]
+
+
+def table(config: AnyConfig) -> Table:
+    if isinstance(config, BiTConfig):
+        return Table("timm", BIT)
+    norm = "fc_norm" if config.pool_norm == "after" else "norm"
+    placed = PLACED_REGISTERS if config.registers and config.placed_prefix else POSITION_RULES
+    stem = ROOT_ALONE if config.stem and not config.stem.layers else STEM
+    ignore = () if config.pre_logits else ("pre_logits.*",)
+    return Table("timm", [*TOKENS_RULES, *placed, *ENDS, *both(norm, "norm"), *BLOCK, *stem], ignore)
+
+
+PREFIXES = (
+    "",
+    "module.",
+    "_orig_mod.",
+    "model.",
+    "backbone.",
+    "module.backbone.",
+    "visual.trunk.",
+    "module.visual.trunk.",
+)
+STRANGERS = {
+    "blocks.0.attn.norm.weight": "a norm inside the attention (BEiT-3)",
+    "blocks.0.mlp.norm.weight": "a norm inside the MLP (BEiT-3, EVA)",
+    "blocks.0.mlp.fc1_g.weight": "a separate gate in the MLP (AIMv2, EVA)",
+    "blocks.0.attn.lambda_q1": "differential attention",
+    "blocks.0.in_proj.weight": "attention and MLP side by side (ViT-22B)",
+    "blocks.0.attns.0.qkv.weight": "parallel attentions",
+    "patch_embed.norm.weight": "a norm in the patch projection (AIMv2)",
+    "blocks.0.attn.relative_position_bias_table": "relative position biases (BEiT)",
+    "rel_pos_bias.relative_position_bias_table": "relative position biases (BEiT)",
+}
+"""Tensors that tell a neighbour of ViT, which computes something else."""
+
+
+def recognise(archive: Archive) -> str | None:
+    for prefix in PREFIXES:
+        names = {n.removeprefix(prefix) for n in archive.tensors if n.startswith(prefix)}
+        if "patch_embed.proj.weight" in names and "blocks.0.norm1.weight" in names:
+            return prefix
+        if "stem.conv.weight" in names and "stages.0.blocks.0.norm1.weight" in names and "norm.weight" in names:
+            return prefix
+    return None
+
+
+def describe(archive: Archive) -> Card:
+    for name, what in STRANGERS.items():
+        if name in archive.tensors:
+            raise FormatError(f"read as timm, this network has {what}, which vitrail does not build.")
+    said = timm_config.Said.of(archive)
+    if "stem.conv.weight" in archive.tensors:
+        return _describe_bit(archive, said)
+    config, notes = _vit_config(archive, said)
+    family = timm_config.family_of(archive, said, config)
+    usual = TIMM if family in ("ViT", "BV") else FAMILIES[family].preprocess
+    preprocess, heard = said.preprocess(config, preprocess_for(usual, config))
+    if not heard:
+        notes.append(f"preprocessing is not in the file: taken as usual for {FAMILIES[family].title}.")
+    embeds = not config.classes or (family == "CLIP" and config.classes < 1000 and not said.tag_has("ft"))
+    return Card(
+        config=config,
+        preprocess=preprocess,
+        labels=said.labels(config.classes),
+        family=family,
+        task="embed" if embeds else "classify",
+        origin=archive.source,
+        notes=tuple(notes),
+    )
+
+
+def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, list[str]]:
+    names, notes = archive.tensors, []
+    width = archive.shape("blocks.0.norm1.weight")[0]
+    depth = 1 + max(int(n.split(".")[1]) for n in names if n.startswith("blocks."))
+    up, down = archive.shape("blocks.0.mlp.fc1.weight")[0], archive.shape("blocks.0.mlp.fc2.weight")[1]
+    patch = archive.shape("patch_embed.proj.weight")[2:]
+    root = next((n for n in STEM_ROOTS if n in names), None)
+    stem = _stem_config(archive, root) if root else None
+    first = root or "patch_embed.proj.weight"
+    head = archive.shape("head.weight") if "head.weight" in names else None
+    options: dict[str, Any] = {
+        "patch": patch,
+        "channels": archive.shape(first)[1],
+        "classes": head[0] if head else 0,
+        "width": width,
+        "depth": depth,
+        "mlp": down,
+        "class_token": "cls_token" in names,
+        "distilled": "dist_token" in names,
+        "registers": archive.shape("reg_token")[1] if "reg_token" in names else 0,
+        "position": "learned-1d" if "pos_embed" in names else "none",
+        "norm": "layer" if "blocks.0.norm1.bias" in names else "rms",
+        "patch_bias": "patch_embed.proj.bias" in names,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in names,
+        "proj_bias": "blocks.0.attn.proj.bias" in names,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in names,
+        "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in names else None,
+        "pre_norm": "norm_pre.weight" in names,
+        "pre_logits": archive.shape("pre_logits.fc.weight")[0] if head and "pre_logits.fc.weight" in names else 0,
+        "head_bias": not head or "head.bias" in names,
+        "resample": "timm",
+        "stem": stem,
+    }
+    options |= _pooling(archive, said)
+    options |= said.conventions(swiglu=up == 2 * down, clip=options["pre_norm"])
+    options["heads"], note = said.heads(width, depth, down, archive)
+    notes += [note] if note else []
+    options |= _positions(archive, said, options)
+    config = ViTConfig(**options)
+    if config.registers and config.placed_prefix:
+        notes.append("positions of registers, which ours do not have, were added to the registers themselves.")
+    return config, notes + said.notes
+
+
+def _pooling(archive: Archive, said: timm_config.Said) -> dict[str, Any]:
+    names = archive.tensors
+    norm = "after" if "fc_norm.weight" in names else "before" if "norm.weight" in names else "none"
+    if "attn_pool.latent" in names:
+        return {"pool": "map", "pool_norm": norm}
+    token = "cls_token" in names and (said.global_pool or ("avg" if norm == "after" else "token")) == "token"
+    return {"pool": "token" if token else "gap", "pool_norm": norm}
+
+
+def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]) -> dict[str, Any]:
+    """Image size and whether the class token has a position, from the table's rows."""
+    per_patch = [side * (options["stem"].stride if options["stem"] else 1) for side in options["patch"]]
+    size = said.image
+    if "pos_embed" not in archive.tensors:
+        return {"image": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
+    rows = archive.shape("pos_embed")[1]
+    special = options["class_token"] + options["distilled"]
+    for placed in sorted({special, 0, special + options["registers"]}, key=lambda p: p != special):
+        patches = rows - placed
+        if size and math.prod(-(-s // p) for s, p in zip(size, per_patch, strict=True)) == patches:
+            return {"image": size, "position_on_class": placed > 0}
+        side = math.isqrt(max(patches, 0))
+        if side and side * side == patches:
+            return {"image": tuple(side * p for p in per_patch), "position_on_class": placed > 0}
+    raise FormatError(
+        f"read as timm, pos_embed has {rows} rows: no square grid with {special} special tokens, "
+        "and the file does not say the image's size; pass image=(height, width)."
+    )
+
+
+STEM_ROOTS = ("patch_embed.backbone.stem.conv.weight", "patch_embed.backbone.conv.weight")
+
+
+def _stem_config(archive: Archive, root: str) -> StemConfig:
+    prefix = "patch_embed.backbone.stages."
+    units = {tuple(map(int, n.removeprefix(prefix).split(".")[:3:2])) for n in archive.tensors if n.startswith(prefix)}
+    stages = 1 + max((s for s, _ in units), default=-1)
+    return StemConfig(
+        layers=tuple(sum(s == stage for s, _ in units) for stage in range(stages)),
+        width=archive.shape(root)[0] / 64,
+        norm_eps=1e-5,
+        standardize="var",
+        standardize_eps=1e-8,
+    )
+
+
+def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
+    units = {tuple(map(int, n.split(".")[1:4:2])) for n in archive.tensors if n.startswith("stages.")}
+    config = BiTConfig(
+        channels=archive.shape("stem.conv.weight")[1],
+        classes=archive.shape("head.fc.weight")[0] if "head.fc.weight" in archive.tensors else 0,
+        layers=tuple(sum(s == stage for s, _ in units) for stage in range(1 + max(s for s, _ in units))),
+        width=archive.shape("stem.conv.weight")[0] / 64,
+        standardize_eps=1e-8,
+        image=said.image or 224,
+    )
+    usual = PreprocessConfig(image=pair(config.image))
+    preprocess, heard = said.preprocess(config, preprocess_for(usual, config))
+    notes = [] if heard else ["preprocessing is not in the file: taken as usual for BiT."]
+    return Card(
+        config=config,
+        preprocess=preprocess,
+        labels=said.labels(config.classes),
+        family="BiT",
+        task="classify" if config.classes else "embed",
+        origin=archive.source,
+        notes=tuple(notes),
+    )
+
+
+def cannot(card: Card) -> list[str]:
+    return timm_config.cannot(card.config)
+
+
+def drift(card: Card) -> list[str]:
+    return timm_config.drift(card.config)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+    """A repository folder for `timm.create_model("local-dir:PATH", pretrained=True)`; a file name
+    that ends in .safetensors gives the tensors alone."""
+    if path.suffix == ".safetensors":
+        write_safetensors(path, tensors, {"format": "pt"}, overwrite=overwrite)
+        return
+    with new_folder(path, overwrite=overwrite) as folder:
+        write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
+        write_json(folder / "config.json", timm_config.written(card))
+
+
+TIMM_FORMAT = Format(
+    name="timm",
+    recognise=recognise,
+    describe=describe,
+    table=table,
+    write=write,
+    cannot=cannot,
+    drift=drift,
+    outside=("head.*", "module.head.*", "visual.head.*", "text.*", "logit_scale", "logit_bias"),
+)

@@ -1,0 +1,320 @@
+"""timm's config.json <-> our config, preprocessing and labels.
+
+A timm repository names an architecture and leaves the rest to timm's code; what that code would do
+is written here as a few patterns, each checked against timm itself by the tests.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.errors import FormatError
+from vitrail.models.published import VARIANTS
+from vitrail.models.variants import BIT_LAYERS, heads_for, parse
+from vitrail.weights.card import Card, channels_for
+from vitrail.weights.files import Archive
+from vitrail.weights.labels import imagenet_1k
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
+TANH = re.compile(r"siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
+"""Architectures whose code asks for the tanh form and whose weights cannot show it."""
+ODD_HEADS = {"test_vit": 2, "test_vit2": 2, "test_vit4": 2}
+"""Architectures of no published size whose heads are not 64 wide."""
+NATIVE_QUICK = ("openai", "metaclip", "dfn")
+"""Tags trained with QuickGELU, which timm's plain architectures compute with GELU."""
+
+
+@dataclass
+class Said:
+    """What the sidecar says, as far as there is one."""
+
+    arch: str = ""
+    tag: str = ""
+    args: dict[str, Any] = field(default_factory=dict)
+    cfg: dict[str, Any] = field(default_factory=dict)
+    whole: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, archive: Archive) -> Said:
+        whole = archive.sidecars.get("config.json") or {}
+        if "architecture" not in whole:
+            return cls()
+        cfg = whole.get("pretrained_cfg") or {k: v for k, v in whole.items() if k != "model_args"}
+        arch, _, tag = str(whole["architecture"]).partition(".")
+        said = cls(arch, str(cfg.get("tag") or tag), dict(whole.get("model_args") or {}), dict(cfg), whole)
+        if re.match(r"test_vit3|vit_\w+_rpn_", arch) or "pool_include_prefix" in said.args:
+            raise FormatError(f"timm's {arch} pools or norms in a way vitrail does not build.")
+        return said
+
+    def tag_has(self, word: str) -> bool:
+        return word in self.tag
+
+    @property
+    def image(self) -> tuple[int, int] | None:
+        """Height and width the positions are for."""
+        if size := self.args.get("img_size"):
+            return pair(size if isinstance(size, int) else tuple(size))
+        size = self.cfg.get("input_size")
+        return (int(size[1]), int(size[2])) if size else None
+
+    @property
+    def global_pool(self) -> str:
+        return str(self.args.get("global_pool") or self.whole.get("global_pool") or self.cfg.get("global_pool") or "")
+
+    def conventions(self, swiglu: bool, clip: bool) -> dict[str, Any]:
+        """Activation and epsilon: in the arguments, else in the architecture's code."""
+        asked = self.args.get("act_layer")
+        if swiglu:
+            activation = "swiglu"
+        elif asked is not None:
+            if asked not in ACTIVATIONS:
+                raise FormatError(f"timm's act_layer={asked!r} is not one of {', '.join(ACTIVATIONS)}.")
+            activation = ACTIVATIONS[asked]
+        else:
+            activation = "gelu-quick" if "quickgelu" in self.arch else "gelu-tanh" if TANH.search(self.arch) else "gelu"
+        is_clip = "_clip_" in self.arch if self.arch else clip
+        if is_clip and activation == "gelu" and (not self.tag or self.tag.startswith(NATIVE_QUICK)):
+            self.notes.append(
+                "CLIP weights by OpenAI, MetaCLIP and DFN were trained with QuickGELU; timm's plain architecture "
+                "computes GELU, and so does this. Pass activation='gelu-quick' for the original's numbers."
+            )
+        return {"activation": activation, "norm_eps": 1e-5 if is_clip else 1e-6}
+
+    def heads(self, width: int, depth: int, mlp: int, archive: Archive) -> tuple[int, str]:
+        if "num_heads" in self.args:
+            return int(self.args["num_heads"]), ""
+        if "blocks.0.attn.q_norm.weight" in archive.tensors:
+            return width // archive.shape("blocks.0.attn.q_norm.weight")[0], ""
+        heads = ODD_HEADS.get(self.arch) or heads_for(width, depth, mlp)
+        if heads is None:
+            raise FormatError(f"the file does not say how many heads share width {width}; pass heads=...")
+        known = self.arch or width // heads == 64
+        return heads, "" if known else f"{heads} heads are assumed from the published size."
+
+    def preprocess(self, config: ViTConfig | BiTConfig, usual: PreprocessConfig) -> tuple[PreprocessConfig, bool]:
+        """As the sidecar says, and whether it does."""
+        cfg = self.cfg
+        if not cfg.get("mean"):
+            return usual, False
+        size = pair(config.image)
+        crop = float(cfg.get("crop_pct") or 0.875)
+        squash = cfg.get("crop_mode") == "squash" and crop == 1
+        mean, std = (list(cfg[key]) for key in ("mean", "std"))
+        said = PreprocessConfig(
+            image=size,
+            resize="squash" if squash else "short",
+            resize_to=None if squash else math.floor(min(size) / crop),
+            interpolation=cfg.get("interpolation") or "bilinear",
+            mean=tuple(mean),
+            std=tuple(std),
+        )
+        return channels_for(said, config.channels), True
+
+    def labels(self, classes: int) -> tuple[str, ...] | None:
+        """Names in the file, or ImageNet's where the tag says that is what the head was trained on."""
+        names, described = self.whole.get("label_names"), self.whole.get("label_descriptions") or {}
+        if isinstance(names, dict):
+            names = [names.get(str(i)) for i in range(classes)]
+        if names and len(names) == classes and all(names):
+            return tuple(str(described.get(n, n)) for n in names)
+        if classes == 1000 and re.search(r"(^|_)in1k(_\d+)?$", self.tag):
+            return imagenet_1k()
+        return None
+
+
+def family_of(archive: Archive, said: Said, config: ViTConfig) -> str:
+    """From the architecture and tag, else from what only one family has, else a hint in the file's name."""
+    hints = f"{said.arch}.{said.tag}".lower() if said.arch else Path(archive.source).name.lower()
+    for word, family in (
+        ("deit3", "DeiT3"),
+        ("deit", "DeiT"),
+        ("dinov2", "DINOv2"),
+        ("dino", "DINO"),
+        (".mae", "MAE"),
+        ("mae_", "MAE"),
+        ("siglip", "SigLIP"),
+        ("clip", "CLIP"),
+    ):
+        if word in hints:
+            return family
+    if config.pre_norm and not config.patch_bias:
+        return "CLIP"
+    if config.pool == "map":
+        return "SigLIP"
+    if config.distilled:
+        return "DeiT"
+    if config.layer_scale is not None and pair(config.patch) == (14, 14):
+        return "DINOv2"
+    return "ViT"
+
+
+def cannot(config: ViTConfig | BiTConfig) -> list[str]:
+    """What timm's VisionTransformer has no place for."""
+    if isinstance(config, BiTConfig):
+        fits = (config.layers, config.width) in BIT_ARCH
+        return [] if fits else [f"a BiT of layers {config.layers} and width {config.width:g}"]
+    wrong = {
+        f"{config.position} positions": config.position not in ("none", "learned-1d"),
+        "positions added at the layers": config.position != "none" and config.place != "stem",
+        "the tanh layer before the head": bool(config.pre_logits),
+        "class token and mean side by side": config.pool == "token+gap",
+        "a head without bias": bool(config.classes) and not config.head_bias,
+        "a norm after an attention pool": config.pool == "map" and config.pool_norm == "after",
+        "an attention pool beside a class token": config.pool == "map" and config.class_token,
+        "SwiGLU with RMSNorm": config.activation == "swiglu" and config.norm == "rms",
+        "SwiGLU with an epsilon of 1e-5": config.activation == "swiglu" and config.norm_eps == 1e-5,
+        "a patch bias beside a norm before the blocks": config.pre_norm and config.patch_bias,
+        "a patch projection without bias": not config.pre_norm and not config.patch_bias,
+        "registers beside a distillation token": config.distilled and bool(config.registers),
+        "a distillation token beside other changes": config.distilled
+        and (config.activation not in ("gelu", "gelu-tanh", "gelu-quick") or not config.position_on_class),
+        f"a stem of layers {config.stem.layers if config.stem else ()}": config.stem is not None
+        and (config.stem.layers not in STEM_ARCH or config.stem.width != 1),
+        "a stem beside a distillation token": config.stem is not None and config.distilled,
+        "a stem beside SwiGLU": config.stem is not None and config.activation == "swiglu",
+    }
+    return [name for name, is_so in wrong.items() if is_so]
+
+
+def drift(config: ViTConfig | BiTConfig) -> list[str]:
+    """Numbers fixed in timm's code."""
+    if isinstance(config, BiTConfig):
+        other = config.standardize_eps != 1e-8
+        return [f"a standardisation epsilon of {config.standardize_eps:g} (timm has 1e-8)"] if other else []
+    drifts = []
+    if config.norm_eps not in (1e-5, 1e-6) or (config.norm == "rms" and config.norm_eps != 1e-6):
+        drifts.append(f"a norm epsilon of {config.norm_eps:g} (timm has 1e-6, or 1e-5 in its CLIP models)")
+    if config.norm_eps == 1e-5 and (config.distilled or config.stem):
+        drifts.append("a norm epsilon of 1e-5 in this architecture")
+    stem = config.stem
+    if stem and (stem.standardize, stem.standardize_eps, stem.norm_eps) != ("var", 1e-8, 1e-5):
+        drifts.append("the original's standardisation in the stem (timm divides by sqrt(var + 1e-8))")
+    return drifts
+
+
+BIT_ARCH: dict[tuple[tuple[int, ...], float], str] = {
+    (BIT_LAYERS[f"R{depth}"], float(width)): f"resnetv2_{depth}x{width}_bit"
+    for depth, width in ((50, 1), (50, 3), (101, 1), (101, 3), (152, 2), (152, 4))
+}
+STEM_ARCH = {
+    (): "vit_tiny_r_s16_p8_224",
+    (2, 2, 2, 2): "vit_small_r26_s32_224",
+    (3, 4, 9): "vit_base_r50_s16_224",
+    (3, 4, 6, 3): "vit_large_r50_s32_224",
+}
+
+
+def architecture(config: ViTConfig | BiTConfig) -> str:
+    """The timm entry point whose code fits; its sizes are then overridden by arguments."""
+    if isinstance(config, BiTConfig):
+        return BIT_ARCH[config.layers, config.width]
+    if config.stem:
+        return STEM_ARCH[config.stem.layers]
+    if config.distilled:
+        return "deit_base_distilled_patch16_224"
+    if config.activation == "swiglu":
+        return "vit_giant_patch14_dinov2"
+    if config.norm_eps == 1e-5:
+        return "vit_base_patch16_clip_224"
+    for variant in VARIANTS:
+        for alias in variant.aliases:
+            if alias.startswith("vit_") and "_patch" in alias and _same_sizes(parse(variant.name), config):
+                return alias
+    return "vit_base_patch16_224"
+
+
+def _same_sizes(known: ViTConfig | BiTConfig, config: ViTConfig) -> bool:
+    names = ("image", "patch", "width", "depth", "heads", "mlp", "class_token", "registers", "stem", "pre_norm")
+    if not isinstance(known, ViTConfig) or any(getattr(known, n) != getattr(config, n) for n in names):
+        return False
+    return (known.layer_scale is None) == (config.layer_scale is None) and known.pool == config.pool
+
+
+def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
+    """Everything the entry point's own defaults might have otherwise."""
+    if isinstance(config, BiTConfig):
+        return {} if config.channels == 3 else {"in_chans": config.channels}
+    activation = (
+        next(k for k, v in ACTIVATIONS.items() if v == config.activation) if config.activation != "swiglu" else None
+    )
+    args: dict[str, Any] = {
+        "img_size": list(pair(config.image)),
+        "in_chans": config.channels,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.heads,
+        "mlp_ratio": config.mlp * (2 if activation is None else 1) / config.width,
+        "global_pool": {"token": "token", "gap": "avg", "map": "map"}[config.pool],
+        "qkv_bias": config.qkv_bias,
+        "qk_norm": config.qk_norm,
+        "proj_bias": config.proj_bias,
+        "init_values": config.layer_scale,
+        "class_token": config.class_token,
+        "pos_embed": "learn" if config.position != "none" else "none",
+        "no_embed_class": not config.placed_prefix,
+        "reg_tokens": config.registers,
+        "pre_norm": config.pre_norm,
+        "final_norm": config.pool_norm != "none",
+        "fc_norm": config.pool_norm == "after",
+    }
+    if activation:
+        args["act_layer"] = activation
+    if config.norm == "rms":
+        args["norm_layer"] = "rmsnorm"
+    height, width = pair(config.patch)
+    args["patch_size"] = height if height == width else [height, width]
+    if config.distilled:  # its class fixes these
+        for name in ("class_token", "no_embed_class", "reg_tokens", "global_pool"):
+            args.pop(name)
+    return {k: v for k, v in args.items() if v is not None}
+
+
+def _crop_pct(crop: int, resize_to: int | None) -> float:
+    """The shortest decimal that timm, which divides by it and rounds down, takes for this resize."""
+    if resize_to is None or resize_to == crop:
+        return 1.0
+    rounded = (round(crop / (resize_to + 0.5), digits) for digits in range(1, 12))
+    return next((r for r in rounded if r and math.floor(crop / r) == resize_to), crop / (resize_to + 0.5))
+
+
+def written(card: Card) -> dict[str, Any]:
+    """config.json as timm writes it."""
+    config, preprocess = card.config, card.preprocess
+    size = pair(preprocess.image)
+    crop = _crop_pct(min(size), preprocess.resize_to)
+    whole: dict[str, Any] = {
+        "architecture": architecture(config),
+        "num_classes": config.classes,
+        "num_features": config.width if isinstance(config, ViTConfig) else int(64 * config.width * 32),
+        "pretrained_cfg": {
+            "tag": "vitrail",
+            "input_size": [config.channels, *size],
+            "fixed_input_size": isinstance(config, ViTConfig),
+            "interpolation": preprocess.interpolation,
+            "crop_pct": crop,
+            "crop_mode": "center" if preprocess.resize == "short" else "squash",
+            "mean": list(preprocess.mean),
+            "std": list(preprocess.std),
+            "num_classes": config.classes,
+            "license": "",
+        },
+        "model_args": arguments(config),
+    }
+    if isinstance(config, ViTConfig):
+        whole["global_pool"] = arguments(config).get("global_pool", "token")
+        first = "patch_embed.backbone.stem.conv" if config.stem else "patch_embed.proj"
+        whole["pretrained_cfg"] |= {
+            "first_conv": first,
+            "classifier": ["head", "head_dist"] if config.distilled else "head",
+        }
+    else:
+        whole["pretrained_cfg"] |= {"first_conv": "stem.conv", "classifier": "head.fc"}
+    if card.labels is not None:
+        whole["label_names"] = list(card.labels)
+    return whole

@@ -1,0 +1,181 @@
+"""torchvision's ViTs: vit_b_16 to vit_h_14, SWAG's included, and any other of its VisionTransformer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
+from vitrail.errors import FormatError
+from vitrail.models.variants import heads_for
+from vitrail.weights.card import Card, channels_for, preprocess_for
+from vitrail.weights.files import Archive
+from vitrail.weights.format import Format
+from vitrail.weights.google import GELUS, beyond_original
+from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKEN, AnyConfig, Rule, Table
+from vitrail.weights.write import write_torch
+
+BLOCK, OUR_BLOCK = "encoder.layers.encoder_layer_{i}.", "blocks.{i}."
+FIRST = BLOCK.format(i=0)
+OLD = {"mlp.linear_1.": "mlp.0.", "mlp.linear_2.": "mlp.3."}
+"""Until torchvision 0.12, and in files published then."""
+
+
+def both(theirs: str, ours: str) -> list[Rule]:
+    """A layer's weight and bias."""
+    return [Rule(f"{theirs}.{part}", f"{ours}.{part}") for part in ("weight", "bias")]
+
+
+RULES = [
+    *both("conv_proj", "patch"),
+    Rule("class_token", "class_token", TOKEN),
+    Rule("encoder.pos_embedding", POSITION_NAMES, POSITION),
+    *both(f"{BLOCK}ln_1", f"{OUR_BLOCK}norm1"),
+    Rule(f"{BLOCK}self_attention.in_proj_weight", f"{OUR_BLOCK}attention.qkv.weight"),
+    Rule(f"{BLOCK}self_attention.in_proj_bias", f"{OUR_BLOCK}attention.qkv.bias"),
+    *both(f"{BLOCK}self_attention.out_proj", f"{OUR_BLOCK}attention.out"),
+    *both(f"{BLOCK}ln_2", f"{OUR_BLOCK}norm2"),
+    *both(f"{BLOCK}mlp.0", f"{OUR_BLOCK}mlp.up"),
+    *both(f"{BLOCK}mlp.3", f"{OUR_BLOCK}mlp.down"),
+    *both("encoder.ln", "norm"),
+    *both("heads.pre_logits", "pre_logits"),
+    *both("heads.head", "head"),
+]
+
+PUBLISHED = PreprocessConfig(resize="short", resize_to=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+LARGE = (1024, 16), 242
+"""Width and patch of vit_l_16, whose short side before the crop is not 256."""
+SWAG_SIZES = (384, 512, 518)
+"""Image sizes of the weights that SWAG fine-tuned: no margin, and bicubic."""
+
+
+def spelling(name: str) -> str:
+    for old, new in OLD.items():
+        name = name.replace(old, new)
+    return name
+
+
+def table(_: AnyConfig) -> Table:
+    return Table("torchvision", RULES)
+
+
+def recognise(archive: Archive) -> str | None:
+    names, end = archive.tensors, "conv_proj.weight"
+    found = [name.removesuffix(end) for name in names if name.endswith(end)]
+    return next((p for p in found if f"{p}{FIRST}self_attention.in_proj_weight" in names), None)
+
+
+def describe(archive: Archive) -> Card:
+    names, shape = archive.tensors, archive.shape
+    for name in ("encoder.pos_embedding", f"{FIRST}mlp.0.weight"):
+        if name not in names:
+            raise FormatError(f"read as torchvision, the tensors do not fit: missing {name}.")
+    width, channels, *patch = shape("conv_proj.weight")
+    numbers = [re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name) for name in names]
+    depth = 1 + max(int(m[1]) for m in numbers if m)
+    hidden = shape(f"{FIRST}mlp.0.weight")[0]
+    heads = heads_for(width, depth, hidden)
+    if heads is None:
+        raise FormatError(
+            f"read as torchvision: how many heads share a width of {width} is not stored and cannot be guessed; "
+            "wanted a published size, or a width that is a multiple of 64."
+        )
+    side = _side(shape("encoder.pos_embedding")[1])
+    config = ViTConfig(
+        image=(side * patch[0], side * patch[1]),
+        patch=(patch[0], patch[1]),
+        channels=channels,
+        width=width,
+        depth=depth,
+        heads=heads,
+        mlp=hidden,
+        classes=shape("heads.head.weight")[0] if "heads.head.weight" in names else 0,
+        pre_logits=shape("heads.pre_logits.weight")[0] if "heads.pre_logits.weight" in names else 0,
+        activation="gelu",
+        norm_eps=1e-6,
+        resample="torchvision",
+    )
+    preprocess, note = _preprocess(config)
+    notes = [note, f"the number of heads is not stored: {heads} assumed, as in published networks of this width."]
+    notes += ["class names are not stored."] if config.classes else []
+    return Card(
+        config=config,
+        preprocess=preprocess,
+        task="classify" if config.classes else "embed",
+        origin=archive.source,
+        notes=tuple(notes),
+    )
+
+
+def _side(rows: int) -> int:
+    side = math.isqrt(rows - 1)
+    if side * side != rows - 1 or not side:
+        raise FormatError(
+            f"read as torchvision: encoder.pos_embedding has {rows} rows, which are no square grid and a class token."
+        )
+    return side
+
+
+def _preprocess(config: ViTConfig) -> tuple[PreprocessConfig, str]:
+    """As torchvision's own transforms for the published file of this shape."""
+    size, patch = pair(config.image), pair(config.patch)
+    if size[0] in SWAG_SIZES and size[0] == size[1]:
+        swag = PUBLISHED.but(image=size, resize_to=size[0], interpolation="bicubic")
+        return channels_for(swag, config.channels), f"preprocessing is not stored: SWAG's at {size[0]} px assumed."
+    (width, side), short = LARGE
+    usual = PUBLISHED.but(resize_to=short) if (config.width, patch[0]) == (width, side) else PUBLISHED
+    note = "preprocessing is not stored: torchvision's usual assumed (SWAG's linear probes want bicubic and no margin)."
+    return preprocess_for(usual, config), note
+
+
+def cannot(card: Card) -> list[str]:
+    config = card.config
+    if isinstance(config, BiTConfig):
+        return ["a BiT ResNet"]
+    patch = pair(config.patch)
+    parts = {
+        "a ResNet stem": config.stem is not None,
+        f"{config.channels} channels, where it has 3": config.channels != 3,
+        f"a patch of {patch[0]}x{patch[1]}, which is not square": patch[0] != patch[1],
+        "a network without a class token": not config.class_token,
+        "sincos-2d positions": config.position == "sincos-2d",
+        "a network without positions": config.position == "none",
+        "a class token without a position": config.class_token and not config.position_on_class,
+        "a network without a head": not config.classes,
+    }
+    return beyond_original(config) + [name for name, there in parts.items() if there]
+
+
+def drift(card: Card) -> list[str]:
+    """What torchvision's code has fixed, and what its files cannot tell."""
+    config = card.config
+    assert isinstance(config, ViTConfig)
+    guessed = heads_for(config.width, config.depth, config.mlp)
+    parts = {
+        GELUS.get(config.activation, ""): config.activation != "gelu",
+        f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,
+        f"heads={config.heads}": config.heads != guessed,
+    }
+    return [name for name, there in parts.items() if there]
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+    """A state dict for `VisionTransformer(...).load_state_dict`."""
+    write_torch(path, tensors, overwrite=overwrite)
+
+
+TORCHVISION = Format(
+    name="torchvision",
+    recognise=recognise,
+    describe=describe,
+    table=table,
+    write=write,
+    cannot=cannot,
+    drift=drift,
+    spelling=spelling,
+)

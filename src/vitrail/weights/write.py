@@ -1,0 +1,268 @@
+"""Writing tensors so that nothing half-written is ever seen under its final name.
+
+Everything goes to a hidden sibling first, is flushed to the disk, and is renamed into place when it
+is complete. Any failure, an interrupt too, removes the sibling and leaves what was there before.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitrail.errors import CheckpointError
+
+# What a folder may hold and still be replaced: a slip of the keyboard must not delete photographs.
+REPLACEABLE = {".json", ".jsonl", ".safetensors", ".npz", ".pth", ".pt", ".bin", ".md", ".txt"}
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, overwrite: bool = False
+) -> None:
+    """Tensors of any type and layout; those that share memory are written one by one."""
+    with _new_file(path, overwrite) as temporary:
+        save_file(_independent(tensors), temporary, metadata=dict(metadata) if metadata else None)
+
+
+def write_torch(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = False) -> None:
+    """A plain dictionary of tensors, readable with `torch.load(weights_only=True)`."""
+    # torch.save given a path hides why a write failed; given an open file it keeps the reason.
+    with _new_file(path, overwrite) as temporary, temporary.open("wb") as file:
+        torch.save(_independent(tensors), file)
+
+
+def write_npz(path: Path, arrays: Mapping[str, Tensor | np.ndarray[Any, Any]], *, overwrite: bool = False) -> list[str]:
+    """Uncompressed, without pickles; returns what to say aloud, such as a type NumPy does not have."""
+    widened = [name for name, value in arrays.items() if isinstance(value, Tensor) and not _has_numpy(value)]
+    # np.savez takes names as keyword arguments, and one of them is taken by its own parameter.
+    with (
+        _new_file(path, overwrite) as temporary,
+        temporary.open("wb") as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        for name, value in arrays.items():
+            # A fixed date: the same weights give the same bytes.
+            member = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
+            with archive.open(member, "w", force_zip64=True) as stream:
+                np.lib.format.write_array(stream, _array(value), allow_pickle=False)
+    if not widened:
+        return []
+    kinds = ", ".join(sorted({str(arrays[name].dtype).removeprefix("torch.") for name in widened}))
+    return [f"NumPy has no {kinds}: {len(widened)} of {len(arrays)} arrays were written as float32."]
+
+
+def write_json(path: Path, value: Any, *, overwrite: bool = False) -> None:
+    """Indented UTF-8 that any JSON reader takes: NaN is refused."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    write_text(path, text, overwrite=overwrite)
+
+
+def write_text(path: Path, text: str, *, overwrite: bool = False) -> None:
+    """UTF-8."""
+    with _new_file(path, overwrite) as temporary:
+        temporary.write_bytes(text.encode())
+
+
+@contextmanager
+def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary sibling to fill, which becomes `path` when the block ends well.
+
+    An existing folder is refused unless it is empty or `overwrite` is true; it is then replaced
+    after the new one is complete, and only if it holds nothing but a checkpoint's files.
+    """
+    path = Path(path).expanduser()
+    _check_folder(path, overwrite)
+    temporary = _sibling(path, "tmp")
+    try:
+        with _explained(path):
+            temporary.mkdir()
+        with _about(temporary, path):
+            yield temporary
+        with _explained(path):
+            for file in sorted(temporary.rglob("*")):
+                _sync(file)
+            _sync(temporary)
+            _check_folder(path, overwrite)
+            _swap_folder(temporary, path)
+            _sync(path.absolute().parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _about(temporary: Path, path: Path) -> Iterator[None]:
+    """Failures to write under `temporary`, told about `path`; other errors of the block stay themselves."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(str(error).replace(str(temporary), str(path))) from error
+    except OSError as error:
+        inside = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(temporary)
+        if error.errno is None or not (inside or error.errno in FULL):
+            raise
+        _complain(path, error.errno, error)
+
+
+@contextmanager
+def _new_file(path: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary sibling to write, which becomes `path` when the block ends well."""
+    path = Path(path).expanduser()
+    _check_file(path, overwrite)
+    temporary = _sibling(path, "tmp")
+    with _explained(path):
+        try:
+            # Made here and not by the writer, so that an existing file is never opened; O_EXCL says so.
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            mode = temporary.stat().st_mode & 0o777
+            yield temporary
+            temporary.chmod(mode)  # safetensors replaces the file by one that only its owner may read
+            _sync(temporary)
+            _check_file(path, overwrite)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(path.absolute().parent)
+
+
+def _check_file(path: Path, overwrite: bool) -> None:
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder; give the name of a file in it.")
+    if not overwrite and os.path.lexists(path):
+        raise CheckpointError(f"{path} exists already; choose another name, or allow overwriting it.")
+
+
+def _check_folder(path: Path, overwrite: bool) -> None:
+    if not os.path.lexists(path):
+        return
+    if not path.is_dir() or path.is_symlink():
+        raise CheckpointError(f"{path} exists already and is not a folder; choose another name.")
+    with _explained(path):
+        inside = sorted(path.iterdir())
+    if inside and not overwrite:
+        raise CheckpointError(f"{path} exists already and is not empty; choose another name, or allow overwriting it.")
+    strange = [f.name for f in inside if f.suffix not in REPLACEABLE or not f.is_file()]
+    if strange:
+        shown = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+        raise CheckpointError(f"{path} is not replaced: it also holds {shown}, which is no part of a checkpoint.")
+
+
+def _swap_folder(new: Path, path: Path) -> None:
+    if not path.is_dir() or not any(path.iterdir()):
+        os.replace(new, path)  # an empty folder is replaced in one step too
+        return
+    # Two renames, since folders cannot be exchanged in one: a kill between them leaves both, complete.
+    old = _sibling(path, "old")
+    os.replace(path, old)
+    try:
+        os.replace(new, path)
+    except BaseException:
+        os.replace(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sibling(path: Path, suffix: str) -> Path:
+    # In the same folder, so that the rename stays on one disk.
+    return path.absolute().parent / f".{path.name}.{secrets.token_hex(4)}.{suffix}"
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has it: without this a power cut can leave a name for an empty file."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some file systems cannot flush a folder; what is in it has been flushed by itself.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.EBADF, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, each with memory of its own; copies only where that is not so already."""
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != tensor.nbytes:
+            tensor = tensor.clone()
+        seen.add(tensor.untyped_storage().data_ptr())
+        result[name] = tensor
+    return result
+
+
+def _has_numpy(tensor: Tensor) -> bool:
+    try:
+        torch.empty(0, dtype=tensor.dtype).numpy()
+    except TypeError:
+        return False
+    return True
+
+
+def _array(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    if isinstance(value, np.ndarray):
+        return value
+    value = value.detach().cpu()
+    return value.numpy() if _has_numpy(value) else value.float().numpy()
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn what the system says about a failed write into one sentence about `path`."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, SafetensorError, RuntimeError) as error:
+        number = _errno(error)
+        if number is None:
+            raise
+        _complain(path, number, error)
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """The system's error number, which torch and safetensors wrap in errors of their own."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        if isinstance(error, SafetensorError) and (match := re.search(r"os error (\d+)", str(error))):
+            return int(match[1])
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _complain(path: Path, number: int, error: BaseException) -> NoReturn:
+    folder = path.absolute().parent
+    if number in FULL:
+        free = ""
+        with suppress(OSError):
+            free = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free)"
+        reason = f"the disk or its quota is full{free}; free some space, or write elsewhere"
+    elif number in FORBIDDEN:
+        reason = f"no permission to write in {folder}; choose another folder"
+    elif number == errno.ENOENT:
+        reason = f"the folder {folder} does not exist, or was removed meanwhile; make it first"
+    else:
+        reason = os.strerror(number)
+    raise CheckpointError(f"could not write {path}: {reason}. Nothing was left behind.") from error

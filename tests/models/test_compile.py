@@ -1,0 +1,100 @@
+"""torch.compile(fullgraph=True), torch.export and checkpointing for every kind of network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from compare import randomized, relative
+
+from vitrail.config import BiTConfig, StemConfig, ViTConfig
+from vitrail.models import Net, build
+
+SMALL = {"image": 32, "patch": 8, "width": 16, "depth": 2, "heads": 2, "mlp": 24, "classes": 5}
+KINDS: dict[str, ViTConfig | BiTConfig] = {
+    "plain": ViTConfig(**SMALL),
+    "no position": ViTConfig(**SMALL, position="none"),
+    "learned-2d at layers": ViTConfig(**SMALL, position="learned-2d", position_at="layers"),
+    "relative": ViTConfig(**SMALL, position="relative"),
+    "relative, shared, gap": ViTConfig(**SMALL, position="relative", position_at="shared", pool="gap"),
+    "sincos, gap": ViTConfig(**SMALL, position="sincos-2d", pool="gap", class_token=False),
+    "rope, registers": ViTConfig(**SMALL, position="rope-2d", registers=2),
+    "map": ViTConfig(**SMALL, pool="map", class_token=False),
+    "distilled": ViTConfig(**SMALL, distilled=True),
+    "dinov2": ViTConfig(**SMALL, layer_scale=0.1, activation="swiglu", registers=2, pool="token+gap"),
+    "clip": ViTConfig(**SMALL, pre_norm=True, activation="gelu-quick", patch_bias=False, head_bias=False),
+    "rms, qk-norm": ViTConfig(**SMALL, norm="rms", qk_norm=True, pool_norm="after", pool="gap"),
+    "dropouts": ViTConfig(**SMALL, dropout=0.1, attention_dropout=0.1, path_dropout=0.2),
+    "pre-training head": ViTConfig(**SMALL, pre_logits=8),
+    "hybrid": ViTConfig(**SMALL | {"patch": 1}, stem=StemConfig(layers=(1, 1), width=0.5)),
+    "bit": BiTConfig(layers=(1, 1), width=0.5, classes=5, image=32),
+}
+
+
+def net_of(kind: str) -> Net:
+    return randomized(build(KINDS[kind]))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiles_as_one_graph_for_evaluation_and_training(kind: str) -> None:
+    net, images = net_of(kind), torch.randn(2, 3, 32, 32)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert relative(compiled(images), net(images)) <= 1e-5
+    net.train()
+    torch.manual_seed(0)
+    compiled(images).square().sum().backward()
+    got = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    torch.manual_seed(0)
+    net(images).square().sum().backward()
+    if kind != "dropouts":  # a compiled graph draws its random numbers in another order
+        for a, p in zip(got, net.parameters(), strict=True):
+            torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rope, registers"])
+def test_compiles_with_inductor(kind: str) -> None:
+    net, images = net_of(kind), torch.randn(2, 3, 32, 32)
+    compiled = torch.compile(net, fullgraph=True)
+    with torch.no_grad():
+        assert relative(compiled(images), net(images)) <= 1e-5
+    compiled(images).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["plain", "sincos, gap"])
+def test_compiles_at_another_size_without_leaving_the_graph(kind: str) -> None:
+    net, images = net_of(kind), torch.randn(1, 3, 48, 40)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert relative(compiled(images), net(images)) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["plain", "distilled", "map", "hybrid"])
+def test_compiles_with_gradient_checkpointing(kind: str) -> None:
+    net, images = net_of(kind).train(), torch.randn(2, 3, 32, 32)
+    net.gradient_checkpointing = True
+    torch.compile(net, fullgraph=True, backend="aot_eager")(images).sum().backward()
+    got = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    net.gradient_checkpointing = False
+    net(images).sum().backward()
+    for a, p in zip(got, net.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exports_with_any_batch(kind: str, tmp_path: Path) -> None:
+    net, images = net_of(kind), torch.randn(2, 3, 32, 32)
+    program = torch.export.export(net, (images,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    torch.export.save(program, tmp_path / "net.pt2")
+    again = torch.export.load(tmp_path / "net.pt2").module()
+    more = torch.randn(5, 3, 32, 32)
+    with torch.no_grad():
+        assert relative(again(more), net(more)) <= 1e-5

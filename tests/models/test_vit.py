@@ -1,0 +1,314 @@
+"""The network: every option with every other, any size, named intermediates, first values."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import randomized, relative
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitrail.config import StemConfig, ViTConfig
+from vitrail.errors import ConfigError, ModelError
+from vitrail.models import ViT, build
+from vitrail.models.base import adapt_channels
+from vitrail.models.flops import flops, parameters
+from vitrail.models.layers import PatchProjection
+
+SMALL = {"image": 16, "patch": 4, "width": 16, "depth": 2, "heads": 2, "mlp": 24, "classes": 5}
+ALL = ("logits", "pooled", "pre_logits", "patches", "tokens", "attention")
+
+
+def small(**options: object) -> ViTConfig:
+    return ViTConfig(**SMALL | options)  # type: ignore[arg-type]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ViTConfig:
+    """Any combination of options that has a meaning."""
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    position = pick("none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d")
+    class_token = pick(True, False)
+    pool = pick("token", "gap", "map", "token+gap") if class_token else pick("gap", "map")
+    distilled = class_token and pool == "token" and pick(True, False)
+    return small(
+        image=pick(16, (16, 24)),
+        patch=pick(4, (8, 4)),
+        channels=pick(1, 3, 4),
+        class_token=class_token,
+        distilled=distilled,
+        registers=pick(0, 3),
+        position=position,
+        position_at=pick("layers", "shared")
+        if position in ("relative", "rope-2d")
+        else pick("stem", "layers", "shared"),
+        position_on_class=pick(True, False),
+        resample=pick("google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2"),
+        norm=pick("layer", "rms"),
+        activation=pick("gelu", "gelu-tanh", "gelu-quick", "swiglu"),
+        patch_bias=pick(True, False),
+        qkv_bias=pick(True, False),
+        proj_bias=pick(True, False),
+        qk_norm=pick(True, False),
+        layer_scale=pick(None, 0.1),
+        pre_norm=pick(True, False),
+        pool=pool,
+        pool_norm=pick("before", "none") if pool == "token+gap" else pick("before", "after", "none"),
+        pre_logits=0 if distilled else pick(0, 12),
+        classes=pick(0, 5),
+        head_bias=pick(True, False),
+        dropout=pick(0.0, 0.1),
+        attention_dropout=pick(0.0, 0.1),
+        path_dropout=pick(0.0, 0.3),
+    )
+
+
+@settings(max_examples=40)
+@given(configs())
+def test_every_option_works_with_every_other(config: ViTConfig) -> None:
+    net = randomized(ViT(config))
+    images = torch.randn(2, config.channels, *config.image)  # type: ignore[misc]
+    want = [*ALL, *(["heads"] if config.distilled else []), *(["pool_attention"] if config.pool == "map" else [])]
+    with torch.no_grad():
+        out = net.features(images, want=want)
+        plain = net(images)
+    tokens = math.prod(config.grid) + config.prefix
+    assert plain.shape == (2, config.classes or config.head_width)
+    assert relative(out.logits, plain) <= 1e-5
+    assert [t.shape for t in out.tokens] == [(2, tokens, 16)] * 3
+    assert out.patches.shape == (2, *config.grid, 16)
+    for attention in out.attention:
+        assert attention.shape == (2, 2, tokens, tokens)
+        torch.testing.assert_close(attention.sum(-1), torch.ones(2, 2, tokens))
+    if config.distilled:
+        assert relative(sum(out.heads) / 2, plain) <= 1e-6
+    net.train()
+    net(images).sum().backward()
+    unused = {n for n, p in net.named_parameters() if p.grad is None}
+    assert unused <= {"pre_logits.weight", "pre_logits.bias"} if config.classes else True
+    assert parameters(config) == sum(p.numel() for p in net.parameters())
+
+
+@settings(max_examples=20)
+@given(configs())
+def test_flops_are_torchs_own_count(config: ViTConfig) -> None:
+    net = ViT(config).eval()
+    images = torch.randn(1, config.channels, *config.image)  # type: ignore[misc]
+    # The counter knows not every fused kernel; written out, attention is two products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        net(images)
+    assert counter.get_total_flops() == flops(config)
+
+
+@settings(max_examples=30)
+@given(configs(), st.sampled_from([(24, 16), (8, 32), (40, 40)]))
+def test_any_size_at_run_time_equals_a_permanent_resize(config: ViTConfig, size: tuple[int, int]) -> None:
+    net = randomized(ViT(config))
+    images = torch.randn(1, config.channels, *size)
+    if config.position == "relative":
+        with pytest.raises(ModelError, match="relative positions"):
+            net(images)
+        with pytest.raises(ModelError, match="relative positions"):
+            net.resized(size)
+        return
+    with torch.no_grad():
+        assert relative(net.resized(size)(images), net(images)) <= 1e-6
+
+
+def test_patch_projection_is_the_strided_convolution() -> None:
+    project = randomized(PatchProjection(3, 8, (4, 2)))
+    images = torch.randn(2, 3, 12, 10)
+    wanted = F.conv2d(images, project.weight, project.bias, stride=(4, 2)).permute(0, 2, 3, 1)
+    assert relative(project(images), wanted) <= 1e-6
+
+
+def test_asking_for_attention_leaves_the_fused_path_to_everybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, images = randomized(ViT(small())), torch.randn(1, 3, 16, 16)
+    calls = []
+    fused = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or fused(*a, **k))
+    with torch.no_grad():
+        net(images)
+        assert len(calls) == 2
+        net.features(images, want="tokens")
+        assert len(calls) == 4
+        net.features(images, want="attention")
+        assert len(calls) == 4
+
+
+def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> None:
+    config = small(registers=2, pool="map", layer_scale=1e-4)
+    one = ViT(config, seed=3)
+    torch.randn(7)
+    two, three = ViT(config, seed=3), ViT(config, seed=4)
+    for (name, a), b in zip(one.state_dict().items(), two.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert not torch.equal(one.patch.weight, three.patch.weight)
+
+
+def test_first_values_are_the_papers() -> None:
+    net = ViT(ViTConfig(width=384, heads=6, mlp=1536, depth=1, classes=10, pre_logits=384), seed=0)
+    block = net.blocks[0]
+    limit = math.sqrt(6 / (384 + 384))
+    for part in block.attention.qkv.weight.chunk(3):  # each a matrix of its own, not one of 3D x D
+        assert part.abs().max() <= limit
+        assert part.abs().max() > 0.99 * limit
+        assert float(part.std()) == pytest.approx(limit / math.sqrt(3), rel=0.02)
+    up = block.mlp.up.weight
+    assert float(up.abs().max()) == pytest.approx(math.sqrt(6 / (384 + 1536)), rel=0.01)
+    assert float(block.mlp.up.bias.std()) == pytest.approx(1e-6, rel=0.1)
+    assert float(net.patch.weight.std()) == pytest.approx(1 / math.sqrt(768), rel=0.02)
+    assert float(net.pre_logits.weight.std()) == pytest.approx(1 / math.sqrt(384), rel=0.02)
+    assert float(net.positions[0].table.std()) == pytest.approx(0.02, rel=0.02)
+    for zeros in (net.class_token, net.head.weight, net.head.bias, net.patch.bias, block.attention.qkv.bias):
+        assert not zeros.any()
+    assert ViT(small(head_bias_init=-10.0)).head.bias.unique().tolist() == [-10.0]
+
+
+def test_gradient_checkpointing_changes_memory_not_gradients() -> None:
+    config = small(position="rope-2d", layer_scale=0.1)
+    net, images = randomized(ViT(config)).train(), torch.randn(2, 3, 16, 16)
+    twin = copy.deepcopy(net)
+    twin.gradient_checkpointing = True
+    saved = {False: 0, True: 0}
+    for checkpointing, model in ((False, net), (True, twin)):
+
+        def pack(t: torch.Tensor, key: bool = checkpointing) -> torch.Tensor:
+            saved[key] += t.numel()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(images).square().sum()
+        loss.backward()
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert saved[True] < saved[False] / 2
+
+
+def test_resampled_positions_are_remembered_in_evaluation_only() -> None:
+    net, images = randomized(ViT(small())), torch.randn(1, 3, 24, 24)
+    position = net.positions[0]
+    with torch.no_grad():
+        first = net(images)
+        assert position._last is not None
+        kept = position._last[1]
+        net(images)
+        assert position._last[1] is kept
+        position.table.mul_(2)
+        assert not torch.equal(net(images), first), "a changed table must not be served stale"
+        net.load_state_dict({k: v / 2 if k.endswith("table") else v for k, v in net.state_dict().items()})
+        assert relative(net(images), first) <= 1e-6
+    net.train()
+    assert position._last is None
+    net(images).sum().backward()
+    assert position._last is None
+    assert position.table.grad.abs().sum() > 0
+    net.eval()(images).sum().backward()  # gradients may be wanted in evaluation mode too
+    assert position._last is None
+
+
+def test_a_skeleton_and_a_state_dict_are_a_network() -> None:
+    config = small(
+        position="sincos-2d", pool="map", class_token=False, stem=StemConfig(layers=(1,), width=0.5), patch=1
+    )
+    net = randomized(ViT(config))
+    skeleton = build(config, skeleton=True)
+    assert all(p.is_meta for p in skeleton.parameters())
+    assert not list(skeleton.buffers())
+    skeleton.load_state_dict(net.state_dict(), assign=True)
+    images = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(skeleton.eval()(images), net(images))
+
+
+def test_new_heads_are_zero_and_leave_the_old_network_alone() -> None:
+    net = randomized(ViT(small(pre_logits=12)))
+    fresh = net.with_classes(3)
+    assert fresh.config.classes == 3
+    assert fresh.config.pre_logits == 0
+    assert not fresh.head.weight.any()
+    assert not fresh.head.bias.any()
+    assert fresh.blocks[0].mlp.up.weight.data_ptr() != net.blocks[0].mlp.up.weight.data_ptr()
+    assert net.with_classes(0)(torch.randn(1, 3, 16, 16)).shape == (1, 16)
+    twin = randomized(ViT(small(distilled=True))).with_classes(2)
+    assert twin.head_distill.weight.shape == (2, 16)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 6])
+def test_other_channels_answer_alike_to_a_grey_picture(channels: int) -> None:
+    net = randomized(ViT(small()))
+    grey = torch.randn(1, 1, 16, 16)
+    with torch.no_grad():
+        wanted = net(grey.expand(-1, 3, -1, -1))
+        got = net.with_channels(channels)(grey.expand(-1, channels, -1, -1))
+    if channels in (1, 6):
+        assert relative(got, wanted) <= 1e-5
+    else:
+        assert got.shape == wanted.shape
+    weight = torch.randn(8, 3, 2, 2)
+    assert adapt_channels(weight, 3) is weight
+
+
+def test_float64_stays_float64() -> None:
+    for position in ("learned-1d", "learned-2d", "sincos-2d", "rope-2d"):
+        net = randomized(ViT(small(position=position))).double()
+        assert net(torch.randn(1, 3, 24, 16, dtype=torch.float64)).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(3, 16, 16), "wanted images as B 3 H W, got \\(3, 16, 16\\)"),
+        (torch.zeros(1, 1, 16, 16), "wanted images as B 3 H W"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "wanted normalised float images, got torch.uint8"),
+        (torch.zeros(1, 3, 18, 16), "patch=4 leaves 2 px of the image's height 18 uncovered; try height 16 or 20"),
+        (torch.zeros(1, 3, 16, 2), "try width 4"),
+    ],
+)
+def test_wrong_images_get_one_clear_sentence(images: torch.Tensor, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ViT(small())(images)
+
+
+@pytest.mark.parametrize(
+    ("want", "message"),
+    [
+        ("atention", "no output is called 'atention'; did you mean 'attention'"),
+        ("heads", "not distilled"),
+        ("maps", "a ViT has tokens"),
+        ("pool_attention", "pools by 'token'"),
+    ],
+)
+def test_wanting_what_is_not_there(want: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ViT(small()).features(torch.zeros(1, 3, 16, 16), want=want)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"image": 230, "patch": 16},
+            "patch=16 leaves 6 px of the image's height 230 uncovered; try height 224 or 240",
+        ),
+        ({"heads": 3}, "width=16 is not divisible into heads=3"),
+        ({"class_token": False}, "pool='token' needs class_token=true"),
+        ({"position": "relative", "position_at": "stem"}, "lives inside the attention"),
+        ({"position": "learned"}, "did you mean 'learned-"),
+        ({"dropout": 1.0}, "is a probability"),
+        ({"width": 18, "heads": 3, "position": "rope-2d"}, "multiple of 4"),
+        ({"depth": 0}, "depth must be positive"),
+        ({"depth": "12"}, "wants int, got '12'"),
+        ({"distilled": True, "pool": "gap"}, "reads two tokens"),
+        ({"stem": StemConfig(), "patch": 3}, "does not divide the stem's"),
+    ],
+)
+def test_impossible_configs_are_refused_at_birth(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(**options)

@@ -1,0 +1,131 @@
+"""vit-pytorch's own code on the same weights, where it is the same function.
+
+Its ViT with patch dropout is: in evaluation nothing is dropped, and what is left is a ViT without
+qkv bias, with LayerNorm's epsilon of torch and no position on the class token. Its plain ViT and its
+SimpleViT normalise each patch before and after the projection, which no network of ours does: of the
+first everything after the patches is compared, of the second the sin-cos positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import randomized, relative
+from conftest import import_peer
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig, pair
+from vitrail.models import ViT, build
+from vitrail.models.position import sincos_2d
+
+import_peer("vit_pytorch")
+from vit_pytorch import recorder, simple_vit, vit, vit_with_patch_dropout  # noqa: E402
+
+pytestmark = pytest.mark.peer
+
+SIZES: dict[str, Any] = {"dim": 48, "depth": 3, "heads": 4, "dim_head": 12, "mlp_dim": 64, "num_classes": 7}
+OURS = ViTConfig(
+    patch=8, width=48, depth=3, heads=4, mlp=64, classes=7, qkv_bias=False, activation="gelu", norm_eps=1e-5
+)
+
+
+def block_weights(theirs: nn.Module) -> dict[str, Tensor]:
+    names = {
+        "0.norm": "norm1", "0.to_qkv": "attention.qkv", "0.to_out.0": "attention.out",
+        "1.net.0": "norm2", "1.net.1": "mlp.up", "1.net.4": "mlp.down",
+    }  # fmt: skip
+    state = {}
+    for name, value in theirs.transformer.layers.state_dict().items():
+        layer, _, rest = name.partition(".")
+        part, _, kind = rest.rpartition(".")
+        state[f"blocks.{layer}.{names[part]}.{kind}"] = value
+    return state
+
+
+def linear(ours: str, theirs: nn.Module) -> dict[str, Tensor]:
+    return {f"{ours}.{name}": value for name, value in theirs.state_dict().items()}
+
+
+def filled(config: ViTConfig, state: dict[str, Tensor]) -> ViT:
+    net = build(config, skeleton=True)
+    net.load_state_dict(state, assign=True)
+    assert isinstance(net, ViT)
+    return net.eval()
+
+
+def whole(theirs: nn.Module, config: ViTConfig) -> ViT:
+    """The network with patch dropout, as ours."""
+    projection, head = theirs.to_patch_embedding[1], theirs.mlp_head
+    patches = projection.weight.unflatten(1, (*pair(config.patch), 3))  # channels last
+    state = block_weights(theirs) | linear("norm", head[0]) | linear("head", head[1])
+    state |= {"patch.weight": patches.permute(0, 3, 1, 2), "patch.bias": projection.bias}
+    state |= {
+        "class_token": theirs.cls_token[0, 0],
+        "positions.0.table": theirs.pos_embedding.unflatten(0, config.grid),
+    }
+    return filled(config, state)
+
+
+@pytest.mark.parametrize("image", [(32, 32), (24, 56)])
+def test_the_vit_with_patch_dropout_is_the_same_function(image: tuple[int, int]) -> None:
+    theirs = randomized(vit_with_patch_dropout.ViT(image_size=image, patch_size=8, **SIZES))
+    net = whole(theirs, OURS.but(image=image, position_on_class=False))
+    images = torch.randn(2, 3, *image)
+    with torch.no_grad():
+        assert relative(net(images), theirs(images)) <= 1e-5
+
+
+def test_a_size_of_the_paper_agrees_too() -> None:
+    sizes = {"dim": 192, "depth": 12, "heads": 3, "dim_head": 64, "mlp_dim": 768, "num_classes": 10}
+    theirs = randomized(vit_with_patch_dropout.ViT(image_size=224, patch_size=16, **sizes))
+    config = OURS.but(patch=16, width=192, depth=12, heads=3, mlp=768, classes=10, position_on_class=False)
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert relative(whole(theirs, config)(images), theirs(images)) <= 1e-5
+
+
+def plain(theirs: nn.Module, **options: Any) -> ViT:
+    """The plain network, as ours but for how patches are projected, which is left out."""
+    config = OURS.but(image=32, **options)
+    rows = theirs.pos_embedding
+    table = rows[config.placed_prefix :].unflatten(0, config.grid)
+    state = block_weights(theirs) | linear("norm", theirs.transformer.norm) | linear("head", theirs.mlp_head)
+    state |= {"patch.weight": torch.zeros(48, 3, 8, 8), "patch.bias": torch.zeros(48), "positions.0.table": table}
+    if config.class_token:
+        state |= {"class_token": theirs.cls_token[0], "positions.0.prefix": rows[: config.placed_prefix]}
+    return filled(config, state)
+
+
+@pytest.mark.parametrize(
+    ("pool", "options"), [("cls", {"pool": "token"}), ("mean", {"pool": "gap", "class_token": False})]
+)
+def test_the_plain_vit_is_the_same_function_after_the_patches(pool: str, options: dict[str, Any]) -> None:
+    theirs = randomized(vit.ViT(image_size=32, patch_size=8, pool=pool, **SIZES))
+    net, images = plain(theirs, **options), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        x = theirs.to_patch_embedding(images)
+        if net.class_token is not None:
+            x = torch.cat([net.class_token.expand(2, 1, -1), x], dim=1)
+        x = net.norm_before(net.encode(net.placed(x, 0, (4, 4)), (4, 4)))
+        assert relative(net.classify(*net.read(x)), theirs(images)) <= 1e-5
+
+
+def test_attention_is_what_their_recorder_sees() -> None:
+    theirs = randomized(vit.ViT(image_size=32, patch_size=8, **SIZES))
+    net, images = plain(theirs, pool="token"), torch.randn(2, 3, 32, 32)
+    assert net.class_token is not None
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        logits, wanted = recorder.Recorder(theirs)(images)  # B depth H T T
+        x = torch.cat([net.class_token.expand(2, 1, -1), theirs.to_patch_embedding(images)], dim=1)
+        x = net.norm_before(net.encode(net.placed(x, 0, (4, 4)), (4, 4), attention=seen))
+        assert relative(torch.stack(seen, dim=1), wanted) <= 1e-5
+        assert relative(net.classify(*net.read(x)), logits) <= 1e-5
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 7)])
+def test_sincos_positions_are_theirs(grid: tuple[int, int]) -> None:
+    wanted = simple_vit.posemb_sincos_2d(*grid, 48)
+    assert relative(sincos_2d(grid, 48, torch.zeros(1)), wanted) <= 1e-6

@@ -1,0 +1,376 @@
+"""Archives: every kind of file gives the same tensors, lazily; every broken one gives one sentence."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitrail.errors import CheckpointError, NotFound
+from vitrail.weights.files import Archive, Tensors, choose_weights, open_archive
+from vitrail.weights.pickles import SECTIONS
+
+TENSORS = {
+    "cls": torch.arange(3.0),
+    "blocks.0.w": torch.arange(6, dtype=torch.float64).view(2, 3),
+    "half": torch.tensor([0.5, -2.0], dtype=torch.float16),
+    "steps": torch.tensor(7),
+}
+BRAIN = {"brain": torch.tensor([[1.0, -3.140625]], dtype=torch.bfloat16)}
+
+
+def as_legacy(tensors: dict[str, Tensor], path: Path) -> None:
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+
+def as_npz(tensors: dict[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:  # np.savez given a name would add .npz to it
+        np.savez(file, **{n: t.numpy() for n, t in tensors.items()})
+
+
+KINDS: dict[str, Callable[[dict[str, Tensor], Path], None]] = {
+    "safetensors": save_file,
+    "torch": torch.save,
+    "legacy": as_legacy,
+    "npz": as_npz,
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def check(archive: Archive, wanted: dict[str, Tensor]) -> None:
+    assert set(archive.tensors) == set(wanted)
+    assert len(archive.tensors) == len(wanted)
+    for name, tensor in wanted.items():
+        assert archive.shape(name) == tuple(tensor.shape)
+        assert archive.tensors[name].dtype == tensor.dtype
+        assert torch.equal(archive.tensors[name], tensor)
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pth", "x.npz", "no suffix"])
+def test_every_kind_under_every_name_gives_the_tensors_as_stored(tmp_path: Path, kind: str, name: str):
+    tensors = TENSORS if kind == "npz" else TENSORS | BRAIN
+    KINDS[kind](tensors, tmp_path / name)
+    check(open_archive(tmp_path / name), tensors)
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), min_size=1, max_size=12).map("t/{}".format),
+        st.lists(st.integers(0, 4), max_size=4),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_any_names_and_shapes_come_back_from_any_kind(tmp_path_factory: pytest.TempPathFactory, shapes: dict):
+    folder = tmp_path_factory.mktemp("any")
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    for kind, write in KINDS.items():
+        write(tensors, folder / kind)
+        check(open_archive(folder / kind), tensors)
+
+
+def test_the_real_checkpoint_opens(real_checkpoint: Path):
+    archive = open_archive(real_checkpoint)
+    assert sum(np.prod(archive.shape(n)) for n in archive.tensors) == 5_717_416
+    assert archive.shape("pos_embed") == (1, 197, 192)
+
+
+def test_every_golden_npz_opens_with_numpys_values(golden: Path):
+    for path in golden.glob("*.npz"):
+        archive = open_archive(path)
+        with np.load(path) as wanted:
+            numbers = {n for n in wanted.files if wanted[n].dtype.kind in "biufc"}
+            assert set(archive.tensors) == numbers
+            name = sorted(numbers)[0]
+            assert np.array_equal(archive.tensors[name].numpy(), wanted[name])
+
+
+def test_jax_stores_bfloat16_without_a_type_and_it_is_found_again(tmp_path: Path):
+    raw = BRAIN["brain"].view(torch.int16).numpy().view("V2")
+    np.savez(tmp_path / "x.npz", brain=raw)
+    check(open_archive(tmp_path / "x.npz"), BRAIN)
+
+
+def test_arrays_of_other_machines_and_orders_are_read(tmp_path: Path):
+    values = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+    np.savez(tmp_path / "x.npz", big=values.astype(">f4"), columns=np.asfortranarray(values), name=np.array("ViT"))
+    archive = open_archive(tmp_path / "x.npz")
+    check(archive, {"big": torch.from_numpy(values), "columns": torch.from_numpy(values)})
+    assert archive.notes == ["put aside name: not tensors"]
+
+
+def test_shapes_and_membership_read_nothing(tmp_path: Path):
+    np.savez(tmp_path / "x.npz", a=np.zeros((300, 400)), b=np.zeros(2))
+    archive = open_archive(tmp_path / "x.npz")
+    (tmp_path / "x.npz").write_bytes(b"")  # the names and shapes are known already; the data is gone
+    assert archive.shape("a") == (300, 400)
+    assert "a" in archive.tensors
+    assert "c" not in archive.tensors
+    with pytest.raises(CheckpointError, match="cannot read 'a'"):
+        archive.tensors["a"]
+    with pytest.raises(KeyError):
+        archive.tensors["c"]
+
+
+MEASURE = """
+import sys, torch
+from vitrail.weights.files import open_archive
+def private():  # memory of our own, in bytes: pages of a mapped file are not counted
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+for path in sys.argv[1:]:
+    before = private()
+    archive = open_archive(path)
+    held = [archive.tensors[name] for name in archive.tensors]
+    total = sum(float(t.sum()) for t in held)
+    print(private() - before, sum(t.nbytes for t in held))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_mapped_files_take_no_memory_of_their_own(tmp_path: Path):
+    paths = [tmp_path / "safetensors", tmp_path / "torch"]
+    for path in paths:
+        KINDS[path.name]({f"t{i}": torch.ones(1024, 1024) for i in range(24)}, path)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURE, *map(str, paths)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        grown, held = map(int, line.split())
+        assert held == 24 * 4 * 1024**2
+        assert grown < held / 10
+
+
+def test_writing_to_a_tensor_does_not_change_the_file(tmp_path: Path):
+    for kind, write in KINDS.items():
+        write(TENSORS, tmp_path / kind)
+        before = (tmp_path / kind).read_bytes()
+        open_archive(tmp_path / kind).tensors["cls"].fill_(9)
+        assert (tmp_path / kind).read_bytes() == before
+
+
+def test_a_safetensors_header_may_carry_metadata(tmp_path: Path):
+    save_file(TENSORS, tmp_path / "x", metadata={"format": "pt"})
+    assert open_archive(tmp_path / "x").metadata == {"format": "pt"}
+
+
+def test_under_a_prefix_names_are_shorter():
+    archive = Archive("x", Tensors.of({"visual.a": torch.ones(2), "text.a": torch.zeros(1)}))
+    check(archive.under("visual."), {"a": torch.ones(2)})
+    assert archive.under("") is archive
+
+
+SAVED = {
+    "mae": ({"model": TENSORS, "optimizer": {"state": {0: {"avg": torch.ones(1)}}}, "epoch": 3}, "model"),
+    "deit": ({"model": OrderedDict(TENSORS), "args": argparse.Namespace(model="deit_tiny")}, "model"),
+    "timm": ({"state_dict": {"x": torch.ones(1)}, "state_dict_ema": TENSORS, "arch": "vit"}, "state_dict_ema"),
+    "dino": ({"student": {"x": torch.ones(1)}, "teacher": TENSORS, "dino_loss": {"center": torch.ones(1)}}, "teacher"),
+    "nested": ({"model": {"state_dict": TENSORS}, "loss": torch.tensor(0.1)}, "model"),
+    "unknown": ({"my_network": TENSORS, "my_optimizer": {"a": torch.ones(1)}, "note": None}, "my_network"),
+    "parameters": ({"model": {n: torch.nn.Parameter(t, t.is_floating_point()) for n, t in TENSORS.items()}}, "model"),
+}
+
+
+@pytest.mark.parametrize("who", SAVED)
+@pytest.mark.parametrize("save", [torch.save, as_legacy])
+def test_the_weights_of_a_training_file_are_found(tmp_path: Path, who: str, save: Callable[..., None]):
+    saved, name = SAVED[who]
+    save(saved, tmp_path / "x.pth")
+    archive = open_archive(tmp_path / "x.pth")
+    check(archive, TENSORS)
+    assert not any(archive.tensors[n].requires_grad for n in archive.tensors)
+    inner = [k for k, v in saved.items() if isinstance(v, dict)]
+    assert archive.notes == ([f"read {name!r} of {', '.join(inner)}"] if len(inner) > 1 else [])
+
+
+def test_another_section_can_be_asked_for(tmp_path: Path):
+    torch.save({"student": TENSORS, "teacher": {"x": torch.ones(1)}}, tmp_path / "x.pth")
+    check(open_archive(tmp_path / "x.pth", section="student"), TENSORS)
+    with pytest.raises(CheckpointError, match="no section 'studnt'; did you mean 'student'"):
+        open_archive(tmp_path / "x.pth", section="studnt")
+    save_file(TENSORS, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match="has no section 'student'"):
+        open_archive(tmp_path / "x.safetensors", section="student")
+
+
+def test_sections_are_preferred_in_the_stated_order(tmp_path: Path):
+    for better, worse in pairwise(SECTIONS):
+        torch.save({worse: {"w": torch.ones(1)}, better: {"b": torch.ones(1)}}, tmp_path / "x.pth")
+        assert list(open_archive(tmp_path / "x.pth").tensors) == ["b"]
+
+
+def test_a_dictionary_that_holds_itself_has_an_end(tmp_path: Path):
+    endless: dict[str, object] = dict(TENSORS)
+    endless["model"] = endless
+    torch.save(endless, tmp_path / "x.pth")
+    check(open_archive(tmp_path / "x.pth"), TENSORS)
+
+
+def test_what_is_not_a_tensor_is_put_aside_and_kept(tmp_path: Path):
+    args = argparse.Namespace(model="vit_tiny", lr=0.1)
+    torch.save({"model": TENSORS | {"version": "1.0", "none": None}, "epoch": 3, "args": args}, tmp_path / "x.pth")
+    archive = open_archive(tmp_path / "x.pth")
+    check(archive, TENSORS)
+    assert archive.extras == {"epoch": 3, "args": {"model": "vit_tiny", "lr": 0.1}, "version": "1.0", "none": None}
+    assert archive.notes == ["put aside version, none: not tensors"]
+
+
+def test_the_prefixes_of_wrappers_go_only_where_every_name_has_them(tmp_path: Path):
+    save_file({f"_orig_mod.module.{n}": t for n, t in TENSORS.items()}, tmp_path / "x")
+    archive = open_archive(tmp_path / "x")
+    check(archive, TENSORS)
+    assert archive.notes == ["removed '_orig_mod.' from every name", "removed 'module.' from every name"]
+    save_file({"module.a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "y")
+    assert set(open_archive(tmp_path / "y").tensors) == {"module.a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"first": TENSORS, "second": TENSORS}, "first, second, and none has a known name; say which with section="),
+        ([torch.ones(1)], "holds a list, wanted a dictionary of tensors"),
+        ({"epoch": 3}, "holds no tensors"),
+        ({0: {"average": torch.ones(1)}}, "holds no tensors"),
+        ({}, "holds no tensors"),
+    ],
+)
+def test_a_pickle_without_clear_weights_says_so(tmp_path: Path, saved: object, message: str):
+    torch.save(saved, tmp_path / "x.pth")
+    with pytest.raises(CheckpointError, match=message):
+        open_archive(tmp_path / "x.pth")
+
+
+def test_files_without_tensors_say_so(tmp_path: Path):
+    save_file({}, tmp_path / "empty.safetensors")
+    np.savez(tmp_path / "empty.npz")
+    for name in ("empty.safetensors", "empty.npz"):
+        with pytest.raises(CheckpointError, match="holds no tensors"):
+            open_archive(tmp_path / name)
+
+
+class Trap:
+    """When unpickled, makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def set_trap(kind: str, path: Path, trap: Trap) -> None:
+    if kind == "npz":
+        with path.open("wb") as file:
+            np.savez(file, a=np.ones(1), b=np.array([trap], dtype=object))
+    elif kind.startswith("pickle"):
+        path.write_bytes(pickle.dumps({"model": TENSORS, "x": trap}, protocol=int(kind[-1])))
+    else:
+        torch.save({"model": TENSORS, "x": trap}, path, _use_new_zipfile_serialization=kind == "torch")
+
+
+@pytest.mark.parametrize("kind", ["torch", "legacy", "pickle2", "pickle4", "pickle5", "npz"])
+@pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
+def test_code_in_a_file_is_refused_and_never_runs(tmp_path: Path, kind: str, name: str):
+    mark = tmp_path / "it ran"
+    set_trap(kind, tmp_path / name, Trap(mark))
+    with pytest.raises(CheckpointError, match=r"was refused: .* nothing in it was executed"):
+        open_archive(tmp_path / name)
+    assert not mark.exists()
+    if kind == "torch":  # the trap is a real one
+        with (tmp_path / name).open("rb") as file:
+            torch.load(file, weights_only=False)
+        assert mark.exists()
+
+
+def test_a_whole_pickled_module_is_refused_with_its_class(tmp_path: Path):
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pth")
+    with pytest.raises(CheckpointError, match=r"refused: it asks for torch\.nn\.modules\.linear\.Linear"):
+        open_archive(tmp_path / "x.pth")
+
+
+@every_kind
+def test_a_file_cut_anywhere_is_an_error_and_no_crash(tmp_path: Path, kind: str):
+    KINDS[kind](TENSORS, tmp_path / "whole")
+    whole = (tmp_path / "whole").read_bytes()
+    for length in [*range(0, len(whole), max(len(whole) // 60, 1)), len(whole) - 1]:
+        (tmp_path / "cut").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError) as caught:
+            open_archive(tmp_path / "cut")
+        assert "\n" not in str(caught.value)
+        assert length < 40 or "truncated" in str(caught.value)
+        assert "refused" not in str(caught.value) or length < 40
+
+
+def test_damage_inside_an_npz_is_found_when_it_is_read(tmp_path: Path):
+    np.savez(tmp_path / "x.npz", a=np.zeros(1000))
+    whole = bytearray((tmp_path / "x.npz").read_bytes())
+    whole[3000] ^= 1
+    (tmp_path / "x.npz").write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"cannot read 'a'.*CRC"):
+        open_archive(tmp_path / "x.npz").tensors["a"]
+
+
+def test_damage_inside_a_pickle_is_an_error(tmp_path: Path):
+    torch.save(TENSORS, tmp_path / "x.pth")
+    with zipfile.ZipFile(tmp_path / "x.pth") as source, zipfile.ZipFile(tmp_path / "y.pth", "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            target.writestr(name, data[: len(data) // 2] if name.endswith("data.pkl") else data)
+    with pytest.raises(CheckpointError):
+        open_archive(tmp_path / "y.pth")
+
+
+def test_a_missing_file_is_told_with_its_neighbours(tmp_path: Path):
+    with pytest.raises(NotFound, match="is empty"):
+        open_archive(tmp_path / "model.safetensors")
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    with pytest.raises(NotFound, match=r"no such file: .*did you mean 'model\.safetensors'"):
+        open_archive(tmp_path / "model.safetensor")
+    with pytest.raises(NotFound, match="there is no folder"):
+        open_archive(tmp_path / "gone" / "model.safetensors")
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(NotFound, match="a link to nowhere, which does not exist"):
+        open_archive(tmp_path / "link")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        open_archive(tmp_path / "pipe")
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file(TENSORS, tmp_path / "x")
+    check(open_archive("~/x"), TENSORS)
+
+
+def test_the_choice_among_a_folders_files_is_stated():
+    assert (
+        choose_weights(["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
+        == "model.safetensors"
+    )
+    assert choose_weights(["pytorch_model.bin", "open_clip_pytorch_model.bin", "x.npz"]) == "pytorch_model.bin"
+    assert choose_weights(["x.npz", "x.safetensors", "README.md"]) == "x.safetensors"
+    assert (
+        choose_weights(["vit.pth", "optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state.pth"]) == "vit.pth"
+    )
+    assert choose_weights(["config.json", "sub/model.safetensors", ".x.safetensors"]) is None
+    with pytest.raises(CheckpointError, match=r"several .*\(a\.pth, b\.pt\)"):
+        choose_weights(["b.pt", "a.pth"])

@@ -1,0 +1,351 @@
+"""Reading Google's files: the originals' own outputs, every spelling of the names, what is wrong with a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compare import relative
+from conftest import ROOT
+
+from vitrail.config import StemConfig, ViTConfig, pair
+from vitrail.errors import FormatError
+from vitrail.models import ViT, build
+from vitrail.models.families import FAMILIES
+from vitrail.models.position import resample
+from vitrail.weights import checkpoint, google
+from vitrail.weights.card import Card
+from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.format import Format
+
+Arrays = dict[str, Any]
+
+ORIGINALS = ["google_token", "google_prelogits", "google_gap", "google_hybrid_patch2", "google_hybrid"]
+BIG_VISION = ["bigvision_tok", "bigvision_gap_sincos", "bigvision_map", "bigvision_rep"]
+
+
+def golden(name: str) -> Path:
+    """Small files are in the repository, large ones beside it."""
+    for folder in (ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden"):
+        if (folder / name).exists():
+            return folder / name
+    pytest.skip(f"no {name}: it is too large for the repository")
+
+
+def arrays(name: str) -> Arrays:
+    return dict(np.load(golden(f"{name}.npz")))
+
+
+def outputs(name: str) -> dict[str, torch.Tensor]:
+    return {key: torch.from_numpy(value) for key, value in arrays(f"{name}_io").items()}
+
+
+def archive(values: Arrays) -> Archive:
+    return Archive("memory", Tensors.of({name: torch.as_tensor(value) for name, value in values.items()}))
+
+
+def read(form: Format, values: Arrays) -> tuple[ViT, Card]:
+    """What `checkpoint.read` does, with a format given."""
+    found = archive(values)
+    prefix = form.recognise(found)
+    assert prefix is not None
+    found = found.under(prefix)
+    found = Archive(found.source, found.tensors.renamed(form.spelling))
+    card = form.describe(found)
+    net = build(card.config, skeleton=True)
+    net.load_state_dict(form.table(card.config).read(found.tensors, net, card.config), assign=True)
+    assert isinstance(net, ViT)
+    return net.eval(), card
+
+
+def same(got: Arrays, wanted: Arrays) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name, strict=True)
+
+
+def equal(one: ViT, other: ViT) -> None:
+    same({k: v.numpy() for k, v in one.state_dict().items()}, {k: v.numpy() for k, v in other.state_dict().items()})
+
+
+def saved(values: Arrays, path: Path) -> Path:
+    np.savez(path, **values)
+    return path
+
+
+# The originals' outputs
+
+
+@pytest.mark.parametrize("name", ORIGINALS + BIG_VISION)
+def test_outputs_are_the_originals(name: str) -> None:
+    net, card = checkpoint.read(golden(f"{name}.npz"))
+    assert isinstance(net, ViT)
+    wanted = outputs(name)
+    images = wanted["images_nhwc"].permute(0, 3, 1, 2)
+    with torch.no_grad():
+        given = net.features(images, want=("logits", "pre_logits"))
+        encoded = net.norm_before(net.encode(*net.embed(images)))
+    assert relative(net(images).detach(), wanted["logits"]) <= 1e-5
+    assert relative(given.logits, wanted["logits"]) <= 1e-5
+    if "encoded" in wanted:
+        assert relative(encoded, wanted["encoded"]) <= 1e-5
+    if "pre_logits" in wanted:
+        assert relative(given.pre_logits, wanted["pre_logits"]) <= 1e-5
+    assert card.labels is None
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_positions_are_resized_as_the_original_does(name: str) -> None:
+    net, card = checkpoint.read(golden(f"{name}.npz"))
+    config, wanted = card.config, outputs(name)
+    assert isinstance(config, ViTConfig)
+    rows, columns = wanted["resized_grid"].tolist()
+    table = resample(net.state_dict()["positions.0.table"], (rows, columns), "google")
+    patches = wanted["pos_embedding_resized"][0, config.placed_prefix :]
+    assert (table.flatten(0, 1) - patches).abs().max() <= 1e-6
+    stride = config.stem.stride if config.stem else 1
+    height, width = (n * side * stride for n, side in zip((rows, columns), pair(config.patch), strict=True))
+    resized = net.resized((height, width))
+    whole = google.GOOGLE.table(resized.config).write(resized.state_dict(), resized.config)[google.POSEMBED]
+    assert (whole - wanted["pos_embedding_resized"]).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("name", ORIGINALS + BIG_VISION)
+def test_what_is_written_is_what_was_read(name: str, tmp_path: Path) -> None:
+    net, card = checkpoint.read(golden(f"{name}.npz"))
+    to = "google" if name in ORIGINALS else "big_vision"
+    checkpoint.write(net, card, tmp_path / "again.npz", to=to)
+    written = np.load(tmp_path / "again.npz", allow_pickle=False)
+    same(dict(written), arrays(name))
+    assert all(array.flags.c_contiguous for array in written.values())
+
+
+# What a file says
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("google_token", {"image": 40, "pool": "token"}),
+        ("google_prelogits", {"image": 40, "pool": "token", "pre_logits": 32}),
+        ("google_gap", {"image": 40, "pool": "gap", "class_token": False}),
+        ("google_hybrid_patch2", {"image": 64, "patch": 2, "stem": StemConfig(layers=(2, 2), width=0.5)}),
+        ("google_hybrid", {"image": 64, "patch": 1, "stem": StemConfig(layers=(2, 2, 2), width=0.5)}),
+        ("bigvision_tok", {"image": 40, "position_on_class": False}),
+        ("bigvision_gap_sincos", {"image": 224, "pool": "gap", "class_token": False, "position": "sincos-2d"}),
+        ("bigvision_map", {"image": 40, "pool": "map", "class_token": False}),
+        ("bigvision_rep", {"image": 40, "pool": "gap", "class_token": False, "pre_logits": 48}),
+    ],
+)
+def test_the_config_is_read_from_names_and_shapes(name: str, options: dict[str, Any]) -> None:
+    _, card = checkpoint.read(golden(f"{name}.npz"))
+    wanted = {"patch": 8, "width": 48, "depth": 3, "heads": 4, "mlp": 128, "classes": 10} | options
+    assert card.config == ViTConfig(activation="gelu-tanh", norm_eps=1e-6, resample="google", **wanted)
+    family = "ViT" if name in ORIGINALS else "BV"
+    assert (card.family, card.task) == (family, "classify")
+    usual = FAMILIES[family].preprocess
+    assert card.preprocess.but(image=224, resize_to=usual.resize_to) == usual
+    assert card.preprocess.image == card.config.image
+
+
+def test_a_size_that_is_not_stored_is_assumed_and_said() -> None:
+    _, card = checkpoint.read(golden("bigvision_gap_sincos.npz"))
+    assert card.notes == ("no positions are stored, so neither is the image's size: 224x224 assumed.",)
+    values = arrays("bigvision_gap_sincos")
+    values["params/embedding/kernel"] = np.zeros((13, 9, 3, 48), np.float32)
+    _, card = read(google.BIG_VISION, values)
+    assert card.config.image == (221, 225)
+
+
+def test_a_file_without_a_head_gives_features() -> None:
+    values = {k: v for k, v in arrays("google_token").items() if not k.startswith("head")}
+    net, card = read(google.GOOGLE, values)
+    assert (card.config.classes, card.task) == (0, "embed")
+    assert net(torch.zeros(1, 3, 40, 40)).shape == (1, 48)
+
+
+@pytest.mark.parametrize("zeros", [("kernel", "bias"), ("kernel",)])
+def test_a_head_of_zeros_is_kept_and_said(zeros: tuple[str, ...]) -> None:
+    values = arrays("google_prelogits")
+    for part in zeros:
+        values[f"head/{part}"] = np.zeros_like(values[f"head/{part}"])
+    net, card = read(google.GOOGLE, values)
+    assert not net.head.weight.any()
+    assert any("head is zero" in note for note in card.notes) == (len(zeros) == 2)
+
+
+def test_without_positions_the_original_has_none() -> None:
+    values = {k: v for k, v in arrays("google_gap").items() if "pos_embedding" not in k}
+    _, card = read(google.GOOGLE, values)
+    assert isinstance(card.config, ViTConfig)
+    assert (card.config.position, card.config.image) == ("none", (224, 224))
+
+
+# Other spellings of the same network
+
+
+def renumbered(name: str) -> str:
+    for old, new in [
+        ("Attention_1/", "Attention_0/"),
+        ("LayerNorm_2/", "LayerNorm_1/"),
+        ("MlpBlock_3/", "MlpBlock_0/"),
+    ]:
+        name = name.replace(old, new)
+    return name
+
+
+def flax_groups(values: Arrays) -> Arrays:
+    return {k: v[None, None, None] if re.search(r"gn(_root|_proj|\d)/", k) else v for k, v in values.items()}
+
+
+SPELLINGS: dict[str, Callable[[Arrays], Arrays]] = {
+    "flax of today": lambda values: {renumbered(k): v for k, v in values.items()},
+    "flax of today, under params/": lambda values: {f"params/{renumbered(k)}": v for k, v in values.items()},
+    "the optimiser's target": lambda values: {f"opt/target/{k}": v for k, v in values.items()},
+    "beside an optimiser": lambda values: (
+        {f"params/{k}": v for k, v in values.items()}
+        | {f"opt/0/mu/{k}": 0 * v for k, v in values.items()}
+        | {"opt/0/count": np.array(3), "chrono/accum_train_time": np.array(1.5)}
+    ),
+    "group norms of flax before 0.3.6": flax_groups,
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("name", ["google_token", "google_hybrid_patch2"])
+def test_every_spelling_of_the_original_is_the_same_network(name: str, spelling: str, tmp_path: Path) -> None:
+    net, card = checkpoint.read(golden(f"{name}.npz"))
+    again, description = checkpoint.read(saved(SPELLINGS[spelling](arrays(name)), tmp_path / "other.npz"))
+    assert description.config == card.config
+    equal(again, net)
+
+
+def stack(values: Arrays) -> Arrays:
+    """As big_vision stores blocks it scans over."""
+    blocks = [re.fullmatch(r"(.*/encoderblock)_0(/.*)", name) for name in values]
+    kept = {k: v for k, v in values.items() if "encoderblock_" not in k}
+    return kept | {m[1] + m[2]: np.stack([values[f"{m[1]}_{i}{m[2]}"] for i in range(3)]) for m in blocks if m}
+
+
+def before_2022(values: Arrays) -> Arrays:
+    """Positions in the encoder, the attention pool without a module of its own."""
+    return {
+        k.removeprefix("params/").replace("MAPHead_0/", "").replace("pos_embedding", "Transformer/pos_embedding"): v
+        for k, v in values.items()
+    }
+
+
+BIG_VISION_SPELLINGS: dict[str, tuple[Format, Callable[[Arrays], Arrays]]] = {
+    "without a prefix": (google.BIG_VISION, lambda values: {k.removeprefix("params/"): v for k, v in values.items()}),
+    "blocks stacked": (google.BIG_VISION_SCAN, stack),
+    "before 2022": (google.BIG_VISION, before_2022),
+    "beside an optimiser": (
+        google.BIG_VISION,
+        lambda values: values | {k.replace("params", "opt/1/mu"): v for k, v in values.items()},
+    ),
+}
+
+
+@pytest.mark.parametrize("spelling", BIG_VISION_SPELLINGS)
+@pytest.mark.parametrize("name", BIG_VISION)
+def test_every_spelling_of_big_vision_is_the_same_network(name: str, spelling: str) -> None:
+    form, respelled = BIG_VISION_SPELLINGS[spelling]
+    values = respelled(arrays(name))
+    assert [f for f in google.FORMATS if f.recognise(archive(values)) is not None] == [form]
+    net, card = read(form, values)
+    wanted, description = checkpoint.read(golden(f"{name}.npz"))
+    assert card.config == description.config
+    equal(net, wanted)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_image_tower_of_two_is_read_for_comparing_pictures(scan: bool) -> None:
+    values = {k: v for k, v in arrays("bigvision_map").items() if "/head/" not in k}
+    values = stack(values) if scan else values
+    values = {k.replace("params/", "params/img/"): v for k, v in values.items()}
+    values |= {"params/txt/Embed_0/embedding": np.zeros((4, 4)), "params/t": np.ones(1), "params/b": np.ones(1)}
+    form = google.BIG_VISION_TOWER_SCAN if scan else google.BIG_VISION_TOWER
+    assert [f for f in google.FORMATS if f.recognise(archive(values)) is not None] == [form]
+    net, card = read(form, values)
+    assert (card.family, card.task) == ("SigLIP", "embed")
+    given = net.features(outputs("bigvision_map")["images_nhwc"].permute(0, 3, 1, 2), want="pooled")
+    assert given.pooled is not None
+    assert relative(given.pooled.detach(), outputs("bigvision_map")["pre_logits"]) <= 1e-5
+
+
+def test_stacked_blocks_are_written_back_bit_for_bit() -> None:
+    values = stack(arrays("bigvision_map"))
+    net, card = read(google.BIG_VISION_SCAN, values)
+    written = google.BIG_VISION_SCAN.table(card.config).write(net.state_dict(), card.config)
+    same({f"params/{k}": v.numpy() for k, v in written.items()}, values)
+
+
+def test_bfloat16_as_numpy_stores_it_is_read(tmp_path: Path) -> None:
+    exact = {k: torch.from_numpy(v) for k, v in arrays("bigvision_tok").items()}
+    void = {k: v.bfloat16().view(torch.int16).numpy().view("V2") for k, v in exact.items()}
+    net, _ = checkpoint.read(saved(void, tmp_path / "half.npz"), dtype=None)
+    assert {t.dtype for t in net.state_dict().values()} == {torch.bfloat16}
+    wanted, _ = checkpoint.read(golden("bigvision_tok.npz"))
+    for name, value in wanted.state_dict().items():
+        assert torch.equal(net.state_dict()[name], value.bfloat16()), name
+
+
+def test_positions_of_n_plus_one_rows_place_big_visions_class_token_too() -> None:
+    values = arrays("bigvision_tok")
+    values["params/pos_embedding"] = np.random.randn(1, 26, 48).astype(np.float32)
+    net, card = read(google.BIG_VISION, values)
+    assert isinstance(card.config, ViTConfig)
+    assert card.config.position_on_class
+    assert card.config.image == (40, 40)
+    assert torch.equal(
+        net.state_dict()["positions.0.prefix"][0], torch.from_numpy(values["params/pos_embedding"][0, 0])
+    )
+
+
+# What is wrong is said
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("google_token", {"head/extra": np.zeros(3)}, "left over head/extra"),
+        ("google_token", {"embedding/bias": None}, "missing embedding/bias"),
+        (
+            "google_token",
+            {"Transformer/encoderblock_1/LayerNorm_2/scale": None},
+            "missing Transformer/encoderblock_1/Lay",
+        ),
+        (
+            "google_token",
+            {"Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel": None},
+            "missing .*MlpBlock_3/Dense_0",
+        ),
+        (
+            "google_token",
+            {google.POSEMBED: np.zeros((1, 25, 48), np.float32)},
+            "25 rows, which are no square grid and a cl",
+        ),
+        ("google_gap", {google.POSEMBED: np.zeros((1, 26, 48), np.float32)}, "26 rows, which are no square grid;"),
+        ("google_gap", {google.POSEMBED: np.zeros((25, 48), np.float32)}, "wanted 3 dimensions"),
+        ("google_token", {"head/kernel": np.zeros((47, 10), np.float32)}, "wrong shapes: head.weight"),
+        ("bigvision_tok", {"params/MAPHead_0/probe": np.zeros((1, 1, 48), np.float32)}, "missing MAPHead_0/"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_an_error_that_says_where(
+    name: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    values = {k: v for k, v in (arrays(name) | change).items() if v is not None}
+    with pytest.raises(FormatError, match=message):
+        checkpoint.read(saved(values, tmp_path / "odd.npz"))
+
+
+def test_other_networks_are_not_recognised() -> None:
+    mixer = {"stem/kernel": np.zeros((8, 8, 3, 48)), "MixerBlock_0/LayerNorm_0/scale": np.zeros(48)}
+    flexible = arrays("bigvision_tok") | {"params/embedding/kernel": np.zeros((192, 48))}  # NaFlex: a plain matrix
+    for values in (mixer, flexible):
+        assert [f for f in google.FORMATS if f.recognise(archive(values)) is not None] == []

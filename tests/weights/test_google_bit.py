@@ -1,0 +1,188 @@
+"""BiT's files: big_vision's own outputs, the paper's names, and timm as a second reader."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compare import randomized, relative
+from conftest import import_peer
+
+from vitrail.config import BiTConfig, ViTConfig
+from vitrail.errors import FormatError, Inexpressible
+from vitrail.models import BiT, build
+from vitrail.models.families import FAMILIES
+from vitrail.weights import checkpoint, google_bit
+from vitrail.weights.card import Card
+
+SMALL = BiTConfig(layers=(1, 2), width=0.5, classes=5)
+PADS = {"google": "zero", "big_vision": "none"}
+
+
+def golden(shared: Path, name: str) -> Path:
+    path = shared / "golden" / f"{name}.npz"
+    if not path.exists():
+        pytest.skip(f"no {path.name}: it is too large for the repository")
+    return path
+
+
+def config_for(to: str, **changes: Any) -> BiTConfig:
+    return SMALL.but(root_pad=PADS[to], **changes)
+
+
+def written(config: BiTConfig, path: Path, to: str) -> BiT:
+    net = randomized(build(config))
+    checkpoint.write(net, Card(config=config, preprocess=FAMILIES["BiT"].preprocess, family="BiT"), path, to=to)
+    assert isinstance(net, BiT)
+    return net
+
+
+def same_weights(net: BiT, other: BiT) -> None:
+    ours, theirs = net.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(theirs[name], value), name
+
+
+def test_outputs_are_big_visions(shared: Path) -> None:
+    net, card = checkpoint.read(golden(shared, "bigvision_bit_small"))
+    values = np.load(golden(shared, "bigvision_bit_small_io"))
+    assert card.config == BiTConfig(layers=(1, 1, 1, 1), width=0.5, classes=10, image=224, root_pad="none")
+    assert (card.family, card.task, card.labels) == ("BiT", "classify", None)
+    assert card.notes == ("the image's size is not stored: 224 assumed, and BiT takes any.",)
+    with torch.no_grad():
+        logits = net(torch.from_numpy(values["images_nhwc"]).permute(0, 3, 1, 2))
+    assert relative(logits, torch.from_numpy(values["logits"])) <= 1e-5
+
+
+def test_what_is_written_is_what_was_read(shared: Path, tmp_path: Path) -> None:
+    net, card = checkpoint.read(golden(shared, "bigvision_bit_small"))
+    checkpoint.write(net, card, tmp_path / "again.npz", to="big_vision")
+    again, wanted = np.load(tmp_path / "again.npz"), np.load(golden(shared, "bigvision_bit_small"))
+    assert set(again.files) == set(wanted.files)
+    for name in wanted.files:
+        np.testing.assert_array_equal(again[name], wanted[name], err_msg=name, strict=True)
+
+
+@pytest.mark.parametrize("to", PADS)
+def test_reading_inverts_writing(to: str, tmp_path: Path) -> None:
+    net = written(config_for(to), tmp_path / "net.npz", to)
+    again, card = checkpoint.read(tmp_path / "net.npz")
+    assert card.config == net.config
+    same_weights(net, again)
+
+
+def test_between_the_two_formats_only_the_border_of_the_first_pool_differs(tmp_path: Path) -> None:
+    net = written(config_for("google"), tmp_path / "paper.npz", "google")
+    _, card = checkpoint.read(tmp_path / "paper.npz")
+    with pytest.raises(Inexpressible, match="root_pad='zero'"):
+        checkpoint.write(net, card, tmp_path / "big.npz", to="big_vision")
+    checkpoint.write(net, card, tmp_path / "big.npz", to="big_vision", approximate=True)
+    again, card = checkpoint.read(tmp_path / "big.npz")
+    same_weights(net, again)
+    checkpoint.write(again, card, tmp_path / "back.npz", to="google", approximate=True)
+    first, last = np.load(tmp_path / "paper.npz"), np.load(tmp_path / "back.npz")
+    assert set(first.files) == set(last.files)
+    assert all(np.array_equal(first[name], last[name]) for name in first.files)
+
+
+def test_the_papers_names_and_shapes(tmp_path: Path) -> None:
+    written(config_for("google"), tmp_path / "net.npz", "google")
+    shapes = {name: array.shape for name, array in np.load(tmp_path / "net.npz").items()}
+    wanted = {
+        "resnet/root_block/standardized_conv2d/kernel": (7, 7, 3, 32),
+        "resnet/block1/unit01/a/group_norm/gamma": (32,),
+        "resnet/block1/unit01/a/standardized_conv2d/kernel": (1, 1, 32, 32),
+        "resnet/block1/unit01/a/proj/standardized_conv2d/kernel": (1, 1, 32, 128),
+        "resnet/block2/unit02/b/group_norm/beta": (64,),
+        "resnet/block2/unit02/c/standardized_conv2d/kernel": (1, 1, 64, 256),
+        "resnet/group_norm/gamma": (256,),
+        "resnet/head/conv2d/kernel": (1, 1, 256, 5),
+        "resnet/head/conv2d/bias": (5,),
+    }
+    assert wanted.items() <= shapes.items()
+    assert len(shapes) == 1 + 3 * 9 + 2 + 2 + 2  # root, units, projections, norm, head
+
+
+def test_convolutions_with_numbers_in_their_names_are_read(tmp_path: Path) -> None:
+    net = written(config_for("google"), tmp_path / "net.npz", "google")
+    odd = {re.sub(r"/([abc])/stand(\w+)/", r"/\1/stand\2_3/", k): v for k, v in np.load(tmp_path / "net.npz").items()}
+    assert any("standardized_conv2d_3" in name for name in odd)
+    np.savez(tmp_path / "odd.npz", **odd)
+    same_weights(net, checkpoint.read(tmp_path / "odd.npz")[0])
+
+
+@pytest.mark.parametrize("to", PADS)
+def test_other_channels_and_no_head(to: str, tmp_path: Path) -> None:
+    net = written(config_for(to, channels=1, classes=0), tmp_path / "net.npz", to)
+    again, card = checkpoint.read(tmp_path / "net.npz")
+    assert (card.config, card.task) == (net.config, "embed")
+    assert card.preprocess.channels == 1
+    same_weights(net, again)
+
+
+def test_an_optimiser_beside_the_network_is_passed_over(tmp_path: Path) -> None:
+    net = written(config_for("big_vision"), tmp_path / "net.npz", "big_vision")
+    params = dict(np.load(tmp_path / "net.npz"))
+    moments = {name.replace("params", "opt/0/mu"): 0 * array for name, array in params.items()}
+    np.savez(tmp_path / "all.npz", **params, **moments)
+    same_weights(net, checkpoint.read(tmp_path / "all.npz")[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"resnet/block2/unit01/b/group_norm/beta": None}, "missing block2/unit01/b/group_norm/beta"),
+        ({"resnet/block2/unit01/d/group_norm/beta": np.zeros(3)}, "left over block2/unit01/d/group_norm/beta"),
+        ({"resnet/head/conv2d/kernel": np.zeros((256, 5))}, "wanted 4 dimensions"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_an_error_that_says_where(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    written(config_for("google"), tmp_path / "net.npz", "google")
+    values = dict(np.load(tmp_path / "net.npz")) | change
+    np.savez(tmp_path / "odd.npz", **{k: v for k, v in values.items() if v is not None})
+    with pytest.raises(FormatError, match=message):
+        checkpoint.read(tmp_path / "odd.npz")
+
+
+@pytest.mark.parametrize(
+    ("options", "part"), [({"norm_eps": 1e-6}, "norm_eps=1e-06"), ({"standardize_eps": 1e-8}, "standardize_eps=1e-08")]
+)
+def test_a_convention_the_code_has_fixed_is_said(options: dict[str, Any], part: str) -> None:
+    for to, form in [("google", google_bit.BIT_GOOGLE), ("big_vision", google_bit.BIT_BIG_VISION)]:
+        card = Card(config=config_for(to, **options), preprocess=FAMILIES["BiT"].preprocess)
+        assert form.drift(card) == [part]
+        assert form.cannot(card) == []
+
+
+def test_a_vision_transformer_is_no_bit() -> None:
+    card = Card(config=ViTConfig(), preprocess=FAMILIES["ViT"].preprocess)
+    assert google_bit.BIT_GOOGLE.cannot(card) == google_bit.BIT_BIG_VISION.cannot(card) == ["a Vision Transformer"]
+
+
+@pytest.mark.peer
+def test_timm_reads_what_is_written(tmp_path: Path) -> None:
+    """With timm's epsilon, so that its logits can be compared too."""
+    timm = import_peer("timm")
+    config = config_for("google", standardize_eps=1e-8)
+    net, card = randomized(build(config)), Card(config=config, preprocess=FAMILIES["BiT"].preprocess)
+    checkpoint.write(net, card, tmp_path / "net.npz", to="google", approximate=True)
+    model = timm.models.ResNetV2(
+        layers=(1, 2),
+        channels=(128, 256),
+        stem_chs=32,
+        num_classes=5,
+        preact=True,
+        stem_type="fixed",
+        conv_layer=lambda *args, **options: timm.layers.StdConv2d(*args, eps=1e-8, **options),
+    ).eval()
+    model.load_pretrained(str(tmp_path / "net.npz"))
+    images = torch.randn(2, 3, 64, 48)
+    with torch.no_grad():
+        assert relative(net(images), model(images)) <= 1e-5

@@ -1,0 +1,391 @@
+"""Hugging Face's repositories against transformers itself: same numbers, same tensors, its own from_pretrained.
+
+Every parameter is random, so that nothing is hidden behind a zero; networks are tiny except where
+the size is the point.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import randomized, relative
+from conftest import import_peer
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vitrail.config import ViTConfig, pair
+from vitrail.errors import FormatError
+from vitrail.models import Net, build
+from vitrail.weights.card import Card
+from vitrail.weights.files import Archive, Tensors, open_archive
+from vitrail.weights.huggingface import HUGGINGFACE
+
+transformers: Any = import_peer("transformers")
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+pytestmark = pytest.mark.peer
+
+BASE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+VIT = BASE | {"intermediate_size": 48, "num_labels": 5}
+DINOV2 = BASE | {"mlp_ratio": 2, "num_labels": 5}
+TOWER = BASE | {"intermediate_size": 48}
+WORDS = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 9,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+RESNET = {"embedding_size": 32, "hidden_sizes": [128, 256], "depths": [2, 1], "num_labels": 5}
+MASKED = {
+    "mask_ratio": 0.0,
+    "decoder_hidden_size": 16,
+    "decoder_num_hidden_layers": 1,
+    "decoder_num_attention_heads": 2,
+}
+
+Answer = Callable[[Any], Tensor]
+
+
+def logits(out: Any) -> Tensor:
+    return out.logits
+
+
+def pooled(out: Any) -> Tensor:
+    return out.pooler_output.flatten(1)
+
+
+def embeds(out: Any) -> Tensor:
+    return out.image_embeds
+
+
+def first(out: Any) -> Tensor:
+    return out.last_hidden_state[:, 0]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A class of transformers, and which of its outputs is ours."""
+
+    model: str
+    config: str
+    options: dict[str, Any]
+    answer: Answer
+    arguments: dict[str, Any] | None = None
+    """What from_pretrained needs beside the folder."""
+    reads_back: str = ""
+    """The class of what we write, where it is another (a part of the first)."""
+
+    def build(self, **more: Any) -> Any:
+        config = getattr(transformers, self.config)(**self.options, **more)
+        model = getattr(transformers, self.model)(config, **(self.arguments or {}))
+        return randomized(model).eval()
+
+    @property
+    def again(self) -> Answer:
+        """The answer of what we write."""
+        return {"": self.answer, "CLIPVisionModelWithProjection": embeds, "SiglipVisionModel": pooled}.get(
+            self.reads_back, first
+        )
+
+    @property
+    def is_two(self) -> bool:
+        """A model of pictures and words."""
+        return self.config in ("CLIPConfig", "SiglipConfig") and "Classification" not in self.model
+
+
+BARE = {"add_pooling_layer": False}
+TWO = {"text_config": WORDS, "vision_config": TOWER}
+PEERS = {
+    "vit": Peer("ViTForImageClassification", "ViTConfig", VIT, logits),
+    "vit, pooler": Peer("ViTModel", "ViTConfig", VIT, pooled),
+    "vit, bare (DINO)": Peer("ViTModel", "ViTConfig", VIT, first, BARE),
+    "vit, tanh, no qkv bias": Peer(
+        "ViTForImageClassification", "ViTConfig", VIT | {"hidden_act": "gelu_new", "qkv_bias": False}, logits
+    ),
+    "vit, not square": Peer("ViTForImageClassification", "ViTConfig", VIT | {"image_size": [16, 40]}, logits),
+    "vit, masked": Peer("ViTForMaskedImageModeling", "ViTConfig", VIT, first, reads_back="ViTModel"),
+    "msn": Peer("ViTMSNModel", "ViTMSNConfig", VIT, first, reads_back="ViTModel"),
+    "mae": Peer("ViTMAEModel", "ViTMAEConfig", VIT | MASKED, first),
+    "mae, decoder": Peer("ViTMAEForPreTraining", "ViTMAEConfig", VIT | MASKED, first, reads_back="ViTMAEModel"),
+    "deit, two heads": Peer("DeiTForImageClassificationWithTeacher", "DeiTConfig", VIT, logits),
+    "dinov2": Peer("Dinov2Model", "Dinov2Config", DINOV2, pooled),
+    "dinov2, head": Peer("Dinov2ForImageClassification", "Dinov2Config", DINOV2, logits),
+    "dinov2, swiglu": Peer("Dinov2Model", "Dinov2Config", DINOV2 | {"use_swiglu_ffn": True}, pooled),
+    "dinov2, registers": Peer("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", DINOV2, pooled),
+    "dinov2, registers, head": Peer(
+        "Dinov2WithRegistersForImageClassification", "Dinov2WithRegistersConfig", DINOV2, logits
+    ),
+    "clip": Peer("CLIPVisionModel", "CLIPVisionConfig", TOWER, pooled),
+    "clip, projected": Peer(
+        "CLIPVisionModelWithProjection", "CLIPVisionConfig", TOWER | {"projection_dim": 24}, embeds
+    ),
+    "clip, with words": Peer(
+        "CLIPModel",
+        "CLIPConfig",
+        TWO | {"projection_dim": 24},
+        embeds,
+        reads_back="CLIPVisionModelWithProjection",
+    ),
+    "clip, head": Peer("CLIPForImageClassification", "CLIPConfig", TWO | {"num_labels": 5}, logits),
+    "siglip": Peer("SiglipVisionModel", "SiglipVisionConfig", TOWER, pooled),
+    "siglip, with words": Peer("SiglipModel", "SiglipConfig", TWO, pooled, reads_back="SiglipVisionModel"),
+    "siglip, head": Peer("SiglipForImageClassification", "SiglipConfig", TWO | {"num_labels": 5}, logits),
+    "bit": Peer("BitForImageClassification", "BitConfig", RESNET, logits),
+    "bit, bare": Peer("BitModel", "BitConfig", RESNET, pooled),
+}
+
+
+def pictures(height: int = 32, width: int = 32, count: int = 2) -> Tensor:
+    return torch.randn(count, 3, height, width)
+
+
+def spelled(archive: Archive) -> Archive:
+    """Under the names the table uses."""
+    assert HUGGINGFACE.recognise(archive) == ""
+    return Archive(**{**vars(archive), "tensors": archive.tensors.renamed(HUGGINGFACE.spelling)})
+
+
+def read(source: Path | Archive) -> tuple[Net, Card]:
+    archive = spelled(source if isinstance(source, Archive) else open_archive(source))
+    card = HUGGINGFACE.describe(archive)
+    net = build(card.config, skeleton=True)
+    net.load_state_dict(HUGGINGFACE.table(card.config).read(archive.tensors, net, card.config), assign=True)
+    return net.eval(), card
+
+
+def write(net: Net, card: Card, path: Path) -> None:
+    HUGGINGFACE.check(card)
+    assert HUGGINGFACE.write is not None
+    HUGGINGFACE.write(path, HUGGINGFACE.table(card.config).write(net.state_dict(), card.config), card, False)
+
+
+def loaded(folder: Path, peer: Peer, kind: str | None = None) -> Any:
+    """Through from_pretrained, which must find each tensor it has and no other."""
+    loader = getattr(transformers, kind or peer.reads_back or peer.model)
+    bare = peer.arguments or (BARE if peer.reads_back == "ViTModel" else {})
+    model, said = loader.from_pretrained(folder, output_loading_info=True, **bare)
+    assert not any(said[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), said
+    return model.eval()
+
+
+@torch.no_grad()
+def theirs(peer: Peer, model: Any, images: Tensor) -> Tensor:
+    """The answer of a peer's network, by way of its image's part where it has others."""
+    if peer.is_two:
+        found = model.get_image_features(images)
+        return pooled(found)
+    inner: Any = model.vit if peer.model in ("ViTForMaskedImageModeling", "ViTMAEForPreTraining") else model
+    return peer.answer(inner(images))
+
+
+def size_of(card: Card) -> tuple[int, int]:
+    return pair(card.config.image) if isinstance(card.config, ViTConfig) else (32, 48)
+
+
+@dataclass
+class Converted:
+    """A peer's network, its repository, what we made of it, and the repository we wrote."""
+
+    peer: Peer
+    model: Any
+    theirs: Path
+    net: Net
+    card: Card
+    ours: Path
+
+
+@pytest.fixture(scope="module", params=PEERS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    torch.manual_seed(0)
+    peer, folder = PEERS[request.param], tmp_path_factory.mktemp("peer")
+    model = peer.build()
+    model.save_pretrained(folder / "theirs")
+    net, card = read(folder / "theirs")
+    write(net, card, folder / "ours")
+    return Converted(peer, model, folder / "theirs", net, card, folder / "ours")
+
+
+@torch.no_grad()
+def test_the_same_numbers_and_again_after_writing(case: Converted) -> None:
+    images = pictures(*size_of(case.card))
+    expected = theirs(case.peer, case.model, images)
+    assert relative(case.net(images), expected) <= 1e-5
+    again = loaded(case.ours, case.peer)
+    if "MAE" in type(again).__name__:
+        again.config.mask_ratio = 0.0
+    assert relative(case.peer.again(again(images)), expected) <= 1e-5
+
+
+def test_the_same_tensors_after_writing(case: Converted) -> None:
+    before, after = (
+        {HUGGINGFACE.spelling(n): t for n, t in load_file(folder / "model.safetensors").items()}
+        for folder in (case.theirs, case.ours)
+    )
+    unused = (
+        "embeddings.mask_token",
+        *(("post_layernorm.",) if case.peer.model == "CLIPForImageClassification" else ()),
+    )
+    network = [n for n in after if not n.startswith(unused)]
+    assert len(network) >= len(case.net.state_dict())
+    assert all(torch.equal(after[n], before[n]) for n in network)
+    again, _ = read(case.ours)
+    assert all(
+        torch.equal(a, b) for a, b in zip(case.net.state_dict().values(), again.state_dict().values(), strict=True)
+    )
+
+
+def test_the_card_survives_writing_and_reading(case: Converted) -> None:
+    _, again = read(case.ours)
+    assert again.config == case.card.config
+    assert again.preprocess == case.card.preprocess
+    assert (again.task, again.labels) == (case.card.task, case.card.labels)
+
+
+def test_auto_classes_find_the_class(case: Converted) -> None:
+    written = json.loads((case.ours / "config.json").read_text())["architectures"][0]
+    auto = "AutoModelForImageClassification" if "Classification" in written else "AutoModel"
+    if written != "CLIPVisionModelWithProjection":  # no auto class stands for it
+        assert type(loaded(case.ours, case.peer, auto)).__name__ == written
+
+
+def test_names_in_memory_are_read_too(case: Converted, tmp_path: Path) -> None:
+    """`torch.save(model.state_dict())` has version 5's names, `save_pretrained` the hub's."""
+    shutil.copy(case.theirs / "config.json", tmp_path)
+    torch.save(case.model.state_dict(), tmp_path / "pytorch_model.bin")
+    memory, hub = read(tmp_path)[0].state_dict(), case.net.state_dict()
+    assert all(torch.equal(hub[n], memory[n]) for n in hub)
+
+
+@torch.no_grad()
+def test_a_distillation_token_that_no_head_reads_is_a_register(tmp_path: Path) -> None:
+    peer = Peer("DeiTForImageClassification", "DeiTConfig", VIT, logits)
+    model, images = peer.build(), pictures()
+    model.save_pretrained(tmp_path / "theirs")
+    net, card = read(tmp_path / "theirs")
+    assert isinstance(card.config, ViTConfig)
+    assert (card.config.registers, card.config.distilled) == (1, False)
+    assert relative(net(images), model(images).logits) <= 1e-5
+    write(net, card, tmp_path / "ours")
+    assert relative(loaded(tmp_path / "ours", peer)(images).logits, model(images).logits) <= 1e-5
+    again, _ = read(tmp_path / "ours")
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_a_bare_deit_leaves_its_pooler_aside(tmp_path: Path) -> None:
+    model = Peer("DeiTModel", "DeiTConfig", VIT, first).build()
+    model.save_pretrained(tmp_path / "theirs")
+    net, card = read(tmp_path / "theirs")
+    assert isinstance(card.config, ViTConfig)
+    assert card.config.distilled
+    assert any("pooler" in note for note in card.notes)
+    write(net, card, tmp_path / "ours")
+    loaded(tmp_path / "ours", Peer("DeiTModel", "DeiTConfig", VIT, first, BARE))
+
+
+@pytest.mark.parametrize(("width", "heads"), [(192, 3), (384, 6), (768, 12)], ids=["Ti", "S", "B"])
+@torch.no_grad()
+def test_published_sizes_at_224(width: int, heads: int) -> None:
+    config = transformers.ViTConfig(
+        hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width, num_labels=1000
+    )
+    with torch.device("meta"):
+        model = transformers.ViTForImageClassification(config)
+    model = randomized(model.to_empty(device="cpu"))
+    net, _ = read(Archive("memory", Tensors.of(model.state_dict()), sidecars={"config.json": config.to_dict()}))
+    images = pictures(224, 224, 1)
+    assert relative(net(images), model(images).logits) <= 1e-5
+
+
+RESIZED = {
+    name: PEERS[name]
+    for name in (
+        "vit",
+        "vit, bare (DINO)",
+        "deit, two heads",
+        "dinov2, head",
+        "dinov2, swiglu",
+        "dinov2, registers, head",
+        "clip, projected",
+        "siglip",
+    )
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+@torch.no_grad()
+def test_another_size_and_shape_resamples_as_transformers_does(name: str, tmp_path: Path) -> None:
+    peer = RESIZED[name]
+    model = peer.build(attn_implementation="eager")
+    model.save_pretrained(tmp_path)
+    net, _ = read(tmp_path)
+    images = pictures(48, 24)
+    asked = {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True}
+    expected = model(images, output_hidden_states=True, output_attentions=True, **asked)
+    found = net.features(images, want=("logits", "tokens", "attention"))
+    assert found.logits is not None
+    assert found.tokens is not None
+    assert found.attention is not None
+    assert relative(found.logits, peer.answer(expected)) <= 1e-5
+    assert relative(net(images), peer.answer(expected)) <= 1e-5
+    for a, b in zip(found.tokens, expected.hidden_states, strict=True):
+        assert relative(a, b) <= 1e-5
+    for a, b in zip(found.attention, expected.attentions, strict=True):
+        assert relative(a, b) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "act", ["gelu", "gelu_python", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "quick_gelu"]
+)
+@torch.no_grad()
+def test_every_activation(act: str, tmp_path: Path) -> None:
+    model = PEERS["vit"].build(hidden_act=act)
+    model.save_pretrained(tmp_path)
+    images = pictures()
+    assert relative(read(tmp_path)[0](images), model(images).logits) <= 1e-5
+
+
+def test_class_names_travel_along(tmp_path: Path) -> None:
+    PEERS["vit"].build().save_pretrained(tmp_path / "theirs")
+    net, card = read(tmp_path / "theirs")
+    names = ("cat", "dog", "owl", "elk", "ant")
+    write(net, card.but(labels=names), tmp_path / "ours")
+    assert read(tmp_path / "ours")[1].labels == names
+    assert tuple(loaded(tmp_path / "ours", PEERS["vit"]).config.id2label.values()) == names
+
+
+def test_half_precision_stays(tmp_path: Path) -> None:
+    PEERS["dinov2, head"].build().to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
+    net, card = read(tmp_path / "theirs")
+    write(net, card, tmp_path / "ours")
+    model = loaded(tmp_path / "ours", PEERS["dinov2, head"])
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_file_alone_has_the_names_of_the_folder(tmp_path: Path) -> None:
+    PEERS["vit"].build().save_pretrained(tmp_path / "theirs")
+    net, card = read(tmp_path / "theirs")
+    write(net, card, tmp_path / "alone.safetensors")
+    assert (
+        load_file(tmp_path / "alone.safetensors").keys() == load_file(tmp_path / "theirs" / "model.safetensors").keys()
+    )
+
+
+def test_leftovers_and_gaps_are_listed() -> None:
+    model = PEERS["vit"].build()
+    state, config = model.state_dict(), {"config.json": model.config.to_dict()}
+    state["vit.extra.weight"] = torch.zeros(1)
+    del state["vit.layers.1.mlp.fc1.bias"]
+    with pytest.raises(
+        FormatError, match=r"missing encoder\.layer\.1\.intermediate\.dense\.bias; left over extra\.weight"
+    ):
+        read(Archive("memory", Tensors.of(state), sidecars=config))

@@ -1,0 +1,352 @@
+"""Hugging Face's sidecars: what is read from them, what is assumed without them, what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import import_peer
+from PIL import Image
+
+from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import FormatError, Inexpressible
+from vitrail.weights.card import Card
+from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.huggingface import HUGGINGFACE
+from vitrail.weights.huggingface_preprocess import read, written
+
+transformers: Any = import_peer("transformers")
+transformers.logging.set_verbosity_error()
+
+TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+VIT = TINY | {"intermediate_size": 48}
+
+
+def archive_of(model: str, config: Any, sidecar: dict[str, Any] | None = None, **files: Any) -> Archive:
+    """Names and shapes of a class of transformers, without the numbers; its config.json, with changes."""
+    with torch.device("meta"):
+        tensors = getattr(transformers, model)(config).state_dict()
+    renamed = Tensors.of(tensors).renamed(HUGGINGFACE.spelling)
+    sidecars = {f"{name}.json": value for name, value in files.items()}
+    if sidecar is not None:
+        sidecars["config.json"] = {**json.loads(config.to_json_string(use_diff=False)), **sidecar}
+    return Archive("memory", renamed, sidecars=sidecars)
+
+
+def vit(sidecar: dict[str, Any] | None = None, model: str = "ViTForImageClassification", **files: Any) -> Archive:
+    return archive_of(model, transformers.ViTConfig(**VIT, num_labels=3), sidecar, **files)
+
+
+def bit(sidecar: dict[str, Any]) -> Archive:
+    config = transformers.BitConfig(embedding_size=32, hidden_sizes=[128, 256], depths=[1, 1])
+    return archive_of("BitModel", config, sidecar)
+
+
+LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+SO400M = {"hidden_size": 1152, "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 4304}
+GIANT = {"hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24, "use_swiglu_ffn": True}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    ("model", "config", "options"),
+    [
+        ("ViTForImageClassification", "ViTConfig", {"num_labels": 1000}),
+        ("ViTModel", "ViTConfig", {}),
+        ("DeiTForImageClassificationWithTeacher", "DeiTConfig", {"num_labels": 1000}),
+        ("Dinov2Model", "Dinov2Config", {"image_size": 518}),
+        ("Dinov2Model", "Dinov2Config", GIANT | {"image_size": 518}),
+        ("Dinov2WithRegistersModel", "Dinov2WithRegistersConfig", {"patch_size": 14, "image_size": 518}),
+        ("CLIPVisionModelWithProjection", "CLIPVisionConfig", LARGE | {"patch_size": 14, "projection_dim": 768}),
+        ("SiglipVisionModel", "SiglipVisionConfig", SO400M | {"patch_size": 14}),
+    ],
+)
+def test_without_config_json_published_sizes_are_still_known(model: str, config: str, options: dict[str, Any]) -> None:
+    settings = getattr(transformers, config)(**options)
+    told = HUGGINGFACE.describe(archive_of(model, settings, {}))
+    alone = HUGGINGFACE.describe(archive_of(model, settings))
+    assert alone.config == told.config
+    assert any("there is no config.json" in note for note in alone.notes)
+    assert not any("config.json" in note for note in told.notes if "preprocessor" not in note)
+
+
+def test_without_config_json_unusual_heads_are_asked_for() -> None:
+    with pytest.raises(FormatError, match="how many heads share width 32"):
+        HUGGINGFACE.describe(vit())
+
+
+def test_a_config_of_another_library_is_not_listened_to() -> None:
+    config = transformers.ViTConfig(hidden_size=192, num_attention_heads=3, intermediate_size=768)
+    archive = archive_of("ViTModel", config)
+    archive.sidecars["config.json"] = {"architecture": "vit_tiny_patch16_224", "num_classes": 7}
+    assert HUGGINGFACE.describe(archive).config.heads == 3  # type: ignore[union-attr]
+
+
+def test_class_names_are_read_and_placeholders_are_not() -> None:
+    names = {"0": "cat", "1": "dog", "2": "owl"}
+    assert HUGGINGFACE.describe(vit({"id2label": names})).labels == ("cat", "dog", "owl")
+    assert HUGGINGFACE.describe(vit({})).labels is None
+    assert HUGGINGFACE.describe(vit({"id2label": names}, "ViTModel")).labels is None
+    short = HUGGINGFACE.describe(vit({"id2label": {"0": "cat", "1": "dog"}}))
+    assert short.labels is None
+    assert any("2 class names for 3 classes" in note for note in short.notes)
+
+
+def test_an_older_vision_config_overrides_the_newer() -> None:
+    config = transformers.CLIPVisionConfig(**VIT)
+    words: dict[str, Any] = {
+        "model_type": "clip",
+        "vision_config": VIT | {"hidden_act": "gelu"},
+        "vision_config_dict": VIT,
+    }
+    assert HUGGINGFACE.describe(archive_of("CLIPVisionModel", config, words)).config.activation == "gelu-quick"  # type: ignore[union-attr]
+    words["vision_config_dict"] = None
+    assert HUGGINGFACE.describe(archive_of("CLIPVisionModel", config, words)).config.activation == "gelu"  # type: ignore[union-attr]
+
+
+def test_a_nested_config_may_leave_everything_out() -> None:
+    config = transformers.SiglipVisionConfig()
+    card = HUGGINGFACE.describe(archive_of("SiglipVisionModel", config, {"model_type": "siglip", "vision_config": {}}))
+    assert isinstance(card.config, ViTConfig)
+    assert (card.config.heads, card.config.activation, card.config.norm_eps) == (12, "gelu-tanh", 1e-6)
+
+
+def test_an_image_the_patches_do_not_cover_is_made_to_fit() -> None:
+    config = transformers.SiglipVisionConfig(**VIT | {"image_size": 30})
+    processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 30}}
+    card = HUGGINGFACE.describe(archive_of("SiglipVisionModel", config, {}, preprocessor_config=processor))
+    assert card.config.image == card.preprocess.image == (24, 24)
+    assert any("does not divide an image of 30x30" in note for note in card.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hidden_act": "relu"}, "hidden_act='relu'; vitrail has gelu"),
+        ({"model_type": "beit"}, "model_type='beit', the tensors look like vit"),
+        ({"hidden_size": 64}, "hidden_size=64, the tensors have 32"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers=3, the tensors have 2"),
+        ({"patch_size": 16}, "patch_size=16, the tensors have"),
+        ({"image_size": 40}, "image_size=40: 5 x 5 patches; there are 16 positions"),
+        ({"pooler_act": "relu"}, "pooler_act='relu'"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(FormatError, match=sentence):
+        HUGGINGFACE.describe(vit(change, "ViTModel"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_type": "bottleneck"},
+        {"global_padding": "SAME"},
+        {"hidden_act": "gelu"},
+        {"num_groups": 16},
+        {"embedding_dynamic_padding": True},
+        {"output_stride": 16},
+    ],
+)
+def test_other_resnets_than_bits_are_refused_by_name(change: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=next(iter(change))):
+        HUGGINGFACE.describe(bit(change))
+
+
+def test_neighbours_are_refused_by_name() -> None:
+    archive = vit({})
+    archive.tensors.entries["encoder.layer.0.lambda_1"] = archive.tensors.entries["layernorm.weight"]
+    with pytest.raises(FormatError, match="BEiT"):
+        HUGGINGFACE.describe(archive)
+    config = transformers.Siglip2VisionConfig(**{k: v for k, v in VIT.items() if k != "image_size"}, num_patches=16)
+    with pytest.raises(FormatError, match="NaFlex"):
+        HUGGINGFACE.describe(archive_of("Siglip2VisionModel", config))
+
+
+def test_registers_may_be_none_of_them() -> None:
+    config = transformers.Dinov2WithRegistersConfig(**TINY, mlp_ratio=2, num_register_tokens=0)
+    card = HUGGINGFACE.describe(archive_of("Dinov2WithRegistersModel", config, {}))
+    assert isinstance(card.config, ViTConfig)
+    assert (card.config.registers, card.config.resample) == (0, "timm")
+
+
+def test_positions_of_no_square_need_a_size() -> None:
+    config = transformers.ViTConfig(**VIT | {"image_size": [16, 40]})
+    assert HUGGINGFACE.describe(archive_of("ViTModel", config, {})).config.image == (16, 40)
+    with pytest.raises(FormatError, match="10 positions are no square"):
+        HUGGINGFACE.describe(archive_of("ViTModel", config, {"image_size": None}))
+
+
+def test_other_formats_are_not_taken_for_this_one() -> None:
+    for name in ("patch_embed.proj.weight", "conv_proj.weight", "embedding/kernel", "visual.conv1.weight"):
+        assert HUGGINGFACE.recognise(Archive("memory", Tensors.of({name: torch.zeros(1)}))) is None
+
+
+HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+BOX = {"height": 40, "width": 40}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "vit, old": {"feature_extractor_type": "ViTFeatureExtractor", "resample": 2, "size": 40, **HALF},
+    "vit": {"image_processor_type": "ViTImageProcessor", "resample": 3, "size": BOX, **IMAGENET},
+    "vit, not square": {"image_processor_type": "ViTImageProcessor", "size": {"height": 24, "width": 40}},
+    "vit, no normalising": {"image_processor_type": "ViTImageProcessor", "size": BOX, "do_normalize": False},
+    "vit, another range": {"image_processor_type": "ViTImageProcessor", "size": BOX, "rescale_factor": 1 / 127.5},
+    "vit, no range": {"image_processor_type": "ViTImageProcessor", "size": BOX, "do_rescale": False},
+    "deit": {
+        "feature_extractor_type": "DeiTFeatureExtractor",
+        "crop_size": 40,
+        "do_center_crop": True,
+        "size": 48,
+        "resample": 3,
+        **IMAGENET,
+    },
+    "clip, old": {"feature_extractor_type": "CLIPFeatureExtractor", "crop_size": 40, "size": 40, "resample": 3},
+    "clip": {"image_processor_type": "CLIPImageProcessorFast", "crop_size": BOX, "size": {"shortest_edge": 48}},
+    "dinov2": {
+        "image_processor_type": "BitImageProcessor",
+        "crop_size": BOX,
+        "do_center_crop": True,
+        "size": {"shortest_edge": 48},
+        "resample": 3,
+        "rescale_factor": 0.00392156862745098,
+        **IMAGENET,
+    },
+    "siglip": {"image_processor_type": "SiglipImageProcessor", "size": BOX, "resample": 3, "do_convert_rgb": None},
+}
+
+
+def photograph(width: int = 90, height: int = 61) -> Image.Image:
+    y, x = np.mgrid[:height, :width]
+    waves = [np.sin(x / 7 + y / 11), np.cos(x * y / 300), np.sin(x / 3)]
+    return Image.fromarray(((np.stack(waves, -1) + 1) * 127.5).astype(np.uint8))
+
+
+def processed(stated: dict[str, Any], folder: Path) -> torch.Tensor:
+    (folder / "preprocessor_config.json").write_text(json.dumps(stated))
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
+    return processor(photograph(), return_tensors="pt")["pixel_values"].float()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_pictures_are_prepared_as_transformers_does(name: str, tmp_path: Path) -> None:
+    stated = PROCESSORS[name]
+    preprocess, notes = read(stated, "vit", (40, 40), (8, 8), 3)
+    assert not notes
+    ours = Preprocess(preprocess)(photograph())
+    theirs = processed(stated, tmp_path)
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("kind", ["vit", "clip", "siglip", "dinov2"])
+def test_a_processor_comes_back_and_means_the_same_there(name: str, kind: str, tmp_path: Path) -> None:
+    preprocess, _ = read(PROCESSORS[name], kind, (40, 40), (8, 8), 3)
+    again, notes = read(written(preprocess, kind), kind, (40, 40), (8, 8), 3)
+    assert not notes
+    assert again == preprocess
+    theirs = processed(written(preprocess, kind), tmp_path)
+    assert (Preprocess(preprocess)(photograph()) - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_a_processor_among_words_is_found() -> None:
+    joint = {"image_processor": {"image_processor_type": "ViTImageProcessor", "size": BOX}, "processor_class": "X"}
+    assert HUGGINGFACE.describe(vit({}, processor_config=joint)).preprocess.image == (40, 40)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"do_resize": False}, "does not resize"),
+        ({"size": {"longest_edge": 40}}, "a size vitrail does not know"),
+        ({"size": {"shortest_edge": 40}}, "does not crop"),
+        ({"resample": 5}, "Pillow's filter 5"),
+        ({"size": {"height": 40, "width": 60}, "crop_size": 40, "do_center_crop": True}, "crops"),
+        ({"size": 41}, "all that the patches cover of 41x41"),
+    ],
+)
+def test_what_a_processor_does_otherwise_is_said_aloud(change: dict[str, Any], sentence: str) -> None:
+    _, notes = read({"image_processor_type": "ViTImageProcessor", **change}, "vit", (40, 40), (8, 8), 3)
+    assert len(notes) == 1
+    assert sentence in notes[0]
+
+
+def test_a_broken_processor_is_named() -> None:
+    with pytest.raises(FormatError, match=r"preprocessor_config\.json cannot be followed"):
+        HUGGINGFACE.describe(vit({}, preprocessor_config={"size": {"height": 40}}))
+
+
+def test_one_channel_has_one_mean() -> None:
+    preprocess, _ = read(PROCESSORS["vit"], "vit", (40, 40), (8, 8), 1)
+    assert preprocess.channels == 1
+
+
+PLAIN = ViTConfig(image=32, patch=8, classes=5, width=32, depth=1, heads=2, mlp=64)
+SCALED = PLAIN.but(layer_scale=1.0, pool="token+gap")
+CLIP = PLAIN.but(pre_norm=True, patch_bias=False, head_bias=False)
+SIGLIP = PLAIN.but(class_token=False, pool="map", classes=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "phrase"),
+    [
+        (PLAIN, {"position": "none"}, "a network without positions"),
+        (PLAIN, {"position": "learned-2d"}, "learned-2d positions"),
+        (PLAIN, {"position": "relative"}, "relative positions"),
+        (PLAIN, {"position": "sincos-2d"}, "sincos-2d positions"),
+        (PLAIN, {"position": "rope-2d"}, "rope-2d positions"),
+        (PLAIN, {"position_at": "layers"}, "positions added at the layers"),
+        (PLAIN, {"position_on_class": False}, "a class token without a position"),
+        (PLAIN, {"norm": "rms"}, "RMSNorm"),
+        (PLAIN, {"qk_norm": True}, "qk-norm"),
+        (PLAIN, {"proj_bias": False}, "layers without bias"),
+        (PLAIN, {"stem": StemConfig(layers=(1,)), "patch": 1}, "a hybrid's stem"),
+        (PLAIN, {"patch": (8, 4)}, "patches that are not square"),
+        (PLAIN, {"patch_bias": False}, "a patch projection without bias"),
+        (PLAIN, {"head_bias": False}, "a head without bias"),
+        (PLAIN, {"pre_logits": 16}, "the tanh layer before a head"),
+        (PLAIN, {"activation": "swiglu"}, "SwiGLU without LayerScale"),
+        (PLAIN, {"pool": "gap"}, "pool='gap' after the norm with a head in ViTModel"),
+        (PLAIN, {"pool": "gap", "pool_norm": "after"}, "pool='gap' before the norm"),
+        (PLAIN, {"pool_norm": "none"}, "pool='token' without a norm"),
+        (PLAIN, {"registers": 4}, "registers without LayerScale"),
+        (PLAIN, {"distilled": True, "registers": 1}, "a distillation token beside other changes"),
+        (PLAIN, {"distilled": True, "layer_scale": 1.0}, "a distillation token beside other changes"),
+        (SCALED, {"pool": "token"}, "pool='token' after the norm with a head in Dinov2Model"),
+        (SCALED, {"classes": 0}, "pool='token\\+gap' after the norm without a head"),
+        (SCALED, {"mlp": 72}, "an MLP of 72 at width 32"),
+        (SCALED, {"image": (32, 16)}, "an image that is not square in Dinov2Model"),
+        (CLIP, {"head_bias": True}, "a head with bias on the class token"),
+        (CLIP, {"patch_bias": True}, "a patch bias beside a norm before the blocks"),
+        (CLIP, {"qkv_bias": False}, "queries, keys and values without bias"),
+        (CLIP, {"layer_scale": 1.0}, "LayerScale beside other changes"),
+        (CLIP, {"registers": 4}, "registers beside a norm before the blocks"),
+        (CLIP, {"image": (32, 16)}, "an image that is not square in CLIPVisionModel"),
+        (SIGLIP, {"classes": 5}, "pool='map' after the norm with a head in SiglipVisionModel"),
+        (SIGLIP, {"class_token": True}, "an attention pool beside a class token"),
+        (SIGLIP, {"registers": 4}, "registers without a class token"),
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(config: ViTConfig, changes: dict[str, Any], phrase: str) -> None:
+    HUGGINGFACE.check(Card(config=config, preprocess=PreprocessConfig()))
+    with pytest.raises(Inexpressible, match=phrase):
+        HUGGINGFACE.check(Card(config=config.but(**changes), preprocess=PreprocessConfig()))
+
+
+def test_names_for_a_projection_have_no_place() -> None:
+    with pytest.raises(Inexpressible, match="names for the outputs"):
+        HUGGINGFACE.check(Card(config=CLIP, preprocess=PreprocessConfig(), labels=tuple("abcde")))
+
+
+def test_conventions_of_the_original_bit_pass_only_when_told() -> None:
+    card = Card(config=BiTConfig(), preprocess=PreprocessConfig(), family="BiT")
+    with pytest.raises(Inexpressible, match="standardisation epsilon of 1e-10"):
+        HUGGINGFACE.check(card)
+    HUGGINGFACE.check(card, approximate=True)
+    HUGGINGFACE.check(card.but(config=BiTConfig(standardize_eps=1e-8)))

@@ -1,0 +1,300 @@
+"""torchvision's files, against torchvision's own code on the same weights."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import randomized, relative
+from conftest import import_peer
+from torch import Tensor, nn
+
+from vitrail.config import BiTConfig, StemConfig, ViTConfig
+from vitrail.errors import FormatError, Inexpressible
+from vitrail.models import ViT, build
+from vitrail.models.families import FAMILIES
+from vitrail.weights import checkpoint
+from vitrail.weights.card import Card
+from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.torchvision import TORCHVISION
+
+SIZES = {
+    #           width, depth, heads, mlp
+    "Ti": (192, 12, 3, 768),
+    "S": (384, 12, 6, 1536),
+    "small": (64, 2, 1, 96),
+}
+SMALL = ViTConfig(image=32, patch=8, width=64, depth=2, heads=1, mlp=96, classes=7, activation="gelu")
+
+
+def theirs(size: str = "small", image: int = 32, patch: int = 8, **options: Any) -> nn.Module:
+    models = import_peer("torchvision").models
+    width, depth, heads, mlp = SIZES[size]
+    options = {"num_classes": 7} | options
+    return randomized(models.VisionTransformer(image, patch, depth, heads, width, mlp, **options))
+
+
+def saved(model: nn.Module, path: Path) -> Path:
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def read(model: nn.Module, folder: Path) -> tuple[ViT, Card]:
+    net, card = checkpoint.read(saved(model, folder / "weights.pth"))
+    assert isinstance(net, ViT)
+    return net, card
+
+
+def card_of(config: ViTConfig | BiTConfig) -> Card:
+    return Card(config=config, preprocess=FAMILIES["ViT"].preprocess)
+
+
+# Its numbers
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [("Ti", {"image": 224, "patch": 16}), ("S", {"image": 224, "patch": 16}), ("small", {"representation_size": 24})],
+)
+def test_logits_are_torchvisions(size: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = theirs(size, **options)
+    net, card = read(model, tmp_path)
+    width, depth, heads, mlp = SIZES[size]
+    image, patch = options.get("image", 32), options.get("patch", 8)
+    wanted = {"width": width, "depth": depth, "heads": heads, "mlp": mlp, "classes": 7}
+    conventions = {"activation": "gelu", "norm_eps": 1e-6, "resample": "torchvision"}
+    pre_logits = options.get("representation_size", 0)
+    assert card.config == ViTConfig(image=image, patch=patch, pre_logits=pre_logits, **wanted, **conventions)
+    images = torch.randn(1, 3, image, image)
+    with torch.no_grad():
+        assert relative(net(images), model(images)) <= 1e-5
+
+
+@pytest.mark.peer
+def test_vit_b_16_at_its_own_size(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = import_peer("torchvision").models.vit_b_16()
+    model = randomized(model.to_empty(device="cpu"))
+    net, card = read(model, tmp_path)
+    assert card.config == ViTConfig(activation="gelu", resample="torchvision")
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert relative(net(images), model(images)) <= 1e-5
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("image", [64, 24])
+def test_positions_are_resized_as_torchvision_does(image: int, tmp_path: Path) -> None:
+    model = theirs()
+    net, _ = read(model, tmp_path)
+    resize = import_peer("torchvision").models.vision_transformer.interpolate_embeddings
+    wanted = resize(image, 8, OrderedDict(model.state_dict()))
+    resized = net.resized(image)
+    written = TORCHVISION.table(resized.config).write(resized.state_dict(), resized.config)
+    assert (written["encoder.pos_embedding"] - wanted["encoder.pos_embedding"]).abs().max() <= 1e-6
+    larger = theirs(image=image)
+    larger.load_state_dict(wanted)
+    images = torch.randn(2, 3, image, image)
+    with torch.no_grad():
+        assert relative(net(images), larger(images)) <= 1e-5
+
+
+@pytest.mark.peer
+def test_a_picture_that_is_not_square_is_its_positions_resized_in_each_direction(tmp_path: Path) -> None:
+    """torchvision itself refuses; its parts, given positions of that grid, do the rest."""
+    model = theirs()
+    net, _ = read(model, tmp_path)
+    images = torch.randn(2, 3, 24, 56)
+    with pytest.raises(AssertionError):
+        model(images)
+    position = model.encoder.pos_embedding
+    grid = position[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+    grid = nn.functional.interpolate(grid, (3, 7), mode="bicubic", align_corners=True)
+    model.encoder.pos_embedding = nn.Parameter(torch.cat([position[:, :1], grid.flatten(2).mT], dim=1))
+    with torch.no_grad():
+        patches = model.conv_proj(images).flatten(2).mT
+        tokens = torch.cat([model.class_token.expand(2, -1, -1), patches], dim=1)
+        assert relative(net(images), model.heads(model.encoder(tokens)[:, 0])) <= 1e-5
+
+
+@pytest.mark.peer
+def test_attention_is_torchvisions(tmp_path: Path) -> None:
+    model = theirs()
+    net, _ = read(model, tmp_path)
+    images, seen = torch.randn(2, 3, 32, 32), []
+    first = model.encoder.layers[0]
+    first.self_attention.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(images)
+        layer = first.self_attention
+        _, weights = layer(seen[0], seen[0], seen[0], need_weights=True, average_attn_weights=False)
+        given = net.features(images, want="attention").attention
+    assert relative(given[0], weights) <= 1e-5
+
+
+# Files, both ways
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("options", [{}, {"representation_size": 24}])
+def test_what_is_written_loads_strictly_and_is_what_was_read(options: dict[str, Any], tmp_path: Path) -> None:
+    model = theirs(**options)
+    net, card = read(model, tmp_path)
+    checkpoint.write(net, card, tmp_path / "again.pth", to="torchvision")
+    state = torch.load(tmp_path / "again.pth", weights_only=True)
+    wanted = model.state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    fresh = theirs(**options)
+    fresh.load_state_dict(state, strict=True)
+
+
+def test_older_names_of_the_mlp_are_read(tmp_path: Path) -> None:
+    net = randomized(build(SMALL))
+    checkpoint.write(net, card_of(SMALL), tmp_path / "new.pth", to="torchvision")
+    state = torch.load(tmp_path / "new.pth", weights_only=True)
+    spelled = {k.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): v for k, v in state.items()}
+    assert spelled.keys() != state.keys()
+    torch.save({"model": spelled, "epoch": 3}, tmp_path / "old.pth")
+    again, _ = checkpoint.read(tmp_path / "old.pth")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in net.state_dict().items())
+
+
+def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_path: Path) -> None:
+    config = SMALL.but(activation="gelu-tanh", pre_logits=16)
+    net = randomized(build(config))
+    checkpoint.write(net, card_of(config), tmp_path / "first.npz", to="google")
+    net, card = checkpoint.read(tmp_path / "first.npz")
+    with pytest.raises(Inexpressible, match="the tanh form of GELU"):
+        checkpoint.write(net, card, tmp_path / "second.pth", to="torchvision")
+    checkpoint.write(net, card, tmp_path / "second.pth", to="torchvision", approximate=True)
+    net, card = checkpoint.read(tmp_path / "second.pth")
+    assert card.config == config.but(activation="gelu", resample="torchvision")
+    checkpoint.write(net, card, tmp_path / "third.npz", to="google", approximate=True)
+    assert (tmp_path / "first.npz").read_bytes() == (tmp_path / "third.npz").read_bytes()
+
+
+# What is not in the file
+
+
+def described(config: ViTConfig) -> Card:
+    """What is said of a file of this network, without its numbers."""
+    state = build(config, skeleton=True).state_dict()
+    names = TORCHVISION.table(config).write(state, config)
+    return TORCHVISION.describe(Archive("memory", Tensors.of(names)))
+
+
+@pytest.mark.parametrize(
+    ("width", "depth", "mlp", "heads"), [(1280, 32, 5120, 16), (1024, 24, 4096, 16), (128, 1, 64, 2)]
+)
+def test_heads_are_those_of_published_sizes_else_of_64_numbers(width: int, depth: int, mlp: int, heads: int) -> None:
+    card = described(SMALL.but(width=width, depth=depth, mlp=mlp, heads=heads))
+    assert isinstance(card.config, ViTConfig)
+    assert card.config.heads == heads
+    assert any(f"{heads} assumed" in note for note in card.notes)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", ["vit_b_16", "vit_b_32", "vit_l_16", "vit_l_32", "vit_h_14"])
+def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> None:
+    models = import_peer("torchvision").models
+    for weights in models.get_model_weights(name):
+        if weights.name == "IMAGENET1K_SWAG_LINEAR_V1":
+            continue  # its tensors look like those of the others: the note says so
+        with torch.device("meta"):
+            state = models.get_model(name, image_size=weights.meta["min_size"][0]).state_dict()
+        card = TORCHVISION.describe(Archive("memory", Tensors.of(state)))
+        asked, given = weights.transforms(), card.preprocess
+        assert (given.resize, given.resize_to, given.image) == (
+            "short",
+            asked.resize_size[0],
+            2 * (asked.crop_size[0],),
+        )
+        assert (given.interpolation, given.antialias) == (asked.interpolation.value, True)
+        assert (given.mean, given.std) == (tuple(asked.mean), tuple(asked.std))
+        assert (card.labels, card.family, card.task) == (None, "ViT", "classify")
+        assert "class names are not stored." in card.notes
+        assert any("SWAG" in note for note in card.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoder.pos_embedding": torch.zeros(1, 16, 64)}, "16 rows, which are no square grid and a class token"),
+        ({"encoder.pos_embedding": None}, "missing encoder.pos_embedding"),
+        ({"encoder.layers.encoder_layer_1.ln_2.bias": None}, "missing encoder.layers.encoder_layer_1.ln_2.bias"),
+        ({"heads.tail.weight": torch.zeros(2)}, "left over heads.tail.weight"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_an_error_that_says_where(
+    change: dict[str, Tensor | None], message: str, tmp_path: Path
+) -> None:
+    net = randomized(build(SMALL))
+    state = TORCHVISION.table(SMALL).write(net.state_dict(), SMALL) | change
+    torch.save({name: value for name, value in state.items() if value is not None}, tmp_path / "odd.pth")
+    with pytest.raises(FormatError, match=message):
+        checkpoint.read(tmp_path / "odd.pth")
+
+
+def test_heads_that_cannot_be_guessed_are_an_error() -> None:
+    with pytest.raises(FormatError, match="how many heads share a width of 48"):
+        described(SMALL.but(width=48, heads=4))
+
+
+# What the format has no place for
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"registers": 2}, "registers"),
+        ({"layer_scale": 0.1}, "LayerScale"),
+        ({"distilled": True}, "a distillation token"),
+        ({"pool": "gap", "class_token": False}, "a network without a class token"),
+        ({"pool": "map", "class_token": False}, "a network without a class token"),
+        ({"pool": "map"}, "a class token beside pool='map'"),
+        ({"stem": StemConfig(layers=(1,), width=0.5), "patch": 1}, "a ResNet stem"),
+        ({"position": "sincos-2d"}, "sincos-2d positions"),
+        ({"position": "none"}, "a network without positions"),
+        ({"position_on_class": False}, "a class token without a position"),
+        ({"channels": 1}, "1 channels, where it has 3"),
+        ({"patch": (8, 4)}, "a patch of 8x4"),
+        ({"image": (32, 48)}, "a grid of 4x6 patches, which is not square"),
+        ({"classes": 0}, "a network without a head"),
+        ({"head_bias": False}, "a head without bias"),
+    ],
+)
+def test_it_is_refused_by_name(options: dict[str, Any], part: str, tmp_path: Path) -> None:
+    config = SMALL.but(**options)
+    with pytest.raises(Inexpressible, match=re.escape(part)):
+        checkpoint.write(build(config), card_of(config), tmp_path / "never.pth", to="torchvision")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bit_network_is_refused() -> None:
+    assert TORCHVISION.cannot(card_of(BiTConfig())) == ["a BiT ResNet"]
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"activation": "gelu-tanh"}, "the tanh form of GELU"),
+        ({"activation": "gelu-quick"}, "QuickGELU"),
+        ({"norm_eps": 1e-12}, "norm_eps=1e-12"),
+        ({"heads": 4}, "heads=4"),
+    ],
+)
+def test_what_its_code_or_its_files_cannot_state_is_written_only_when_told(
+    options: dict[str, Any], part: str, tmp_path: Path
+) -> None:
+    config = SMALL.but(**options)
+    net = build(config)
+    with pytest.raises(Inexpressible, match=re.escape(part)):
+        checkpoint.write(net, card_of(config), tmp_path / "net.pth", to="torchvision")
+    checkpoint.write(net, card_of(config), tmp_path / "net.pth", to="torchvision", approximate=True)
+    assert (tmp_path / "net.pth").exists()
