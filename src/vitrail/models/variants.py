@@ -81,9 +81,8 @@ def config_for(name: str, **changes: Any) -> ViTConfig | BiTConfig:
 
 def find(name: str) -> Variant | None:
     """The listed variant of this name or alias, if there is one."""
-    return _index().get(name.removeprefix("timm/").lower() if "/" in name else name.lower()) or _index().get(
-        name.lower()
-    )
+    name = name.removeprefix("timm/")
+    return _index().get(name) or _index().get(name.lower())  # only g and G need their case
 
 
 def parse(name: str) -> ViTConfig | BiTConfig:
@@ -162,7 +161,6 @@ def _key(table: dict[str, Any], name: str) -> str | None:
 def _index() -> dict[str, Variant]:
     names: dict[str, Variant] = {}
     for variant in VARIANTS:
-        for alias in (variant.name, variant.checkpoint, variant.checkpoint.removeprefix("timm/"), *variant.aliases):
-            names.setdefault(alias.lower(), variant)
-    names.pop("", None)
-    return names
+        for alias in filter(None, (variant.name, variant.checkpoint, *variant.aliases)):
+            names[alias.removeprefix("timm/")] = variant
+    return {name.lower(): variant for name, variant in names.items()} | names

@@ -1,0 +1,194 @@
+"""Names, sizes and golden counts of every published model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import import_peer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.config import BiTConfig, ViTConfig, pair
+from vitrail.errors import NotFound
+from vitrail.models import build
+from vitrail.models.families import FAMILIES
+from vitrail.models.flops import flops, parameters
+from vitrail.models.published import VARIANTS
+from vitrail.models.variants import SIZES, config_for, find, heads_for, parse
+
+# Parameters, and GFLOPs of one image at the model's own size. The counts of the sizes at 1000
+# classes are those of the paper's code; the test below holds most of them against timm.
+COUNTS = {
+    "ViT-Ti/16": (5_717_416, 2.51),
+    "ViT-Ti/16@384": (5_790_376, 9.36),
+    "ViT-S/32": (22_878_952, 2.29),
+    "ViT-S/32@384": (22_915_432, 6.89),
+    "ViT-S/16": (22_050_664, 9.20),
+    "ViT-S/16@384": (22_196_584, 30.98),
+    "ViT-B/32": (88_224_232, 8.82),
+    "ViT-B/32@384": (88_297_192, 26.09),
+    "ViT-B/16": (86_567_656, 35.13),
+    "ViT-B/16@384": (86_859_496, 110.97),
+    "ViT-B/8": (86_576_872, 156.30),
+    "ViT-L/32@384": (306_632_680, 90.55),
+    "ViT-L/32": (306_535_400, 30.76),
+    "ViT-L/16": (304_326_632, 123.11),
+    "ViT-L/16@384": (304_715_752, 382.13),
+    "ViT-H/14": (632_045_800, 334.59),
+    "ViT-g/14": (1_012_611_432, 534.06),
+    "ViT-G/14": (1_844_440_680, 967.50),
+    "R+ViT-Ti/16": (6_337_704, 0.87),
+    "R26+ViT-S/32": (36_431_912, 6.93),
+    "R26+ViT-S/32@384": (36_468_392, 20.53),
+    "R26+ViT-B/32": (101_383_976, 13.42),
+    "R50+ViT-B/16": (98_659_112, 43.07),
+    "R50+ViT-B/16@384": (98_950_952, 134.31),
+    "R50+ViT-L/32": (328_994_856, 38.83),
+    "R50+ViT-L/32@384": (329_092_136, 114.27),
+    "BV-S/16": (21_974_632, 9.15),
+    "BV-B/16": (86_415_592, 34.94),
+    "DeiT-Ti/16": (5_717_416, 2.51),
+    "DeiT-S/16": (22_050_664, 9.20),
+    "DeiT-B/16": (86_567_656, 35.13),
+    "DeiT-B/16@384": (86_859_496, 110.97),
+    "DeiT-Ti/16-distilled": (5_910_800, 2.52),
+    "DeiT-S/16-distilled": (22_436_432, 9.25),
+    "DeiT-B/16-distilled": (87_338_192, 35.31),
+    "DeiT-B/16-distilled@384": (87_630_032, 111.18),
+    "DeiT3-S/16": (22_059_496, 9.20),
+    "DeiT3-S/16@384": (22_205_416, 30.98),
+    "DeiT3-B/16": (86_585_320, 35.13),
+    "DeiT3-B/16@384": (86_877_160, 110.97),
+    "DeiT3-L/16": (304_374_760, 123.11),
+    "DeiT3-L/16@384": (304_763_880, 382.13),
+    "DeiT3-H/14": (632_126_440, 334.59),
+    "MAE-B/16": (85_798_656, 35.13),
+    "MAE-L/16": (303_301_632, 123.11),
+    "MAE-H/14": (630_764_800, 334.59),
+    "DINO-S/16": (21_665_664, 9.20),
+    "DINO-S/8": (21_670_272, 44.81),
+    "DINO-B/16": (85_798_656, 35.13),
+    "DINO-B/8": (85_807_872, 156.30),
+    "DINOv2-S/14": (22_056_192, 93.39),
+    "DINOv2-B/14": (86_579_712, 303.15),
+    "DINOv2-L/14": (304_367_616, 1013.61),
+    "DINOv2-g/14": (1_136_479_232, 3566.69),
+    "DINOv2-S/14-reg": (22_057_728, 93.77),
+    "DINOv2-B/14-reg": (86_582_784, 304.23),
+    "DINOv2-L/14-reg": (304_371_712, 1017.10),
+    "DINOv2-g/14-reg": (1_136_485_376, 3578.44),
+    "CLIP-B/32": (87_849_216, 8.82),
+    "CLIP-B/16": (86_192_640, 35.13),
+    "CLIP-L/14": (303_966_208, 162.03),
+    "CLIP-L/14@336": (304_293_888, 381.92),
+    "SigLIP-B/16": (92_884_224, 35.42),
+    "SigLIP-B/16@256": (92_930_304, 46.82),
+    "SigLIP-B/16@384": (93_176_064, 112.13),
+    "SigLIP-B/16@512": (93_520_128, 216.24),
+    "SigLIP-L/16@256": (315_956_224, 162.56),
+    "SigLIP-L/16@384": (316_283_904, 383.85),
+    "SigLIP-SO400M/14": (427_680_704, 220.35),
+    "BiT-R50x1": (25_549_352, 8.18),
+    "BiT-R50x3": (217_319_080, 72.16),
+    "BiT-R101x1": (44_541_480, 15.60),
+    "BiT-R101x3": (387_934_888, 138.98),
+    "BiT-R152x2": (236_335_208, 91.63),
+    "BiT-R152x4": (936_533_224, 365.55),
+}
+
+
+def test_every_variant_has_a_golden_count() -> None:
+    assert set(COUNTS) == {v.name for v in VARIANTS}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_golden(name: str) -> None:
+    config = parse(name)
+    count, giga = COUNTS[name]
+    assert parameters(config) == count
+    assert flops(config) / 1e9 == pytest.approx(giga, abs=0.005)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.checkpoint.startswith("timm/")], ids=lambda v: v.name)
+def test_the_stated_checkpoint_exists_in_timm_and_has_this_size(variant) -> None:  # type: ignore[no-untyped-def]
+    timm = import_peer("timm")
+    name = variant.checkpoint.removeprefix("timm/")
+    assert name in timm.list_pretrained(name.partition(".")[0] + "*")
+    config = parse(variant.name)
+    with torch.device("meta"):
+        theirs = timm.create_model(name, num_classes=config.classes)
+    count = sum(p.numel() for p in theirs.parameters())
+    if variant.name.startswith("DINOv2") and variant.name.endswith("reg"):
+        count += config.width  # timm folds the class token's position into the token
+    assert parameters(config) == count
+
+
+@pytest.mark.peer
+def test_every_alias_that_looks_like_timms_is_timms() -> None:
+    timm = import_peer("timm")
+    names = [a for v in VARIANTS for a in v.aliases if "_patch" in a and "/" not in a]
+    assert len(names) > 30
+    assert [n for n in names if not timm.is_model(n)] == []
+
+
+def test_names_are_understood_in_any_spelling() -> None:
+    assert parse("vit-b/16") == parse("ViT-B/16")
+    assert parse("ViT-g/14").width == 1408
+    assert parse("ViT-G/14").width == 1664
+    assert parse("dinov2-g/14").width == 1536
+    assert config_for("vit_base_patch16_224") == parse("ViT-B/16")
+    assert config_for("timm/vit_base_patch16_224.augreg_in21k_ft_in1k") == parse("ViT-B/16")
+    assert config_for("google/vit-base-patch16-384") == parse("ViT-B/16@384")
+    assert find("dinov2_vits14_reg").name == "DINOv2-S/14-reg"
+    assert config_for("ViT-S/8@96x64", classes=10).grid == (12, 8)
+    assert config_for("BV-S/16-tok").placed_prefix == 0
+    assert config_for("R50+ViT-L/32").stem.layers == (3, 4, 6, 3)
+
+
+@given(
+    st.sampled_from(list(SIZES)),
+    st.sampled_from([8, 14, 16, 32]),
+    st.integers(1, 4),
+    st.sampled_from(["ViT", "DeiT", "DINO"]),
+)
+def test_any_size_patch_and_image_combine(size: str, patch: int, times: int, family: str) -> None:
+    config = parse(f"{family}-{size}/{patch}@{patch * times}")
+    assert isinstance(config, ViTConfig)
+    assert (config.width, config.grid) == (SIZES[size].width, (times, times))
+    assert heads_for(config.width, config.depth, config.mlp) == config.heads
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ViT-B/17x", "no model is called 'ViT-B/17x'; did you mean 'ViT-B/"),
+        ("ViT-X/16", "there is no size 'X'; the sizes are Ti, S, B"),
+        ("R99+ViT-B/16", "no such hybrid; there is R\\+ViT-B/16"),
+        ("BiT-R77x1", "BiT comes as R50, R101, R152"),
+        ("resnet50", "no model is called 'resnet50'"),
+        ("Swin-B/4", "no model is called"),
+    ],
+)
+def test_unknown_names_are_answered_with_known_ones(name: str, message: str) -> None:
+    with pytest.raises(NotFound, match=message):
+        config_for(name)
+
+
+def test_a_name_has_one_meaning() -> None:
+    names = [n.lower() for v in VARIANTS for n in {v.name, v.checkpoint.removeprefix("timm/"), *v.aliases} if n]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_every_family_says_what_it_was_checked_against() -> None:
+    assert {v.family for v in VARIANTS} == set(FAMILIES)
+    assert all(family.checked for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "DeiT-Ti/16-distilled", "SigLIP-B/16", "BiT-R50x1"])
+def test_a_published_model_runs(name: str) -> None:
+    config = parse(name)
+    net = build(config.but(depth=1) if isinstance(config, ViTConfig) else config, seed=0).eval()
+    size = (64, 64) if isinstance(config, BiTConfig) else pair(config.image)
+    with torch.no_grad():
+        assert net(torch.randn(1, 3, *size)).isfinite().all()
