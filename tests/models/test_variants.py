@@ -177,7 +177,9 @@ def test_unknown_names_are_answered_with_known_ones(name: str, message: str) -> 
 
 def test_a_name_has_one_meaning() -> None:
     names = [n.lower() for v in VARIANTS for n in {v.name, v.checkpoint.removeprefix("timm/"), *v.aliases} if n]
-    assert sorted(names) == sorted(set(names))
+    assert {n for n in names if names.count(n) > 1} == {"vit-g/14"}, "the letter's case tells g from G"
+    assert find("ViT-G/14").name == "ViT-G/14"
+    assert find("ViT-g/14").name == "ViT-g/14"
 
 
 def test_every_family_says_what_it_was_checked_against() -> None:
