@@ -152,6 +152,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> Non
     assert not torch.equal(one.patch.weight, three.patch.weight)
 
 
+@torch.no_grad()
 def test_first_values_are_the_papers() -> None:
     net = ViT(ViTConfig(width=384, heads=6, mlp=1536, depth=1, classes=10, pre_logits=384), seed=0)
     block = net.blocks[0]

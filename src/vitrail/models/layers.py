@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
+from vitrail.kernels.linear_gelu import linear_gelu_tanh
 
 # B images, C channels, N tokens, D width, H heads, K = D // H, M hidden width of the MLP
 
@@ -117,7 +118,11 @@ class MLP(nn.Module):
         self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.activation(self.up(x)), self.dropout, self.training)
+        if self.activation is tanh_gelu:
+            x = linear_gelu_tanh(x, self.up.weight, self.up.bias)
+        else:
+            x = self.activation(self.up(x))
+        x = F.dropout(x, self.dropout, self.training)
         return F.dropout(self.down(x), self.dropout, self.training)
 
 

@@ -1,0 +1,123 @@
+"""Loading ViT-B/16 from safetensors: vitrail beside timm, time and memory, in one run.
+
+    python benchmarks/load.py [--rounds 7] [--json]
+
+Each load runs in a process of its own, with the file in the page cache, in turn: one of ours, one
+of timm's, again. Imports are not counted. Time is from the call to a network ready to run, and to
+the first logits of one image, since a mapped file is read when it is first touched. Memory is what
+the process grew by at its peak: private pages, which it alone pays for, and all resident pages,
+which include the mapped file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def prepare(folder: Path) -> Path:
+    """A timm repository of ViT-B/16 with random weights."""
+    import torch
+
+    from vitrail.api import Model
+    from vitrail.models import build
+    from vitrail.models.families import TIMM
+    from vitrail.models.variants import config_for
+    from vitrail.weights.card import Card
+
+    config = config_for("ViT-B/16", activation="gelu", resample="timm")
+    net = build(config, seed=0)
+    with torch.no_grad():
+        net.head.weight.normal_(std=0.02)
+    target = folder / "vit_base_patch16_224"
+    Model(net, Card(config=config, preprocess=TIMM)).save(target, to="timm")
+    return target
+
+
+def peak(kind: str) -> int:
+    """Bytes: VmHWM (resident, peak) or RssAnon (private, now)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(kind + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def one(who: str, path: str) -> None:
+    """Load once in this process and print the measurements."""
+    import torch
+
+    torch.set_num_threads(2)
+    if who == "vitrail":
+        import vitrail
+        import vitrail.api
+
+        load = lambda: vitrail.load(path).net  # noqa: E731
+    else:
+        library = torch.library.Library("torchvision", "DEF")  # its import fails beside a CPU-only torch
+        if not hasattr(torch.ops.torchvision, "nms"):
+            for name in ("nms", "qnms"):
+                library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import timm
+
+        load = lambda: timm.create_model(f"local-dir:{path}", pretrained=True).eval()  # noqa: E731
+    images = torch.zeros(1, 3, 224, 224)
+    torch.nn.Linear(8, 8)(torch.zeros(1, 8))
+    private, resident = peak("RssAnon"), peak("VmHWM")
+    start = time.perf_counter()
+    net = load()
+    loaded = time.perf_counter() - start
+    after_private, after_resident = peak("RssAnon"), peak("VmHWM")
+    with torch.inference_mode():
+        net(images)
+    first = time.perf_counter() - start
+    weights = sum(p.numel() * p.element_size() for p in net.parameters())
+    print(
+        json.dumps(
+            {
+                "load_s": loaded,
+                "first_logits_s": first,
+                "private_mb": (after_private - private) / 2**20,
+                "resident_peak_mb": (after_resident - resident) / 2**20,
+                "weights_mb": weights / 2**20,
+            }
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", nargs=2, metavar=("WHO", "PATH"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        one(*options.one)
+        return
+    results: dict[str, list[dict[str, float]]] = {"vitrail": [], "timm": []}
+    with tempfile.TemporaryDirectory() as folder:
+        path = prepare(Path(folder))
+        for _ in range(options.rounds + 1):
+            for who, rows in results.items():
+                command = [sys.executable, __file__, "--one", who, str(path)]
+                rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    summary = {
+        who: {key: round(statistics.median(row[key] for row in rows[1:]), 4) for key in rows[0]}
+        for who, rows in results.items()
+    }
+    if options.json:
+        print(json.dumps(summary))
+        return
+    print(f"{'median of ' + str(options.rounds):24s} {'vitrail':>10s} {'timm':>10s} {'ratio':>7s}")
+    for key in summary["vitrail"]:
+        ours, theirs = summary["vitrail"][key], summary["timm"][key]
+        print(f"{key:24s} {ours:10.3f} {theirs:10.3f} {ours / theirs:7.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Fused operations; each stands beside its plain PyTorch twin."""

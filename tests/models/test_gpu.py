@@ -1,0 +1,84 @@
+"""On an accelerator: the same numbers as on the CPU, compiled, in bf16, within memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import randomized, relative
+from models.test_compile import KINDS
+
+from vitrail.config import ViTConfig
+from vitrail.models import build
+from vitrail.models.variants import config_for
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _exact_products() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_logits_as_on_the_cpu(kind: str) -> None:
+    net, images = randomized(build(KINDS[kind])), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        wanted = net(images)
+        cuda = net.cuda()
+        assert relative(cuda(images.cuda()).cpu(), wanted) <= 1e-5
+        assert relative(cuda.features(images.cuda(), want="logits").logits.cpu(), wanted) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "relative", "rope, registers", "map", "distilled", "dinov2", "hybrid", "bit"]
+)
+def test_compiles_with_inductor_for_training_and_evaluation(kind: str) -> None:
+    net, images = randomized(build(KINDS[kind])).cuda(), torch.randn(2, 3, 32, 32, device="cuda")
+    compiled = torch.compile(net, fullgraph=True)
+    with torch.no_grad():
+        assert relative(compiled(images), net(images)) <= 1e-5
+    net.train()
+    compiled(images).square().sum().backward()
+    got = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    net(images).square().sum().backward()
+    for ours, parameter in zip(got, net.parameters(), strict=True):
+        assert (ours - parameter.grad).norm() <= 1e-3 * (parameter.grad.norm() + 1e-3)
+
+
+@pytest.mark.parametrize("name", ["ViT-Ti/16", "ViT-B/16"])
+def test_bf16_autocast_is_within_a_few_percent_and_attention_agrees(name: str) -> None:
+    net, images = randomized(build(config_for(name))).cuda(), torch.randn(4, 3, 224, 224, device="cuda")
+    with torch.no_grad():
+        wanted = net(images)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert relative(net(images), wanted) <= 0.03
+        out = net.features(images, want=("logits", "attention"))
+        assert relative(out.logits, wanted) <= 1e-5
+        assert len(out.attention) == 12
+
+
+def test_another_size_is_resampled_on_the_device_and_remembered() -> None:
+    net = randomized(build(config_for("ViT-Ti/16"))).cuda()
+    images = torch.randn(2, 3, 288, 192, device="cuda")
+    with torch.no_grad():
+        first = net(images)
+        assert net.positions[0]._last[1].is_cuda
+        assert torch.equal(net(images), first)
+        moved = net.cpu()(images.cpu())
+    assert relative(moved, first.cpu()) <= 1e-4
+
+
+def test_gradient_checkpointing_saves_memory() -> None:
+    peaks = []
+    for on in (False, True):
+        net = build(ViTConfig(width=384, heads=6, mlp=1536, depth=12, classes=10)).cuda().train()
+        net.gradient_checkpointing = on
+        torch.cuda.reset_peak_memory_stats()
+        net(torch.randn(32, 3, 224, 224, device="cuda")).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        del net
+        torch.cuda.empty_cache()
+    assert peaks[1] < 0.5 * peaks[0]
