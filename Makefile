@@ -14,7 +14,8 @@ help: ## say this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## show what vitrail does
-	$(VENV)/bin/vitrail models
+	$(VENV)/bin/vitrail models 'ViT-*'
+	$(RUN) examples/demo.py
 
 test: lint ## lint, types and every test that is not slow
 	$(PYTEST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,10 +11,7 @@ if TYPE_CHECKING:
     from vitrail.errors import VitrailError
     from vitrail.models import BiT, Output, ViT
 
-try:
-    __version__ = version("vitrail")
-except PackageNotFoundError:  # run from a checkout that is not installed
-    __version__ = "0+unknown"
+    __version__: str
 
 # Where each public name lives. They are imported when first used: `import vitrail` costs no torch.
 _HOMES = {
@@ -53,9 +49,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # an import that is felt in `vitrail --help`
+
+    try:
+        return version("vitrail")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

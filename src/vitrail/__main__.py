@@ -1,5 +1,7 @@
 """`python -m vitrail` is `vitrail`."""
 
+import sys
+
 from vitrail.cli import main
 
-main()
+sys.exit(main())

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, TypeGuard, cast, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 
-from vitrail.config import Pair, PreprocessConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ModelError, NotFound
+from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.models import Net, ViT, build
 from vitrail.models.families import FAMILIES
-from vitrail.models.variants import config_for, find
-from vitrail.runtime import pick_device, say
-from vitrail.weights import checkpoint, hub
+from vitrail.models.published import VARIANTS, Variant
+from vitrail.models.variants import config_for, find, parse
+from vitrail.runtime import pick_device, pick_dtype, say
+from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, channels_for, preprocess_for
 from vitrail.weights.labels import read_labels
+
+Pixels = npt.NDArray[Any]
+Want = Literal["logits", "pooled"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +46,11 @@ class Prediction:
 
 
 class Model:
-    """A network that knows how its pictures are prepared and what its classes are called."""
+    """A network that knows how its pictures are prepared and what its classes are called.
+
+    `predict` names what is in pictures, `embed` gives features to compare them by, `logits` the raw
+    outputs, `save` writes it in any format that can express it. `net` is the nn.Module.
+    """
 
     def __init__(self, net: Net, card: Card) -> None:
         self.net = net
@@ -41,7 +58,7 @@ class Model:
         self.preprocess = Preprocess(card.preprocess)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> ViTConfig | BiTConfig:
         return self.net.config
 
     @property
@@ -53,84 +70,140 @@ class Model:
     def device(self) -> torch.device:
         return next(self.net.parameters()).device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.net.parameters()).dtype
+
     def to(self, device: str | torch.device) -> Model:
-        self.net.to(device)
+        """This model, moved: "cuda", "mps", "cpu" or "auto"."""
+        self.net.to(pick_device(device))
         return self
 
+    @overload  # a string is an iterable of strings too, but one picture
+    def predict(  # type: ignore[overload-overlap]
+        self, pictures: Picture, top: int = 5, batch: int = 32
+    ) -> list[Prediction]: ...
     @overload
-    def predict(self, pictures: Picture, top: int = 5, batch: int = 32) -> list[Prediction]: ...
-    @overload
-    def predict(self, pictures: list[Picture], top: int = 5, batch: int = 32) -> list[list[Prediction]]: ...
+    def predict(self, pictures: Iterable[Picture], top: int = 5, batch: int = 32) -> list[list[Prediction]]: ...
     def predict(self, pictures: Any, top: int = 5, batch: int = 32) -> Any:
-        """The likeliest classes of a picture, best first; a list of pictures gives a list of those."""
-        if isinstance(pictures, list | tuple):
-            return [p for logits in self._batches(pictures, batch) for p in self.ranked(logits, top)]
-        return self.ranked(self.logits([pictures]), top)[0]
+        """The likeliest classes of a picture, best first; several pictures give a list of such lists."""
+        _check_top(top)
+        ranked = self.ranked(self.logits(pictures, batch), top)
+        return ranked if _are_several(pictures) else ranked[0]
 
-    def logits(self, pictures: Sequence[Picture]) -> Tensor:
-        """Pictures, prepared, through the network: B classes."""
-        return self.run(self.preprocess(list(pictures)))
+    def logits(self, pictures: Picture | Iterable[Picture], batch: int = 32) -> Tensor:
+        """The raw outputs, on the CPU: B classes."""
+        self.check_classes()
+        return self._outputs(pictures, batch, "logits")
 
-    @torch.inference_mode()
-    def run(self, images: Tensor) -> Tensor:
-        """Images that are prepared already, B C H W -> B classes, on this model's device."""
-        self._check_classes()
-        return self.net(self._here(images))
+    def embed(self, pictures: Picture | Iterable[Picture], batch: int = 32) -> Tensor:
+        """Features before the head, on the CPU: B D (CLIP: in the space its texts share)."""
+        projects = self.card.task == "embed" and self.config.classes
+        return self._outputs(pictures, batch, "logits" if projects else "pooled")
+
+    def stream(
+        self, pictures: Iterable[Picture], batch: int = 32, want: Want = "logits"
+    ) -> Iterator[Tensor | VitrailError]:
+        """Of each picture in turn its output, or the error where it cannot be read.
+
+        Threads decode the next batch while the network is busy with this one; no more than these
+        two are in memory, however many pictures there are.
+        """
+        if batch < 1:
+            raise ConfigError(f"batch={batch}: wanted 1 picture at a time or more.")
+        pool = ThreadPoolExecutor(min(batch, os.cpu_count() or 1, 16), thread_name_prefix="decode")
+        waiting: list[Future[Pixels | VitrailError]] = []
+        try:
+            for group in chain(_groups(pictures, batch), [()]):
+                coming = [pool.submit(self._pixels, picture) for picture in group]
+                yield from self._answers([future.result() for future in waiting], want)
+                waiting = coming
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def ranked(self, logits: Tensor, top: int = 5) -> list[list[Prediction]]:
         """B classes -> for each picture its best classes."""
+        _check_top(top)
         scores, indices = logits.float().softmax(-1).topk(min(top, logits.shape[-1]))
         return [
             [Prediction(self.label(i), s, i) for s, i in zip(row_scores, row, strict=True)]
             for row_scores, row in zip(scores.tolist(), indices.tolist(), strict=True)
         ]
 
-    def embed(self, pictures: Picture | list[Picture], batch: int = 32) -> Tensor:
-        """Features before the head, on the CPU: B D (CLIP: in the space its texts share)."""
-        several = list(pictures) if isinstance(pictures, list) else [pictures]
-        name = "logits" if self.card.task == "embed" and self.config.classes else "pooled"
-        parts = [self._output(several[i : i + batch], name).cpu() for i in range(0, len(several), batch)]
-        return torch.cat(parts) if parts else torch.empty(0)
-
     def label(self, index: int) -> str:
         return self.labels[index] if self.labels is not None else f"class {index}"
+
+    def check_classes(self) -> None:
+        """Raise ModelError where the outputs are not classes."""
+        if self.card.task != "classify" or not self.config.classes:
+            raise ModelError(
+                f"{self.card.origin or 'this model'} has no classes: it gives features. "
+                "Use embed, or load it with classes=... and train the new head."
+            )
 
     def save(
         self, path: str | Path, *, to: str = "vitrail", overwrite: bool = False, approximate: bool = False
     ) -> None:
         """Write in any format that can express this model."""
-        checkpoint.write(self.net, self.card, path, to=to, overwrite=overwrite, approximate=approximate)
+        card = self.card.but(config=self.net.config)
+        checkpoint.write(self.net, card, path, to=to, overwrite=overwrite, approximate=approximate)
 
-    def _batches(self, pictures: Sequence[Picture], batch: int) -> Iterator[Tensor]:
-        for start in range(0, len(pictures), batch):
-            yield self.logits(pictures[start : start + batch])
+    def _outputs(self, pictures: Picture | Iterable[Picture], batch: int, want: Want) -> Tensor:
+        if not _are_several(pictures):
+            return self._run([self.preprocess.pixels(cast(Picture, pictures))], want)
+        rows = []
+        for row in self.stream(pictures, batch, want):
+            if isinstance(row, VitrailError):
+                raise row
+            rows.append(row)
+        return torch.stack(rows) if rows else torch.empty(0, self._width(want))
 
-    @torch.inference_mode()
-    def _output(self, pictures: Sequence[Picture], name: str) -> Tensor:
-        images = self._here(self.preprocess(list(pictures)))
-        result = getattr(self.net.features(images, want=(name,)), name)
+    def _pixels(self, picture: Picture) -> Pixels | VitrailError:
+        try:
+            return self.preprocess.pixels(picture)
+        except (ImageError, NotFound) as error:
+            return error
+
+    def _answers(self, prepared: Sequence[Pixels | VitrailError], want: Want) -> Iterator[Tensor | VitrailError]:
+        good = [p for p in prepared if not isinstance(p, VitrailError)]
+        rows = iter(self._run(good, want)) if good else iter(())
+        for one in prepared:
+            yield one if isinstance(one, VitrailError) else next(rows)
+
+    @torch.no_grad()  # not inference_mode: what it gives cannot be trained on
+    def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
+        """B times H W C, 0 to 255 -> B outputs, on the CPU."""
+        batch = torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2)
+        images = self.preprocess.normalise(batch).to(self.dtype)
+        result = self.net(images) if want == "logits" else self.net.features(images, want=(want,)).pooled
         assert isinstance(result, Tensor)
-        return result
+        return result.to("cpu", torch.promote_types(result.dtype, torch.float32))
 
-    def _here(self, images: Tensor) -> Tensor:
-        return images.to(self.device, next(self.net.parameters()).dtype)
-
-    def _check_classes(self) -> None:
-        if self.card.task != "classify" or not self.config.classes:
-            raise ModelError(
-                f"{self.card.origin or 'this model'} has no classes: it gives features. "
-                "Use embed, or fine-tune it on your classes first."
-            )
+    def _width(self, want: Want) -> int:
+        if want == "logits" and self.config.classes:
+            return self.config.classes
+        return self.net.config.pooled_width if isinstance(self.net, ViT) else self.net.norm.weight.shape[0]
 
     def __repr__(self) -> str:
-        size = "x".join(map(str, pair(self.config.image)))
         count = sum(p.numel() for p in self.net.parameters()) / 1e6
         what = f"{self.config.classes} classes" if self.card.task == "classify" else "features"
-        return f"<vitrail.Model {self.card.origin or self.card.family}: {count:.1f} M parameters, {size}, {what}>"
+        name = self.card.origin or self.card.family
+        return f"<vitrail.Model {name}: {count:.1f} M parameters, {_size(self.config.image)}, {what}>"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a model's files are."""
+
+    path: Path
+    origin: str = ""
+    """The hub id they came from."""
+    notes: tuple[str, ...] = ()
+    """What to say about the choice."""
 
 
 def load(
-    source: str | Path,
+    source: str | Path | Found,
     *,
     image: Pair | None = None,
     channels: int | None = None,
@@ -138,8 +211,8 @@ def load(
     labels: str | Path | Sequence[str] | None = None,
     family: str | None = None,
     section: str | None = None,
-    device: str = "cpu",
-    dtype: torch.dtype | None = torch.float32,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = "float32",
     finite: bool = True,
     **changes: Any,
 ) -> Model:
@@ -148,75 +221,164 @@ def load(
     It is looked for in this order: an existing file or folder; a model's name, which stands for one
     stated public checkpoint; a hub id. `image` resamples positions for another size, `channels`
     sums or repeats the first filters, `classes` puts a new head of zeros, `labels` names the classes
-    ("imagenet-1k", a file, a list), `family` says what a bare file cannot (DeiT, DINO, ...), and
+    ("imagenet-1k", a file, a list), `family` says what a bare file cannot (DeiT, DINO, ...),
+    `section` chooses a part of a training file, `dtype=None` keeps the type that is stored, and
     further keywords override fields of the config (activation="gelu-quick").
     """
-    path, said = locate(source)
-    net, card = checkpoint.read(path, section=section, family=family, dtype=dtype, finite=finite, changes=changes)
-    if str(path) != str(source):
-        card = card.but(origin=str(source))
-    net, card = _adapted(net, card.noting(*said), image, channels, classes)
+    target = pick_device(device)
+    found = locate(source)
+    net, card = checkpoint.read(
+        found.path, section=section, family=family, dtype=pick_dtype(dtype), finite=finite, changes=changes
+    )
+    if found.origin:
+        card = card.but(origin=found.origin)
+    net, card = _adapted(net, card.noting(*found.notes), image, channels, classes)
     if labels is not None:
-        card = card.but(labels=read_labels(labels))
-    say(card.notes)
-    return Model(net.to(pick_device(device)), card)
+        card = card.but(labels=read_labels(labels, card.config.classes))
+    say(card.notes, about=found.origin or found.path.name)
+    return Model(net.to(target), card)
 
 
-def create(name: str, *, seed: int | None = None, device: str = "cpu", **changes: Any) -> Net:
+def create(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Net:
     """A fresh network by name, with the paper's first values: `create("ViT-B/16", classes=10, image=384)`."""
-    net = build(config_for(name, **changes), seed)
-    return net.to(pick_device(device))
+    target = pick_device(device)
+    return build(config_for(name, **changes), seed).to(target)
 
 
-def fresh(name: str, *, seed: int | None = None, **changes: Any) -> Model:
+def fresh(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Model:
     """An untrained Model by name: `create` with the family's preprocessing."""
-    net = create(name, seed=seed, **changes)
+    net = create(name, seed=seed, device=device, **changes)
     variant = find(name)
     family = (variant.name if variant else name).split("+")[-1].split("-")[0]
     known = next(k for k in FAMILIES if k.lower() == family.lower())
     preprocess = preprocess_for(FAMILIES[known].preprocess, net.config)
-    classifies = net.config.classes and known != "CLIP"
+    classifies = net.config.classes and (known != "CLIP" or "classes" in changes)
     card = Card(config=net.config, preprocess=preprocess, family=known, origin=name)
     return Model(net.eval(), card if classifies else card.but(task="embed"))
 
 
-def locate(source: str | Path) -> tuple[Path, list[str]]:
-    """The file or folder a source stands for, and what to say about it."""
-    path = Path(source).expanduser()
-    if path.exists():
-        return path, []
-    text = str(source)
+def locate(source: str | Path | Found) -> Found:
+    """The files of an existing path, a model's name or a hub id; what is not here yet is downloaded."""
+    if isinstance(source, Found):
+        return source
+    text, path = str(source), Path(source).expanduser()
+    if not text.strip():
+        raise NotFound("got an empty name, wanted a file, a folder, a model's name or a hub id.")
+    if _exists(path) or isinstance(source, Path):
+        return Found(path)  # opening it says what is missing
     variant = find(text)
-    if variant is not None and not variant.checkpoint:
+    if variant is not None and _stands_for(text, variant):
+        return _published(text, variant)
+    if re.fullmatch(r"[^/]+/\d+(-\w+)?(@\w+)?", text):  # ViT-B/16: no hub id ends in a bare number
+        raise NotFound(_unpublished(text))
+    from vitrail.weights import hub  # huggingface_hub takes a while to import
+
+    if hub.PREFIX.match(text):
+        return Found(hub.fetch(text), hub.PREFIX.sub("", text, count=1))
+    if _looks_like_path(text, path):
+        return Found(path)
+    if hub.parse(text) is None:
+        raise NotFound(f"no file, folder or model is called {text!r}{_suggestion(text)}")
+    try:
+        return Found(hub.fetch(text), text)
+    except VitrailError as error:
+        near = difflib.get_close_matches(text, [v.checkpoint for v in VARIANTS], n=1, cutoff=0.85)
+        hint = f" Did you mean {near[0]}?" if near and near[0] != text else ""
+        raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
+
+
+def _stands_for(text: str, variant: Variant) -> bool:
+    """Whether this is a name, and not the hub id of another copy of the same model."""
+    return text.lower() == variant.name.lower() or "/" not in text.removeprefix("timm/")
+
+
+def _published(text: str, variant: Variant) -> Found:
+    from vitrail.weights import hub  # huggingface_hub takes a while to import
+
+    if not variant.checkpoint:
         raise NotFound(f"{variant.name} has no public weights; vitrail.create({variant.name!r}) builds it untrained.")
-    if variant is not None and text.lower() in (
-        variant.name.lower(),
-        *(a.lower() for a in variant.aliases if "/" not in a),
-    ):
-        return hub.fetch(variant.checkpoint), [f"{text} stands for {variant.checkpoint}."]
-    if "/" in text and not path.suffix and not text.startswith((".", "/", "~")):
-        return hub.fetch(text), []
-    return path, []  # opening it says what is missing
+    notes = () if text == variant.checkpoint else (f"{text} stands for {variant.checkpoint}",)
+    return Found(hub.fetch(variant.checkpoint), variant.checkpoint, notes)
+
+
+def _unpublished(text: str) -> str:
+    """Why a name of our grammar cannot be loaded."""
+    try:
+        parse(text)
+    except NotFound as error:
+        return str(error)
+    base, _, image = text.partition("@")
+    known = find(base)
+    if image and known is not None and known.checkpoint:
+        return (
+            f"{text} has no public weights of its own; load {base} with image={image}, which resamples its positions."
+        )
+    return f"{text} has no public weights; vitrail.create({text!r}) builds it untrained."
+
+
+def _looks_like_path(text: str, path: Path) -> bool:
+    weights = {".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".json"}
+    return (
+        text.startswith((".", "/", "~"))
+        or text.endswith("/")
+        or "\\" in text
+        or text.count("/") > 1
+        or path.suffix.lower() in weights
+        or (len(path.parts) > 1 and _exists(Path(path.parts[0])))
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or a null character
+        return False
+
+
+def _suggestion(text: str) -> str:
+    known = {name for v in VARIANTS for name in (v.name, *v.aliases)}
+    with suppress(OSError):
+        known |= set(os.listdir())
+    near = difflib.get_close_matches(text, sorted(known), n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return "; `vitrail models` lists the names, and a hub id is written user/model."
 
 
 def _adapted(net: Net, card: Card, image: Pair | None, channels: int | None, classes: int | None) -> tuple[Net, Card]:
     if image is not None and pair(image) != pair(net.config.image):
         net = net.resized(image)
-        preprocess = _resized(card.preprocess, pair(image))
-        card = card.but(config=net.config, preprocess=preprocess)
+        card = card.but(config=net.config)
         if isinstance(net, ViT) and net.config.position.startswith("learned"):
-            card = card.noting(f"positions were resampled to {_size(image)} as {net.config.resample} does it.")
+            card = card.noting(f"positions were resampled to {_size(image)} as {net.config.resample} does it")
+    if image is not None and pair(image) != pair(card.preprocess.image):
+        card = card.but(preprocess=_resized(card.preprocess, pair(image)))
     if channels is not None and channels != net.config.channels:
-        had = net.config.channels
+        note = _channels_note(net, channels)
         net = net.with_channels(channels)
-        how = f"summed over {had} channels" if channels == 1 else f"repeated from {had} to {channels} and scaled"
-        card = card.but(config=net.config, preprocess=channels_for(card.preprocess, channels))
-        card = card.noting(f"for {channels} channel{'s' * (channels > 1)} the first filters were {how}.")
-    if classes is not None and classes != net.config.classes:
-        net = net.with_classes(classes)
-        card = card.but(config=net.config, labels=None, task="classify" if classes else "embed")
-        card = card.noting(f"the head is new: {classes} classes, all zeros until it is trained.")
-    return net, card
+        card = card.but(config=net.config, preprocess=channels_for(card.preprocess, channels)).noting(note)
+    if classes is None:
+        return net, card
+    if classes == net.config.classes and card.task == "classify":
+        return net, card.noting(f"it has {classes} classes already: its head is kept as it is")
+    net = net.with_classes(classes)
+    card = card.but(config=net.config, labels=None, task="classify" if classes else "embed")
+    return net, card.noting(
+        f"the head is new: {classes} classes, all zeros until it is trained" if classes else "the head was taken off"
+    )
+
+
+def _channels_note(net: Net, channels: int) -> str:
+    had, plural = net.config.channels, "s" * (channels > 1)
+    if channels == 1:
+        how = f"summed over the {had} channels"
+    elif channels > had:
+        how = f"repeated from {had} to {channels} and scaled by {had}/{channels}"
+    else:
+        how = f"cut from {had} to {channels} and scaled by {had}/{channels}"
+    note = f"for {channels} channel{plural} the first filters were {how}"
+    standardised = isinstance(net.config, BiTConfig) or net.config.stem is not None
+    return f"{note}; its first convolution is standardised, so train it before relying on it" if standardised else note
 
 
 def _resized(preprocess: PreprocessConfig, image: tuple[int, int]) -> PreprocessConfig:
@@ -231,4 +393,21 @@ def _size(image: Pair) -> str:
     return "x".join(map(str, pair(image)))
 
 
-__all__ = ["Model", "Prediction", "ViTConfig", "create", "fresh", "load"]
+def _check_top(top: int) -> None:
+    if top < 1:
+        raise ConfigError(f"top={top}: wanted 1 class or more.")
+
+
+def _are_several(pictures: Any) -> TypeGuard[Iterable[Picture]]:
+    """Strings, bytes, arrays and tensors can be iterated too, but are one picture each."""
+    one = (str, Path, bytes, Image.Image, np.ndarray, Tensor)
+    return isinstance(pictures, Iterable) and not isinstance(pictures, one)
+
+
+def _groups(pictures: Iterable[Picture], size: int) -> Iterator[tuple[Picture, ...]]:
+    rest = iter(pictures)
+    while group := tuple(islice(rest, size)):
+        yield group
+
+
+__all__ = ["Found", "Model", "Prediction", "create", "fresh", "load", "locate"]

@@ -1,4 +1,8 @@
-"""Where and how things run: device, precision, what is said aloud."""
+"""Where and how things run: device, precision, what is said aloud.
+
+Assumptions and choices made for the user go to the logger "vitrail", at level WARNING, so that a
+plain script shows them; `logging.getLogger("vitrail").setLevel("ERROR")` silences them.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,25 @@ import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("vitrail")
-"""Assumptions and choices are told here, at level WARNING, so that a plain script shows them once."""
+_said: set[tuple[str, str]] = set()
 
 
-def say(notes: Iterable[str]) -> None:
-    """Tell the user what was assumed or chosen for them."""
+def say(notes: Iterable[str], about: str = "") -> None:
+    """Tell the user what was assumed or chosen about something, once for each such thing."""
     for note in notes:
-        log.warning("%s", note)
+        note = f"{note.rstrip('.')}."
+        if (about, note) not in _said:
+            _said.add((about, note))
+            log.warning("%s", f"{about}: {note}" if about else note, extra={"note": note})
 
 
-def pick_device(name: str = "auto") -> torch.device:
+def pick_device(name: str | torch.device = "auto") -> torch.device:
     """`auto` is CUDA, else Apple's MPS, else the CPU; anything else is torch's own name."""
     import torch
 
@@ -29,7 +36,25 @@ def pick_device(name: str = "auto") -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"there is no device {str(name)!r}; try cpu, cuda, cuda:1, mps or auto.") from None
+    try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used: {str(error).splitlines()[0]} Try --device cpu.") from None
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+        raise ConfigError(f"device {str(name)!r} cannot be used here ({reason}); try cpu or auto.") from None
     return device
+
+
+def pick_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
+    """torch's own, or its name: "bfloat16"."""
+    import torch
+
+    if not isinstance(name, str):
+        return name
+    known = ("float32", "float64", "float16", "bfloat16")
+    if name.removeprefix("torch.") not in known:
+        raise ConfigError(f"no dtype {name!r} to load weights as{nearest(name, known)}")
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
-from vitrail import __version__
 from vitrail.cli import convert, models, predict
 from vitrail.cli.console import notes_to_stderr, problem
 from vitrail.errors import VitrailError
 
 app = typer.Typer(
     help="Vision Transformers: load any public checkpoint exactly, convert it, use it.",
-    epilog="Every command takes --debug for the traceback of an error.",
+    epilog="Every command takes --debug, which shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,37 +28,51 @@ app.command("convert")(convert.convert)
 
 def _version(asked: bool) -> None:
     if asked:
+        from vitrail import __version__
+
         typer.echo(f"vitrail {__version__}")
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     pass
 
 
-def main() -> None:
-    """Run the command; errors become one sentence and a status."""
-    arguments = [a for a in sys.argv[1:] if a != "--debug"]
-    debug = len(arguments) < len(sys.argv) - 1
-    notes_to_stderr(logging.DEBUG if debug else logging.WARNING)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and give its status: 0 done, 1 failed, 2 asked wrongly, 70 a bug, 130 interrupted."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    notes_to_stderr()
     try:
-        app(args=arguments, prog_name="vitrail")
-    except VitrailError as error:
-        if debug:
-            raise
-        problem(str(error))
-        sys.exit(1)
+        status = app(args=[a for a in given if a != "--debug"], prog_name="vitrail", standalone_mode=False)
+        sys.stdout.flush()
+        return status if isinstance(status, int) else 0
     except KeyboardInterrupt:
-        problem("interrupted.")
-        sys.exit(130)
+        return 130
     except BrokenPipeError:  # the reader, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        return 1
     except Exception as error:
         if debug:
             raise
-        problem(f"{type(error).__name__}: {error} (not foreseen: --debug shows where; please report it).")
-        sys.exit(70)
+        message, status = _explained(error)
+        if message:
+            problem(message)
+        return status
+
+
+def _explained(error: Any) -> tuple[str, int]:
+    """One sentence, and the status that goes with it."""
+    if isinstance(error, VitrailError):
+        return str(error), 1
+    if hasattr(error, "format_message"):  # a usage error; which module its class is in depends on typer's version
+        command = error.ctx.command_path if getattr(error, "ctx", None) else "vitrail"
+        said = error.format_message()  # empty where the help itself was shown
+        return said and f"{said}{'' if said[-1] in '.?' else '.'} See `{command} --help`.", 2
+    where = f"{type(error).__name__}: {str(error) or 'no message'}"
+    return f"{where} (not foreseen: add --debug to see where, and please report it).", 70

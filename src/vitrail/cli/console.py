@@ -1,4 +1,4 @@
-"""What people see: results on standard output, notes and progress on standard error."""
+"""What people see: results on standard output, notes, problems and progress on standard error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import shutil
 import sys
 
-from rich.console import Console
-from rich.logging import RichHandler
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 # Outside a terminal rich would fold tables at 80 columns; a file or a pipe has no edge.
@@ -17,27 +16,40 @@ out = Console(width=_WIDTH, highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+def show(what: RenderableType) -> None:
+    """A table or a line, without the spaces rich fills lines with: pipes and narrow windows mind them."""
+    with out.capture() as captured:
+        out.print(what)
+    for line in captured.get().splitlines():
+        out.file.write(line.rstrip() + "\n")
+
+
 def problem(message: str) -> None:
     """One sentence about what went wrong."""
     err.print("[bold red]error:[/] ", end="")
     err.print(message, markup=False, soft_wrap=True)
 
 
-def notes_to_stderr(level: int) -> None:
-    """Show what vitrail says aloud as `note: ...`."""
+def note(message: str) -> None:
+    """Something worth knowing that is no result."""
+    err.print("[dim]note:[/] ", end="")
+    err.print(message, markup=False, soft_wrap=True, style="dim")
 
-    class Note(RichHandler):
-        def emit(self, record: logging.LogRecord) -> None:
-            err.print("[dim]note:[/] ", end="")
-            err.print(record.getMessage(), markup=False, soft_wrap=True, style="dim")
 
+class _Notes(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note(getattr(record, "note", record.getMessage()))
+
+
+def notes_to_stderr() -> None:
+    """Show what vitrail says aloud as `note: ...`; one command has one model, so its name is left out."""
     logger = logging.getLogger("vitrail")
-    logger.handlers = [Note()]
-    logger.setLevel(level)
+    logger.handlers = [_Notes()]
+    logger.setLevel(logging.WARNING)
     logger.propagate = False
 
 
-def progress() -> Progress:
+def progress(wanted: bool = True) -> Progress:
     """A bar on standard error that leaves nothing behind; silent where that is no terminal."""
     return Progress(
         TextColumn("{task.description}"),
@@ -47,5 +59,8 @@ def progress() -> Progress:
         TimeRemainingColumn(),
         console=err,
         transient=True,
-        disable=not err.is_terminal,
+        disable=not (wanted and err.is_terminal),
+        # Else rich would send what is printed meanwhile to standard error, results included.
+        redirect_stdout=False,
+        redirect_stderr=False,
     )

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitrail.cli.console import err, out
-from vitrail.errors import CheckpointError
+from vitrail.cli.console import err, note
+from vitrail.errors import CheckpointError, NotFound, nearest
 
-Source = Annotated[str, typer.Argument(help="A file, a folder, a model's name or a hub id.")]
-Target = Annotated[Path, typer.Argument(help="A folder or a file, as the format has it.")]
+if TYPE_CHECKING:
+    from vitrail.models import Net
+    from vitrail.weights.card import Card
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="A file, a folder, a model's name or a hub id.")]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="A folder or a file, as the format has it.")]
 To = Annotated[
-    str, typer.Option("--to", help="vitrail, timm, huggingface, torchvision, google, big_vision or facebook.")
+    str,
+    typer.Option(
+        "--to", metavar="FORMAT", help="vitrail, timm, huggingface, torchvision, google, big_vision or facebook."
+    ),
 ]
 
 
@@ -22,43 +29,75 @@ def convert(
     src: Source,
     dst: Target,
     to: To = "vitrail",
-    overwrite: Annotated[bool, typer.Option(help="Replace what is there, once the new one is complete.")] = False,
-    approximate: Annotated[
-        bool, typer.Option(help="Write even where the other library's fixed conventions differ slightly.")
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there, once the new one is complete.")
     ] = False,
-    section: Annotated[str | None, typer.Option(help="Part of a training file to read, such as teacher.")] = None,
-    family: Annotated[str | None, typer.Option(help="What a bare file cannot say: DeiT, DINO, MAE, ...")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    approximate: Annotated[
+        bool, typer.Option("--approximate", help="Write even where the other library computes slightly otherwise.")
+    ] = False,
+    section: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Part of a training file to read, such as teacher.")
+    ] = None,
+    family: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What a bare file cannot say: DeiT, DINO, MAE, ...")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
 ) -> None:
-    """Read a checkpoint of any format and write it in another, exactly, then read it back and compare."""
+    """Write a checkpoint of any format in another, exactly; then read it back and compare every tensor."""
     from vitrail.api import locate
     from vitrail.runtime import say
     from vitrail.weights import checkpoint
 
-    path, notes = locate(src)
+    formats = {f.name for f in checkpoint.FORMATS}
+    if to not in formats:
+        raise NotFound(f"no format is called {to!r}{nearest(to, formats)}")
+    if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):
+        raise CheckpointError(f"{dst} exists already; choose another name, or add --overwrite to replace it.")
+    found = locate(src)  # has a progress bar of its own where it downloads
     with err.status(f"reading {src}"):
-        net, card = checkpoint.read(path, section=section, family=family, dtype=None)
-    if str(path) != src:
-        card = card.but(origin=src)
-    say([*notes, *card.notes])
+        net, card = checkpoint.read(found.path, section=section, family=family, dtype=None)
+    if found.origin:
+        card = card.but(origin=found.origin)
+    say([*found.notes, *card.notes])
     with err.status(f"writing {dst}"):
         checkpoint.write(net, card, dst, to=to, overwrite=overwrite, approximate=approximate)
     with err.status(f"reading {dst} back"):
-        again, _ = checkpoint.read(dst, dtype=None)
-    ours, back = net.state_dict(), again.state_dict()
-    differ = [n for n in ours if n not in back or not _same(ours[n], back[n])]
-    if differ or len(ours) != len(back):
-        raise CheckpointError(f"{dst} reads back differently: {', '.join(differ[:8])}; please report this.")
+        again, back = checkpoint.read(dst, dtype=None)
+    count = _compared(net, again, dst)
+    drift, lost = checkpoint.format_for(to, card).drift(card), _lost(card, back)
+    for what in drift:
+        note(f"{to}'s format cannot state {what}; its library computes slightly different numbers.")
+    for what in lost:
+        note(f"{to}'s format does not carry the {what}; who reads this must be told.")
     if as_json:
-        report = {"source": src, "destination": str(dst), "format": to, "tensors": len(ours), "identical": True}
-        typer.echo(json.dumps(report))
-        return
-    out.print(f"{dst}: {to} format, {len(ours)} tensors, identical when read back.", markup=False)
+        report = {"source": src, "destination": str(dst), "format": to, "tensors": count, "identical": True}
+        typer.echo(json.dumps(report | {"drift": drift, "lost": lost}))
+    else:
+        typer.echo(f"{dst}: {to} format, {count} tensors, identical when read back.")
 
 
-def _same(a: object, b: object) -> bool:
+def _compared(net: Net, again: Net, dst: Path) -> int:
+    """How many tensors there are, all of them the same in both."""
     import torch
 
-    assert isinstance(a, torch.Tensor)
-    assert isinstance(b, torch.Tensor)
-    return a.shape == b.shape and torch.equal(a, b.to(a.dtype))
+    ours, back = net.state_dict(), again.state_dict()
+    differ = sorted(ours.keys() ^ back.keys())
+    for name in ours.keys() & back.keys():
+        a, b = ours[name], back[name]
+        if a.shape != b.shape or not torch.equal(a, b.to(a.dtype)):
+            differ.append(name)
+    if differ:
+        raise CheckpointError(f"{dst} reads back differently: {', '.join(differ[:8])}; please report this.")
+    return len(ours)
+
+
+def _lost(card: Card, back: Card) -> list[str]:
+    """What the file does not tell its next reader, whose guess is another."""
+    lost = []
+    if card.labels is not None and back.labels != card.labels:
+        lost.append("class names")
+    ours, theirs = card.preprocess.to_dict(), back.preprocess.to_dict()
+    differ = [f"{name}={value}" for name, value in ours.items() if name != "centre" and theirs[name] != value]
+    if differ:
+        lost.append(f"preprocessing ({', '.join(differ)})")
+    return lost

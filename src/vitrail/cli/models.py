@@ -2,64 +2,82 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
-from vitrail.cli.console import out
-from vitrail.errors import NotFound, nearest
+from vitrail.cli.console import out, show
+from vitrail.errors import NotFound
 
 if TYPE_CHECKING:
+    from vitrail.models.families import Family
     from vitrail.models.published import Variant
+
+WIDE = 100
+"""Columns from which whole hub ids fit beside the numbers."""
 
 
 def models(
-    pattern: Annotated[str | None, typer.Argument(help="Part of a name, or a pattern such as 'ViT-*@384'.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    pattern: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|PATTERN]", help="A name, part of one, or a pattern such as 'ViT-*@384', ours or another's."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
 ) -> None:
-    """List the models: size, arithmetic, public checkpoint, and what each family was checked against."""
-    from vitrail.models.families import FAMILIES
-    from vitrail.models.published import VARIANTS
+    """List the models: parameters, FLOPs, public weights, and what each family was checked against.
 
-    chosen = [v for v in VARIANTS if pattern is None or _matches(v, pattern)]
-    if not chosen:
-        raise NotFound(f"no model matches {pattern!r}{nearest(str(pattern), [v.name for v in VARIANTS])}")
+    One model's own name shows its settings, and what other libraries call it.
+    """
+    from vitrail.models.families import FAMILIES
+
+    chosen = _matching(pattern)
     rows = [_row(v) for v in chosen]
     families = {v.family: FAMILIES[v.family] for v in chosen}
     if as_json:
         checked = {name: {"title": f.title, "checked": f.checked} for name, f in families.items()}
         typer.echo(json.dumps({"models": rows, "families": checked}, indent=2))
         return
-    table = Table("model", box=None, header_style="bold", pad_edge=False)
-    for title in ("parameters", "GFLOPs", "image"):
-        table.add_column(title, justify="right")
-    table.add_column("weights", overflow="fold")
-    for row in rows:
-        size = "x".join(map(str, row["image"])) if len(set(row["image"])) > 1 else str(row["image"][0])
-        weights = row["checkpoint"] or "[dim]none public[/]"
-        table.add_row(row["name"], f"{row['parameters']:,}", f"{row['flops'] / 1e9:,.1f}", size, weights)
-    out.print(table)
+    wide = out.width >= WIDE or len(rows) == 1
+    show(_sizes(rows, wide))
+    if not wide:
+        out.print(
+            f"The hub id of each: in a window of {WIDE} columns, or vitrail models {rows[0]['name']}", style="dim"
+        )
     out.print()
-    listed = Table("family", "what", "checked against", box=None, header_style="bold", pad_edge=False)
-    for name, family in families.items():
-        listed.add_row(name, family.title, family.checked or "[yellow]not yet[/]")
-    out.print(listed)
+    show(_families(families))
     if len(chosen) == 1:
         out.print()
-        _detail(chosen[0])
+        show(_detail(chosen[0]))
 
 
-def _matches(variant: Variant, pattern: str) -> bool:
-    names = [n.lower() for n in (variant.name, variant.checkpoint, *variant.aliases)]
-    pattern = pattern.lower()
-    if pattern in names:
-        return True
-    if any(c in pattern for c in "*?["):
-        return any(fnmatch.fnmatchcase(n, pattern) for n in names)
-    return any(pattern in n for n in names)
+def _matching(pattern: str | None) -> list[Variant]:
+    """All, the one of this name, those that fit the pattern, or those with this in their name."""
+    from vitrail.models.published import VARIANTS
+    from vitrail.models.variants import find
+
+    if pattern is None:
+        return list(VARIANTS)
+    if exact := find(pattern):
+        return [exact]
+    wild = pattern.lower() if any(c in pattern for c in "*?[") else f"*{pattern.lower()}*"
+    chosen = [v for v in VARIANTS if any(fnmatch.fnmatchcase(n.lower(), wild) for n in _names(v))]
+    if not chosen:
+        near = difflib.get_close_matches(pattern, sorted(n for v in VARIANTS for n in _names(v)), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`vitrail models` lists all."
+        raise NotFound(f"no model matches {pattern!r}; {hint}")
+    return chosen
+
+
+def _names(variant: Variant) -> list[str]:
+    return [n for n in (variant.name, variant.checkpoint, *variant.aliases) if n]
 
 
 def _row(variant: Variant) -> dict[str, Any]:
@@ -79,10 +97,44 @@ def _row(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _detail(variant: Variant) -> None:
+def _sizes(rows: list[dict[str, Any]], wide: bool) -> Table:
+    """In a narrow window the weights column says only whose they are."""
+    table = Table("model", box=None, header_style="bold", pad_edge=False)
+    for title in ("parameters", "GFLOPs", "image"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("weights" if wide else "weights by", overflow="fold")
+    for row in rows:
+        size = "x".join(map(str, row["image"])) if len(set(row["image"])) > 1 else str(row["image"][0])
+        found = row["checkpoint"] and (row["checkpoint"] if wide else row["checkpoint"].split("/")[0])
+        weights = Text(found) if found else Text("none public", style="dim")
+        table.add_row(row["name"], f"{row['parameters']:,}", f"{row['flops'] / 1e9:,.1f}", size, weights)
+    return table
+
+
+def _families(families: dict[str, Family]) -> Table:
+    table = Table("family", "what", "checked against", box=None, header_style="bold", pad_edge=False)
+    for name, family in families.items():
+        table.add_row(name, Text(family.title), Text(family.checked) if family.checked else "[yellow]not yet[/]")
+    return table
+
+
+def _detail(variant: Variant) -> Table:
+    """What others call it, and every setting."""
     from vitrail.models.variants import parse
 
-    out.print(f"also known as  {', '.join(variant.aliases) or '-'}", markup=False)
-    values = parse(variant.name).to_dict()
-    shown = "  ".join(f"{k}={v}" for k, v in values.items())
-    out.print(f"config         {shown}", markup=False)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("also called", Text("\n".join(variant.aliases) or "-"))
+    table.add_row("settings", Text("  ".join(_settings(parse(variant.name).to_dict()))))
+    return table
+
+
+def _settings(values: dict[str, Any], before: str = "") -> Iterator[str]:
+    """`key=value` as overrides are written: no spaces, so that lines break between them."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _settings(value, f"{before}{name}.")
+        else:
+            spelled = str(value).lower() if isinstance(value, bool) or value is None else str(value).replace(" ", "")
+            yield f"{before}{name}={spelled}"

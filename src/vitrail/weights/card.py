@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.errors import ConfigError, FormatError
+from vitrail.models.families import FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,9 @@ class Card:
                 f"wanted a vitrail card of version 1, got format={values.get('format')!r}, "
                 f"version={values.get('version')!r}; a newer vitrail may read it."
             )
+        for name, known in (("kind", ("vit", "bit")), ("task", ("classify", "embed")), ("family", tuple(FAMILIES))):
+            if values[name] not in known:
+                raise FormatError(f"the card's {name}={values[name]!r} is not one of {', '.join(known)}.")
         config_type = BiTConfig if values["kind"] == "bit" else ViTConfig
         labels = values.get("labels")
         return cls(
@@ -67,6 +71,19 @@ class Card:
             task=values["task"],
             origin=values["origin"],
         )
+
+
+def conventions_of(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]:
+    """What the family's own code has fixed and no tensor shows: which GELU, which epsilon, how positions resize."""
+    if isinstance(config, BiTConfig):
+        return {}
+    options = FAMILIES[family].options
+    fixed: dict[str, Any] = {name: options[name] for name in ("activation", "norm_eps", "resample") if name in options}
+    if config.activation == "swiglu":  # tensors do show that
+        fixed.pop("activation", None)
+    if family == "DINOv2" and config.registers:
+        fixed["resample"] = "timm"  # antialiased, without the offset: unlike DINOv2 without registers
+    return fixed
 
 
 def preprocess_for(usual: PreprocessConfig, config: ViTConfig | BiTConfig) -> PreprocessConfig:

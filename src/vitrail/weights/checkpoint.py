@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitrail.config import ViTConfig
 from vitrail.errors import CheckpointError, FormatError, NotFound, nearest
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import google, google_bit
-from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.card import Card, conventions_of, preprocess_for
 from vitrail.weights.facebook import FACEBOOK
 from vitrail.weights.files import Archive, open_archive
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
+from vitrail.weights.kinds import AGAIN, few, first_line
 from vitrail.weights.native import NATIVE
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.torchvision import TORCHVISION
@@ -37,7 +40,7 @@ FORMATS: tuple[Format, ...] = (
 
 
 def recognise(archive: Archive) -> tuple[Format, Archive]:
-    """The format of these tensors, and the tensors under the names its table uses."""
+    """The format of these tensors, and the tensors under the names its table uses; the rest is said aloud."""
     for form in FORMATS:
         prefix = form.recognise(archive)
         if prefix is None:
@@ -47,8 +50,9 @@ def recognise(archive: Archive) -> tuple[Format, Archive]:
         if strange:
             shown = ", ".join(strange[:8])
             raise FormatError(f"read as {form.name} under {prefix!r}, these are left over: {shown}.")
-        inside = archive.under(prefix)
-        return form, Archive(**{**vars(inside), "tensors": inside.tensors.renamed(form.spelling)})
+        aside = [f"left aside what stands beside {prefix!r}: {few(beside)}."] if beside else []
+        inside = archive.tensors.under(prefix).renamed(form.spelling)
+        return form, replace(archive, tensors=inside, notes=[*archive.notes, *aside])
     names = list(archive.tensors)
     raise FormatError(
         f"{archive.source}: the names are of no known format ({', '.join(names[:4])}, ... {len(names)} in all); "
@@ -69,13 +73,17 @@ def read(
 
     Tensors are mapped from the file where their layout allows. `dtype=None` keeps what is stored;
     `finite=False` lets NaN and infinity pass; `family` settles what the file does not say;
-    `changes` override fields of the config (activation="gelu-quick").
+    `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
+    file cannot tell (heads=4, image=(224, 448)).
     """
-    archive = open_archive(path, section=section)
-    form, archive = recognise(archive)
-    card = _settled(form.describe(archive), family, changes or {})
+    form, archive = recognise(_headed(open_archive(path, section=section)))
+    archive.told.update(changes or {})
+    with _reading(form, archive):
+        card = form.describe(archive)
+    card = _settled(card, family, changes or {})
     net = build(card.config, skeleton=True)
-    state = form.table(card.config).read(archive.tensors, net, card.config)
+    with _reading(form, archive):
+        state = form.table(card.config).read(archive.tensors, net, card.config)
     if finite:
         _check_finite(state, archive.source)
     stored = {t.dtype for t in state.values()}
@@ -102,6 +110,7 @@ def write(
     form.check(card, approximate)
     theirs = form.table(card.config).write(net.state_dict(), card.config)
     assert form.write is not None
+    Path(path).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
     form.write(Path(path), theirs, card, overwrite)
 
 
@@ -113,6 +122,33 @@ def format_for(name: str, card: Card) -> Format:
     return next((f for f in named if not f.cannot(card)), named[0])
 
 
+def _headed(archive: Archive) -> Archive:
+    """With the JSON of its header, which in a file alone stands for the files that would lie beside it."""
+    named = {name: text for name, text in archive.metadata.items() if name.endswith(".json")}
+    try:
+        return replace(archive, sidecars=archive.sidecars | {name: json.loads(text) for name, text in named.items()})
+    except ValueError as error:
+        raise CheckpointError(f"{archive.source}: its header is damaged ({first_line(error)}); {AGAIN}.") from None
+
+
+@contextmanager
+def _reading(form: Format, archive: Archive) -> Iterator[None]:
+    """What goes wrong in reading a file that has a format's marks, in one sentence that names both."""
+    try:
+        yield
+    except FormatError as error:
+        said = str(error) if str(error).startswith("read as") else f"read as {form.name}: {error}"
+        raise FormatError(str(error) if archive.source in said else f"{archive.source}: {said}") from error
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise FormatError(f"{archive.source}: read as {form.name}, {error.args[0]} is missing.") from error
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise FormatError(
+            f"{archive.source}: read as {form.name}, its parts do not fit: {first_line(error)}."
+        ) from error
+
+
 def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card:
     if changes:
         card = card.but(config=card.config.but(**changes))
@@ -120,11 +156,11 @@ def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card
         return card
     if family not in FAMILIES:
         raise NotFound(f"no family is called {family!r}{nearest(family, FAMILIES)}")
-    known = FAMILIES[family]
-    fixed = {k: v for k, v in known.options.items() if k in ("activation", "norm_eps", "resample") and k not in changes}
-    config = card.config.but(**fixed) if isinstance(card.config, ViTConfig) else card.config
+    fixed = {k: v for k, v in conventions_of(family, card.config).items() if k not in changes}
+    config = card.config.but(**fixed)
     notes = tuple(n for n in card.notes if "preprocessing" not in n)
-    return card.but(config=config, family=family, preprocess=preprocess_for(known.preprocess, config), notes=notes)
+    preprocess = preprocess_for(FAMILIES[family].preprocess, config)
+    return card.but(config=config, family=family, preprocess=preprocess, notes=notes)
 
 
 @torch.no_grad()

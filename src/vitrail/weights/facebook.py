@@ -1,6 +1,6 @@
-"""Facebook's own .pth files where they differ from timm's names: DINOv2, DeiT-III, MAE with decoder.
+"""Facebook's own .pth files where they differ from timm's names: DINOv2, DeiT-III, DINO and MAE in full.
 
-DeiT, DINO and MAE's encoder have timm's names and are read as such.
+DeiT, DINO's backbone and MAE's encoder have timm's names and are read as such.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, ViTConfig
+from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.models.families import FAMILIES
+from vitrail.models.variants import heads_for
 from vitrail.weights import timm
-from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.card import Card, conventions_of, preprocess_for
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKENS, AnyConfig, Rule, Table
@@ -24,6 +27,17 @@ from vitrail.weights.write import write_torch
 OURS_TO_DINOV2 = {"reg_token": "register_tokens", ".mlp.fc1.": ".mlp.w12.", ".mlp.fc2.": ".mlp.w3."}
 OURS_TO_DEIT3 = {".ls1.gamma": ".gamma_1", ".ls2.gamma": ".gamma_2"}
 MAE_DECODER = ("mask_token", "decoder_*")
+MARKS = ("mask_token", "blocks.0.gamma_1", "register_tokens", "blocks.0.mlp.w12.weight")
+"""Names that timm does not have."""
+
+Code = Literal["DINOv2", "DeiT-III", "MAE, DINO, DeiT"]
+
+
+def code_of(config: ViTConfig) -> Code:
+    """The code base whose names a network of this config has."""
+    if config.layer_scale is not None and not config.placed_prefix:
+        return "DeiT-III"
+    return "DINOv2" if config.layer_scale is not None or config.registers else "MAE, DINO, DeiT"
 
 
 def _spelled(rules: list[Rule], spelling: Mapping[str, str]) -> list[Rule]:
@@ -39,25 +53,29 @@ def _spelled(rules: list[Rule], spelling: Mapping[str, str]) -> list[Rule]:
 
 def table(config: AnyConfig) -> Table:
     assert isinstance(config, ViTConfig)
-    norm = timm.both("fc_norm" if config.pool_norm == "after" else "norm", "norm")
+    # A token is the same normalised before or after it is picked; only MAE's mean has a norm of its own.
+    norm = timm.both("fc_norm" if config.pool_norm == "after" and config.pool == "gap" else "norm", "norm")
     placed = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
     rules = [*timm.TOKENS_RULES, *placed, *timm.ENDS, *norm, *timm.BLOCK]
-    if config.layer_scale is not None and not config.placed_prefix:
-        return Table("facebook (DeiT-III)", _spelled(rules, OURS_TO_DEIT3))
-    if config.layer_scale is not None or config.registers:
+    code = code_of(config)
+    if code == "DeiT-III":
+        return Table(f"facebook ({code})", _spelled(rules, OURS_TO_DEIT3))
+    if code == "DINOv2":
         swiglu = config.activation == "swiglu"
         spelling = {k: v for k, v in OURS_TO_DINOV2.items() if swiglu or "mlp" not in k}
-        return Table("facebook (DINOv2)", _spelled(rules, spelling), ("mask_token",))
-    return Table("facebook (MAE, DINO, DeiT)", rules, MAE_DECODER)
+        return Table(f"facebook ({code})", _spelled(rules, spelling), ("mask_token",))
+    return Table(f"facebook ({code})", rules, MAE_DECODER)
 
 
 def recognise(archive: Archive) -> str | None:
     for prefix in ("", "module.", "backbone.", "module.backbone."):
         names = archive.under(prefix).tensors
-        ours = "patch_embed.proj.weight" in names and "cls_token" in names
-        marks = ("mask_token", "blocks.0.gamma_1", "register_tokens", "blocks.0.mlp.w12.weight")
+        if "patch_embed.proj.weight" not in names or "cls_token" not in names:
+            continue
         chunked = any(re.match(r"blocks\.\d+\.\d+\.norm1", n) for n in names)
-        if ours and (chunked or any(mark in names for mark in marks)):
+        head = prefix.replace("backbone.", "head.last_layer.")  # DINO's, beside its backbone
+        dino = prefix != head and any(n.startswith(head) for n in archive.tensors)
+        if chunked or dino or any(mark in names for mark in MARKS):
             return prefix
     return None
 
@@ -78,55 +96,86 @@ def describe(archive: Archive) -> Card:
 
     card = timm.describe(replace(archive, tensors=archive.tensors.renamed(as_timm), sidecars={}))
     assert isinstance(card.config, ViTConfig)
-    names = archive.tensors
-    family = "DeiT3" if "blocks.0.gamma_1" in names else "MAE" if "decoder_embed.weight" in names else "DINOv2"
-    config = card.config
-    if family == "DINOv2":
-        config = config.but(resample="timm" if config.registers else "dinov2")
-    notes = tuple(n for n in card.notes if "preprocessing" not in n)
-    usual = preprocess_for(FAMILIES[family].preprocess, config)
-    if family == "DINOv2":  # trained at 518, evaluated at 224
-        usual = preprocess_for(FAMILIES[family].preprocess, config.but(image=224))
-    return card.but(config=config, family=family, preprocess=usual, notes=notes)
+    family = _family(archive, card.config)
+    config = card.config.but(**conventions_of(family, card.config))
+    notes = [n for n in card.notes if "preprocessing" not in n]
+    if any(name.startswith("decoder_") for name in archive.tensors):
+        notes.append("left aside: the decoder.")
+    return card.but(config=config, family=family, preprocess=_preprocess(family, config), notes=tuple(notes))
+
+
+def _family(archive: Archive, config: ViTConfig) -> str:
+    if "blocks.0.gamma_1" in archive.tensors:
+        return "DeiT3"
+    if "decoder_embed.weight" in archive.tensors:
+        return "MAE"
+    marked = config.layer_scale is not None or any(mark in archive.tensors for mark in MARKS)
+    return "DINOv2" if marked else "DINO"
+
+
+def _preprocess(family: str, config: ViTConfig) -> PreprocessConfig:
+    usual = FAMILIES[family].preprocess
+    small = pair(usual.image)
+    fits = all(side % patch == 0 for side, patch in zip(small, pair(config.patch), strict=True))
+    if family == "DINOv2" and fits:  # trained at 518, evaluated at 224
+        return preprocess_for(usual, config.but(image=small))
+    return preprocess_for(usual, config)
 
 
 def cannot(card: Card) -> list[str]:
     config = card.config
     if isinstance(config, BiTConfig):
         return ["a BiT ResNet"]
+    code, grid = code_of(config), config.grid
     wrong = {
-        f"{config.position} positions": config.position != "learned-1d",
-        "positions added at the layers": config.place != "stem",
+        f"{config.position} positions": config.position not in ("none", "learned-1d"),
+        "a network without positions": config.position == "none",
+        "positions added at the layers": config.position == "learned-1d" and config.place != "stem",
+        f"a grid of {grid[0]}x{grid[1]} patches, which is not square": grid[0] != grid[1],
         "a network without class token": not config.class_token,
         "a hybrid's stem": config.stem is not None,
         "an attention pool": config.pool == "map",
         "class token and mean side by side": config.pool == "token+gap",
         "the tanh layer before the head": bool(config.pre_logits),
         "a norm before the blocks": config.pre_norm,
+        "a network without a final norm": config.pool_norm == "none",
         "qk-norm": config.qk_norm,
         "RMSNorm": config.norm == "rms",
         "a patch projection without bias": not config.patch_bias,
         "a head without bias": bool(config.classes) and not config.head_bias,
-        "SwiGLU outside DINOv2": config.activation == "swiglu" and config.layer_scale is None,
+        "SwiGLU outside DINOv2": config.activation == "swiglu" and code != "DINOv2",
         "registers without a position on the class token": bool(config.registers) and not config.placed_prefix,
         "a mean over patches normalised first": config.pool == "gap" and config.pool_norm == "before",
+        f"a mean over patches in {code}": config.pool == "gap" and code != "MAE, DINO, DeiT",
+        f"a distillation token in {code}": config.distilled and code != "MAE, DINO, DeiT",
+        "a distillation token without a position": config.distilled and not config.position_on_class,
+        f"attention and MLP outputs without bias in {code}": not config.proj_bias and code != "DINOv2",
+        "a head in DINOv2": bool(config.classes) and code == "DINOv2",
+        f"a SwiGLU of width {config.mlp}, no multiple of 8": config.activation == "swiglu" and config.mlp % 8 > 0,
     }
     return [name for name, is_so in wrong.items() if is_so]
 
 
 def drift(card: Card) -> list[str]:
+    """What their code has fixed, and what a bare file cannot tell."""
     config = card.config
     assert isinstance(config, ViTConfig)
+    guessed = heads_for(config.width, config.depth, config.mlp)
     drifts = []
     if config.activation not in ("gelu", "swiglu"):
         drifts.append(f"{config.activation} (their code computes the exact GELU)")
     if config.norm_eps != 1e-6:
         drifts.append(f"a norm epsilon of {config.norm_eps:g} (their code has 1e-6)")
+    if config.heads != guessed:
+        drifts.append(f"heads={config.heads} (a file does not say how many)")
     return drifts
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
     """A plain state dict, which their `load_state_dict` takes."""
+    assert isinstance(card.config, ViTConfig)
+    if code_of(card.config) == "DINOv2":  # whose code has one; it stands for what is hidden in training
+        tensors = {**tensors, "mask_token": torch.zeros_like(tensors["cls_token"][0])}
     write_torch(path, tensors, overwrite=overwrite)
 
 

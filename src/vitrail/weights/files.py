@@ -116,6 +116,8 @@ class Archive:
     """What a pickle holds besides tensors: epoch, arch, args."""
     notes: list[str] = field(default_factory=list)
     """Choices made while opening, to be said aloud."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """What the caller knows of the network, for where the file is silent: heads, image."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Without reading the data."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +16,11 @@ from vitrail.weights.files import Archive
 from vitrail.weights.rules import AnyConfig, Table
 
 Write = Callable[[Path, Mapping[str, Tensor], Card, bool], None]
+
+
+def headed(sidecars: Mapping[str, Any]) -> dict[str, str]:
+    """The header of a safetensors file that stands alone: the JSON files that would lie beside it, by name."""
+    return {"format": "pt", **{name: json.dumps(value) for name, value in sidecars.items()}}
 
 
 def nothing(_: Card) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, StemConfig, ViTConfig
+from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.families import FAMILIES
 from vitrail.weights.card import Card, preprocess_for
@@ -311,20 +311,24 @@ def _position(naming: Naming, shapes: Shapes, options: Mapping[str, Any]) -> tup
     """Kind of position and image size, and what was assumed about them."""
     stride = options["stem"].stride if options["stem"] else 1
     sides = [side * stride for side in options["patch"]]  # pixels of the image under one patch
+    told = shapes.archive.told.get("image")
     if naming.position not in shapes:
-        image = tuple(max(round(224 / side), 1) * side for side in sides)
+        image = pair(told) if told else tuple(max(round(224 / side), 1) * side for side in sides)
         note = f"no positions are stored, so neither is the image's size: {image[0]}x{image[1]} assumed."
-        return {"position": "none" if naming.original else "sincos-2d", "image": image}, [note]
+        return {"position": "none" if naming.original else "sincos-2d", "image": image}, [] if told else [note]
     rows, token = shapes(naming.position, 3)[1], options["class_token"]
     for placed in (0,) if not token else (1,) if naming.original else (1, 0):
+        # Without a class token there is nothing to place: the field keeps its default.
+        on_class = {"position_on_class": bool(placed)} if token else {}
+        if told and math.prod(-(-i // s) for i, s in zip(pair(told), sides, strict=True)) == rows - placed:
+            return {"image": pair(told), **on_class}, []
         side = math.isqrt(max(rows - placed, 0))
         if side and side * side == rows - placed:
-            # Without a class token there is nothing to place: the field keeps its default.
-            on_class = {"position_on_class": bool(placed)} if token else {}
             return {"image": tuple(side * s for s in sides), **on_class}, []
     raise FormatError(
         f"read as {naming.name}: {naming.position} has {rows} rows, which are no square grid"
-        f"{' and a class token' if token else ''}; these files do not keep the shape of any other."
+        f"{' and a class token' if token else ''}; the file does not keep the shape of any other: "
+        "pass image=(height, width)."
     )
 
 

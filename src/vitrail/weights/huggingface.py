@@ -15,7 +15,7 @@ from vitrail.models.families import FAMILIES
 from vitrail.weights import huggingface_preprocess as processor
 from vitrail.weights.card import Card, preprocess_for
 from vitrail.weights.files import Archive
-from vitrail.weights.format import Format
+from vitrail.weights.format import Format, headed
 from vitrail.weights.huggingface_config import (
     BIT,
     KINDS,
@@ -295,16 +295,20 @@ HEADS = ("classifier.", "cls_classifier.", "distillation_classifier.", "visual_p
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
-    """A folder for `from_pretrained`; a file name that ends in .safetensors gives the tensors alone."""
+    """A folder for `from_pretrained`; a name that ends in .safetensors gives one file, the rest in its header."""
     complete = completed(tensors, card)
-    if path.suffix == ".safetensors":
-        write_safetensors(path, complete, {"format": "pt"}, overwrite=overwrite)
-        return
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    sidecars = {
+        "config.json": written(card, dtype),
+        "preprocessor_config.json": processor.written(card.preprocess, kind_of(card.config)),
+    }
+    if path.suffix == ".safetensors":
+        write_safetensors(path, complete, headed(sidecars), overwrite=overwrite)
+        return
     with new_folder(path, overwrite=overwrite) as folder:
-        write_safetensors(folder / "model.safetensors", complete, {"format": "pt"})
-        write_json(folder / "config.json", written(card, dtype))
-        write_json(folder / "preprocessor_config.json", processor.written(card.preprocess, kind_of(card.config)))
+        write_safetensors(folder / "model.safetensors", complete, headed({}))
+        for name, values in sidecars.items():
+            write_json(folder / name, values)
 
 
 def completed(tensors: Mapping[str, Tensor], card: Card) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
@@ -116,12 +116,14 @@ class Said:
     type: str
     """`model_type`, or "" where there is no config.json."""
     id2label: dict[str, str] | None
+    told: dict[str, Any] = field(default_factory=dict)
+    """By the caller, for where the file is silent."""
 
     @classmethod
     def of(cls, archive: Archive, kind: Kind) -> Said:
         whole = archive.sidecars.get("config.json")
         if not isinstance(whole, dict) or not ("model_type" in whole or "hidden_size" in whole):
-            return cls(kind, {}, "", None)
+            return cls(kind, {}, "", None, archive.told)
         named = str(whole.get("model_type", kind.types[0]))
         if named not in kind.types:
             raise FormatError(
@@ -129,7 +131,7 @@ class Said:
                 f"vitrail reads {', '.join(t for k in KINDS.values() for t in k.types)}."
             )
         fields = _vision(whole) if kind.family in ("CLIP", "SigLIP") else whole
-        return cls(kind, fields, named, whole.get("id2label"))
+        return cls(kind, fields, named, whole.get("id2label"), archive.told)
 
     def get(self, *names: str, default: Any = None) -> Any:
         return next((self.fields[n] for n in names if self.fields.get(n) is not None), default)
@@ -159,7 +161,8 @@ class Said:
 
     def heads(self, width: int, depth: int, mlp: int) -> tuple[int, str]:
         """How many, and what was assumed."""
-        stated = self.get("num_attention_heads", default=12 if self.type and width % 12 == 0 else None)
+        usual = 12 if self.type and width % 12 == 0 else None
+        stated = self.told.get("heads") or self.get("num_attention_heads", default=usual)
         if stated is not None:
             return int(stated), ""
         heads = heads_for(width, depth, mlp)
@@ -173,6 +176,10 @@ class Said:
     def image(self, patch: tuple[int, int], patches: int) -> tuple[tuple[int, int], str]:
         """The size the positions are for, and what was assumed."""
         stated = self.get("image_size")
+        if stated is None and self.told.get("image"):
+            size = pair(self.told["image"])
+            if math.prod(s // p for s, p in zip(size, patch, strict=True)) == patches:
+                return size, ""
         if stated is None:
             side = math.isqrt(patches)
             if side * side != patches:

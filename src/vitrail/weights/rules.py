@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.errors import FormatError
+from vitrail.errors import FormatError, Inexpressible
 
 AnyConfig = ViTConfig | BiTConfig
 Change = Callable[[Sequence[Tensor], AnyConfig], Sequence[Tensor]]
@@ -110,6 +110,7 @@ class Table:
         """Their tensors -> ours, complete for this skeleton, or an error that lists what is wrong."""
         wanted = skeleton.state_dict()
         state: dict[str, Tensor] = {}
+        came: dict[str, str] = {}
         used: set[str] = set()
         missing: list[str] = []
         for rule in self.placed(config, wanted):
@@ -120,10 +121,12 @@ class Table:
             used.update(rule.theirs)
             tensors = self._apply(rule, [theirs[name] for name in rule.theirs], config)
             state.update(zip(rule.ours, tensors, strict=True))
+            came.update(dict.fromkeys(rule.ours, " and ".join(rule.theirs)))
         left = [n for n in theirs if n not in used and not self.ignored(n)]
         uncovered = [n for n in wanted if n not in state] if not missing else []
         wrong = [
             f"{name} {tuple(state[name].shape)} for {tuple(wanted[name].shape)}"
+            + (f", from {came[name]}" if came[name] != name else "")
             for name in state
             if state[name].shape != wanted[name].shape
         ]
@@ -139,7 +142,7 @@ class Table:
             result.update(zip(rule.theirs, tensors, strict=True))
             used.update(rule.ours)
         if left := [n for n in ours if n not in used]:
-            raise FormatError(f"{self.name} has no name for {_listed(left)}.")
+            raise Inexpressible(f"{self.name}'s format has no name for {_listed(left)}.")
         return result
 
     def placed(self, config: AnyConfig, ours: Iterable[str]) -> Iterator[Placed]:

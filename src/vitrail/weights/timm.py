@@ -14,9 +14,9 @@ from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig, p
 from vitrail.errors import FormatError
 from vitrail.models.families import FAMILIES, TIMM
 from vitrail.weights import timm_config
-from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.card import Card, conventions_of, preprocess_for
 from vitrail.weights.files import Archive
-from vitrail.weights.format import Format
+from vitrail.weights.format import Format, headed
 from vitrail.weights.rules import (
     POINTWISE,
     POSITION,
@@ -35,21 +35,23 @@ from vitrail.weights.write import new_folder, write_json, write_safetensors
 
 
 def _read_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
-    """timm gives registers a position; ours have none, so it becomes part of the register."""
+    """timm can give registers a position; ours have none, so it becomes part of the register."""
     assert isinstance(config, ViTConfig)
     tokens, table = tensors[0][0], tensors[1][0]  # R D, rows D
+    if len(table) == config.placed_prefix + math.prod(config.grid):
+        return [tokens, *POSITION.read([table[None]], config)]
     first, last = config.placed_prefix, config.placed_prefix + config.registers
     position = table[first:last]
     rest = torch.cat([table[:first], table[last:]])[None]
-    tokens = tokens if not position.any() else tokens + position
+    tokens = torch.where(position == 0, tokens, tokens + position)  # -0 + 0 is another zero
     return [tokens, *POSITION.read([rest], config)]
 
 
 def _write_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
-    assert isinstance(config, ViTConfig)
-    tokens, prefix, table = tensors
-    zeros = torch.zeros_like(tokens)
-    return [tokens[None], torch.cat([prefix, zeros, table.flatten(0, 1)])[None]]
+    """Where timm's class token has a position its registers have too: zeros, which change nothing."""
+    tokens, *prefix, table = tensors
+    zeros = [torch.zeros_like(tokens)] if prefix else []
+    return [tokens[None], torch.cat([*prefix, *zeros, table.flatten(0, 1)])[None]]
 
 
 REGISTERS_AND_POSITION = Via(_read_registers, _write_registers)
@@ -130,8 +132,8 @@ BIT = [
 def table(config: AnyConfig) -> Table:
     if isinstance(config, BiTConfig):
         return Table("timm", BIT)
-    norm = "fc_norm" if config.pool_norm == "after" else "norm"
-    placed = PLACED_REGISTERS if config.registers and config.placed_prefix else POSITION_RULES
+    norm = "fc_norm" if config.pool_norm == "after" and not config.distilled else "norm"
+    placed = PLACED_REGISTERS if config.registers and config.position == "learned-1d" else POSITION_RULES
     stem = ROOT_ALONE if config.stem and not config.stem.layers else STEM
     ignore = () if config.pre_logits else ("pre_logits.*",)
     return Table("timm", [*TOKENS_RULES, *placed, *ENDS, *both(norm, "norm"), *BLOCK, *stem], ignore)
@@ -180,6 +182,8 @@ def describe(archive: Archive) -> Card:
         return _describe_bit(archive, said)
     config, notes = _vit_config(archive, said)
     family = timm_config.family_of(archive, said, config)
+    if not said.arch:  # not timm's own repository: resized as the code that made it does
+        config = config.but(resample=conventions_of(family, config).get("resample", "timm"))
     usual = TIMM if family in ("ViT", "BV") else FAMILIES[family].preprocess
     preprocess, heard = said.preprocess(config, preprocess_for(usual, config))
     if not heard:
@@ -231,11 +235,13 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     }
     options |= _pooling(archive, said)
     options |= said.conventions(swiglu=up == 2 * down, clip=options["pre_norm"])
+    options["layer_scale"] = options["layer_scale"] and (said.args.get("init_values") or options["layer_scale"])
     options["heads"], note = said.heads(width, depth, down, archive)
     notes += [note] if note else []
     options |= _positions(archive, said, options)
     config = ViTConfig(**options)
-    if config.registers and config.placed_prefix:
+    rows = archive.shape("pos_embed")[1] if "pos_embed" in names else 0
+    if config.registers and rows > config.placed_prefix + math.prod(config.grid):
         notes.append("positions of registers, which ours do not have, were added to the registers themselves.")
     return config, notes + said.notes
 
@@ -257,17 +263,23 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
         return {"image": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
     rows = archive.shape("pos_embed")[1]
     special = options["class_token"] + options["distilled"]
-    for placed in sorted({special, 0, special + options["registers"]}, key=lambda p: p != special):
-        patches = rows - placed
-        if size and math.prod(-(-s // p) for s, p in zip(size, per_patch, strict=True)) == patches:
-            return {"image": size, "position_on_class": placed > 0}
-        side = math.isqrt(max(patches, 0))
-        if side and side * side == patches:
-            return {"image": tuple(side * p for p in per_patch), "position_on_class": placed > 0}
+    choices = sorted({special, 0, special + options["registers"]}, key=lambda p: p != special)
+    for placed in choices:
+        if size and math.prod(-(-s // p) for s, p in zip(size, per_patch, strict=True)) == rows - placed:
+            return {"image": size, **_on_class(placed, special)}
+    for placed in choices:
+        side = math.isqrt(max(rows - placed, 0))
+        if side and side * side == rows - placed:
+            return {"image": tuple(side * p for p in per_patch), **_on_class(placed, special)}
     raise FormatError(
         f"read as timm, pos_embed has {rows} rows: no square grid with {special} special tokens, "
         "and the file does not say the image's size; pass image=(height, width)."
     )
+
+
+def _on_class(placed: int, special: int) -> dict[str, bool]:
+    # Without a class token there is nothing to place: the field keeps its default.
+    return {"position_on_class": placed > 0} if special else {}
 
 
 STEM_ROOTS = ("patch_embed.backbone.stem.conv.weight", "patch_embed.backbone.conv.weight")
@@ -320,9 +332,9 @@ def drift(card: Card) -> list[str]:
 
 def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
     """A repository folder for `timm.create_model("local-dir:PATH", pretrained=True)`; a file name
-    that ends in .safetensors gives the tensors alone."""
+    that ends in .safetensors gives one file, which keeps the config in its header."""
     if path.suffix == ".safetensors":
-        write_safetensors(path, tensors, {"format": "pt"}, overwrite=overwrite)
+        write_safetensors(path, tensors, headed({"config.json": timm_config.written(card)}), overwrite=overwrite)
         return
     with new_folder(path, overwrite=overwrite) as folder:
         write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})

@@ -21,7 +21,7 @@ from vitrail.weights.files import Archive
 from vitrail.weights.labels import imagenet_1k
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
-TANH = re.compile(r"siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
+TANH = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
 """Architectures whose code asks for the tanh form and whose weights cannot show it."""
 ODD_HEADS = {"test_vit": 2, "test_vit2": 2, "test_vit4": 2}
 """Architectures of no published size whose heads are not 64 wide."""
@@ -38,16 +38,19 @@ class Said:
     args: dict[str, Any] = field(default_factory=dict)
     cfg: dict[str, Any] = field(default_factory=dict)
     whole: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
+    """By the caller, not the file."""
     notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, archive: Archive) -> Said:
-        whole = archive.sidecars.get("config.json") or {}
-        if "architecture" not in whole:
-            return cls()
+        whole = archive.sidecars.get("config.json")
+        if not isinstance(whole, dict) or "architecture" not in whole:
+            return cls(told=archive.told)
         cfg = whole.get("pretrained_cfg") or {k: v for k, v in whole.items() if k != "model_args"}
         arch, _, tag = str(whole["architecture"]).partition(".")
-        said = cls(arch, str(cfg.get("tag") or tag), dict(whole.get("model_args") or {}), dict(cfg), whole)
+        args = dict(whole.get("model_args") or {})
+        said = cls(arch, str(cfg.get("tag") or tag), args, dict(cfg), whole, archive.told)
         if re.match(r"test_vit3|vit_\w+_rpn_", arch) or "pool_include_prefix" in said.args:
             raise FormatError(f"timm's {arch} pools or norms in a way vitrail does not build.")
         return said
@@ -60,8 +63,10 @@ class Said:
         """Height and width the positions are for."""
         if size := self.args.get("img_size"):
             return pair(size if isinstance(size, int) else tuple(size))
-        size = self.cfg.get("input_size")
-        return (int(size[1]), int(size[2])) if size else None
+        if size := self.cfg.get("input_size"):
+            return int(size[1]), int(size[2])
+        size = self.told.get("image")
+        return pair(size) if size else None
 
     @property
     def global_pool(self) -> str:
@@ -87,8 +92,8 @@ class Said:
         return {"activation": activation, "norm_eps": 1e-5 if is_clip else 1e-6}
 
     def heads(self, width: int, depth: int, mlp: int, archive: Archive) -> tuple[int, str]:
-        if "num_heads" in self.args:
-            return int(self.args["num_heads"]), ""
+        if stated := self.told.get("heads") or self.args.get("num_heads"):
+            return int(stated), ""
         if "blocks.0.attn.q_norm.weight" in archive.tensors:
             return width // archive.shape("blocks.0.attn.q_norm.weight")[0], ""
         heads = ODD_HEADS.get(self.arch) or heads_for(width, depth, mlp)
@@ -130,12 +135,16 @@ class Said:
 
 def family_of(archive: Archive, said: Said, config: ViTConfig) -> str:
     """From the architecture and tag, else from what only one family has, else a hint in the file's name."""
-    hints = f"{said.arch}.{said.tag}".lower() if said.arch else Path(archive.source).name.lower()
+    args = archive.extras.get("args")
+    trained = str(args.get("model", "")) if isinstance(args, dict) else ""  # as DeiT's and MAE's scripts keep it
+    hints = f"{said.arch}.{said.tag}" if said.arch else f"{Path(archive.source).name} {trained}"
+    hints = hints.lower()
     for word, family in (
-        ("deit3", "DeiT3"),
-        ("deit", "DeiT"),
         ("dinov2", "DINOv2"),
-        ("dino", "DINO"),
+        ("dino", "DINO"),  # before DeiT: dino_deitsmall16_pretrain.pth
+        ("deit3", "DeiT3"),
+        ("deit_3", "DeiT3"),
+        ("deit", "DeiT"),
         (".mae", "MAE"),
         ("mae_", "MAE"),
         ("siglip", "SigLIP"),
@@ -261,7 +270,7 @@ def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
         "reg_tokens": config.registers,
         "pre_norm": config.pre_norm,
         "final_norm": config.pool_norm != "none",
-        "fc_norm": config.pool_norm == "after",
+        "fc_norm": config.pool_norm == "after" and not config.distilled,  # whose heads read normalised tokens
     }
     if activation:
         args["act_layer"] = activation

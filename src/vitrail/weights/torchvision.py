@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.errors import FormatError
 from vitrail.models.variants import heads_for
@@ -79,15 +79,16 @@ def describe(archive: Archive) -> Card:
     numbers = [re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name) for name in names]
     depth = 1 + max(int(m[1]) for m in numbers if m)
     hidden = shape(f"{FIRST}mlp.0.weight")[0]
-    heads = heads_for(width, depth, hidden)
+    told = archive.told.get("heads")
+    heads = told or heads_for(width, depth, hidden)
     if heads is None:
         raise FormatError(
             f"read as torchvision: how many heads share a width of {width} is not stored and cannot be guessed; "
-            "wanted a published size, or a width that is a multiple of 64."
+            "pass heads=..."
         )
-    side = _side(shape("encoder.pos_embedding")[1])
+    grid = _grid(shape("encoder.pos_embedding")[1], (patch[0], patch[1]), archive.told.get("image"))
     config = ViTConfig(
-        image=(side * patch[0], side * patch[1]),
+        image=(grid[0] * patch[0], grid[1] * patch[1]),
         patch=(patch[0], patch[1]),
         channels=channels,
         width=width,
@@ -101,8 +102,8 @@ def describe(archive: Archive) -> Card:
         resample="torchvision",
     )
     preprocess, note = _preprocess(config)
-    notes = [note, f"the number of heads is not stored: {heads} assumed, as in published networks of this width."]
-    notes += ["class names are not stored."] if config.classes else []
+    assumed = f"the number of heads is not stored: {heads} assumed, as in published networks of this width."
+    notes = [note, *([] if told else [assumed]), *(["class names are not stored."] if config.classes else [])]
     return Card(
         config=config,
         preprocess=preprocess,
@@ -112,13 +113,20 @@ def describe(archive: Archive) -> Card:
     )
 
 
-def _side(rows: int) -> int:
+def _grid(rows: int, patch: tuple[int, int], told: Pair | None) -> tuple[int, int]:
+    """Rows and columns of patches: square, where the caller does not say otherwise."""
+    if told is not None:
+        height, width = pair(told)
+        grid = height // patch[0], width // patch[1]
+        if math.prod(grid) == rows - 1:
+            return grid
     side = math.isqrt(rows - 1)
     if side * side != rows - 1 or not side:
         raise FormatError(
-            f"read as torchvision: encoder.pos_embedding has {rows} rows, which are no square grid and a class token."
+            f"read as torchvision: encoder.pos_embedding has {rows} rows, which are no square grid and a class token; "
+            "pass image=(height, width)."
         )
-    return side
+    return side, side
 
 
 def _preprocess(config: ViTConfig) -> tuple[PreprocessConfig, str]:

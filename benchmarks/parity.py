@@ -1,0 +1,112 @@
+"""How exactly public models are reproduced: relative error of the logits against the peers' own code.
+
+    python benchmarks/parity.py
+
+Each peer builds a network of its own with random weights (every parameter drawn, norms and biases
+too) and saves it its own way; vitrail loads that folder or file, and both see the same random
+images, at the network's own size and, where the peer can, at another, non-square one. Float32, CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+import conftest  # noqa: F401 - makes torchvision importable beside a CPU-only torch
+import timm
+import torchvision
+import transformers
+from compare import randomized, relative
+
+from vitrail.weights import checkpoint
+
+Made = tuple[nn.Module, Path, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor] | None]
+
+
+def of_timm(arch: str, folder: Path, **args: Any) -> Made:
+    net = randomized(timm.create_model(arch, **args))
+    timm.models.save_for_hf(net, folder, model_args=args, safe_serialization=True)
+    if arch.startswith("resnetv2"):
+        return net, folder, net, net
+    if "_r" in arch and "_s" in arch and "reg" not in arch:
+        return net, folder, net, None
+    dynamic = timm.create_model(arch, **args, dynamic_img_size=True).eval()
+    dynamic.load_state_dict(net.state_dict())
+    return net, folder, net, dynamic
+
+
+def of_transformers(name: str, folder: Path, take: str, **settings: Any) -> Made:
+    config = getattr(transformers, f"{name.removesuffix('Model').removesuffix('ForImageClassification')}Config", None)
+    config = config or {"CLIPVisionModelWithProjection": transformers.CLIPVisionConfig}[name]
+    net = randomized(getattr(transformers, name)(config(**settings)))
+    net.save_pretrained(folder)
+
+    def run(images: Tensor, **options: Any) -> Tensor:
+        return getattr(net(images, **options), take)
+
+    return net, folder, run, lambda images: run(images, interpolate_pos_encoding=True)
+
+
+def of_torchvision(name: str, folder: Path) -> Made:
+    net = randomized(getattr(torchvision.models, name)())
+    folder.mkdir()
+    torch.save(net.state_dict(), folder / "net.pth")
+    return net, folder / "net.pth", net, None
+
+
+B = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+ROWS: list[tuple[str, str, Callable[[Path], Made]]] = [
+    ("ViT-Ti/16", "timm", lambda f: of_timm("vit_tiny_patch16_224", f)),
+    ("ViT-S/16", "timm", lambda f: of_timm("vit_small_patch16_224", f)),
+    ("ViT-B/16", "timm", lambda f: of_timm("vit_base_patch16_224", f)),
+    ("ViT-B/16", "transformers", lambda f: of_transformers("ViTForImageClassification", f, "logits")),
+    ("ViT-B/16", "torchvision", lambda f: of_torchvision("vit_b_16", f)),
+    ("R26+ViT-S/32", "timm", lambda f: of_timm("vit_small_r26_s32_224", f)),
+    ("R50+ViT-B/16", "timm", lambda f: of_timm("vit_base_r50_s16_224", f)),
+    ("DeiT-S/16-distilled", "timm", lambda f: of_timm("deit_small_distilled_patch16_224", f)),
+    ("DeiT3-S/16", "timm", lambda f: of_timm("deit3_small_patch16_224", f)),
+    ("DINOv2-S/14", "timm", lambda f: of_timm("vit_small_patch14_dinov2", f, img_size=224)),
+    ("DINOv2-S/14-reg", "timm", lambda f: of_timm("vit_small_patch14_reg4_dinov2", f, img_size=224)),
+    ("CLIP-B/32", "timm", lambda f: of_timm("vit_base_patch32_clip_quickgelu_224", f)),
+    (
+        "CLIP-B/32",
+        "transformers",
+        lambda f: of_transformers("CLIPVisionModelWithProjection", f, "image_embeds", **B, patch_size=32),
+    ),
+    ("SigLIP-B/16", "timm", lambda f: of_timm("vit_base_patch16_siglip_224", f)),
+    ("BiT-R50x1", "timm", lambda f: of_timm("resnetv2_50x1_bit", f)),
+    ("BiT-R50x1", "transformers", lambda f: of_transformers("BitForImageClassification", f, "logits")),
+]
+
+
+def main() -> None:
+    print(f"{'model':22s} {'peer':14s} {'own size':>10s} {'160x192':>10s}   relative error of the logits")
+    for name, peer, make in ROWS:
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            _, path, run, other = make(Path(folder) / "saved")
+            net, _ = checkpoint.read(path)
+            images = torch.randn(2, 3, *net.config.image)
+            own = f"{relative(net(images), run(images)):.1e}"
+            resized = "-"
+            if other is not None:
+                patch = getattr(net.config, "patch", (32, 32))[0]
+                size = (160, 192) if 160 % patch == 0 else (140, 196)
+                images = torch.randn(2, 3, *size)
+                try:
+                    resized = f"{relative(net(images), other(images)):.1e}"
+                except TypeError:  # this peer takes one size only
+                    resized = "-"
+        print(f"{name:22s} {peer:14s} {own:>10s} {resized:>10s}")
+
+
+if __name__ == "__main__":
+    main()

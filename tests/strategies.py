@@ -1,0 +1,110 @@
+"""Random settings for property tests: every option of a network with every other that it goes with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+
+SIDES = st.integers(1, 3)
+EPSILONS = st.sampled_from([1e-6, 1e-5, 1e-12, 0.1 + 0.2])
+RATES = st.sampled_from([0.0, 0.1, 1 / 3])
+
+
+@st.composite
+def stems(draw: st.DrawFn) -> StemConfig:
+    return StemConfig(
+        layers=draw(st.sampled_from([(), (1,), (2, 1)])),
+        width=0.5,
+        norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
+        standardize=draw(st.sampled_from(["std", "var"])),
+        standardize_eps=draw(st.sampled_from([1e-5, 1e-8])),
+    )
+
+
+@st.composite
+def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool = True) -> ViTConfig:
+    """Small networks; `positions` narrows the kinds of position."""
+    kinds = positions or ("none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d")
+    heads, patch, stem = draw(SIDES), (draw(SIDES), draw(SIDES)), draw(stems()) if hybrids and draw(one_in(6)) else None
+    token = draw(st.booleans())
+    distilled = token and draw(one_in(5))
+    pools = ["token"] if distilled else ["gap", "map", "token", "token+gap"] if token else ["gap", "map"]
+    pool = draw(st.sampled_from(pools))
+    position = draw(st.sampled_from(kinds))
+    inside = position in ("relative", "rope-2d")
+    stride = stem.stride if stem else 1
+    options: dict[str, Any] = {
+        "image": tuple(side * stride * draw(SIDES) for side in patch),
+        "patch": patch,
+        "channels": draw(st.sampled_from([1, 3, 4])),
+        "classes": draw(st.sampled_from([0, 1, 5])),
+        "width": 8 * heads,
+        "depth": draw(st.integers(1, 2)),
+        "heads": heads,
+        "mlp": draw(st.sampled_from([8, 20])),
+        "class_token": token,
+        "distilled": distilled,
+        "registers": draw(st.sampled_from([0, 0, 1, 3])),
+        "position": position,
+        "position_at": draw(st.sampled_from([None, "layers", "shared"] if inside else [None, "stem", "layers", "shared"])),
+        "position_on_class": draw(st.booleans()),
+        "position_std": draw(st.sampled_from([0.02, 0.1])),
+        "resample": draw(st.sampled_from(["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2"])),
+        "rope_base": draw(st.sampled_from([100.0, 10000.0])),
+        "norm": draw(st.sampled_from(["layer", "layer", "rms"])),
+        "norm_eps": draw(EPSILONS),
+        "activation": draw(st.sampled_from(["gelu", "gelu-tanh", "gelu-quick", "swiglu"])),
+        "patch_bias": draw(st.booleans()),
+        "qkv_bias": draw(st.booleans()),
+        "proj_bias": draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+        "layer_scale": draw(st.sampled_from([None, 1e-5, 1.0])),
+        "pre_norm": draw(st.booleans()),
+        "pool": pool,
+        "pool_norm": draw(st.sampled_from(["before", "none"] if pool == "token+gap" else ["before", "after", "none"])),
+        "pre_logits": 0 if distilled else draw(st.sampled_from([0, 0, 6])),
+        "head_bias": draw(st.booleans()),
+        "head_bias_init": draw(st.sampled_from([0.0, -10.0])),
+        "dropout": draw(RATES),
+        "attention_dropout": draw(RATES),
+        "path_dropout": draw(RATES),
+        "stem": stem,
+    }
+    return ViTConfig(**options)
+
+
+@st.composite
+def bit_configs(draw: st.DrawFn) -> BiTConfig:
+    return BiTConfig(
+        image=draw(st.sampled_from([32, (32, 64)])),
+        channels=draw(st.sampled_from([1, 3])),
+        classes=draw(st.sampled_from([0, 5])),
+        layers=tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))),
+        width=0.5,
+        norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
+        standardize_eps=draw(st.sampled_from([1e-10, 1e-8])),
+        root_pad=draw(st.sampled_from(["zero", "none"])),
+    )
+
+
+@st.composite
+def preprocess_configs(draw: st.DrawFn, channels: int) -> PreprocessConfig:
+    values = st.floats(0, 1)
+    return PreprocessConfig(
+        image=(draw(st.integers(1, 999)), draw(st.integers(1, 999))),
+        resize=draw(st.sampled_from(["squash", "short"])),
+        resize_to=draw(st.none() | st.integers(1, 999)),
+        centre=draw(st.sampled_from(["round", "floor"])),
+        interpolation=draw(st.sampled_from(["nearest", "bilinear", "bicubic", "lanczos"])),
+        antialias=draw(st.booleans()),
+        mean=tuple(draw(values) for _ in range(channels)),
+        std=tuple(draw(st.floats(1e-3, 10)) for _ in range(channels)),
+    )
+
+
+def one_in(count: int) -> st.SearchStrategy[bool]:
+    """True now and then."""
+    return st.integers(1, count).map(lambda n: n == count)

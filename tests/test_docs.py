@@ -1,0 +1,71 @@
+"""Every Python snippet of the README and the docs is run, in order, page by page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compare import randomized
+from conftest import ROOT
+from PIL import Image
+
+from vitrail.models import build
+from vitrail.models.families import TIMM
+from vitrail.models.variants import config_for
+from vitrail.weights import checkpoint, hub
+from vitrail.weights.card import Card
+
+PAGES = ["README.md", "docs/models.md", "docs/checkpoints.md"]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of the size of the one the pages speak of, with random weights."""
+    config = config_for("ViT-Ti/16", activation="gelu", resample="timm")
+    folder = tmp_path_factory.mktemp("hub") / "repository"
+    card = Card(config=config, preprocess=TIMM, labels=tuple(f"class {i}" for i in range(1000)))
+    checkpoint.write(randomized(build(config)), card, folder, to="timm")
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_snippets_run(page: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "fetch", lambda name, *a, **k: repository)
+    for name in ("cat.jpg", "dog.jpg"):
+        Image.fromarray(np.random.randint(0, 255, (200, 300, 3), dtype=np.uint8)).save(name)
+    torch.compiler.reset()
+    snippets = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert snippets
+    names: dict[str, object] = {}
+    for snippet in snippets:
+        exec(compile(snippet, page, "exec"), names)
+        for line in snippet.splitlines():
+            check_comment(line, names)
+
+
+def check_comment(line: str, names: dict[str, object]) -> None:
+    """`expression   # value`: where the comment is a value, the expression must have it."""
+    code, _, comment = line.partition("  # ")
+    comment = comment.strip().partition(": ")[0]
+    if "=" in code or not re.fullmatch(r"torch\.Size\(.*\)|\(.*\)|'.*'", comment):
+        return
+    assert eval(code, names) == eval(comment, {"torch": torch}), line
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    for target in targets:
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_named_in_prose_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for name in re.findall(r"`(?:python )?((?:benchmarks|tests|docs|examples)/[\w/]+\.py)", text):
+        assert (ROOT / name).exists(), name

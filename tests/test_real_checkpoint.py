@@ -1,0 +1,88 @@
+"""A trained ViT-Ti/16 on real photographs: the numbers that were measured with timm's own code."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import import_peer
+from PIL import Image
+
+import vitrail
+
+FIRST_LOGITS = [-0.2992, -3.7845, 0.6543, -1.6553, 1.1882]  # of the first image, with timm's preprocessing
+
+
+@pytest.fixture(scope="module")
+def photographs(imagenet_val: Path) -> list[tuple[bytes, int]]:
+    """The encoded images and their classes, in order."""
+    found = []
+    for shard in sorted(imagenet_val.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            files = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+        found += [(data, int(files[n.replace(".jpg", ".cls")])) for n, data in files.items() if n.endswith(".jpg")]
+    assert len(found) == 1000
+    return found
+
+
+@pytest.fixture(scope="module")
+def vit(real_checkpoint: Path) -> vitrail.Model:
+    return vitrail.load(real_checkpoint, labels="imagenet-1k")
+
+
+def test_the_first_logits_are_those_measured_with_timm(vit, photographs):
+    logits = vit.logits(photographs[0][0])
+    assert logits.shape == (1, 1000)
+    assert logits[0, :5].tolist() == pytest.approx(FIRST_LOGITS, abs=1e-4)
+
+
+def test_the_command_gives_the_same_logits(real_checkpoint, photographs, tmp_path):
+    picture = tmp_path / "first.jpg"
+    picture.write_bytes(photographs[0][0])
+    command = [sys.executable, "-m", "vitrail", "predict", str(picture), "--model", str(real_checkpoint)]
+    done = subprocess.run([*command, "--json", "--logits", "--device", "cpu"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [entry] = json.loads(done.stdout)
+    assert entry["path"] == str(picture)
+    assert len(entry["logits"]) == 1000
+    assert entry["logits"][:5] == pytest.approx(FIRST_LOGITS, abs=1e-4)
+    assert entry["predictions"][0]["index"] == photographs[0][1]
+    assert "preprocessing is not in the file" in done.stderr
+
+
+@pytest.mark.peer
+def test_a_hundred_logits_are_timms(vit, real_checkpoint, photographs):
+    timm = import_peer("timm")
+    peer = timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", checkpoint_path=str(real_checkpoint)).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_data_config(model=peer), is_training=False)
+    encoded = [data for data, _ in photographs[::10]]
+    images = torch.stack([transform(Image.open(io.BytesIO(data)).convert("RGB")) for data in encoded])
+    with torch.no_grad():
+        theirs = torch.cat([peer(part) for part in images.split(25)])
+    assert (vit.logits(encoded) - theirs).abs().max() <= 1e-4
+
+
+def test_classes_have_timms_names(vit, photographs):
+    import_peer("timm")
+    best = vit.predict(photographs[0][0])[0]
+    assert (best.label, best.index) == ("go-kart", 573)
+    assert best.score == pytest.approx(0.990, abs=1e-3)
+    assert len(vit.labels) == len(set(vit.labels)) == 1000
+    assert vit.labels[0].startswith("tench")
+
+
+@pytest.mark.slow
+def test_a_thousand_photographs_score_what_was_measured(vit, photographs):
+    logits = vit.logits([data for data, _ in photographs], batch=50)
+    target = torch.tensor([index for _, index in photographs])
+    best = logits.topk(5).indices == target[:, None]
+    assert 100 * best[:, 0].float().mean() == pytest.approx(74.3, abs=1e-4)
+    assert 100 * best.any(1).float().mean() == pytest.approx(93.0, abs=1e-4)
+    assert F.cross_entropy(logits, target) == pytest.approx(0.9904, abs=5e-5)
