@@ -8,8 +8,10 @@ import pytest
 import torch
 from compare import randomized, relative
 
-from vitrail.config import BiTConfig, StemConfig, ViTConfig
+from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.models import Net, build
+from vitrail.models.published import VARIANTS
+from vitrail.models.variants import parse
 
 SMALL = {"image": 32, "patch": 8, "width": 16, "depth": 2, "heads": 2, "mlp": 24, "classes": 5}
 KINDS: dict[str, ViTConfig | BiTConfig] = {
@@ -30,6 +32,22 @@ KINDS: dict[str, ViTConfig | BiTConfig] = {
     "hybrid": ViTConfig(**SMALL | {"patch": 1}, stem=StemConfig(layers=(1, 1), width=0.5)),
     "bit": BiTConfig(layers=(1, 1), width=0.5, classes=5, image=32),
 }
+
+
+def shrunk(name: str) -> ViTConfig | BiTConfig:
+    """A published model with all of its options and little of its size."""
+    config = parse(name)
+    if isinstance(config, BiTConfig):
+        return config.but(layers=(1,) * len(config.layers), width=0.5, image=32, classes=5)
+    stem = config.stem and config.stem.but(layers=(1,) * len(config.stem.layers), width=0.5)
+    patch = pair(config.patch)[0] if stem else 8
+    side = 2 * patch * (stem.stride if stem else 1)
+    small = config.but(width=16, heads=2, depth=2, mlp=24, patch=patch, image=side, stem=stem)
+    return small.but(classes=5) if config.classes else small
+
+
+PUBLISHED = {shrunk(v.name): v.name for v in VARIANTS}
+"""Each combination of options that a published model has, once."""
 
 
 def net_of(kind: str) -> Net:
@@ -57,6 +75,17 @@ def test_compiles_as_one_graph_for_evaluation_and_training(kind: str) -> None:
     if kind != "dropouts":  # a compiled graph draws its random numbers in another order
         for a, p in zip(got, net.parameters(), strict=True):
             torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", PUBLISHED, ids=PUBLISHED.values())
+def test_every_published_model_compiles_as_one_graph(config: ViTConfig | BiTConfig) -> None:
+    net, images = randomized(build(config)), torch.randn(2, 3, *pair(config.image))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert relative(compiled(images), net(images)) <= 1e-5
+    net.train()
+    compiled(images).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
 
 
 @pytest.mark.parametrize("kind", ["plain", "rope, registers"])
