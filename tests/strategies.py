@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+from vitrail.errors import ConfigError
 
 SIDES = st.integers(1, 3)
 EPSILONS = st.sampled_from([1e-6, 1e-5, 1e-12, 0.1 + 0.2])
@@ -49,7 +52,9 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
         "distilled": distilled,
         "registers": draw(st.sampled_from([0, 0, 1, 3])),
         "position": position,
-        "position_at": draw(st.sampled_from([None, "layers", "shared"] if inside else [None, "stem", "layers", "shared"])),
+        "position_at": draw(
+            st.sampled_from([None, "layers", "shared"] if inside else [None, "stem", "layers", "shared"])
+        ),
         "position_on_class": draw(st.booleans()),
         "position_std": draw(st.sampled_from([0.02, 0.1])),
         "resample": draw(st.sampled_from(["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2"])),
@@ -74,6 +79,17 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
         "stem": stem,
     }
     return ViTConfig(**options)
+
+
+@st.composite
+def near(draw: st.DrawFn, bases: Sequence[ViTConfig], most: int = 3) -> ViTConfig:
+    """One of some networks with a few of its options changed at random."""
+    base, other = draw(st.sampled_from(bases)), draw(vit_configs())
+    names = draw(st.sets(st.sampled_from(sorted(set(base.to_dict()) - {"width", "heads"})), max_size=most))
+    try:
+        return base.but(**{name: getattr(other, name) for name in names})
+    except ConfigError:
+        reject()
 
 
 @st.composite

@@ -22,7 +22,7 @@ from torch import Tensor
 from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
+from vitrail.errors import ConfigError, FormatError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.models import Net, ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.published import VARIANTS, Variant
@@ -227,8 +227,8 @@ def load(
     """
     target = pick_device(device)
     found = locate(source)
-    net, card = checkpoint.read(
-        found.path, section=section, family=family, dtype=pick_dtype(dtype), finite=finite, changes=changes
+    net, card = _read(
+        found.path, image, changes, section=section, family=family, dtype=pick_dtype(dtype), finite=finite
     )
     if found.origin:
         card = card.but(origin=found.origin)
@@ -287,6 +287,18 @@ def locate(source: str | Path | Found) -> Found:
         raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
 
 
+def _read(path: Path, image: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, Card]:
+    """The checkpoint as it is; or, where it does not tell its own size and cannot be read, of the size asked for."""
+    try:
+        return checkpoint.read(path, changes=changes, **options)
+    except FormatError:
+        if image is None:
+            raise
+        with suppress(VitrailError):
+            return checkpoint.read(path, changes=changes | {"image": pair(image)}, **options)
+        raise
+
+
 def _stands_for(text: str, variant: Variant) -> bool:
     """Whether this is a name, and not the hub id of another copy of the same model."""
     return text.lower() == variant.name.lower() or "/" not in text.removeprefix("timm/")
@@ -297,8 +309,11 @@ def _published(text: str, variant: Variant) -> Found:
 
     if not variant.checkpoint:
         raise NotFound(f"{variant.name} has no public weights; vitrail.create({variant.name!r}) builds it untrained.")
-    notes = () if text == variant.checkpoint else (f"{text} stands for {variant.checkpoint}",)
-    return Found(hub.fetch(variant.checkpoint), variant.checkpoint, notes)
+    said = "" if text == variant.checkpoint else f"{text} stands for {variant.checkpoint}"
+    try:
+        return Found(hub.fetch(variant.checkpoint), variant.checkpoint, (said,) if said else ())
+    except VitrailError as error:
+        raise type(error)(f"{said}: {error}" if said else str(error)) from error
 
 
 def _unpublished(text: str) -> str:

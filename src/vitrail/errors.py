@@ -57,5 +57,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-    return f"; there is {shown}."
+    rest = f" and {len(known) - 8} more" if len(known) > 9 else ""
+    return f"; there is {', '.join(known[:8] if rest else known)}{rest}."

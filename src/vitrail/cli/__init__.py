@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     notes_to_stderr()
     try:
         status = app(args=[a for a in given if a != "--debug"], prog_name="vitrail", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is closed where someone wrote >&-
+            sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except KeyboardInterrupt:
         return 130
@@ -74,5 +75,7 @@ def _explained(error: Any) -> tuple[str, int]:
         command = error.ctx.command_path if getattr(error, "ctx", None) else "vitrail"
         said = error.format_message()  # empty where the help itself was shown
         return said and f"{said}{'' if said[-1] in '.?' else '.'} See `{command} --help`.", 2
+    if isinstance(error, OSError) and error.strerror:  # a full disk, a folder that may not be written
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}.", 1
     where = f"{type(error).__name__}: {str(error) or 'no message'}"
     return f"{where} (not foreseen: add --debug to see where, and please report it).", 70

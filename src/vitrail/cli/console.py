@@ -8,9 +8,10 @@ import sys
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 # Outside a terminal rich would fold tables at 80 columns; a file or a pipe has no edge.
-_WIDTH = None if sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
+_WIDTH = None if sys.stdout is not None and sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
 
 out = Console(width=_WIDTH, highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -26,14 +27,12 @@ def show(what: RenderableType) -> None:
 
 def problem(message: str) -> None:
     """One sentence about what went wrong."""
-    err.print("[bold red]error:[/] ", end="")
-    err.print(message, markup=False, soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 def note(message: str) -> None:
     """Something worth knowing that is no result."""
-    err.print("[dim]note:[/] ", end="")
-    err.print(message, markup=False, soft_wrap=True, style="dim")
+    err.print(Text(f"note: {message}", style="dim"), soft_wrap=True)
 
 
 class _Notes(logging.Handler):

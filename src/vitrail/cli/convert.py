@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitrail.cli.console import err, note
+from vitrail.cli.options import Family, Json, Section, Settings, settings
 from vitrail.errors import CheckpointError, NotFound, nearest
 
 if TYPE_CHECKING:
@@ -35,40 +36,41 @@ def convert(
     approximate: Annotated[
         bool, typer.Option("--approximate", help="Write even where the other library computes slightly otherwise.")
     ] = False,
-    section: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Part of a training file to read, such as teacher.")
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What a bare file cannot say: DeiT, DINO, MAE, ...")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+    section: Section = None,
+    family: Family = None,
+    changes: Settings = None,
+    as_json: Json = False,
 ) -> None:
     """Write a checkpoint of any format in another, exactly; then read it back and compare every tensor."""
-    from vitrail.api import locate
-    from vitrail.runtime import say
-    from vitrail.weights import checkpoint
+    with err.status(f"reading {src}"):
+        from vitrail.api import locate
+        from vitrail.config import ViTConfig
+        from vitrail.runtime import say
+        from vitrail.weights import checkpoint
 
     formats = {f.name for f in checkpoint.FORMATS}
     if to not in formats:
         raise NotFound(f"no format is called {to!r}{nearest(to, formats)}")
     if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):
         raise CheckpointError(f"{dst} exists already; choose another name, or add --overwrite to replace it.")
+    given = settings(changes)
     found = locate(src)  # has a progress bar of its own where it downloads
     with err.status(f"reading {src}"):
-        net, card = checkpoint.read(found.path, section=section, family=family, dtype=None)
+        net, card = checkpoint.read(found.path, section=section, family=family, dtype=None, changes=given)
     if found.origin:
         card = card.but(origin=found.origin)
     say([*found.notes, *card.notes])
     with err.status(f"writing {dst}"):
         checkpoint.write(net, card, dst, to=to, overwrite=overwrite, approximate=approximate)
     with err.status(f"reading {dst} back"):
-        again, back = checkpoint.read(dst, dtype=None)
+        told = {"heads": card.config.heads} if isinstance(card.config, ViTConfig) else {}  # a bare file may not say
+        again, back = checkpoint.read(dst, dtype=None, changes=told)
     count = _compared(net, again, dst)
     drift, lost = checkpoint.format_for(to, card).drift(card), _lost(card, back)
     for what in drift:
         note(f"{to}'s format cannot state {what}; its library computes slightly different numbers.")
     for what in lost:
-        note(f"{to}'s format does not carry the {what}; who reads this must be told.")
+        note(f"{to}'s format does not carry {what}; who reads it must be told.")
     if as_json:
         report = {"source": src, "destination": str(dst), "format": to, "tensors": count, "identical": True}
         typer.echo(json.dumps(report | {"drift": drift, "lost": lost}))

@@ -12,7 +12,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import out, show
+from vitrail.cli.console import err, out, show
+from vitrail.cli.options import Json
 from vitrail.errors import NotFound
 
 if TYPE_CHECKING:
@@ -30,16 +31,17 @@ def models(
             metavar="[NAME|PATTERN]", help="A name, part of one, or a pattern such as 'ViT-*@384', ours or another's."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the models: parameters, FLOPs, public weights, and what each family was checked against.
 
     One model's own name shows its settings, and what other libraries call it.
     """
-    from vitrail.models.families import FAMILIES
+    with err.status("counting parameters"):
+        from vitrail.models.families import FAMILIES
 
-    chosen = _matching(pattern)
-    rows = [_row(v) for v in chosen]
+        chosen = _matching(pattern)
+        rows = [_row(v) for v in chosen]
     families = {v.family: FAMILIES[v.family] for v in chosen}
     if as_json:
         checked = {name: {"title": f.title, "checked": f.checked} for name, f in families.items()}
@@ -99,7 +101,8 @@ def _row(variant: Variant) -> dict[str, Any]:
 
 def _sizes(rows: list[dict[str, Any]], wide: bool) -> Table:
     """In a narrow window the weights column says only whose they are."""
-    table = Table("model", box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("model", no_wrap=True)
     for title in ("parameters", "GFLOPs", "image"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("weights" if wide else "weights by", overflow="fold")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import err, note, problem, progress
+from vitrail.cli.options import Family, Json, Section, Settings, settings, size
 from vitrail.errors import ConfigError, NotFound, VitrailError
 
 if TYPE_CHECKING:
@@ -35,33 +36,37 @@ class Row:
     logits: list[float] | None = None
 
 
+Pictures = Annotated[
+    list[str],
+    typer.Argument(metavar="PICTURE", help="Files, folders, or patterns in quotes ('photos/**/*.jpg')."),
+]
+Source = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="A name, a file, a folder or a hub id.")
+]
+Labels = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Class names: one on each line, JSON, or the word imagenet-1k.")
+]
+Image = Annotated[str | None, typer.Option(metavar="SIZE", help="Another size: 384, or 288x192 (height x width).")]
+Channels = Annotated[int | None, typer.Option(min=1, metavar="N", help="Take pictures as grey (1) or with alpha (4).")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a CSV here; JSON if it ends in .json.")
+]
+
+
 def predict(
-    pictures: Annotated[
-        list[str],
-        typer.Argument(metavar="PICTURE", help="Files, folders, or patterns in quotes ('photos/**/*.jpg')."),
-    ],
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="MODEL", help="A name, a file, a folder or a hub id.")
-    ] = None,
+    pictures: Pictures,
+    model: Source = None,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="How many classes to show.")] = 5,
-    labels: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Class names: one on each line, JSON, or the word imagenet-1k.")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Another size: 384, or 288x192 (height x width).")
-    ] = None,
-    channels: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Take pictures as grey (1) or with alpha (4).")
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What a bare file cannot say: DeiT, DINO, MAE, ...")
-    ] = None,
+    labels: Labels = None,
+    image: Image = None,
+    channels: Channels = None,
+    section: Section = None,
+    family: Family = None,
+    changes: Settings = None,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures at a time.")] = 32,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or mps.")] = "auto",
-    to: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a CSV here; JSON if it ends in .json.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+    to: Out = None,
+    as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: every raw output too.")] = False,
 ) -> None:
     """Name what is in pictures. Files give a list for people; a folder or a pattern gives a CSV."""
@@ -75,19 +80,11 @@ def predict(
         raise ConfigError("--logits gives every output of every picture: add --json.")
     if to is not None:
         _check_destination(to)
-    size = _size(image)
+    own = {"image": size(image), "channels": channels, "labels": labels}
+    told = _apart(settings(changes), own)
     paths, many = find_pictures(pictures)
 
-    from vitrail.api import load, locate  # imports torch: not before the arguments are known to be good
-
-    found = locate(model)  # has a progress bar of its own where it downloads
-    with err.status(f"loading {model}"):
-        vit = load(found, labels=labels, image=size, channels=channels, family=family, device=device)
-    vit.check_classes()
-    if vit.labels is None:
-        note(
-            "the checkpoint does not name its classes: pass --labels FILE, or imagenet-1k where that is what they are."
-        )
+    vit = _load(model, section=section, family=family, device=device, **own, **told)
     rows = _Rows(vit, paths, batch, top, logits, bar=to is not None or not sys.stdout.isatty())
     top = min(top, vit.config.classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or to is not None else _listing(rows)
@@ -101,6 +98,24 @@ def predict(
         problem(f"{rows.failed} of {len(paths)} pictures could not be read.")
     if rows.failed:
         raise typer.Exit(1)
+
+
+def _load(model: str, **options: Any) -> Model:
+    with err.status(f"loading {model}"):
+        from vitrail.api import load, locate  # and torch: not before the arguments are known to be good
+    found = locate(model)  # has a progress bar of its own where it downloads
+    with err.status(f"loading {model}"):
+        vit = load(found, **options)
+    vit.check_classes()
+    if vit.labels is None:
+        note("the checkpoint does not name its classes: pass --labels FILE, or imagenet-1k if that is what they are.")
+    return vit
+
+
+def _apart(told: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    for name in told.keys() & own.keys():
+        raise ConfigError(f"--set {name}={told[name]}: pass --{name} instead.")
+    return told
 
 
 class _Rows:
@@ -229,24 +244,19 @@ def _json(rows: Iterable[Row]) -> Iterator[str]:
     yield "\n]\n"
 
 
-def _size(text: str | None) -> int | tuple[int, int] | None:
-    if text is None:
-        return None
-    parts = text.lower().split("x")
-    if not all(p.isdecimal() and int(p) > 0 for p in parts) or len(parts) > 2:
-        raise ConfigError(f"--image wants 384 or 384x288 (height x width), got {text!r}.")
-    return int(parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
-
-
 def _check_destination(path: Path) -> None:
     """Before the work, not after it."""
     if path.is_dir():
         raise ConfigError(f"--out {path} is a folder; give the name of a file in it.")
-    if not path.expanduser().absolute().parent.is_dir():
-        raise NotFound(f"--out {path}: there is no folder {path.parent}; make it first.")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise ConfigError(f"--out {path}: {above} is a file, not a folder.")
+    if not os.access(above, os.W_OK):
+        raise ConfigError(f"--out {path}: no permission to write in {above}; choose another folder.")
 
 
 def _write(path: Path, text: str) -> None:
     from vitrail.weights.write import write_text
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, overwrite=True)

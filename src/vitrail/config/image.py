@@ -49,6 +49,19 @@ class PreprocessConfig(Config):
         if min(pair(self.image)) < 1 or (self.resize_to is not None and self.resize_to < 1):
             raise ConfigError(f"sizes must be positive, got image={self.image}, resize_to={self.resize_to}.")
 
+    def summary(self) -> str:
+        """In a few words, for people."""
+        height, width = pair(self.image)
+        if self.resize == "short":
+            first = f"short side to {self.resize_to or min(height, width)}, crop {height}x{width}"
+        elif self.resize_to:
+            first = f"squashed to a short side of {self.resize_to}, crop {height}x{width}"
+        else:
+            first = f"squashed to {height}x{width}"
+        how = self.interpolation if self.antialias else f"{self.interpolation} without antialias"
+        mean, std = (" ".join(f"{v:.3g}" for v in dict.fromkeys(values)) for values in (self.mean, self.std))
+        return f"{first}, {how}, mean {mean}, std {std}"
+
     @property
     def channels(self) -> int:
         """1 grey, 3 RGB, 4 RGBA."""

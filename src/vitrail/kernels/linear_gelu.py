@@ -27,7 +27,7 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _can_fuse(x: Tensor, weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return False
@@ -43,4 +43,4 @@ def _mapped() -> bool:
 
 def _has_onednn() -> bool:
     enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return enabled and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return bool(enabled) and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
-from vitrail.models import bit, hybrid
+from vitrail.models import bit, build, hybrid
 
 
 def flops(config: ViTConfig | BiTConfig, image: Pair | None = None) -> int:
@@ -49,8 +49,12 @@ def _pool(config: ViTConfig, patches: int) -> int:
 
 
 def parameters(config: ViTConfig | BiTConfig) -> int:
-    """Numbers to learn, counted on a skeleton without storage."""
-    from vitrail.models import build  # the package's builder imports this module
+    """Numbers to learn, counted on skeletons without storage; every block adds the same."""
+    if isinstance(config, BiTConfig):
+        return _count(config)
+    first, second = _count(config.but(depth=1)), _count(config.but(depth=2))
+    return first + (config.depth - 1) * (second - first)
 
-    net = build(config, skeleton=True)
-    return sum(p.numel() for p in net.parameters())
+
+def _count(config: ViTConfig | BiTConfig) -> int:
+    return sum(p.numel() for p in build(config, skeleton=True).parameters())

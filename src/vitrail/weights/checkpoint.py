@@ -110,7 +110,10 @@ def write(
     form.check(card, approximate)
     theirs = form.table(card.config).write(net.state_dict(), card.config)
     assert form.write is not None
-    Path(path).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Path(path).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"could not make the folder for {path}: {error.strerror or error}.") from None
     form.write(Path(path), theirs, card, overwrite)
 
 

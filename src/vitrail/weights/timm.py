@@ -187,7 +187,7 @@ def describe(archive: Archive) -> Card:
     usual = TIMM if family in ("ViT", "BV") else FAMILIES[family].preprocess
     preprocess, heard = said.preprocess(config, preprocess_for(usual, config))
     if not heard:
-        notes.append(f"preprocessing is not in the file: taken as usual for {FAMILIES[family].title}.")
+        notes.append(f"preprocessing is not in the file; as usual for {family}: {preprocess.summary()}.")
     embeds = not config.classes or (family == "CLIP" and config.classes < 1000 and not said.tag_has("ft"))
     return Card(
         config=config,
@@ -310,7 +310,7 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
     )
     usual = PreprocessConfig(image=pair(config.image))
     preprocess, heard = said.preprocess(config, preprocess_for(usual, config))
-    notes = [] if heard else ["preprocessing is not in the file: taken as usual for BiT."]
+    notes = [] if heard else [f"preprocessing is not in the file; as usual for BiT: {preprocess.summary()}."]
     return Card(
         config=config,
         preprocess=preprocess,

@@ -176,6 +176,8 @@ def cannot(config: ViTConfig | BiTConfig) -> list[str]:
         "a head without bias": bool(config.classes) and not config.head_bias,
         "a norm after an attention pool": config.pool == "map" and config.pool_norm == "after",
         "an attention pool beside a class token": config.pool == "map" and config.class_token,
+        "an attention pool with SwiGLU": config.pool == "map" and config.activation == "swiglu",
+        "an attention pool beside outputs without bias": config.pool == "map" and not config.proj_bias,
         "SwiGLU with RMSNorm": config.activation == "swiglu" and config.norm == "rms",
         "SwiGLU with an epsilon of 1e-5": config.activation == "swiglu" and config.norm_eps == 1e-5,
         "a patch bias beside a norm before the blocks": config.pre_norm and config.patch_bias,
@@ -281,7 +283,7 @@ def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
     if config.distilled:  # its class fixes these
         for name in ("class_token", "no_embed_class", "reg_tokens", "global_pool"):
             args.pop(name)
-    return {k: v for k, v in args.items() if v is not None}
+    return args
 
 
 def _crop_pct(crop: int, resize_to: int | None) -> float:
@@ -324,6 +326,8 @@ def written(card: Card) -> dict[str, Any]:
         }
     else:
         whole["pretrained_cfg"] |= {"first_conv": "stem.conv", "classifier": "head.fc"}
+    if config.channels != 3:
+        whole["pretrained_cfg"].pop("first_conv")  # timm would take its filters for those of three channels
     if card.labels is not None:
         whole["label_names"] = list(card.labels)
     return whole

@@ -1,0 +1,62 @@
+"""Options that several commands share, and how their values are read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from vitrail.errors import ConfigError
+
+Family = Annotated[
+    str | None, typer.Option("--family", metavar="NAME", help="What a bare file cannot say: DeiT, DINO, MAE, ...")
+]
+Section = Annotated[
+    str | None, typer.Option("--section", metavar="NAME", help="Part of a training file to read, such as teacher.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="A setting the file does not tell, such as heads=4; may be repeated."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+PAIR = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+
+
+def size(text: str | None) -> int | tuple[int, int] | None:
+    """384 or 384x288."""
+    if text is None:
+        return None
+    if match := PAIR.fullmatch(text.lower()):
+        return int(match[1]), int(match[2])
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"--image wants 384 or 384x288 (height x width), got {text!r}.")
+    return int(text)
+
+
+def settings(given: Sequence[str] | None) -> dict[str, Any]:
+    """["heads=4", "image=224x448"] -> {"heads": 4, "image": (224, 448)}."""
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise ConfigError(f"--set wants KEY=VALUE, such as heads=4, got {text!r}.")
+        found[name.strip()] = _value(value.strip())
+    return found
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    if match := PAIR.fullmatch(text):
+        return int(match[1]), int(match[2])
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

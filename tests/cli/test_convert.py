@@ -1,0 +1,204 @@
+"""`vitrail convert`: every format, what is refused, and that nothing half-written is ever seen."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import model, small
+
+import vitrail as package
+from vitrail.weights import checkpoint, write
+from vitrail.weights.torchvision import TORCHVISION
+
+WRITABLE = [f.name for f in {f.name: f for f in checkpoint.FORMATS}.values()]  # each name once
+
+
+def everything(folder: Path) -> list[str]:
+    """Names of all that lies there, hidden files too."""
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, Path]:
+    """For each format a checkpoint that it can express."""
+    folder = tmp_path_factory.mktemp("sources")
+    configs = {
+        "google": small(activation="gelu-tanh", resample="google"),
+        "big_vision": small(activation="gelu-tanh", resample="google", position_on_class=False),
+    }
+    for name in WRITABLE:
+        model(configs.get(name, small())).save(folder / name)
+    return {name: folder / name for name in WRITABLE}
+
+
+@pytest.mark.parametrize("to", WRITABLE)
+def test_each_format_is_written_and_reads_back_the_same(vitrail, sources, tmp_path, to):
+    ending = {"google": ".npz", "big_vision": ".npz", "facebook": ".pth", "torchvision": ".pth"}.get(to, "")
+    target = tmp_path / f"out{ending}"
+    result = vitrail("convert", sources[to], target, "--to", to)
+    assert result.status == 0, result.err
+    assert f"{to} format, " in result.out
+    assert "identical when read back" in result.out
+    ours, theirs = (package.load(path).net.state_dict() for path in (sources[to], target))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_help_names_every_format(process):
+    words = process("convert", "--help").out.replace("\n", " ").replace("│", " ").split()
+    assert set(WRITABLE) <= {word.strip(".,") for word in words}
+
+
+def test_json_is_alone_on_standard_output(vitrail, weights, tmp_path):
+    result = vitrail("convert", weights, tmp_path / "out", "--to", "timm", "--json")
+    said = json.loads(result.out)
+    assert said["format"] == "timm"
+    assert said["identical"] is True
+    assert said["tensors"] == len(package.load(weights).net.state_dict())
+    assert said["drift"] == said["lost"] == []
+
+
+def test_what_a_format_has_no_place_for_is_refused_by_name(vitrail, tmp_path):
+    model(small(registers=4)).save(tmp_path / "registers")
+    result = vitrail("convert", tmp_path / "registers", tmp_path / "out.pth", "--to", "torchvision")
+    assert (result.status, result.out) == (1, "")
+    assert result.problems == ["torchvision's format has no place for registers."]
+    assert everything(tmp_path) == ["registers", "registers/config.json", "registers/model.safetensors"]
+
+
+def test_small_differences_need_a_word(vitrail, tmp_path):
+    model(small(activation="gelu-tanh")).save(tmp_path / "tanh")
+    target = tmp_path / "out.pth"
+    result = vitrail("convert", tmp_path / "tanh", target, "--to", "torchvision")
+    assert result.status == 1
+    assert "Pass --approximate to write it all the same." in result.problems[0]
+    assert not target.exists()
+    result = vitrail("convert", tmp_path / "tanh", target, "--to", "torchvision", "--approximate")
+    assert result.status == 0
+    assert any("cannot state the tanh form of GELU" in note for note in result.notes)
+
+
+def test_what_the_file_does_not_tell_its_next_reader_is_said(vitrail, weights, tmp_path):
+    result = vitrail("convert", weights, tmp_path / "out.pth", "--to", "torchvision")
+    assert any("does not carry class names" in note for note in result.notes)
+    assert any("does not carry preprocessing (resize=squash, " in note for note in result.notes)
+    assert vitrail("convert", weights, tmp_path / "timm", "--to", "timm").err == ""
+
+
+def test_what_a_bare_file_cannot_tell_can_be_told(vitrail, tmp_path):
+    """A grid that is no square and heads of an unusual width: the tensors have them, the names do not."""
+    wide = model(small(image=(32, 64), heads=4))
+    bare = tmp_path / "bare.pth"
+    torch.save(TORCHVISION.table(wide.config).write(wide.net.state_dict(), wide.config), bare)
+    result = vitrail("convert", bare, tmp_path / "again")
+    assert result.status == 1
+    assert "pass image=(height, width)" in result.problems[0]
+    result = vitrail("convert", bare, tmp_path / "again", "--set", "heads=4", "--set", "image=32x64")
+    assert result.status == 0, result.err
+    for again in (package.load(tmp_path / "again"), package.load(bare, image=(32, 64), heads=4)):
+        assert (again.config.heads, again.config.image) == (4, (32, 64))
+
+
+def test_heads_a_format_does_not_keep_need_a_word(vitrail, tmp_path):
+    model(small(width=96, heads=4)).save(tmp_path / "odd")
+    assert vitrail("convert", tmp_path / "odd", tmp_path / "x.pth", "--to", "facebook").status == 1
+    result = vitrail("convert", tmp_path / "odd", tmp_path / "x.pth", "--to", "facebook", "--approximate")
+    assert result.status == 0, result.err
+    assert any("heads=4" in note for note in result.notes)
+
+
+def test_an_existing_destination_is_kept(vitrail, weights, tmp_path):
+    (tmp_path / "file.pth").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").write_text("precious")
+    for name in ("file.pth", "folder"):
+        result = vitrail("convert", weights, tmp_path / name, "--to", "facebook" if "." in name else "timm")
+        assert result.status == 1
+        assert result.problems[0].endswith("exists already; choose another name, or add --overwrite to replace it.")
+    assert (tmp_path / "file.pth").read_text() == (tmp_path / "folder" / "model.safetensors").read_text() == "precious"
+
+
+def test_overwrite_replaces_a_checkpoint_and_nothing_else(vitrail, weights, tmp_path):
+    target = tmp_path / "out"
+    vitrail("convert", weights, target, "--to", "timm")
+    assert vitrail("convert", weights, target, "--to", "huggingface", "--overwrite").status == 0
+    assert everything(target) == ["config.json", "model.safetensors", "preprocessor_config.json"]
+    (target / "holiday.jpg").write_text("precious")
+    result = vitrail("convert", weights, target, "--overwrite")
+    assert result.status == 1
+    assert "it also holds holiday.jpg" in result.problems[0]
+    assert (target / "holiday.jpg").exists()
+
+
+@pytest.mark.parametrize("to", ["timm", "facebook"])
+def test_a_failure_while_writing_leaves_nothing(vitrail, weights, tmp_path, monkeypatch, to):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(write, "save_file", fail)
+    monkeypatch.setattr(write.torch, "save", fail)
+    result = vitrail("convert", weights, tmp_path / "out", "--to", to)
+    assert result.status == 1
+    assert "full" in result.problems[0]
+    assert "Nothing was left behind." in result.problems[0]
+    assert everything(tmp_path) == []
+
+
+@pytest.mark.parametrize("to", ["timm", "facebook"])
+def test_an_interrupt_while_writing_leaves_what_was_there(vitrail, weights, tmp_path, monkeypatch, to):
+    target = tmp_path / "out"
+    vitrail("convert", weights, target, "--to", to)
+    before = everything(tmp_path)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(write, "save_file", interrupt)
+    monkeypatch.setattr(write.torch, "save", interrupt)
+    assert vitrail("convert", weights, target, "--to", to, "--overwrite").status == 130
+    assert everything(tmp_path) == before
+
+
+def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path):
+    folder = tmp_path / "same"
+    shutil.copytree(weights, folder)
+    result = vitrail("convert", folder, folder, "--to", "timm", "--overwrite")
+    assert result.status == 0, result.err
+    assert package.load(folder).labels == package.load(weights).labels
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "tim"], "no format is called 'tim'; did you mean 'timm'?"),
+        (["--family", "Deit"], "no family is called 'Deit'; did you mean 'DeiT'?"),
+        (["--set", "haeds=4"], "no field 'haeds'; did you mean 'heads'?"),
+        (["--set", "heads"], "--set wants KEY=VALUE, such as heads=4, got 'heads'."),
+        (["--section", "teacher"], "it has no section 'teacher'"),
+    ],
+)
+def test_wrong_words_are_one_sentence(vitrail, weights, tmp_path, arguments, said):
+    result = vitrail("convert", weights, tmp_path / "out", *arguments)
+    assert (result.status, result.out) == (1, "")
+    assert len(result.problems) == len(result.err.splitlines()) == 1
+    assert said in result.problems[0]
+    assert everything(tmp_path) == []
+
+
+def test_a_missing_source_is_one_sentence(vitrail, tmp_path):
+    result = vitrail("convert", tmp_path / "nothing.pth", tmp_path / "out")
+    assert result.status == 1
+    assert "no such file" in result.problems[0]
+
+
+def test_a_damaged_source_is_named(vitrail, weights, tmp_path):
+    whole = (weights / "model.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    result = vitrail("convert", tmp_path / "cut.safetensors", tmp_path / "out")
+    assert result.status == 1
+    assert "cut.safetensors is truncated or damaged" in result.problems[0]
+    assert everything(tmp_path) == ["cut.safetensors"]

@@ -1,0 +1,251 @@
+"""`vitrail predict`: files, folders, patterns; listings, CSV and JSON; what cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from small_models import LABELS, gradient, model, small
+
+import vitrail as package
+from vitrail.cli import predict as command
+
+IN_ORDER = ["C.JPG", "a.jpg", "b.png", "holiday/10.png", "holiday/2.webp", "holiday/deep/x.bmp"]
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    gradient().save(tmp_path / "one.png")
+    return tmp_path / "one.png"
+
+
+# What is shown
+
+
+def test_one_file_gives_a_list_for_people(vitrail, weights, picture):
+    result = vitrail("predict", picture, "--model", weights)
+    assert result.status == 0
+    assert result.err == ""
+    name, *lines = result.out.splitlines()
+    assert name == str(picture)
+    expected = package.load(weights).predict(picture)
+    assert lines == [f"  {100 * p.score:5.1f} %  {p.label}" for p in expected]
+
+
+def test_several_files_stay_in_the_order_given(vitrail, weights, photos):
+    result = vitrail("predict", photos / "b.png", photos / "a.jpg", photos / "b.png", "-m", weights, "--top", 1)
+    assert [line for line in result.out.splitlines() if not line.startswith(" ")] == [
+        str(photos / "b.png"),
+        str(photos / "a.jpg"),
+    ]
+
+
+def test_a_folder_gives_a_csv_in_a_stable_order(vitrail, weights, photos):
+    result = vitrail("predict", photos, "-m", weights, "--top", 2)
+    assert result.status == 0
+    assert result.out.splitlines()[0] == "path,label_1,score_1,index_1,label_2,score_2,index_2,error"
+    found = rows(result.out)
+    assert [row["path"] for row in found] == [str(photos / name) for name in IN_ORDER]
+    best = package.load(weights).predict(photos / "C.JPG")[0]
+    assert found[0]["label_1"] == best.label == LABELS[int(found[0]["index_1"])]
+    assert float(found[0]["score_1"]) == pytest.approx(best.score, abs=1e-5)
+    assert vitrail("predict", photos, "-m", weights, "--top", 2, "--batch", 2).out == result.out
+
+
+def test_one_class_needs_no_numbers_in_the_header(vitrail, weights, photos):
+    assert vitrail("predict", photos, "-m", weights, "--top", 1).out.startswith("path,label,score,index,error\n")
+
+
+def test_more_classes_than_there_are_is_all_of_them(vitrail, weights, photos):
+    assert "label_5" in rows(vitrail("predict", photos, "-m", weights, "--top", 50).out)[0]
+    assert "label_6" not in rows(vitrail("predict", photos, "-m", weights, "--top", 50).out)[0]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.png", ["b.png"]),
+        ("**/*.png", ["b.png", "holiday/10.png"]),
+        ("holiday/[12]*.*", ["holiday/10.png", "holiday/2.webp"]),
+    ],
+)
+def test_a_pattern_in_quotes_gives_a_csv(vitrail, weights, photos, pattern, names):
+    result = vitrail("predict", photos / pattern, "-m", weights)
+    assert [row["path"] for row in rows(result.out)] == [str(photos / name) for name in names]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_itself(vitrail, weights, tmp_path):
+    gradient().save(tmp_path / "photo[1].png")
+    assert vitrail("predict", tmp_path / "photo[1].png", "-m", weights).out.startswith(str(tmp_path / "photo[1].png"))
+
+
+def test_json_is_alone_on_standard_output(vitrail, weights, photos):
+    result = vitrail("predict", photos, photos / "a.jpg", "-m", weights, "--json", "--top", 3, "--image", "64")
+    said = json.loads(result.out)
+    assert [entry["path"] for entry in said] == [str(photos / name) for name in IN_ORDER]
+    assert [len(entry["predictions"]) for entry in said] == [3] * 6
+    assert set(said[0]["predictions"][0]) == {"label", "score", "index"}
+    assert result.notes == ["positions were resampled to 64x64 as timm does it."]
+
+
+def test_logits_are_given_when_asked_for(vitrail, weights, picture):
+    [entry] = json.loads(vitrail("predict", picture, "-m", weights, "--json", "--logits").out)
+    assert entry["logits"] == pytest.approx(package.load(weights).logits(picture)[0].tolist())
+    result = vitrail("predict", picture, "-m", weights, "--logits")
+    assert (result.status, result.problems) == (1, ["--logits gives every output of every picture: add --json."])
+
+
+def test_results_can_go_to_a_file(vitrail, weights, photos, tmp_path):
+    table, entries = tmp_path / "new" / "out.csv", tmp_path / "out.json"
+    result = vitrail("predict", photos, "-m", weights, "--out", table)
+    assert (result.status, result.out) == (0, "")
+    assert result.notes == [f"{table} has 6 of 6 pictures."]
+    assert table.read_text() == vitrail("predict", photos, "-m", weights).out
+    assert vitrail("predict", photos / "a.jpg", "-m", weights, "-o", entries).status == 0  # the name says JSON
+    assert json.loads(entries.read_text())[0]["path"] == str(photos / "a.jpg")
+
+
+def test_a_file_of_results_is_replaced_only_when_the_new_one_is_complete(
+    vitrail, weights, photos, tmp_path, monkeypatch
+):
+    table = tmp_path / "out.csv"
+    table.write_text("precious")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_line", interrupt)
+    assert vitrail("predict", photos, "-m", weights, "-o", table).status == 130
+    assert table.read_text() == "precious"
+
+
+def test_a_destination_that_cannot_be_is_told_before_the_work(vitrail, picture, tmp_path):
+    for to, said in ((tmp_path, "is a folder"), (picture / "out.csv", "is a file, not a folder")):
+        result = vitrail("predict", picture, "-m", "no-model-is-looked-for", "-o", to)
+        assert result.status == 1
+        assert said in result.problems[0]
+
+
+# Options that change the model
+
+
+def test_another_size_need_not_be_square(vitrail, weights, picture):
+    result = vitrail("predict", picture, "-m", weights, "--image", "288x192")
+    assert result.status == 0
+    assert result.notes == ["positions were resampled to 288x192 as timm does it."]
+    for wrong in ("abc", "0", "12x", "1x2x3", "-4"):
+        result = vitrail("predict", picture, "-m", weights, f"--image={wrong}")
+        assert result.problems == [f"--image wants 384 or 384x288 (height x width), got {wrong!r}."]
+    result = vitrail("predict", picture, "-m", weights, "--image", "30")
+    assert result.problems == ["patch=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."]
+
+
+def test_grey_and_transparent_pictures_go_through(vitrail, weights, tmp_path):
+    gradient().convert("L").save(tmp_path / "grey.png")
+    gradient().convert("RGBA").save(tmp_path / "clear.png")
+    result = vitrail("predict", tmp_path / "grey.png", "-m", weights, "--channels", 1)
+    assert result.notes == ["for 1 channel the first filters were summed over the 3 channels."]
+    assert len(result.out.splitlines()) == 6
+    result = vitrail("predict", tmp_path / "clear.png", "-m", weights, "--channels", 4)
+    assert result.notes == ["for 4 channels the first filters were repeated from 3 to 4 and scaled by 3/4."]
+    assert len(result.out.splitlines()) == 6
+
+
+def test_settings_and_family_reach_the_model(vitrail, weights, picture):
+    plain = vitrail("predict", picture, "-m", weights).out
+    assert vitrail("predict", picture, "-m", weights, "--set", "activation=gelu-quick").out != plain
+    assert vitrail("predict", picture, "-m", weights, "--family", "DeiT").out != plain
+    result = vitrail("predict", picture, "-m", weights, "--set", "image=64")
+    assert result.problems == ["--set image=64: pass --image instead."]
+
+
+def test_missing_class_names_are_mentioned_and_can_be_given(vitrail, picture, tmp_path):
+    model(small(), labels=None).save(tmp_path / "nameless")
+    result = vitrail("predict", picture, "-m", tmp_path / "nameless", "--top", 1)
+    assert "  class " in result.out
+    assert len(result.notes) == 1
+    assert "--labels" in result.notes[0]
+    (tmp_path / "names.txt").write_text("\n".join("vwxyz"))
+    result = vitrail("predict", picture, "-m", tmp_path / "nameless", "--labels", tmp_path / "names.txt")
+    assert result.err == ""
+    assert {line.split()[-1] for line in result.out.splitlines()[1:]} == set("vwxyz")
+
+
+# What is not there, or not a picture
+
+
+def test_an_unreadable_picture_is_named_and_the_others_are_done(vitrail, weights, photos, tmp_path):
+    (photos / "bad.png").write_text("not a picture")
+    (photos / "holiday" / "empty.jpg").touch()
+    result = vitrail("predict", photos, "-m", weights)
+    assert result.status == 1
+    found = {Path(row["path"]).name: row for row in rows(result.out)}
+    assert len(found) == 8
+    assert [name for name, row in found.items() if row["error"]] == ["bad.png", "empty.jpg"]
+    assert all(bool(row["label_1"]) != bool(row["error"]) for row in found.values())
+    assert [p.split(" ")[0] for p in result.problems[:2]] == [
+        str(photos / "bad.png"),
+        str(photos / "holiday/empty.jpg"),
+    ]
+    assert result.problems[2:] == ["2 of 8 pictures could not be read."]
+    said = json.loads(vitrail("predict", photos, "-m", weights, "--json").out)
+    assert ["error" in entry for entry in said].count(True) == 2
+    listing = vitrail("predict", photos / "a.jpg", photos / "bad.png", tmp_path / "gone.png", "-m", weights)
+    assert listing.status == 1
+    assert len(listing.out.splitlines()) == 6
+    assert len(listing.problems) == 3
+
+
+def test_many_unreadable_pictures_are_counted(vitrail, weights, photos):
+    for n in range(30):
+        (photos / f"bad{n}.png").write_text("not a picture")
+    result = vitrail("predict", photos, "-m", weights)
+    assert len(result.problems) == command.SAID + 2
+    assert result.problems[-1] == "30 of 36 pictures could not be read."
+
+
+def test_nothing_to_do_is_one_sentence(vitrail, tmp_path):
+    (tmp_path / "album").mkdir()
+    for given, said in (
+        (tmp_path / "album", "no pictures in the folder"),
+        (tmp_path / "gone.jpg", "no such picture or folder"),
+        (tmp_path / "*.jpg", "matches nothing."),
+        (tmp_path / "al*", "matches only folders; name one without the pattern."),
+    ):
+        result = vitrail("predict", given, "-m", "no-model-is-looked-for")
+        assert (result.status, result.out) == (1, "")
+        assert len(result.err.splitlines()) == 1
+        assert said in result.problems[0]
+
+
+def test_a_model_has_to_be_named(vitrail, picture):
+    result = vitrail("predict", picture)
+    assert result.status == 1
+    assert "pass --model with a name such as ViT-Ti/16" in result.problems[0]
+    result = vitrail("predict", picture, "-m", "ViTT-Ti/16")
+    assert result.problems == ["no model is called 'ViTT-Ti/16'; did you mean 'ViT-Ti/16'?"]
+
+
+def test_a_model_without_classes_is_one_sentence(vitrail, headless, picture):
+    result = vitrail("predict", picture, "-m", headless)
+    assert (result.status, result.out) == (1, "")
+    assert len(result.problems) == len(result.err.splitlines()) == 1
+    assert "has no classes: it gives features." in result.problems[0]
+
+
+def test_a_device_that_is_not_there_is_one_sentence(vitrail, weights, picture):
+    result = vitrail("predict", picture, "-m", weights, "--device", "gpu")
+    assert result.problems == ["there is no device 'gpu'; try cpu, cuda, cuda:1, mps or auto."]
+
+
+def test_iphone_pictures_are_not_passed_over(vitrail, weights, photos):
+    (photos / "IMG_1.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(32))
+    result = vitrail("predict", photos, "-m", weights)
+    assert str(photos / "IMG_1.HEIC") in result.problems[0]
