@@ -13,6 +13,8 @@ def randomized(net: nn.Module, seed: int = 0) -> nn.Module:
     Fresh networks have zeros and ones in places where a wrong name or order would go unseen.
     Matrices keep the size of their outputs; vectors that scale stay around one.
     """
+    if any(p.is_meta for p in net.parameters()):
+        net = net.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in net.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

@@ -17,29 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pictures import encoded
 from PIL import Image, ImageFile
-from sklearn.datasets import load_sample_image
 
 from vitrail.data.decode import decode
 from vitrail.errors import ImageError, NotFound
-
-
-@pytest.fixture(scope="module")
-def photo() -> np.ndarray:
-    """A temple by a lake, 90 x 130."""
-    return np.array(load_sample_image("china.jpg")[200:290, 100:230])
-
-
-@pytest.fixture(scope="module")
-def jpeg(photo: np.ndarray) -> bytes:
-    return encoded(Image.fromarray(photo), "JPEG", quality=92)
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
 
 # What cannot be read
 

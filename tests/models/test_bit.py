@@ -6,13 +6,13 @@ import copy
 import io
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import import_peer
+from compare import randomized, relative
+from conftest import golden, import_peer
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -34,21 +34,6 @@ PARAMETERS = {
     "152x2": ((3, 8, 36, 3), 236_335_208),
     "152x4": ((3, 8, 36, 3), 936_533_224),
 }
-
-
-def relative_error(got: Tensor, wanted: Tensor) -> float:
-    return ((got - wanted).norm() / wanted.norm()).item()
-
-
-def randomized(net: nn.Module, seed: int = 0) -> nn.Module:
-    """Every parameter away from the 0 and 1 it may start with, where mistakes would not show."""
-    if any(p.is_meta for p in net.parameters()):
-        net = net.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.normal_(1 if parameter.ndim == 1 else 0, 0.3, generator=generator)
-    return net.eval()
 
 
 def loaded(config: BiTConfig, state: dict[str, Tensor]) -> BiT:
@@ -79,14 +64,13 @@ def from_big_vision(name: str, value: Tensor) -> tuple[str, Tensor]:
     return name, value.T if name == "head.weight" else value
 
 
-def test_bit_gives_big_visions_logits(golden: Path, shared: Path):
-    weights = np.load(shared / "golden" / "bigvision_bit_small.npz")  # too large to lie in tests/golden
-    values = np.load(golden / "bigvision_bit_small_io.npz")
+def test_bit_gives_big_visions_logits():
+    weights, values = np.load(golden("bigvision_bit_small.npz")), np.load(golden("bigvision_bit_small_io.npz"))
     state = dict(from_big_vision(k, torch.from_numpy(v)) for k, v in weights.items())
     net = loaded(BiTConfig(root_pad="none", layers=(1, 1, 1, 1), width=0.5, image=64, classes=10), state)
     with torch.no_grad():
         logits = net(torch.from_numpy(values["images_nhwc"]).permute(0, 3, 1, 2))
-    assert relative_error(logits, torch.from_numpy(values["logits"])) <= 1e-5
+    assert relative(logits, torch.from_numpy(values["logits"])) <= 1e-5
 
 
 @pytest.mark.peer
@@ -104,7 +88,7 @@ def test_bit_gives_timms_logits_at_even_and_odd_sizes():
     with torch.no_grad():
         for size in [(64, 64), (65, 47)]:
             images = torch.randn(2, 3, *size)
-            assert relative_error(net(images), theirs(images)) <= 1e-5
+            assert relative(net(images), theirs(images)) <= 1e-5
 
 
 @pytest.mark.peer
@@ -125,9 +109,9 @@ def test_bit_gives_transformers_logits_and_maps():
     images = torch.randn(2, 3, 65, 64)
     with torch.no_grad():
         ours, expected = net.features(images, want=("logits", "maps")), theirs(images)
-    assert relative_error(ours.logits, expected.logits) <= 1e-5
+    assert relative(ours.logits, expected.logits) <= 1e-5
     for map_, hidden in zip(ours.maps, expected.hidden_states[1:], strict=True):
-        assert relative_error(map_, hidden) <= 1e-5
+        assert relative(map_, hidden) <= 1e-5
 
 
 @given(height=st.integers(1, 12), width=st.integers(1, 12))
@@ -250,10 +234,10 @@ def test_it_compiles_and_exports_in_one_graph():
     with torch.no_grad():
         expected = net(images)  # keeps kernels, which must not end up in the graphs
         torch._dynamo.reset()
-        assert relative_error(torch.compile(net, fullgraph=True, backend="aot_eager")(images), expected) <= 1e-6
+        assert relative(torch.compile(net, fullgraph=True, backend="aot_eager")(images), expected) <= 1e-6
         program = torch.export.export(net, (images,), dynamic_shapes={"images": {0: torch.export.Dim.DYNAMIC}})
     assert not program.constants
-    assert relative_error(program.module()(images[:1]), expected[:1]) <= 1e-5
+    assert relative(program.module()(images[:1]), expected[:1]) <= 1e-5
 
 
 @pytest.mark.parametrize("size", [(64, 64), (45, 30)])
@@ -405,9 +389,9 @@ def test_borrowed_weights_are_not_kept():
     assert torch.equal(net(images), own)
     stacked = {k: torch.stack([v, other[k]]) for k, v in net.state_dict().items()}
     both = torch.func.vmap(lambda s: torch.func.functional_call(net, s, (images,)))(stacked)
-    assert relative_error(both, torch.stack([own, borrowed])) <= 1e-5
+    assert relative(both, torch.stack([own, borrowed])) <= 1e-5
     with torch.inference_mode():
-        assert relative_error(net(images), own) <= 1e-6
+        assert relative(net(images), own) <= 1e-6
     assert torch.equal(net(images), own)
 
 
@@ -429,7 +413,7 @@ def test_a_cuda_graph_neither_keeps_kernels_nor_uses_kept_ones():
     for conv in standardized(net):
         conv.weight.mul_(2).add_(1)  # standardised, this is the same kernel
     graph.replay()
-    assert relative_error(captured, expected) <= 1e-2
+    assert relative(captured, expected) <= 1e-2
     net.root.weight.normal_()
     graph.replay()
-    assert relative_error(captured, net(images)) <= 1e-2
+    assert relative(captured, net(images)) <= 1e-2

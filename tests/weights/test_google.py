@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from compare import relative
-from conftest import ROOT
+from conftest import golden
 
 from vitrail.config import StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError
@@ -27,14 +27,6 @@ Arrays = dict[str, Any]
 
 ORIGINALS = ["google_token", "google_prelogits", "google_gap", "google_hybrid_patch2", "google_hybrid"]
 BIG_VISION = ["bigvision_tok", "bigvision_gap_sincos", "bigvision_map", "bigvision_rep"]
-
-
-def golden(name: str) -> Path:
-    """Small files are in the repository, large ones beside it."""
-    for folder in (ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden"):
-        if (folder / name).exists():
-            return folder / name
-    pytest.skip(f"no {name}: it is too large for the repository")
 
 
 def arrays(name: str) -> Arrays:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from compare import randomized, relative
-from conftest import import_peer
+from conftest import golden, import_peer
 
 from vitrail.config import BiTConfig, ViTConfig
 from vitrail.errors import FormatError, Inexpressible
@@ -21,13 +21,6 @@ from vitrail.weights.card import Card
 
 SMALL = BiTConfig(layers=(1, 2), width=0.5, classes=5)
 PADS = {"google": "zero", "big_vision": "none"}
-
-
-def golden(shared: Path, name: str) -> Path:
-    path = shared / "golden" / f"{name}.npz"
-    if not path.exists():
-        pytest.skip(f"no {path.name}: it is too large for the repository")
-    return path
 
 
 def config_for(to: str, **changes: Any) -> BiTConfig:
@@ -48,9 +41,9 @@ def same_weights(net: BiT, other: BiT) -> None:
         assert torch.equal(theirs[name], value), name
 
 
-def test_outputs_are_big_visions(shared: Path) -> None:
-    net, card = checkpoint.read(golden(shared, "bigvision_bit_small"))
-    values = np.load(golden(shared, "bigvision_bit_small_io"))
+def test_outputs_are_big_visions() -> None:
+    net, card = checkpoint.read(golden("bigvision_bit_small.npz"))
+    values = np.load(golden("bigvision_bit_small_io.npz"))
     assert card.config == BiTConfig(layers=(1, 1, 1, 1), width=0.5, classes=10, image=224, root_pad="none")
     assert (card.family, card.task, card.labels) == ("BiT", "classify", None)
     assert card.notes == ("the image's size is not stored: 224 assumed, and BiT takes any.",)
@@ -59,10 +52,10 @@ def test_outputs_are_big_visions(shared: Path) -> None:
     assert relative(logits, torch.from_numpy(values["logits"])) <= 1e-5
 
 
-def test_what_is_written_is_what_was_read(shared: Path, tmp_path: Path) -> None:
-    net, card = checkpoint.read(golden(shared, "bigvision_bit_small"))
+def test_what_is_written_is_what_was_read(tmp_path: Path) -> None:
+    net, card = checkpoint.read(golden("bigvision_bit_small.npz"))
     checkpoint.write(net, card, tmp_path / "again.npz", to="big_vision")
-    again, wanted = np.load(tmp_path / "again.npz"), np.load(golden(shared, "bigvision_bit_small"))
+    again, wanted = np.load(tmp_path / "again.npz"), np.load(golden("bigvision_bit_small.npz"))
     assert set(again.files) == set(wanted.files)
     for name in wanted.files:
         np.testing.assert_array_equal(again[name], wanted[name], err_msg=name, strict=True)

@@ -40,7 +40,7 @@ BASE: dict[str, Any] = {"image": 32, "patch": 8, "width": 128, "depth": 1, "head
 TORCH = BASE | {"activation": "gelu", "resample": "timm"}
 CLIP = {"pre_norm": True, "patch_bias": False, "norm_eps": 1e-5, "activation": "gelu-quick"}
 DINOV2 = {"image": 70, "patch": 14, "mlp": 512, "classes": 0, "layer_scale": 1e-5}
-TIMMS = {"norm_eps": 1e-5, "standardize": "var", "standardize_eps": 1e-8}
+TIMMS: dict[str, Any] = {"norm_eps": 1e-5, "standardize": "var", "standardize_eps": 1e-8}
 TINY = {"depth": 1, "width": 64, "heads": 1}
 
 
@@ -54,7 +54,8 @@ def hybrid(layers: tuple[int, ...], patch: int = 1, **stem: Any) -> ViTConfig:
 
 
 def bit(**options: Any) -> BiTConfig:
-    return BiTConfig(**{"layers": (1, 1), "width": 0.5, "image": 64, "classes": 5} | options)
+    small: dict[str, Any] = {"layers": (1, 1), "width": 0.5, "image": 64, "classes": 5}
+    return BiTConfig(**small | options)
 
 
 # Which network fits which format.
@@ -97,7 +98,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "attention pool": (vit(class_token=False, pool="map"),           "= = . . . ~ .", "map|attention pool|class token"),
     "pool beside a token": (vit(pool="map"),                         "= . . . . . .", "attention pool|class token"),
     "tanh layer and head": (vit(pre_logits=24),                      "= . . = ~ . .", "tanh layer|with a position"),
-    "tanh layer alone": (vit(pre_logits=24, classes=0),              "= . = . ~ . .", "tanh layer|position|without a h"),
+    "tanh layer alone": (vit(pre_logits=24, classes=0),              "= . = . ~ . .", "tanh|position|without a head"),
     "no head": (vit(classes=0),                                      "= = = . ~ . =", "without a head|position"),
     "head without bias": (vit(head_bias=False),                      "= . . . . . .", "head without bias"),
     "registers": (vit(registers=3),                                  "= = . . . . .", "registers|head in DINOv2"),
@@ -145,6 +146,9 @@ LARGE: dict[str, tuple[Config, str]] = {
 """Networks of one size only: too large to go through every pair, they go round once."""
 SLOW = ("R50 + ViT, four stages", "BiT R50x1")
 # fmt: on
+
+ONE_WAY = [TABLE[name][0] for name in ("another epsilon", "QuickGELU", "one channel")]
+"""Their tensors have the names of the first row's, which go through every pair."""
 
 ROWS = pytest.mark.parametrize(("config", "marks", "named"), TABLE.values(), ids=TABLE.keys())
 
@@ -227,14 +231,14 @@ def test_there_and_back_through_every_pair(config: Config, marks: str, named: st
         if said[first] == "=":
             assert torch.equal(logits(read, config), logits(net, config)), first
             assert alike(heard.config, config), first
-        for second in fitting(marks):
+        for second in ["vitrail"] if config in ONE_WAY else fitting(marks):
             if second == first:
                 continue
             away, heard_away = checkpoint.read(write(read, heard, tmp_path / f"{first} {second}", second))
             assert same(away.state_dict(), start), (first, second)
             back = write(away, heard_away, tmp_path / f"{first} {second} {first}", first)
             # Where the number of heads was lost, as said, Google's tensors have it in their shapes.
-            kept = isinstance(config, BiTConfig) or heard_away.config.heads == heard.config.heads
+            kept = getattr(heard_away.config, "heads", 0) == getattr(heard.config, "heads", 0)
             assert same(stored(back), wanted, shapes=kept), (first, second)
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
@@ -325,7 +329,7 @@ def test_one_file_says_as_much_as_a_folder(to: str, config: ViTConfig, tmp_path:
 PUBLISHED = [row[0] for row in list(TABLE.values())[:15] if isinstance(row[0], ViTConfig)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(config=near(PUBLISHED))
 def test_any_change_of_a_usual_network_fits_or_is_refused(
     config: ViTConfig, tmp_path_factory: pytest.TempPathFactory
@@ -370,7 +374,7 @@ def nearer(config: ViTConfig) -> ViTConfig:
 PLAIN = vit_configs(positions=("learned-1d", "learned-1d", "none"), hybrids=False).map(nearer)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(config=PLAIN)
 def test_any_network_fits_timm_exactly_or_is_refused(
     config: ViTConfig, tmp_path_factory: pytest.TempPathFactory
@@ -389,7 +393,7 @@ def test_any_network_fits_timm_exactly_or_is_refused(
 
 
 @pytest.mark.peer
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(config=PLAIN)
 def test_what_fits_timm_exactly_gives_its_own_code_the_same_numbers(
     config: ViTConfig, tmp_path_factory: pytest.TempPathFactory
