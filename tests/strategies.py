@@ -95,7 +95,7 @@ def near(draw: st.DrawFn, bases: Sequence[ViTConfig], most: int = 3) -> ViTConfi
 @st.composite
 def bit_configs(draw: st.DrawFn) -> BiTConfig:
     return BiTConfig(
-        image=draw(st.sampled_from([32, (32, 64)])),
+        image=(32, draw(st.sampled_from([32, 64]))),
         channels=draw(st.sampled_from([1, 3])),
         classes=draw(st.sampled_from([0, 5])),
         layers=tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))),

@@ -1,4 +1,4 @@
-"""The fused linear layer and GELU against its plain twin."""
+"""The fused linear layer and GELU against its plain twin, and where it is used."""
 
 from __future__ import annotations
 
@@ -7,56 +7,60 @@ import torch
 from compare import relative
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from vitrail.config import ViTConfig
 from vitrail.kernels import linear_gelu
-from vitrail.kernels.linear_gelu import linear_gelu_tanh, linear_gelu_tanh_plain
+from vitrail.kernels.linear_gelu import can_fuse, linear_gelu_tanh, linear_gelu_tanh_plain
+from vitrail.models.layers import MLP
+
+pytestmark = pytest.mark.skipif(not linear_gelu._has_onednn(), reason="this PyTorch has no oneDNN")
 
 
 @given(st.lists(st.integers(1, 5), min_size=0, max_size=3), st.integers(1, 40), st.integers(1, 40), st.booleans())
 def test_the_twins_agree(batch: list[int], inputs: int, outputs: int, with_bias: bool) -> None:
     x, weight = torch.randn(*batch, inputs), torch.randn(outputs, inputs)
     bias = torch.randn(outputs) if with_bias else None
-    with torch.no_grad():
-        got, wanted = linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_plain(x, weight, bias)
+    got, wanted = linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_plain(x, weight, bias)
     assert got.shape == wanted.shape
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_strided_inputs_agree() -> None:
     x, weight, bias = torch.randn(7, 3, 16).transpose(0, 1)[:, ::2], torch.randn(16, 24).t(), torch.randn(24)
+    assert relative(linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_plain(x, weight, bias)) <= 1e-6
+
+
+def test_it_is_used_exactly_where_nothing_can_tell() -> None:
+    layer, x = nn.Linear(16, 24), torch.randn(4, 16)
+    assert not can_fuse(layer, x), "gradients may be wanted"
     with torch.no_grad():
-        assert relative(linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_plain(x, weight, bias)) <= 1e-6
-
-
-def test_gradients_come_from_the_plain_twin() -> None:
-    leaves = [torch.randn(4, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True), torch.randn(24)]
-    linear_gelu_tanh(*leaves).square().sum().backward()
-    got = [leaf.grad.clone() for leaf in leaves[:2]]
-    for leaf in leaves[:2]:
-        leaf.grad = None
-    linear_gelu_tanh_plain(*leaves).square().sum().backward()
-    assert all(torch.equal(a, leaf.grad) for a, leaf in zip(got, leaves, strict=False))
-
-
-def test_it_is_fused_exactly_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not linear_gelu._has_onednn():
-        pytest.skip("this PyTorch has no oneDNN")
-    plain: list[int] = []
-    monkeypatch.setattr(linear_gelu, "linear_gelu_tanh_plain", lambda *a: plain.append(1) or linear_gelu_tanh_plain(*a))
-    x, weight = torch.randn(4, 16), torch.nn.Parameter(torch.randn(24, 16))
-
-    def counts(**changes: torch.Tensor) -> int:
-        plain.clear()
-        linear_gelu_tanh(changes.get("x", x), changes.get("weight", weight), None)
-        return len(plain)
-
-    assert counts() == 1, "gradients may be wanted"
-    with torch.no_grad():
-        assert counts() == 0
-        assert counts(x=x.double(), weight=weight.double()) == 1
-        with monkeypatch.context() as patch:
-            patch.setattr(linear_gelu, "_has_onednn", lambda: False)
-            assert counts() == 1
-        assert torch.vmap(lambda row: linear_gelu_tanh(row, weight, None))(x).shape == (4, 24)
+        assert can_fuse(layer, x)
+        assert not can_fuse(nn.Linear(16, 24).double(), x.double())
+        assert not can_fuse(nn.Sequential(layer), x), "a wrapped layer"
+        assert not torch.vmap(lambda row: torch.tensor(can_fuse(layer, row)))(x).any()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not can_fuse(layer, x)
+        handle = layer.register_forward_hook(lambda *_: None)
+        assert not can_fuse(layer, x), "somebody listens"
+        handle.remove()
+        assert can_fuse(layer, x)
     with torch.inference_mode():
-        assert counts() == 0
+        assert can_fuse(layer, x)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_hooks_wrappers_and_counters_see_every_layer(grad: bool) -> None:
+    mlp, x = MLP(ViTConfig(width=16, heads=2, mlp=24)), torch.randn(4, 16)
+    seen: list[str] = []
+    with torch.set_grad_enabled(grad):
+        wanted = mlp(x)
+        for name, layer in mlp.named_children():
+            layer.register_forward_hook(lambda *_, name=name: seen.append(name))
+        assert relative(mlp(x), wanted) <= 1e-6
+        assert seen == ["up", "down"]
+        mlp = MLP(ViTConfig(width=16, heads=2, mlp=24))
+        with FlopCounterMode(display=False) as counter:
+            mlp(x)
+        assert counter.get_total_flops() == 2 * 2 * 4 * 16 * 24

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from conftest import import_peer
@@ -13,7 +15,7 @@ from vitrail.errors import NotFound
 from vitrail.models import build
 from vitrail.models.families import FAMILIES
 from vitrail.models.flops import flops, parameters
-from vitrail.models.published import VARIANTS
+from vitrail.models.published import VARIANTS, Variant
 from vitrail.models.variants import SIZES, config_for, find, heads_for, parse
 
 # Parameters, and GFLOPs of one image at the model's own size. The counts of the sizes at 1000
@@ -45,8 +47,8 @@ COUNTS = {
     "R50+ViT-B/16@384": (98_950_952, 134.31),
     "R50+ViT-L/32": (328_994_856, 38.83),
     "R50+ViT-L/32@384": (329_092_136, 114.27),
-    "BV-S/16": (21_974_632, 9.15),
-    "BV-B/16": (86_415_592, 34.94),
+    "BV-S/16": (22_122_472, 9.15),
+    "BV-B/16": (87_006_184, 34.94),
     "DeiT-Ti/16": (5_717_416, 2.51),
     "DeiT-S/16": (22_050_664, 9.20),
     "DeiT-B/16": (86_567_656, 35.13),
@@ -87,6 +89,7 @@ COUNTS = {
     "SigLIP-B/16@512": (93_520_128, 216.24),
     "SigLIP-L/16@256": (315_956_224, 162.56),
     "SigLIP-L/16@384": (316_283_904, 383.85),
+    "SigLIP-SO400M/14@384": (428_225_600, 670.35),
     "SigLIP-SO400M/14": (427_680_704, 220.35),
     "BiT-R50x1": (25_549_352, 8.18),
     "BiT-R50x3": (217_319_080, 72.16),
@@ -109,18 +112,30 @@ def test_counts_are_golden(name: str) -> None:
     assert flops(config) / 1e9 == pytest.approx(giga, abs=0.005)
 
 
+IN_TIMM = {
+    v.name: name
+    for v in VARIANTS
+    for name in (v.checkpoint.removeprefix("timm/"), *v.aliases)
+    if "/" not in name and re.match(r"vit_\w+_(patch|r)|deit|resnetv2", name)
+}
+
+
 @pytest.mark.peer
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.checkpoint.startswith("timm/")], ids=lambda v: v.name)
-def test_the_stated_checkpoint_exists_in_timm_and_has_this_size(variant) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in IN_TIMM], ids=lambda v: v.name)
+def test_timms_network_of_this_name_has_this_size(variant: Variant) -> None:
     timm = import_peer("timm")
-    name = variant.checkpoint.removeprefix("timm/")
-    assert name in timm.list_pretrained(name.partition(".")[0] + "*")
+    name = IN_TIMM[variant.name]
+    if variant.checkpoint.startswith("timm/"):
+        checkpoint = variant.checkpoint.removeprefix("timm/")
+        assert checkpoint in timm.list_pretrained(checkpoint.partition(".")[0] + "*")
     config = parse(variant.name)
     with torch.device("meta"):
         theirs = timm.create_model(name, num_classes=config.classes)
     count = sum(p.numel() for p in theirs.parameters())
     if variant.name.startswith("DINOv2") and variant.name.endswith("reg"):
         count += config.width  # timm folds the class token's position into the token
+    if variant.name.startswith("CLIP"):
+        count -= config.classes  # timm's projection has a bias, of zeros
     assert parameters(config) == count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_every_option_works_with_every_other(config: ViTConfig) -> None:
     net.train()
     net(images).sum().backward()
     unused = {n for n, p in net.named_parameters() if p.grad is None}
-    assert unused <= {"pre_logits.weight", "pre_logits.bias"} if config.classes else True
+    assert not unused, "every parameter takes part: what DistributedDataParallel wants"
     assert parameters(config) == sum(p.numel() for p in net.parameters())
 
 
@@ -126,6 +127,18 @@ def test_patch_projection_is_the_strided_convolution() -> None:
     images = torch.randn(2, 3, 12, 10)
     wanted = F.conv2d(images, project.weight, project.bias, stride=(4, 2)).permute(0, 2, 3, 1)
     assert relative(project(images), wanted) <= 1e-6
+
+
+def test_uncovered_edges_are_left_out_as_a_convolution_does() -> None:
+    net = randomized(ViT(small(image=18, uncovered="ignore")))
+    assert net.config.grid == (4, 4)
+    images = torch.randn(1, 3, 18, 19)
+    with torch.no_grad():
+        wanted = F.conv2d(images, net.patch.weight, net.patch.bias, stride=4).flatten(2).mT
+        assert relative(net.patch(net._covered(images)).flatten(1, 2), wanted) <= 1e-5
+        assert torch.equal(net(images), net(images[:, :, :16, :16]))
+    with pytest.raises(ModelError, match="uncovered"):
+        net(torch.zeros(1, 3, 3, 16))
 
 
 def test_asking_for_attention_leaves_the_fused_path_to_everybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +183,12 @@ def test_first_values_are_the_papers() -> None:
     for zeros in (net.class_token, net.head.weight, net.head.bias, net.patch.bias, block.attention.qkv.bias):
         assert not zeros.any()
     assert ViT(small(head_bias_init=-10.0)).head.bias.unique().tolist() == [-10.0]
+    mapped = ViT(small(width=256, pool="map", class_token=False, registers=4), seed=0)
+    bound = math.sqrt(6 / 257)
+    assert 0.95 * bound < float(mapped.pool.probe.abs().max()) <= bound
+    assert float(mapped.pool.kv.weight.abs().max()) == pytest.approx(math.sqrt(6 / 512), rel=0.01)
+    assert float(mapped.registers.std()) == pytest.approx(1e-6, rel=0.1)
+    assert float(ViT(small(width=512, distilled=True), seed=0).distill_token.std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_gradient_checkpointing_changes_memory_not_gradients() -> None:
@@ -197,21 +216,21 @@ def test_resampled_positions_are_remembered_in_evaluation_only() -> None:
     position = net.positions[0]
     with torch.no_grad():
         first = net(images)
-        assert position._last is not None
-        kept = position._last[1]
+        assert position._kept is not None
+        kept = position._kept.value
         net(images)
-        assert position._last[1] is kept
+        assert position._kept.value is kept
         position.table.mul_(2)
         assert not torch.equal(net(images), first), "a changed table must not be served stale"
         net.load_state_dict({k: v / 2 if k.endswith("table") else v for k, v in net.state_dict().items()})
         assert relative(net(images), first) <= 1e-6
     net.train()
-    assert position._last is None
+    assert position._kept is None
     net(images).sum().backward()
-    assert position._last is None
+    assert position._kept is None
     assert position.table.grad.abs().sum() > 0
     net.eval()(images).sum().backward()  # gradients may be wanted in evaluation mode too
-    assert position._last is None
+    assert position._kept is None
 
 
 def test_a_skeleton_and_a_state_dict_are_a_network() -> None:
@@ -256,10 +275,41 @@ def test_other_channels_answer_alike_to_a_grey_picture(channels: int) -> None:
     assert adapt_channels(weight, 3) is weight
 
 
-def test_float64_stays_float64() -> None:
-    for position in ("learned-1d", "learned-2d", "sincos-2d", "rope-2d"):
-        net = randomized(ViT(small(position=position))).double()
-        assert net(torch.randn(1, 3, 24, 16, dtype=torch.float64)).dtype == torch.float64
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("position", ["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"])
+def test_every_precision_stays_what_it_is(position: str, dtype: torch.dtype) -> None:
+    net = randomized(ViT(small(position=position)))
+    images = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        wanted = net(images)
+        got = net.to(dtype)(images.to(dtype))
+    assert got.dtype == dtype
+    assert relative(got, wanted) <= (1e-5 if dtype == torch.float64 else 0.02)
+
+
+def test_threads_with_other_grids_do_not_meet_in_the_cache() -> None:
+    net = randomized(ViT(small(depth=1)))
+    position, like = net.positions[0], torch.zeros(1)
+    with torch.no_grad():
+        wanted = {grid: position.assemble(grid, like) for grid in ((4, 4), (2, 8), (8, 2))}
+
+    def ask(grid: tuple[int, int]) -> bool:
+        with torch.no_grad():
+            return all(torch.equal(position(grid, like), wanted[grid]) for _ in range(300))
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(ask, wanted))
+
+
+def test_weights_may_be_mapped_over_as_ensembles_do() -> None:
+    nets = [randomized(ViT(small()), seed) for seed in (0, 1)]
+    params, _ = torch.func.stack_module_state(nets)
+    images = torch.randn(2, 3, 24, 16)
+    run = lambda weights: torch.func.functional_call(nets[0], weights, (images,))  # noqa: E731
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # torch maps over no fused attention
+        together = torch.vmap(run)(params)
+        for got, net in zip(together, nets, strict=True):
+            assert relative(got, net(images)) <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from strategies import bit_configs, preprocess_configs, vit_configs
+from strategies import bit_configs, one_in, preprocess_configs, vit_configs
 from torch import Tensor
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig
@@ -40,7 +40,7 @@ def bits(state: dict[str, Tensor]) -> dict[str, bytes]:
 
 @st.composite
 def cards(draw: st.DrawFn) -> Card:
-    config = draw(bit_configs() if draw(st.integers(0, 9)) == 0 else vit_configs())
+    config: ViTConfig | BiTConfig = draw(bit_configs()) if draw(one_in(10)) else draw(vit_configs())
     names = st.lists(st.text(max_size=20), min_size=config.classes, max_size=config.classes)
     return Card(
         config=config,

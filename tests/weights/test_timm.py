@@ -14,7 +14,7 @@ from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import BiT, ViT, build
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
+from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive, Tensors
 from vitrail.weights.timm import TIMM_FORMAT
 
@@ -285,7 +285,7 @@ def test_registers_with_positions_are_folded_and_said() -> None:
 def test_what_timm_cannot_express_is_refused_by_name(changes: dict[str, object], named: str, tmp_path: Path) -> None:
     config = ViTConfig(**TINY | changes)
     net = ViT(config)
-    card = Card(config=config, preprocess=checkpoint.preprocess_for(checkpoint.FAMILIES["ViT"].preprocess, config))
+    card = Card(config=config, preprocess=usual_preprocess("ViT", config))
     with pytest.raises(Inexpressible, match=named):
         checkpoint.write(net, card, tmp_path / "out", to="timm")
     assert list(tmp_path.iterdir()) == []

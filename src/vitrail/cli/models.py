@@ -94,7 +94,7 @@ def _row(variant: Variant) -> dict[str, Any]:
         "parameters": parameters(config),
         "flops": flops(config),
         "image": list(pair(config.image)),
-        "checkpoint": variant.checkpoint or None,
+        "checkpoint": variant.checkpoint or variant.elsewhere or None,
         "aliases": list(variant.aliases),
     }
 

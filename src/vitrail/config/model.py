@@ -55,6 +55,9 @@ class ViTConfig(Config):
     """Height and width the position embeddings are made for; other sizes are resampled."""
     patch: Pair = 16
     """Height and width of one patch in pixels (of the stem's map in a hybrid); must divide `image`."""
+    uncovered: Literal["refuse", "ignore"] = "refuse"
+    """What to do with an image the patches do not cover: refuse it, or leave out its last rows and
+    columns, as a convolution does (SigLIP SO400M/14 at 384 px)."""
     channels: int = 3
     """Channels of the image."""
     classes: int = 1000
@@ -182,7 +185,7 @@ class ViTConfig(Config):
         patch = pair(self.patch)
         if self.stem is None:
             for side, name, size in zip(image, ("height", "width"), patch, strict=True):
-                if side % size or side < size:
+                if side < size or (side % size and self.uncovered == "refuse"):
                     raise ConfigError(_uncovered(side, name, size))
             return image[0] // patch[0], image[1] // patch[1]
         rows, columns = (-(-side // self.stem.stride) for side in image)  # SAME padding rounds up

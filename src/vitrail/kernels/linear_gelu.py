@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def linear_gelu_tanh_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -19,26 +19,28 @@ def linear_gelu_tanh_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Te
 
 
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, fused where that is possible: plain float32 tensors on a CPU, no gradients, no tracing."""
-    if not _can_fuse(x, weight):
-        return linear_gelu_tanh_plain(x, weight, bias)
+    """The same in one pass, for what `can_fuse` lets through."""
     fused: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "tanh")
     return fused
 
 
-def _can_fuse(x: Tensor, weight: Tensor) -> bool:
+def can_fuse(layer: nn.Module, x: Tensor) -> bool:
+    """A plain linear layer that nobody listens to, float32 on a CPU, no gradients, no tracing, no modes."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    weight = layer.weight
     if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return False
     plain = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
-    ours = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)  # no sharded, fake or wrapped ones
-    return plain and ours and _has_onednn() and not _mapped()
+    ours = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter)  # no sharded, fake or wrapped ones
+    return plain and ours and _has_onednn() and not _watched()
 
 
-def _mapped() -> bool:
-    """Inside torch.func's vmap or grad, which know nothing of oneDNN's operators."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def _watched() -> bool:
+    """Inside torch.func's vmap or a dispatch mode (a FLOP counter), which know nothing of oneDNN's operators."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _has_onednn() -> bool:

@@ -23,7 +23,7 @@ class Network(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Set to True to recompute each block in the backward pass instead of keeping its activations."""
+        """Set to True to recompute each block in the backward pass of training mode, and keep less."""
         return self._recompute
 
     @gradient_checkpointing.setter

@@ -26,9 +26,13 @@ def lecun_normal_(weight: Tensor, generator: Generator | None = None, *, fan_in:
 
 @torch.no_grad()
 def xavier_uniform_(weight: Tensor, generator: Generator | None = None, *, parts: int = 1) -> None:
-    """Uniform by fan_in + fan_out; a matrix that stacks several is drawn part by part."""
-    for part in weight.chunk(parts):
-        nn.init.xavier_uniform_(part, generator=generator)
+    """Uniform by fan_in + fan_out, where a matrix that stacks several counts as that many.
+
+    In one draw over the whole: pieces of a sharded matrix would be copies, and stay as they were.
+    """
+    fan_out, fan_in = weight.shape[0] // parts, weight.shape[1]
+    bound = math.sqrt(6 / (fan_in + fan_out))
+    weight.uniform_(-bound, bound, generator=generator)
 
 
 @torch.no_grad()

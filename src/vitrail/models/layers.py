@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
-from vitrail.kernels.linear_gelu import linear_gelu_tanh
+from vitrail.kernels.linear_gelu import can_fuse, linear_gelu_tanh
 
 # B images, C channels, N tokens, D width, H heads, K = D // H, M hidden width of the MLP
 
@@ -118,7 +118,7 @@ class MLP(nn.Module):
         self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.activation is tanh_gelu:
+        if self.activation is tanh_gelu and can_fuse(self.up, x):
             x = linear_gelu_tanh(x, self.up.weight, self.up.bias)
         else:
             x = self.activation(self.up(x))
@@ -164,7 +164,7 @@ class AttentionPool(nn.Module):
         self.kv = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, width)
         self.norm = make_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config.but(dropout=0.0))
 
     def forward(self, x: Tensor, keep: list[Tensor] | None = None) -> Tensor:
         """B N D -> B D."""

@@ -24,9 +24,9 @@ class Output:
     pre_logits: Tensor | None = None
     """B R: after that layer (the same as `pooled` without one)."""
     class_token: Tensor | None = None
-    """B D: the class token after the last block and the final norm."""
+    """B D: the class token after the last block, and after the final norm where that comes before pooling."""
     patches: Tensor | None = None
-    """B h w D: the patches after the last block and the final norm, as the grid they lie in."""
+    """B h w D: the patches, likewise, as the grid they lie in."""
     tokens: tuple[Tensor, ...] | None = None
     """depth + 1 times B T D: what enters the first block, then what leaves each."""
     attention: tuple[Tensor, ...] | None = None

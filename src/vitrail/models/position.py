@@ -8,7 +8,6 @@ keys. None of them holds a buffer, so a skeleton without storage plus a state_di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from vitrail.config import ViTConfig
 from vitrail.errors import ModelError
 from vitrail.models.layers import Place
+from vitrail.models.remember import Remembering
 
 # h rows and w columns of patches, N = h w, T tokens (P special ones first), D width, H heads, K = D // H
 
@@ -63,36 +63,7 @@ def sincos_2d(grid: Grid, width: int, like: Tensor) -> Tensor:
     return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
 
 
-class _Remembered(nn.Module):
-    """Keeps the last result in evaluation, keyed by the grid and by the parameters' versions.
-
-    Never while gradients may flow or a graph is traced; `train()` forgets. Only a write through
-    `.data` between two evaluations can go unseen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: tuple[object, Any] | None = None
-
-    def remember(self, grid: Grid, like: Tensor, make: Callable[[], Any]) -> Any:
-        live = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        if self.training or live or torch.compiler.is_compiling():
-            return make()
-        state = tuple((id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.parameters())
-        key = (grid, like.device, like.dtype, torch.is_inference_mode_enabled(), state)
-        if self._last is None or self._last[0] != key:
-            self._last = (key, make())
-        return self._last[1]
-
-    def train(self, mode: bool = True) -> _Remembered:
-        self._last = None
-        return super().train(mode)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_last": None}
-
-
-class Additive(_Remembered):
+class Additive(Remembering):
     """A vector for each token; special tokens without a position get zeros."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -104,7 +75,8 @@ class Additive(_Remembered):
 
     def forward(self, grid: Grid, like: Tensor) -> Tensor:
         """T D for this grid."""
-        return self.remember(grid, like, lambda: self.assemble(grid, like))
+        table: Tensor = self.remembered((grid, like.dtype), like.device, lambda: self.assemble(grid, like))
+        return table
 
     def assemble(self, grid: Grid, like: Tensor) -> Tensor:
         patches = self.patches(grid, like)
@@ -161,10 +133,12 @@ class SinCos2d(Additive):
     """Fixed waves: nothing to learn, any grid."""
 
     def patches(self, grid: Grid, like: Tensor) -> Tensor:
-        return sincos_2d(grid, self.width, like)
+        # Computed in single precision; added to half-precision tokens, it must be of their kind.
+        waves = sincos_2d(grid, self.width, like)
+        return waves if torch.is_autocast_enabled(like.device.type) else waves.to(like.dtype)
 
 
-class Rope2d(_Remembered):
+class Rope2d(Remembering):
     """Queries and keys of patches turned by angles of their place (DINOv3's convention)."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -172,7 +146,7 @@ class Rope2d(_Remembered):
         self.head, self.base, self.special = config.width // config.heads, config.rope_base, config.prefix
 
     def forward(self, grid: Grid, like: Tensor) -> Place:
-        cos, sin = self.remember(grid, like, lambda: self.waves(grid, like))
+        cos, sin = self.remembered((grid, like.dtype), like.device, lambda: self.waves(grid, like))
 
         def turn(x: Tensor) -> Tensor:
             special, patches = x[:, :, : self.special], x[:, :, self.special :]

@@ -14,6 +14,8 @@ class Variant:
     """The hub id that `vitrail.load(name)` stands for; empty where no public weights exist."""
     aliases: tuple[str, ...] = ()
     """What timm and Hugging Face call it."""
+    elsewhere: str = ""
+    """Where else public weights lie, to be fetched by hand and loaded as a file."""
 
     @property
     def family(self) -> str:
@@ -54,7 +56,7 @@ VARIANTS: tuple[Variant, ...] = (
     _timm("R50+ViT-B/16@384", "vit_base_r50_s16_384", "orig_in21k_ft_in1k", "google/vit-hybrid-base-bit-384"),
     _timm("R50+ViT-L/32", "vit_large_r50_s32_224", _FT),
     _timm("R50+ViT-L/32@384", "vit_large_r50_s32_384", _FT),
-    Variant("BV-S/16"),
+    Variant("BV-S/16", elsewhere="gs://big_vision/vit_s16_i1k_300ep.npz"),
     Variant("BV-B/16"),
     _timm("DeiT-Ti/16", "deit_tiny_patch16_224", "fb_in1k", "facebook/deit-tiny-patch16-224"),
     _timm("DeiT-S/16", "deit_small_patch16_224", "fb_in1k", "facebook/deit-small-patch16-224"),
@@ -96,6 +98,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("SigLIP-B/16@512", "google/siglip-base-patch16-512", ("vit_base_patch16_siglip_512", "timm/vit_base_patch16_siglip_512.webli")),
     Variant("SigLIP-L/16@256", "google/siglip-large-patch16-256", ("vit_large_patch16_siglip_256", "timm/vit_large_patch16_siglip_256.webli")),
     Variant("SigLIP-L/16@384", "google/siglip-large-patch16-384", ("vit_large_patch16_siglip_384", "timm/vit_large_patch16_siglip_384.webli")),
+    Variant("SigLIP-SO400M/14@384", "google/siglip-so400m-patch14-384", ("vit_so400m_patch14_siglip_384", "timm/vit_so400m_patch14_siglip_384.webli")),
     Variant("SigLIP-SO400M/14", "google/siglip-so400m-patch14-224", ("vit_so400m_patch14_siglip_224", "timm/vit_so400m_patch14_siglip_224.webli")),
     _timm("BiT-R50x1", "resnetv2_50x1_bit", "goog_in21k_ft_in1k", "google/bit-50"),
     _timm("BiT-R50x3", "resnetv2_50x3_bit", "goog_in21k_ft_in1k"),

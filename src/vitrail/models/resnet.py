@@ -8,9 +8,8 @@ in where the norms stand, in the padding and in how kernels are standardised.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models import init
+from vitrail.models.remember import Remembering
 
 # B images, I and O channels in and out, k side of a kernel, h rows and w columns of a map
 
@@ -66,31 +66,11 @@ def max_pool_same(x: Tensor) -> Tensor:
     return F.max_pool2d(x, 3, 2, padding=(rows, columns), ceil_mode=True)
 
 
-class _Kept(NamedTuple):
-    """A standardised kernel and the state of the weight that it was made from."""
-
-    weight: Tensor
-    alias: Tensor  # holds the storage, so that its address cannot come back with other values
-    version: int
-    stream: int
-    kernel: Tensor
-
-    def fits(self, weight: Tensor) -> bool:
-        return (
-            self.weight is weight
-            and self.version == weight._version
-            and self.stream == _stream(weight)
-            and self.alias.is_set_to(weight)
-        )
-
-
-class StandardizedConv(nn.Module):
+class StandardizedConv(Remembering):
     """A convolution without bias whose kernel is standardised before use.
 
-    In evaluation without gradients the standardised kernel is kept from call to call (a second
-    copy of the weights in memory), until the weight changes, moves or is replaced, gradients are
-    wanted, or `train` or `eval` is called. The one change torch keeps no count of is writing into
-    `weight.data` or a NumPy view; call `eval()` after that.
+    In evaluation without gradients the standardised kernel is kept from call to call, a second copy
+    of the weights in memory; see `Remembering`.
     """
 
     def __init__(
@@ -99,7 +79,6 @@ class StandardizedConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, side, side))
         self.stride, self.same, self.by, self.eps = stride, same, by, eps
-        self._kept: _Kept | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """B I H W -> B O h w."""
@@ -114,48 +93,12 @@ class StandardizedConv(nn.Module):
 
     def kernel(self) -> Tensor:
         """The standardised weight, O I k k."""
-        weight = self.weight
-        if torch.compiler.is_compiling():
-            return standardize(weight, self.by, self.eps)
-        if self.training or not _may_keep(weight):
-            self._kept = None
-            return standardize(weight, self.by, self.eps)
-        kept = self._kept
-        if kept is None or not kept.fits(weight):
-            kernel = standardize(weight, self.by, self.eps)
-            if type(kernel) is not Tensor:  # a tracer's stand-in
-                return kernel
-            kept = _Kept(weight, weight.detach(), weight._version, _stream(weight), kernel)
-            self._kept = kept
-        return kept.kernel
-
-    def train(self, mode: bool = True) -> Self:
-        self._kept = None
-        return super().train(mode)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self._kept = None  # else memory stays taken on the device that the weights leave
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": None}
+        kernel: Tensor = self.remembered(None, self.weight.device, lambda: standardize(self.weight, self.by, self.eps))
+        return kernel
 
     def extra_repr(self) -> str:
         outputs, inputs, side, _ = self.weight.shape
         return f"{inputs}, {outputs}, {side}x{side}, stride={self.stride}, {'SAME' if self.same else 'symmetric'}"
-
-
-def _may_keep(weight: Tensor) -> bool:
-    """Only a plain parameter, computed with for real, and only when no gradient is to flow through it."""
-    if torch.is_grad_enabled() or type(weight) is not nn.Parameter or weight.is_inference():
-        return False
-    return not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _stream(weight: Tensor) -> int:
-    """Another stream may not see the kernel finished."""
-    return int(torch.cuda.current_stream(weight.device).cuda_stream) if weight.is_cuda else 0
 
 
 def group_norm(channels: int, eps: float) -> nn.GroupNorm:

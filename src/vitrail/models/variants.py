@@ -109,6 +109,10 @@ def _vit(match: re.Match[str], family: str) -> ViTConfig:
         options["activation"] = "swiglu"
     if family == "CLIP":
         options["classes"] = CLIP_OUT.get(letter, size.width)
+    if family == "BV":  # big_vision: its tanh layer is as wide as a token, its positions 1 / sqrt(width)
+        options |= {"pre_logits": size.width, "position_std": size.width**-0.5}
+    if family == "SigLIP" and any(side % int(match["patch"]) for side in pair(image)):
+        options["uncovered"] = "ignore"
     if match["stem"]:
         options |= _hybrid(match)
     return ViTConfig(**options | _option(match["option"], family))

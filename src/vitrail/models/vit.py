@@ -74,10 +74,11 @@ class ViT(Network):
             "attention": attention and tuple(attention),
             "pool_attention": look and look[0][:, :, 0],
             "pooled": pooled,
-            "pre_logits": self.represent(pooled),
             "class_token": x[:, 0] if self.config.class_token else None,
             "patches": x[:, special:].unflatten(1, grid),
         }
+        if "pre_logits" in names:
+            found["pre_logits"] = self.represent(pooled)
         if "logits" in names:
             found["logits"] = self.classify(pooled, second)
         if "heads" in names and second is not None:
@@ -89,6 +90,8 @@ class ViT(Network):
         self._check_size(images)
         if self.stem is not None:
             images = self.stem(images)
+        elif self.config.uncovered == "ignore":
+            images = self._covered(images)
         x = self.patch(images)  # B h w D
         grid = (x.shape[1], x.shape[2])
         x = x.flatten(1, 2)  # B N D
@@ -219,6 +222,11 @@ class ViT(Network):
                 fresh[f"{head}.bias"] = like.new_full((classes,), config.head_bias_init)
         return self.rebuilt(config, fresh, drop=("head", "pre_logits"))
 
+    def _covered(self, images: Tensor) -> Tensor:
+        """Without the last rows and columns, which no patch covers."""
+        rows, columns = (n // p * p for n, p in zip(images.shape[2:], pair(self.config.patch), strict=True))
+        return images[:, :, :rows, :columns]
+
     def _position(self, layer: int) -> nn.Module:
         return self.positions[layer if len(self.positions) > 1 else 0]
 
@@ -285,7 +293,8 @@ def _init_mlp(mlp: nn.Module, g: torch.Generator | None) -> None:
 
 
 def _init_pool(pool: AttentionPool, g: torch.Generator | None) -> None:
-    init.xavier_uniform_(pool.probe[None], g)
+    bound = (6 / (1 + len(pool.probe))) ** 0.5  # xavier for a matrix of one row
+    pool.probe.uniform_(-bound, bound, generator=g)
     for linear, parts in [(pool.q, 1), (pool.kv, 2), (pool.out, 1)]:
         init.xavier_uniform_(linear.weight, g, parts=parts)
         nn.init.zeros_(linear.bias)

@@ -86,6 +86,16 @@ def conventions_of(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]
     return fixed
 
 
+def usual_preprocess(family: str, config: ViTConfig | BiTConfig) -> PreprocessConfig:
+    """How a family's pictures are prepared, where the checkpoint does not say."""
+    usual = FAMILIES[family].preprocess
+    if family == "DINOv2" and isinstance(config, ViTConfig):  # trained at 518, evaluated at 224
+        small = pair(usual.image)
+        if all(side % patch == 0 for side, patch in zip(small, pair(config.patch), strict=True)):
+            return preprocess_for(usual, config.but(image=small))
+    return preprocess_for(usual, config)
+
+
 def preprocess_for(usual: PreprocessConfig, config: ViTConfig | BiTConfig) -> PreprocessConfig:
     """A family's usual preprocessing at this network's own size and channels."""
     size = pair(config.image)

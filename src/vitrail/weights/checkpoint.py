@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from vitrail.errors import CheckpointError, FormatError, NotFound, nearest
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import google, google_bit
-from vitrail.weights.card import Card, conventions_of, preprocess_for
+from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.facebook import FACEBOOK
 from vitrail.weights.files import Archive, open_archive
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.kinds import AGAIN, few, first_line
 from vitrail.weights.native import NATIVE
+from vitrail.weights.rules import listed
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.torchvision import TORCHVISION
 
@@ -48,8 +49,10 @@ def recognise(archive: Archive) -> tuple[Format, Archive]:
         beside = [n for n in archive.tensors if not n.startswith(prefix)]
         strange = [n for n in beside if not any(fnmatch.fnmatchcase(n, p) for p in form.outside)]
         if strange:
-            shown = ", ".join(strange[:8])
-            raise FormatError(f"read as {form.name} under {prefix!r}, these are left over: {shown}.")
+            raise FormatError(
+                f"{archive.source}: read as {form.name}, the tensors do not fit: left over beside {prefix!r} "
+                f"{listed(strange)}."
+            )
         aside = [f"left aside what stands beside {prefix!r}: {few(beside)}."] if beside else []
         inside = archive.tensors.under(prefix).renamed(form.spelling)
         return form, replace(archive, tensors=inside, notes=[*archive.notes, *aside])
@@ -76,14 +79,15 @@ def read(
     `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
     file cannot tell (heads=4, image=(224, 448)).
     """
-    form, archive = recognise(_headed(open_archive(path, section=section)))
-    archive.told.update(changes or {})
-    with _reading(form, archive):
-        card = form.describe(archive)
-    card = _settled(card, family, changes or {})
-    net = build(card.config, skeleton=True)
-    with _reading(form, archive):
-        state = form.table(card.config).read(archive.tensors, net, card.config)
+    with closing(open_archive(path, section=section)) as opened:
+        form, archive = recognise(_headed(opened))
+        archive.told.update(changes or {})
+        with _reading(form, archive):
+            card = form.describe(archive)
+        card = _settled(card, family, changes or {})
+        with _reading(form, archive):
+            net = build(card.config, skeleton=True)
+            state = form.table(card.config).read(archive.tensors, net, card.config)
     if finite:
         _check_finite(state, archive.source)
     stored = {t.dtype for t in state.values()}
@@ -162,7 +166,7 @@ def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card
     fixed = {k: v for k, v in conventions_of(family, card.config).items() if k not in changes}
     config = card.config.but(**fixed)
     notes = tuple(n for n in card.notes if "preprocessing" not in n)
-    preprocess = preprocess_for(FAMILIES[family].preprocess, config)
+    preprocess = usual_preprocess(family, config)
     return card.but(config=config, family=family, preprocess=preprocess, notes=notes)
 
 

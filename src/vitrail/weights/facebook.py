@@ -14,11 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
-from vitrail.models.families import FAMILIES
+from vitrail.config import BiTConfig, ViTConfig
 from vitrail.models.variants import heads_for
 from vitrail.weights import timm
-from vitrail.weights.card import Card, conventions_of, preprocess_for
+from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKENS, AnyConfig, Rule, Table
@@ -27,8 +26,10 @@ from vitrail.weights.write import write_torch
 OURS_TO_DINOV2 = {"reg_token": "register_tokens", ".mlp.fc1.": ".mlp.w12.", ".mlp.fc2.": ".mlp.w3."}
 OURS_TO_DEIT3 = {".ls1.gamma": ".gamma_1", ".ls2.gamma": ".gamma_2"}
 MAE_DECODER = ("mask_token", "decoder_*")
-MARKS = ("mask_token", "blocks.0.gamma_1", "register_tokens", "blocks.0.mlp.w12.weight")
-"""Names that timm does not have."""
+MARKS = re.compile(
+    r"mask_token|register_tokens|decoder_embed\.\w+|blocks\.(\d+\.gamma_[12]|\d+\.mlp\.w(12|3)\.\w+|\d+\.\d+\.norm1\.\w+)"
+)
+"""Names that timm does not have: the last are of blocks in chunks."""
 
 Code = Literal["DINOv2", "DeiT-III", "MAE, DINO, DeiT"]
 
@@ -70,12 +71,11 @@ def table(config: AnyConfig) -> Table:
 def recognise(archive: Archive) -> str | None:
     for prefix in ("", "module.", "backbone.", "module.backbone."):
         names = archive.under(prefix).tensors
-        if "patch_embed.proj.weight" not in names or "cls_token" not in names:
+        if "cls_token" not in names or "patch_embed.proj.weight" not in names:
             continue
-        chunked = any(re.match(r"blocks\.\d+\.\d+\.norm1", n) for n in names)
         head = prefix.replace("backbone.", "head.last_layer.")  # DINO's, beside its backbone
         dino = prefix != head and any(n.startswith(head) for n in archive.tensors)
-        if chunked or dino or any(mark in names for mark in MARKS):
+        if dino or any(MARKS.fullmatch(name) for name in names):
             return prefix
     return None
 
@@ -101,25 +101,17 @@ def describe(archive: Archive) -> Card:
     notes = [n for n in card.notes if "preprocessing" not in n]
     if any(name.startswith("decoder_") for name in archive.tensors):
         notes.append("left aside: the decoder.")
-    return card.but(config=config, family=family, preprocess=_preprocess(family, config), notes=tuple(notes))
+    return card.but(config=config, family=family, preprocess=usual_preprocess(family, config), notes=tuple(notes))
 
 
 def _family(archive: Archive, config: ViTConfig) -> str:
-    if "blocks.0.gamma_1" in archive.tensors:
+    names = archive.tensors
+    if any(name.endswith((".gamma_1", ".gamma_2")) for name in names):
         return "DeiT3"
-    if "decoder_embed.weight" in archive.tensors:
+    if any(name.startswith("decoder_") for name in names):
         return "MAE"
-    marked = config.layer_scale is not None or any(mark in archive.tensors for mark in MARKS)
+    marked = config.layer_scale is not None or any(MARKS.fullmatch(name) for name in names)
     return "DINOv2" if marked else "DINO"
-
-
-def _preprocess(family: str, config: ViTConfig) -> PreprocessConfig:
-    usual = FAMILIES[family].preprocess
-    small = pair(usual.image)
-    fits = all(side % patch == 0 for side, patch in zip(small, pair(config.patch), strict=True))
-    if family == "DINOv2" and fits:  # trained at 518, evaluated at 224
-        return preprocess_for(usual, config.but(image=small))
-    return preprocess_for(usual, config)
 
 
 def cannot(card: Card) -> list[str]:

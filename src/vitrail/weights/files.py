@@ -118,6 +118,13 @@ class Archive:
     """Choices made while opening, to be said aloud."""
     told: dict[str, Any] = field(default_factory=dict)
     """What the caller knows of the network, for where the file is silent: heads, image."""
+    handles: list[Any] = field(default_factory=list)
+    """Files that stay open until everything wanted has been read: those of npz."""
+
+    def close(self) -> None:
+        """Nothing more can be read from an npz; tensors that were, and mapped ones, stay."""
+        for handle in self.handles:
+            handle.close()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Without reading the data."""
@@ -136,6 +143,7 @@ class _Contents:
     metadata: dict[str, str] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
 
 
 def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
@@ -159,6 +167,7 @@ def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
         sidecars=beside,
         extras=contents.extras,
         notes=[*notes, *contents.notes, *stripped, *said],
+        handles=contents.handles,
     )
 
 
@@ -213,6 +222,17 @@ def _torch(path: Path, section: str | None, mapped: bool) -> _Contents:
 
 def _npz(path: Path) -> _Contents:
     archive = np.load(path, allow_pickle=False)
+    try:
+        entries, aside = _npz_entries(archive, path)
+    except BaseException:
+        archive.close()
+        raise
+    notes = [f"put aside {few(aside)}: not tensors"] if aside else []
+    return _Contents(entries, notes=notes, handles=[archive])
+
+
+def _npz_entries(archive: Any, path: Path) -> tuple[dict[str, Entry], list[str]]:
+    """The tensors, and the names of what is none."""
     entries, aside = {}, []
     for name in archive.files:
         try:
@@ -225,7 +245,7 @@ def _npz(path: Path) -> _Contents:
             entries[name] = Entry(shape, _reader(lambda name: _from_numpy(archive[name]), name))
         else:
             aside.append(name)
-    return _Contents(entries, notes=[f"put aside {few(aside)}: not tensors"] if aside else [])
+    return entries, aside
 
 
 def _npy_header(archive: Any, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -22,7 +22,7 @@ ASSUMED = 224
 """A file of convolutions does not say how large its images were."""
 
 UNIT, OUR_UNIT = "block{s1}/unit{u1:02d}/", "stages.{s}.{u}."
-HEAD = one(lambda t: t[0, 0].mT, lambda t: t.mT[None, None])
+HEAD = one(lambda t: t.flatten(0, 2).mT, lambda t: t.mT[None, None])
 """1 1 C classes, a convolution <-> a matrix."""
 
 

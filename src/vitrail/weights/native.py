@@ -26,7 +26,8 @@ HEADER = "vitrail"
 def recognise(archive: Archive) -> str | None:
     names = archive.tensors
     vit = "patch.weight" in names and "blocks.0.attention.qkv.weight" in names
-    return "" if vit or ("root.weight" in names and "stages.0.0.conv1.weight" in names) else None
+    bit = "root.weight" in names and "stages.0.0.conv1.weight" in names
+    return "" if vit or bit or HEADER in archive.metadata else None
 
 
 def describe(archive: Archive) -> Card:

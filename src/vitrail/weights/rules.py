@@ -39,10 +39,10 @@ SAME = one(lambda t: t, lambda t: t)
 TRANSPOSED = one(lambda t: t.mT, lambda t: t.mT)
 HWIO = one(lambda t: t.permute(3, 2, 0, 1), lambda t: t.permute(2, 3, 1, 0))
 TOKEN = one(lambda t: t.reshape(-1), lambda t: t.view(1, 1, -1))
-TOKENS = one(lambda t: t[0], lambda t: t[None])
+TOKENS = one(lambda t: t.flatten(0, 1), lambda t: t[None])
 FLAT = one(lambda t: t.reshape(-1), lambda t: t.view(1, 1, 1, -1))
 """1 1 1 C <-> C: group norms of big_vision's BiT."""
-POINTWISE = one(lambda t: t[:, :, 0, 0], lambda t: t[:, :, None, None])
+POINTWISE = one(lambda t: t.flatten(1), lambda t: t[:, :, None, None])
 """A 1x1 convolution's kernel <-> a matrix."""
 STACKED = Via(
     lambda t, _: [torch.cat(list(t))],
@@ -142,7 +142,7 @@ class Table:
             result.update(zip(rule.theirs, tensors, strict=True))
             used.update(rule.ours)
         if left := [n for n in ours if n not in used]:
-            raise Inexpressible(f"{self.name}'s format has no name for {_listed(left)}.")
+            raise Inexpressible(f"{self.name}'s format has no name for {listed(left)}.")
         return result
 
     def placed(self, config: AnyConfig, ours: Iterable[str]) -> Iterator[Placed]:
@@ -170,11 +170,11 @@ class Table:
     def _complain(self, missing: list[str], left: list[str], wrong: list[str]) -> None:
         parts = []
         if missing:
-            parts.append(f"missing {_listed(missing)}")
+            parts.append(f"missing {listed(missing)}")
         if left:
-            parts.append(f"left over {_listed(left)}")
+            parts.append(f"left over {listed(left)}")
         if wrong:
-            parts.append(f"wrong shapes: {_listed(wrong)}")
+            parts.append(f"wrong shapes: {listed(wrong)}")
         if parts:
             raise FormatError(f"read as {self.name}, the tensors do not fit: {'; '.join(parts)}.")
 
@@ -197,6 +197,6 @@ def _indices(rule: Rule, config: AnyConfig) -> Iterator[dict[str, int]]:
         yield {}
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
+def listed(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

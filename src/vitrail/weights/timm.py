@@ -37,7 +37,7 @@ from vitrail.weights.write import new_folder, write_json, write_safetensors
 def _read_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
     """timm can give registers a position; ours have none, so it becomes part of the register."""
     assert isinstance(config, ViTConfig)
-    tokens, table = tensors[0][0], tensors[1][0]  # R D, rows D
+    tokens, table = (t.flatten(0, 1) for t in tensors)  # R D, rows D
     if len(table) == config.placed_prefix + math.prod(config.grid):
         return [tokens, *POSITION.read([table[None]], config)]
     first, last = config.placed_prefix, config.placed_prefix + config.registers
@@ -149,6 +149,8 @@ PREFIXES = (
     "visual.trunk.",
     "module.visual.trunk.",
 )
+ANCHORS = ("patch_embed.proj.weight", "blocks.0.norm1.weight", "blocks.0.attn.qkv.weight")
+BIT_ANCHORS = ("stem.conv.weight", "stages.0.blocks.0.norm1.weight", "stages.0.blocks.0.conv1.weight")
 STRANGERS = {
     "blocks.0.attn.norm.weight": "a norm inside the attention (BEiT-3)",
     "blocks.0.mlp.norm.weight": "a norm inside the MLP (BEiT-3, EVA)",
@@ -166,9 +168,8 @@ STRANGERS = {
 def recognise(archive: Archive) -> str | None:
     for prefix in PREFIXES:
         names = {n.removeprefix(prefix) for n in archive.tensors if n.startswith(prefix)}
-        if "patch_embed.proj.weight" in names and "blocks.0.norm1.weight" in names:
-            return prefix
-        if "stem.conv.weight" in names and "stages.0.blocks.0.norm1.weight" in names and "norm.weight" in names:
+        # Two will do: a file that lacks one of its tensors is told so, by name.
+        if len(names.intersection(ANCHORS)) > 1 or len(names.intersection(BIT_ANCHORS)) > 1:
             return prefix
     return None
 
@@ -178,7 +179,7 @@ def describe(archive: Archive) -> Card:
         if name in archive.tensors:
             raise FormatError(f"read as timm, this network has {what}, which vitrail does not build.")
     said = timm_config.Said.of(archive)
-    if "stem.conv.weight" in archive.tensors:
+    if any(name in archive.tensors for name in BIT_ANCHORS):
         return _describe_bit(archive, said)
     config, notes = _vit_config(archive, said)
     family = timm_config.family_of(archive, said, config)
@@ -202,14 +203,16 @@ def describe(archive: Archive) -> Card:
 
 def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, list[str]]:
     names, notes = archive.tensors, []
-    width = archive.shape("blocks.0.norm1.weight")[0]
+    width = _shape(archive, "blocks.0.norm1.weight")[0]
     depth = 1 + max(int(n.split(".")[1]) for n in names if n.startswith("blocks."))
-    up, down = archive.shape("blocks.0.mlp.fc1.weight")[0], archive.shape("blocks.0.mlp.fc2.weight")[1]
-    patch = archive.shape("patch_embed.proj.weight")[2:]
+    up, down = _shape(archive, "blocks.0.mlp.fc1.weight")[0], _shape(archive, "blocks.0.mlp.fc2.weight")[1]
+    patch = _shape(archive, "patch_embed.proj.weight")[2:]
     root = next((n for n in STEM_ROOTS if n in names), None)
     stem = _stem_config(archive, root) if root else None
     first = root or "patch_embed.proj.weight"
-    head = archive.shape("head.weight") if "head.weight" in names else None
+    head = next((archive.shape(n) for n in ("head.weight", "head.bias") if n in names), None)
+    inside = {n.split(".", 2)[2] for n in names if n.startswith("blocks.")}  # of any block: one may lack a tensor
+    pre_norm = "norm_pre.weight" in names
     options: dict[str, Any] = {
         "patch": patch,
         "channels": archive.shape(first)[1],
@@ -221,15 +224,14 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
         "distilled": "dist_token" in names,
         "registers": archive.shape("reg_token")[1] if "reg_token" in names else 0,
         "position": "learned-1d" if "pos_embed" in names else "none",
-        "norm": "layer" if "blocks.0.norm1.bias" in names else "rms",
-        "patch_bias": "patch_embed.proj.bias" in names,
-        "qkv_bias": "blocks.0.attn.qkv.bias" in names,
-        "proj_bias": "blocks.0.attn.proj.bias" in names,
-        "qk_norm": "blocks.0.attn.q_norm.weight" in names,
-        "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in names else None,
-        "pre_norm": "norm_pre.weight" in names,
+        "norm": "layer" if {"norm1.bias", "norm2.bias"} & inside else "rms",
+        "patch_bias": not pre_norm or "patch_embed.proj.bias" in names,  # timm has one or the other
+        "qkv_bias": "attn.qkv.bias" in inside,
+        "proj_bias": bool({"attn.proj.bias", "mlp.fc1.bias", "mlp.fc2.bias"} & inside),
+        "qk_norm": "attn.q_norm.weight" in inside,
+        "layer_scale": 1e-5 if {"ls1.gamma", "ls2.gamma"} & inside else None,
+        "pre_norm": pre_norm,
         "pre_logits": archive.shape("pre_logits.fc.weight")[0] if head and "pre_logits.fc.weight" in names else 0,
-        "head_bias": not head or "head.bias" in names,
         "resample": "timm",
         "stem": stem,
     }
@@ -246,9 +248,16 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     return config, notes + said.notes
 
 
+def _shape(archive: Archive, name: str) -> tuple[int, ...]:
+    if name not in archive.tensors:
+        raise FormatError(f"read as timm, the tensors do not fit: missing {name}.")
+    return archive.shape(name)
+
+
 def _pooling(archive: Archive, said: timm_config.Said) -> dict[str, Any]:
     names = archive.tensors
-    norm = "after" if "fc_norm.weight" in names else "before" if "norm.weight" in names else "none"
+    found = {n.split(".")[0] for n in names}
+    norm = "after" if "fc_norm" in found else "before" if "norm" in found else "none"
     if "attn_pool.latent" in names:
         return {"pool": "map", "pool_norm": norm}
     token = "cls_token" in names and (said.global_pool or ("avg" if norm == "after" else "token")) == "token"
@@ -260,6 +269,8 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
     per_patch = [side * (options["stem"].stride if options["stem"] else 1) for side in options["patch"]]
     size = said.image
     if "pos_embed" not in archive.tensors:
+        if said.told.get("position", said.args.get("pos_embed", "learn")) not in ("none", "", None):
+            raise FormatError("read as timm, pos_embed is missing; pass position='none' if the network has none.")
         return {"image": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
     rows = archive.shape("pos_embed")[1]
     special = options["class_token"] + options["distilled"]
@@ -301,10 +312,10 @@ def _stem_config(archive: Archive, root: str) -> StemConfig:
 def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
     units = {tuple(map(int, n.split(".")[1:4:2])) for n in archive.tensors if n.startswith("stages.")}
     config = BiTConfig(
-        channels=archive.shape("stem.conv.weight")[1],
+        channels=_shape(archive, "stem.conv.weight")[1],
         classes=archive.shape("head.fc.weight")[0] if "head.fc.weight" in archive.tensors else 0,
         layers=tuple(sum(s == stage for s, _ in units) for stage in range(1 + max(s for s, _ in units))),
-        width=archive.shape("stem.conv.weight")[0] / 64,
+        width=_shape(archive, "stem.conv.weight")[0] / 64,
         standardize_eps=1e-8,
         image=said.image or 224,
     )

@@ -1,0 +1,52 @@
+"""First values of a network whose weights are sharded over processes (FSDP2), on a CPU with gloo."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from vitrail.config import ViTConfig
+from vitrail.models import build
+
+CONFIG = ViTConfig(image=16, patch=4, width=64, depth=2, heads=2, mlp=96, classes=5, registers=2, pre_logits=16)
+
+
+def work(rank: int, rendezvous: str, out: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    net = build(CONFIG, skeleton=True)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    net.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(7)
+    net.initialize(0)
+    whole = {name: p.full_tensor() for name, p in net.named_parameters()}
+    logits = net.eval()(torch.ones(2, 3, 16, 16))
+    if rank == 0:
+        torch.save({"state": whole, "logits": logits.detach()}, out)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("default")
+def test_every_sharded_parameter_gets_a_first_value(tmp_path: Path) -> None:
+    mp.spawn(work, (str(tmp_path / "rendezvous"), str(tmp_path / "out.pt")), nprocs=2)
+    found = torch.load(tmp_path / "out.pt")
+    plain = build(CONFIG, seed=0)
+    for name, parameter in plain.named_parameters():
+        got = found["state"][name]
+        assert not (got == 7).any(), name
+        if parameter.std() > 0:  # other random numbers, drawn from the same law
+            assert float(got.std()) == pytest.approx(float(parameter.std()), rel=0.5), name
+    bound = math.sqrt(6 / 128)
+    assert float(found["state"]["blocks.0.attention.qkv.weight"].abs().max()) <= bound
+    assert found["logits"].isfinite().all()

@@ -1,0 +1,436 @@
+"""Reading any file: what is missing, left over, misshapen, damaged or half precise is said; nothing is copied."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compare import randomized
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vitrail.config import BiTConfig, ViTConfig, pair
+from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFound, VitrailError
+from vitrail.models import Net, ViT, build
+from vitrail.weights import checkpoint
+from vitrail.weights.card import Card, usual_preprocess
+from vitrail.weights.files import open_archive
+from vitrail.weights.google import POSEMBED
+
+SMALL: dict[str, Any] = {"image": 32, "patch": 8, "width": 128, "depth": 2, "heads": 2, "mlp": 192, "classes": 5}
+TORCH = ViTConfig(**SMALL, activation="gelu")
+BIG_VISION = ViTConfig(**SMALL, position_on_class=False)
+BIT = BiTConfig(layers=(1, 1), width=0.5, classes=5, image=32)
+
+FORMATS: dict[str, tuple[str, ViTConfig | BiTConfig]] = {
+    "vitrail": ("model.safetensors", TORCH),
+    "timm": ("model.safetensors", TORCH),
+    "huggingface": ("model.safetensors", TORCH),
+    "torchvision": ("model.pth", TORCH),
+    "google": ("model.npz", ViTConfig(**SMALL)),
+    "big_vision": ("model.npz", BIG_VISION),
+    "vitrail BiT": ("model.safetensors", BIT),
+    "huggingface BiT": ("model.safetensors", BIT.but(standardize_eps=1e-8)),
+    "google BiT": ("model.npz", BIT),
+    "big_vision BiT": ("model.npz", BIT.but(root_pad="none")),
+}
+EVERY = pytest.mark.parametrize("kind", FORMATS)
+
+
+def made(config: ViTConfig | BiTConfig) -> tuple[Net, Card]:
+    family = "BiT" if isinstance(config, BiTConfig) else "ViT"
+    net = randomized(build(config, seed=0))
+    assert isinstance(net, Net)
+    return net, Card(config=config, preprocess=usual_preprocess(family, config), family=family)
+
+
+def written(kind: str, folder: Path) -> tuple[Net, Path]:
+    name, config = FORMATS[kind]
+    net, card = made(config)
+    checkpoint.write(net, card, folder / name, to=kind.split()[0])
+    return net, folder / name
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    tensors = open_archive(path).tensors
+    return {name: tensors[name].clone() for name in tensors}
+
+
+def rewritten(path: Path, tensors: Mapping[str, Tensor]) -> Path:
+    """The same file with other tensors, its header kept."""
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    if path.suffix == ".npz":
+        np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    elif path.suffix == ".pth":
+        torch.save(tensors, path)
+    else:
+        with safe_open(path, "pt") as file:
+            header = file.metadata()
+        save_file(tensors, path, header)
+    return path
+
+
+def same(net: Net, other: Net) -> bool:
+    ours, theirs = net.state_dict(), other.state_dict()
+    return set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# Tensors that do not fit
+
+
+@EVERY
+def test_a_missing_tensor_is_named_with_the_format_assumed(kind: str, tmp_path: Path) -> None:
+    """Each of a file's tensors in turn."""
+    _, path = written(kind, tmp_path)
+    whole = tensors_of(path)
+    for name in whole:
+        rewritten(path, {n: t for n, t in whole.items() if n != name})
+        if name in ("params/cls", "params/pos_embedding", POSEMBED):
+            checkpoint.read(path)  # a network that there is
+            continue
+        with pytest.raises(FormatError) as error:
+            checkpoint.read(path)
+        said = str(error.value)
+        assert str(path) in said, name
+        # A layer may be named by its other part, and a token missed through its position.
+        token = name.endswith(("cls", "cls_token", "class_token"))
+        assert layer(name) in said or (token and "grid" in said) or "of no known format" in said, (name, said)
+
+
+def layer(name: str) -> str:
+    """Without weight or bias, and without the prefixes that tables leave out."""
+    for prefix in ("vit.", "bit.", "params/", "resnet/"):
+        name = name.removeprefix(prefix)
+    return re.sub(r"[./]\w+$", "", name)
+
+
+@EVERY
+def test_a_tensor_too_many_is_named_with_the_format_assumed(kind: str, tmp_path: Path) -> None:
+    _, path = written(kind, tmp_path)
+    rewritten(path, tensors_of(path) | {"some.hat": torch.zeros(3), "another.hat": torch.zeros(2)})
+    with pytest.raises(FormatError, match=rf"read as {kind.split()[0]}.*left over .*hat") as error:
+        checkpoint.read(path)
+    assert "some.hat" in str(error.value)
+    assert "another.hat" in str(error.value)
+
+
+def twice(tensor: Tensor) -> Tensor:
+    return torch.cat([tensor, tensor])
+
+
+@EVERY
+@pytest.mark.parametrize("change", [twice, lambda t: t[None], lambda t: t.flatten()[:-1]])
+def test_a_tensor_of_another_shape_is_an_error(kind: str, change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+    """Each of a file's tensors in turn: twice as long, of another rank, flat and cut."""
+    net, path = written(kind, tmp_path)
+    whole = tensors_of(path)
+    for name in whole:
+        rewritten(path, whole | {name: change(whole[name])})
+        if change(whole[name]).numel() == whole[name].numel():
+            with suppress(FormatError):  # another axis of length one is nothing to a token or a scale
+                assert same(checkpoint.read(path)[0], net)
+        elif change is twice and name.endswith("embedding/kernel"):
+            assert checkpoint.read(path)[0].config.patch == (16, 8), "all that is known is the shape"
+        else:
+            with pytest.raises(FormatError, match=f"{path}: (read as {kind.split()[0]}|the names are of no known)"):
+                checkpoint.read(path)
+
+
+def test_a_wrong_shape_is_told_under_both_names(tmp_path: Path) -> None:
+    _, path = written("google", tmp_path)
+    rewritten(path, tensors_of(path) | {"head/kernel": torch.zeros(127, 5)})
+    with pytest.raises(FormatError, match=r"wrong shapes: head\.weight \(5, 127\) for \(5, 128\), from head/kernel"):
+        checkpoint.read(path)
+
+
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    _, path = written("timm", tmp_path)
+    rewritten(path, {n: t for n, t in tensors_of(path).items() if not n.startswith("blocks.1.mlp")} | hats(20))
+    with pytest.raises(FormatError, match=r"missing .*blocks\.1\.mlp\.fc2\.bias; left over .* and 12 more\.$"):
+        checkpoint.read(path)
+
+
+def hats(count: int) -> dict[str, Tensor]:
+    return {f"hat{i}": torch.zeros(1) for i in range(count)}
+
+
+def test_unknown_names_are_told_with_what_is_known(tmp_path: Path) -> None:
+    torch.save(hats(6), tmp_path / "hats.pth")
+    with pytest.raises(FormatError) as error:
+        checkpoint.read(tmp_path / "hats.pth")
+    assert str(error.value) == (
+        f"{tmp_path / 'hats.pth'}: the names are of no known format (hat0, hat1, hat2, hat3, ... 6 in all); "
+        "known are vitrail, facebook, timm, huggingface, torchvision, google, big_vision."
+    )
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("kind", ["vitrail", "google", "torchvision"])
+def test_weights_that_are_not_numbers_are_one_sentence(kind: str, value: float, tmp_path: Path) -> None:
+    _, path = written(kind, tmp_path)
+    tensors = tensors_of(path)
+    name = next(n for n, t in tensors.items() if t.ndim == 1)
+    tensors[name][1] = value
+    rewritten(path, tensors)
+    with pytest.raises(CheckpointError, match="hold NaN or infinity: a damaged file or a diverged run; an earlier"):
+        checkpoint.read(path)
+    net, _ = checkpoint.read(path, finite=False)
+    assert sum(not p.isfinite().all() for p in net.parameters()) == 1
+
+
+def test_only_the_first_of_many_such_tensors_are_named(tmp_path: Path) -> None:
+    _, path = written("vitrail", tmp_path)
+    rewritten(path, {name: torch.full_like(t, float("nan")) for name, t in tensors_of(path).items()})
+    with pytest.raises(CheckpointError, match=r": class_token, \S+, \S+, \S+ and \d\d more hold NaN"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize("kind", ["vitrail", "timm", "google"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions_become_single_aloud_or_stay(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    net, path = written(kind, tmp_path)
+    whole = {name: t.to(dtype) for name, t in tensors_of(path).items()}
+    if kind == "google" and dtype == torch.bfloat16:  # as JAX stores it, NumPy has no name for it
+        np.savez(path, **{name: t.contiguous().view(torch.int16).numpy().view("V2") for name, t in whole.items()})
+    else:
+        rewritten(path, whole)
+    wanted = {name: t.to(dtype) for name, t in net.state_dict().items()}
+    word = str(dtype).removeprefix("torch.")
+    for asked, got, note in (
+        ({}, torch.float32, f"stored as {word}, loaded as float32."),
+        ({"dtype": None}, dtype, None),
+        ({"dtype": torch.float64}, torch.float64, f"stored as {word}, loaded as float64."),
+    ):
+        read, card = checkpoint.read(path, **asked)
+        said = [n for n in card.notes if n.startswith("stored as")]
+        assert said == ([note] if note and got != dtype else [])
+        for name, tensor in read.state_dict().items():
+            assert tensor.dtype == got
+            assert torch.equal(tensor, wanted[name].to(got)), name
+
+
+def test_mixed_precisions_are_all_told(tmp_path: Path) -> None:
+    _, path = written("timm", tmp_path)
+    rewritten(path, {n: t.half() if "norm" in n else t for n, t in tensors_of(path).items()})
+    _, card = checkpoint.read(path)
+    assert "stored as float16, float32, loaded as float32." in card.notes
+
+
+# Files
+
+
+@EVERY
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_an_error(kind: str, share: float, tmp_path: Path) -> None:
+    _, path = written(kind, tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: max(int(share * len(content)), 1)])
+    with pytest.raises(CheckpointError, match=r"truncated|damaged|no format that vitrail knows|text file|not weights"):
+        checkpoint.read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(99), "a PNG picture; safetensors, npz or a file of torch.save was wanted"),
+        (b"<!DOCTYPE html><html>", "a web page, not weights"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
+        (b"hello", "a text file that begins 'hello'"),
+        (bytes(range(200, 256)) * 9, "in no format that vitrail knows"),
+    ],
+)
+def test_what_is_no_file_of_weights_is_told_for_what_it_is(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read(tmp_path / "model.safetensors")
+
+
+def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no such file"):
+        checkpoint.read(tmp_path / "model.safetensors")
+    with pytest.raises(NotFound, match="no weights in the folder"):
+        checkpoint.read(tmp_path)
+
+
+# What the caller knows
+
+
+def test_changes_override_the_config(tmp_path: Path) -> None:
+    net, path = written("timm", tmp_path)
+    read, card = checkpoint.read(path, changes={"activation": "gelu-quick", "norm_eps": 1e-5})
+    assert (card.config.norm_eps, read.config.activation) == (1e-5, "gelu-quick")
+    assert same(read, net)
+    with pytest.raises(ConfigError, match="has no field 'activatoin'; did you mean 'activation'"):
+        checkpoint.read(path, changes={"activatoin": "gelu"})
+    with pytest.raises(FormatError, match=r"missing .*blocks\.0\.ls1\.gamma"):
+        checkpoint.read(path, changes={"layer_scale": 0.1})
+
+
+@pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "facebook"])
+def test_heads_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path) -> None:
+    config = TORCH.but(width=48, heads=6)
+    net, card = made(config)
+    checkpoint.write(net, card, tmp_path / "x", to=to, approximate=True)
+    path = bare(tmp_path / "x")
+    with pytest.raises(FormatError, match=r"heads share (a )?width (of )?48.*pass heads="):
+        checkpoint.read(path)
+    read, heard = checkpoint.read(path, changes={"heads": 6})
+    assert read.config.heads == heard.config.heads == 6
+    assert same(read, net)
+    assert not any("heads" in note for note in heard.notes), "nothing was assumed"
+
+
+def bare(path: Path) -> Path:
+    """The weights alone, without a header."""
+    torch.save(tensors_of(path), path.parent / "bare.pth")
+    return path.parent / "bare.pth"
+
+
+@pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google"])
+def test_the_shape_of_positions_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path) -> None:
+    config = TORCH.but(image=(32, 56))
+    net, card = made(config)
+    tensors = checkpoint.format_for(to, card).table(config).write(net.state_dict(), config)
+    torch.save({name: t.clone() for name, t in tensors.items()}, tmp_path / "bare.pth")
+    with pytest.raises(FormatError, match=r"pass image=\(height, width\)"):
+        checkpoint.read(tmp_path / "bare.pth")
+    read, _ = checkpoint.read(tmp_path / "bare.pth", changes={"image": (32, 56)})
+    assert pair(read.config.image) == (32, 56)
+    assert same(read, net)
+    with pytest.raises(FormatError):
+        checkpoint.read(tmp_path / "bare.pth", changes={"image": (64, 64)})
+
+
+def test_positions_that_are_not_there_must_be_said_to_be_none(tmp_path: Path) -> None:
+    net, card = made(TORCH.but(position="none"))
+    checkpoint.write(net, card, tmp_path / "model", to="timm")
+    assert checkpoint.read(tmp_path / "model")[1].config.position == "none", "its config says so"
+    path = bare(tmp_path / "model")
+    with pytest.raises(FormatError, match="pos_embed is missing; pass position='none' if the network has none"):
+        checkpoint.read(path)
+    assert same(checkpoint.read(path, changes={"position": "none"})[0], net)
+
+
+# What lies beside the weights
+
+
+JUNK = st.sampled_from([None, -1, 0, 3.5, "", "junk", [], [1], {}, {"a": 1}, True, [[]], 10**9])
+
+
+@settings(max_examples=150)
+@given(data=st.data(), to=st.sampled_from(["vitrail", "timm", "huggingface"]))
+def test_whatever_is_written_in_a_sidecar_there_is_a_network_or_a_sentence(
+    data: st.DataObject, to: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("junk")
+    net, card = made(TINY)
+    checkpoint.write(net, card, folder / "model", to=to)
+    name = data.draw(st.sampled_from(sorted(f.name for f in (folder / "model").glob("*.json"))))
+    values = json.loads((folder / "model" / name).read_text())
+    holder: Any = values
+    for _ in range(3):
+        key = data.draw(st.sampled_from(sorted(holder)))
+        if not (isinstance(holder[key], dict) and holder[key] and data.draw(st.booleans())):
+            break
+        holder = holder[key]
+    holder[key] = data.draw(JUNK)
+    (folder / "model" / name).write_text(json.dumps(data.draw(st.sampled_from([values, values, values, [], 7]))))
+    if to == "vitrail":  # the header goes first
+        rewritten_without_header(folder / "model" / "model.safetensors")
+    with suppress(VitrailError):
+        assert same(checkpoint.read(folder / "model")[0], net)
+    shutil.rmtree(folder)
+
+
+TINY = ViTConfig(image=8, patch=4, width=8, depth=1, heads=2, mlp=8, classes=3, activation="gelu")
+
+
+def rewritten_without_header(path: Path) -> None:
+    save_file(tensors_of(path), path)
+
+
+def test_a_damaged_header_is_a_sentence(tmp_path: Path) -> None:
+    _, path = written("timm", tmp_path)
+    save_file(tensors_of(path), path, {"format": "pt", "config.json": "{"})
+    with pytest.raises(CheckpointError, match="its header is damaged"):
+        checkpoint.read(path)
+    save_file(tensors_of(path), path, {"format": "pt", "config.json": "[1]"})
+    checkpoint.read(path)  # nothing that timm would have written
+
+
+# Memory
+
+
+@pytest.mark.parametrize("to", ["vitrail", "timm", "torchvision", "facebook"])
+def test_parameters_are_the_files_own_memory(to: str, tmp_path: Path) -> None:
+    """Every parameter lies in one of the storages that the file was mapped to."""
+    net, card = made(TORCH)
+    name = "model.safetensors" if to in ("vitrail", "timm") else "model.pth"
+    checkpoint.write(net, card, tmp_path / name, to=to)
+    read, _ = checkpoint.read(tmp_path / name)
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("needs /proc")
+    ranges = [line.split()[0] for line in maps.read_text().splitlines() if line.endswith(str(tmp_path / name))]
+    spans = [tuple(int(part, 16) for part in span.split("-")) for span in ranges]
+    for parameter_name, parameter in read.named_parameters():
+        start = parameter.data_ptr()
+        assert any(low <= start and start + parameter.nbytes <= high for low, high in spans), parameter_name
+    before = (tmp_path / name).read_bytes()
+    with torch.no_grad():
+        for parameter in read.parameters():
+            parameter.zero_()
+    assert (tmp_path / name).read_bytes() == before, "writing changes a private copy"
+
+
+MEASURE = textwrap.dedent(
+    """
+    import re, sys
+    from pathlib import Path
+    from vitrail.weights import checkpoint
+    def memory(kind):  # not getrusage: its peak counts the parent's memory at the fork
+        return 1024 * int(re.search(kind + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+    checkpoint.read(sys.argv[1])  # a small one first: everything is imported and warm
+    before = memory("VmRSS")
+    net, _ = checkpoint.read(sys.argv[2])
+    print(before, memory("VmHWM"), sum(p.nbytes for p in net.parameters()))
+    """
+)
+
+
+@pytest.mark.parametrize("to", ["vitrail", "timm"])
+def test_reading_takes_no_more_memory_than_the_weights(to: str, tmp_path: Path) -> None:
+    """ViT-B/16 in another process: at its peak the weights and a tenth, the mapped file counted in full."""
+    status = Path("/proc/self/status")
+    if not status.exists() or "VmHWM" not in status.read_text():
+        pytest.skip("needs Linux's account of peak memory")
+    for name, config in (("small", TINY), ("B", ViTConfig(activation="gelu"))):
+        net = build(config, skeleton=True).to_empty(device="cpu")
+        for parameter in net.parameters():
+            torch.nn.init.ones_(parameter)
+        card = Card(config=config, preprocess=usual_preprocess("ViT", config))
+        checkpoint.write(net, card, tmp_path / f"{name}.safetensors", to=to)
+    assert isinstance(net, ViT)
+    paths = [str(tmp_path / f"{name}.safetensors") for name in ("small", "B")]
+    run = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True)
+    before, peak, weights = map(int, run.stdout.split())
+    assert weights == 4 * 86_567_656
+    assert peak - before <= 1.1 * weights, (peak - before) / weights

@@ -1,0 +1,506 @@
+"""Files as facebook's DeiT, DeiT-III, MAE, DINO and DINOv2 publish them, against the peers that read them too.
+
+Each file is built here under the names of the original code, with random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import relative
+from conftest import import_peer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig, pair
+from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
+from vitrail.errors import FormatError, Inexpressible, NotFound
+from vitrail.models import ViT
+from vitrail.weights import checkpoint
+from vitrail.weights.card import Card, usual_preprocess
+
+# D width, M hidden width of the MLP, N patches
+
+State = dict[str, Tensor]
+D, M, DEPTH, HEADS = 128, 512, 2, 2
+SIZES = {"embed_dim": D, "depth": DEPTH, "num_heads": HEADS}
+
+
+def draw(*shape: int) -> Tensor:
+    matrix = len(shape) in (2, 4)
+    return torch.randn(shape) / (math.prod(shape[1:]) ** 0.5 if matrix else 3)
+
+
+def layer(name: str, *shape: int) -> State:
+    return {f"{name}.weight": draw(*shape), f"{name}.bias": draw(shape[0])}
+
+
+def norm(name: str, width: int = D) -> State:
+    return {f"{name}.weight": 1 + draw(width), f"{name}.bias": draw(width)}
+
+
+def block(name: str, width: int = D, gated: int = 0) -> State:
+    """One block; `gated` is the width of DINOv2's SwiGLU."""
+    up, down = ("w12", "w3") if gated else ("fc1", "fc2")
+    hidden = gated or 4 * width
+    return {
+        **norm(f"{name}.norm1", width),
+        **layer(f"{name}.attn.qkv", 3 * width, width),
+        **layer(f"{name}.attn.proj", width, width),
+        **norm(f"{name}.norm2", width),
+        **layer(f"{name}.mlp.{up}", 2 * hidden if gated else hidden, width),
+        **layer(f"{name}.mlp.{down}", width, hidden),
+    }
+
+
+def encoder(side: int = 4, patch: int = 8, placed: int = 1, **options: Any) -> State:
+    """What all of these share."""
+    blocks = [block(f"blocks.{i}", **options) for i in range(DEPTH)]
+    return {
+        "cls_token": draw(1, 1, D),
+        "pos_embed": draw(1, side * side + placed, D),
+        **layer("patch_embed.proj", D, 3, patch, patch),
+        **{name: tensor for parts in blocks for name, tensor in parts.items()},
+        **norm("norm"),
+    }
+
+
+def deit() -> State:
+    return {**encoder(), **layer("head", 7, D)}
+
+
+def deit_distilled() -> State:
+    return {**encoder(placed=2), "dist_token": draw(1, 1, D), **layer("head", 7, D), **layer("head_dist", 7, D)}
+
+
+def deit3() -> State:
+    gammas = {f"blocks.{i}.gamma_{n}": draw(D) for i in range(DEPTH) for n in (1, 2)}
+    return {**encoder(placed=0), **gammas, **layer("head", 7, D)}
+
+
+def dino() -> State:
+    return encoder()
+
+
+def dinov2(registers: int = 0, gated: int = 0) -> State:
+    scales = {f"blocks.{i}.ls{n}.gamma": draw(D) for i in range(DEPTH) for n in (1, 2)}
+    tokens = {"register_tokens": draw(1, registers, D)} if registers else {}
+    return {**encoder(side=5, patch=14, gated=gated), **scales, **tokens, "mask_token": draw(1, D)}
+
+
+def mae() -> State:
+    return encoder()
+
+
+def mae_full(width: int = 64) -> State:
+    return {
+        **encoder(),
+        "mask_token": draw(1, 1, width),
+        "decoder_pos_embed": draw(1, 17, width),
+        **layer("decoder_embed", width, D),
+        **block("decoder_blocks.0", width),
+        **block("decoder_blocks.1", width),
+        **norm("decoder_norm", width),
+        **layer("decoder_pred", 8 * 8 * 3, width),
+    }
+
+
+def mae_finetuned() -> State:
+    state = {**encoder(), **norm("fc_norm"), **layer("head", 7, D)}
+    return {name: tensor for name, tensor in state.items() if not name.startswith("norm.")}
+
+
+def dino_head(name: str = "head") -> State:
+    return {
+        **layer(f"{name}.mlp.0", 32, D),
+        **layer(f"{name}.mlp.2", 32, 32),
+        **layer(f"{name}.mlp.4", 16, 32),
+        f"{name}.last_layer.weight_g": draw(50, 1),
+        f"{name}.last_layer.weight_v": draw(50, 16),
+    }
+
+
+def under(prefix: str, state: State) -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def chunked(state: State, chunks: int = 2) -> State:
+    """As DINOv2 keeps its blocks when it trains: blocks.CHUNK.LAYER, the layers counted through."""
+    size = DEPTH // chunks
+    return {re.sub(r"^blocks\.(\d+)", lambda m: f"blocks.{int(m[1]) // size}.{m[1]}", n): t for n, t in state.items()}
+
+
+def saved(value: Any, folder: Path, name: str = "weights.pth") -> Path:
+    torch.save(value, folder / name)
+    return folder / name
+
+
+def read(value: Any, folder: Path, name: str = "weights.pth", **options: Any) -> tuple[ViT, Card]:
+    net, card = checkpoint.read(saved(value, folder, name), **options)
+    assert isinstance(net, ViT)
+    return net, card
+
+
+def answer(net: nn.Module, size: int) -> Tensor:
+    with torch.no_grad():
+        return net(torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1)))
+
+
+# Their numbers
+
+
+TIMM: dict[str, tuple[Callable[[], State], str, dict[str, Any]]] = {
+    "DeiT": (deit, "deit_base_patch16_224", {}),
+    "DeiT distilled": (deit_distilled, "deit_base_distilled_patch16_224", {}),
+    "DeiT-III": (deit3, "deit3_base_patch16_224", {}),
+    "DINO": (dino, "vit_base_patch16_224", {"num_classes": 0}),
+    "MAE": (mae, "vit_base_patch16_224", {"num_classes": 0}),
+    "MAE fine-tuned": (mae_finetuned, "vit_base_patch16_224", {"global_pool": "avg"}),
+    "DINOv2": (dinov2, "vit_base_patch14_dinov2", {}),
+    "DINOv2 with registers": (partial(dinov2, registers=4), "vit_base_patch14_reg4_dinov2", {}),
+    "DINOv2 g": (partial(dinov2, gated=344), "vit_giant_patch14_dinov2", {"mlp_ratio": 2 * 344 / D}),
+    "DINOv2 g with registers": (
+        partial(dinov2, registers=4, gated=344),
+        "vit_giant_patch14_reg4_dinov2",
+        {"mlp_ratio": 2 * 344 / D},
+    ),
+}
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("make", "arch", "args"), TIMM.values(), ids=TIMM.keys())
+def test_the_same_numbers_as_timm_from_the_same_file(
+    make: Callable[[], State], arch: str, args: dict[str, Any], tmp_path: Path
+) -> None:
+    """timm's own loader reads facebook's names, too."""
+    timm = import_peer("timm")
+    module = timm.models.deit if arch.startswith("deit") else timm.models.vision_transformer
+    adapt = {"adapt_layer_scale": True} if arch.startswith("deit3") else {}
+    size = 70 if "dinov2" in arch else 32
+    sizes = {**SIZES, "img_size": size, "patch_size": 14 if size == 70 else 8, "num_classes": 7}
+    theirs = timm.create_model(arch, **sizes | ({"num_classes": 0} if size == 70 else {}) | args).eval()
+    net, card = read({"model": make()}, tmp_path)
+    timm.models.load_checkpoint(
+        theirs, str(tmp_path / "weights.pth"), strict=True, filter_fn=partial(module.checkpoint_filter_fn, **adapt)
+    )
+    assert pair(card.config.image) == (size, size)
+    assert relative(answer(net, size), answer(theirs, size)) <= 1e-5
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("gated", [0, 344])
+@pytest.mark.parametrize("registers", [0, 4])
+def test_the_same_numbers_as_transformers(registers: int, gated: int, tmp_path: Path) -> None:
+    transformers = import_peer("transformers")
+    state = dinov2(registers, gated)
+    net, _ = read(state, tmp_path)
+    kind = "Dinov2WithRegisters" if registers else "Dinov2"
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=D,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=HEADS,
+        image_size=70,
+        patch_size=14,
+        use_swiglu_ffn=bool(gated),
+        **({"num_register_tokens": registers} if registers else {}),
+    )
+    config.save_pretrained(tmp_path / "hub")
+    save_file(as_transformers(state), tmp_path / "hub" / "model.safetensors", {"format": "pt"})
+    theirs = getattr(transformers, f"{kind}Model").from_pretrained(tmp_path / "hub").eval()
+    images = torch.randn(2, 3, 70, 70)
+    with torch.no_grad():
+        tokens = theirs(images).last_hidden_state
+        assert relative(net(images), tokens[:, 0]) <= 1e-5
+        assert relative(net.features(images, want="patches").patches.flatten(1, 2), tokens[:, 1 + registers :]) <= 1e-5
+
+
+def as_transformers(state: State) -> State:
+    """DINOv2's names -> the hub's."""
+    names = {
+        "cls_token": "embeddings.cls_token",
+        "mask_token": "embeddings.mask_token",
+        "pos_embed": "embeddings.position_embeddings",
+        "register_tokens": "embeddings.register_tokens",
+        "patch_embed.proj": "embeddings.patch_embeddings.projection",
+        "attn.proj": "attention.output.dense",
+        "ls1.gamma": "layer_scale1.lambda1",
+        "ls2.gamma": "layer_scale2.lambda1",
+        "mlp.w12": "mlp.weights_in",
+        "mlp.w3": "mlp.weights_out",
+        "blocks.": "encoder.layer.",
+    }
+    result: State = {}
+    for name, tensor in state.items():
+        for theirs, hubs in names.items():
+            name = name.replace(theirs, hubs)
+        name = re.sub(r"^norm\.", "layernorm.", name)
+        if "attn.qkv" in name:
+            for part, piece in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                result[name.replace("attn.qkv", f"attention.attention.{part}")] = piece.clone()
+        else:
+            result[name] = tensor
+    return result
+
+
+def facebooks_positions(position: Tensor, height: int, width: int, patch: int, registers: bool) -> Tensor:
+    """DINOv2's definition: without registers the scale is given, a tenth of a patch too large; with them the size."""
+    table = position[:, 1:].float()
+    side = int(math.sqrt(table.shape[1]))
+    rows, columns = height // patch, width // patch
+    square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    if registers:
+        resized = F.interpolate(square, size=(rows, columns), mode="bicubic", antialias=True)
+    else:
+        scale = ((rows + 0.1) / side, (columns + 0.1) / side)
+        resized = F.interpolate(square, scale_factor=scale, mode="bicubic", antialias=False)
+    assert resized.shape[-2:] == (rows, columns)
+    return torch.cat([position[:, :1], resized.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+
+
+@pytest.mark.parametrize("size", [(42, 98), (112, 56)])
+@pytest.mark.parametrize(
+    ("make", "name", "registers"),
+    [(dinov2, "x.pth", 0), (partial(dinov2, registers=4), "x.pth", 4), (dino, "dino_vitbase16_pretrain.pth", 0)],
+    ids=["DINOv2", "with registers", "DINO"],
+)
+def test_positions_are_resized_as_their_code_does(
+    make: Callable[[], State], name: str, registers: int, size: tuple[int, int], tmp_path: Path
+) -> None:
+    state = make()
+    net, card = read(state, tmp_path, name)
+    patch = pair(card.config.patch)[0]
+    height, width = (side // 14 * patch for side in size)
+    wanted = facebooks_positions(state["pos_embed"], height, width, patch, registers > 0)
+    got = net.positions[0]((height // patch, width // patch), wanted)  # class token, registers, patches
+    assert (got[:1] - wanted[0, :1]).abs().max() == 0
+    assert (got[1 + registers :] - wanted[0, 1:]).abs().max() <= 1e-6
+    assert (got[1 : 1 + registers] == 0).all()
+    large = net.resized((height, width))
+    assert (large.positions[0].table.flatten(0, 1) - wanted[0, 1:]).abs().max() <= 1e-6
+    images = torch.randn(1, 3, height, width)
+    with torch.no_grad():
+        assert relative(net(images), large(images)) <= 1e-6
+
+
+# What is around the weights
+
+
+def training(state: State, **args: Any) -> dict[str, Any]:
+    """As DeiT's and MAE's scripts save."""
+    optimizer = {"state": {0: {"exp_avg": draw(3)}}, "param_groups": [{"lr": 0.1}]}
+    return {"model": state, "optimizer": optimizer, "epoch": 299, "scaler": {}, "args": argparse.Namespace(**args)}
+
+
+def test_a_training_file_of_deit_is_read_with_the_arguments_in_it(tmp_path: Path) -> None:
+    state = deit()
+    net, card = read(training(state, model="deit_tiny_patch16_224", lr=5e-4), tmp_path, "checkpoint.pth")
+    assert card.family == "DeiT", "the arguments name the model, the file does not"
+    assert "read 'model' of model, optimizer" in card.notes
+    assert torch.equal(net.head.weight, state["head.weight"])
+
+
+def test_a_training_file_of_mae_is_read_with_the_arguments_in_it(tmp_path: Path) -> None:
+    _, card = read(training(mae(), model="mae_vit_base_patch16"), tmp_path, "checkpoint-799.pth")
+    assert (card.family, card.task) == ("MAE", "embed")
+
+
+def test_dinos_teacher_is_read_unless_the_student_is_asked_for(tmp_path: Path) -> None:
+    teacher, student = dino(), dino()
+    whole = {
+        "student": under("module.", under("backbone.", student) | dino_head()),
+        "teacher": under("backbone.", teacher) | dino_head(),
+        "optimizer": {"state": {0: {"exp_avg": draw(3)}}},
+        "epoch": 100,
+        "args": argparse.Namespace(arch="deit_small", teacher_temp=0.07),
+        "dino_loss": {"center": draw(1, 50)},
+    }
+    net, card = read(whole, tmp_path, "full_checkpoint.pth")
+    assert torch.equal(net.class_token, teacher["cls_token"].flatten())
+    assert (card.family, card.task, card.config.resample) == ("DINO", "embed", "dinov2")
+    assert card.notes == (
+        "read 'teacher' of student, teacher, optimizer, dino_loss",
+        "left aside what stands beside 'backbone.': head.mlp.0.weight, head.mlp.0.bias, head.mlp.2.weight, "
+        "head.mlp.2.bias and 4 more.",
+    )
+    net, card = checkpoint.read(tmp_path / "full_checkpoint.pth", section="student")
+    assert torch.equal(net.class_token, student["cls_token"].flatten())
+    assert card.family == "DINO"
+    assert "removed 'module.' from every name" in card.notes
+
+
+@pytest.mark.parametrize("make", [dinov2, partial(dinov2, registers=4), partial(dinov2, gated=344)])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_dinov2s_training_file_is_the_same_network(make: Callable[[], State], chunks: int, tmp_path: Path) -> None:
+    state = make()
+    plain, _ = read(state, tmp_path)
+    heads = dino_head("dino_head") | dino_head("ibot_head")
+    net, card = read({"teacher": under("backbone.", chunked(state, chunks)) | heads}, tmp_path, "teacher.pth")
+    assert card.family == "DINOv2"
+    assert plain.config == net.config
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(net.state_dict()[name], tensor), name
+
+
+def test_strangers_beside_a_backbone_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"facebook.*left over beside 'backbone\.' projector\.weight"):
+        read(under("backbone.", dinov2()) | {"projector.weight": draw(2, 2)}, tmp_path)
+
+
+# What each file is taken for
+
+
+USUAL = "preprocessing is not in the file; as usual for"
+FILES: dict[str, tuple[Callable[[], State], str, str, str, str]] = {
+    # file name                         made by   family, task, resample, note
+    "deit_tiny_patch16_224-a1311bcf.pth": (deit, "DeiT", "classify", "timm", f"{USUAL} DeiT"),
+    "deit_base_distilled_patch16_224-df68dfff.pth": (deit_distilled, "DeiT", "classify", "timm", f"{USUAL} DeiT"),
+    "unnamed distilled.pth": (deit_distilled, "DeiT", "classify", "timm", f"{USUAL} DeiT"),
+    "deit_3_base_224_21k.pth": (deit3, "DeiT3", "classify", "timm", ""),
+    "unnamed with gamma_1.pth": (deit3, "DeiT3", "classify", "timm", ""),
+    "dino_deitsmall16_pretrain.pth": (dino, "DINO", "embed", "dinov2", f"{USUAL} DINO"),
+    "dino_vitbase8_pretrain.pth": (dino, "DINO", "embed", "dinov2", f"{USUAL} DINO"),
+    "dinov2_vits14_pretrain.pth": (dinov2, "DINOv2", "embed", "dinov2", ""),
+    "dinov2_vits14_reg4_pretrain.pth": (partial(dinov2, registers=4), "DINOv2", "embed", "timm", ""),
+    "unnamed with mask_token.pth": (partial(dinov2, gated=344), "DINOv2", "embed", "dinov2", ""),
+    "mae_pretrain_vit_base.pth": (mae, "MAE", "embed", "timm", f"{USUAL} MAE"),
+    "mae_finetuned_vit_base.pth": (mae_finetuned, "MAE", "classify", "timm", f"{USUAL} MAE"),
+    "mae_visualize_vit_base.pth": (mae_full, "MAE", "embed", "timm", "left aside: the decoder."),
+    "unnamed with decoder.pth": (mae_full, "MAE", "embed", "timm", "left aside: the decoder."),
+    "unnamed.pth": (mae, "ViT", "embed", "timm", f"{USUAL} ViT"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_taken_for_what_its_names_or_its_own_say(name: str, tmp_path: Path) -> None:
+    make, family, task, resample, note = FILES[name]
+    _, card = read(make(), tmp_path, name)
+    assert (card.family, card.task, card.config.resample) == (family, task, resample)
+    assert (card.config.norm_eps, card.config.heads) == (1e-6, HEADS)
+    assert card.config.activation == ("swiglu" if card.config.mlp == 344 else "gelu")
+    assert len(card.notes) == (1 if note else 0), card.notes
+    assert all(said.startswith(note) for said in card.notes)
+    if family != "ViT":
+        assert (card.preprocess.mean, card.preprocess.std) == (IMAGENET_MEAN, IMAGENET_STD)
+        assert (card.preprocess.resize, card.preprocess.interpolation) == ("short", "bicubic")
+    size = (224, 224) if family == "DINOv2" else (32, 32)  # DINOv2 learns at 518 and is evaluated at 224
+    assert pair(card.preprocess.image) == size
+    if family not in ("ViT", "BV"):
+        assert card.preprocess.resize_to == round(size[0] * 256 / 224)
+
+
+def test_the_family_can_be_said(tmp_path: Path) -> None:
+    net, card = read(mae(), tmp_path, family="DINO")
+    assert (card.family, card.config.resample) == ("DINO", "dinov2")
+    assert card.preprocess.mean == IMAGENET_MEAN
+    assert card.notes == (), "nothing had to be assumed"
+    assert net.config == card.config
+    _, card = read(deit(), tmp_path, family="DeiT")
+    assert (card.family, card.config.activation, card.config.resample) == ("DeiT", "gelu", "timm")
+    with pytest.raises(NotFound, match="no family is called 'Deit'; did you mean 'DeiT'"):
+        read(deit(), tmp_path, family="Deit")
+
+
+def test_saying_the_family_that_is_there_changes_nothing(tmp_path: Path) -> None:
+    for make in (dinov2, partial(dinov2, registers=4), partial(dinov2, gated=344), deit3, mae_full):
+        state = make()
+        _, card = read(state, tmp_path)
+        _, again = read(state, tmp_path, family=card.family)
+        assert again.config == card.config
+        assert (again.family, again.preprocess) == (card.family, card.preprocess)
+
+
+# Files of ours in their names
+
+
+WRITTEN = {**{name: make for name, (make, *_) in TIMM.items()}, "MAE with its decoder": mae_full}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_has_their_names_and_tensors(name: str, tmp_path: Path) -> None:
+    state = WRITTEN[name]()
+    net, card = read(state, tmp_path)
+    checkpoint.write(net, card, tmp_path / "again.pth", to="facebook")
+    again = torch.load(tmp_path / "again.pth", weights_only=True)
+    kept = {n for n in state if not n.startswith("decoder_")} - ({"mask_token"} if name.startswith("MAE") else set())
+    assert set(again) == kept
+    for part in kept - {"mask_token"}:
+        assert torch.equal(again[part], state[part]), part
+    if "mask_token" in kept:
+        assert again["mask_token"].shape == state["mask_token"].shape, "what their code has, it finds"
+
+
+PLAIN: dict[str, Any] = {"image": 32, "patch": 8, "width": D, "depth": 1, "heads": 2, "mlp": M, "activation": "gelu"}
+DINOV2: dict[str, Any] = PLAIN | {"classes": 0, "layer_scale": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (PLAIN | {"pool": "gap"}, "a mean over patches normalised first"),
+        (PLAIN | {"pool_norm": "none"}, "without a final norm"),
+        (PLAIN | {"proj_bias": False}, "outputs without bias in MAE, DINO, DeiT"),
+        (PLAIN | {"activation": "swiglu"}, "SwiGLU outside DINOv2"),
+        (PLAIN | {"distilled": True, "position_on_class": False}, "distillation token without a position"),
+        (DINOV2 | {"classes": 5}, "a head in DINOv2"),
+        (DINOV2 | {"distilled": True}, "a distillation token in DINOv2"),
+        (DINOV2 | {"pool": "gap", "pool_norm": "after"}, "a mean over patches in DINOv2"),
+        (DINOV2 | {"activation": "swiglu", "mlp": 340}, "SwiGLU of width 340, no multiple of 8"),
+        (DINOV2 | {"activation": "swiglu", "position_on_class": False}, "SwiGLU outside DINOv2"),
+        (DINOV2 | {"registers": 2, "position_on_class": False}, "registers without a position on the class token"),
+        (PLAIN | {"heads": 4}, "heads=4"),
+        (PLAIN | {"norm_eps": 1e-5}, "epsilon of 1e-05"),
+    ],
+)
+def test_what_their_code_would_not_load_is_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:
+    config = ViTConfig(**options)
+    card = Card(config=config, preprocess=usual_preprocess("DeiT", config))
+    with pytest.raises(Inexpressible, match=named):
+        checkpoint.write(ViT(config), card, tmp_path / "x.pth", to="facebook")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Files that do not fit
+
+
+def test_leftovers_and_gaps_are_listed_with_the_code_base(tmp_path: Path) -> None:
+    state = dinov2()
+    state["blocks.0.hat"] = draw(3)
+    del state["blocks.1.norm2.bias"]
+    with pytest.raises(FormatError, match=r"facebook \(DINOv2\).*missing blocks.1.norm2.bias; left over blocks.0.hat"):
+        read(state, tmp_path)
+
+
+@pytest.mark.parametrize("make", [deit, deit_distilled, deit3, dinov2, mae_full, mae_finetuned])
+def test_without_any_one_of_its_tensors_a_file_is_an_error_that_names_it(
+    make: Callable[[], State], tmp_path: Path
+) -> None:
+    state = make()
+    for name in state:
+        if name == "mask_token" or name.startswith("decoder_"):
+            continue  # not part of the network
+        with pytest.raises(FormatError) as error:
+            read({n: t for n, t in state.items() if n != name}, tmp_path)
+        said = str(error.value)
+        assert name in said or (name.endswith("_token") and ("special tokens" in said or "left over" in said)), name
+
+
+def test_beit_is_told_apart(tmp_path: Path) -> None:
+    tables = {f"blocks.{i}.attn.relative_position_bias_table": draw(9, HEADS) for i in range(DEPTH)}
+    with pytest.raises(FormatError, match=r"relative position biases \(BEiT\), which vitrail does not build"):
+        read(deit3() | tables | {"mask_token": draw(1, 1, D)}, tmp_path)
+
+
+def test_a_file_beside_someone_elses_config_is_read_by_its_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224"}))
+    _, card = read(dinov2(), tmp_path)
+    assert card.family == "DINOv2"
