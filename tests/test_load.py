@@ -13,10 +13,10 @@ from small_models import LABELS, gradient, model, small
 
 import vitrail
 from vitrail import runtime
-from vitrail.api import Found, locate
 from vitrail.config import PreprocessConfig
 from vitrail.errors import CheckpointError, ConfigError, ImageError, NotFound
 from vitrail.weights import hub
+from vitrail.weights.locate import Found, locate
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_an_existing_path_comes_before_a_name(fetched, folder, tmp_path, monkeyp
         ("VTi-B/16@384", "did you mean 'ViT-B/16@384'?"),
         ("vit_tiny_patch16_225", "did you mean 'vit_tiny_patch16_224'?"),
         ("ViT-X/16", "there is no size 'X'"),
-        ("ViT-G/14", "has no public weights; vitrail.create('ViT-G/14')"),
+        ("ViT-G/14", "are not public; vitrail.create('ViT-G/14')"),
         ("ViT-B/4", "has no public weights; vitrail.create('ViT-B/4')"),
         ("ViT-Ti/16@288", "load ViT-Ti/16 with image=288"),
         ("something-else", "`vitrail models` lists the names"),

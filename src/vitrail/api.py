@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -25,12 +23,12 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, FormatError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.models import Net, ViT, build
 from vitrail.models.families import FAMILIES
-from vitrail.models.published import VARIANTS, Variant
-from vitrail.models.variants import config_for, find, parse
+from vitrail.models.variants import config_for, find
 from vitrail.runtime import pick_device, pick_dtype, say
 from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, channels_for, preprocess_for
 from vitrail.weights.labels import read_labels
+from vitrail.weights.locate import Found, locate
 
 Pixels = npt.NDArray[Any]
 Want = Literal["logits", "pooled"]
@@ -191,17 +189,6 @@ class Model:
         return f"<vitrail.Model {name}: {count:.1f} M parameters, {_size(self.config.image)}, {what}>"
 
 
-@dataclass(frozen=True)
-class Found:
-    """Where a model's files are."""
-
-    path: Path
-    origin: str = ""
-    """The hub id they came from."""
-    notes: tuple[str, ...] = ()
-    """What to say about the choice."""
-
-
 def load(
     source: str | Path | Found,
     *,
@@ -257,36 +244,6 @@ def fresh(name: str, *, seed: int | None = None, device: str | torch.device = "c
     return Model(net.eval(), card if classifies else card.but(task="embed"))
 
 
-def locate(source: str | Path | Found) -> Found:
-    """The files of an existing path, a model's name or a hub id; what is not here yet is downloaded."""
-    if isinstance(source, Found):
-        return source
-    text, path = str(source), Path(source).expanduser()
-    if not text.strip():
-        raise NotFound("got an empty name, wanted a file, a folder, a model's name or a hub id.")
-    if _exists(path) or isinstance(source, Path):
-        return Found(path)  # opening it says what is missing
-    variant = find(text)
-    if variant is not None and _stands_for(text, variant):
-        return _published(text, variant)
-    if re.fullmatch(r"[^/]+/\d+(-\w+)?(@\w+)?", text):  # ViT-B/16: no hub id ends in a bare number
-        raise NotFound(_unpublished(text))
-    from vitrail.weights import hub  # huggingface_hub takes a while to import
-
-    if hub.PREFIX.match(text):
-        return Found(hub.fetch(text), hub.PREFIX.sub("", text, count=1))
-    if _looks_like_path(text, path):
-        return Found(path)
-    if hub.parse(text) is None:
-        raise NotFound(f"no file, folder or model is called {text!r}{_suggestion(text)}")
-    try:
-        return Found(hub.fetch(text), text)
-    except VitrailError as error:
-        near = difflib.get_close_matches(text, [v.checkpoint for v in VARIANTS], n=1, cutoff=0.85)
-        hint = f" Did you mean {near[0]}?" if near and near[0] != text else ""
-        raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
-
-
 def _read(path: Path, image: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, Card]:
     """The checkpoint as it is; or, where it does not tell its own size and cannot be read, of the size asked for."""
     try:
@@ -297,67 +254,6 @@ def _read(path: Path, image: Pair | None, changes: dict[str, Any], **options: An
         with suppress(VitrailError):
             return checkpoint.read(path, changes=changes | {"image": pair(image)}, **options)
         raise
-
-
-def _stands_for(text: str, variant: Variant) -> bool:
-    """Whether this is a name, and not the hub id of another copy of the same model."""
-    return text.lower() == variant.name.lower() or "/" not in text.removeprefix("timm/")
-
-
-def _published(text: str, variant: Variant) -> Found:
-    from vitrail.weights import hub  # huggingface_hub takes a while to import
-
-    if not variant.checkpoint:
-        raise NotFound(f"{variant.name} has no public weights; vitrail.create({variant.name!r}) builds it untrained.")
-    said = "" if text == variant.checkpoint else f"{text} stands for {variant.checkpoint}"
-    try:
-        return Found(hub.fetch(variant.checkpoint), variant.checkpoint, (said,) if said else ())
-    except VitrailError as error:
-        raise type(error)(f"{said}: {error}" if said else str(error)) from error
-
-
-def _unpublished(text: str) -> str:
-    """Why a name of our grammar cannot be loaded."""
-    try:
-        parse(text)
-    except NotFound as error:
-        return str(error)
-    base, _, image = text.partition("@")
-    known = find(base)
-    if image and known is not None and known.checkpoint:
-        return (
-            f"{text} has no public weights of its own; load {base} with image={image}, which resamples its positions."
-        )
-    return f"{text} has no public weights; vitrail.create({text!r}) builds it untrained."
-
-
-def _looks_like_path(text: str, path: Path) -> bool:
-    weights = {".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".json"}
-    return (
-        text.startswith((".", "/", "~"))
-        or text.endswith("/")
-        or "\\" in text
-        or text.count("/") > 1
-        or path.suffix.lower() in weights
-        or (len(path.parts) > 1 and _exists(Path(path.parts[0])))
-    )
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long, or a null character
-        return False
-
-
-def _suggestion(text: str) -> str:
-    known = {name for v in VARIANTS for name in (v.name, *v.aliases)}
-    with suppress(OSError):
-        known |= set(os.listdir())
-    near = difflib.get_close_matches(text, sorted(known), n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
-    return "; `vitrail models` lists the names, and a hub id is written user/model."
 
 
 def _adapted(net: Net, card: Card, image: Pair | None, channels: int | None, classes: int | None) -> tuple[Net, Card]:
@@ -425,4 +321,4 @@ def _groups(pictures: Iterable[Picture], size: int) -> Iterator[tuple[Picture, .
         yield group
 
 
-__all__ = ["Found", "Model", "Prediction", "create", "fresh", "load", "locate"]
+__all__ = ["Model", "Prediction", "create", "fresh", "load"]

@@ -26,7 +26,7 @@ def test_every_model_is_listed_with_its_numbers(vitrail):
     [
         ("ViT-L/*@384", {"ViT-L/32@384", "ViT-L/16@384", "R50+ViT-L/32@384"}),
         ("dinov2-s", {"DINOv2-S/14", "DINOv2-S/14-reg"}),
-        ("siglip-so400m", {"SigLIP-SO400M/14"}),
+        ("siglip-so400m", {"SigLIP-SO400M/14", "SigLIP-SO400M/14@384"}),
         ("resnetv2_152*", {"BiT-R152x2", "BiT-R152x4"}),
         ("ViT-B/16", {"ViT-B/16"}),  # a whole name is that model, not all that contain it
         ("google/vit-base-patch16-384", {"ViT-B/16@384"}),

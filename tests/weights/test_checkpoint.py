@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,16 @@ FORMATS: dict[str, tuple[str, ViTConfig | BiTConfig]] = {
     "big_vision BiT": ("model.npz", BIT.but(root_pad="none")),
 }
 EVERY = pytest.mark.parametrize("kind", FORMATS)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hundreds of small files: nothing waits for the disk, or for a second core."""
+    monkeypatch.setattr("vitrail.weights.write._sync", lambda path: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def made(config: ViTConfig | BiTConfig) -> tuple[Net, Card]:
@@ -335,7 +345,7 @@ def test_positions_that_are_not_there_must_be_said_to_be_none(tmp_path: Path) ->
 JUNK = st.sampled_from([None, -1, 0, 3.5, "", "junk", [], [1], {}, {"a": 1}, True, [[]], 10**9])
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data(), to=st.sampled_from(["vitrail", "timm", "huggingface"]))
 def test_whatever_is_written_in_a_sidecar_there_is_a_network_or_a_sentence(
     data: st.DataObject, to: str, tmp_path_factory: pytest.TempPathFactory

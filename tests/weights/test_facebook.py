@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,15 @@ from vitrail.weights.card import Card, usual_preprocess
 State = dict[str, Tensor]
 D, M, DEPTH, HEADS = 128, 512, 2, 2
 SIZES = {"embed_dim": D, "depth": DEPTH, "num_heads": HEADS}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Networks this small do not gain from a second core, and lose where it is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def draw(*shape: int) -> Tensor:

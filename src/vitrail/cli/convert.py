@@ -43,10 +43,10 @@ def convert(
 ) -> None:
     """Write a checkpoint of any format in another, exactly; then read it back and compare every tensor."""
     with err.status(f"reading {src}"):
-        from vitrail.api import locate
         from vitrail.config import ViTConfig
         from vitrail.runtime import say
         from vitrail.weights import checkpoint
+        from vitrail.weights.locate import locate
 
     formats = {f.name for f in checkpoint.FORMATS}
     if to not in formats:

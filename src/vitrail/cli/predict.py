@@ -102,7 +102,8 @@ def predict(
 
 def _load(model: str, **options: Any) -> Model:
     with err.status(f"loading {model}"):
-        from vitrail.api import load, locate  # and torch: not before the arguments are known to be good
+        from vitrail.api import load  # and torch: not before the arguments are known to be good
+        from vitrail.weights.locate import locate
     found = locate(model)  # has a progress bar of its own where it downloads
     with err.status(f"loading {model}"):
         vit = load(found, **options)

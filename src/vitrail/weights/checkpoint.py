@@ -150,7 +150,7 @@ def _reading(form: Format, archive: Archive) -> Iterator[None]:
         raise
     except KeyError as error:
         raise FormatError(f"{archive.source}: read as {form.name}, {error.args[0]} is missing.") from error
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
         raise FormatError(
             f"{archive.source}: read as {form.name}, its parts do not fit: {first_line(error)}."
         ) from error

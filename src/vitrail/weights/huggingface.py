@@ -135,7 +135,7 @@ def _vit_config(archive: Archive, kind: str, said: Said) -> tuple[ViTConfig, lis
         "class_token": kind != "siglip",
         "registers": _shape(archive, "embeddings.register_tokens", (1, 0))[1],
         "patch_bias": kind != "clip",
-        "qkv_bias": tower or f"{block}0.attention.attention.query.bias" in names,
+        "qkv_bias": tower or any(n.endswith((".query.bias", ".key.bias", ".value.bias")) for n in names),
         "layer_scale": float(said.get("layerscale_value", default=1.0)) if kind.startswith("dinov2") else None,
         "pre_norm": kind == "clip",
     }

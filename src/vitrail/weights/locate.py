@@ -1,0 +1,119 @@
+"""Where a model's files are: an existing path, a published name, a hub id."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitrail.errors import NotFound, VitrailError
+from vitrail.models.published import VARIANTS, Variant
+from vitrail.models.variants import find, parse
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a model's files are."""
+
+    path: Path
+    origin: str = ""
+    """The hub id they came from."""
+    notes: tuple[str, ...] = ()
+    """What to say about the choice."""
+
+
+def locate(source: str | Path | Found) -> Found:
+    """The files of an existing path, a model's name or a hub id; what is not here yet is downloaded."""
+    if isinstance(source, Found):
+        return source
+    text, path = str(source), Path(source).expanduser()
+    if not text.strip():
+        raise NotFound("got an empty name, wanted a file, a folder, a model's name or a hub id.")
+    if _exists(path) or isinstance(source, Path):
+        return Found(path)  # opening it says what is missing
+    variant = find(text)
+    if variant is not None and _stands_for(text, variant):
+        return _published(text, variant)
+    if re.fullmatch(r"[^/]+/\d+(-\w+)?(@\w+)?", text):  # ViT-B/16: no hub id ends in a bare number
+        raise NotFound(_unpublished(text))
+    from vitrail.weights import hub  # huggingface_hub takes a while to import
+
+    if hub.PREFIX.match(text):
+        return Found(hub.fetch(text), hub.PREFIX.sub("", text, count=1))
+    if re.fullmatch(r"(vit|deit|resnetv2|flexivit|eva)\w*\.[a-z]\w+", text):  # as timm spells its tags
+        return Found(hub.fetch(f"timm/{text}"), f"timm/{text}", (f"{text} is read as timm/{text}",))
+    if _looks_like_path(text, path):
+        return Found(path)
+    if hub.parse(text) is None:
+        raise NotFound(f"no file, folder or model is called {text!r}{_suggestion(text)}")
+    try:
+        return Found(hub.fetch(text), text)
+    except VitrailError as error:
+        near = difflib.get_close_matches(text, [v.checkpoint for v in VARIANTS], n=1, cutoff=0.85)
+        hint = f" Did you mean {near[0]}?" if near and near[0] != text else ""
+        raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
+
+
+def _stands_for(text: str, variant: Variant) -> bool:
+    """Whether this is a name, and not the hub id of another copy of the same model."""
+    return text.lower() == variant.name.lower() or "/" not in text.removeprefix("timm/")
+
+
+def _published(text: str, variant: Variant) -> Found:
+    from vitrail.weights import hub  # huggingface_hub takes a while to import
+
+    if not variant.checkpoint:
+        where = f"lie at {variant.elsewhere}: fetch that file and load it" if variant.elsewhere else "are not public"
+        raise NotFound(f"the weights of {variant.name} {where}; vitrail.create({variant.name!r}) builds it untrained.")
+    said = "" if text == variant.checkpoint else f"{text} stands for {variant.checkpoint}"
+    try:
+        return Found(hub.fetch(variant.checkpoint), variant.checkpoint, (said,) if said else ())
+    except VitrailError as error:
+        raise type(error)(f"{said}: {error}" if said else str(error)) from error
+
+
+def _unpublished(text: str) -> str:
+    """Why a name of our grammar cannot be loaded."""
+    try:
+        parse(text)
+    except NotFound as error:
+        return str(error)
+    base, _, image = text.partition("@")
+    known = find(base)
+    if image and known is not None and known.checkpoint:
+        return (
+            f"{text} has no public weights of its own; load {base} with image={image}, which resamples its positions."
+        )
+    return f"{text} has no public weights; vitrail.create({text!r}) builds it untrained."
+
+
+def _looks_like_path(text: str, path: Path) -> bool:
+    weights = {".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".json"}
+    return (
+        text.startswith((".", "/", "~"))
+        or text.endswith("/")
+        or "\\" in text
+        or text.count("/") > 1
+        or path.suffix.lower() in weights
+        or (len(path.parts) > 1 and _exists(Path(path.parts[0])))
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or a null character
+        return False
+
+
+def _suggestion(text: str) -> str:
+    known = {name for v in VARIANTS for name in (v.name, *v.aliases)}
+    with suppress(OSError):
+        known |= set(os.listdir())
+    near = difflib.get_close_matches(text, sorted(known), n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return "; `vitrail models` lists the names, and a hub id is written user/model."
