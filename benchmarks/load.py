@@ -27,16 +27,15 @@ def prepare(folder: Path) -> Path:
 
     from vitrail.api import Model
     from vitrail.models import build
-    from vitrail.models.families import TIMM
     from vitrail.models.variants import config_for
-    from vitrail.weights.card import Card
+    from vitrail.weights.card import Card, usual_preprocess
 
     config = config_for("ViT-B/16", activation="gelu", resample="timm")
     net = build(config, seed=0)
     with torch.no_grad():
         net.head.weight.normal_(std=0.02)
     target = folder / "vit_base_patch16_224"
-    Model(net, Card(config=config, preprocess=TIMM)).save(target, to="timm")
+    Model(net, Card(config=config, preprocess=usual_preprocess("ViT", config, "timm"))).save(target, to="timm")
     return target
 
 

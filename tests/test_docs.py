@@ -13,10 +13,9 @@ from conftest import ROOT
 from PIL import Image
 
 from vitrail.models import build
-from vitrail.models.families import TIMM
 from vitrail.models.variants import config_for
 from vitrail.weights import checkpoint, hub
-from vitrail.weights.card import Card
+from vitrail.weights.card import Card, usual_preprocess
 
 PAGES = ["README.md", "docs/models.md", "docs/checkpoints.md"]
 
@@ -26,7 +25,11 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the size of the one the pages speak of, with random weights."""
     config = config_for("ViT-Ti/16", activation="gelu", resample="timm")
     folder = tmp_path_factory.mktemp("hub") / "repository"
-    card = Card(config=config, preprocess=TIMM, labels=tuple(f"class {i}" for i in range(1000)))
+    card = Card(
+        config=config,
+        preprocess=usual_preprocess("ViT", config, "timm"),
+        labels=tuple(f"class {i}" for i in range(1000)),
+    )
     checkpoint.write(randomized(build(config)), card, folder, to="timm")
     return folder
 

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, FormatError, ImageError, ModelError, NotFound, VitrailError
@@ -26,7 +26,7 @@ from vitrail.models.families import FAMILIES
 from vitrail.models.variants import config_for, find
 from vitrail.runtime import pick_device, pick_dtype, say
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, channels_for, preprocess_for
+from vitrail.weights.card import Card, channels_for, sized, usual_preprocess
 from vitrail.weights.labels import read_labels
 from vitrail.weights.locate import Found, locate
 
@@ -144,7 +144,9 @@ class Model:
     ) -> None:
         """Write in any format that can express this model."""
         card = self.card.but(config=self.net.config)
-        checkpoint.write(self.net, card, path, to=to, overwrite=overwrite, approximate=approximate)
+        say(
+            checkpoint.write(self.net, card, path, to=to, overwrite=overwrite, approximate=approximate), about=str(path)
+        )
 
     def _outputs(self, pictures: Picture | Iterable[Picture], batch: int, want: Want) -> Tensor:
         if not _are_several(pictures):
@@ -238,7 +240,7 @@ def fresh(name: str, *, seed: int | None = None, device: str | torch.device = "c
     variant = find(name)
     family = (variant.name if variant else name).split("+")[-1].split("-")[0]
     known = next(k for k in FAMILIES if k.lower() == family.lower())
-    preprocess = preprocess_for(FAMILIES[known].preprocess, net.config)
+    preprocess = usual_preprocess(known, net.config)
     classifies = net.config.classes and (known != "CLIP" or "classes" in changes)
     card = Card(config=net.config, preprocess=preprocess, family=known, origin=name)
     return Model(net.eval(), card if classifies else card.but(task="embed"))
@@ -263,7 +265,7 @@ def _adapted(net: Net, card: Card, image: Pair | None, channels: int | None, cla
         if isinstance(net, ViT) and net.config.position.startswith("learned"):
             card = card.noting(f"positions were resampled to {_size(image)} as {net.config.resample} does it")
     if image is not None and pair(image) != pair(card.preprocess.image):
-        card = card.but(preprocess=_resized(card.preprocess, pair(image)))
+        card = card.but(preprocess=sized(card.preprocess, pair(image), card.preprocess.channels))
     if channels is not None and channels != net.config.channels:
         note = _channels_note(net, channels)
         net = net.with_channels(channels)
@@ -290,14 +292,6 @@ def _channels_note(net: Net, channels: int) -> str:
     note = f"for {channels} channel{plural} the first filters were {how}"
     standardised = isinstance(net.config, BiTConfig) or net.config.stem is not None
     return f"{note}; its first convolution is standardised, so train it before relying on it" if standardised else note
-
-
-def _resized(preprocess: PreprocessConfig, image: tuple[int, int]) -> PreprocessConfig:
-    """The same share of the picture, at another size."""
-    if preprocess.resize_to is None:
-        return preprocess.but(image=image)
-    scale = preprocess.resize_to / min(pair(preprocess.image))
-    return preprocess.but(image=image, resize_to=round(min(image) * scale))
 
 
 def _size(image: Pair) -> str:

@@ -19,6 +19,24 @@ import torch
 import torch.nn.functional as F
 from compare import relative
 from conftest import import_peer
+from facebook_files import (
+    DEPTH,
+    HEADS,
+    D,
+    State,
+    chunked,
+    deit,
+    deit3,
+    deit_distilled,
+    dino,
+    dino_head,
+    dinov2,
+    draw,
+    mae,
+    mae_finetuned,
+    mae_full,
+    under,
+)
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,10 +47,6 @@ from vitrail.models import ViT
 from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, usual_preprocess
 
-# D width, M hidden width of the MLP, N patches
-
-State = dict[str, Tensor]
-D, M, DEPTH, HEADS = 128, 512, 2, 2
 SIZES = {"embed_dim": D, "depth": DEPTH, "num_heads": HEADS}
 
 
@@ -43,110 +57,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def draw(*shape: int) -> Tensor:
-    matrix = len(shape) in (2, 4)
-    return torch.randn(shape) / (math.prod(shape[1:]) ** 0.5 if matrix else 3)
-
-
-def layer(name: str, *shape: int) -> State:
-    return {f"{name}.weight": draw(*shape), f"{name}.bias": draw(shape[0])}
-
-
-def norm(name: str, width: int = D) -> State:
-    return {f"{name}.weight": 1 + draw(width), f"{name}.bias": draw(width)}
-
-
-def block(name: str, width: int = D, gated: int = 0) -> State:
-    """One block; `gated` is the width of DINOv2's SwiGLU."""
-    up, down = ("w12", "w3") if gated else ("fc1", "fc2")
-    hidden = gated or 4 * width
-    return {
-        **norm(f"{name}.norm1", width),
-        **layer(f"{name}.attn.qkv", 3 * width, width),
-        **layer(f"{name}.attn.proj", width, width),
-        **norm(f"{name}.norm2", width),
-        **layer(f"{name}.mlp.{up}", 2 * hidden if gated else hidden, width),
-        **layer(f"{name}.mlp.{down}", width, hidden),
-    }
-
-
-def encoder(side: int = 4, patch: int = 8, placed: int = 1, **options: Any) -> State:
-    """What all of these share."""
-    blocks = [block(f"blocks.{i}", **options) for i in range(DEPTH)]
-    return {
-        "cls_token": draw(1, 1, D),
-        "pos_embed": draw(1, side * side + placed, D),
-        **layer("patch_embed.proj", D, 3, patch, patch),
-        **{name: tensor for parts in blocks for name, tensor in parts.items()},
-        **norm("norm"),
-    }
-
-
-def deit() -> State:
-    return {**encoder(), **layer("head", 7, D)}
-
-
-def deit_distilled() -> State:
-    return {**encoder(placed=2), "dist_token": draw(1, 1, D), **layer("head", 7, D), **layer("head_dist", 7, D)}
-
-
-def deit3() -> State:
-    gammas = {f"blocks.{i}.gamma_{n}": draw(D) for i in range(DEPTH) for n in (1, 2)}
-    return {**encoder(placed=0), **gammas, **layer("head", 7, D)}
-
-
-def dino() -> State:
-    return encoder()
-
-
-def dinov2(registers: int = 0, gated: int = 0) -> State:
-    scales = {f"blocks.{i}.ls{n}.gamma": draw(D) for i in range(DEPTH) for n in (1, 2)}
-    tokens = {"register_tokens": draw(1, registers, D)} if registers else {}
-    return {**encoder(side=5, patch=14, gated=gated), **scales, **tokens, "mask_token": draw(1, D)}
-
-
-def mae() -> State:
-    return encoder()
-
-
-def mae_full(width: int = 64) -> State:
-    return {
-        **encoder(),
-        "mask_token": draw(1, 1, width),
-        "decoder_pos_embed": draw(1, 17, width),
-        **layer("decoder_embed", width, D),
-        **block("decoder_blocks.0", width),
-        **block("decoder_blocks.1", width),
-        **norm("decoder_norm", width),
-        **layer("decoder_pred", 8 * 8 * 3, width),
-    }
-
-
-def mae_finetuned() -> State:
-    state = {**encoder(), **norm("fc_norm"), **layer("head", 7, D)}
-    return {name: tensor for name, tensor in state.items() if not name.startswith("norm.")}
-
-
-def dino_head(name: str = "head") -> State:
-    return {
-        **layer(f"{name}.mlp.0", 32, D),
-        **layer(f"{name}.mlp.2", 32, 32),
-        **layer(f"{name}.mlp.4", 16, 32),
-        f"{name}.last_layer.weight_g": draw(50, 1),
-        f"{name}.last_layer.weight_v": draw(50, 16),
-    }
-
-
-def under(prefix: str, state: State) -> State:
-    return {prefix + name: tensor for name, tensor in state.items()}
-
-
-def chunked(state: State, chunks: int = 2) -> State:
-    """As DINOv2 keeps its blocks when it trains: blocks.CHUNK.LAYER, the layers counted through."""
-    size = DEPTH // chunks
-    return {re.sub(r"^blocks\.(\d+)", lambda m: f"blocks.{int(m[1]) // size}.{m[1]}", n): t for n, t in state.items()}
 
 
 def saved(value: Any, folder: Path, name: str = "weights.pth") -> Path:
@@ -261,42 +171,47 @@ def as_transformers(state: State) -> State:
     return result
 
 
-def facebooks_positions(position: Tensor, height: int, width: int, patch: int, registers: bool) -> Tensor:
-    """DINOv2's definition: without registers the scale is given, a tenth of a patch too large; with them the size."""
-    table = position[:, 1:].float()
-    side = int(math.sqrt(table.shape[1]))
-    rows, columns = height // patch, width // patch
-    square = table.reshape(1, side, side, -1).permute(0, 3, 1, 2)
-    if registers:
-        resized = F.interpolate(square, size=(rows, columns), mode="bicubic", antialias=True)
-    else:
-        scale = ((rows + 0.1) / side, (columns + 0.1) / side)
-        resized = F.interpolate(square, scale_factor=scale, mode="bicubic", antialias=False)
+def facebooks_positions(position: Tensor, rows: int, columns: int, convention: str) -> Tensor:
+    """Their definitions: DINO and DINOv2 give the scale, a tenth of a patch too large; the others the size."""
+    side = int(math.sqrt(position.shape[1] - 1))
+    square = position[:, 1:].float().reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    how: dict[str, Any] = {"size": (rows, columns)}
+    if convention == "scale":
+        how = {"scale_factor": ((rows + 0.1) / side, (columns + 0.1) / side)}
+    elif convention == "antialias":
+        how["antialias"] = True
+    resized = F.interpolate(square, mode="bicubic", align_corners=False, **how)
     assert resized.shape[-2:] == (rows, columns)
-    return torch.cat([position[:, :1], resized.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+    return torch.cat([position[:, :1], resized.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)[0]
 
 
-@pytest.mark.parametrize("size", [(42, 98), (112, 56)])
+@pytest.mark.parametrize("grid", [(3, 7), (8, 4)])
 @pytest.mark.parametrize(
-    ("make", "name", "registers"),
-    [(dinov2, "x.pth", 0), (partial(dinov2, registers=4), "x.pth", 4), (dino, "dino_vitbase16_pretrain.pth", 0)],
-    ids=["DINOv2", "with registers", "DINO"],
+    ("make", "name", "convention"),
+    [
+        (dinov2, "x.pth", "scale"),
+        (partial(dinov2, registers=4), "x.pth", "antialias"),
+        (dino, "dino_vitbase16_pretrain.pth", "scale"),
+        (deit, "deit_base_patch16_224.pth", "size"),
+        (mae_full, "x.pth", "size"),
+    ],
+    ids=["DINOv2", "with registers", "DINO", "DeiT", "MAE"],
 )
 def test_positions_are_resized_as_their_code_does(
-    make: Callable[[], State], name: str, registers: int, size: tuple[int, int], tmp_path: Path
+    make: Callable[[], State], name: str, convention: str, grid: tuple[int, int], tmp_path: Path
 ) -> None:
     state = make()
-    net, card = read(state, tmp_path, name)
-    patch = pair(card.config.patch)[0]
-    height, width = (side // 14 * patch for side in size)
-    wanted = facebooks_positions(state["pos_embed"], height, width, patch, registers > 0)
-    got = net.positions[0]((height // patch, width // patch), wanted)  # class token, registers, patches
-    assert (got[:1] - wanted[0, :1]).abs().max() == 0
-    assert (got[1 + registers :] - wanted[0, 1:]).abs().max() <= 1e-6
-    assert (got[1 : 1 + registers] == 0).all()
-    large = net.resized((height, width))
-    assert (large.positions[0].table.flatten(0, 1) - wanted[0, 1:]).abs().max() <= 1e-6
-    images = torch.randn(1, 3, height, width)
+    net, _ = read(state, tmp_path, name)
+    wanted = facebooks_positions(state["pos_embed"], *grid, convention)  # class token, patches
+    got = net.positions[0](grid, wanted)  # class token, registers, patches
+    registers = net.config.registers
+    assert torch.equal(got[:1], wanted[:1])
+    assert not got[1 : 1 + registers].any()
+    assert (got[1 + registers :] - wanted[1:]).abs().max() <= 1e-6
+    size = tuple(n * side for n, side in zip(grid, pair(net.config.patch), strict=True))
+    large = net.resized((size[0], size[1]))
+    assert (large.positions[0].table.flatten(0, 1) - wanted[1:]).abs().max() <= 1e-6
+    images = torch.randn(1, 3, *size)
     with torch.no_grad():
         assert relative(net(images), large(images)) <= 1e-6
 
@@ -371,20 +286,26 @@ def test_strangers_beside_a_backbone_are_an_error(tmp_path: Path) -> None:
 USUAL = "preprocessing is not in the file; as usual for"
 FILES: dict[str, tuple[Callable[[], State], str, str, str, str]] = {
     # file name                         made by   family, task, resample, note
-    "deit_tiny_patch16_224-a1311bcf.pth": (deit, "DeiT", "classify", "timm", f"{USUAL} DeiT"),
-    "deit_base_distilled_patch16_224-df68dfff.pth": (deit_distilled, "DeiT", "classify", "timm", f"{USUAL} DeiT"),
-    "unnamed distilled.pth": (deit_distilled, "DeiT", "classify", "timm", f"{USUAL} DeiT"),
-    "deit_3_base_224_21k.pth": (deit3, "DeiT3", "classify", "timm", ""),
-    "unnamed with gamma_1.pth": (deit3, "DeiT3", "classify", "timm", ""),
+    "deit_tiny_patch16_224-a1311bcf.pth": (deit, "DeiT", "classify", "huggingface", f"{USUAL} DeiT"),
+    "deit_base_distilled_patch16_224-df68dfff.pth": (
+        deit_distilled,
+        "DeiT",
+        "classify",
+        "huggingface",
+        f"{USUAL} DeiT",
+    ),
+    "unnamed distilled.pth": (deit_distilled, "DeiT", "classify", "huggingface", f"{USUAL} DeiT"),
+    "deit_3_base_224_21k.pth": (deit3, "DeiT3", "classify", "huggingface", ""),
+    "unnamed with gamma_1.pth": (deit3, "DeiT3", "classify", "huggingface", ""),
     "dino_deitsmall16_pretrain.pth": (dino, "DINO", "embed", "dinov2", f"{USUAL} DINO"),
     "dino_vitbase8_pretrain.pth": (dino, "DINO", "embed", "dinov2", f"{USUAL} DINO"),
     "dinov2_vits14_pretrain.pth": (dinov2, "DINOv2", "embed", "dinov2", ""),
     "dinov2_vits14_reg4_pretrain.pth": (partial(dinov2, registers=4), "DINOv2", "embed", "timm", ""),
     "unnamed with mask_token.pth": (partial(dinov2, gated=344), "DINOv2", "embed", "dinov2", ""),
-    "mae_pretrain_vit_base.pth": (mae, "MAE", "embed", "timm", f"{USUAL} MAE"),
-    "mae_finetuned_vit_base.pth": (mae_finetuned, "MAE", "classify", "timm", f"{USUAL} MAE"),
-    "mae_visualize_vit_base.pth": (mae_full, "MAE", "embed", "timm", "left aside: the decoder."),
-    "unnamed with decoder.pth": (mae_full, "MAE", "embed", "timm", "left aside: the decoder."),
+    "mae_pretrain_vit_base.pth": (mae, "MAE", "embed", "huggingface", f"{USUAL} MAE"),
+    "mae_finetuned_vit_base.pth": (mae_finetuned, "MAE", "classify", "huggingface", f"{USUAL} MAE"),
+    "mae_visualize_vit_base.pth": (mae_full, "MAE", "embed", "huggingface", "left aside: the decoder."),
+    "unnamed with decoder.pth": (mae_full, "MAE", "embed", "huggingface", "left aside: the decoder."),
     "unnamed.pth": (mae, "ViT", "embed", "timm", f"{USUAL} ViT"),
 }
 
@@ -403,8 +324,8 @@ def test_a_file_is_taken_for_what_its_names_or_its_own_say(name: str, tmp_path: 
         assert (card.preprocess.resize, card.preprocess.interpolation) == ("short", "bicubic")
     size = (224, 224) if family == "DINOv2" else (32, 32)  # DINOv2 learns at 518 and is evaluated at 224
     assert pair(card.preprocess.image) == size
-    if family not in ("ViT", "BV"):
-        assert card.preprocess.resize_to == round(size[0] * 256 / 224)
+    wanted = {"ViT": 35, "DeiT": 36, "DeiT3": 32, "MAE": 36, "DINO": 36, "DINOv2": 256}
+    assert card.preprocess.resize_to == wanted[family], "0.9, 0.875 or all of the picture, rounded down"
 
 
 def test_the_family_can_be_said(tmp_path: Path) -> None:
@@ -414,7 +335,7 @@ def test_the_family_can_be_said(tmp_path: Path) -> None:
     assert card.notes == (), "nothing had to be assumed"
     assert net.config == card.config
     _, card = read(deit(), tmp_path, family="DeiT")
-    assert (card.family, card.config.activation, card.config.resample) == ("DeiT", "gelu", "timm")
+    assert (card.family, card.config.activation, card.config.resample) == ("DeiT", "gelu", "huggingface")
     with pytest.raises(NotFound, match="no family is called 'Deit'; did you mean 'DeiT'"):
         read(deit(), tmp_path, family="Deit")
 
@@ -448,7 +369,15 @@ def test_what_is_written_has_their_names_and_tensors(name: str, tmp_path: Path) 
         assert again["mask_token"].shape == state["mask_token"].shape, "what their code has, it finds"
 
 
-PLAIN: dict[str, Any] = {"image": 32, "patch": 8, "width": D, "depth": 1, "heads": 2, "mlp": M, "activation": "gelu"}
+PLAIN: dict[str, Any] = {
+    "image": 32,
+    "patch": 8,
+    "width": D,
+    "depth": 1,
+    "heads": 2,
+    "mlp": 4 * D,
+    "activation": "gelu",
+}
 DINOV2: dict[str, Any] = PLAIN | {"classes": 0, "layer_scale": 1e-5}
 
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import Inexpressible
 from vitrail.models import Net, build
-from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import open_archive
 
 Config = ViTConfig | BiTConfig
@@ -167,7 +166,7 @@ def model(config: Config) -> tuple[Net, Card]:
     family = "BiT" if isinstance(config, BiTConfig) else "ViT"
     card = Card(
         config=config,
-        preprocess=preprocess_for(FAMILIES[family].preprocess, config),
+        preprocess=usual_preprocess(family, config),
         family=family,
         task="classify" if config.classes else "embed",
     )

@@ -61,7 +61,8 @@ def convert(
         card = card.but(origin=found.origin)
     say([*found.notes, *card.notes])
     with err.status(f"writing {dst}"):
-        checkpoint.write(net, card, dst, to=to, overwrite=overwrite, approximate=approximate)
+        notes = checkpoint.write(net, card, dst, to=to, overwrite=overwrite, approximate=approximate)
+    say(notes)
     with err.status(f"reading {dst} back"):
         told = {"heads": card.config.heads} if isinstance(card.config, ViTConfig) else {}  # a bare file may not say
         again, back = checkpoint.read(dst, dtype=None, changes=told)

@@ -30,8 +30,8 @@ class PreprocessConfig(Config):
     centre: Literal["round", "floor"] = "round"
     """Where the crop goes when an odd number of pixels is cut: torchvision and timm round half to
     even, Hugging Face rounds down."""
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bilinear"
-    """The filter."""
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "area"] = "bilinear"
+    """The filter; area is the mean of what lies under a pixel, rounded down, as big_vision has it."""
     antialias: bool = True
     """Widen the filter when shrinking, as Pillow does; TensorFlow's resize, which the original
     code uses, does not."""

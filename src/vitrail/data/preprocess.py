@@ -76,13 +76,13 @@ class Preprocess:
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]:
         """Of what `pixels` gives."""
-        return np.uint8 if self.config.antialias or self.config.interpolation == "nearest" else np.float32
+        return np.uint8 if self.config.antialias or self.config.interpolation in ("nearest", "area") else np.float32
 
     def pixels(self, picture: Picture) -> npt.NDArray[Any]:
         """Decode, resize, crop: H W C with values 0 to 255, uint8 or float32 (see `dtype`)."""
         channels = self.config.channels
-        if self.dtype == np.float32:
-            return self._sampled(decode(picture, channels))
+        if self.dtype == np.float32 or self.config.interpolation == "area":
+            return self._sampled(decode(picture, channels)).astype(self.dtype, copy=False)
         if channels in MODES:
             out = np.array(self._resized(open_image(picture, channels)))
             return out[:, :, None] if out.ndim == 2 else out
@@ -107,7 +107,8 @@ class Preprocess:
             size = round(height / ratio), round(width / ratio)
         else:
             short = self.config.resize_to or self.crop[0]
-            long = int(short * max(height, width) / min(height, width))
+            whole = round if self.config.interpolation == "area" else int  # big_vision's way, torchvision's way
+            long = whole(short * max(height, width) / min(height, width))
             size = (long, short) if width <= height else (short, long)
         return size, [self._span(side, crop) for side, crop in zip(size, self.crop, strict=True)]
 
@@ -193,11 +194,23 @@ def _taps(source: int, side: int, span: Span, name: str) -> tuple[npt.NDArray[np
     Pixel centres lie at halves, the filter is as wide as the input's pixels whatever the scale, and
     weights that fall outside the picture are shared among the rest: tf.image.resize(antialias=False).
     """
+    if name == "area":
+        return _shares(source, side, span)
     half, reach = np.float32(0.5), REACH[name]
     centre = (np.arange(*span, dtype=np.float32) + half) * np.float32(source / side) - half  # float32, as there
     index = np.floor(centre).astype(np.int64)[:, None] + np.arange(1 - reach, 1 + reach)
     weight = _kernel(np.abs(centre[:, None] - index), name)
     weight[(index < 0) | (index >= source)] = 0
+    weight /= weight.sum(axis=1, keepdims=True)
+    return index.clip(0, source - 1), weight.astype(np.float32)
+
+
+def _shares(source: int, side: int, span: Span) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The same for the mean of all that lies under an output pixel, parts of pixels included."""
+    scale = source / side
+    first = np.arange(*span)[:, None] * scale
+    index = np.floor(first).astype(np.int64) + np.arange(int(np.ceil(scale)) + 1)
+    weight = np.clip(np.minimum(first + scale, index + 1) - np.maximum(first, index), 0, None)
     weight /= weight.sum(axis=1, keepdims=True)
     return index.clip(0, source - 1), weight.astype(np.float32)
 

@@ -8,6 +8,7 @@ most used reimplementation where that code does not run here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,18 +23,49 @@ class Family:
     title: str
     options: dict[str, Any] = field(default_factory=dict)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
+    """At 224 pixels."""
+    crop: Callable[[int], float] | None = None
+    """Share of the resized short side that the crop keeps, by the image's size; None: no crop."""
+    size: int | None = None
+    """Pixels it is evaluated at, where those are not the size of its positions."""
     checked: str = ""
 
 
 ORIGINAL = PreprocessConfig(antialias=False)
-TIMM = PreprocessConfig(resize="short", resize_to=248, interpolation="bicubic")
+BIG_VISION = PreprocessConfig(resize="short", resize_to=256, interpolation="area", centre="floor")
 DEIT = PreprocessConfig(resize="short", resize_to=256, interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD)
+WHOLE = DEIT.but(resize_to=224)
 CLIP = PreprocessConfig(resize="short", resize_to=224, interpolation="bicubic", mean=CLIP_MEAN, std=CLIP_STD)
 SIGLIP = PreprocessConfig(interpolation="bicubic")
-BIT = PreprocessConfig(resize="squash", antialias=False)
+BIT = PreprocessConfig(antialias=False)
 
-_TORCH = {"activation": "gelu", "resample": "timm"}
+# The exact GELU, and positions resized bicubically without antialias, as DeiT's and MAE's code does.
+_TORCH = {"activation": "gelu", "resample": "huggingface"}
 _DINO = {"activation": "gelu", "resample": "dinov2", "classes": 0}
+
+
+def _eighths(size: int) -> float:
+    return 0.875
+
+
+def _all(size: int) -> float:
+    return 1.0
+
+
+def _mae(size: int) -> float:
+    return 0.875 if size <= 224 else 1.0
+
+
+def timm_crop(size: int) -> float:
+    """What timm's own ViTs keep: 0.9 at 224, everything from 384 on."""
+    return 0.9 if size < 384 else 1.0
+
+
+TIMM = Family(
+    "ViT as timm prepares it",
+    preprocess=PreprocessConfig(resize="short", resize_to=248, interpolation="bicubic"),
+    crop=timm_crop,
+)
 
 FAMILIES: dict[str, Family] = {
     "ViT": Family(
@@ -44,32 +76,38 @@ FAMILIES: dict[str, Family] = {
     "BV": Family(
         "big_vision's ViT (Beyer et al. 2022: gap, sin-cos positions)",
         {"class_token": False, "pool": "gap", "position": "sincos-2d"},
-        preprocess=PreprocessConfig(resize="short", resize_to=256, antialias=False),
+        preprocess=BIG_VISION,
+        crop=_eighths,
         checked="golden outputs of google-research/big_vision",
     ),
     "DeiT": Family(
         "DeiT, plain and distilled (Touvron et al. 2020)",
         _TORCH,
         preprocess=DEIT,
+        crop=_eighths,
         checked="timm (the authors build on it); transformers",
     ),
     "DeiT3": Family(
         "DeiT-III (Touvron et al. 2022)",
         _TORCH | {"layer_scale": 1e-6, "position_on_class": False},
-        preprocess=DEIT,
+        preprocess=WHOLE,
+        crop=_all,
         checked="timm",
     ),
     "MAE": Family(
         "masked autoencoders (He et al. 2021)",
         _TORCH | {"classes": 0},
         preprocess=DEIT,
+        crop=_mae,
         checked="timm; transformers",
     ),
-    "DINO": Family("DINO (Caron et al. 2021)", _DINO, preprocess=DEIT, checked="timm; transformers"),
+    "DINO": Family("DINO (Caron et al. 2021)", _DINO, preprocess=DEIT, crop=_eighths, checked="timm; transformers"),
     "DINOv2": Family(
         "DINOv2, with and without registers (Oquab et al. 2023, Darcet et al. 2023)",
         _DINO | {"layer_scale": 1e-5},
         preprocess=DEIT,
+        crop=_eighths,
+        size=224,
         checked="timm; transformers",
     ),
     "CLIP": Family(
@@ -83,6 +121,7 @@ FAMILIES: dict[str, Family] = {
             "resample": "timm",
         },
         preprocess=CLIP,
+        crop=_all,
         checked="timm; transformers",
     ),
     "SigLIP": Family(

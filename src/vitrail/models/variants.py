@@ -58,7 +58,7 @@ STEMS = {
 """Stem and the number after the slash -> units per stage and patch on the map."""
 
 BIT_LAYERS = {"R50": (3, 4, 6, 3), "R101": (3, 4, 23, 3), "R152": (3, 8, 36, 3)}
-CLIP_OUT = {"B": 512, "L": 768, "H": 1024, "g": 1024, "G": 1280}
+CLIP_OUT = {"B": 512, "B+": 640, "L": 768, "H": 1024, "g": 1024, "G": 1280}
 """Width of the space CLIP's image and text meet in."""
 
 NAME = re.compile(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.errors import ConfigError, FormatError
-from vitrail.models.families import FAMILIES
+from vitrail.models.families import FAMILIES, TIMM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +87,23 @@ def conventions_of(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]
     return fixed
 
 
-def usual_preprocess(family: str, config: ViTConfig | BiTConfig) -> PreprocessConfig:
-    """How a family's pictures are prepared, where the checkpoint does not say."""
-    usual = FAMILIES[family].preprocess
-    if family == "DINOv2" and isinstance(config, ViTConfig):  # trained at 518, evaluated at 224
-        small = pair(usual.image)
-        if all(side % patch == 0 for side, patch in zip(small, pair(config.patch), strict=True)):
-            return preprocess_for(usual, config.but(image=small))
-    return preprocess_for(usual, config)
-
-
-def preprocess_for(usual: PreprocessConfig, config: ViTConfig | BiTConfig) -> PreprocessConfig:
-    """A family's usual preprocessing at this network's own size and channels."""
+def usual_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = "") -> PreprocessConfig:
+    """How a family's pictures are prepared where the checkpoint does not say; timm has its own way with ViT."""
+    known = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
     size = pair(config.image)
-    changes: dict[str, Any] = {"image": size}
+    if known.size and isinstance(config, ViTConfig) and not any(known.size % side for side in pair(config.patch)):
+        size = pair(known.size)
+    return sized(known.preprocess, size, config.channels, known.crop)
+
+
+def sized(
+    usual: PreprocessConfig, size: tuple[int, int], channels: int, crop: Callable[[int], float] | None = None
+) -> PreprocessConfig:
+    """The same at another size and for other channels; the crop keeps its share unless told another."""
     if usual.resize_to is not None:
-        changes["resize_to"] = max(round(min(size) * usual.resize_to / min(pair(usual.image))), 1)
-    return channels_for(usual.but(**changes), config.channels)
+        share = crop(min(size)) if crop else min(pair(usual.image)) / usual.resize_to
+        usual = usual.but(resize_to=max(int(min(size) / share + 1e-9), 1))
+    return channels_for(usual.but(image=size), channels)
 
 
 def channels_for(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:

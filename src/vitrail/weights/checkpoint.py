@@ -108,8 +108,8 @@ def write(
     to: str = "vitrail",
     overwrite: bool = False,
     approximate: bool = False,
-) -> None:
-    """Write in a format by name, or raise Inexpressible before anything is written."""
+) -> list[str]:
+    """Write in a format by name, or raise Inexpressible before anything is written; what to say aloud comes back."""
     form = format_for(to, card)
     form.check(card, approximate)
     theirs = form.table(card.config).write(net.state_dict(), card.config)
@@ -118,7 +118,7 @@ def write(
         Path(path).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"could not make the folder for {path}: {error.strerror or error}.") from None
-    form.write(Path(path), theirs, card, overwrite)
+    return form.write(Path(path), theirs, card, overwrite) or []
 
 
 def format_for(name: str, card: Card) -> Format:
@@ -163,6 +163,8 @@ def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card
         return card
     if family not in FAMILIES:
         raise NotFound(f"no family is called {family!r}{nearest(family, FAMILIES)}")
+    if family == card.family:  # nothing new
+        return card
     fixed = {k: v for k, v in conventions_of(family, card.config).items() if k not in changes}
     config = card.config.but(**fixed)
     notes = tuple(n for n in card.notes if "preprocessing" not in n)

@@ -15,7 +15,8 @@ from vitrail.weights.card import Card
 from vitrail.weights.files import Archive
 from vitrail.weights.rules import AnyConfig, Table
 
-Write = Callable[[Path, Mapping[str, Tensor], Card, bool], None]
+Write = Callable[[Path, Mapping[str, Tensor], Card, bool], list[str] | None]
+"""Path, their tensors, card, overwrite -> what to say aloud, if anything."""
 
 
 def headed(sidecars: Mapping[str, Any]) -> dict[str, str]:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError
-from vitrail.models.families import FAMILIES
-from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format, Write
 from vitrail.weights.rules import (
@@ -267,7 +266,7 @@ def describe(naming: Naming, archive: Archive) -> Card:
         notes.append("the head is zero, as in some published ImageNet-21k files: its classes mean nothing.")
     return Card(
         config=config,
-        preprocess=preprocess_for(FAMILIES[naming.family].preprocess, config),
+        preprocess=usual_preprocess(naming.family, config),
         family=naming.family,
         task="classify" if config.classes and not naming.tower else "embed",
         origin=archive.source,
@@ -398,9 +397,9 @@ def drift(card: Card) -> list[str]:
 
 
 def writer(prefix: str) -> Write:
-    def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+    def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> list[str]:
         """One .npz, in C order as the originals' arrays are."""
-        write_npz(path, {prefix + name: t.contiguous() for name, t in tensors.items()}, overwrite=overwrite)
+        return write_npz(path, {prefix + name: t.contiguous() for name, t in tensors.items()}, overwrite=overwrite)
 
     return write
 

@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.models.families import FAMILIES
-from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import OUTSIDE, Shapes, dense, norm, writer
@@ -125,7 +124,7 @@ def describe(naming: Naming, archive: Archive) -> Card:
     config = BiTConfig(**options)
     return Card(
         config=config,
-        preprocess=preprocess_for(FAMILIES["BiT"].preprocess, config),
+        preprocess=usual_preprocess("BiT", config),
         family="BiT",
         task="classify" if config.classes else "embed",
         origin=archive.source,

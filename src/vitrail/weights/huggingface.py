@@ -13,7 +13,7 @@ from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.families import FAMILIES
 from vitrail.weights import huggingface_preprocess as processor
-from vitrail.weights.card import Card, preprocess_for
+from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format, headed
 from vitrail.weights.huggingface_config import (
@@ -61,19 +61,20 @@ def describe(archive: Archive) -> Card:
     stated = processor.said(archive)
     if stated is None:
         # transformers antialiases and rounds a crop's place down, whatever the family's own code does
-        usual = FAMILIES[family].preprocess.but(antialias=True, centre="floor")
-        preprocess = preprocess_for(usual, config)
+        preprocess = usual_preprocess(family, config).but(antialias=True, centre="floor")
         notes.append(f"there is no preprocessor_config.json: preprocessing is as usual for {FAMILIES[family].title}.")
     else:
-        patch = pair(config.patch) if isinstance(config, ViTConfig) else (1, 1)
         try:
-            preprocess, heard = processor.read(stated, name, pair(config.image), patch, config.channels)
+            preprocess, heard = processor.read(stated, name, pair(config.image), config.channels)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"preprocessor_config.json cannot be followed ({error!r}); repair or remove it."
             ) from None
         notes += heard
-        config = config.but(image=preprocess.image) if isinstance(config, BiTConfig) else config
+        if isinstance(config, BiTConfig):
+            config = config.but(image=preprocess.image)
+        elif _leaves_an_edge(pair(preprocess.image), pair(config.patch)):
+            config = config.but(uncovered="ignore")
     labels, wrong = said.labels(0 if is_projection(config) else config.classes)
     return Card(
         config=config,
@@ -143,10 +144,17 @@ def _vit_config(archive: Archive, kind: str, said: Said) -> tuple[ViTConfig, lis
     options["activation"] = "swiglu" if gated else options["activation"]
     special = {"siglip": 0, "deit": 2}.get(kind, 1)
     rows = _shape(archive, "embeddings.position_embedding.weight" if tower else "embeddings.position_embeddings")[-2]
-    options["image"], uncovered = said.image(pair(options["patch"]), rows - special)
+    options["image"] = said.image(pair(options["patch"]), rows - special)
+    if _leaves_an_edge(options["image"], options["patch"]):
+        options["uncovered"] = "ignore"
     options["heads"], assumed = said.heads(width, depth, mlp)
     silent = f"there is no config.json: activation and epsilon are {KINDS[kind].models[0]}'s defaults."
-    return ViTConfig(**options), [n for n in (assumed, uncovered, "" if said.type else silent) if n]
+    return ViTConfig(**options), [n for n in (assumed, "" if said.type else silent) if n]
+
+
+def _leaves_an_edge(image: tuple[int, int], patch: tuple[int, int]) -> bool:
+    """Whether a convolution would leave out the last rows or columns, as it does in transformers."""
+    return any(side % size for side, size in zip(image, patch, strict=True))
 
 
 def _ending(archive: Archive, kind: str, said: Said) -> dict[str, Any]:

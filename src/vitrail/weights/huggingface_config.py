@@ -173,33 +173,27 @@ class Said:
             )
         return heads, f"{heads} heads are assumed from the size of the network."
 
-    def image(self, patch: tuple[int, int], patches: int) -> tuple[tuple[int, int], str]:
-        """The size the positions are for, and what was assumed."""
+    def image(self, patch: tuple[int, int], patches: int) -> tuple[int, int]:
+        """The size the positions are for."""
         stated = self.get("image_size")
         if stated is None and self.told.get("image"):
             size = pair(self.told["image"])
             if math.prod(s // p for s, p in zip(size, patch, strict=True)) == patches:
-                return size, ""
+                return size
         if stated is None:
             side = math.isqrt(patches)
             if side * side != patches:
                 raise FormatError(
                     f"{patches} positions are no square, and config.json has no image_size; pass image=(height, width)."
                 )
-            return (side * patch[0], side * patch[1]), ""
+            return side * patch[0], side * patch[1]
         size = pair(stated if isinstance(stated, int) else tuple(stated))
         rows, columns = size[0] // patch[0], size[1] // patch[1]
         if rows * columns != patches:
             raise FormatError(
                 f"config.json says image_size={stated}: {rows} x {columns} patches; there are {patches} positions."
             )
-        covered = rows * patch[0], columns * patch[1]
-        if covered == size:
-            return size, ""
-        return covered, (
-            f"a patch of {patch[0]} does not divide an image of {size[0]}x{size[1]}: its size is taken as "
-            f"{covered[0]}x{covered[1]}, all that the patches cover."
-        )
+        return size
 
     def labels(self, classes: int) -> tuple[tuple[str, ...] | None, str]:
         """Names of the classes, and what was wrong with them."""

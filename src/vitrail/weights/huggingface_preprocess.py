@@ -11,8 +11,8 @@ from vitrail.config.image import CLIP_MEAN, CLIP_STD, HALF
 from vitrail.weights.card import channels_for
 from vitrail.weights.files import Archive
 
-RESAMPLE: dict[int, Literal["nearest", "lanczos", "bilinear", "bicubic"]]
-RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+RESAMPLE: dict[int, Literal["nearest", "lanczos", "bilinear", "bicubic", "area"]]
+RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
 """Pillow's numbers."""
 
 _HALF = {"image_mean": HALF, "image_std": HALF}
@@ -41,7 +41,7 @@ def said(archive: Archive) -> dict[str, Any] | None:
 
 
 def read(
-    stated: dict[str, Any], kind: str, image: tuple[int, int], patch: tuple[int, int], channels: int
+    stated: dict[str, Any], kind: str, image: tuple[int, int], channels: int
 ) -> tuple[PreprocessConfig, list[str]]:
     """As the file says, for a network of this own size; and what could not be followed."""
     named = str(stated.get("image_processor_type") or stated.get("feature_extractor_type") or "")
@@ -55,7 +55,7 @@ def read(
         notes.append(f"preprocessor_config.json asks for Pillow's filter {resample}: bilinear is used.")
     filtered = RESAMPLE.get(resample, "bilinear")
     config = PreprocessConfig(**size, centre="floor", interpolation=filtered, mean=mean, std=std)
-    return channels_for(_covered(config, patch, notes), channels), notes
+    return channels_for(config, channels), notes
 
 
 def _resizing(values: dict[str, Any], short: bool, image: tuple[int, int], notes: list[str]) -> dict[str, Any]:
@@ -107,18 +107,6 @@ def _normalising(values: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float
     if not values.get("do_normalize", True):
         mean, std = [0.0] * len(mean), [1.0] * len(mean)
     return tuple(m / scale for m in mean), tuple(s / scale for s in std)
-
-
-def _covered(preprocess: PreprocessConfig, patch: tuple[int, int], notes: list[str]) -> PreprocessConfig:
-    """transformers leaves out the rest of an image that its patches do not cover; ours must fit."""
-    size = pair(preprocess.image)
-    covered = tuple(max(s // p, 1) * p for s, p in zip(size, patch, strict=True))
-    if covered == size:
-        return preprocess
-    notes.append(
-        f"pictures are prepared at {covered[0]}x{covered[1]}, all that the patches cover of {size[0]}x{size[1]}."
-    )
-    return preprocess.but(image=covered)
 
 
 def written(preprocess: PreprocessConfig, kind: str) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig, pair
+from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import FormatError
-from vitrail.models.families import FAMILIES, TIMM
+from vitrail.models.variants import CLIP_OUT
 from vitrail.weights import timm_config
-from vitrail.weights.card import Card, conventions_of, preprocess_for
+from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format, headed
 from vitrail.weights.rules import (
@@ -185,15 +185,16 @@ def describe(archive: Archive) -> Card:
     family = timm_config.family_of(archive, said, config)
     if not said.arch:  # not timm's own repository: resized as the code that made it does
         config = config.but(resample=conventions_of(family, config).get("resample", "timm"))
-    usual = TIMM if family in ("ViT", "BV") else FAMILIES[family].preprocess
-    preprocess, heard = said.preprocess(config, preprocess_for(usual, config))
+    preprocess, heard = said.preprocess(config, usual_preprocess(family, config, "timm"))
     if not heard:
         notes.append(f"preprocessing is not in the file; as usual for {family}: {preprocess.summary()}.")
-    embeds = not config.classes or (family == "CLIP" and config.classes < 1000 and not said.tag_has("ft"))
+    labels = said.labels(config.classes)
+    projects = family == "CLIP" and config.classes in CLIP_OUT.values() and not labels and not said.tag_has("ft")
+    embeds = not config.classes or projects
     return Card(
         config=config,
         preprocess=preprocess,
-        labels=said.labels(config.classes),
+        labels=labels,
         family=family,
         task="embed" if embeds else "classify",
         origin=archive.source,
@@ -278,6 +279,8 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
     for placed in choices:
         if size and math.prod(-(-s // p) for s, p in zip(size, per_patch, strict=True)) == rows - placed:
             return {"image": size, **_on_class(placed, special)}
+        if size and not options["stem"] and _floored(size, per_patch) == rows - placed:
+            return {"image": size, "uncovered": "ignore", **_on_class(placed, special)}
     for placed in choices:
         side = math.isqrt(max(rows - placed, 0))
         if side and side * side == rows - placed:
@@ -286,6 +289,11 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
         f"read as timm, pos_embed has {rows} rows: no square grid with {special} special tokens, "
         "and the file does not say the image's size; pass image=(height, width)."
     )
+
+
+def _floored(size: tuple[int, int], patch: list[int]) -> int:
+    """Patches of an image whose edge a convolution leaves out."""
+    return (size[0] // patch[0]) * (size[1] // patch[1])
 
 
 def _on_class(placed: int, special: int) -> dict[str, bool]:
@@ -319,8 +327,7 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
         standardize_eps=1e-8,
         image=said.image or 224,
     )
-    usual = PreprocessConfig(image=pair(config.image))
-    preprocess, heard = said.preprocess(config, preprocess_for(usual, config))
+    preprocess, heard = said.preprocess(config, usual_preprocess("BiT", config))
     notes = [] if heard else [f"preprocessing is not in the file; as usual for BiT: {preprocess.summary()}."]
     return Card(
         config=config,

@@ -25,6 +25,7 @@ TANH = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|p
 """Architectures whose code asks for the tanh form and whose weights cannot show it."""
 ODD_HEADS = {"test_vit": 2, "test_vit2": 2, "test_vit4": 2}
 """Architectures of no published size whose heads are not 64 wide."""
+FILTERS: dict[str, Any] = {name: name for name in ("nearest", "bilinear", "bicubic", "lanczos")} | {"box": "area"}
 NATIVE_QUICK = ("openai", "metaclip", "dfn")
 """Tags trained with QuickGELU, which timm's plain architectures compute with GELU."""
 
@@ -109,13 +110,13 @@ class Said:
             return usual, False
         size = pair(config.image)
         crop = float(cfg.get("crop_pct") or 0.875)
-        squash = cfg.get("crop_mode") == "squash" and crop == 1
+        squash = cfg.get("crop_mode") == "squash"
         mean, std = (list(cfg[key]) for key in ("mean", "std"))
         said = PreprocessConfig(
             image=size,
             resize="squash" if squash else "short",
-            resize_to=None if squash else math.floor(min(size) / crop),
-            interpolation=cfg.get("interpolation") or "bilinear",
+            resize_to=None if squash and crop == 1 else math.floor(min(size) / crop),
+            interpolation=FILTERS.get(cfg.get("interpolation") or "bilinear", "bilinear"),
             mean=tuple(mean),
             std=tuple(std),
         )
@@ -307,7 +308,7 @@ def written(card: Card) -> dict[str, Any]:
             "tag": "vitrail",
             "input_size": [config.channels, *size],
             "fixed_input_size": isinstance(config, ViTConfig),
-            "interpolation": preprocess.interpolation,
+            "interpolation": "box" if preprocess.interpolation == "area" else preprocess.interpolation,
             "crop_pct": crop,
             "crop_mode": "center" if preprocess.resize == "short" else "squash",
             "mean": list(preprocess.mean),

@@ -13,7 +13,7 @@ from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.errors import FormatError
 from vitrail.models.variants import heads_for
-from vitrail.weights.card import Card, channels_for, preprocess_for
+from vitrail.weights.card import Card, channels_for, sized
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import GELUS, beyond_original
@@ -138,7 +138,7 @@ def _preprocess(config: ViTConfig) -> tuple[PreprocessConfig, str]:
     (width, side), short = LARGE
     usual = PUBLISHED.but(resize_to=short) if (config.width, patch[0]) == (width, side) else PUBLISHED
     note = "preprocessing is not stored: torchvision's usual assumed (SWAG's linear probes want bicubic and no margin)."
-    return preprocess_for(usual, config), note
+    return sized(usual, pair(config.image), config.channels), note
 
 
 def cannot(card: Card) -> list[str]:

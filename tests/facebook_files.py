@@ -1,0 +1,119 @@
+"""Checkpoints as facebook's DeiT, DeiT-III, MAE, DINO and DINOv2 save them: their names, random weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# D width, DEPTH blocks
+
+State = dict[str, Tensor]
+D, DEPTH, HEADS = 128, 2, 2
+
+
+def draw(*shape: int) -> Tensor:
+    matrix = len(shape) in (2, 4)
+    return torch.randn(shape) / (math.prod(shape[1:]) ** 0.5 if matrix else 3)
+
+
+def layer(name: str, *shape: int) -> State:
+    return {f"{name}.weight": draw(*shape), f"{name}.bias": draw(shape[0])}
+
+
+def norm(name: str, width: int = D) -> State:
+    return {f"{name}.weight": 1 + draw(width), f"{name}.bias": draw(width)}
+
+
+def block(name: str, width: int = D, gated: int = 0) -> State:
+    """One block; `gated` is the width of DINOv2's SwiGLU."""
+    up, down = ("w12", "w3") if gated else ("fc1", "fc2")
+    hidden = gated or 4 * width
+    return {
+        **norm(f"{name}.norm1", width),
+        **layer(f"{name}.attn.qkv", 3 * width, width),
+        **layer(f"{name}.attn.proj", width, width),
+        **norm(f"{name}.norm2", width),
+        **layer(f"{name}.mlp.{up}", 2 * hidden if gated else hidden, width),
+        **layer(f"{name}.mlp.{down}", width, hidden),
+    }
+
+
+def encoder(side: int = 4, patch: int = 8, placed: int = 1, **options: Any) -> State:
+    """What all of these share."""
+    blocks = [block(f"blocks.{i}", **options) for i in range(DEPTH)]
+    return {
+        "cls_token": draw(1, 1, D),
+        "pos_embed": draw(1, side * side + placed, D),
+        **layer("patch_embed.proj", D, 3, patch, patch),
+        **{name: tensor for parts in blocks for name, tensor in parts.items()},
+        **norm("norm"),
+    }
+
+
+def deit() -> State:
+    return {**encoder(), **layer("head", 7, D)}
+
+
+def deit_distilled() -> State:
+    return {**encoder(placed=2), "dist_token": draw(1, 1, D), **layer("head", 7, D), **layer("head_dist", 7, D)}
+
+
+def deit3() -> State:
+    gammas = {f"blocks.{i}.gamma_{n}": draw(D) for i in range(DEPTH) for n in (1, 2)}
+    return {**encoder(placed=0), **gammas, **layer("head", 7, D)}
+
+
+def dino() -> State:
+    return encoder()
+
+
+def dinov2(registers: int = 0, gated: int = 0) -> State:
+    scales = {f"blocks.{i}.ls{n}.gamma": draw(D) for i in range(DEPTH) for n in (1, 2)}
+    tokens = {"register_tokens": draw(1, registers, D)} if registers else {}
+    return {**encoder(side=5, patch=14, gated=gated), **scales, **tokens, "mask_token": draw(1, D)}
+
+
+def mae() -> State:
+    return encoder()
+
+
+def mae_full(width: int = 64) -> State:
+    return {
+        **encoder(),
+        "mask_token": draw(1, 1, width),
+        "decoder_pos_embed": draw(1, 17, width),
+        **layer("decoder_embed", width, D),
+        **block("decoder_blocks.0", width),
+        **block("decoder_blocks.1", width),
+        **norm("decoder_norm", width),
+        **layer("decoder_pred", 8 * 8 * 3, width),
+    }
+
+
+def mae_finetuned() -> State:
+    state = {**encoder(), **norm("fc_norm"), **layer("head", 7, D)}
+    return {name: tensor for name, tensor in state.items() if not name.startswith("norm.")}
+
+
+def dino_head(name: str = "head") -> State:
+    return {
+        **layer(f"{name}.mlp.0", 32, D),
+        **layer(f"{name}.mlp.2", 32, 32),
+        **layer(f"{name}.mlp.4", 16, 32),
+        f"{name}.last_layer.weight_g": draw(50, 1),
+        f"{name}.last_layer.weight_v": draw(50, 16),
+    }
+
+
+def under(prefix: str, state: State) -> State:
+    return {prefix + name: tensor for name, tensor in state.items()}
+
+
+def chunked(state: State, chunks: int = 2) -> State:
+    """As DINOv2 keeps its blocks when it trains: blocks.CHUNK.LAYER, the layers counted through."""
+    size = DEPTH // chunks
+    return {re.sub(r"^blocks\.(\d+)", lambda m: f"blocks.{int(m[1]) // size}.{m[1]}", n): t for n, t in state.items()}

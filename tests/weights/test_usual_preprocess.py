@@ -1,0 +1,129 @@
+"""How pictures are prepared where a checkpoint says so, and where it does not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from compare import randomized
+from conftest import import_peer
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from vitrail.config import PreprocessConfig, ViTConfig
+from vitrail.data.preprocess import Preprocess
+from vitrail.models import ViT
+from vitrail.models.variants import parse
+from vitrail.weights import checkpoint, timm_config
+from vitrail.weights.card import Card, usual_preprocess
+
+# Family, size -> short side, filter, mean of the first channel: from each project's own evaluation code.
+# DeiT: int(size / 0.875). DeiT-III: everything. MAE: 0.875 up to 224, then everything. DINO, DINOv2: 256, 224.
+# CLIP: the short side is the crop. big_vision: resize_small(256), central_crop(224).
+USUAL = {
+    ("DeiT", 224): (256, "bicubic", 0.485),
+    ("DeiT", 384): (438, "bicubic", 0.485),
+    ("DeiT3", 224): (224, "bicubic", 0.485),
+    ("DeiT3", 384): (384, "bicubic", 0.485),
+    ("MAE", 224): (256, "bicubic", 0.485),
+    ("MAE", 448): (448, "bicubic", 0.485),
+    ("DINO", 224): (256, "bicubic", 0.485),
+    ("CLIP", 224): (224, "bicubic", 0.48145466),
+    ("CLIP", 336): (336, "bicubic", 0.48145466),
+    ("BV", 224): (256, "area", 0.5),
+    ("ViT", 384): (None, "bilinear", 0.5),
+    ("SigLIP", 384): (None, "bicubic", 0.5),
+}
+
+
+@pytest.mark.parametrize(("family", "size"), USUAL)
+def test_each_family_prepares_pictures_as_its_own_code_does(family: str, size: int) -> None:
+    usual = usual_preprocess(family, ViTConfig(image=size, patch=16 if size % 16 == 0 else 14))
+    assert (usual.resize_to, usual.interpolation, usual.mean[0]) == USUAL[family, size]
+    assert usual.image == (size, size)
+
+
+def test_dinov2_is_evaluated_at_224_whatever_its_positions_are_for() -> None:
+    usual = usual_preprocess("DINOv2", parse("DINOv2-S/14"))
+    assert (usual.image, usual.resize_to) == ((224, 224), 256)
+
+
+def test_timm_keeps_nine_tenths_at_224_and_everything_at_384() -> None:
+    assert usual_preprocess("ViT", ViTConfig(image=224), "timm").resize_to == 248
+    assert usual_preprocess("ViT", ViTConfig(image=384), "timm").resize_to == 384
+
+
+@pytest.mark.peer
+def test_what_timms_tags_say_is_followed_to_the_bit() -> None:
+    """Every way of resizing, cropping and normalising among timm's ViT tags, on a real picture."""
+    timm = import_peer("timm")
+    picture = Image.fromarray(load_sample_image("china.jpg")[:301, :400])
+    seen = set()
+    modules = ("vision_transformer", "vision_transformer_hybrid", "deit")
+    names = [n for m in modules for n in timm.list_models(module=m, pretrained=True)]
+    for name in [*names, *timm.list_models("resnetv2*_bit*", pretrained=True)]:
+        cfg = timm.models.get_pretrained_cfg(name)
+        data = timm.data.resolve_data_config({}, pretrained_cfg=cfg.to_dict())
+        how = tuple(sorted((k, str(v)) for k, v in data.items()))
+        if how in seen:
+            continue
+        seen.add(how)
+        size = data["input_size"][1:]
+        config = SimpleNamespace(image=size, channels=3)
+        said = timm_config.Said(arch=name, cfg=cfg.to_dict())
+        ours, heard = said.preprocess(config, PreprocessConfig())  # type: ignore[arg-type]
+        assert heard, name
+        theirs = timm.data.create_transform(**data)(picture)
+        assert torch.allclose(Preprocess(ours).prepare(picture), theirs, atol=1e-6), name
+    assert len(seen) > 15
+
+
+def test_area_is_the_mean_of_what_lies_under_a_pixel() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 37, 3), dtype=np.uint8)
+    config = PreprocessConfig(image=(16, 16), resize="short", resize_to=20, interpolation="area", centre="floor")
+    got = Preprocess(config).pixels(pixels)
+    height, width = round(20 * 50 / 37), 20
+    whole = np.zeros((height, width, 3))
+    for y in range(height):
+        for x in range(width):
+            top, left = y * 50 / height, x * 37 / width
+            total = np.zeros(3)
+            for j in range(int(top), min(int(np.ceil(top + 50 / height)), 50)):
+                for i in range(int(left), min(int(np.ceil(left + 37 / width)), 37)):
+                    tall = min(j + 1, top + 50 / height) - max(j, top)
+                    wide = min(i + 1, left + 37 / width) - max(i, left)
+                    total += tall * wide * pixels[j, i]
+            whole[y, x] = total / (50 / height * 37 / width)
+    first = (height - 16) // 2, (width - 16) // 2
+    wanted = whole[first[0] : first[0] + 16, first[1] : first[1] + 16]
+    assert got.dtype == np.uint8
+    assert np.abs(got - np.floor(wanted + 1e-4)).max() <= 1
+    assert (got == np.floor(wanted + 1e-4)).mean() > 0.99
+
+
+def test_saying_the_family_that_was_found_changes_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = ViTConfig(image=224, patch=16, width=64, depth=1, heads=1, mlp=64, classes=5, activation="gelu")
+    net = randomized(ViT(config))
+    checkpoint.write(net, Card(config=config, preprocess=PreprocessConfig()), tmp_path / "a.pth", to="torchvision")
+    for path in (tmp_path / "a.pth",):
+        plain, said = checkpoint.read(path)[1], checkpoint.read(path, family="ViT")[1]
+        assert plain == said
+        other = checkpoint.read(path, family="DeiT")[1]
+        assert other.preprocess.mean[0] == 0.485
+        assert other.config.resample == "huggingface"
+
+
+def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = parse("CLIP-B/32").but(width=64, heads=1, mlp=64, depth=1, classes=3, head_bias=True, image=64)
+    card = Card(
+        config=config,
+        preprocess=usual_preprocess("CLIP", config),
+        labels=("a", "b", "c"),
+        family="CLIP",
+        task="classify",
+    )
+    checkpoint.write(randomized(ViT(config)), card, tmp_path / "clip", to="timm")
+    again = checkpoint.read(tmp_path / "clip")[1]
+    assert (again.task, again.labels) == ("classify", ("a", "b", "c"))
