@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import torch
 from huggingface_hub import constants, file_download
-from huggingface_hub.utils import _http
+from huggingface_hub.utils import _http, enable_progress_bars
 from safetensors.torch import save
 
 from vitrail.errors import CheckpointError, NotFound
@@ -369,6 +369,7 @@ def test_the_bar_is_drawn_on_a_terminal_alone():
         def isatty(self) -> bool:
             return True
 
+    enable_progress_bars()  # another library may have switched them off in this process
     for stream, drawn in ((Terminal(), True), (io.StringIO(), False)):
         with Bar(total=1, file=stream) as bar:
             bar.update(1)

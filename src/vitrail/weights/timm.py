@@ -213,7 +213,7 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     first = root or "patch_embed.proj.weight"
     head = next((archive.shape(n) for n in ("head.weight", "head.bias") if n in names), None)
     inside = {n.split(".", 2)[2] for n in names if n.startswith("blocks.")}  # of any block: one may lack a tensor
-    pre_norm = "norm_pre.weight" in names
+    pre_norm = bool(said.args.get("pre_norm", "norm_pre.weight" in names))
     options: dict[str, Any] = {
         "patch": patch,
         "channels": archive.shape(first)[1],
@@ -236,6 +236,8 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
         "resample": "timm",
         "stem": stem,
     }
+    stated = ("qkv_bias", "proj_bias", "qk_norm")  # by the arguments, where a tensor is missing
+    options |= {name: bool(said.args[name]) for name in stated if name in said.args}
     options |= _pooling(archive, said)
     options |= said.conventions(swiglu=up == 2 * down, clip=options["pre_norm"])
     options["layer_scale"] = options["layer_scale"] and (said.args.get("init_values") or options["layer_scale"])
