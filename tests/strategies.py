@@ -39,8 +39,10 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
     position = draw(st.sampled_from(kinds))
     inside = position in ("relative", "rope-2d")
     stride = stem.stride if stem else 1
+    edge = 0 if stem or not draw(one_in(6)) else 2  # pixels that no patch covers, where it is large enough
     options: dict[str, Any] = {
-        "image": tuple(side * stride * draw(SIDES) for side in patch),
+        "image": tuple(side * stride * draw(SIDES) + edge % side for side in patch),
+        "uncovered": "ignore" if edge else "refuse",
         "patch": patch,
         "channels": draw(st.sampled_from([1, 3, 4])),
         "classes": draw(st.sampled_from([0, 1, 5])),

@@ -9,17 +9,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, cast, overload
+from typing import Any, Literal, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
-from vitrail.data.preprocess import Preprocess
+from vitrail.data.preprocess import Preprocess, are_several
 from vitrail.errors import ConfigError, FormatError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.models import Net, ViT, build
 from vitrail.models.families import FAMILIES
@@ -87,7 +86,7 @@ class Model:
         """The likeliest classes of a picture, best first; several pictures give a list of such lists."""
         _check_top(top)
         ranked = self.ranked(self.logits(pictures, batch), top)
-        return ranked if _are_several(pictures) else ranked[0]
+        return ranked if are_several(pictures) else ranked[0]
 
     def logits(self, pictures: Picture | Iterable[Picture], batch: int = 32) -> Tensor:
         """The raw outputs, on the CPU: B classes."""
@@ -149,7 +148,7 @@ class Model:
         )
 
     def _outputs(self, pictures: Picture | Iterable[Picture], batch: int, want: Want) -> Tensor:
-        if not _are_several(pictures):
+        if not are_several(pictures):
             return self._run([self.preprocess.pixels(cast(Picture, pictures))], want)
         rows = []
         for row in self.stream(pictures, batch, want):
@@ -301,12 +300,6 @@ def _size(image: Pair) -> str:
 def _check_top(top: int) -> None:
     if top < 1:
         raise ConfigError(f"top={top}: wanted 1 class or more.")
-
-
-def _are_several(pictures: Any) -> TypeGuard[Iterable[Picture]]:
-    """Strings, bytes, arrays and tensors can be iterated too, but are one picture each."""
-    one = (str, Path, bytes, Image.Image, np.ndarray, Tensor)
-    return isinstance(pictures, Iterable) and not isinstance(pictures, one)
 
 
 def _groups(pictures: Iterable[Picture], size: int) -> Iterator[tuple[Picture, ...]]:

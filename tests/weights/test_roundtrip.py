@@ -118,6 +118,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "heads of 32": (vit(heads=4),                                    "= = = ~ ~ . ~", "class token with a position"),
     "one channel": (vit(channels=1),                                 "= = = . ~ . =", "channels|position"),
     "an oblong image": (vit(image=(32, 48)),                         "= = = . . . .", "not square"),
+    "an edge left out": (vit(image=35, uncovered="ignore"),          "= = = ~ ~ . ~", "class token with a position"),
     "oblong patches": (vit(patch=(8, 4)),                            "= = . . . . .", "not square"),
     "oblong patches, square grid": (vit(patch=(8, 4), image=(32, 16)), "= = . . ~ . =", "not square|with a position"),
     "no positions": (vit(position="none"),                           "= = . . ~ . .", "without positions"),
@@ -256,6 +257,7 @@ def test_there_and_back_through_every_pair(config: Config, marks: str, named: st
 IRRELEVANT = {
     "resample": "each library resizes in its own way",
     "image": "without learned positions any size will do, and some formats do not store it",
+    "uncovered": "of an image that the patches cover",
     "position_at": "None is the usual place",
     "position_std": "first values",
     "layer_scale": "first values, where there is one",

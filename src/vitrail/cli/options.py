@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
+from vitrail.config import parse_value
 from vitrail.errors import ConfigError
 
 Family = Annotated[
@@ -46,17 +46,5 @@ def settings(given: Sequence[str] | None) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise ConfigError(f"--set wants KEY=VALUE, such as heads=4, got {text!r}.")
-        found[name.strip()] = _value(value.strip())
+        found[name.strip()] = parse_value(value.strip())
     return found
-
-
-def _value(text: str) -> Any:
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    if match := PAIR.fullmatch(text):
-        return int(match[1]), int(match[2])
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def override(config: Config, assignments: Iterable[str]) -> Any:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"got {assignment!r}, wanted key=value, such as heads=4.")
-        config = _set(config, path.strip().split("."), _parse(text.strip()), path.strip())
+        config = _set(config, path.strip().split("."), parse_value(text.strip()), path.strip())
     return config
 
 
@@ -84,10 +85,13 @@ def _set(config: Config, path: list[str], value: Any, whole: str) -> Config:
     return dataclasses.replace(config, **{name: value})
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """`true`, `none`, `4`, `(1, 2)`, `224x448` or a word."""
     words = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in words:
         return words[text.lower()]
+    if match := re.fullmatch(r"(\d+)x(\d+)", text):
+        return int(match[1]), int(match[2])
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

@@ -63,7 +63,7 @@ class Preprocess:
 
     def __call__(self, pictures: Picture | Iterable[Picture]) -> Tensor:
         """One picture or several -> float32, B C H W."""
-        several: list[Picture] = list(pictures) if _are_several(pictures) else [cast(Picture, pictures)]
+        several: list[Picture] = list(pictures) if are_several(pictures) else [cast(Picture, pictures)]
         batch = np.empty((len(several), *self.crop, self.config.channels), self.dtype)
         for slot, picture in zip(batch, several, strict=True):
             slot[:] = self.pixels(picture)
@@ -153,7 +153,7 @@ class Preprocess:
         return np.pad(part, [*zip(before, after, strict=True), (0, 0)]) if any(before + after) else part
 
 
-def _are_several(pictures: Picture | Iterable[Picture]) -> TypeGuard[Iterable[Picture]]:
+def are_several(pictures: Picture | Iterable[Picture]) -> TypeGuard[Iterable[Picture]]:
     """Strings, bytes, arrays and tensors can be iterated too, but are one picture each."""
     return isinstance(pictures, Iterable) and not isinstance(
         pictures, str | Path | bytes | Image.Image | np.ndarray | Tensor

@@ -20,7 +20,8 @@ from vitrail.weights import timm
 from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
-from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKENS, AnyConfig, Rule, Table
+from vitrail.weights.google import EDGE
+from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKENS, AnyConfig, Rule, Table, both
 from vitrail.weights.write import write_torch
 
 OURS_TO_DINOV2 = {"reg_token": "register_tokens", ".mlp.fc1.": ".mlp.w12.", ".mlp.fc2.": ".mlp.w3."}
@@ -55,7 +56,7 @@ def _spelled(rules: list[Rule], spelling: Mapping[str, str]) -> list[Rule]:
 def table(config: AnyConfig) -> Table:
     assert isinstance(config, ViTConfig)
     # A token is the same normalised before or after it is picked; only MAE's mean has a norm of its own.
-    norm = timm.both("fc_norm" if config.pool_norm == "after" and config.pool == "gap" else "norm", "norm")
+    norm = both("fc_norm" if config.pool_norm == "after" and config.pool == "gap" else "norm", "norm")
     placed = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
     rules = [*timm.TOKENS_RULES, *placed, *timm.ENDS, *norm, *timm.BLOCK]
     code = code_of(config)
@@ -160,6 +161,8 @@ def drift(card: Card) -> list[str]:
         drifts.append(f"a norm epsilon of {config.norm_eps:g} (their code has 1e-6)")
     if config.heads != guessed:
         drifts.append(f"heads={config.heads} (a file does not say how many)")
+    if config.uncovered == "ignore":
+        drifts.append(EDGE)
     return drifts
 
 

@@ -35,6 +35,7 @@ from vitrail.weights.rules import (
     Rule,
     Table,
     Via,
+    as_vit,
     one,
 )
 from vitrail.weights.write import write_npz
@@ -108,23 +109,18 @@ def big_vision_spelling(name: str) -> str:
     return "pos_embedding" if name == "Transformer/pos_embedding" else name
 
 
-def _vit(config: AnyConfig) -> ViTConfig:
-    assert isinstance(config, ViTConfig)
-    return config
-
-
 HEADS_KERNEL = Via(
     lambda t, _: [torch.cat([k.flatten(1).mT for k in t])],
-    lambda t, c: [k.mT.unflatten(1, (_vit(c).heads, -1)) for k in t[0].split(_vit(c).width)],
+    lambda t, c: [k.mT.unflatten(1, (as_vit(c).heads, -1)) for k in t[0].split(as_vit(c).width)],
 )
 """D H K for each of query, key and value that is there <-> one above the other, each D D."""
 HEADS_BIAS = Via(
     lambda t, _: [torch.cat([b.flatten() for b in t])],
-    lambda t, c: [b.unflatten(0, (_vit(c).heads, -1)) for b in t[0].split(_vit(c).width)],
+    lambda t, c: [b.unflatten(0, (as_vit(c).heads, -1)) for b in t[0].split(as_vit(c).width)],
 )
 OUT_KERNEL = Via(
     lambda t, _: [t[0].flatten(0, 1).mT],
-    lambda t, c: [t[0].mT.unflatten(0, (_vit(c).heads, -1))],
+    lambda t, c: [t[0].mT.unflatten(0, (as_vit(c).heads, -1))],
 )
 """H K D <-> D D."""
 GROUP_NORM = one(lambda t: t.reshape(-1), lambda t: t)
@@ -208,7 +204,7 @@ def stacked(rule: Rule, depth: int) -> Rule:
 def table(naming: Naming, config: AnyConfig) -> Table:
     rules = blocks(naming)
     if naming.stacked:
-        rules = [stacked(rule, _vit(config).depth) for rule in rules]
+        rules = [stacked(rule, as_vit(config).depth) for rule in rules]
     position = Rule(naming.position, POSITION_NAMES, POSITION)
     return Table(naming.name, [*ENDS, position, *(STEM if naming.original else MAP), *rules], OUTSIDE)
 
@@ -382,13 +378,17 @@ def cannot(naming: Naming, card: Card) -> list[str]:
 GELUS = {"gelu": "the exact GELU", "gelu-tanh": "the tanh form of GELU", "gelu-quick": "QuickGELU"}
 
 
+EDGE = "that an image's edge is left out"
+
+
 def drift(card: Card) -> list[str]:
     """What the code that reads these files has fixed."""
-    config, usual = _vit(card.config), StemConfig()
+    config, usual = as_vit(card.config), StemConfig()
     stem = config.stem or usual
     parts = {
         GELUS.get(config.activation, ""): config.activation != "gelu-tanh",
         f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,
+        EDGE: config.uncovered == "ignore",
         f"the stem's norm_eps={stem.norm_eps}": stem.norm_eps != usual.norm_eps,
         "how the stem standardises its kernels": (stem.standardize, stem.standardize_eps)
         != (usual.standardize, usual.standardize_eps),

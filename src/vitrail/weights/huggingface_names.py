@@ -21,7 +21,6 @@ from vitrail.weights.rules import (
     POSITION,
     POSITION_FLAT,
     POSITION_NAMES,
-    SAME,
     STACKED,
     TOKEN,
     TOKENS,
@@ -29,14 +28,10 @@ from vitrail.weights.rules import (
     Rule,
     Table,
     Via,
+    both,
 )
 
 # B images, D width, R registers
-
-
-def both(theirs: str, ours: str, via: Via = SAME) -> list[Rule]:
-    """A layer's weight and bias."""
-    return [Rule(f"{theirs}.{part}", f"{ours}.{part}", via) for part in ("weight", "bias")]
 
 
 def stacked(theirs: str, *names: str) -> list[Rule]:

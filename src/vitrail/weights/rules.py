@@ -52,7 +52,7 @@ STACKED = Via(
 
 
 def _read_position(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
-    vit = _vit(config)
+    vit = as_vit(config)
     flat = tensors[0].flatten(0, -2)  # rows D
     table = flat[vit.placed_prefix :].unflatten(0, vit.grid)
     return [flat[: vit.placed_prefix], table] if vit.placed_prefix else [table]
@@ -70,13 +70,14 @@ POSITION_FLAT = Via(_read_position, lambda t, c: [_write_position(t, c)[0][0]])
 """The same without the leading 1: Hugging Face's CLIP and SigLIP keep positions in an embedding."""
 
 
-def _vit(config: AnyConfig) -> ViTConfig:
+def as_vit(config: AnyConfig) -> ViTConfig:
+    """The config of a format that has no ResNets."""
     assert isinstance(config, ViTConfig)
     return config
 
 
 def _width(config: AnyConfig) -> int:
-    return _vit(config).width
+    return as_vit(config).width
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class Rule:
     theirs: str | tuple[str, ...]
     ours: str | tuple[str, ...]
     via: Via = SAME
+
+
+def both(theirs: str, ours: str, via: Via = SAME) -> list[Rule]:
+    """A layer's weight and bias."""
+    return [Rule(f"{theirs}.{part}", f"{ours}.{part}", via) for part in ("weight", "bias")]
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ from vitrail.weights.rules import (
     POINTWISE,
     POSITION,
     POSITION_NAMES,
-    SAME,
     TOKEN,
     TOKENS,
     AnyConfig,
     Rule,
     Table,
     Via,
+    both,
 )
 from vitrail.weights.write import new_folder, write_json, write_safetensors
 
@@ -55,11 +55,6 @@ def _write_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
 
 
 REGISTERS_AND_POSITION = Via(_read_registers, _write_registers)
-
-
-def both(theirs: str, ours: str, via: Via = SAME) -> list[Rule]:
-    """A layer's weight and bias."""
-    return [Rule(f"{theirs}.{part}", f"{ours}.{part}", via) for part in ("weight", "bias")]
 
 
 TOKENS_RULES = [Rule("cls_token", "class_token", TOKEN), Rule("dist_token", "distill_token", TOKEN)]

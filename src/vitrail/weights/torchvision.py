@@ -16,19 +16,14 @@ from vitrail.models.variants import heads_for
 from vitrail.weights.card import Card, channels_for, sized
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
-from vitrail.weights.google import GELUS, beyond_original
-from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKEN, AnyConfig, Rule, Table
+from vitrail.weights.google import EDGE, GELUS, beyond_original
+from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKEN, AnyConfig, Rule, Table, both
 from vitrail.weights.write import write_torch
 
 BLOCK, OUR_BLOCK = "encoder.layers.encoder_layer_{i}.", "blocks.{i}."
 FIRST = BLOCK.format(i=0)
 OLD = {"mlp.linear_1.": "mlp.0.", "mlp.linear_2.": "mlp.3."}
 """Until torchvision 0.12, and in files published then."""
-
-
-def both(theirs: str, ours: str) -> list[Rule]:
-    """A layer's weight and bias."""
-    return [Rule(f"{theirs}.{part}", f"{ours}.{part}") for part in ("weight", "bias")]
 
 
 RULES = [
@@ -168,6 +163,7 @@ def drift(card: Card) -> list[str]:
         GELUS.get(config.activation, ""): config.activation != "gelu",
         f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,
         f"heads={config.heads}": config.heads != guessed,
+        EDGE: config.uncovered == "ignore",
     }
     return [name for name, there in parts.items() if there]
 
