@@ -65,6 +65,7 @@ def predict(
     changes: Settings = None,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures at a time.")] = 32,
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or mps.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")] = "float32",
     to: Out = None,
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: every raw output too.")] = False,
@@ -84,7 +85,7 @@ def predict(
     told = _apart(settings(changes), own)
     paths, many = find_pictures(pictures)
 
-    vit = _load(model, section=section, family=family, device=device, **own, **told)
+    vit = _load(model, section=section, family=family, device=device, dtype=dtype, **own, **told)
     rows = _Rows(vit, paths, batch, top, logits, bar=to is not None or not sys.stdout.isatty())
     top = min(top, vit.config.classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or to is not None else _listing(rows)
