@@ -77,7 +77,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
 
     vit = vitrail.fresh("ViT-Ti/16", seed=0)
-    console.print(f"[bold]1. A network[/]      {vit!r}", markup=True)
+    console.print(f"[bold]1. A network[/]      {vit!r}", soft_wrap=True)
     patches_picture(vit, out / "patches.png")
     console.print(f"[bold]2. Its patches[/]    {out / 'patches.png'}")
     with torch.no_grad():
