@@ -71,9 +71,11 @@ class Model:
     def dtype(self) -> torch.dtype:
         return next(self.net.parameters()).dtype
 
-    def to(self, device: str | torch.device) -> Model:
-        """This model, moved: "cuda", "mps", "cpu" or "auto"."""
-        self.net.to(pick_device(device))
+    def to(self, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None) -> Model:
+        """This model, moved ("cuda", "mps", "cpu", "auto") or in another precision; `to(torch.bfloat16)` does too."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        self.net.to(self.device if device is None else pick_device(device), pick_dtype(dtype) or self.dtype)
         return self
 
     @overload  # a string is an iterable of strings too, but one picture
@@ -128,6 +130,9 @@ class Model:
         ]
 
     def label(self, index: int) -> str:
+        """The name of a class, or its number where the checkpoint does not say."""
+        if not 0 <= index < self.config.classes:
+            raise ModelError(f"there is no class {index}: this model has {self.config.classes}.")
         return self.labels[index] if self.labels is not None else f"class {index}"
 
     def check_classes(self) -> None:

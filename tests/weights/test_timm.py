@@ -13,7 +13,7 @@ from conftest import import_peer
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import BiT, ViT, build
-from vitrail.weights import checkpoint
+from vitrail.weights import checkpoint, timm_config
 from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive, Tensors
 from vitrail.weights.timm import TIMM_FORMAT
@@ -234,6 +234,35 @@ def test_another_size_is_resampled_as_timm_does_it(size: tuple[int, int], tmp_pa
     with torch.no_grad():
         assert relative(net(images), dynamic(images)) <= 1e-5
         assert relative(net.resized(size)(images), rebuilt(images)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "arch", ["vit_small_patch16_rope_ape_224", "vit_pe_core_small_patch16_384", "eva02_tiny_patch14_224"]
+)
+def test_timms_other_classes_are_refused_by_name(arch: str) -> None:
+    """Their tensors look like a ViT's: only the architecture's name tells."""
+    with torch.device("meta"):
+        model = timm.create_model(arch)
+    archive = repository(model, arch)
+    with pytest.raises(FormatError, match=r"another class|which vitrail does not build"):
+        TIMM_FORMAT.describe(archive)
+
+
+def test_every_class_of_timm_that_is_not_its_vit_is_refused() -> None:
+    names = timm.list_models(module="eva") + timm.list_models("naflexvit*")
+    vits = [n for n in names if not timm_config.OTHER_CLASS.search(n) and timm.models.model_entrypoint(n)]
+    assert [n for n in vits if not n.startswith("eva_large")] == []
+
+
+@pytest.mark.parametrize(
+    "arch", ["vit_base_patch16_gap_224", "test_vit4", "vit_huge_patch14_224", "vit_so400m_patch14_siglip_224"]
+)
+@pytest.mark.parametrize("depth", [None, 2])
+def test_heads_come_from_the_architecture_at_any_depth(arch: str, depth: int | None) -> None:
+    args = {"depth": depth} if depth else {}
+    with torch.device("meta"):
+        model = timm.create_model(arch, **args)
+    assert TIMM_FORMAT.describe(repository(model, arch)).config.heads == model.blocks[0].attn.num_heads
 
 
 def test_npz_in_timm_is_resampled_by_the_convention_of_that_name() -> None:

@@ -103,4 +103,7 @@ def _lost(card: Card, back: Card) -> list[str]:
     differ = [f"{name}={value}" for name, value in ours.items() if name != "centre" and theirs[name] != value]
     if differ:
         lost.append(f"preprocessing ({', '.join(differ)})")
+    before, after = (getattr(c.config, "resample", "") for c in (card, back))
+    if before != after and getattr(card.config, "position", "").startswith("learned"):
+        lost.append(f"how positions are resampled for other sizes (it was {before}, there {after})")
     return lost

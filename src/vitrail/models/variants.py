@@ -42,9 +42,9 @@ DINOV2_G = Size(1536, 40, 24, 4096)
 
 
 def heads_for(width: int, depth: int, mlp: int) -> int | None:
-    """Heads of a network whose file does not say: a published size's, else 64 numbers each."""
+    """Heads of a network whose file does not say: a published size's at any depth, else 64 numbers each."""
     for size in (*SIZES.values(), DINOV2_G, Size(1536, 40, 16, 6144)):  # the last is SigLIP 2's giant
-        if (size.width, size.depth, size.mlp) == (width, depth, mlp):
+        if (size.width, size.mlp) == (width, mlp):
             return size.heads
     return width // 64 if width % 64 == 0 else None
 

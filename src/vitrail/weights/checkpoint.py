@@ -161,6 +161,7 @@ def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card
         card = card.but(config=card.config.but(**changes))
     if family is None:
         return card
+    family = next((known for known in FAMILIES if known.lower() == family.lower()), family)
     if family not in FAMILIES:
         raise NotFound(f"no family is called {family!r}{nearest(family, FAMILIES)}")
     if family == card.family:  # nothing new

@@ -53,7 +53,7 @@ def locate(source: str | Path | Found) -> Found:
         return Found(hub.fetch(text), text)
     except VitrailError as error:
         near = difflib.get_close_matches(text, [v.checkpoint for v in VARIANTS], n=1, cutoff=0.85)
-        hint = f" Did you mean {near[0]}?" if near and near[0] != text else ""
+        hint = f" Did you mean {near[0]}?" if near and near[0] != text and find(text) is None else ""
         raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
 
 

@@ -268,7 +268,10 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
     size = said.image
     if "pos_embed" not in archive.tensors:
         if said.told.get("position", said.args.get("pos_embed", "learn")) not in ("none", "", None):
-            raise FormatError("read as timm, pos_embed is missing; pass position='none' if the network has none.")
+            raise FormatError(
+                "read as timm, pos_embed is missing, and rotary positions are not read from timm; "
+                "pass position='none' only if the network has none."
+            )
         return {"image": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
     rows = archive.shape("pos_embed")[1]
     special = options["class_token"] + options["distilled"]

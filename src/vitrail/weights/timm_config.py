@@ -23,7 +23,9 @@ from vitrail.weights.labels import imagenet_1k
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
 TANH = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
 """Architectures whose code asks for the tanh form and whose weights cannot show it."""
-ODD_HEADS = {"test_vit": 2, "test_vit2": 2, "test_vit4": 2}
+OTHER_CLASS = re.compile(r"dinov3|rope|_pe_|sapiens|lingbot|^eva02|^eva_giant|naflex|^beit_|^beitv2")
+"""Architectures that timm builds by other code: their tensors look like a ViT's and mean something else."""
+ODD_HEADS = {"test_vit": 2, "test_vit2": 2, "test_vit4": 3, "vit_base_patch16_gap_224": 16}
 """Architectures of no published size whose heads are not 64 wide."""
 FILTERS: dict[str, Any] = {name: name for name in ("nearest", "bilinear", "bicubic", "lanczos")} | {"box": "area"}
 NATIVE_QUICK = ("openai", "metaclip", "dfn")
@@ -52,6 +54,10 @@ class Said:
         arch, _, tag = str(whole["architecture"]).partition(".")
         args = dict(whole.get("model_args") or {})
         said = cls(arch, str(cfg.get("tag") or tag), args, dict(cfg), whole, archive.told)
+        if OTHER_CLASS.search(arch):
+            raise FormatError(
+                f"timm's {arch} is of another class (rotary positions, EVA), which vitrail does not read."
+            )
         if re.match(r"test_vit3|vit_\w+_rpn_", arch) or "pool_include_prefix" in said.args:
             raise FormatError(f"timm's {arch} pools or norms in a way vitrail does not build.")
         return said
