@@ -9,6 +9,7 @@ images, at the network's own size and, where the peer can, at another, non-squar
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable
@@ -88,6 +89,7 @@ ROWS: list[tuple[str, str, Callable[[Path], Made]]] = [
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"{'model':22s} {'peer':14s} {'own size':>10s} {'160x192':>10s}   relative error of the logits")
     for name, peer, make in ROWS:
         torch.manual_seed(0)

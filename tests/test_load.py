@@ -288,7 +288,7 @@ def test_the_family_settles_what_a_bare_file_does_not_say(vit, tmp_path):
     deit = vitrail.load(tmp_path / "bare.pth", family="DeiT")
     assert (deit.card.family, deit.card.preprocess.interpolation) == ("DeiT", "bicubic")
     with pytest.raises(NotFound, match="did you mean 'DeiT'"):
-        vitrail.load(tmp_path / "bare.pth", family="Deit")
+        vitrail.load(tmp_path / "bare.pth", family="DeiTT")
 
 
 def test_further_keywords_change_the_config(folder):

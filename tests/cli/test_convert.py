@@ -175,7 +175,7 @@ def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path
     ("arguments", "said"),
     [
         (["--to", "tim"], "no format is called 'tim'; did you mean 'timm'?"),
-        (["--family", "Deit"], "no family is called 'Deit'; did you mean 'DeiT'?"),
+        (["--family", "DeiTT"], "no family is called 'DeiTT'; did you mean 'DeiT'?"),
         (["--set", "haeds=4"], "no field 'haeds'; did you mean 'heads'?"),
         (["--set", "heads"], "--set wants KEY=VALUE, such as heads=4, got 'heads'."),
         (["--section", "teacher"], "it has no section 'teacher'"),

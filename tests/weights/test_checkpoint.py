@@ -336,7 +336,7 @@ def test_positions_that_are_not_there_must_be_said_to_be_none(tmp_path: Path) ->
     checkpoint.write(net, card, tmp_path / "model", to="timm")
     assert checkpoint.read(tmp_path / "model")[1].config.position == "none", "its config says so"
     path = bare(tmp_path / "model")
-    with pytest.raises(FormatError, match="pos_embed is missing; pass position='none' if the network has none"):
+    with pytest.raises(FormatError, match="pass position='none' only if the network has none"):
         checkpoint.read(path)
     assert same(checkpoint.read(path, changes={"position": "none"})[0], net)
 
