@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -100,6 +101,16 @@ def real_checkpoint(shared: Path) -> Path:
 def imagenet_val(shared: Path) -> Path:
     """One validation image of each ImageNet class, in tar shards."""
     return _there(shared / "data" / "imagenet-val-1k")
+
+
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For hundreds of small files and networks: nothing waits for the disk, or for a second core."""
+    monkeypatch.setattr("vitrail.weights.write._sync", lambda path: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _there(path: Path) -> Path:

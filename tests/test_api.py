@@ -244,3 +244,13 @@ def test_bytes_of_any_format_are_pictures(vit, photograph):
         stream = io.BytesIO()
         photograph.save(stream, kind)
         assert len(vit.predict(stream.getvalue())) == 5
+
+
+def test_a_model_changes_its_precision_and_knows_its_classes(photograph: Image.Image) -> None:
+    vit = model(small())
+    wanted = vit.logits(photograph)
+    for same in (vit.to(torch.float64), vit.to(dtype="float64"), vit.to("cpu", "float64")):
+        assert same.dtype == torch.float64
+        torch.testing.assert_close(same.logits(photograph).float(), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ModelError, match="there is no class 5000: this model has"):
+        vit.label(5000)

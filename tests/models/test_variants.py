@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import import_peer
+from conftest import ROOT, import_peer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,7 +171,7 @@ def test_any_size_patch_and_image_combine(size: str, patch: int, times: int, fam
     config = parse(f"{family}-{size}/{patch}@{patch * times}")
     assert isinstance(config, ViTConfig)
     assert (config.width, config.grid) == (SIZES[size].width, (times, times))
-    assert heads_for(config.width, config.depth, config.mlp) == config.heads
+    assert heads_for(config.width, config.mlp) == config.heads
 
 
 @pytest.mark.parametrize(
@@ -197,9 +197,51 @@ def test_a_name_has_one_meaning() -> None:
     assert find("ViT-g/14").name == "ViT-g/14"
 
 
-def test_every_family_says_what_it_was_checked_against() -> None:
-    assert {v.family for v in VARIANTS} == set(FAMILIES)
-    assert all(family.checked for family in FAMILIES.values())
+W = "tests/weights"
+PROOF = {
+    "ViT": {
+        "golden": f"{W}/test_google.py::google_token",
+        "timm": f"{W}/test_timm.py::vit_base_patch16_224",
+        "transformers": f"{W}/test_huggingface.py::ViTForImageClassification",
+        "torchvision": f"{W}/test_torchvision.py::vit_b_16",
+    },
+    "BV": {"golden": f"{W}/test_google.py::bigvision_gap_sincos"},
+    "DeiT": {
+        "timm": f"{W}/test_timm.py::deit_tiny_distilled_patch16_224",
+        "transformers": f"{W}/test_huggingface.py::DeiTForImageClassificationWithTeacher",
+    },
+    "DeiT3": {"timm": f"{W}/test_timm.py::deit3_small_patch16_224"},
+    "MAE": {"timm": f"{W}/test_facebook.py::mae", "transformers": f"{W}/test_huggingface.py::ViTMAE"},
+    "DINO": {"timm": f"{W}/test_facebook.py::dino", "transformers": f"{W}/test_huggingface.py::ViTModel"},
+    "DINOv2": {
+        "timm": f"{W}/test_timm.py::vit_small_patch14_reg4_dinov2",
+        "transformers": f"{W}/test_huggingface.py::Dinov2WithRegisters",
+    },
+    "CLIP": {
+        "timm": f"{W}/test_timm.py::vit_base_patch16_clip_quickgelu_224",
+        "transformers": f"{W}/test_huggingface.py::CLIPVisionModelWithProjection",
+    },
+    "SigLIP": {
+        "timm": f"{W}/test_timm.py::vit_base_patch16_siglip_224",
+        "transformers": f"{W}/test_huggingface.py::SiglipVisionModel",
+    },
+    "BiT": {
+        "golden": f"{W}/test_google_bit.py::bigvision_bit_small",
+        "timm": f"{W}/test_timm.py::resnetv2_50x1_bit",
+        "transformers": f"{W}/test_huggingface.py::BitForImageClassification",
+    },
+}
+"""Family, peer -> the test file that compares them, and a word of it that would go with the comparison."""
+
+
+def test_what_a_family_says_it_was_checked_against_is_tested() -> None:
+    assert {v.family for v in VARIANTS} == set(FAMILIES) == set(PROOF)
+    for name, family in FAMILIES.items():
+        said = {claim.split()[0] for claim in family.checked.split("; ")}
+        assert said == set(PROOF[name]), name
+        for proof in PROOF[name].values():
+            path, _, word = proof.partition("::")
+            assert word in (ROOT / path).read_text(), proof
 
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "DeiT-Ti/16-distilled", "SigLIP-B/16", "BiT-R50x1"])

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,14 +51,7 @@ FORMATS: dict[str, tuple[str, ViTConfig | BiTConfig]] = {
 EVERY = pytest.mark.parametrize("kind", FORMATS)
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hundreds of small files: nothing waits for the disk, or for a second core."""
-    monkeypatch.setattr("vitrail.weights.write._sync", lambda path: None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def made(config: ViTConfig | BiTConfig) -> tuple[Net, Card]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +153,7 @@ ONE_WAY = [TABLE[name][0] for name in ("another epsilon", "QuickGELU", "one chan
 ROWS = pytest.mark.parametrize(("config", "marks", "named"), TABLE.values(), ids=TABLE.keys())
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Hundreds of small files and networks: nothing waits for the disk, or for a second core."""
-    monkeypatch.setattr("vitrail.weights.write._sync", lambda path: None)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def model(config: Config) -> tuple[Net, Card]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,6 +19,8 @@ from vitrail.models import ViT
 from vitrail.models.variants import parse
 from vitrail.weights import checkpoint, timm_config
 from vitrail.weights.card import Card, usual_preprocess
+from vitrail.weights.timm import TIMM_FORMAT
+from vitrail.weights.write import write_torch
 
 # Family, size -> short side, filter, mean of the first channel: from each project's own evaluation code.
 # DeiT: int(size / 0.875). DeiT-III: everything. MAE: 0.875 up to 224, then everything. DINO, DINOv2: 256, 224.
@@ -103,19 +106,18 @@ def test_area_is_the_mean_of_what_lies_under_a_pixel() -> None:
     assert (got == np.floor(wanted + 1e-4)).mean() > 0.99
 
 
-def test_saying_the_family_that_was_found_changes_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> None:
     config = ViTConfig(image=224, patch=16, width=64, depth=1, heads=1, mlp=64, classes=5, activation="gelu")
-    net = randomized(ViT(config))
-    checkpoint.write(net, Card(config=config, preprocess=PreprocessConfig()), tmp_path / "a.pth", to="torchvision")
-    for path in (tmp_path / "a.pth",):
-        plain, said = checkpoint.read(path)[1], checkpoint.read(path, family="ViT")[1]
-        assert plain == said
-        other = checkpoint.read(path, family="DeiT")[1]
-        assert other.preprocess.mean[0] == 0.485
-        assert other.config.resample == "huggingface"
+    net, path = randomized(ViT(config)), tmp_path / "bare.pth"
+    write_torch(path, TIMM_FORMAT.table(config).write(net.state_dict(), config))  # timm's names, nothing beside them
+    plain, said = checkpoint.read(path)[1], checkpoint.read(path, family="vit")[1]
+    assert plain.preprocess.resize_to == 248
+    assert plain == said
+    other = checkpoint.read(path, family="DeiT")[1]
+    assert (other.preprocess.mean[0], other.preprocess.resize_to, other.config.resample) == (0.485, 256, "huggingface")
 
 
-def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path: Path) -> None:
     config = parse("CLIP-B/32").but(width=64, heads=1, mlp=64, depth=1, classes=3, head_bias=True, image=64)
     card = Card(
         config=config,

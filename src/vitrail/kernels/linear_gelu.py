@@ -2,7 +2,7 @@
 
 PyTorch computes the exact GELU on a CPU with oneDNN and the tanh form with a loop of its own, five
 times slower. oneDNN can do the tanh form as it writes the product: for 8 images of ViT-Ti/16 on
-two cores, 2.9 ms for the plain twin and 1.9 ms fused, of which the product alone takes 1.6
+two cores, 3.3 ms for the plain twin and 2.2 ms fused, of which the product alone takes 1.8
 (`python benchmarks/kernels.py`).
 """
 

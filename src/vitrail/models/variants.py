@@ -41,7 +41,7 @@ DINOV2_G = Size(1536, 40, 24, 4096)
 """DINOv2's own g, with SwiGLU."""
 
 
-def heads_for(width: int, depth: int, mlp: int) -> int | None:
+def heads_for(width: int, mlp: int) -> int | None:
     """Heads of a network whose file does not say: a published size's at any depth, else 64 numbers each."""
     for size in (*SIZES.values(), DINOV2_G, Size(1536, 40, 16, 6144)):  # the last is SigLIP 2's giant
         if (size.width, size.mlp) == (width, mlp):

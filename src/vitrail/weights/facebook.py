@@ -153,7 +153,7 @@ def drift(card: Card) -> list[str]:
     """What their code has fixed, and what a bare file cannot tell."""
     config = card.config
     assert isinstance(config, ViTConfig)
-    guessed = heads_for(config.width, config.depth, config.mlp)
+    guessed = heads_for(config.width, config.mlp)
     drifts = []
     if config.activation not in ("gelu", "swiglu"):
         drifts.append(f"{config.activation} (their code computes the exact GELU)")

@@ -165,7 +165,7 @@ class Said:
         stated = self.told.get("heads") or self.get("num_attention_heads", default=usual)
         if stated is not None:
             return int(stated), ""
-        heads = heads_for(width, depth, mlp)
+        heads = heads_for(width, mlp)
         if heads is None:
             raise FormatError(
                 f"there is no config.json to say how many heads share width {width}; put it beside the weights, "

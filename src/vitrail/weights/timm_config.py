@@ -103,7 +103,7 @@ class Said:
             return int(stated), ""
         if "blocks.0.attn.q_norm.weight" in archive.tensors:
             return width // archive.shape("blocks.0.attn.q_norm.weight")[0], ""
-        heads = ODD_HEADS.get(self.arch) or heads_for(width, depth, mlp)
+        heads = ODD_HEADS.get(self.arch) or heads_for(width, mlp)
         if heads is None:
             raise FormatError(f"the file does not say how many heads share width {width}; pass heads=...")
         known = self.arch or width // heads == 64

@@ -75,7 +75,7 @@ def describe(archive: Archive) -> Card:
     depth = 1 + max(int(m[1]) for m in numbers if m)
     hidden = shape(f"{FIRST}mlp.0.weight")[0]
     told = archive.told.get("heads")
-    heads = told or heads_for(width, depth, hidden)
+    heads = told or heads_for(width, hidden)
     if heads is None:
         raise FormatError(
             f"read as torchvision: how many heads share a width of {width} is not stored and cannot be guessed; "
@@ -158,7 +158,7 @@ def drift(card: Card) -> list[str]:
     """What torchvision's code has fixed, and what its files cannot tell."""
     config = card.config
     assert isinstance(config, ViTConfig)
-    guessed = heads_for(config.width, config.depth, config.mlp)
+    guessed = heads_for(config.width, config.mlp)
     parts = {
         GELUS.get(config.activation, ""): config.activation != "gelu",
         f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,
