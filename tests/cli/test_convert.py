@@ -11,6 +11,7 @@ import torch
 from small_models import model, small
 
 import vitrail as package
+from vitrail.cli.convert import _lost
 from vitrail.weights import checkpoint, write
 from vitrail.weights.torchvision import TORCHVISION
 
@@ -202,3 +203,10 @@ def test_a_damaged_source_is_named(vitrail, weights, tmp_path):
     assert result.status == 1
     assert "cut.safetensors is truncated or damaged" in result.problems[0]
     assert everything(tmp_path) == ["cut.safetensors"]
+
+
+def test_a_way_of_resampling_that_the_format_does_not_keep_is_said() -> None:
+    card = model(small(resample="timm")).card
+    there = card.but(config=card.config.but(resample="huggingface"))
+    assert _lost(card, card) == []
+    assert _lost(card, there) == ["how positions are resampled for other sizes (it was timm, there huggingface)"]
