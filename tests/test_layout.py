@@ -19,6 +19,7 @@ STATIONS = (
     "config",
     "recipes",
     "runtime",
+    "chance",
     "data",
     "kernels",
     "models",

@@ -4,6 +4,8 @@
     ├── ConfigError        a setting that cannot be: unknown name, wrong value, sizes that do not fit
     ├── ModelError         a network asked for something it cannot do
     ├── ImageError         bytes that are not a picture, or a picture that cannot be used
+    ├── DataError          pictures and labels that cannot be learned from or measured on
+    ├── TrainError         a run that cannot start, go on or be resumed
     ├── CheckpointError    a file of weights that cannot be read or written
     │   ├── FormatError    tensors of no known layout, leftovers, missing ones, wrong shapes
     │   └── Inexpressible  the target format has no place for part of this model
@@ -33,6 +35,14 @@ class ModelError(VitrailError, ValueError):
 
 class ImageError(VitrailError, ValueError):
     """Bytes that are not a picture, or a picture that cannot be used."""
+
+
+class DataError(VitrailError, ValueError):
+    """Pictures and labels that cannot be learned from or measured on."""
+
+
+class TrainError(VitrailError):
+    """A run that cannot start, go on or be resumed."""
 
 
 class CheckpointError(VitrailError):

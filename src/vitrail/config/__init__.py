@@ -1,17 +1,39 @@
 """Settings: frozen dataclasses with a docstring under each field."""
 
 from vitrail.config.base import Config, Pair, override, pair, parse_value
+from vitrail.config.data import AugmentConfig, DataConfig
+from vitrail.config.duration import Duration, epochs, images, steps
 from vitrail.config.image import PreprocessConfig
 from vitrail.config.model import BiTConfig, StemConfig, ViTConfig
+from vitrail.config.train import (
+    ClassifyConfig,
+    DistillConfig,
+    MaskedPatchConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 __all__ = [
+    "AugmentConfig",
     "BiTConfig",
+    "ClassifyConfig",
     "Config",
+    "DataConfig",
+    "DistillConfig",
+    "Duration",
+    "MaskedPatchConfig",
+    "OptimConfig",
     "Pair",
     "PreprocessConfig",
+    "ScheduleConfig",
     "StemConfig",
+    "TrainConfig",
     "ViTConfig",
+    "epochs",
+    "images",
     "override",
     "pair",
     "parse_value",
+    "steps",
 ]

@@ -114,13 +114,10 @@ def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
     if kind is Any:
         return value, True
     if origin is Literal:
+        value = "none" if value is None and "none" in args else value  # `key=none` may be the word
         return value, value in args
     if origin in (Union, types.UnionType):
-        for option in args:
-            fitted, ok = _fit(option, value)
-            if ok:
-                return fitted, True
-        return value, False
+        return _fit_one_of(args, value)
     if origin is tuple and isinstance(value, list | tuple):
         inner = [args[0]] * len(value) if args[1:] == (Ellipsis,) else list(args)
         if len(inner) != len(value):
@@ -130,6 +127,8 @@ def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
     if isinstance(kind, type) and issubclass(kind, Config):
         if isinstance(value, kind):
             return value, True
+        if isinstance(value, str) and hasattr(kind, "from_text"):
+            return kind.from_text(value), True
         return (kind.from_dict(value), True) if isinstance(value, Mapping) else (value, False)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value), True
@@ -138,6 +137,22 @@ def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
     if kind is type(None):
         return None, value is None
     return value, isinstance(value, origin or kind)
+
+
+def _fit_one_of(kinds: tuple[Any, ...], value: Any) -> tuple[Any, bool]:
+    """The first kind that takes the value; of several configs, the one that has all its fields."""
+    refused = None
+    for kind in kinds:
+        try:
+            fitted, ok = _fit(kind, value)
+        except ConfigError as error:
+            refused = refused or error
+            continue
+        if ok:
+            return fitted, True
+    if refused is not None:
+        raise refused
+    return value, False
 
 
 def _options(kind: Any) -> list[str]:
@@ -154,7 +169,7 @@ def _spell(kind: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Config):
-        return value.to_dict()
+        return str(value) if hasattr(value, "from_text") else value.to_dict()
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
     return value

@@ -1,0 +1,29 @@
+"""What flows from the loader to the augmentation to the objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+# b pictures of this process's part of the global batch, C channels, K classes
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This process's part of one step's pictures."""
+
+    step: int
+    images: Tensor
+    """b C H W, uint8 (float32 where the preprocessing never rounds), on the device."""
+    targets: Tensor
+    """b, int64 class numbers; or b K float32, where pictures have several labels."""
+    weights: Tensor
+    """b, float32: 1, or 0 for a slot whose picture could not be read or that only fills up."""
+    slots: Tensor
+    """b, int64: each picture's place in the global batch, which keys its chance."""
+    indices: Tensor
+    """b, int64, on the CPU: each picture's number in its source."""
+
+    def __len__(self) -> int:
+        return len(self.indices)
