@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.api import Model, Prediction, create, fresh, load
-    from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
+    from vitrail.api import Model, Prediction, Run, create, finetune, fresh, load, train
+    from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, TrainConfig, ViTConfig
     from vitrail.errors import VitrailError
     from vitrail.models import BiT, Output, ViT
 
@@ -17,12 +17,16 @@ if TYPE_CHECKING:
 _HOMES = {
     "Model": "vitrail.api",
     "Prediction": "vitrail.api",
+    "Run": "vitrail.api",
     "create": "vitrail.api",
+    "finetune": "vitrail.api",
     "fresh": "vitrail.api",
     "load": "vitrail.api",
+    "train": "vitrail.api",
     "BiTConfig": "vitrail.config",
     "PreprocessConfig": "vitrail.config",
     "StemConfig": "vitrail.config",
+    "TrainConfig": "vitrail.config",
     "ViTConfig": "vitrail.config",
     "VitrailError": "vitrail.errors",
     "BiT": "vitrail.models",
@@ -37,14 +41,18 @@ __all__ = [
     "Output",
     "Prediction",
     "PreprocessConfig",
+    "Run",
     "StemConfig",
+    "TrainConfig",
     "ViT",
     "ViTConfig",
     "VitrailError",
     "__version__",
     "create",
+    "finetune",
     "fresh",
     "load",
+    "train",
 ]
 
 

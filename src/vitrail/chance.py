@@ -9,14 +9,18 @@ draws, in any order, and gets the same bits on a CPU, a GPU or in NumPy.
     key_of        integers -> one key, in Python
     keys_of       seed, step, slots -> a key per sample, NumPy or torch alike
     uniform       keys, stream -> B n numbers in [0, 1), multiples of 2**-24
+    normal        keys, stream -> B n numbers of a bell curve, from 2**16 of its quantiles
     shuffled      places in a permutation of any size, without making it
 
-The twins for tensors (`uniform`) and for arrays (`uniform_np`) agree to the bit.
+The twins for tensors (`uniform`) and for arrays (`uniform_np`) agree to the bit. So that `normal`
+does too, it looks its values up: logarithms and cosines differ in the last bit from one machine to
+the next, and on a CPU even with a number's place in a tensor.
 """
 
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +33,7 @@ Keys = npt.NDArray[np.uint64]
 GOLDEN = 0x9E3779B97F4A7C15
 MIX1, MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = (1 << 64) - 1
+FEW = 1024  # up to here a permutation is made whole
 
 
 def stream(name: str) -> int:
@@ -74,6 +79,12 @@ def uniform_np(keys: Keys, stream: int, count: int) -> npt.NDArray[np.float32]:
     return (bits_np(keys, stream, count) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
+def normal_np(keys: Keys, stream: int, count: int) -> npt.NDArray[np.float32]:
+    """B -> B count with mean 0 and deviation 1, none beyond 4.33: four from each 64 bits."""
+    quarters = bits_np(keys, stream, -(-count // 4)).view(np.int16)[:, :count]
+    return quantiles(torch.device("cpu")).numpy()[quarters.astype(np.int32) + 2**15]
+
+
 def bits(keys: Tensor, stream: int, count: int) -> Tensor:
     """B -> B count, 64 bits each, as int64."""
     base = _mix(keys ^ _signed(_mix_int(stream)))
@@ -86,21 +97,42 @@ def uniform(keys: Tensor, stream: int, count: int) -> Tensor:
     return _shift(bits(keys, stream, count), 40).to(torch.float32) * 2**-24
 
 
+def normal(keys: Tensor, stream: int, count: int, table: Tensor | None = None) -> Tensor:
+    """B -> B count with mean 0 and deviation 1, none beyond 4.33: four from each 64 bits.
+
+    `table` is `quantiles`, for a caller whom torch.compile forbids to fetch it here.
+    """
+    quarters = bits(keys, stream, -(-count // 4)).view(torch.int16)[:, :count]
+    return (quantiles(keys.device) if table is None else table)[quarters.to(torch.int32) + 2**15]
+
+
 def shuffled(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64]:
     """Where a random permutation of `size` things sends these places; a bijection on range(size).
 
     A Feistel network permutes the next power of four; places that land outside are sent on until
-    they land inside. Costs the same for the first place and the billionth, and no memory.
+    they land inside. Costs the same for the first place and the billionth, and no memory. Of few
+    things it would favour some permutations over others, so these are sorted by random numbers.
     """
     at = np.asarray(places, dtype=np.uint64)
     if size < 1 or (at.size and int(at.max()) >= size):
         raise IndexError(f"a place is outside the permutation of {size}")
+    if size <= FEW:
+        order = np.argsort(bits_np(np.array([key & MASK], np.uint64), stream("shuffled"), size)[0], kind="stable")
+        return order.astype(np.int64, copy=False)[at.astype(np.int64)]
     half = max((int(size - 1).bit_length() + 1) // 2, 1)
     rounds = [np.uint64(key_of(key, r)) for r in range(6)]
     at = _feistel(at, half, rounds)
     while (outside := at >= size).any():
         at[outside] = _feistel(at[outside], half, rounds)
     return at.astype(np.int64)
+
+
+@lru_cache(maxsize=16)
+def quantiles(device: torch.device) -> Tensor:
+    """Of the normal distribution, at the middles of 2**16 equal shares, smallest first."""
+    with torch.inference_mode(False):
+        middles = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
+        return torch.special.ndtri(middles).to(torch.float32).to(device, non_blocking=True)
 
 
 def _feistel(at: Keys, half: int, rounds: list[np.uint64]) -> Keys:

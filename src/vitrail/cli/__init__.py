@@ -9,19 +9,22 @@ from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli import convert, models, predict
+from vitrail.cli import convert, datasets, finetune, models, predict, train
 from vitrail.cli.console import notes_to_stderr, problem
 from vitrail.errors import VitrailError
 
 app = typer.Typer(
-    help="Vision Transformers: load any public checkpoint exactly, convert it, use it.",
+    help="Vision Transformers: train one, load any public checkpoint exactly, fine-tune it, use it.",
     epilog="Every command takes --debug, which shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("train")(train.train)
+app.command("finetune")(finetune.finetune)
 app.command("models")(models.models)
+app.command("datasets")(datasets.datasets)
 app.command("predict")(predict.predict)
 app.command("convert")(convert.convert)
 

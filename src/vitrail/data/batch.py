@@ -21,9 +21,9 @@ class Batch:
     weights: Tensor
     """b, float32: 1, or 0 for a slot whose picture could not be read or that only fills up."""
     slots: Tensor
-    """b, int64: each picture's place in the global batch, which keys its chance."""
+    """b, int64, on the CPU: each picture's place in the global batch, which keys its chance."""
     indices: Tensor
-    """b, int64, on the CPU: each picture's number in its source."""
+    """b, int64, on the CPU: each picture's number in its source; -1 for what only fills up."""
 
     def __len__(self) -> int:
         return len(self.indices)

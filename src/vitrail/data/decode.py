@@ -7,17 +7,23 @@ never returned.
 
     decode         any picture -> array
     open_image     the same as a Pillow image, for those who resize with Pillow anyway
+    open_jpeg      a JPEG's size now, its pixels later and, for training, no more of them than needed
+
+JPEGs are read with simplejpeg where that gives Pillow's pixels (jpeg.py), all else with Pillow.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
+import os
 import re
 import stat
 import threading
 import warnings
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,27 +33,15 @@ import numpy.typing as npt
 from PIL import Image, ImageCms, ImageFile, UnidentifiedImageError
 from torch import Tensor
 
+from vitrail.data import jpeg
+from vitrail.data.jpeg import ORIENTATION, SIDEWAYS, UPRIGHT, Pixels, turned
 from vitrail.errors import ImageError, NotFound
 
 Picture = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, an encoded file's bytes, a Pillow image, an array H W or H W C or a tensor C H W of uint8."""
 
-Pixels = npt.NDArray[np.uint8]
-
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """Pillow's name for a picture of so many channels."""
-
-# What each value of the EXIF orientation tag asks to be done to the stored pixels.
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-ORIENTATION = 0x0112
 
 # Formats Pillow would hand to another program (Ghostscript, Windows) to be run, not read.
 PROGRAMS = {"EPS", "WMF"}
@@ -81,8 +75,11 @@ def decode(picture: Picture, channels: int = 3) -> Pixels:
         array = _as_array(picture)
         if array.shape[2] == channels:
             return array
-    pixels = np.array(open_image(picture, channels))  # a copy: what Pillow lends is read-only
-    return pixels[:, :, None] if pixels.ndim == 2 else pixels
+    found = open_jpeg(picture) if channels in (1, 3) else None
+    if found is not None and (channels == 3 or found.header.grey):
+        pixels = np.ascontiguousarray(found.pixels())
+        return pixels if pixels.shape[2] == channels else pixels.repeat(3, axis=2)
+    return np.atleast_3d(np.array(open_image(picture, channels)))  # a copy: what Pillow lends is read-only
 
 
 def open_image(picture: Picture, channels: int = 3) -> Image.Image:
@@ -102,10 +99,49 @@ def open_image(picture: Picture, channels: int = 3) -> Image.Image:
             f"got {type(picture).__name__}, wanted a path, bytes, a Pillow image, a uint8 array H W C "
             "or a uint8 tensor C H W."
         )
-    with ExitStack() as stack:
-        stream = io.BytesIO(picture) if isinstance(picture, bytes) else _stream(Path(picture), name)
-        stack.enter_context(stream)
-        return _load(_identify(stream, name), channels, name)
+    with _stream(picture) as stream:
+        found = _jpeg(stream, name)
+        pixels = None if found is None else jpeg.pixels(found.header)
+        if found is None or pixels is None:
+            return _load(_identify(stream, name), channels, name)
+    image = Image.fromarray(pixels[:, :, 0] if found.header.grey else pixels)
+    return _colours(image if found.turn is None else image.transpose(found.turn), channels, name)
+
+
+def open_jpeg(picture: Picture) -> Jpeg | None:
+    """A JPEG of a usual kind, not yet decoded; None for everything else."""
+    if not isinstance(picture, str | Path | bytes):
+        return None
+    with _stream(picture) as stream:
+        return _jpeg(stream, _name(picture))
+
+
+@dataclass(frozen=True, slots=True)
+class Jpeg:
+    """A JPEG whose size is known and whose pixels are still to be decoded."""
+
+    header: jpeg.Header
+    turn: Image.Transpose | None
+    """What makes it upright."""
+    name: str
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width, upright."""
+        height, width = self.header.height, self.header.width
+        return (width, height) if self.turn in SIDEWAYS else (height, width)
+
+    def pixels(self, scale: int = 1) -> Pixels:
+        """Upright, 1 or 3 channels, perhaps not contiguous; at a scale of 2, 4 or 8 the sides are
+        divided by it and rounded up."""
+        found = jpeg.pixels(self.header, scale)
+        if found is None:
+            image = _identify(io.BytesIO(self.header.data), self.name)
+            with _reading(self.name):
+                if scale > 1:
+                    image.draft(image.mode, (self.header.width // scale, self.header.height // scale))
+                found = np.array(image)
+        return turned(np.atleast_3d(found), self.turn)
 
 
 class _Quiet:
@@ -139,14 +175,48 @@ class _Quiet:
                 ImageFile.LOAD_TRUNCATED_IMAGES = self.truncated
                 self.filters.__exit__(kind, error, trace)
 
+    def leave(self) -> None:
+        """As if nobody were inside: in a new process the threads that were do not exist."""
+        self.lock = threading.Lock()
+        if self.inside:
+            self.inside = 1
+            self.__exit__(None, None, None)
+
 
 _quiet = _Quiet()
+if hasattr(os, "register_at_fork"):  # another thread may be inside while a process is forked off
+    os.register_at_fork(after_in_child=_quiet.leave)
 
 
-def _stream(path: Path, name: str) -> IO[bytes]:
+def _jpeg(stream: IO[bytes], name: str) -> Jpeg | None:
+    """Where it is none, the stream stands at its beginning."""
+    try:
+        start = stream.read(2)
+        stream.seek(0)
+        if start != b"\xff\xd8":
+            return None
+        header = jpeg.header(stream.getvalue() if isinstance(stream, io.BytesIO) else stream.read())
+        stream.seek(0)
+    except OSError as error:
+        raise _broken(error, name) from error
+    return None if header is None else Jpeg(header, _turn(header.data) if header.tagged else None, name)
+
+
+def _turn(data: bytes) -> Image.Transpose | None:
+    with _quiet:
+        try:
+            return _upright(Image.open(io.BytesIO(data)))
+        except Exception:  # whatever is wrong comes out when the pixels are read
+            return None
+
+
+def _stream(picture: str | Path | bytes) -> IO[bytes]:
     """The open file, or an error that says what is there instead."""
+    if isinstance(picture, bytes):
+        return io.BytesIO(picture)
+    path = Path(picture)
     if re.match(r"[a-z][a-z0-9+]+:/", str(path)):
-        raise NotFound(f"{name} is an address, wanted a file; download it first.")
+        raise NotFound(f"{picture} is an address, wanted a file; download it first.")
     try:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
@@ -164,20 +234,14 @@ def _stream(path: Path, name: str) -> IO[bytes]:
 
 def _identify(stream: IO[bytes], name: str) -> Image.Image:
     """The header read, the pixels not yet."""
-    start = stream.read(64)
-    if not start:
-        raise ImageError(f"{name} is empty (0 bytes), wanted a picture; copy or download it again.")
-    with _quiet:
+    with _reading(name):
+        start = stream.read(64)
+        if not start:
+            raise ImageError(f"{name} is empty (0 bytes), wanted a picture; copy or download it again.")
         try:
             image = _open(stream, start, name)
-        except Image.DecompressionBombError as error:
-            raise _bomb(error, name) from error
         except UnidentifiedImageError:
             raise ImageError(f"{name} is not a picture: {_stranger(start)}.") from None
-        except ImageError:
-            raise
-        except Exception as error:  # a damaged header can make a parser raise anything
-            raise _broken(error, name) from error
     if image.format in PROGRAMS:
         raise ImageError(f"{name} is {image.format}, a program that draws; convert it to PNG first.")
     return image
@@ -204,24 +268,18 @@ def _open(stream: IO[bytes], start: bytes, name: str) -> Image.Image:
 
 def _load(image: Image.Image, channels: int, name: str) -> Image.Image:
     """Pixels read, turned upright, in the wanted mode."""
-    with _quiet:
-        try:
-            image.load()
-            return _colours(_upright(image), channels, name)
-        except Image.DecompressionBombError as error:
-            raise _bomb(error, name) from error
-        except ImageError:
-            raise
-        except Exception as error:  # damaged data can make a decoder raise anything
-            raise _broken(error, name) from error
+    with _reading(name):
+        image.load()
+        turn = _upright(image)
+        return _colours(image if turn is None else image.transpose(turn), channels, name)
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _upright(image: Image.Image) -> Image.Transpose | None:
+    """How to turn it."""
     try:
-        turn = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+        return UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
     except Exception:  # a damaged EXIF block is no reason to refuse the picture it came with
-        turn = None
-    return image if turn is None else image.transpose(turn)
+        return None
 
 
 def _colours(image: Image.Image, channels: int, name: str) -> Image.Image:
@@ -330,6 +388,20 @@ def _name(picture: Any) -> str:
         file = getattr(picture, "filename", "")
         return str(file) if file else f"Pillow image {picture.mode} {picture.width} x {picture.height}"
     return str(picture)
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Pillow quiet, and whatever it raises an ImageError: damaged data can make a parser raise anything."""
+    with _quiet:
+        try:
+            yield
+        except ImageError:
+            raise
+        except Image.DecompressionBombError as error:
+            raise _bomb(error, name) from error
+        except Exception as error:
+            raise _broken(error, name) from error
 
 
 def _stranger(start: bytes) -> str:

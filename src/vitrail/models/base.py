@@ -8,6 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import ModelError
+from vitrail.models.layers import PatchProjection
+from vitrail.models.resnet import StandardizedConv
+
+MATRICES = (nn.Linear, PatchProjection, StandardizedConv)
+"""What holds a kernel: a matrix or a convolution."""
 
 
 class Network(nn.Module):
@@ -51,6 +56,17 @@ class Network(nn.Module):
         net.load_state_dict(state, assign=True)
         net.gradient_checkpointing = self.gradient_checkpointing
         return net.train(self.training)
+
+    def decayed(self) -> set[str]:
+        """Names of the parameters that weight decay is meant for: kernels, and nothing else.
+
+        No biases, norms or LayerScale, no tokens and registers, no positions, not the pool's probe.
+        """
+        return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, MATRICES)}
+
+    def depth_of(self, name: str) -> int:
+        """How high a parameter stands: 0 for what sees the picture first, and the head on top."""
+        raise NotImplementedError
 
     def recomputes(self) -> bool:
         return self._recompute and self.training and torch.is_grad_enabled()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.config import BiTConfig, Pair, pair
-from vitrail.errors import ModelError
+from vitrail.errors import ModelError, nearest
 from vitrail.models import init, resnet
 from vitrail.models.base import Network
 from vitrail.models.output import Output, wanted
@@ -50,7 +50,7 @@ class BiTUnit(nn.Module):
 class BiT(Network):
     """`net(images)`: B C H W -> logits. `net.features(images, want=...)`: what happens on the way.
 
-    Any height and width will do.
+    Any height and width will do. Nothing in it is drawn: `keys` are taken, as a ViT does, and not used.
     """
 
     first_kernel = "root.weight"
@@ -68,11 +68,11 @@ class BiT(Network):
         if not init.is_meta(self):
             self.initialize(seed)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         logits: Tensor = self.head(self.encode(images).mean((2, 3)))
         return logits
 
-    def features(self, images: Tensor, want: str | Iterable[str] = ("logits",)) -> Output:
+    def features(self, images: Tensor, want: str | Iterable[str] = ("logits",), keys: Tensor | None = None) -> Output:
         """Named intermediates: logits, pooled (pre_logits is the same), maps, and the final map as patches."""
         names = wanted(want)
         _check_wanted(names)
@@ -120,6 +120,16 @@ class BiT(Network):
         config, like = self.config.but(classes=classes), self.norm.weight
         head = {"head.weight": like.new_zeros(classes, _width(config)), "head.bias": like.new_zeros(classes)}
         return self.rebuilt(config, head if classes else {}, drop=("head.",))
+
+    def depth_of(self, name: str) -> int:
+        """0 for the root; the units of all stages from 1 on; one more for the norm and the head."""
+        part, _, rest = name.partition(".")
+        if not hasattr(self, part):
+            raise ModelError(f"no parameter is called {name!r}{nearest(name, dict(self.named_parameters()))}")
+        if part == "stages":
+            stage, unit = map(int, rest.split(".")[:2])
+            return sum(self.config.layers[:stage]) + unit + 1
+        return sum(self.config.layers) + 1 if part in ("norm", "head") else 0
 
 
 def flops(config: BiTConfig, image: Pair | None = None) -> int:

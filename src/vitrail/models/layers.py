@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.kernels.linear_gelu import can_fuse, linear_gelu_tanh
+from vitrail.models import drop
 
 # B images, C channels, N tokens, D width, H heads, K = D // H, M hidden width of the MLP
 
@@ -73,15 +74,21 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=config.proj_bias)
         self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
 
-    def forward(self, x: Tensor, place: Place | None = None, keep: list[Tensor] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        place: Place | None = None,
+        keep: list[Tensor] | None = None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # B N 3 H K
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H N K
-        q, k, bias = self.q_norm(q), self.k_norm(k), None
+        q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
         if place is not None:
             q, k, bias = place(q, k)
         p = self.attention_dropout if self.training else 0.0
         x = attend(q, k, v, bias=bias, dropout=p, keep=keep).transpose(1, 2).flatten(2)  # B N D
-        return F.dropout(self.out(x), self.dropout, self.training)
+        return drop.dropout(self.out(x), self.dropout if self.training else 0.0, keys, drop.OUT)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -117,17 +124,21 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp, config.width, bias=config.proj_bias)
         self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        rate = self.dropout if self.training else 0.0
         if self.activation is tanh_gelu and can_fuse(self.up, x):
             x = linear_gelu_tanh(x, self.up.weight, self.up.bias)
         else:
             x = self.activation(self.up(x))
-        x = F.dropout(x, self.dropout, self.training)
-        return F.dropout(self.down(x), self.dropout, self.training)
+        x = drop.dropout(x, rate, keys, drop.HIDDEN)
+        return drop.dropout(self.down(x), rate, keys, drop.DOWN)
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normalised tokens and added to them."""
+    """Attention, then MLP, each on the normalised tokens and added to them.
+
+    `keys`, one for each image and this block's own, decide what dropout and stochastic depth drop.
+    """
 
     def __init__(self, config: ViTConfig, path_dropout: float = 0.0) -> None:
         super().__init__()
@@ -140,17 +151,22 @@ class Block(nn.Module):
         self.scale2 = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.path_dropout = path_dropout
 
-    def forward(self, x: Tensor, place: Place | None = None, keep: list[Tensor] | None = None) -> Tensor:
-        x = x + self.branch(self.attention(self.norm1(x), place, keep), self.scale1)
-        return x + self.branch(self.mlp(self.norm2(x)), self.scale2)
+    def forward(
+        self,
+        x: Tensor,
+        place: Place | None = None,
+        keep: list[Tensor] | None = None,
+        keys: Tensor | None = None,
+    ) -> Tensor:
+        y = self.attention(self.norm1(x), place, keep, keys)
+        x = x + self.branch(y, self.scale1, keys, drop.SKIP_ATTENTION)
+        y = self.mlp(self.norm2(x), keys)
+        return x + self.branch(y, self.scale2, keys, drop.SKIP_MLP)
 
-    def branch(self, x: Tensor, scale: Tensor | None) -> Tensor:
+    def branch(self, x: Tensor, scale: Tensor | None, keys: Tensor | None, stream: int) -> Tensor:
         """Scaled by LayerScale, and skipped for some images by stochastic depth."""
-        x = x if scale is None else x * scale
-        if self.path_dropout and self.training:
-            kept = torch.rand(x.shape[0], 1, 1, device=x.device) >= self.path_dropout
-            x = x * (kept.to(x.dtype) / (1 - self.path_dropout))
-        return x
+        x = x if scale is None else (x * scale).to(x.dtype)  # autocast would leave float32 to be added
+        return drop.skip(x, self.path_dropout if self.training else 0.0, keys, stream)
 
 
 class AttentionPool(nn.Module):

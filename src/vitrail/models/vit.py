@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from vitrail.chance import with_layer
 from vitrail.config import Pair, ViTConfig, pair
-from vitrail.errors import ConfigError, ModelError
-from vitrail.models import init
+from vitrail.errors import ConfigError, ModelError, nearest
+from vitrail.models import drop, init
 from vitrail.models.base import Network
 from vitrail.models.hybrid import ResNetStem
 from vitrail.models.layers import AttentionPool, Block, PatchProjection, Place, make_norm
@@ -26,6 +26,14 @@ class ViT(Network):
     """`net(images)`: B C H W -> logits. `net.features(images, want=...)`: what happens on the way.
 
     Any height and width that the patches divide will do: positions are resampled on the fly.
+
+    In training mode `keys`, an int64 for each image (`vitrail.chance`), decide what dropout and
+    stochastic depth drop for it, whatever batch it is in; None takes fresh ones from torch's
+    generator. Only the dropout of attention weights is drawn by the fused attention itself.
+
+    Under autocast tokens stay in the dtype of the patch projection from block to block, bfloat16,
+    as in big_vision: half the memory traffic of timm's float32. Norms, positions and LayerScale
+    are computed in float32 and rounded once.
     """
 
     def __init__(self, config: ViTConfig, seed: int | None = None) -> None:
@@ -52,12 +60,15 @@ class ViT(Network):
         if not init.is_meta(self):
             self.initialize(seed)
 
-    def forward(self, images: Tensor) -> Tensor:
-        x, grid = self.embed(images)
-        x = self.norm_before(self.encode(x, grid))
+    def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
+        keys = self.keys_for(images, keys)
+        x, grid = self.embed(images, keys)
+        x = self.norm_before(self.encode(x, grid, keys=keys))
         return self.classify(*self.read(x))
 
-    def features(self, images: Tensor, want: str | Iterable[str] = ("logits",)) -> Output:
+    def features(
+        self, images: Tensor, want: str | Iterable[str] = ("logits",), keys: Tensor | None = None
+    ) -> Output:
         """Named intermediates; the explicit attention is computed only when asked for."""
         names = wanted(want)
         self._check_wanted(names)
@@ -65,8 +76,9 @@ class ViT(Network):
         attention: list[Tensor] | None = [] if "attention" in names else None
         look: list[Tensor] | None = [] if "pool_attention" in names else None
 
-        x, grid = self.embed(images)
-        x = self.norm_before(self.encode(x, grid, tokens, attention))
+        keys = self.keys_for(images, keys)
+        x, grid = self.embed(images, keys)
+        x = self.norm_before(self.encode(x, grid, tokens, attention, keys))
         pooled, second = self.read(x, look)
         special = self.config.prefix
         found: dict[str, Any] = {
@@ -85,8 +97,25 @@ class ViT(Network):
             found["heads"] = (self.head(pooled), self.head_distill(second))  # type: ignore[misc]
         return Output(**{name: found[name] for name in names})
 
-    def embed(self, images: Tensor) -> tuple[Tensor, Grid]:
-        """B C H W -> what enters the first block, B T D, and the grid of patches."""
+    def keys_for(self, images: Tensor, keys: Tensor | None) -> Tensor | None:
+        """The keys given, or fresh ones; None where nothing is drawn."""
+        if not self.training or not (self.config.dropout or self.config.path_dropout):
+            return None
+        if keys is None:
+            return drop.fresh_keys(images)
+        drop.check_keys(keys, images)
+        return keys
+
+    def embed(
+        self,
+        images: Tensor,
+        keys: Tensor | None = None,
+        corrupt: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Grid]:
+        """B C H W -> what enters the first block, B T D, and the grid of patches.
+
+        `corrupt` changes the patches' embeddings, B N D, before they get tokens and positions.
+        """
         self._check_size(images)
         if self.stem is not None:
             images = self.stem(images)
@@ -95,13 +124,16 @@ class ViT(Network):
         x = self.patch(images)  # B h w D
         grid = (x.shape[1], x.shape[2])
         x = x.flatten(1, 2)  # B N D
+        if corrupt is not None:
+            x = corrupt(x)
         special = [t.view(-1, x.shape[-1]) for t in self._special_tokens()]
         if special:
             x = torch.cat([torch.cat(special).expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
         if self.config.place == "stem":
             x = self.placed(x, 0, grid)
-        x = F.dropout(x, self.config.dropout, self.training)
-        return self.pre_norm(x), grid
+        rate = self.config.dropout if self.training else 0.0
+        x = drop.dropout(x, rate, None if keys is None else with_layer(keys, 0), drop.EMBED)
+        return self.pre_norm(x).to(x.dtype), grid
 
     def encode(
         self,
@@ -109,6 +141,7 @@ class ViT(Network):
         grid: Grid,
         tokens: list[Tensor] | None = None,
         attention: list[Tensor] | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Through all blocks; tokens and attention weights are kept in the lists given."""
         recompute = self.recomputes() and attention is None
@@ -121,14 +154,19 @@ class ViT(Network):
                     x = self.placed(x, i, grid)
                 elif place is None or len(self.positions) > 1:
                     place = self._position(i)(grid, x)
-            x = checkpoint(block, x, place, use_reentrant=False) if recompute else block(x, place, attention)
+            drawn = None if keys is None else with_layer(keys, i + 1)
+            if recompute:
+                state = self.config.attention_dropout > 0  # the rest is drawn from keys, the same each time
+                x = checkpoint(block, x, place, None, drawn, use_reentrant=False, preserve_rng_state=state)
+            else:
+                x = block(x, place, attention, drawn)
             if tokens is not None:
                 tokens.append(x)
         return x
 
     def placed(self, x: Tensor, layer: int, grid: Grid) -> Tensor:
         """Tokens with this layer's additive positions."""
-        return x + self._position(layer)(grid, x) if self.positions else x
+        return (x + self._position(layer)(grid, x)).to(x.dtype) if self.positions else x
 
     def read(self, x: Tensor, look: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """B T D -> what the head sees, B D, and the distillation token where there is one."""
@@ -221,6 +259,18 @@ class ViT(Network):
                 fresh[f"{head}.weight"] = like.new_zeros(classes, config.pooled_width)
                 fresh[f"{head}.bias"] = like.new_full((classes,), config.head_bias_init)
         return self.rebuilt(config, fresh, drop=("head", "pre_logits"))
+
+    def depth_of(self, name: str) -> int:
+        """0 for the stem, tokens and positions; i + 1 in block i; depth + 1 for what stands above the blocks.
+
+        Positions that a layer has for itself count with its block.
+        """
+        part, _, rest = name.partition(".")
+        if not hasattr(self, part):
+            raise ModelError(f"no parameter is called {name!r}{nearest(name, dict(self.named_parameters()))}")
+        if part == "blocks" or (part == "positions" and self.config.place == "layers"):
+            return int(rest.split(".")[0]) + 1
+        return self.config.depth + 1 if part in ("norm", "pool", "pre_logits", "head", "head_distill") else 0
 
     def _covered(self, images: Tensor) -> Tensor:
         """Without the last rows and columns, which no patch covers."""

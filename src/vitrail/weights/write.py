@@ -97,11 +97,11 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
             yield temporary
         with _explained(path):
             for file in sorted(temporary.rglob("*")):
-                _sync(file)
-            _sync(temporary)
+                sync(file)
+            sync(temporary)
             _check_folder(path, overwrite)
             _swap_folder(temporary, path)
-            _sync(path.absolute().parent)
+            sync(path.absolute().parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -134,13 +134,13 @@ def _new_file(path: Path, overwrite: bool) -> Iterator[Path]:
             mode = temporary.stat().st_mode & 0o777
             yield temporary
             temporary.chmod(mode)  # safetensors replaces the file by one that only its owner may read
-            _sync(temporary)
+            sync(temporary)
             _check_file(path, overwrite)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync(path.absolute().parent)
+        sync(path.absolute().parent)
 
 
 def _check_file(path: Path, overwrite: bool) -> None:
@@ -187,7 +187,7 @@ def _sibling(path: Path, suffix: str) -> Path:
     return path.absolute().parent / f".{path.name}.{secrets.token_hex(4)}.{suffix}"
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until the disk has it: without this a power cut can leave a name for an empty file."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,1 +1,18 @@
-"""TODO."""
+"""Sources of labelled pictures, all behind one protocol: `open_data(config)`.
+
+folder.py      one folder for each class
+table.py       CSV, TSV, Parquet (parquet.py: pictures inside it)
+shards.py      tar files in WebDataset's layout, through an index (tar.py, index.py, remote.py)
+stream.py      the same without an index; promises less
+hub.py         data sets on the Hugging Face hub
+builtin.py     data sets by name (catalogue.py, layouts.py, content.py, download.py)
+
+spec.py        which of them a name means
+split.py       what is held out of them, where they have nothing of their own to measure on
+"""
+
+from vitrail.data.sources.base import Parts, Sample, Source, Splits, Targets
+from vitrail.data.sources.opening import open_data, open_parts
+from vitrail.data.sources.stream import Stream
+
+__all__ = ["Parts", "Sample", "Source", "Splits", "Stream", "Targets", "open_data", "open_parts"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +13,10 @@ from vitrail.data.decode import Picture
 
 Targets = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
 """N class numbers (-1: no label), or N K yes and no where pictures have several labels."""
+
+_JOINED = "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 j2k jxl tga"
+SUFFIXES = frozenset(f".{ending}" for ending in _JOINED.split())
+"""How the names of picture files end, in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +64,37 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What a source offers by itself, before anything is held out of it."""
+
+    train: Any  # a Source, or a Stream; all of it, where the source has no parts
+    validation: Source | None = None
+    test: Source | None = None
+    notes: tuple[str, ...] = ()
+    groups: Iterable[str] | None = None
+    """Names of the groups that the pictures of `train` belong to, where the data tell."""
+    exact: bool = False
+    """Nothing is ever added to it: what is held out is an exact share of each class."""
+
+    @property
+    def split(self) -> bool:
+        """Whether it has pictures of its own to measure on."""
+        return self.validation is not None or self.test is not None
+
+    @property
+    def measured(self) -> Source:
+        """What an evaluation reads: the test part, else the validation part, else everything."""
+        return next((part for part in (self.test, self.validation) if part is not None), self.train)
+
+
+@dataclass(frozen=True)
 class Splits:
     """One data set, ready to learn from."""
 
     train: Any  # a Source, or a Stream
     validation: Source
     test: Source | None = None
+    """Pictures for the final number; the same object as `validation` where that is all there is."""
     measured_on: str = "validation"
     """What `validation` is: "validation" (its own split), "test" (there was no other) or "held out"."""
     notes: tuple[str, ...] = field(default=())

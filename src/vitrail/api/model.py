@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -19,15 +18,16 @@ from torch import Tensor
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.data.preprocess import Preprocess, are_several
-from vitrail.errors import ConfigError, FormatError, ImageError, ModelError, NotFound, VitrailError
+from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.models import Net, ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.variants import config_for, find
 from vitrail.runtime import pick_device, pick_dtype, say
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, channels_for, sized, usual_preprocess
+from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.labels import read_labels
-from vitrail.weights.locate import Found, locate
+from vitrail.weights.locate import Found
+from vitrail.weights.opening import open_checkpoint
 
 Pixels = npt.NDArray[Any]
 Want = Literal["logits", "pooled"]
@@ -219,16 +219,20 @@ def load(
     further keywords override fields of the config (activation="gelu-quick").
     """
     target = pick_device(device)
-    found = locate(source)
-    net, card = _read(
-        found.path, image, changes, section=section, family=family, dtype=pick_dtype(dtype), finite=finite
+    net, card = open_checkpoint(
+        source,
+        image=image,
+        channels=channels,
+        classes=classes,
+        changes=changes,
+        section=section,
+        family=family,
+        dtype=pick_dtype(dtype),
+        finite=finite,
     )
-    if found.origin:
-        card = card.but(origin=found.origin)
-    net, card = _adapted(net, card.noting(*found.notes), image, channels, classes)
     if labels is not None:
         card = card.but(labels=read_labels(labels, card.config.classes))
-    say(card.notes, about=found.origin or found.path.name)
+    say(card.notes, about=card.origin or Path(str(getattr(source, "path", source))).name)
     return Model(net.to(target), card)
 
 
@@ -248,54 +252,6 @@ def fresh(name: str, *, seed: int | None = None, device: str | torch.device = "c
     classifies = net.config.classes and (known != "CLIP" or "classes" in changes)
     card = Card(config=net.config, preprocess=preprocess, family=known, origin=name)
     return Model(net.eval(), card if classifies else card.but(task="embed"))
-
-
-def _read(path: Path, image: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, Card]:
-    """The checkpoint as it is; or, where it does not tell its own size and cannot be read, of the size asked for."""
-    try:
-        return checkpoint.read(path, changes=changes, **options)
-    except FormatError:
-        if image is None:
-            raise
-        with suppress(VitrailError):
-            return checkpoint.read(path, changes=changes | {"image": pair(image)}, **options)
-        raise
-
-
-def _adapted(net: Net, card: Card, image: Pair | None, channels: int | None, classes: int | None) -> tuple[Net, Card]:
-    if image is not None and pair(image) != pair(net.config.image):
-        net = net.resized(image)
-        card = card.but(config=net.config)
-        if isinstance(net, ViT) and net.config.position.startswith("learned"):
-            card = card.noting(f"positions were resampled to {_size(image)} as {net.config.resample} does it")
-    if image is not None and pair(image) != pair(card.preprocess.image):
-        card = card.but(preprocess=sized(card.preprocess, pair(image), card.preprocess.channels))
-    if channels is not None and channels != net.config.channels:
-        note = _channels_note(net, channels)
-        net = net.with_channels(channels)
-        card = card.but(config=net.config, preprocess=channels_for(card.preprocess, channels)).noting(note)
-    if classes is None:
-        return net, card
-    if classes == net.config.classes and card.task == "classify":
-        return net, card.noting(f"it has {classes} classes already: its head is kept as it is")
-    net = net.with_classes(classes)
-    card = card.but(config=net.config, labels=None, task="classify" if classes else "embed")
-    return net, card.noting(
-        f"the head is new: {classes} classes, all zeros until it is trained" if classes else "the head was taken off"
-    )
-
-
-def _channels_note(net: Net, channels: int) -> str:
-    had, plural = net.config.channels, "s" * (channels > 1)
-    if channels == 1:
-        how = f"summed over the {had} channels"
-    elif channels > had:
-        how = f"repeated from {had} to {channels} and scaled by {had}/{channels}"
-    else:
-        how = f"cut from {had} to {channels} and scaled by {had}/{channels}"
-    note = f"for {channels} channel{plural} the first filters were {how}"
-    standardised = isinstance(net.config, BiTConfig) or net.config.stem is not None
-    return f"{note}; its first convolution is standardised, so train it before relying on it" if standardised else note
 
 
 def _size(image: Pair) -> str:

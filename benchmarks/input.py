@@ -1,0 +1,236 @@
+"""Pictures per second from JPEG files to normalised 224 px training batches: vitrail beside timm and torchvision.
+
+    python benchmarks/input.py [--against timm,torchvision] [--small 2000] [--large 48] [--data SHARDS] [--cores 2]
+
+Everybody has the same files, the same cores and the same augmentation: a random resized crop
+(0.08 to 1 of the area, bilinear), a mirror image half of the time, and normalising. An epoch is
+timed from asking for its first batch to having its last one, workers' start included, after one
+that is not counted. The loaders take turns, and medians are printed. Processor time is that of all
+processes together; it says what wall time would be on cores that nobody else uses.
+
+Small pictures have a short side of 256: those in the tar shards of a folder given with --data
+(ImageNet's, say), else parts of photographs that come with scikit-learn and scikit-image. Large
+ones have 12 megapixels: the same photographs enlarged, with noise on them as cameras have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import resource
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+SIDE = 224
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+DISTINCT = 12
+"""Large pictures that are made; the rest are copies of them under other names."""
+Epoch = Callable[[], Iterable[Any]]
+
+
+def photographs() -> list[Image.Image]:
+    from skimage import data
+    from sklearn.datasets import load_sample_image
+
+    arrays = [load_sample_image("china.jpg"), load_sample_image("flower.jpg")]
+    arrays += [data.astronaut(), data.coffee(), data.chelsea(), data.rocket()]
+    return [Image.fromarray(array) for array in arrays]
+
+
+def small_pictures(count: int, shards: str | None) -> Iterable[bytes]:
+    """JPEG files with a short side of about 256."""
+    if shards is not None:
+        members = (
+            (tar, member)
+            for path in sorted(Path(shards).glob("*.tar"))
+            for tar in [tarfile.open(path)]
+            for member in tar
+        )
+        files = [tar.extractfile(m).read() for tar, m in members if m.name.endswith(".jpg")]  # type: ignore[union-attr]
+        yield from (files[i % len(files)] for i in range(count))
+        return
+    random, pictures = np.random.default_rng(0), photographs()
+    for i in range(count):
+        picture = pictures[i % len(pictures)]
+        width, height = picture.size
+        w, h = int(width * random.uniform(0.5, 1)), int(height * random.uniform(0.5, 1))
+        left, top = random.integers(0, width - w + 1), random.integers(0, height - h + 1)
+        scale = 256 / min(w, h)
+        part = picture.crop((left, top, left + w, top + h)).resize((round(w * scale), round(h * scale)), Image.BICUBIC)
+        yield encoded(part, 90)
+
+
+def large_pictures(count: int) -> Iterable[bytes]:
+    """JPEG files of 4000 x 3000."""
+    random, pictures, files = np.random.default_rng(0), photographs(), []
+    for i in range(min(count, DISTINCT)):
+        pixels = np.asarray(pictures[i % len(pictures)].resize((4000, 3000), Image.BICUBIC)).astype(np.float32)
+        pixels += random.standard_normal((3000, 4000, 1), np.float32) * 4
+        files.append(encoded(Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), 92))
+    yield from (files[i % len(files)] for i in range(count))
+
+
+def encoded(picture: Image.Image, quality: int) -> bytes:
+    out = io.BytesIO()
+    picture.convert("RGB").save(out, "JPEG", quality=quality)
+    return out.getvalue()
+
+
+def write(files: Iterable[bytes], folder: Path) -> Path:
+    """A folder with two classes."""
+    for i, data in enumerate(files):
+        path = folder / ("even" if i % 2 == 0 else "odd") / f"{i:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return folder
+
+
+def ours(folder: Path, batch: int, workers: int) -> Epoch:
+    from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
+    from vitrail.data.augment import Augment
+    from vitrail.data.loader import training_batches
+    from vitrail.data.sources.folder import open_folder
+
+    config = DataConfig(source=f"folder:{folder}", workers=workers)
+    source, augment = open_folder(folder, config).train, AugmentConfig()
+    preprocess = PreprocessConfig(image=SIDE, mean=MEAN, std=STD)
+    change = Augment(augment, preprocess=preprocess, image=(SIDE, SIDE), classes=2, batch=batch, seed=0, cropped=True)
+
+    def epoch() -> Iterable[Any]:
+        with training_batches(
+            source, config=config, augment=augment, preprocess=preprocess, batch=batch, seed=0, device="cpu",
+            steps=len(source) // batch,
+        ) as batches:  # fmt: skip
+            for each in batches:
+                yield change(each)
+
+    return epoch
+
+
+def timms(folder: Path, batch: int, workers: int) -> Epoch:
+    from timm.data import ImageDataset, create_loader
+
+    loader = create_loader(
+        ImageDataset(str(folder)), SIDE, batch, is_training=True, color_jitter=0.0, interpolation="bilinear", mean=MEAN,
+        std=STD, num_workers=workers, device=torch.device("cpu"), persistent_workers=False,
+    )  # fmt: skip
+    return lambda: loader
+
+
+def torchvisions(folder: Path, batch: int, workers: int, *, tensors: bool) -> Epoch:
+    """Crops of Pillow's pictures, or of tensors made from them."""
+    from torch.utils.data import DataLoader
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    crop = [v2.RandomResizedCrop(SIDE, antialias=True), v2.RandomHorizontalFlip()]
+    steps = [v2.ToImage(), *crop] if tensors else [*crop, v2.ToImage()]
+    steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    data = ImageFolder(str(folder), v2.Compose(steps))
+    loader = DataLoader(data, batch, shuffle=True, num_workers=workers, drop_last=True)
+    return lambda: loader
+
+
+def loaders(folder: Path, batch: int, cores: int, against: list[str]) -> dict[str, Epoch]:
+    found = {f"vitrail, {cores} workers": ours(folder, batch, cores)}
+    if "timm" in against:
+        found["timm, its default of 1 worker"] = timms(folder, batch, 1)
+        found[f"timm, {cores} workers"] = timms(folder, batch, cores)
+    if "torchvision" in against:
+        for name, tensors in (("pictures", False), ("tensors", True)):
+            make = partial(torchvisions, folder, batch, cores, tensors=tensors)
+            found[f"torchvision v2 on {name}, {cores} workers"] = make()
+    return found
+
+
+def processor_seconds() -> float:
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
+def timed(epoch: Epoch) -> tuple[float, float]:
+    """Pictures per second of wall time, and of processor time."""
+    pictures, start, used = 0, time.perf_counter(), processor_seconds()
+    for images, _ in epoch():
+        assert images.shape[1:] == (3, SIDE, SIDE)
+        assert images.dtype == torch.float32
+        pictures += len(images)
+    wall = time.perf_counter() - start
+    del images
+    return pictures / wall, pictures / (processor_seconds() - used)
+
+
+def compare(title: str, epochs: dict[str, Epoch], rounds: int, cores: int) -> None:
+    for epoch in epochs.values():
+        timed(epoch)
+    rates: dict[str, list[tuple[float, float]]] = {who: [] for who in epochs}
+    for _ in range(rounds):
+        for who, epoch in epochs.items():
+            rates[who].append(timed(epoch))
+    wall, busy = ({who: statistics.median(r[i] for r in found) for who, found in rates.items()} for i in (0, 1))
+    peers = [who for who in epochs if not who.startswith("vitrail")]
+    best = [max((speed[who] for who in peers), default=float("nan")) for speed in (wall, busy)]
+    print(f"{title}; median of {rounds} epochs; {cores} cores, torch {torch.__version__}")
+    print(f"  {'':42s} {'img/s':>8s} {'of best':>8s} {'spread':>7s} {'img per core-second':>20s} {'of best':>8s}")
+    for who in sorted(epochs, key=lambda w: -wall[w]):
+        spread = (max(r[0] for r in rates[who]) - min(r[0] for r in rates[who])) / wall[who]
+        print(
+            f"  {who:42s} {wall[who]:8.1f} {wall[who] / best[0]:8.2f} {100 * spread:6.0f}% "
+            f"{busy[who]:20.1f} {busy[who] / best[1]:8.2f}"
+        )
+
+
+def declare() -> torch.library.Library | None:
+    """Operators that torchvision's import asks for, where its own library does not load (a CPU-only torch)."""
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return library
+    except ImportError:
+        pass
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", default="timm,torchvision")
+    parser.add_argument("--small", type=int, default=2048, help="pictures of 256 px; 0 for none")
+    parser.add_argument("--large", type=int, default=48, help="pictures of 12 megapixels; 0 for none")
+    parser.add_argument("--data", help="a folder of tar shards with JPEGs to take as the small pictures")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cores", type=int, default=2)
+    options = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    torch.set_num_threads(1)  # the workers have the cores
+    declared = declare() if options.against else None
+    against = [name for name in options.against.split(",") if name]
+    with tempfile.TemporaryDirectory() as folder:
+        if options.small:
+            files = write(small_pictures(options.small, options.data), Path(folder, "small"))
+            title = f"{options.small} pictures with a short side of 256"
+            compare(title, loaders(files, 128, options.cores, against), options.rounds, options.cores)
+        if options.large:
+            files = write(large_pictures(options.large), Path(folder, "large"))
+            title = f"{options.large} pictures of 12 megapixels"
+            compare(title, loaders(files, 8, options.cores, against), options.rounds, options.cores)
+    del declared
+
+
+if __name__ == "__main__":
+    main()

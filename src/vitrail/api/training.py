@@ -1,0 +1,234 @@
+"""`vitrail.train` and `vitrail.finetune`: from a recipe's name or a folder of photographs to a run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vitrail.api.model import Model, load
+from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError, NotFound, nearest
+from vitrail.evaluate import comparable, neighbours_baseline
+from vitrail.evaluate.scores import Scores
+from vitrail.models.variants import config_for
+from vitrail.recipes import RECIPES
+from vitrail.recipes import finetune as tuning
+from vitrail.report import write_report
+from vitrail.runtime import pick_device, say
+from vitrail.train.loop import Result, fit
+from vitrail.train.run import RunFolder, free_folder, latest_folder
+from vitrail.weights.opening import open_checkpoint
+
+RUNS = Path("runs")
+
+# What may change when a run goes on: how it is watched and spread, never what it computes.
+CHANGEABLE = (
+    "accumulate", "checkpoint_every", "compile", "data.root", "data.workers", "device", "evaluate_every",
+    "log_every", "on_nan", "parallel", "patience", "recompute", "tensorboard",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: its folder, how well its model does, and the model itself."""
+
+    path: Path
+    config: TrainConfig
+    scores: Scores | None = None
+    """On the validation pictures; None for a run that was stopped."""
+    stopped: str | None = None
+    """What ended it early: a signal's name, or "patience"."""
+    compared: tuple[Run, ...] = field(default=())
+    """The runs of `config.compare`, in its order."""
+
+    @cached_property
+    def model(self) -> Model:
+        """Loaded when first used."""
+        return load(self.path / "model")
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def finished(self) -> bool:
+        return RunFolder(self.path).finished
+
+
+def train(
+    recipe: str | Path | TrainConfig = "digits",
+    *,
+    overrides: Sequence[str] = (),
+    data: str | None = None,
+    model: str | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    report: bool = True,
+    command: str | None = None,
+) -> Run:
+    """Train from scratch: `train("cifar10", overrides=["optim.lr=3e-4"])`.
+
+    `recipe` is a name, a run's config.json or settings of your own; `data` and `model` replace its
+    data and network; the run goes to `out`, else to runs/NAME. With `resume` an interrupted run goes
+    on from its last checkpoint as if nothing had happened.
+    """
+    config = override(_chosen(recipe, data, model), () if resume else overrides)
+    folder = RunFolder(_folder(out, config.name, resume))
+    if resume:
+        config = _resumed(folder, overrides)
+    return run(config, folder, resume=resume, report=report, command=command)
+
+
+def finetune(
+    model: str,
+    data: str,
+    *,
+    recipe: str = "finetune",
+    what: str | int = "all",
+    image: int | tuple[int, int] | None = None,
+    overrides: Sequence[str] = (),
+    device: str = "auto",
+    out: str | Path | None = None,
+    resume: bool = False,
+    report: bool = True,
+    command: str | None = None,
+) -> Run:
+    """Teach a trained model new classes: `finetune("timm/vit_tiny_patch16_224...", "photos/")`.
+
+    `recipe` is "finetune" (AdamW, layer-wise decay, the checkpoint's own resolution) or "paper" (SGD
+    at 384 px); `what` learns is "all", the "head" only, or the last so many blocks.
+    """
+    if resume:
+        folder = RunFolder(_folder(out, _tuned_name(data), resume))
+        return run(_resumed(folder, overrides), folder, resume=True, report=report, command=command)
+    config = tuned(model, data, recipe=recipe, what=what, image=image, overrides=overrides, device=device)
+    return run(config, RunFolder(_folder(out, config.name, False)), report=report, command=command)
+
+
+def tuned(
+    model: str,
+    data: str,
+    *,
+    recipe: str = "finetune",
+    what: str | int = "all",
+    image: int | tuple[int, int] | None = None,
+    overrides: Sequence[str] = (),
+    device: str = "auto",
+) -> TrainConfig:
+    """The settings that `finetune` picks for a model and some pictures."""
+    known = {"finetune": tuning.finetune, "paper": tuning.paper}
+    if recipe not in known:
+        raise NotFound(f"no way to fine-tune is called {recipe!r}{nearest(recipe, known)}")
+    about_data = [o for o in overrides if o.startswith("data.")]
+    source = override(DataConfig(source=data), [o.removeprefix("data.") for o in about_data])
+    images = len(open_data(source).train)
+    config = known[recipe](model, data, images=images, device=pick_device(device).type)
+    config = config.but(name=_tuned_name(data), device=device, image=image or config.image)
+    if what != "all":
+        config = tuning.only(config, what)
+    if any(o.startswith("model.") for o in overrides):  # the checkpoint's own settings, to be changed
+        config = config.but(model=open_checkpoint(model, image=config.image)[0].config)
+    return override(config, overrides)
+
+
+def run(
+    config: TrainConfig, folder: RunFolder, *, resume: bool = False, report: bool = True, command: str | None = None
+) -> Run:
+    """A run and those it is compared with, then the report."""
+    result = fit(config, folder, resume=resume)
+    if result.stopped not in (None, "patience"):
+        return Run(folder.path, result.setup.config, None, result.stopped)
+    others = []
+    for change in config.compare:
+        aside = RunFolder(folder.path / "compare" / _slug(change))
+        other = fit(override(config.but(compare=()), [change]), aside, resume=aside.started)
+        others.append(Run(aside.path, other.setup.config, other.scores, other.stopped))
+        if other.stopped not in (None, "patience"):
+            return Run(folder.path, result.setup.config, result.scores, other.stopped, tuple(others))
+    done = Run(folder.path, result.setup.config, result.scores, result.stopped, tuple(others))
+    if report and result.first:
+        _report(done, result, command)
+    return done
+
+
+def _report(done: Run, result: Result, command: str | None) -> None:
+    """A page about the run. A page that cannot be made is no reason to lose the run."""
+    splits = result.setup.splits
+    baselines = {}
+    if result.scores is not None and comparable(splits.train, splits.validation):
+        baselines["3-nearest neighbours on pixels"] = neighbours_baseline(splits.train, splits.validation)
+    try:
+        write_report(
+            done.path,
+            net=done.model.net,
+            preprocess=done.model.preprocess,
+            labels=splits.train.labels,
+            scores=result.scores,
+            source=splits.validation,
+            measured_on=splits.measured_on,
+            baselines=baselines,
+            comparisons=[other.path for other in done.compared],
+            command=command,
+        )
+    except OSError as error:
+        say([f"the report could not be written: {error}"])
+
+
+def _chosen(recipe: str | Path | TrainConfig, data: str | None, model: str | None) -> TrainConfig:
+    if isinstance(recipe, TrainConfig):
+        config = recipe
+    elif str(recipe) in RECIPES:
+        config = RECIPES[str(recipe)]()
+    elif str(recipe).endswith(".json"):
+        config = RunFolder(Path(recipe).parent).read_config()
+    else:
+        raise NotFound(f"no recipe is called {str(recipe)!r}{nearest(str(recipe), RECIPES)}")
+    if data is not None:
+        config = config.but(data=config.data.but(source=data).to_dict())
+    if model is not None:
+        config = config.but(model=_network(model, config.model).to_dict())
+    return config
+
+
+def _network(name: str, usual: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:
+    """A network by name, for the pictures the recipe has."""
+    same: dict[str, Any] = {} if usual is None else {"image": usual.image, "channels": usual.channels}
+    return config_for(name, classes=0, **same)
+
+
+def _folder(out: str | Path | None, name: str, resume: bool) -> Path:
+    """Where the run is, or goes: without `out` a name that is free, or the latest run of that name."""
+    if out is not None:
+        return Path(out).expanduser()
+    wanted = RUNS / name
+    if resume:
+        return latest_folder(wanted)
+    found = free_folder(wanted)
+    if found != wanted:
+        say([f"{wanted} holds a run already; this one goes to {found}"])
+    return found
+
+
+def _resumed(folder: RunFolder, overrides: Sequence[str]) -> TrainConfig:
+    """The run's own settings; only what does not change its results may be changed."""
+    for assignment in overrides:
+        name = assignment.partition("=")[0].strip()
+        if name not in CHANGEABLE:
+            raise ConfigError(
+                f"{name} cannot change when a run is resumed, since its results would; what can is "
+                f"{', '.join(CHANGEABLE)}. Start a new run instead."
+            )
+    config: TrainConfig = override(folder.read_config(), overrides)
+    return config
+
+
+def _tuned_name(data: str) -> str:
+    return f"finetune-{_slug(Path(data.rpartition(':')[2]).name or 'pictures')}"
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-._" else "-" for c in text).strip("-.") or "run"

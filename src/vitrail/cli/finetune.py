@@ -1,0 +1,66 @@
+"""`vitrail finetune`: a trained model learns the classes of a folder of photographs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from vitrail.cli.console import err
+from vitrail.cli.options import Json, size
+from vitrail.cli.train import Device, Out, Report, Resume, picked, speaks, spelled, tell
+
+
+def finetune(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, such as optim.lr=1e-4.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="MODEL", help="What to start from: a file, folder, name or hub id."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="SPEC", help="A folder of one folder per class, or other data."),
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option("--recipe", help="finetune, or paper: SGD at 384 px, as the ViT paper does it.")
+    ] = "finetune",
+    what: Annotated[
+        str, typer.Option("--train", metavar="all|head|N", help="What learns: all, the head, or the last N blocks too.")
+    ] = "all",
+    image: Annotated[
+        str | None, typer.Option("--image", metavar="SIZE", help="Another resolution; positions are resampled.")
+    ] = None,
+    out: Out = None,
+    resume: Resume = False,
+    device: Device = None,
+    report: Report = True,
+    as_json: Json = False,
+) -> None:
+    """Teach a trained model your classes: vitrail finetune --model MODEL --data photos/"""
+    if (model is None or data is None) and not (resume and out is not None):
+        raise typer.BadParameter("finetune needs --model and --data; or --resume with --out RUN")
+    with err.status("starting"):
+        from vitrail import api
+        from vitrail.api.training import tuned
+    if resume:
+        done = api.finetune(
+            model or "", data or "", overrides=overrides or [], out=out, resume=True, report=report, command=spelled()
+        )
+        tell(done, as_json)
+        return
+    assert model is not None
+    assert data is not None
+    config = tuned(
+        model,
+        data,
+        recipe=recipe,
+        what=int(what) if what.isdecimal() else what,
+        image=size(image),
+        overrides=overrides or [],
+        device=device or "auto",
+    )
+    if speaks():
+        err.print(picked(config))
+    tell(api.train(config, out=out, report=report, command=spelled()), as_json)

@@ -1,0 +1,177 @@
+"""`vitrail train`: a recipe, changed here and there, to a run folder with a report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.cli.console import err, show
+from vitrail.cli.options import Json
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.api import Run
+    from vitrail.config import TrainConfig
+
+SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
+"""The status of a run that a signal ended, as shells count it."""
+
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; without it, runs/NAME.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps or auto.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="SPEC", help="A built-in name, a folder, a table, shards: see vitrail datasets."),
+]
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe's name, and settings to change in it."),
+    ] = None,
+    data: Data = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Another network, such as ViT-S/4.")
+    ] = None,
+    out_folder: Out = None,
+    resume: Resume = False,
+    device: Device = None,
+    report: Report = True,
+    listed: Annotated[bool, typer.Option("--list", help="List the recipes and what each has shown.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a network from scratch; without a recipe, a ViT on handwritten digits, in a minute or two.
+
+    vitrail train cifar10 optim.lr=3e-4 duration='100 epochs'
+    """
+    if listed:
+        _list()
+        return
+    recipe, overrides = _split(arguments or [])
+    if device is not None:
+        overrides.append(f"device={device}")
+    if recipe is None and data is not None:
+        recipe = _recipe_for(data)
+    with err.status("starting"):
+        from vitrail import api
+    done = api.train(
+        recipe or "digits",
+        overrides=overrides,
+        data=data,
+        model=model,
+        out=out_folder,
+        resume=resume,
+        report=report,
+        command=spelled(),
+    )
+    tell(done, as_json)
+
+
+def tell(done: Run, as_json: bool) -> None:
+    """How it ended; a run that a signal stopped ends the command with that signal's status."""
+    if not speaks():
+        raise typer.Exit(SIGNALS.get(done.stopped or "", 0))
+    if as_json:
+        typer.echo(json.dumps(summary(done), indent=2))
+    elif done.scores is not None or done.finished:
+        show(_results(done))
+    if done.stopped in SIGNALS or done.stopped == "another process":
+        again = f"vitrail train --resume --out {done.path}"
+        err.print(Text(f"stopped by {done.stopped} and saved; go on with: {again}"), soft_wrap=True)
+        raise typer.Exit(SIGNALS.get(done.stopped, 1))
+
+
+def summary(done: Run) -> dict[str, object]:
+    return {
+        "run": str(done.path),
+        "model": str(done.path / "model") if done.finished else None,
+        "report": str(done.report) if done.report.exists() else None,
+        "scores": done.scores.to_dict() if done.scores is not None else None,
+        "stopped": done.stopped,
+        "compared": [
+            {"run": str(other.path), "scores": other.scores.to_dict() if other.scores is not None else None}
+            for other in done.compared
+        ],
+    }
+
+
+def spelled() -> str:
+    """The command as it was given."""
+    import shlex
+
+    return shlex.join(["vitrail", *sys.argv[1:]])
+
+
+def speaks() -> bool:
+    """Under torchrun only the first process does."""
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _results(done: Run) -> Table:
+    table = Table.grid(padding=(0, 2))
+    if done.scores is not None:
+        s = done.scores
+        interval = f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} pictures"
+        table.add_row("accuracy", f"{100 * s.top1:.2f} %", Text(interval, style="dim"))
+    for other in done.compared:
+        if other.scores is not None:
+            table.add_row(f"  {other.path.name}", f"{100 * other.scores.top1:.2f} %", "")
+    table.add_row("model", str(done.path / "model"), Text(f"vitrail predict --model {done.path} PICTURE", style="dim"))
+    if done.report.exists():
+        table.add_row("report", str(done.report), "")
+    return table
+
+
+def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """A recipe's name, at most one, and settings."""
+    names = [a for a in arguments if "=" not in a]
+    if len(names) > 1:
+        raise ConfigError(f"got two recipes, {names[0]} and {names[1]}; settings are written KEY=VALUE.")
+    return (names[0] if names else None), [a for a in arguments if "=" in a]
+
+
+def _recipe_for(data: str) -> str:
+    from vitrail.recipes import RECIPES
+
+    if data in RECIPES:
+        return data
+    raise ConfigError(
+        f"--data {data} needs a recipe beside it, such as vitrail train deit-s16 --data {data}; with fewer than a "
+        f"million pictures start from a trained model: vitrail finetune --model MODEL --data {data}."
+    )
+
+
+def _list() -> None:
+    from vitrail.recipes import RECIPES
+
+    table = Table("recipe", "data", "what it is", box=None, pad_edge=False)
+    for name, make in RECIPES.items():
+        config = make()
+        about = make.__doc__ or sys.modules[make.__module__].__doc__ or ""
+        table.add_row(name, config.data.source, " ".join(about.split("\n\n")[0].split()))
+    show(table)
+
+
+def picked(config: TrainConfig) -> Table:
+    """What was chosen for the user, in a few lines."""
+    table = Table.grid(padding=(0, 2))
+    optim = config.optim
+    slower = f", {optim.layer_decay:g} of it a layer down" if optim.layer_decay else ""
+    what = {"all": "everything", "head": "the head only"}.get(str(optim.train), f"the head and {optim.train} blocks")
+    table.add_row("start", str(config.start))
+    table.add_row("data", config.data.source)
+    table.add_row("learns", what)
+    table.add_row("optimiser", f"{optim.kind} at {optim.lr:g}{slower}")
+    table.add_row("length", f"{config.duration} in batches of {config.batch}")
+    table.add_row("size", "the checkpoint's own" if config.image is None else f"{config.image} px")
+    return table

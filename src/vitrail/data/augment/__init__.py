@@ -1,0 +1,22 @@
+"""Whole-batch augmentation on the device, a pure function of (seed, step, place in the global batch).
+
+    draws      what is drawn on the host, sent in one copy; which pictures an operation is for
+    crop       random resized crop, shift, flip
+    colour     brightness to equalise, sharpness, blur: one function each
+    affine     rotate, shear, translate, as one matrix
+    jitter, three, rand, erase, mix     the layers above: what is drawn, in which order it is applied
+    compose    `Augment`: all of it
+
+Every operation is a function of pictures and explicit numbers, and computes a picture's values from
+that picture alone, to the same bits in any batch on a CPU.
+
+kornia 0.9 is used nowhere (benchmarks/augment.py, one core, 256 x 3 x 32 x 32 and 16 x 3 x 224 x 224): its
+crop is not antialiased (72 levels of 255 off), and all else it computes as exactly but no faster, but
+for the blur (1.6 x and 1.9 x); there, and in sharpness, one grey picture alone has other bits than in a batch.
+"""
+
+from vitrail.data.augment.compose import Augment
+from vitrail.data.augment.crop import crop_boxes
+from vitrail.data.augment.mix import Exchange
+
+__all__ = ["Augment", "Exchange", "crop_boxes"]

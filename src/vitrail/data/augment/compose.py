@@ -1,0 +1,178 @@
+"""All of it in order: crop, flip, policy, colour jitter, normalise, erase, mix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vitrail import chance
+from vitrail.config import AugmentConfig, PreprocessConfig
+from vitrail.data.augment.crop import crop_boxes, flip, flips, resized_crop, shift, shifts
+from vitrail.data.augment.draws import Drawn, Parameters, only, sent
+from vitrail.data.augment.erase import Erase
+from vitrail.data.augment.jitter import Jitter
+from vitrail.data.augment.mix import Exchange, Mix, blend, blend_targets, partners_of, soft
+from vitrail.data.augment.rand import RandAugment
+from vitrail.data.augment.three import ThreeAugment
+from vitrail.data.batch import Batch
+from vitrail.errors import ConfigError, DataError
+
+# b pictures of this process's part of the global batch, C channels, H W pixels, K classes
+
+Slots = npt.NDArray[np.int64]
+
+
+class Augment:
+    """Training's half of the preprocessing: `images, targets = augment(batch, exchange)`.
+
+    Three steps, of which the first is on the host and the other two may be compiled:
+
+        draw       step, slots -> everything random, as arrays
+        change     pictures, uint8 -> cropped, coloured, normalised, erased: float32
+        mix        those and their partners -> pictures and soft targets
+
+    `cropped` says that the loader's workers have made the resized crop already; shifts, which need
+    no more than the picture, are always made here. With `compile`, shapes are static and every
+    operation runs on the whole batch: right for a GPU and small pictures. Without it, each runs on
+    the pictures it was drawn for.
+    """
+
+    def __init__(
+        self,
+        config: AugmentConfig,
+        *,
+        preprocess: PreprocessConfig,
+        image: tuple[int, int],
+        classes: int,
+        batch: int,
+        seed: int,
+        cropped: bool = False,
+        compile: bool = False,
+    ) -> None:
+        _check(config, image, preprocess.channels)
+        self.config, self.preprocess, self.image, self.classes = config, preprocess, image, classes
+        self.batch, self.seed = batch, seed
+        self.resizes = config.crop == "resized" and not cropped
+        self.policy: RandAugment | ThreeAugment | None = None
+        if config.policy == "three":
+            self.policy = ThreeAugment()
+        elif config.policy == "rand":
+            strength = (config.magnitude, config.magnitude_std)
+            self.policy = RandAugment(config.layers, *strength, size=image, fill=preprocess.mean)
+        self.jitter = Jitter(config.jitter) if any(config.jitter) else None
+        self.erase = Erase(config.erase, config.erase_scale, image) if config.erase else None
+        self.mixer = Mix(config.mixup, config.cutmix, config.mix_chance, image) if config.mixes else None
+        self.dense = compile
+        self._change, self._mix = self.change, self.mix
+        if compile:
+            self._change = torch.compile(self.change, fullgraph=True, dynamic=False)
+            self._mix = torch.compile(self.mix, fullgraph=True, dynamic=False)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch, exchange: Exchange | None = None) -> tuple[Tensor, Tensor]:
+        """Float32 b C H W for the network, and targets: b class numbers, or b K where they are mixed or several.
+
+        Chance is keyed by `batch.step` and `batch.slots`, which should lie on the CPU: reading them
+        from a GPU would make the host wait. `exchange` fetches partners from other processes.
+        """
+        self._check_batch(batch, exchange)
+        slots = batch.slots.cpu().numpy()
+        drawn = self.draw(batch.step, slots, (batch.images.shape[2], batch.images.shape[3]))
+        device = batch.images.device
+        parameters = sent(drawn, device, self.dense)
+        if self.erase is not None:
+            parameters["erase"]["quantiles"] = chance.quantiles(device)
+        images = self._change(batch.images, parameters)
+        if self.mixer is None:
+            return images, batch.targets
+        fetch = _fetcher(exchange, drawn["partners"]["slots"], parameters["partners"]["rows"])
+        labels, weights = batch.targets, batch.weights[:, None]
+        if labels.ndim == 1:
+            labels, weights = labels[:, None], weights > 0
+        known = torch.cat([labels, weights.to(labels.dtype)], dim=1)  # one exchange for both
+        return self._mix(images, fetch(images), batch.targets, fetch(known), parameters["mix"])
+
+    def draw(self, step: int, slots: Slots, size: tuple[int, int]) -> dict[str, Drawn]:
+        """Everything random about these places in the global batch, and the constants; pictures are of `size`."""
+        config, keys = self.config, chance.keys_of(self.seed, step, slots)
+        colours = (
+            np.array(values, np.float32)[:, None, None] for values in (self.preprocess.mean, self.preprocess.std)
+        )
+        drawn: dict[str, Drawn] = {"normalise": dict(zip(("mean", "std"), colours, strict=True)), "view": {}}
+        if self.resizes:
+            drawn["view"]["boxes"] = crop_boxes(keys, np.tile(size, (len(keys), 1)), config.scale, config.ratio)
+        elif config.crop == "pad" and config.pad:
+            drawn["view"]["shift"] = shifts(keys, config.pad)
+        if config.flip:
+            drawn["view"]["flip"] = flips(keys, config.flip)
+        parts = {"policy": self.policy, "jitter": self.jitter, "erase": self.erase, "mix": self.mixer}
+        drawn |= {name: part.draw(keys) for name, part in parts.items() if part is not None}
+        if self.mixer is not None:
+            drawn["partners"] = self._partners(step, slots, drawn["mix"]["own"] < 1)
+        return drawn
+
+    def _partners(self, step: int, slots: Slots, mixed: npt.NDArray[np.bool_]) -> Drawn:
+        """Whom each picture is mixed with, itself where with nobody: places in the global batch, and rows here."""
+        wanted = np.where(mixed, partners_of(self.seed, step, self.batch)[slots], slots)
+        order = np.argsort(slots)
+        near = np.searchsorted(slots, wanted, sorter=order).clip(max=len(slots) - 1)
+        return {"slots": wanted, "rows": order[near]}  # rows mean something only where all of the batch is here
+
+    def change(self, images: Tensor, drawn: dict[str, Parameters]) -> Tensor:
+        """What happens to each picture by itself; a function of its arguments, without waiting or branching on them."""
+        view = drawn["view"]
+        if "boxes" in view:
+            images = resized_crop(images, view["boxes"], self.image, self.config.interpolation)
+        elif "shift" in view:
+            images = shift(images, view["shift"])
+        images = images.to(torch.float32, memory_format=torch.contiguous_format) / 255
+        if "boxes" in view and self.config.interpolation == "bicubic":
+            images = images.clamp(0, 1)
+        if "flip" in view:
+            images = only(view["flip"], images, flip)
+        if self.policy is not None:
+            images = self.policy.apply(images, drawn["policy"])
+        if self.jitter is not None:
+            images = self.jitter.apply(images, drawn["jitter"])
+        images = images.sub(drawn["normalise"]["mean"]).div_(drawn["normalise"]["std"])
+        return images if self.erase is None else self.erase.apply(images, drawn["erase"])
+
+    def mix(
+        self, images: Tensor, partners: Tensor, targets: Tensor, partners_known: Tensor, drawn: Parameters
+    ) -> tuple[Tensor, Tensor]:
+        """Pictures and targets with those of their partners; `partners_known` is their targets and weights, b K + 1."""
+        alive, theirs = partners_known[:, -1] > 0, partners_known[:, :-1]
+        if targets.ndim == 1:
+            targets, theirs = soft(targets, self.classes), soft(theirs[:, 0], self.classes)
+        return blend(images, partners, alive, drawn), blend_targets(targets, theirs, alive, drawn)
+
+    def _check_batch(self, batch: Batch, exchange: Exchange | None) -> None:
+        size = tuple(batch.images.shape[2:])
+        if not self.resizes and size != self.image:
+            raise DataError(
+                f"got pictures of {size[0]} x {size[1]}, wanted {self.image[0]} x {self.image[1]}; "
+                "only crop='resized' changes their size."
+            )
+        if self.mixer is not None and exchange is None and len(batch) != self.batch:
+            raise DataError(
+                f"got {len(batch)} pictures of a batch of {self.batch}: the partners of some are in other "
+                "processes; pass the exchange that fetches them."
+            )
+
+
+def _fetcher(exchange: Exchange | None, slots: Slots, rows: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function from all rows of something to those of the partners."""
+    if exchange is None:
+        return lambda values: values.index_select(0, rows)
+    return lambda values: exchange(values, slots)
+
+
+def _check(config: AugmentConfig, image: tuple[int, int], channels: int) -> None:
+    if config.crop == "pad" and config.pad >= min(image):
+        raise ConfigError(f"pad={config.pad} mirrors more than pictures of {image[0]} x {image[1]} have; try less.")
+    if channels not in (1, 3) and (any(config.jitter) or config.policy != "none"):
+        raise ConfigError(f"jitter and policy know grey and RGB, not {channels} channels; turn them off.")

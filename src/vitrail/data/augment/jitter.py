@@ -1,0 +1,54 @@
+"""Colour jitter: brightness, contrast, saturation and hue changed a little, in an order of each picture's own.
+
+torchvision's ColorJitter: a factor is uniform in [max(0, 1 - strength), 1 + strength], a turn of the
+hue in [-strength, strength]; a strength of 0 leaves its change out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from vitrail import chance
+from vitrail.data.augment import colour
+from vitrail.data.augment.draws import Drawn, Parameters, only
+
+JITTER = chance.stream("jitter")
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "brightness": colour.brightness,
+    "contrast": colour.contrast,
+    "saturation": colour.saturation,
+    "hue": colour.hue,
+}
+
+
+class Jitter:
+    """Strengths of brightness, contrast, saturation and hue."""
+
+    def __init__(self, strengths: tuple[float, float, float, float]) -> None:
+        named = zip(CHANGES, strengths, strict=True)
+        self.strengths = {name: strength for name, strength in named if strength > 0}
+
+    def draw(self, keys: chance.Keys) -> Drawn:
+        """A number for each change, and for each of its possible places in the order whether it is there."""
+        count = len(CHANGES)
+        draws = chance.uniform_np(keys, JITTER, 2 * count).astype(np.float64)
+        amounts = dict(zip(CHANGES, draws[:, :count].T, strict=True))
+        places = dict(zip(CHANGES, draws[:, count:].T, strict=True))
+        order = np.argsort(np.stack([places[name] for name in self.strengths], axis=1), axis=1, kind="stable")
+        drawn: Drawn = {}
+        for number, (name, strength) in enumerate(self.strengths.items()):
+            low, high = (-strength, strength) if name == "hue" else (max(0.0, 1 - strength), 1 + strength)
+            drawn[name] = (low + (high - low) * amounts[name]).astype(np.float32)
+            for place in range(len(self.strengths)):
+                drawn[f"{name} {place}"] = order[:, place] == number
+        return drawn
+
+    def apply(self, images: Tensor, drawn: Parameters) -> Tensor:
+        for place in range(len(self.strengths)):
+            for name in self.strengths:
+                images = only(drawn[f"{name} {place}"], images, CHANGES[name], drawn[name])
+        return images

@@ -1,0 +1,89 @@
+"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), picture by picture, over the global batch.
+
+Partners are a round: a random cycle through all places of the global batch, made from (seed, step),
+so nobody meets themselves (unless alone) and every process knows every partner. A picture that could
+not be read is mixed into none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vitrail import chance
+from vitrail.data.augment.draws import Drawn, Parameters, each
+from vitrail.data.augment.erase import inside
+
+# b pictures, C channels, H W pixels, K classes
+
+MIX, PARTNERS = chance.stream("mix"), chance.stream("partners")
+
+Exchange = Callable[[Tensor, npt.NDArray[np.int64]], Tensor]
+"""Rows of this process's part of the batch, and places in the global batch -> the rows of those places."""
+
+
+def partners_of(seed: int, step: int, batch: int) -> npt.NDArray[np.int64]:
+    """For each place in the global batch whom it is mixed with: a random cycle through all of them."""
+    circle = chance.shuffled(np.arange(batch), batch, chance.key_of(seed, step, PARTNERS))
+    partners = np.empty(batch, np.int64)
+    partners[circle] = np.roll(circle, -1)
+    return partners
+
+
+def beta(uniform: npt.NDArray[np.float64], alpha: float) -> npt.NDArray[np.float64]:
+    """Beta(alpha, alpha) from numbers uniform in [0, 1), by the inverse of its distribution function."""
+    from scipy.special import betaincinv  # type: ignore[import-untyped] # slow to import; the loader's workers never need it
+
+    out: npt.NDArray[np.float64] = betaincinv(alpha, alpha, uniform + 2**-25)  # the middle of each step
+    return out
+
+
+class Mix:
+    """With chance `share`: mixup or CutMix, half and half where both have an alpha above 0."""
+
+    def __init__(self, mixup: float, cutmix: float, share: float, size: tuple[int, int]) -> None:
+        self.mixup, self.cutmix, self.share, self.size = mixup, cutmix, share, size
+
+    def draw(self, keys: chance.Keys) -> Drawn:
+        """`own`: what a picture keeps of itself; `boxes`: what is cut out of it, 0 by 0 for mixup."""
+        draws = chance.uniform_np(keys, MIX, 5).astype(np.float64)
+        mixed = draws[:, 0] < self.share
+        cut = mixed & (draws[:, 1] >= (0.5 if self.mixup and self.cutmix else 0.0 if self.cutmix else 1.0))
+        blended = mixed & ~cut
+        own = np.ones(len(keys))
+        own[blended] = beta(draws[blended, 2], self.mixup) if blended.any() else 1
+        boxes = np.zeros((len(keys), 4), np.int64)
+        boxes[cut] = self._boxes(beta(draws[cut, 2], self.cutmix), draws[cut, 3:]) if cut.any() else 0
+        own[cut] = 1 - boxes[cut, 2] * boxes[cut, 3] / (self.size[0] * self.size[1])
+        return {"own": own.astype(np.float32), "boxes": boxes, "cut": cut.astype(np.float32)}
+
+    def _boxes(self, own: npt.NDArray[np.float64], centre: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Of the picture's shape and 1 - own of its area, around any pixel, clipped: the paper's own code."""
+        sides = np.array(self.size)
+        half = (sides * np.sqrt(1 - own)[:, None]).astype(np.int64) // 2
+        middle = (centre * sides).astype(np.int64)
+        first, last = np.maximum(middle - half, 0), np.minimum(middle + half, sides)
+        return np.concatenate([first, last - first], axis=1)
+
+
+def blend(images: Tensor, partners: Tensor, alive: Tensor, drawn: Parameters) -> Tensor:
+    """Pictures and their partners, b C H W, into one; a partner that is not `alive` (b bool) leaves no trace."""
+    boxes = inside(drawn["boxes"], images.shape[2], images.shape[3])  # b 1 H W
+    own = torch.where(each(drawn["cut"] > 0), (~boxes).to(torch.float32), each(drawn["own"]))
+    own = torch.where(each(alive), own, 1)
+    return images * own + partners * (1 - own)
+
+
+def blend_targets(targets: Tensor, partners: Tensor, alive: Tensor, drawn: Parameters) -> Tensor:
+    """The same for soft targets, b K."""
+    own = torch.where(alive, drawn["own"], 1)[:, None]
+    return targets * own + partners * (1 - own)
+
+
+def soft(targets: Tensor, classes: int) -> Tensor:
+    """Class numbers b -> b K float32, a 1 in each row; no label (-1) is a row of zeros."""
+    return (targets[:, None] == torch.arange(classes, device=targets.device)).to(torch.float32)

@@ -1,0 +1,45 @@
+"""3-Augment (DeiT III, arXiv 2204.07118): each picture in grey, solarised or blurred, one of the three.
+
+The paper's parameters: levels of 128 and above are inverted; the blur's deviation is uniform between
+0.1 and 2 pixels. Pillow, which the paper's code uses, approximates a Gaussian by boxes; here it is
+one, cut off at 6 pixels, which is three deviations of the widest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from vitrail import chance
+from vitrail.data.augment import colour
+from vitrail.data.augment.draws import Drawn, Parameters, only
+
+THREE = chance.stream("three")
+THRESHOLD = 128.0
+DEVIATION = (0.1, 2.0)
+REACH = 6
+
+
+class ThreeAugment:
+    def draw(self, keys: chance.Keys) -> Drawn:
+        draws = chance.uniform_np(keys, THREE, 2).astype(np.float64)
+        choice = (3 * draws[:, 0]).astype(np.int64)
+        return {
+            "grey": choice == 0,
+            "solarise": choice == 1,
+            "threshold": np.full(len(keys), THRESHOLD, np.float32),
+            "blur": choice == 2,
+            "weights": gaussian(DEVIATION[0] + (DEVIATION[1] - DEVIATION[0]) * draws[:, 1], REACH),
+        }
+
+    def apply(self, images: Tensor, drawn: Parameters) -> Tensor:
+        images = only(drawn["grey"], images, colour.grey)
+        images = only(drawn["solarise"], images, colour.solarise, drawn["threshold"])
+        return only(drawn["blur"], images, colour.blur, drawn["weights"])
+
+
+def gaussian(deviation: npt.NDArray[np.float64], reach: int) -> npt.NDArray[np.float32]:
+    """Weights at distance 0 to `reach`, n reach + 1; both sides together sum to 1."""
+    weights = np.exp(-0.5 * (np.arange(reach + 1) / deviation[:, None]) ** 2)
+    return (weights / (weights[:, :1] + 2 * weights[:, 1:].sum(1, keepdims=True))).astype(np.float32)

@@ -1,0 +1,40 @@
+"""Pictures that are decoded already and all of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.data.sources.base import Sample
+
+
+class Arrays:
+    """Pixels and class numbers in memory; keys count the pictures: `train/00017`."""
+
+    several = False
+    blocks = None
+
+    def __init__(
+        self,
+        name: str,
+        part: str,
+        pixels: npt.NDArray[np.uint8],  # N H W C
+        targets: npt.ArrayLike,
+        labels: Sequence[str],
+    ) -> None:
+        self.name = name
+        self.part = part
+        self.pixels: npt.NDArray[np.uint8] = pixels
+        self.targets = np.asarray(targets, np.int64)
+        self.labels = tuple(labels)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), self.pixels[index], int(self.targets[index]))
+
+    def key(self, index: int) -> str:
+        return f"{self.part}/{index:05d}"

@@ -1,0 +1,149 @@
+"""Data sets by name: found where they are, downloaded where they are not.
+
+Looked for in the folder the user names, in the cache, in the system's own folder for data sets, in
+any layout of layouts.py; what is found is held against the catalogue's digest of the content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vitrail.config import DataConfig
+from vitrail.data.sources import content, places
+from vitrail.data.sources.arrays import Arrays
+from vitrail.data.sources.base import Parts
+from vitrail.data.sources.catalogue import CATALOGUE, Entry
+from vitrail.data.sources.download import Unreachable, get
+from vitrail.data.sources.layouts import SLOW, Raw, layout_in, read
+from vitrail.data.sources.split import stratified
+from vitrail.errors import DataError, NotFound
+
+TESTED = 0.2
+"""Share of scikit-learn's digits that is the test part."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a data set lies, and how."""
+
+    folder: Path
+    layout: str
+
+
+def open_builtin(name: str, config: DataConfig) -> Parts:
+    """A data set of the catalogue: its train part and its test part."""
+    entry = CATALOGUE[name]
+    parts, notes = _content(entry, config.root)
+    order = _order(entry, config.classes)
+    sources = {
+        part: Arrays(name, part, pixels, order[targets], config.classes or entry.labels)
+        for part, (pixels, targets) in parts.items()
+    }
+    return Parts(sources["train"], None, sources["test"], tuple(notes), exact=True)
+
+
+def find(entry: Entry, root: str | None = None) -> Place | None:
+    """Where a data set lies on this machine; None: nowhere."""
+    return next(_found(entry, root), None)
+
+
+def fetch(entry: Entry, root: str | None = None) -> None:
+    """Find a data set, or download it into the cache; its content is verified either way."""
+    _content(entry, root)
+
+
+def _found(entry: Entry, root: str | None) -> Iterator[Place]:
+    """Every place that has files of the right names, best first."""
+    above = []
+    if root is not None:
+        given = Path(root).expanduser()
+        if not given.is_dir():
+            raise NotFound(f"there is no folder {given} to look for {entry.name} in (root=).")
+        above = [given / entry.name, *(given / name for name in entry.folders), given]
+    for folder in above:
+        if layout := layout_in(folder, entry):
+            yield Place(folder, layout)
+    if content.kept(entry) is not None:
+        yield Place(content.home_of(entry), content.DECODED)
+    for system in (places.cache(), places.SYSTEM):
+        for folder in (system / entry.name, *(system / name for name in entry.folders)):
+            if layout := layout_in(folder, entry):
+                yield Place(folder, layout)
+
+
+def _content(entry: Entry, root: str | None) -> tuple[dict[str, Raw], list[str]]:
+    """train and test, from wherever they are, and what to say about them."""
+    if entry.name == "digits":
+        return _digits(), []
+    for place in _found(entry, root):
+        if (parts := _verified(entry, place)) is not None:
+            unsure = f"the content of {place.folder} cannot be verified: no digest of {entry.name} is known"
+            return parts, [] if entry.digest else [unsure]
+    place = _download(entry)
+    parts = _verified(entry, place, just_come=True)
+    assert parts is not None
+    return parts, []
+
+
+def _verified(entry: Entry, place: Place, just_come: bool = False) -> dict[str, Raw] | None:
+    """The content, held against the digest; None where it is another known data set in the same layout."""
+    if place.layout in (*SLOW, content.DECODED) and (parts := content.kept(entry, place.folder)) is not None:
+        return parts
+    parts = read(place.folder, entry, place.layout)
+    found = content.digest(parts)
+    if any(found == other.digest for other in CATALOGUE.values() if other is not entry):
+        return None
+    if entry.digest and found != entry.digest:
+        if just_come:
+            for file in entry.files:
+                (place.folder / file.name).unlink(missing_ok=True)
+        gone = "it has been removed; try again" if just_come else "remove it, or name another folder with root="
+        raise DataError(
+            f"{place.folder} does not hold {entry.name} as it was published: the content's SHA-256 is {found[:12]}..., "
+            f"wanted {entry.digest[:12]}...; {gone}."
+        )
+    if place.layout in SLOW:
+        content.keep(entry, parts, found, place.folder)
+    return parts
+
+
+def _download(entry: Entry) -> Place:
+    """Into the cache, from the data set's own addresses."""
+    folder = places.cache() / entry.name
+    try:
+        for file in entry.files:
+            get(file, entry.addresses, folder, check=not entry.digest)
+    except Unreachable as error:
+        names = ", ".join(file.name for file in entry.files)
+        debian = f" (on Debian and Ubuntu: apt install {entry.package})" if entry.package else ""
+        raise NotFound(
+            f"{entry.name} is not on this machine and could not be downloaded ({error}); put {names} into "
+            f"{places.short(folder)}, or name the folder that has them with root={debian}."
+        ) from error
+    layout = layout_in(folder, entry)
+    assert layout is not None
+    return Place(folder, layout)
+
+
+def _digits() -> dict[str, Raw]:
+    """scikit-learn's 1,797 digits, 0 to 16 scaled to 0 to 255; the same fifth of each class is the test part."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)[..., None]
+    targets = found.target.astype(np.int64)
+    tested = stratified((f"digits/{i:05d}" for i in range(len(targets))), targets, TESTED)
+    return {"train": (pixels[~tested], targets[~tested]), "test": (pixels[tested], targets[tested])}
+
+
+def _order(entry: Entry, classes: Sequence[str] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Our class numbers -> those of the classes in the order asked for."""
+    if classes is None or len(classes) != len(entry.labels) or set(classes) != set(entry.labels):
+        if classes is not None and len(classes) != len(entry.labels):
+            raise DataError(f"classes= names {len(classes)}, and {entry.name} has {len(entry.labels)}.")
+        return np.arange(len(entry.labels))
+    return np.array([classes.index(label) for label in entry.labels])

@@ -1,0 +1,75 @@
+"""What a data set holds, as one number, and a decoded copy of it where decoding takes long."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from vitrail.data.sources import places
+from vitrail.data.sources.catalogue import Entry
+from vitrail.data.sources.layouts import Raw
+
+FACTS = "content.json"
+DECODED = "decoded"
+
+
+def digest(parts: dict[str, Raw]) -> str:
+    """SHA-256 over every picture's pixels and label, whatever the order of the pictures and their encoding.
+
+    Of each picture the SHA-256 of its label (two bytes, the smaller first) and its pixels (H W C);
+    of each part, train before test, its name, its shape and the sorted digests of its pictures.
+    """
+    whole = hashlib.sha256()
+    for part in sorted(parts, reverse=True):
+        pixels, targets = parts[part]
+        whole.update(f"{part} {pixels.shape}".encode())
+        labels = targets.astype("<u2").tobytes()
+        rows = np.ascontiguousarray(pixels).reshape(len(pixels), -1)
+        each = [hashlib.sha256(labels[2 * i : 2 * i + 2] + row.data).digest() for i, row in enumerate(rows)]
+        for one in sorted(each):
+            whole.update(one)
+    return whole.hexdigest()
+
+
+def home_of(entry: Entry) -> Path:
+    return places.cache() / entry.name / DECODED
+
+
+def keep(entry: Entry, parts: dict[str, Raw], found: str, origin: Path) -> None:
+    """Put a decoded copy into the cache; where that cannot be written, do without."""
+    home = home_of(entry)
+    facts = {"digest": found, "from": str(origin)}
+    with contextlib.suppress(OSError):
+        home.mkdir(parents=True, exist_ok=True)
+        (home / FACTS).unlink(missing_ok=True)  # until all of it is there, none of it counts
+        for part, (pixels, targets) in parts.items():
+            for kind, array in (("pixels", pixels), ("targets", targets)):
+                places.write_whole(home / f"{part}-{kind}.npy", partial(_save, array))
+        places.write_whole(home / FACTS, lambda file: file.write(json.dumps(facts).encode()))
+
+
+def kept(entry: Entry, origin: Path | None = None) -> dict[str, Raw] | None:
+    """The decoded copy, mapped into memory; None where there is none, or of something else than lies there."""
+    home = home_of(entry)
+    try:
+        facts = json.loads((home / FACTS).read_text())
+        if entry.digest and facts["digest"] != entry.digest:
+            return None
+        if not entry.digest and origin is not None and facts["from"] != str(origin):
+            return None
+        return {
+            part: (np.load(home / f"{part}-pixels.npy", mmap_mode="r"), np.load(home / f"{part}-targets.npy"))
+            for part in ("train", "test")
+        }
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _save(array: np.ndarray[Any, Any], file: IO[bytes]) -> None:
+    np.save(file, array)

@@ -1,0 +1,227 @@
+"""A folder of pictures, one folder for each class.
+
+`train/`, `val/` (`valid/`, `validation/`) and `test/` inside it are the data's own parts. Folders
+inside a class's folder belong to the class. What is hidden is not looked at; what is no picture by
+its name, and a class without pictures, is left out and said.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.config import DataConfig
+from vitrail.data.sources.base import SUFFIXES, Parts, Sample
+from vitrail.data.sources.packed import Strings
+from vitrail.errors import DataError, NotFound, nearest
+
+PARTS = {
+    "train": "train",
+    "training": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+}
+"""What people call a part -> which one it is."""
+SHOWN = 3
+"""So many examples are named in a note."""
+
+
+class Folder:
+    """Pictures as files; the key is the path from the folder on."""
+
+    several = False
+    pixels = None
+    blocks = None
+
+    def __init__(
+        self, name: str, root: Path, paths: Strings, targets: npt.NDArray[np.int64], labels: tuple[str, ...]
+    ) -> None:
+        self.name = name
+        self.root = root
+        self.paths = paths
+        self.targets = targets
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Sample:
+        key = self.paths[index]
+        return Sample(key, os.path.join(self.root, key), int(self.targets[index]))
+
+    def key(self, index: int) -> str:
+        return self.paths[index]
+
+
+@dataclass
+class Found:
+    """What lies in one folder of class folders."""
+
+    classes: dict[str, list[str]] = field(default_factory=dict)
+    """Paths of each class's pictures, from the data's root on."""
+    strangers: list[str] = field(default_factory=list)
+    """Files that are no pictures by their names."""
+    loose: list[str] = field(default_factory=list)
+    """Pictures that are in no class's folder."""
+
+    @property
+    def empty(self) -> list[str]:
+        return [name for name, paths in self.classes.items() if not paths]
+
+
+def open_folder(path: Path, config: DataConfig) -> Parts:
+    """The parts of a folder of class folders."""
+    if not path.is_dir():
+        raise NotFound(f"there is no folder {path}" + (", it is a file." if path.exists() else "."))
+    path = Path(os.path.abspath(path))  # a program may change its folder; links stay what they are
+    layout = parts_in(path)
+    found = {part: look(path, folder) for part, folder in layout.items()} or {"train": look(path, "")}
+    labels, notes = _labels(path, found, config.classes)
+    sources = {}
+    for part, here in found.items():
+        where = layout.get(part, "")
+        notes += _notes(here, where)
+        if any(here.classes.values()):
+            sources[part] = _source(path, where, here, labels)
+    if layout:
+        others = [e.name for e in _folders(path) if e.name not in layout.values()]
+        if others:
+            notes.append(f"{_some(others, 'folder')} beside {layout['train']}/ left out")
+    return Parts(sources["train"], sources.get("validation"), sources.get("test"), tuple(notes))
+
+
+def parts_in(path: Path) -> dict[str, str]:
+    """train, validation, test -> the folder's own name for it; empty where it has no such parts.
+
+    A class may be called train too: then it holds pictures, or stands among classes alone.
+    """
+    names = {e.name: PARTS.get(e.name.lower(), "") for e in _folders(path)}
+    layout = {part: name for name, part in reversed(names.items()) if part}
+    if "train" not in layout:
+        return {}
+    inside = path / layout["train"]
+    with os.scandir(inside) as entries:
+        pictures = any(_is_picture(e.name) for e in entries)
+    classes = bool(_folders(inside)) and not pictures
+    alone = len(layout) == 1 and any(not part for part in names.values())
+    return layout if classes and not alone else {}
+
+
+def look(root: Path, part: str) -> Found:
+    """Everything in one folder of class folders, in the order of the names."""
+    top = os.path.join(root, part)
+    found = Found()
+    prefix = f"{part}/" if part else ""
+    with os.scandir(top) as entries:
+        inside = sorted(entries, key=lambda e: e.name)
+    for entry in inside:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            paths = found.classes.setdefault(entry.name, [])
+            _walk(entry.path, f"{prefix}{entry.name}/", paths, found.strangers, frozenset())
+        elif _is_picture(entry.name):
+            found.loose.append(entry.name)
+        else:
+            found.strangers.append(f"{prefix}{entry.name}")
+    return found
+
+
+def _walk(folder: str, prefix: str, pictures: list[str], strangers: list[str], above: frozenset[str]) -> None:
+    """Pictures in a folder and in those inside it; no file is asked for anything but its name and kind."""
+    inner, first = [], len(pictures)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            name = entry.name
+            if name[0] == ".":
+                continue
+            if entry.is_dir():
+                inner.append(entry)
+            elif _is_picture(name):
+                pictures.append(prefix + name)
+            else:
+                strangers.append(prefix + name)
+    pictures[first:] = sorted(pictures[first:])
+    for entry in sorted(inner, key=lambda e: e.name):
+        passed = above
+        if entry.is_symlink():  # a link may lead back to where we are
+            real = os.path.realpath(entry.path)
+            if real in above or f"{os.path.realpath(folder)}{os.sep}".startswith(real + os.sep):
+                continue
+            passed = above | {real}
+        _walk(entry.path, f"{prefix}{entry.name}/", pictures, strangers, passed)
+
+
+def _is_picture(name: str) -> bool:
+    point = name.rfind(".")
+    return point > 0 and name[point:].lower() in SUFFIXES
+
+
+def _folders(path: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        return sorted((e for e in entries if e.is_dir() and e.name[0] != "."), key=lambda e: e.name)
+
+
+def _labels(path: Path, found: dict[str, Found], given: Sequence[str] | None) -> tuple[tuple[str, ...], list[str]]:
+    """The classes, in order: those asked for, else the training part's folders that hold pictures."""
+    train = found["train"]
+    there = sorted(name for name, paths in train.classes.items() if paths)
+    if not there:
+        raise DataError(_nothing(path, train))
+    labels = tuple(given) if given is not None else tuple(there)
+    for here in found.values():
+        for name, paths in here.classes.items():
+            if paths and name not in labels:
+                known = "named by classes=" if given is not None else "that can be learned"
+                raise DataError(f"{paths[0]} is of the class {name!r}, which is none {known}{nearest(name, labels)}")
+    absent = [name for name in labels if name not in there]
+    return labels, [f"{_some(absent, 'class')} without pictures to learn from"] if absent else []
+
+
+def _nothing(path: Path, found: Found) -> str:
+    """Why a folder cannot be learned from, and what to try."""
+    wanted = "wanted one folder for each class with its pictures in it"
+    if found.loose:
+        tables = sorted(n for n in found.strangers if re.search(r"\.(csv|tsv|parquet)$", n.lower()))
+        hint = f"; or is table:{path / tables[0]} what you mean?" if tables else f", such as {path / 'cat'}/1.jpg."
+        return f"{path} holds {_some(found.loose, 'picture')} and no class folders; {wanted}{hint}"
+    if found.classes:
+        return f"the folders in {path} ({_some(list(found.classes), 'folder')}) hold no pictures; {wanted}."
+    return f"{path} holds no folders with pictures; {wanted}."
+
+
+def _notes(found: Found, where: str) -> list[str]:
+    beside = f" in {where}/" if where else ""
+    notes = []
+    if found.empty:
+        notes.append(f"{_some(found.empty, 'folder')}{beside} without pictures left out")
+    if found.strangers:
+        notes.append(f"{_some(found.strangers, 'file')} left out: by the name no picture")
+    if found.loose:
+        notes.append(f"{_some(found.loose, 'picture')}{beside} left out: in no class's folder")
+    return notes
+
+
+def _source(root: Path, part: str, found: Found, labels: tuple[str, ...]) -> Folder:
+    place = {name: i for i, name in enumerate(labels)}
+    counts = [len(paths) for paths in found.classes.values()]
+    numbers = np.repeat([place.get(name, -1) for name in found.classes], counts).astype(np.int64)
+    paths = Strings(p for paths in found.classes.values() for p in paths)
+    return Folder(f"{root.name}{f'/{part}' if part else ''}", root, paths, numbers, labels)
+
+
+def _some(names: Sequence[str], what: str) -> str:
+    """`2 files (a, b)`, `12 files (a, b, c, ...)`."""
+    plural = what if len(names) == 1 else f"{what}es" if what.endswith("s") else f"{what}s"
+    more = ", ..." if len(names) > SHOWN else ""
+    return f"{len(names):,} {plural} ({', '.join(names[:SHOWN])}{more})"

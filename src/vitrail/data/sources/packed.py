@@ -1,0 +1,40 @@
+"""Many strings in one block of memory.
+
+A list of a million paths is a million objects: slow to pickle, and copied page by page into every
+worker that only reads them. Two arrays are neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Strings:
+    """A sequence of strings that cannot be changed; file names that are no UTF-8 survive."""
+
+    def __init__(self, texts: Iterable[str] = ()) -> None:
+        parts = [text.encode("utf-8", "surrogateescape") for text in texts]
+        self._text = b"".join(parts)
+        self._ends = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=self._ends[1:])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> str:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"{index} of {len(self)} strings")
+        index %= len(self)
+        return self._text[self._ends[index] : self._ends[index + 1]].decode("utf-8", "surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        ends = self._ends.tolist()
+        for start, end in itertools.pairwise(ends):
+            yield self._text[start:end].decode("utf-8", "surrogateescape")
+
+    def take(self, indices: npt.ArrayLike) -> Strings:
+        return Strings(self[int(i)] for i in np.asarray(indices))

@@ -1,0 +1,147 @@
+"""Pictures inside Parquet files, any of which can be reached without reading them all.
+
+A Parquet file is read by row groups. Those last used are kept, up to CACHE bytes in each process:
+data that fit are read once, and of larger ones `blocks` tells the order of samples which rows lie
+together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vitrail.data.sources.base import Sample, Targets
+from vitrail.errors import DataError, ImageError
+
+CACHE = 512 << 20
+"""Bytes of pictures that are kept in memory."""
+
+# N rows in G row groups of several files
+
+
+class Rows:
+    """Pictures as bytes, or as {bytes, path}; the key is the file's name and the row's number."""
+
+    pixels = None
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[Path],
+        column: str,
+        targets: Targets,
+        labels: tuple[str, ...],
+        several: bool,
+    ) -> None:
+        self.name, self.labels, self.several = name, labels, several
+        self.files, self.column, self.targets = tuple(files), column, targets
+        groups = [(f, g, rows, size) for f, path in enumerate(files) for g, rows, size in _groups(path, column)]
+        self._groups = [(f, g) for f, g, _, _ in groups]
+        self._rows = np.array([rows for _, _, rows, _ in groups], np.int64)
+        self._ends = np.cumsum(self._rows)  # G
+        self._bytes = sum(size for *_, size in groups)
+        firsts: dict[int, int] = {}
+        for (f, _), end, rows in zip(self._groups, self._ends, self._rows, strict=True):
+            firsts.setdefault(f, int(end - rows))
+        self._firsts = np.array([firsts.get(f, 0) for f in range(len(files))], np.int64)
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._open: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Sample:
+        index = range(len(self))[index]
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        row = index - int(self._ends[group] - self._rows[group])
+        value = self._group(group)[row].as_py()
+        if isinstance(value, dict):
+            value = value.get("bytes") or self._beside(group, value.get("path"))
+        target = self.targets[index]
+        several = tuple(np.flatnonzero(target).tolist()) if self.several else int(target)
+        return Sample(self.key(index), value or b"", several)
+
+    def key(self, index: int) -> str:
+        index = range(len(self))[index]
+        file = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        return f"{self.files[file].name}:{index - int(self._firsts[file])}"
+
+    @property
+    def blocks(self) -> tuple[int, ...] | None:
+        return tuple(self._rows.tolist()) if self._bytes > CACHE else None
+
+    def _beside(self, group: int, path: str | None) -> str | None:
+        """Where a row has a path and no bytes, the file lies beside the table."""
+        return str(self.files[self._groups[group][0]].parent / path) if path else None
+
+    def _group(self, group: int) -> Any:
+        """The pictures of one row group."""
+        with self._lock:
+            if (found := self._kept.get(group)) is not None:
+                self._kept.move_to_end(group)
+                return found
+            file, inside = self._groups[group]
+            try:
+                if file not in self._open:
+                    self._open[file] = pq.ParquetFile(self.files[file], memory_map=True)
+                table = self._open[file].read_row_group(inside, columns=[self.column], use_threads=False)
+            except (pa.ArrowException, OSError) as error:
+                raise ImageError(f"row group {inside} of {self.files[file]} cannot be read: {error}.") from error
+            found = table.column(0).combine_chunks()
+            self._kept[group] = found
+            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > CACHE:
+                self._kept.popitem(last=False)
+            return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_kept", "_open")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._fresh()
+
+
+def schema_of(path: Path) -> Any:
+    """The columns of a Parquet file, or an error that names it."""
+    try:
+        return pq.read_schema(path)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{path} cannot be read as Parquet: {reason}; copy or download it again.") from error
+
+
+def read_columns(files: Sequence[Path], columns: Sequence[str]) -> Any:
+    """Some columns of all files, in order, as one table."""
+    try:
+        tables = [pq.read_table(path, columns=list(columns), partitioning=None) for path in files]
+        return pa.concat_tables(tables, promote_options="default")
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{files[0].parent} has Parquet files that cannot be read together: {reason}.") from error
+
+
+def _groups(path: Path, column: str) -> list[tuple[int, int, int]]:
+    """Number, rows and bytes of each row group that has rows."""
+    metadata = pq.read_metadata(path)
+    found = []
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        size = sum(
+            group.column(c).total_uncompressed_size
+            for c in range(group.num_columns)
+            if group.column(c).path_in_schema.split(".")[0] == column
+        )
+        if group.num_rows:
+            found.append((number, group.num_rows, size))
+    return found

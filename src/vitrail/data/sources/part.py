@@ -1,0 +1,51 @@
+"""Some of a source's pictures, as a source."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.data.sources.base import Sample, Source, Targets
+
+
+class Part:
+    """The pictures of these numbers; their keys stay what they were."""
+
+    def __init__(self, source: Source, indices: npt.ArrayLike, name: str | None = None) -> None:
+        self.source = source
+        self.indices = np.asarray(indices, np.int64)
+        self.name = name or source.name
+        self.labels = source.labels
+        self.several = source.several
+        self._pixels: npt.NDArray[np.uint8] | None = None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.source[int(self.indices[index])]
+
+    def key(self, index: int) -> str:
+        return self.source.key(int(self.indices[index]))
+
+    @property
+    def targets(self) -> Targets:
+        return self.source.targets[self.indices]
+
+    @property
+    def pixels(self) -> npt.NDArray[np.uint8] | None:
+        if self._pixels is None and (whole := self.source.pixels) is not None:
+            self._pixels = whole[self.indices]
+        return self._pixels
+
+    @property
+    def blocks(self) -> tuple[int, ...] | None:
+        """What is left of each of the source's runs; indices that do not ascend have none."""
+        whole = self.source.blocks
+        if whole is None or (np.diff(self.indices) <= 0).any():
+            return None
+        ends = np.searchsorted(self.indices, np.cumsum(whole))
+        return tuple(int(n) for n in np.diff(ends, prepend=0) if n)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_pixels": None}  # the source carries them already

@@ -1,0 +1,46 @@
+"""Where data lie on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+SYSTEM = Path("/usr/share/datasets")
+"""Where Debian's packages put data sets."""
+
+
+def cache() -> Path:
+    """$VITRAIL_DATA, else vitrail/data in the user's cache folder."""
+    if given := os.environ.get("VITRAIL_DATA"):
+        return Path(given).expanduser()
+    if sys.platform == "win32":
+        home = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        home = "~/Library/Caches"
+    else:
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(home).expanduser() / "vitrail" / "data"
+
+
+def short(path: Path) -> str:
+    """With ~ for the home folder, as people write it."""
+    home = Path.home()
+    return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) and path != home else str(path)
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Fill a file beside its place and rename it: nobody ever sees a part of it."""
+    new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with new.open("wb") as file:
+            write(file)
+        os.replace(new, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise

@@ -1,0 +1,239 @@
+"""Pictures in tar files, in WebDataset's layout: `0017.jpg` and beside it `0017.cls`, `.json` or `.txt`.
+
+Every sample can be reached by its number, on this machine or over HTTP(S) and S3, through an index
+that is made once (index.py). Class names come from a `classes.json` beside the shards.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from vitrail.config import DataConfig
+from vitrail.data.sources import remote, tar
+from vitrail.data.sources.base import SUFFIXES, Parts, Sample, Targets
+from vitrail.data.sources.index import Index, Value, index_all
+from vitrail.data.sources.labels import BETWEEN, common_name, names_from, number
+from vitrail.data.sources.packed import Strings
+from vitrail.data.sources.table import LABEL, part_of
+from vitrail.errors import DataError, ImageError, NotFound, nearest
+
+CLASSES = "classes.json"
+ENDINGS = (".tar", ".tar.gz", ".tgz")
+RANGE = re.compile(r"\{([^{}]*)\}")
+
+
+class Shards:
+    """Pictures inside tar files; the key is the shard's name and the sample's."""
+
+    pixels = None
+
+    def __init__(
+        self, name: str, indexes: Sequence[Index], config: DataConfig, names: Sequence[str] | None, several: bool | None
+    ) -> None:
+        self.name = name
+        self.files = tuple(index.file for index in indexes)
+        places, keys, values = [], [], []
+        counts: list[int] = []
+        self.skipped = 0
+        for index, shown in zip(indexes, shown_names([i.shard for i in indexes]), strict=True):
+            seen: dict[str, int] = {}
+            for entry in index.entries:
+                kind = tar.picture_in(entry.files, SUFFIXES, config.picture)
+                if kind is None:
+                    self.skipped += 1
+                    continue
+                again = seen[entry.key] = seen.get(entry.key, 0) + 1
+                keys.append(f"{shown}/{entry.key}" + (f"#{again}" if again > 1 else ""))
+                places.append(entry.files[kind])
+                values.append(label_of(entry.key, entry.texts, config.label))
+            counts.append(len(places) - sum(counts))
+        if not places:
+            wanted = f"with a file .{config.picture}" if config.picture else "with a picture"
+            raise DataError(f"{indexes[0].shard} holds no sample {wanted}; wanted 0001.jpg, 0001.cls, 0002.jpg, ...")
+        self._keys = Strings(keys)
+        self._places = np.array(places, np.int64)  # N 2: where it begins, and its size
+        self._ends = np.cumsum(counts)
+        labelled = number(column_of(values), names, f"{name}'s labels", several)
+        self.targets: Targets = labelled.targets
+        self.labels, self.several = labelled.labels, labelled.several
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Sample:
+        index = range(len(self))[index]
+        file = self.files[int(np.searchsorted(self._ends, index, side="right"))]
+        start, size = self._places[index].tolist()
+        data = _read(file, start, size)
+        if len(data) < size:
+            raise ImageError(f"{self.key(index)} is cut off: {file} has changed since it was indexed.")
+        target = self.targets[index]
+        return Sample(self.key(index), data, tuple(np.flatnonzero(target).tolist()) if self.several else int(target))
+
+    def key(self, index: int) -> str:
+        return self._keys[index]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return tuple(n for n in np.diff(self._ends, prepend=0).tolist() if n)
+
+
+def open_shards(spec: str, config: DataConfig) -> Parts:
+    """The parts of a set of shards: by their names, where those say train-, val- or test-."""
+    parts = parts_of(find(spec))
+    names = config.classes or class_names(parts["train"][0])
+    name = title(spec)
+    sources: dict[str, Shards] = {}
+    several: bool | None = None
+    for part, shards in parts.items():
+        mine = f"{name}/{part}" if len(parts) > 1 else name
+        sources[part] = Shards(mine, index_all(shards), config, names, several)
+        names, several = sources[part].labels, sources[part].several
+    notes = [f"{s.skipped:,} samples of {s.name} left out: no picture in them" for s in sources.values() if s.skipped]
+    for source in sources.values():
+        if not source.several and (none := int(np.count_nonzero(source.targets < 0))):
+            notes.append(f"{none:,} of {len(source):,} pictures of {source.name} have no label")
+    return Parts(sources["train"], sources.get("validation"), sources.get("test"), tuple(notes))
+
+
+def find(spec: str) -> list[str]:
+    """The shards that `train-{000..063}.tar`, `data/*.tar`, a folder or a file's name stands for."""
+    found: list[str] = []
+    for each in expand(spec):
+        if remote.is_remote(each):
+            found += remote.matches(each) if "*" in each else [each]
+        elif "*" in each:
+            found += sorted(glob.glob(each))
+        elif os.path.isdir(each):
+            found += sorted(os.path.join(each, n) for n in os.listdir(each) if _is_tar(n))
+        elif os.path.exists(each):
+            found.append(each)
+        else:
+            folder = os.path.dirname(each) or "."
+            near = [n for n in os.listdir(folder) if _is_tar(n)] if os.path.isdir(folder) else []
+            raise NotFound(f"there is no shard {each}" + (nearest(os.path.basename(each), near) if near else "."))
+    if not found:
+        raise NotFound(f"no shards for {spec!r}; wanted tar files: shards:train-{{00000..00063}}.tar, or their folder.")
+    return found
+
+
+def expand(pattern: str) -> Iterator[str]:
+    """`{08..11}` and `{a,b}`, as shells read them."""
+    match = RANGE.search(pattern)
+    if match is None:
+        yield pattern
+        return
+    first, dots, last = match[1].partition("..")
+    if dots and first.isdigit() and last.isdigit():
+        step = 1 if int(first) <= int(last) else -1
+        words = [str(i).zfill(len(first)) for i in range(int(first), int(last) + step, step)]
+    elif "," in match[1]:
+        words = match[1].split(",")
+    else:
+        raise DataError(f"{match[0]!r} in {pattern!r} is no range; wanted {{00000..00063}} or {{a,b}}.")
+    for word, rest in itertools.product(words, expand(pattern[match.end() :])):
+        yield f"{pattern[: match.start()]}{word}{rest}"
+
+
+def parts_of(shards: Sequence[str]) -> dict[str, list[str]]:
+    """Part -> its shards; all of them are learned from where none is called train-."""
+    found: dict[str, list[str]] = {}
+    for shard in shards:
+        found.setdefault(part_of(shard.rpartition("/")[2]), []).append(shard)
+    if "train" not in found:
+        return {
+            "train": found.get("") or list(shards),
+            **({k: v for k, v in found.items() if k} if "" in found else {}),
+        }
+    return {part: found[part] for part in ("train", "validation", "test") if part in found}
+
+
+def class_names(shard: str) -> tuple[str, ...] | None:
+    """What `classes.json` beside a shard says."""
+    folder, slash, _ = shard.rpartition("/")
+    path = f"{folder}{slash}{CLASSES}"
+    try:
+        text = remote.fetch(path) if remote.is_remote(path) else Path(path).read_bytes()
+    except (FileNotFoundError, NotFound):
+        return None
+    try:
+        return names_from(json.loads(text), path)
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} is no JSON: {error}.") from None
+
+
+def label_of(key: str, texts: dict[str, Any], given: str | None) -> Value:
+    """A sample's label: in the file or the JSON entry asked for, else where labels usually are."""
+    entries = texts["json"] if isinstance(texts.get("json"), dict) else {}
+    if given is not None:
+        return texts[given] if given in texts and given != "json" else entries.get(given)
+    for kind in ("cls", "label", "labels"):
+        if kind in texts:
+            return texts[kind]
+    if name := common_name(list(entries), LABEL, None, "entry", key):
+        return entries[name]
+    for kind in ("json", "txt"):
+        if not isinstance(texts.get(kind), dict | None):
+            return texts[kind]
+    return key.rpartition("/")[0].rpartition("/")[2] or None  # the folder it is in
+
+
+def column_of(values: Iterable[Value]) -> Any:
+    """Labels of any kinds as one Arrow array: of words, or of lists of words."""
+    words = [[_word(v) for v in value] if isinstance(value, list) else _word(value) for value in values]
+    if any(isinstance(word, list) for word in words):
+        lists = [w if isinstance(w, list) else [] if w is None else w.split(BETWEEN) for w in words]
+        return pa.array(lists, pa.list_(pa.string()))
+    return pa.array(words, pa.string())
+
+
+def title(spec: str) -> str:
+    """What people call it: the last part of its name that is no pattern."""
+    parts = [p for p in re.split(r"[/\\]", re.sub(r"\.(tar(\.gz)?|tgz)$", "", spec)) if p]
+    last = RANGE.sub("", parts[-1] if parts else spec).replace("*", "").strip("-_. ")
+    return last or (parts[-2] if len(parts) > 1 else spec)
+
+
+def shown_names(shards: Sequence[str]) -> list[str]:
+    """File names without .tar, with as much of their folders as tells them apart."""
+    plain = [re.sub(r"\.(tar(\.gz)?|tgz)$", "", s.split("?")[0]) for s in shards]
+    for depth in range(1, max(s.count("/") for s in plain) + 2):
+        names = ["/".join(s.split("/")[-depth:]) for s in plain]
+        if len(set(names)) == len(names):
+            return names
+    return plain
+
+
+def _word(value: Any) -> str | None:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return None if value is None else str(value)
+
+
+def _is_tar(name: str) -> bool:
+    return name.lower().endswith(ENDINGS) and not name.startswith(".")
+
+
+def _read(file: str, start: int, size: int) -> bytes:
+    if remote.is_remote(file):
+        return remote.fetch(file, start, start + size)
+    try:
+        with open(file, "rb", buffering=0) as opened:
+            opened.seek(start)
+            return opened.read(size)
+    except OSError as error:
+        raise ImageError(f"{file} cannot be read: {error.strerror or error}.") from error

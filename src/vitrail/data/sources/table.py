@@ -1,0 +1,252 @@
+"""A table of pictures: CSV, TSV or Parquet.
+
+One column holds each picture, as a path from the table's folder on, an address, or bytes; one holds
+its label, or several. A column `split` says which part a row is of; so do the names of Parquet
+files that lie together (train-00000-of-00002.parquet, test-...).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+
+from vitrail.config import DataConfig
+from vitrail.data.sources.base import SUFFIXES, Parts, Sample, Source, Targets
+from vitrail.data.sources.folder import PARTS
+from vitrail.data.sources.labels import Labelled, common_name, names_from, number
+from vitrail.data.sources.packed import Strings
+from vitrail.data.sources.parquet import Rows, read_columns, schema_of
+from vitrail.data.sources.part import Part
+from vitrail.data.sources.remote import fetch, is_remote
+from vitrail.errors import DataError, NotFound
+
+_PICTURE = """image img picture photo pixel_values image_path img_path image_file file_path filepath path file_name
+    filename file image_id bytes image_bytes jpg jpeg png webp url image_url"""
+_LABEL = "label labels class classes class_name category target targets y cls fine_label tag tags"
+PICTURE, LABEL = _PICTURE.split(), _LABEL.split()
+"""Usual names of columns, the likeliest first."""
+SPLIT = ("split", "part", "subset")
+LOOKED = 50
+"""So many paths are looked up before a table is believed."""
+
+
+class Paths:
+    """Pictures as files or addresses; the key is what the table says."""
+
+    pixels = None
+    blocks = None
+
+    def __init__(
+        self, name: str, root: Path, paths: Strings, targets: Targets, labels: tuple[str, ...], several: bool
+    ) -> None:
+        self.name, self.root, self.paths = name, root, paths
+        self.targets, self.labels, self.several = targets, labels, several
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Sample:
+        target = self.targets[index]
+        numbers = tuple(np.flatnonzero(target).tolist()) if self.several else int(target)
+        file = self.file(index)
+        return Sample(self.key(index), fetch(file) if is_remote(file) else file, numbers)
+
+    def key(self, index: int) -> str:
+        return self.paths[index]
+
+    def file(self, index: int) -> str:
+        path = self.paths[index]
+        return path if is_remote(path) else os.path.join(self.root, path)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """One part's pictures, and what else the table says of each."""
+
+    source: Source
+    splits: list[str | None] | None
+    groups: Strings | None
+    notes: tuple[str, ...]
+
+
+def open_table(files: dict[str, list[Path]], config: DataConfig, name: str) -> Parts:
+    """The parts of a table: part -> its files, of one kind; the first part is what is learned from."""
+    opened: dict[str, Opened] = {}
+    names, several = config.classes, None
+    for part, paths in files.items():
+        for path in paths:
+            if not path.is_file():
+                raise NotFound(f"there is no table {path}" + (", it is a folder." if path.is_dir() else "."))
+        found = _open(paths, config, f"{name}/{part}" if len(files) > 1 else name, names, several)
+        names, several = found.source.labels, found.source.several
+        opened[part] = found
+    notes = tuple(note for found in opened.values() for note in found.notes)
+    first = next(iter(opened.values()))
+    if len(opened) == 1 and first.splits is not None:
+        return _by_split(first, name, notes)
+    sources = {part: found.source for part, found in opened.items()}
+    return Parts(first.source, sources.get("validation"), sources.get("test"), notes, first.groups)
+
+
+def files_in(folder: Path) -> dict[str, list[Path]]:
+    """Part -> the Parquet files of a folder, or of folders in it; all of them are `train` where none is named so."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
+        if not path.name.startswith("."):
+            found.setdefault(part_of(path.relative_to(folder).as_posix()), []).append(path)
+    return in_order(found)
+
+
+def in_order(found: dict[str, list[Path]]) -> dict[str, list[Path]]:
+    """The training part first; files that say nothing of parts are what is learned from."""
+    if "train" not in found:
+        found = {"train": found[""], **found} if "" in found else {"train": [p for ps in found.values() for p in ps]}
+    return {part: found[part] for part in ("train", "validation", "test") if part in found}
+
+
+def part_of(path: str) -> str:
+    """train, validation or test, as a file's name or its folder's tells; else nothing."""
+    for word in reversed(re.split(r"[^a-z]+", path.lower())):
+        if word in PARTS:
+            return PARTS[word]
+    return ""
+
+
+def _open(
+    files: list[Path], config: DataConfig, name: str, names: Sequence[str] | None, several: bool | None
+) -> Opened:
+    where = str(files[0])
+    parquet = files[0].suffix.lower() in (".parquet", ".pq")
+    table = None if parquet else _read_csv(files[0])
+    schema = schema_of(files[0]) if table is None else table.schema
+    picture = _picture_column(schema, config.picture, table, where)
+    label = common_name(schema.names, LABEL, config.label, "column", where)
+    if label is None:
+        raise DataError(f"{where} has no column of labels among {_list(schema.names)}; name it with label=.")
+    split = common_name(schema.names, SPLIT, None, "column", where)
+    groups = config.groups if config.groups in schema.names else None
+    as_paths = _is_text(schema.field(picture).type)
+    wanted = [label, *(c for c in (split, groups) if c), *([picture] if as_paths else [])]
+    table = read_columns(files, list(dict.fromkeys(wanted))) if table is None else table
+    meant = names or _class_names(schema, label, where)
+    labelled = number(table[label], meant, f"{where}, column {label!r},", several)
+    notes = []
+    if unlabelled := _unlabelled(labelled):
+        notes.append(f"{unlabelled:,} of {len(table):,} pictures have no label")
+    source: Source
+    if as_paths:
+        paths = Strings(str(p or "") for p in table[picture].to_pylist())
+        root, said = _root(files[0], paths)
+        notes += said
+        source = Paths(name, root, paths, labelled.targets, labelled.labels, labelled.several)
+    else:
+        absolute = [Path(os.path.abspath(f)) for f in files]
+        source = Rows(name, absolute, picture, labelled.targets, labelled.labels, labelled.several)
+    together = Strings(str(g) for g in table[groups].to_pylist()) if groups else None
+    return Opened(source, table[split].to_pylist() if split else None, together, tuple(notes))
+
+
+def _read_csv(path: Path) -> Any:
+    """Every column as text: what is a number is decided later, when all of it is known."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as text: {error}; wanted UTF-8.") from error
+    between = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
+    header = next(csv.reader([first], delimiter=between), [])
+    if not header or any(os.path.splitext(cell)[1].lower() in SUFFIXES for cell in header):
+        raise DataError(f"{path} begins with {first.strip()[:60]!r}; wanted a first line that names the columns.")
+    try:
+        return pyarrow.csv.read_csv(
+            path,
+            parse_options=pyarrow.csv.ParseOptions(delimiter=between, newlines_in_values=True),
+            convert_options=pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string())),
+        )
+    except pa.ArrowInvalid as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{path} is not the table its first line promises: {reason}.") from error
+
+
+def _picture_column(schema: Any, given: str | None, table: Any, where: str) -> str:
+    """By name, else the only column that can hold pictures."""
+    if found := common_name(schema.names, PICTURE, given, "column", where):
+        return found
+    able = [f.name for f in schema if _holds_bytes(f.type)]
+    if table is not None and len(table):
+        row = table.slice(0, 1).to_pylist()[0]
+        able = [n for n, v in row.items() if os.path.splitext(v or "")[1].lower() in SUFFIXES]
+    if len(able) == 1:
+        return able[0]
+    raise DataError(f"{where} has no column of pictures among {_list(schema.names)}; name it with picture=.")
+
+
+def _holds_bytes(kind: Any) -> bool:
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _class_names(schema: Any, label: str, where: str) -> tuple[str, ...] | None:
+    """As Hugging Face's datasets write them into the schema."""
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        feature = features[label]
+        while "names" not in feature:
+            feature = feature["feature"]
+        return names_from(feature["names"], where)
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def _root(table: Path, paths: Strings) -> tuple[Path, list[str]]:
+    """The folder that paths start from: the table's, or the one beside it that has the pictures."""
+    root = Path(os.path.abspath(table)).parent
+    some = [p for p in (paths[i] for i in range(min(len(paths), LOOKED))) if not is_remote(p)]
+    if not some or any((root / p).is_file() for p in some):
+        return root, []
+    beside = [f for f in sorted(root.iterdir()) if f.is_dir() and (f / some[0]).is_file()]
+    if len(beside) == 1:
+        return beside[0], [f"the pictures of {table.name} are in {beside[0].name}/"]
+    raise NotFound(
+        f"none of the first {len(some)} pictures of {table} is there, such as {root / some[0]}; "
+        "wanted paths from the table's folder on."
+    )
+
+
+def _by_split(opened: Opened, name: str, notes: tuple[str, ...]) -> Parts:
+    """Rows told apart by what their column `split` says."""
+    rows: dict[str, list[int]] = {}
+    for row, word in enumerate(opened.splits or ()):
+        part = PARTS.get((word or "").strip().lower())
+        if part is None:
+            raise DataError(f"row {row + 1} of {name} has the split {word!r}; wanted train, validation or test.")
+        rows.setdefault(part, []).append(row)
+    if "train" not in rows:
+        raise DataError(f"{name} has no rows of the split 'train', only of {_list(list(rows))}.")
+    parts = {part: Part(opened.source, mine, f"{name}/{part}") for part, mine in rows.items()}
+    groups = opened.groups.take(rows["train"]) if opened.groups is not None else None
+    return Parts(parts["train"], parts.get("validation"), parts.get("test"), notes, groups)
+
+
+def _unlabelled(labelled: Labelled) -> int:
+    """Pictures without a label, where one each is wanted."""
+    return 0 if labelled.several else int(np.count_nonzero(labelled.targets < 0))
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

@@ -1,0 +1,37 @@
+"""A bar for what takes longer than one likes to wait without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+
+@contextmanager
+def bar(
+    what: str, total: float | None, done: float = 0, *, in_bytes: bool = False
+) -> Iterator[Callable[[float], None]]:
+    """`with bar("indexing", 64) as advance: advance(1)`; on standard error, where that is a terminal."""
+    console = Console(stderr=True, highlight=False)
+    counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn())
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        redirect_stdout=False,  # results printed meanwhile stay on standard output
+        redirect_stderr=False,
+    ) as progress:
+        task = progress.add_task(what, total=total, completed=int(done))
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,116 @@
+"""The last stretch: finished batches from shared memory to the device."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.data.order import Indices
+from vitrail.data.sources.base import Targets
+from vitrail.data.workers import Pool, Taken
+
+# b pictures of a batch, C channels, H W pixels, K classes
+
+
+class Labels:
+    """All labels of a source, by the pictures' numbers; `needed`: a picture without one counts for nothing."""
+
+    def __init__(self, targets: Targets, several: bool, needed: bool) -> None:
+        self.targets, self.several, self.needed = targets, several, needed
+
+    def of(self, indices: Indices) -> Tensor:
+        """b int64, or b K float32 of zeros and ones; 0 where there is no label or no picture."""
+        found = self.targets[np.maximum(indices, 0)]
+        return torch.from_numpy(found.astype(np.float32) if self.several else np.maximum(found, 0))
+
+    def count(self, indices: Indices) -> npt.NDArray[np.bool_]:
+        """b: whether there is a picture to learn from or to measure on."""
+        if self.several or not self.needed:
+            return indices >= 0
+        return (indices >= 0) & (self.targets[np.maximum(indices, 0)] >= 0)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A batch on its way to the device, or there."""
+
+    images: Tensor
+    targets: Tensor
+    weights: Tensor
+    indices: Tensor
+    copied: torch.cuda.Event | None = None
+
+    def arrive(self, step: int, slots: Tensor) -> Batch:
+        """What is computed from now on waits for the copy; nobody else does."""
+        if self.copied is not None:
+            current = torch.cuda.current_stream(self.images.device)
+            current.wait_event(self.copied)
+            for tensor in (self.images, self.targets, self.weights):
+                tensor.record_stream(current)
+        return Batch(step, self.images, self.targets, self.weights, slots, self.indices)
+
+
+class Road:
+    """How batches get to a device. To the CPU there is none: the shared memory itself is lent."""
+
+    ahead = False
+    """Whether a batch should set out before it is asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def send(self, taken: Taken, targets: Tensor, count: npt.NDArray[np.bool_]) -> Staged:
+        """A batch with its labels; what does not count, or could not be read, has weight 0."""
+        weights = count.astype(np.float32)
+        weights[[row for row, _ in taken.problems]] = 0
+        return Staged(
+            torch.from_numpy(taken.images).to(self.device, non_blocking=True).permute(0, 3, 1, 2),  # b C H W
+            targets.to(self.device, non_blocking=True),
+            torch.from_numpy(weights).to(self.device, non_blocking=True),
+            torch.from_numpy(taken.indices),
+        )
+
+    def close(self) -> None:
+        """What is under way arrives."""
+
+
+class CudaRoad(Road):
+    """From pinned memory, beside what is being computed."""
+
+    ahead = True
+
+    def __init__(self, device: torch.device, pool: Pool) -> None:
+        super().__init__(device)
+        self.stream = torch.cuda.Stream(device)
+        self.travelling: deque[tuple[torch.cuda.Event, Taken]] = deque()
+        memory = np.frombuffer(pool.ring.memory, np.uint8)
+        self.pinned: int | None = memory.ctypes.data
+        if int(torch.cuda.cudart().cudaHostRegister(self.pinned, memory.nbytes, 0)) != 0:
+            self.pinned = None  # not allowed here: slower, and as right
+
+    def send(self, taken: Taken, targets: Tensor, count: npt.NDArray[np.bool_]) -> Staged:
+        while self.travelling and self.travelling[0][0].query():
+            self.travelling.popleft()  # its memory may be used again
+        with torch.cuda.stream(self.stream):
+            sent = super().send(taken, targets, count)
+            copied = torch.cuda.Event()
+            copied.record(self.stream)
+        self.travelling.append((copied, taken))
+        return Staged(sent.images, sent.targets, sent.weights, sent.indices, copied)
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        self.travelling.clear()
+        if self.pinned is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.pinned)
+            self.pinned = None
+
+
+def road_to(device: torch.device, pool: Pool) -> Road:
+    return CudaRoad(device, pool) if device.type == "cuda" else Road(device)

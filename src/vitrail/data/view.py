@@ -1,0 +1,211 @@
+"""What of a picture goes into a batch: a random part of it, what evaluation sees, or all of it.
+
+    Cropped      a random part, resized: training on pictures of many sizes
+    Evaluated    what preprocess.py makes of it
+    Native       all its pixels, where all pictures have one size
+    Reading      pictures by their numbers -> rows of a batch, through one of these: what workers do
+
+A random part is known before a JPEG is decoded, and most of a large photograph is then never
+computed: at 1/2, 1/4 or 1/8 of its size it is still sharper than what is made of it. Resizing is
+torch's, on bytes: Pillow's values to within rounding, at a third of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+from vitrail.chance import Keys
+from vitrail.config import PreprocessConfig, pair
+from vitrail.config.data import AugmentConfig
+from vitrail.data.augment.crop import crop_boxes
+from vitrail.data.decode import Jpeg, Picture, decode, open_jpeg
+from vitrail.data.jpeg import SCALES, SMALLEST, Pixels
+from vitrail.data.order import Indices
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.base import Sample
+from vitrail.data.workers import Problems
+from vitrail.errors import ImageError, VitrailError
+
+# H W C: a picture's rows, columns, channels
+
+Shape = tuple[int, int, int]
+Found = dict[int, str]
+"""Row of a batch -> what was wrong with its picture."""
+RESIZE = {
+    "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
+    "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
+}
+ODD_SIZE = "its size is "
+"""How the reason begins where a picture has not the size of the others."""
+
+
+class View(Protocol):
+    """How pictures become rows of a batch, all of one shape."""
+
+    shape: Shape
+
+    @property
+    def dtype(self) -> type[np.uint8] | type[np.float32]: ...
+
+    def __call__(self, pictures: dict[int, Picture], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+        """Fill the rows of `out`; those that cannot be are put into `found`."""
+
+
+class Numbered(Protocol):
+    """Whatever has pictures by number."""
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+class Cropped:
+    """torchvision's RandomResizedCrop, the part drawn from each row's key."""
+
+    dtype = np.uint8
+
+    def __init__(self, preprocess: PreprocessConfig, augment: AugmentConfig) -> None:
+        self.size, self.channels = pair(preprocess.image), preprocess.channels
+        self.shape: Shape = (*self.size, self.channels)
+        self.scale, self.ratio, self.interpolation = augment.scale, augment.ratio, augment.interpolation
+
+    def __call__(self, pictures: dict[int, Picture], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+        jpegs: dict[int, Jpeg] = {}
+        for row, picture in pictures.items():
+            with noting(found, row):
+                jpeg = open_jpeg(picture) if self.channels in (1, 3) else None
+                if jpeg is not None:
+                    jpegs[row] = jpeg
+                    continue
+                pixels = decode(picture, self.channels)
+                box = crop_boxes(keys[row : row + 1], [pixels.shape[:2]], self.scale, self.ratio)[0]
+                self._put(pixels, tuple(box.tolist()), 1, out[row])
+        if not jpegs:
+            return
+        boxes = crop_boxes(keys[list(jpegs)], [jpeg.size for jpeg in jpegs.values()], self.scale, self.ratio)
+        for (row, jpeg), box in zip(jpegs.items(), boxes.tolist(), strict=True):
+            with noting(found, row):
+                scale = smallest_scale(jpeg.size, (box[2], box[3]), self.size)
+                self._put(jpeg.pixels(scale), tuple(box), scale, out[row])
+
+    def _put(self, pixels: Pixels, box: tuple[int, ...], scale: int, out: Pixels) -> None:
+        """The box, counted in pixels of the full size, of a picture decoded at 1 / scale of it."""
+        top, left, height, width = box
+        rows = _scaled(top, top + height, scale, pixels.shape[0])
+        columns = _scaled(left, left + width, scale, pixels.shape[1])
+        part = pixels[rows, columns]
+        if part.shape[2] == 3 and self.channels == 1:
+            part = np.asarray(Image.fromarray(np.ascontiguousarray(part)).convert("L"))[:, :, None]
+        elif part.shape[2] == 1 and self.channels == 3:
+            part = part.repeat(3, axis=2)
+        resize(part, out, self.interpolation)
+
+
+def smallest_scale(size: tuple[int, int], part: tuple[int, int], wanted: tuple[int, int]) -> int:
+    """The least of a picture that may be decoded so that a part of it is still no smaller than wanted."""
+    if min(size) < SMALLEST:
+        return 1
+    enough = (s for s in SCALES if all(side >= s * (w + 1) for side, w in zip(part, wanted, strict=True)))
+    return next(enough, 1)
+
+
+def _scaled(first: int, last: int, scale: int, side: int) -> slice:
+    """Rows or columns of the full size as those of the decoded one, to the nearest."""
+    if scale == 1:
+        return slice(first, last)
+    return slice(round(first / scale), min(round(last / scale), side))
+
+
+def resize(part: Pixels, out: Pixels, interpolation: Literal["bilinear", "bicubic"]) -> None:
+    """Antialiased, H W C into the H W C of `out`."""
+    if part.shape == out.shape:
+        out[:] = part
+        return
+    part = np.ascontiguousarray(part) if part.flags.writeable else part.copy()  # torch minds what it may not write to
+    given, wanted = (torch.from_numpy(x).permute(2, 0, 1)[None] for x in (part, out))
+    RESIZE[interpolation](given, out.shape[:2], False, None, None, out=wanted)
+
+
+class Evaluated:
+    """What evaluation sees: exactly preprocess.py's pixels."""
+
+    def __init__(self, preprocess: PreprocessConfig) -> None:
+        self.preprocess = Preprocess(preprocess)
+        self.shape: Shape = (*pair(preprocess.image), preprocess.channels)
+        self.dtype = self.preprocess.dtype
+
+    def __call__(self, pictures: dict[int, Picture], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+        for row, picture in pictures.items():
+            with noting(found, row):
+                out[row] = self.preprocess.pixels(picture)
+
+
+class Native:
+    """All pixels of pictures that have one size."""
+
+    dtype = np.uint8
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def __call__(self, pictures: dict[int, Picture], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+        height, width, channels = self.shape
+        for row, picture in pictures.items():
+            with noting(found, row):
+                pixels = decode(picture, channels)
+                if pixels.shape != self.shape:
+                    size = f"{pixels.shape[0]} x {pixels.shape[1]}"
+                    raise ImageError(f"{ODD_SIZE}{size}, wanted {height} x {width}.")
+                out[row] = pixels
+
+
+class Reading:
+    """A pool's work: number -1 is no picture and a row of zeros, as is one that cannot be read."""
+
+    def __init__(self, source: Numbered, view: View) -> None:
+        self.source, self.view = source, view
+        self._home = os.getpid()
+
+    def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> Problems:
+        if os.getpid() != self._home:
+            self.source, self._home = unshared(self.source), os.getpid()
+        found: Found = {}
+        pictures: dict[int, Picture] = {}
+        for row, index in enumerate(indices.tolist()):
+            if index < 0:
+                out[row] = 0
+                continue
+            with noting(found, row):
+                pictures[row] = self.source[index].picture
+        self.view(pictures, keys, out, found)
+        for row in found:
+            out[row] = 0
+        return sorted(found.items())
+
+
+@contextmanager
+def noting(found: Found, row: int) -> Iterator[None]:
+    """What is wrong with a picture, or with where it lies, is remembered; a mistake of ours is not."""
+    try:
+        yield
+    except (VitrailError, OSError) as error:
+        found[row] = str(error).rstrip(".")
+
+
+def unshared(source: Any) -> Any:
+    """In a forked process: the source without the open files and locks that its twin in the other one has.
+
+    What it would leave out when it is pickled is made anew; the rest is the same memory.
+    """
+    plain: Any = object.__getstate__
+    if type(source).__getstate__ is plain:
+        return source
+    buffers: list[pickle.PickleBuffer] = []
+    return pickle.loads(pickle.dumps(source, protocol=5, buffer_callback=buffers.append), buffers=buffers)

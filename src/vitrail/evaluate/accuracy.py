@@ -1,0 +1,204 @@
+"""Top-1, top-5, loss and what was said of each picture, exactly, however the pictures are batched and dealt out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.data.batch import Batch
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, DataError, ModelError
+from vitrail.evaluate.scores import CONFUSABLE, Samples, Scores, average_precision, wilson
+
+# b pictures of a batch, N of this process or of all, K classes
+
+Combine = Callable[[Tensor], Tensor]
+"""A tensor of this process -> one of all processes: their sum, or their rows one after the other."""
+
+
+def measure(
+    net: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    preprocess: Preprocess,
+    classes: int,
+    several: bool = False,
+    precision: str = "float32",
+    loss: Literal["softmax", "sigmoid"] = "softmax",
+    reduce: Combine | None = None,
+    gather: Combine | None = None,
+) -> Scores:
+    """Every picture once, in evaluation mode; slots of weight 0 and pictures without a label do not count.
+
+    With several processes, each gives its own batches; `reduce` sums a tensor over them and `gather`
+    joins its rows. Without `gather`, `samples` holds this process's pictures only (several labels
+    need it: their average precision is of all pictures together).
+    """
+    if several and reduce is not None and gather is None:
+        raise ConfigError("several labels on several processes need gather: an average precision has no partial sums.")
+    own = _Parts(several, loss if not several else "sigmoid")
+    with evaluating(net), torch.no_grad():
+        dtype = next((p.dtype for p in net.parameters()), torch.float32)
+        for batch in batches:
+            images = preprocess.normalise(batch.images).to(dtype)
+            with _precision(precision, images.device):
+                logits = net(images)
+            if logits.ndim != 2 or logits.shape[1] != classes:
+                raise ModelError(f"wanted {classes} outputs a picture, got {tuple(logits.shape[1:])}.")
+            own.add(logits, batch)
+    return _scores(own.joined(classes), classes, several, reduce, gather)
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards every part is in the mode it was in."""
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _precision(name: str, device: torch.device) -> AbstractContextManager[object]:
+    if name == "bfloat16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return nullcontext()
+
+
+class _Parts:
+    """What the batches so far gave; it stays where it was computed, so that a GPU is never waited for."""
+
+    NAMES = ("index", "truth", "prediction", "rank", "score", "truth_score", "loss", "counts")
+
+    def __init__(self, several: bool, loss: str) -> None:
+        self.several, self.loss = several, loss
+        self.kept: dict[str, list[Tensor]] = {name: [] for name in (*self.NAMES, *(["scores"] if several else []))}
+
+    def add(self, logits: Tensor, batch: Batch) -> None:
+        # Apple's GPUs have no float64.
+        logits = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
+        targets = batch.targets.to(logits.device)
+        yes = targets > 0.5 if self.several else F.one_hot(targets.clamp(min=0), logits.shape[1]).bool()  # b K
+        if self.loss == "sigmoid":
+            losses = F.binary_cross_entropy_with_logits(logits, yes.to(logits), reduction="none").sum(1)
+            scores = logits.sigmoid()
+        else:
+            losses = F.cross_entropy(logits, targets.clamp(min=0), reduction="none")
+            scores = logits.softmax(1)
+        counts = batch.weights.to(logits.device) > 0
+        if not self.several:
+            counts = counts & (targets >= 0)
+        prediction = logits.argmax(1)
+        row = {
+            "index": batch.indices,
+            "truth": yes if self.several else targets,
+            "prediction": prediction,
+            "rank": _rank(logits, yes),
+            "score": scores.gather(1, prediction[:, None])[:, 0].float(),
+            "truth_score": _of_truth(scores, yes).float(),
+            "loss": losses,
+            "counts": counts,
+        }
+        if self.several:
+            row["scores"] = scores.float().cpu()  # N K may be too much for the device
+        for name, value in row.items():
+            self.kept[name].append(value)
+
+    def joined(self, classes: int) -> dict[str, Tensor]:
+        """Of the pictures that count, on the CPU."""
+        if not self.kept["index"]:  # a process may have no picture at all
+            return _nothing(classes, self.several)
+        whole = {name: torch.cat(parts).cpu() for name, parts in self.kept.items()}
+        counts = whole.pop("counts")
+        return {name: value[counts] for name, value in whole.items()}
+
+
+def _rank(logits: Tensor, yes: Tensor) -> Tensor:
+    """b: how many classes come before the first right one. Of equals the lower number comes first; NaN is never right.
+
+    What cannot be right, as a picture without labels, comes after all classes and after the fifth.
+    """
+    classes = logits.shape[1]
+    best = logits.masked_fill(~yes, -math.inf).argmax(1, keepdim=True)  # its likeliest right class
+    value = logits.gather(1, best)
+    places = torch.arange(classes, device=logits.device)
+    rank = ((logits > value) | ((logits == value) & (places < best))).sum(1)
+    return rank.masked_fill(~yes.any(1) | logits.isnan().any(1), classes + 5)
+
+
+def _of_truth(scores: Tensor, yes: Tensor) -> Tensor:
+    least = scores.masked_fill(~yes, math.inf).amin(1)
+    return least.masked_fill(~yes.any(1), math.nan)
+
+
+def _nothing(classes: int, several: bool) -> dict[str, Tensor]:
+    ints, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    row = dict.fromkeys(("index", "truth", "prediction", "rank"), ints)
+    row |= {"score": floats, "truth_score": floats, "loss": floats.double()}
+    if several:
+        row |= {"truth": torch.empty(0, classes, dtype=torch.bool), "scores": torch.empty(0, classes)}
+    return row
+
+
+def _scores(
+    own: dict[str, Tensor], classes: int, several: bool, reduce: Combine | None, gather: Combine | None
+) -> Scores:
+    """From this process's pictures to the numbers of all."""
+    labelled = own["truth"].any(1) if several else torch.ones(len(own["index"]), dtype=torch.bool)
+    rank = own["rank"]
+    # fsum rounds once, at the end: neither the order nor the size of the batches can show.
+    total = math.fsum(own["loss"].double().tolist()) if own["loss"].isfinite().all() else math.nan
+    sums = torch.tensor([len(rank), total, labelled.sum(), (rank < 1).sum(), (rank < 5).sum()], dtype=torch.float64)
+    confusion = _confusion(own["truth"], own["prediction"], classes) if not several and classes <= CONFUSABLE else None
+    if reduce is not None:
+        sums = reduce(sums)
+        confusion = None if confusion is None else reduce(confusion)
+    if gather is not None:
+        own = {name: gather(value) for name, value in own.items()}
+    samples = _samples(own, several)
+    count, total, asked, first, five = sums.tolist()
+    if count == 0:
+        raise DataError("there is no labelled picture to measure on; check the data and its labels.")
+    low, high = wilson(first, asked)
+    return Scores(
+        top1=first / asked if asked else math.nan,
+        top5=five / asked if asked else math.nan,
+        loss=total / count,
+        count=int(count),
+        low=low,
+        high=high,
+        confusion=None if confusion is None else confusion.cpu().numpy(),
+        average_precisions=_precisions(samples) if several else None,
+        samples=samples,
+    )
+
+
+def _confusion(truth: Tensor, prediction: Tensor, classes: int) -> Tensor:
+    """K K: rows are true, columns are said."""
+    return torch.bincount(truth * classes + prediction, minlength=classes**2).view(classes, classes)
+
+
+def _samples(rows: dict[str, Tensor], several: bool) -> Samples:
+    order = np.argsort(rows["index"].numpy(), kind="stable")
+
+    def sorted_(name: str) -> npt.NDArray[np.generic]:
+        return rows[name].numpy()[order]
+
+    names = ("index", "truth", "prediction", "score", "truth_score", *(["scores"] if several else []))
+    return Samples(**{name: sorted_(name) for name in names})  # type: ignore[arg-type]
+
+
+def _precisions(samples: Samples) -> npt.NDArray[np.float64]:
+    assert samples.scores is not None
+    columns = zip(samples.truth.T, samples.scores.T, strict=True)
+    return np.array([average_precision(truth, score) for truth, score in columns])

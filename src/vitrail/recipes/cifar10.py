@@ -1,0 +1,59 @@
+"""A plain ViT on CIFAR-10 from scratch: no convolution beyond the patch projection, no other data.
+
+Not yet run.
+Run: vitrail train cifar10
+"""
+
+from __future__ import annotations
+
+from vitrail.config import (
+    AugmentConfig,
+    ClassifyConfig,
+    DataConfig,
+    OptimConfig,
+    PreprocessConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ViTConfig,
+    epochs,
+)
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+
+
+def cifar10(source: str = "cifar10") -> TrainConfig:
+    return TrainConfig(
+        name=source,
+        model=ViTConfig(
+            image=32,
+            patch=4,
+            classes=0,
+            width=384,
+            depth=9,
+            heads=6,
+            mlp=1536,
+            pool="gap",
+            pool_norm="after",
+            path_dropout=0.1,
+            activation="gelu",
+        ),
+        preprocess=PreprocessConfig(image=32, mean=MEAN, std=STD),
+        data=DataConfig(source=source),
+        augment=AugmentConfig(
+            crop="pad", pad=4, flip=0.5, policy="rand", layers=2, magnitude=9, erase=0.25, mixup=0.8, cutmix=1.0
+        ),
+        classify=ClassifyConfig(smoothing=0.1),
+        optim=OptimConfig(lr=1e-3, weight_decay=0.05, betas=(0.9, 0.99)),
+        schedule=ScheduleConfig(kind="cosine", warmup=epochs(10)),
+        duration=epochs(300),
+        batch=1024,
+        ema=0.999,
+        precision="bfloat16",
+        compile=True,
+        evaluate_every=epochs(20),
+        checkpoint_every=epochs(50),
+    )
+
+
+def cifar100() -> TrainConfig:
+    return cifar10("cifar100")

@@ -1,0 +1,39 @@
+"""A ViT on scikit-learn's 1,797 handwritten digits, 8 x 8 pixels, on two CPU cores: what `vitrail train` does.
+
+Not yet run.
+Run: vitrail train
+"""
+
+from __future__ import annotations
+
+from vitrail.config import (
+    AugmentConfig,
+    ClassifyConfig,
+    DataConfig,
+    OptimConfig,
+    PreprocessConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ViTConfig,
+    epochs,
+)
+
+
+def digits() -> TrainConfig:
+    return TrainConfig(
+        name="digits",
+        model=ViTConfig(
+            image=8, patch=2, channels=1, classes=0, width=64, depth=4, heads=4, mlp=128, activation="gelu"
+        ),
+        preprocess=PreprocessConfig(image=8, mean=(0.5,), std=(0.5,)),
+        data=DataConfig(source="digits"),
+        augment=AugmentConfig(crop="pad", pad=1, flip=0.0),
+        classify=ClassifyConfig(smoothing=0.1),
+        optim=OptimConfig(lr=2e-3, weight_decay=0.05),
+        schedule=ScheduleConfig(kind="cosine", warmup=epochs(5)),
+        duration=epochs(100),
+        batch=128,
+        evaluate_every=epochs(10),
+        checkpoint_every=epochs(10),
+        compare=("model.position=none",),
+    )

@@ -1,0 +1,84 @@
+"""Fine-tuning: the usual settings for a folder of photographs, and the paper's.
+
+Not yet run.
+Run: vitrail finetune --model MODEL --data photos/
+     vitrail finetune --model MODEL --data photos/ --recipe paper
+"""
+
+from __future__ import annotations
+
+from vitrail.config import (
+    AugmentConfig,
+    ClassifyConfig,
+    DataConfig,
+    Duration,
+    OptimConfig,
+    ScheduleConfig,
+    TrainConfig,
+    epochs,
+    steps,
+)
+
+
+def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
+    """AdamW, layer-wise decay, the checkpoint's own resolution; as long as so many pictures need.
+
+    Few pictures are seen often and in small batches: a few hundred steps move a new head and its
+    body far enough; many pictures need fewer epochs.
+    """
+    batch = _power_of_two(images / 16, 8, 64 if device == "cpu" else 256)
+    duration = epochs(_between(1500 * batch / images / 4, 5, 50))
+    return TrainConfig(
+        name="finetune",
+        start=start,
+        data=DataConfig(source=source),
+        augment=AugmentConfig(scale=(0.25, 1.0), interpolation="bicubic", flip=0.5, jitter=(0.2, 0.2, 0.2, 0.0)),
+        classify=ClassifyConfig(smoothing=0.1),
+        optim=OptimConfig(lr=5e-4, weight_decay=0.05, layer_decay=0.75),
+        schedule=ScheduleConfig(kind="cosine", warmup=Duration(count=duration.count / 10, unit="epochs")),
+        duration=duration,
+        batch=batch,
+        precision="bfloat16" if device == "cuda" else "float32",
+        log_every=steps(1 if device == "cpu" else 10),
+    )
+
+
+def paper(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
+    """The paper's Table 4: SGD 0.9, cosine, clip 1, no weight decay, 384 px, a head of zeros; 500 steps for
+    a few thousand pictures, 10,000 for CIFAR, 20,000 for ImageNet. Its learning rate is the best of
+    four there; try optim.lr=0.001, 0.003, 0.01 and 0.03."""
+    long = 500 if images < 20_000 else 10_000 if images < 500_000 else 20_000
+    return TrainConfig(
+        name="finetune-paper",
+        start=start,
+        image=384,
+        data=DataConfig(source=source),
+        augment=AugmentConfig(scale=(0.05, 1.0), flip=0.5),
+        optim=OptimConfig(kind="sgd", lr=0.01, momentum=0.9, clip=1.0),
+        schedule=ScheduleConfig(kind="cosine", warmup=steps(min(500, long // 5))),
+        duration=steps(long),
+        batch=512,
+        precision="bfloat16" if device == "cuda" else "float32",
+    )
+
+
+def only(config: TrainConfig, what: str | int) -> TrainConfig:
+    """The same, where less learns: the head alone, or the last so many blocks with it.
+
+    A head alone is a linear classifier: it can and must learn faster, and nothing lies below it.
+    """
+    optim = config.optim.but(train=what)
+    if what == "head" and optim.kind == "adamw":
+        optim = optim.but(lr=5e-3, layer_decay=None)
+    return config.but(optim=optim.to_dict())
+
+
+def _power_of_two(value: float, low: int, high: int) -> int:
+    size = low
+    while size * 2 <= min(value, high):
+        size *= 2
+    return size
+
+
+def _between(value: float, low: int, high: int) -> int:
+    return round(min(max(value, low), high))

@@ -1,0 +1,213 @@
+"""Curves as inline SVG, coloured by the page's style sheet for light and dark; each line is named where it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.report.markup import Markup, join, tag
+from vitrail.report.runs import Curve
+
+Values = npt.NDArray[np.float64]
+
+WIDTH, HEIGHT = 420, 250
+LEFT, RIGHT, TOP, BOTTOM = 46, 110, 14, 34
+MOST_POINTS = 160
+"""Longer curves are drawn as means over so many stretches, on a band from the least to the most."""
+LABEL = 27
+"""Height of a line's name and last value."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve."""
+
+    name: str
+    curve: Curve
+    colour: int = 0
+    """Which run it belongs to: 0 is the one that is reported."""
+    quiet: bool = False
+    """Training curves are thin, so that what was measured stands out."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over one pair of axes."""
+
+    title: str
+    series: tuple[Series, ...]
+    spell: Callable[[float], str]
+    """A value in words."""
+    x_name: str = "epoch"
+    floor: float | None = None
+    """The vertical axis begins here at the latest."""
+    ceiling: float | None = None
+    log: bool = False
+    tick: Callable[[float], str] | None = None
+    """The same in few characters, for the axis."""
+    named: bool = True
+    """Whether lines are named, with their last values."""
+
+    @property
+    def drawn(self) -> tuple[Series, ...]:
+        return tuple(s for s in self.series if len(s.curve[0]))
+
+
+def wants_log(curves: Sequence[Curve], spread: float = 30.0) -> bool:
+    """Whether values differ so much that a straight axis would hide the small ones."""
+    values = [y for _, ys in curves for y in ys.tolist()]
+    return bool(values) and min(values) > 0 and max(values) / min(values) > spread
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from low to high: at most about `count`."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / count
+    base = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * base for m in (1, 2, 2.5, 5, 10) if m * base >= raw * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 10, 100 ...; with 2 and 5 between where there are few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = (1,) if len(powers) > 4 else (1, 3) if len(powers) > 3 else (1, 2, 5)
+    return [t for t in (m * 10.0**p for p in powers for m in marks) if low * 0.999 <= t <= high * 1.001]
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> tuple[Values, Values, Values, Values]:
+    """x, mean, least and most of `most` stretches; a short curve comes back as it is."""
+    x, y = curve
+    if len(x) <= most:
+        return x, y, y, y
+    edges = np.linspace(0, len(x), most + 1).astype(int)
+    parts = [(x[a:b], y[a:b]) for a, b in pairwise(edges)]
+    means = [(px.mean(), py.mean(), py.min(), py.max()) for px, py in parts]
+    columns = np.array(means).T
+    return columns[0], columns[1], columns[2], columns[3]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """From values to places in the picture."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log: bool
+
+    def across(self, x: float) -> float:
+        return LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (WIDTH - LEFT - RIGHT)
+
+    def up(self, y: float) -> float:
+        low, high, y = (math.log10(v) for v in (*self.y, y)) if self.log else (*self.y, y)
+        return HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+
+def axes_of(chart: Chart) -> Axes:
+    xs = [float(v) for s in chart.drawn for v in (s.curve[0][0], s.curve[0][-1])]
+    ys = [float(v) for s in chart.drawn for v in (s.curve[1].min(), s.curve[1].max())]
+    left, right = min([0.0, *xs]), max(xs)
+    low, high = min(ys), max(ys)
+    if chart.log:
+        low, high = low / 1.15, high * 1.15
+    else:
+        low = low if chart.floor is None else min(low, chart.floor)
+        high = high if chart.ceiling is None else max(high, chart.ceiling)
+        room = 0.05 * ((high - low) or abs(high) or 1.0)
+        low -= 0 if low == chart.floor else room
+        high += 0 if high == chart.ceiling else room
+    return Axes((left, right if right > left else left + 1), (low, high), chart.log)
+
+
+def to_svg(chart: Chart) -> Markup:
+    """The chart as one inline SVG; empty where there is nothing to draw."""
+    if not chart.drawn:
+        return Markup("")
+    axes = axes_of(chart)
+    said = "; ".join(f"{s.name} ends at {chart.spell(float(s.curve[1][-1]))}" for s in chart.drawn)
+    return tag(
+        "svg",
+        tag("title", f"{chart.title}: {said}"),
+        _grid(chart, axes),
+        *(_line(s, axes) for s in chart.drawn),
+        _names(chart, axes),
+        viewbox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img",
+        cls="chart",
+    )
+
+
+def _grid(chart: Chart, axes: Axes) -> Markup:
+    parts = []
+    for value in log_ticks(*axes.y) if axes.log else ticks(*axes.y):
+        y = axes.up(value)
+        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, cls="grid"))
+        parts.append(tag("text", (chart.tick or chart.spell)(value), x=LEFT - 7, y=y + 4, cls="tick end"))
+    base = HEIGHT - BOTTOM
+    parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base, cls="axis"))
+    for value in ticks(*axes.x, count=4):
+        parts.append(tag("text", f"{value:,g}", x=axes.across(value), y=base + 17, cls="tick middle"))
+    parts.append(tag("text", chart.x_name, x=WIDTH - RIGHT + 26, y=base + 17, cls="tick"))
+    return tag("g", *parts)
+
+
+def _line(series: Series, axes: Axes) -> Markup:
+    x, mean, least, most = thinned(series.curve)
+    across = [axes.across(v) for v in x]
+    parts = []
+    if least is not mean:
+        there = [(a, axes.up(v)) for a, v in zip(across, most, strict=True)]
+        back = [(a, axes.up(v)) for a, v in zip(across, least, strict=True)][::-1]
+        parts.append(tag("path", d=_path(there + back) + "Z", cls="band"))
+    points = [(a, axes.up(v)) for a, v in zip(across, mean, strict=True)]
+    parts.append(tag("path", d=_path(points), cls="curve"))
+    if len(points) == 1 or (not series.quiet and len(points) <= 40):
+        parts += [tag("circle", cx=a, cy=b, r=2.6) for a, b in points]
+    return tag("g", *parts, cls=f"run{series.colour % 5}{' quiet' if series.quiet else ''}")
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+
+
+def _names(chart: Chart, axes: Axes) -> Markup:
+    """Each line's last value and name beside its end, moved apart where they would overlap."""
+    ends = [axes.up(float(thinned(s.curve)[1][-1])) for s in chart.drawn]
+    places = apart(ends, LABEL, TOP + 4, HEIGHT - BOTTOM - 16)
+    parts = []
+    named = chart.drawn if chart.named else ()
+    for series, end, place in zip(named, ends, places, strict=False):
+        x = axes.across(float(series.curve[0][-1]))
+        cls = f"run{series.colour % 5}{' quiet' if series.quiet else ''}"
+        lead = tag("path", d=f"M{x + 4:.1f} {end:.1f}L{WIDTH - RIGHT + 8:.1f} {place:.1f}", cls="lead")
+        value = tag("text", chart.spell(float(series.curve[1][-1])), x=WIDTH - RIGHT + 12, y=place + 1, cls="value")
+        name = tag("text", _short(series.name), x=WIDTH - RIGHT + 12, y=place + 13, cls="name")
+        parts.append(tag("g", lead, value, name, cls=cls))
+    return join(*parts)
+
+
+def _short(name: str, most: int = 19) -> str:
+    return name if len(name) <= most else f"{name[: most - 1]}…"
+
+
+def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """The same order, at least `gap` between neighbours, as near to where they were as that allows."""
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    moved = [min(max(places[i], low), high) for i in order]
+    for i in range(1, len(moved)):
+        moved[i] = max(moved[i], moved[i - 1] + gap)
+    if moved and moved[-1] > high:  # push back up from the bottom
+        moved[-1] = high
+        for i in range(len(moved) - 2, -1, -1):
+            moved[i] = min(moved[i], moved[i + 1] - gap)
+    result = [0.0] * len(places)
+    for i, place in zip(order, moved, strict=True):
+        result[i] = place
+    return result

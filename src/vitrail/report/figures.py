@@ -1,0 +1,87 @@
+"""The report's figures as PNG files, for slides and papers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+
+from vitrail.evaluate.scores import Scores
+from vitrail.report.charts import Chart, thinned
+from vitrail.report.pictures import Pixels, enlarged
+from vitrail.report.story import Story
+
+# Okabe and Ito's colours, darkened where white paper asks for it: told apart by all eyes.
+COLOURS = ("#0072b2", "#b84f00", "#00795a", "#a8477f", "#8a6a00")
+DASHES = ("-", "--", ":", "-.", "-")
+INK, FAINT = "#26242e", "#d8d5ce"
+
+
+def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
+    """Charts side by side."""
+    charts = [c for c in charts if c.drawn]
+    if not charts:
+        return
+    figure = Figure(figsize=(4.8 * len(charts), 3.6), layout="constrained", dpi=160)
+    for chart, ax in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
+        for series in chart.drawn:
+            x, mean, least, most = thinned(series.curve)
+            colour = COLOURS[series.colour % len(COLOURS)]
+            style = {"linewidth": 1.2, "alpha": 0.6} if series.quiet else {"linewidth": 2.2}
+            if least is not mean:
+                ax.fill_between(x, least, most, color=colour, alpha=0.13, linewidth=0)
+            dash = DASHES[series.colour % len(DASHES)]
+            ax.plot(x, mean, color=colour, linestyle=dash, label=series.name, **style)
+        if chart.log:
+            ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(lambda value, _, spell=chart.tick or chart.spell: spell(value))
+        ax.set_title(chart.title, loc="left", color=INK, fontsize=11)
+        ax.set_xlabel(chart.x_name, color=INK)
+        ax.grid(axis="y", color=FAINT, linewidth=0.7)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        if len(chart.drawn) > 1:
+            ax.legend(frameon=False, fontsize=9)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
+    _save(figure, path)
+
+
+def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
+    """The matrix, each row by its share."""
+    table = scores.confusion
+    if table is None or not 2 <= len(table) <= 50:
+        return
+    size = 2.2 + 0.42 * len(table)
+    figure = Figure(figsize=(size, size), layout="constrained", dpi=160)
+    ax = figure.subplots()
+    shares = table / np.maximum(table.sum(1, keepdims=True), 1)
+    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for i, j in zip(*np.nonzero(table), strict=True):
+        colour = "white" if shares[i, j] > 0.5 else COLOURS[1] if i != j else INK
+        ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=colour)
+    names = [story.label(k) for k in range(len(table))]
+    long = max(map(len, names)) > 2
+    ax.set_xticks(range(len(table)), names, fontsize=8, rotation=45 if long else 0, ha="right" if long else "center")
+    ax.set_yticks(range(len(table)), names, fontsize=8)
+    ax.set_xlabel("said", color=INK)
+    ax.set_ylabel("true", color=INK)
+    ax.set_title(f"{story.run.name}: confusion", loc="left", fontsize=11, color=INK)
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    _save(figure, path)
+
+
+def save_picture(pixels: Pixels, path: Path, least: int = 480) -> None:
+    """A mosaic, large enough to be looked at by itself, on white."""
+    image = Image.fromarray(enlarged(pixels, least))
+    if image.mode == "RGBA":
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image).convert("RGB")
+    image.save(path, "png", optimize=True)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    FigureCanvasAgg(figure)  # no window system is asked for
+    figure.savefig(path)

@@ -1,0 +1,58 @@
+"""What can be seen in a network's weights: how alike its positions are, what its patch filters are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vitrail.errors import ModelError
+from vitrail.models import BiT, Net
+from vitrail.models.position import Additive
+
+# h rows and w columns of patches, D width, C channels, p x q pixels of a patch
+
+Floats = npt.NDArray[np.floating[Any]]
+
+
+@torch.no_grad()
+def position_similarity(net: Net) -> Floats:
+    """h w h w: the cosine between the position of each patch and that of every other (the paper's Fig. 7)."""
+    if isinstance(net, BiT):
+        raise ModelError("a BiT sees places by convolution: it has no position embeddings.")
+    if not net.positions:
+        raise ModelError("this model has no positions: to it, a picture is a heap of patches in any order.")
+    first = net.positions[0]
+    if not isinstance(first, Additive):
+        kind = {"relative": "offsets between patches", "rope-2d": "angles that turn queries and keys"}
+        raise ModelError(f"its positions are {kind[net.config.position]}, not vectors that could be compared.")
+    grid = net.config.grid
+    like = next(net.parameters())
+    table = first.patches(grid, like).double()
+    table = torch.nn.functional.normalize(table, dim=1)
+    return (table @ table.T).reshape(*grid, *grid).cpu().numpy()
+
+
+@torch.no_grad()
+def filters(net: Net, most: int = 28) -> tuple[Floats, Floats]:
+    """n p q C: the main patterns that the patch projection looks for, largest first; and each one's share of it all."""
+    if isinstance(net, BiT) or net.stem is not None:
+        raise ModelError("its first filters are a ResNet's, which see 7 × 7 pixels, not patches.")
+    weight = net.patch.weight.detach().double().cpu()  # D C p q
+    matrix = weight.flatten(1)
+    _, sizes, patterns = torch.linalg.svd(matrix - matrix.mean(0), full_matrices=False)
+    count = min(most, len(sizes))
+    shares = sizes.square() / sizes.square().sum().clamp(min=1e-30)
+    shaped = patterns[:count].unflatten(1, weight.shape[1:]).permute(0, 2, 3, 1)
+    return shaped.numpy(), shares[:count].numpy()
+
+
+def filter_pictures(patterns: Floats) -> list[npt.NDArray[np.uint8]]:
+    """n p q C -> n pictures p q 3, grey where a pattern is nought."""
+    if patterns.shape[3] not in (1, 3):
+        patterns = patterns.mean(3, keepdims=True)
+    reach = np.abs(patterns).max(axis=(1, 2, 3), keepdims=True)
+    levels = np.rint(127.5 + 127.5 * patterns / np.maximum(reach, 1e-12)).astype(np.uint8)
+    return [np.repeat(p, 3, axis=2) if p.shape[2] == 1 else p for p in levels]

@@ -1,0 +1,152 @@
+"""Everything a report tells of: one run, what it is compared with, the model it left and what that says of pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.base import Source
+from vitrail.errors import VitrailError
+from vitrail.evaluate.scores import Samples, Scores, wilson
+from vitrail.models import Net
+from vitrail.report.pictures import Pixels, shown
+from vitrail.report.runs import Run
+
+# N pictures, K classes
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """What the sections of a report draw from."""
+
+    run: Run
+    net: Net
+    preprocess: Preprocess
+    labels: Sequence[str]
+    scores: Scores | None = None
+    source: Source | None = None
+    """What `scores` were measured on."""
+    measured_on: str = "validation"
+    baselines: Mapping[str, Scores] = field(default_factory=dict)
+    others: Mapping[str, Run] = field(default_factory=dict)
+    """Other runs by what was different about them."""
+    unreadable: Sequence[tuple[str, str]] = ()
+    """Keys of pictures that could not be read, and why."""
+    command: str | None = None
+
+    def label(self, index: int) -> str:
+        """A class's name, as people write it."""
+        return self.labels[index].replace("_", " ") if 0 <= index < len(self.labels) else f"class {index}"
+
+    def picture(self, index: int) -> Pixels | None:
+        """As the network sees it: resized and cropped; None where it cannot be read."""
+        if self.source is None:
+            return None
+        try:
+            return shown(self.preprocess.pixels(self.source[index].picture))
+        except VitrailError:
+            return None
+
+    def key(self, index: int) -> str:
+        return self.source.key(index) if self.source is not None else str(index)
+
+    def truth(self, samples: Samples, row: int) -> str:
+        """The true class or classes of a measured picture, by name."""
+        if samples.truth.ndim == 1:
+            return self.label(int(samples.truth[row]))
+        return ", ".join(self.label(int(k)) for k in np.flatnonzero(samples.truth[row])) or "none"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A picture and the class it was wrongly given."""
+
+    row: int
+    """In the samples."""
+    said: int
+    score: float
+
+
+def surest_mistakes(samples: Samples, most: int) -> list[Mistake]:
+    """What the model was surest of and wrong about; of several labels, a class it does not have."""
+    if samples.scores is None:
+        wrong = np.flatnonzero(~samples.right)
+        said, score = samples.prediction[wrong], samples.score[wrong]
+    else:
+        false = np.where(samples.truth, -1.0, samples.scores)  # N K
+        said, score = false.argmax(1), false.max(1)
+        wrong = np.flatnonzero(score >= 0.5)
+        said, score = said[wrong], score[wrong]
+    order = np.argsort(-score, kind="stable")[:most]
+    return [Mistake(int(wrong[i]), int(said[i]), float(score[i])) for i in order]
+
+
+def some_right(samples: Samples, most: int) -> list[int]:
+    """Rows of right answers, class by class in turn, of middling certainty: what is usual."""
+    right = np.flatnonzero(samples.right)
+    classes = samples.prediction[right]
+    there = np.unique(classes)
+    piles = []
+    for one in there[np.linspace(0, len(there) - 1, min(most, len(there))).astype(int)]:
+        rows = right[classes == one]
+        middle = np.argsort(np.abs(samples.score[rows] - np.median(samples.score[rows])), kind="stable")
+        piles.append(rows[middle])
+    turns = [
+        pile[turn] for turn in range(max((len(p) for p in piles), default=0)) for pile in piles if turn < len(pile)
+    ]
+    return [int(row) for row in turns[:most]]
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """One class: how much of it is found."""
+
+    index: int
+    value: float
+    """Share named rightly; for several labels the average precision."""
+    count: int
+    low: float | None = None
+    high: float | None = None
+
+
+def by_class(scores: Scores) -> list[ClassScore]:
+    """Every class that occurs, in order."""
+    samples = scores.samples
+    if scores.average_precisions is not None and samples is not None:
+        counts = samples.truth.sum(0)
+        pairs = enumerate(zip(scores.average_precisions, counts, strict=True))
+        return [ClassScore(k, float(ap), int(n)) for k, (ap, n) in pairs if n]
+    if scores.confusion is not None:
+        counts, right = scores.confusion.sum(1), scores.confusion.diagonal()
+    elif samples is not None:
+        size = int(samples.truth.max()) + 1
+        counts = np.bincount(samples.truth, minlength=size)
+        right = np.bincount(samples.truth[samples.right], minlength=size)
+    else:
+        return []
+    return [
+        ClassScore(k, r / n, int(n), *wilson(r, n)) for k, (r, n) in enumerate(zip(right, counts, strict=True)) if n
+    ]
+
+
+def confused_pairs(scores: Scores, most: int) -> list[tuple[int, int, int]]:
+    """(true class, said class, how often), the commonest first."""
+    if scores.confusion is not None:
+        wrong = scores.confusion.copy()
+        np.fill_diagonal(wrong, 0)
+        flat = np.argsort(-wrong, axis=None, kind="stable")[:most]
+        pairs = [(int(i), int(j), int(wrong[i, j])) for i, j in zip(*np.unravel_index(flat, wrong.shape), strict=True)]
+        return [p for p in pairs if p[2]]
+    samples = scores.samples
+    if samples is None or samples.truth.ndim != 1:
+        return []
+    both = np.stack([samples.truth, samples.prediction], 1)[~samples.right]
+    found, counts = np.unique(both, axis=0, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:most]
+    return [(int(found[i, 0]), int(found[i, 1]), int(counts[i])) for i in order]

@@ -1,0 +1,179 @@
+"""Settings and numbers in words that a person would use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vitrail.config import BiTConfig, pair
+from vitrail.models import Net
+
+Config = Mapping[str, Any]
+Rows = list[tuple[str, str]]
+
+
+def percent(share: float | None, count: int | None = None) -> str:
+    """98.6 %; two decimals where so many pictures were measured that the second one means something."""
+    if share is None or not math.isfinite(share):
+        return "–"
+    return f"{100 * share:.{2 if count and count >= 5000 else 1}f} %"
+
+
+def between(low: float, high: float, count: int | None = None, word: str = "to") -> str:
+    """96.8 to 99.4 %."""
+    return f"{percent(low, count).removesuffix(' %')} {word} {percent(high, count)}"
+
+
+def short_percent(share: float) -> str:
+    """For an axis: 90 %, 97.5 %."""
+    return f"{100 * share:.3g} %"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """0.0412, 1,437, 3e-05."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value and not 1e-4 <= abs(value) < 1e6:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
+def millions(count: int) -> str:
+    """105 thousand, 5.7 million."""
+    for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if count >= size:
+            return f"{count / size:.3g} {name}"
+    return f"{count}"
+
+
+def spell_time(seconds: float | None) -> str:
+    """48 s, 3 min 20 s, 2 h 14 min."""
+    if seconds is None:
+        return "–"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def sized(value: Any) -> str:
+    height, width = pair(tuple(value) if isinstance(value, list) else value)
+    return f"{height} × {width}"
+
+
+def counted(count: int, thing: str, things: str | None = None) -> str:
+    """1 picture, 1,437 pictures, 10 classes."""
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+
+
+def about_model(net: Net) -> Rows:
+    """What the network is."""
+    config, parameters = net.config, sum(p.numel() for p in net.parameters())
+    if isinstance(config, BiTConfig):
+        kind = f"BiT ResNet, {'-'.join(map(str, config.layers))} units, width × {config.width:g}"
+        return [("Model", kind), ("Parameters", f"{parameters:,}")]
+    rows, columns = config.grid
+    kind = "ViT behind a ResNet stem" if config.stem else "ViT"
+    size = f"width {config.width}, {counted(config.depth, 'block')}, {counted(config.heads, 'head')}, MLP {config.mlp}"
+    pool = {"token": "class token", "gap": "mean of the patches", "map": "attention pool"}.get(config.pool, config.pool)
+    places = str(config.position)
+    if config.place != "stem" and config.position != "none":
+        places += {"layers": ", at each layer", "shared": ", one table for all layers"}[config.place]
+    return [
+        ("Model", f"{kind}: {size}"),
+        ("Parameters", f"{parameters:,}"),
+        ("Patches", f"{rows} × {columns}, each {sized(config.patch)} pixels, {counted(config.channels, 'channel')}"),
+        ("Positions", places),
+        ("The head reads", pool),
+    ]  # fmt: skip
+
+
+def about_run(config: Config) -> Rows:
+    """What it was taught and how."""
+    rows = [("Data", str(config.get("data", {}).get("source", "–")))]
+    if config.get("start"):
+        rows.append(("Started from", str(config["start"])))
+    rows += [("Objective", objective(config)), ("Augmentation", augmentation(config.get("augment", {})))]
+    rows += [("Optimiser", optimiser(config.get("optim", {}))), ("Schedule", schedule(config))]
+    regular = regularisation(config)
+    return [*rows, ("Regularisation", regular)] if regular else rows
+
+
+def objective(config: Config) -> str:
+    kind = config.get("objective", "classify")
+    if kind == "masked-patch":
+        masked = config.get("masked_patch", {})
+        return f"guess corrupted patches ({100 * masked.get('share', 0.5):g} %, {masked.get('target', 'mean-colour')})"
+    classify = config.get("classify", {})
+    loss = {"softmax": "cross-entropy", "sigmoid": "sigmoid cross-entropy"}.get(classify.get("loss"), "cross-entropy")
+    parts = [loss]
+    if classify.get("smoothing"):
+        parts.append(f"label smoothing {classify['smoothing']:g}")
+    if classify.get("weights") == "balanced":
+        parts.append("rare classes weigh more")
+    if kind == "distill":
+        distill = config.get("distill", {})
+        parts.append(f"{distill.get('kind', 'hard')} distillation from {distill.get('teacher')}")
+    return ", ".join(parts)
+
+
+def augmentation(augment: Config) -> str:
+    parts = []
+    if augment.get("crop") == "resized":
+        parts.append("random crop of {:g} to {:g} % of the area".format(*(100 * s for s in augment["scale"])))
+    elif augment.get("crop") == "pad":
+        parts.append(f"shifted by up to {counted(augment.get('pad', 0), 'pixel')}")
+    if augment.get("flip"):
+        parts.append("mirrored" if augment["flip"] == 0.5 else f"mirrored ({100 * augment['flip']:g} %)")
+    if any(augment.get("jitter", ())):
+        parts.append("colour jitter " + " ".join(f"{j:g}" for j in augment["jitter"]))
+    policy = augment.get("policy")
+    if policy == "three":
+        parts.append("3-Augment")
+    elif policy == "rand":
+        parts.append(f"RandAugment {augment.get('layers')} × {augment.get('magnitude', 0):g}")
+    if augment.get("erase"):
+        parts.append(f"erasing {100 * augment['erase']:g} %")
+    for name, title in (("mixup", "mixup"), ("cutmix", "CutMix")):
+        if augment.get(name) and augment.get("mix_chance", 1):
+            parts.append(f"{title} {augment[name]:g}")
+    return ", ".join(parts) or "none"
+
+
+def optimiser(optim: Config) -> str:
+    kind = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}.get(optim.get("kind", "adamw"), str(optim.get("kind")))
+    parts = [kind, f"learning rate {number(optim.get('lr'))}"]
+    if optim.get("weight_decay"):
+        parts.append(f"weight decay {number(optim['weight_decay'])}")
+    if optim.get("layer_decay"):
+        parts.append(f"layer-wise decay {optim['layer_decay']:g}")
+    if optim.get("clip"):
+        parts.append(f"gradients clipped at {optim['clip']:g}")
+    if optim.get("train", "all") != "all":
+        train = optim["train"]
+        parts.append("head only" if train == "head" else f"head and last {counted(train, 'block')} only")
+    return ", ".join(parts)
+
+
+def schedule(config: Config) -> str:
+    plan = config.get("schedule", {})
+    parts = [f"{config.get('duration', '–')} of batches of {config.get('batch', '–')}", str(plan.get("kind", "cosine"))]
+    for name, title in (("warmup", "warm-up"), ("cooldown", "cool-down")):
+        if plan.get(name) and not str(plan[name]).startswith("0 "):
+            parts.append(f"{plan[name]} of {title}")
+    return ", ".join(parts)
+
+
+def regularisation(config: Config) -> str:
+    model = config.get("model") or {}
+    parts = [
+        f"{title} {model[name]:g}"
+        for name, title in (("dropout", "dropout"), ("path_dropout", "stochastic depth"))
+        if model.get(name)
+    ]
+    if config.get("ema"):
+        parts.append(f"averaged weights ({config['ema']:g})")
+    return ", ".join(parts)

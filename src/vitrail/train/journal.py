@@ -1,0 +1,232 @@
+"""Everything that leaves the loop: lines of metrics, the display, checkpoints, and the model at the end."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from vitrail.data.batch import Batch
+from vitrail.evaluate.scores import Scores
+from vitrail.runtime import say
+from vitrail.train.display import Display, measured_peak
+from vitrail.train.log import Metrics
+from vitrail.train.meter import NORM, STEPS, WEIGHT, Meter
+from vitrail.train.run import RunFolder
+from vitrail.train.setup import samples_named
+from vitrail.train.state import (
+    Checkpoints,
+    Progress,
+    Tensors,
+    differences,
+    generators,
+    here,
+    seed_generators,
+    set_generators,
+)
+from vitrail.train.trainer import Trainer
+from vitrail.weights import checkpoint
+
+
+class Journal:
+    """A run's memory. Only the first process writes and speaks; all of them take part in sums."""
+
+    def __init__(self, run: RunFolder, trainer: Trainer) -> None:
+        self.run, self.trainer, self.config, self.ranks = run, trainer, trainer.config, trainer.ranks
+        self.progress = Progress(ran_on=here(trainer.device, self.ranks.world))
+        self.checkpoints = Checkpoints(run.checkpoints, trainer.ranks)
+        self.meter = Meter(trainer.device)
+        self.stack = ExitStack()
+        self.scores: Scores | None = None
+        self.scored_at = -1
+        self.test: Scores | None = None
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stack.close()
+
+    def begin(self) -> Progress:
+        """A new run: the settings are on disk before anything is computed."""
+        if self.ranks.first:
+            self.run.begin(self.config)
+        self.ranks.barrier()
+        seed_generators(self.config.seed, self.ranks.rank)
+        self._open()
+        return self.progress
+
+    def resume(self) -> Progress:
+        """From the newest checkpoint that is whole; from the beginning where there is none yet."""
+        found = self.checkpoints.latest()
+        if found is not None:
+            path, progress = found
+            changed = differences(progress.ran_on, self.progress.ran_on)
+            if changed:
+                say([f"resumed elsewhere ({'; '.join(changed)}): the same run, but not to the last bit"])
+            tensors = self.checkpoints.read(path, self._tensors())
+            self.trainer.load(tensors)
+            set_generators(tensors, self.trainer.device)
+            progress.ran_on = self.progress.ran_on
+            self.progress = progress
+            self.meter.take(progress.meter if self.ranks.first else {})
+        else:
+            seed_generators(self.config.seed, self.ranks.rank)
+            say([f"{self.run.path} has no checkpoint yet: the run starts from its beginning"])
+        self._open()
+        return self.progress
+
+    def _open(self) -> None:
+        self.started = self.logged = time.monotonic()
+        self.before, self.logged_step = self.progress.seconds, self.progress.step
+        board = self.run.path / "tensorboard" if self.config.tensorboard else None
+        self.metrics = Metrics(self.run.metrics, board) if self.ranks.first else None
+        if self.metrics is not None:
+            self.metrics.rewind(self.progress.step)
+            self.stack.callback(self.metrics.close)
+        self.stack.callback(self.checkpoints.close)
+        self.display = self.stack.enter_context(self._display())
+
+    def _display(self) -> Display:
+        trainer = self.trainer
+        quiet = None if self.ranks.first else Console(quiet=True)
+        dtype = torch.bfloat16 if self.config.precision == "bfloat16" else trainer.dtype
+        return Display(
+            trainer.total,
+            trainer.batch,
+            images_per_epoch=trainer.images,
+            flops_per_image=trainer.arithmetic_per_image / self.ranks.world,
+            peak_flops=measured_peak(trainer.device, dtype) if self.ranks.first else None,
+            title=self.config.name,
+            subtitle=str(self.run.path),
+            start=self.progress.step,
+            device=trainer.device,
+            console=quiet,
+        )
+
+    def count(self, sums: Tensors, weights: Tensor, norm: Tensor) -> None:
+        """One more step."""
+        whole = norm / self.ranks.world  # every process has the same
+        one = torch.ones((), device=norm.device) / self.ranks.world
+        self.meter.add({**sums, WEIGHT: weights.sum(), NORM: whole, STEPS: one})
+
+    def log(self, factor: float) -> None:
+        """A line of metrics, of what was counted since the last one."""
+        step, now = self.progress.step, time.monotonic()
+        sums = self._summed()
+        self.meter.take({})
+        weight = max(sums.pop(WEIGHT, 0.0), 1e-9)
+        steps, norm = max(sums.pop(STEPS, 1.0), 1e-9), sums.pop(NORM, 0.0)
+        images = self.trainer.batch * (step - self.logged_step)
+        line: dict[str, Any] = self._place() | {
+            **{("accuracy" if name == "correct" else name): value / weight for name, value in sums.items()},
+            "lr": self.config.optim.lr * factor,
+            NORM: norm / steps,
+            "images_per_s": round(images / max(now - self.logged, 1e-9), 2),
+            "time": round(self._seconds(), 3),
+        }
+        self.logged, self.logged_step = now, step
+        self._write(line)
+        self.display.update(step, line)
+
+    def evaluated(self, scores: Scores) -> bool:
+        """Note a measurement; whether patience has run out."""
+        step, progress = self.progress.step, self.progress
+        self.scores, self.scored_at = scores, step
+        self._write(self._place() | {"evaluation": scores.to_dict(), "ema": self.config.ema is not None})
+        self.display.evaluated(step, scores, ema=self.config.ema is not None)
+        value = _headline(scores)
+        if progress.best is None or value > progress.best:
+            progress.best, progress.best_step, progress.stale = value, step, 0
+            if self._keeps_best():
+                self.checkpoints.save_best(self.trainer.model_tensors(), progress)
+        else:
+            progress.stale += 1
+        self.logged = time.monotonic()
+        return self.config.patience is not None and progress.stale >= self.config.patience
+
+    def checkpoint(self) -> None:
+        """Everything needed to go on, from this very step."""
+        if self.ranks.first:
+            self.run.restore(self.config)
+        self.progress.seconds = self._seconds()
+        self.progress.meter = self._summed()
+        self.checkpoints.save(self._tensors(), self.progress)
+        self.display.resumed()
+
+    def finish(self) -> Scores | None:
+        """The model of the best weights, or of the last; measured; written where `vitrail.load` finds it."""
+        trainer, progress = self.trainer, self.progress
+        self.checkpoints.wait()
+        tensors, chosen = trainer.model_tensors(), progress.step
+        if self._keeps_best() and progress.best_step not in (None, progress.step):
+            found = self.checkpoints.read_best(progress.best_step)
+            if found is not None:
+                tensors, chosen = found, progress.best_step
+        net = trainer.model(tensors)
+        if trainer.measures and self.scored_at != chosen:
+            self.scores = trainer.evaluate(net=net)
+        splits = trainer.setup.splits
+        if trainer.measures and splits.test is not None and splits.measured_on != "test":
+            self.test = trainer.evaluate(splits.test, net=net)
+            self._write(self._place() | {"test": self.test.to_dict(), "model_step": chosen})
+        if self.ranks.first:
+            card = trainer.setup.card.but(config=net.config)
+            checkpoint.write(net, card, self.run.model, overwrite=True)
+        self.checkpoints.close()
+        if self.checkpoints.failed is not None:
+            say([f"the last checkpoint could not be written: {self.checkpoints.failed}"])
+        return self.scores
+
+    def last_words(self, batch: Batch) -> str:
+        """What to say about a step whose loss is not finite."""
+        named = samples_named(self.trainer.setup.splits.train, batch.indices.numpy())
+        self.checkpoints.wait()
+        steps = self.checkpoints.steps()
+        good = (
+            f"the last good checkpoint is {self.checkpoints.at(steps[-1])}"
+            if steps
+            else "no checkpoint was written yet"
+        )
+        return (
+            f"the loss of step {batch.step} is not finite; its pictures were {named}; {good}. Try a lower "
+            "learning rate or a longer warm-up, or on_nan=skip to leave such steps out."
+        )
+
+    def _keeps_best(self) -> bool:
+        keep = self.config.keep
+        return keep == "best" or (keep == "auto" and self.trainer.setup.splits.measured_on != "test")
+
+    def _tensors(self) -> Tensors:
+        return self.trainer.tensors() | generators(self.trainer.device)
+
+    def _summed(self) -> dict[str, float]:
+        names, vector = self.meter.vector()
+        if not names:
+            return {}
+        return dict(zip(names, self.ranks.reduce_sum({"sums": vector})["sums"].tolist(), strict=True))
+
+    def _place(self) -> dict[str, Any]:
+        step = self.progress.step
+        seen = step * self.trainer.batch
+        return {"step": step, "epoch": seen / self.trainer.images, "images": seen}
+
+    def _seconds(self) -> float:
+        return self.before + time.monotonic() - self.started
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.metrics is not None:
+            self.metrics.write(line)
+
+
+def _headline(scores: Scores) -> float:
+    """What is compared to find the best: higher is better."""
+    found = scores.mean_average_precision
+    return scores.top1 if found is None else found

@@ -1,0 +1,110 @@
+"""metrics.jsonl: each logged step once, whatever interrupts the run; TensorBoard beside it where asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from vitrail.errors import TrainError
+from vitrail.runtime import say
+
+Line = dict[str, Any]
+
+
+class Metrics:
+    """Lines are appended when they are whole; a disk that is full for a while loses none of them."""
+
+    def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
+        self.path = path
+        self.waiting: list[str] = []
+        self.board = _board(tensorboard)
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written after this step, and the half line a kill may have left."""
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(_text(line) for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path)
+
+    def write(self, line: Line) -> None:
+        self.waiting.append(_text(line))
+        if self.board is not None:
+            _to_board(self.board, line)
+        try:
+            self._append()
+        except OSError as error:
+            say([f"{self.path} cannot be written now ({error.strerror}); its lines wait in memory"])
+
+    def _append(self) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            start = file.tell()
+            try:
+                file.write("".join(self.waiting))
+                file.flush()
+            except OSError:
+                os.truncate(self.path, start)  # no half line stays, and none is written twice
+                raise
+        self.waiting = []
+
+    def close(self) -> None:
+        """Everything on disk, or an error that says what is not."""
+        if self.board is not None:
+            self.board.close()
+        if not self.waiting:
+            return
+        try:
+            self._append()
+        except OSError as error:
+            raise TrainError(
+                f"{len(self.waiting)} lines of {self.path} could not be written: {error.strerror}; "
+                "make room and go on with --resume."
+            ) from error
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """All whole lines; what a kill cut short is left out."""
+    found: list[Line] = []
+    if not path.exists():
+        return found
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            found.append(line)
+    return found
+
+
+def _text(line: Line) -> str:
+    """JSON has no NaN: what is not finite becomes null."""
+    return json.dumps(_finite(line), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _board(folder: Path | None) -> Any:
+    if folder is None:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise TrainError("tensorboard=true needs TensorBoard; try pip install 'vitrail[track]'.") from None
+    return SummaryWriter(str(folder))
+
+
+def _to_board(board: Any, line: Line) -> None:
+    step = line["step"]
+    for name, value in line.get("evaluation", line).items():
+        if isinstance(value, int | float) and name not in ("step", "images", "epoch", "time"):
+            board.add_scalar(f"{'evaluation' if 'evaluation' in line else 'training'}/{name}", value, step)

@@ -1,0 +1,83 @@
+"""Training: one function from settings to a run folder, whatever the data, the objective or the devices.
+
+Everything drawn is a function of (seed, step, sample), so a run has no hidden state: it can be
+killed anywhere, resumed, or spread over another number of processes, and computes the same thing.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from vitrail.config import TrainConfig
+from vitrail.evaluate.scores import Scores
+from vitrail.train.health import Health
+from vitrail.train.interrupt import Interrupt
+from vitrail.train.journal import Journal
+from vitrail.train.parallel import Ranks
+from vitrail.train.run import RunFolder
+from vitrail.train.setup import Setup, prepare
+from vitrail.train.state import Progress
+from vitrail.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended."""
+
+    run: RunFolder
+    setup: Setup
+    progress: Progress
+    scores: Scores | None
+    """Of the model that was kept, on the validation pictures; None for an unfinished run."""
+    stopped: str | None = None
+    """What ended it before its time: a signal's name, or "patience"."""
+    first: bool = True
+    """Whether this process is the one that writes and speaks."""
+
+
+def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
+    """Train as the settings say, into a run folder; with `resume`, go on from its last checkpoint."""
+    with ExitStack() as stack:
+        ranks = stack.enter_context(Ranks.start(config.device))
+        interrupt = stack.enter_context(Interrupt())
+        trainer = Trainer(prepare(config, ranks, resumed=resume), ranks)
+        config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
+        journal = stack.enter_context(Journal(run, trainer))
+        progress = journal.resume() if resume else journal.begin()
+        health = Health(ranks.device, config.on_nan, journal.last_words)
+        batches = stack.enter_context(trainer.batches(progress.step))
+        augment = trainer.augmentation(cropped=batches.cropped)
+        stopped = None
+
+        for batch in batches:
+            images, targets = augment(batch, ranks.exchange if ranks.world > 1 else None)
+            total = ranks.sum(batch.weights.sum())
+            sums = trainer.backward(images, targets, batch.weights, trainer.keys(batch), total)
+            norm = optimizer.clip(config.optim.clip)
+            if health.ok(sums["loss"], norm, batch):
+                optimizer.step(schedule(batch.step))
+                if ema is not None:
+                    ema.update(batch.step)
+            else:
+                optimizer.zero()
+                progress.skipped += 1
+            progress.step = step = batch.step + 1
+            journal.count(sums, batch.weights, norm)
+
+            if trainer.due(step, config.log_every):
+                journal.log(schedule(batch.step))
+            if trainer.due(step, config.evaluate_every) and trainer.measures:
+                health.settle()
+                if journal.evaluated(trainer.evaluate()) and step < trainer.total:
+                    stopped = "patience"
+            if ranks.anywhere(interrupt.asked is not None):
+                stopped = interrupt.asked or "another process"
+            if stopped or trainer.due(step, config.checkpoint_every):
+                health.settle()
+                journal.checkpoint()
+            if stopped:
+                break
+        finished = stopped in (None, "patience")
+        scores = journal.finish() if finished else None
+        return Result(run, trainer.setup, progress, scores, stopped, ranks.first)

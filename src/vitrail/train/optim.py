@@ -1,0 +1,215 @@
+"""How a step is taken: which parameters learn, how fast each does, what decays, and by which rule.
+
+Parameters are sorted by name. Kernels decay and nothing else does (`net.decayed()`); with
+`layer_decay` each layer below the head learns slower than the one above (`net.depth_of(name)`); the
+head, and whatever an objective adds to the network, learns `head_lr` times as fast. The rules are
+torch's own. Around them stands one object that keeps their memory by parameter name, complete from
+the start, so that a checkpoint neither depends on the order of groups nor on a first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from vitrail.config import OptimConfig
+from vitrail.errors import ConfigError
+from vitrail.train.ema import check_names
+from vitrail.train.muon import Muon
+from vitrail.train.parallel import copy_into, local
+
+HEAD = ("head", "head_distill", "pre_logits")
+FUSED = {"cpu", "cuda", "mps"}
+MUON_MOMENTUM = 0.95
+
+
+def freeze(learner: nn.Module, train: str | int) -> None:
+    """Compute gradients only for what learns. Before `wrap`: DDP waits for every gradient it was promised."""
+    names = learning(learner, train)
+    for name, parameter in learner.named_parameters():
+        parameter.requires_grad_(name in names)
+
+
+def learning(learner: nn.Module, train: str | int) -> set[str]:
+    """Names of the parameters that learn.
+
+    "head" is the head (both of them, and a pre-training layer before it); a number adds so many of
+    the last blocks, and with them the final norm and pool. What the objective adds always learns.
+    """
+    net, names = _net(learner), {name for name, _ in learner.named_parameters()}
+    if train == "all":
+        return names
+    top = _depth(net, "head.")
+    if isinstance(train, int) and train >= top:
+        raise ConfigError(f"train={train} blocks, but the network has {top - 1}; try train=all.")
+    lowest = top - train if isinstance(train, int) and train > 0 else top + 1
+    inner = {name: _inside(name) for name in names}
+    return {name for name, n in inner.items() if n is None or _is_head(n) or _depth(net, n) >= lowest}
+
+
+def make_optimizer(learner: nn.Module, config: OptimConfig) -> Optimizer:
+    """For what learns of a learner; after `wrap`, whose shards are what is stepped."""
+    return Optimizer(learner, config)
+
+
+class Optimizer:
+    """`clip`, then `step(schedule(step))`; or `zero` instead, to leave a step out."""
+
+    def __init__(self, learner: nn.Module, config: OptimConfig) -> None:
+        names = learning(learner, config.train)
+        self.all = list(learner.parameters())
+        self.parameters = {n: p for n, p in learner.named_parameters() if n in names and p.requires_grad}
+        if not self.parameters:
+            raise ConfigError("nothing is left to learn: every parameter is frozen; try optim.train=all.")
+        self.rules = _rules(learner, self.parameters, config)
+        for rule in self.rules:
+            _begin(rule)
+
+    def step(self, factor: float) -> None:
+        """One step at this share of the highest learning rate; gradients are gone afterwards."""
+        for rule in self.rules:
+            for group in rule.param_groups:
+                group["lr"] = group["peak"] * factor
+                if group["apart"]:  # SGD's own decay would go through the momentum
+                    _shrink(group["params"], group["apart"] * factor)
+            rule.step()
+        self.zero()
+
+    def zero(self) -> None:
+        for parameter in self.all:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def clip(self, largest: float | None) -> Tensor:
+        """The norm of the whole gradient, which is scaled down to `largest` where it is more; None only measures.
+
+        Nothing waits for a GPU here. Of a sharded gradient each process measures its part.
+        """
+        found = [p.grad for p in self.parameters.values() if p.grad is not None]
+        grads = [local(g) for g in found]
+        norm = get_total_norm(grads)
+        if found and isinstance(found[0], DTensor):
+            square = norm.square()
+            dist.all_reduce(square, group=found[0].device_mesh.get_group())
+            norm = square.sqrt()
+        if largest is not None and grads:
+            torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All that the rules remember, as "exp_avg/net.blocks.0..."; there before the first step too."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        return {
+            f"{kind}/{names[id(parameter)]}": tensor
+            for rule in self.rules
+            for parameter, memory in rule.state.items()
+            for kind, tensor in memory.items()
+        }
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Exactly what `state_tensors` gave, on this many processes or another number."""
+        mine = self.state_tensors()
+        check_names("the optimiser's tensors", tensors, mine)
+        for name, tensor in mine.items():
+            copy_into(tensor, tensors[name])
+
+
+def _rules(learner: nn.Module, parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:
+    groups = _groups(learner, parameters, config)
+    turned, others = ([g for g in groups if g["turned"] == which] for which in (True, False))
+    fused = {p.device.type for p in parameters.values()} <= FUSED
+    rules: list[torch.optim.Optimizer] = []
+    if config.kind == "sgd":
+        momentum, nesterov = config.momentum, config.nesterov and config.momentum > 0
+        fused = fused and not any(isinstance(p, DTensor) for p in parameters.values())  # torch has none for shards
+        return [torch.optim.SGD(others, momentum=momentum, nesterov=nesterov, fused=fused)]
+    if config.kind == "muon":
+        if not turned:
+            raise ConfigError("optim.kind=muon turns matrices in blocks, and none learns here; try adamw.")
+        momentum = MUON_MOMENTUM if config.momentum == OptimConfig.momentum else config.momentum
+        # Updates as large as AdamW's, so that one learning rate serves both.
+        rules.append(Muon(turned, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+    if others:
+        rules.append(torch.optim.AdamW(others, betas=config.betas, eps=config.eps, fused=fused))
+    return rules
+
+
+def _groups(learner: nn.Module, parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
+    """Parameters that are stepped alike, with their highest learning rate and their decay."""
+    net = _net(learner)
+    decayed, top = net.decayed(), _depth(net, "head.")  # type: ignore[operator]
+    alike: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        inner = _inside(name)
+        depth = top if inner is None else _depth(net, inner)
+        decays = inner in decayed if inner is not None else parameter.ndim > 1 and name.endswith("weight")
+        turned = config.kind == "muon" and decays and parameter.ndim == 2 and 0 < depth < top
+        scale = (config.layer_decay or 1.0) ** (top - depth)
+        if inner is None or _is_head(inner):
+            scale *= config.head_lr
+        alike.setdefault((turned, decays, scale), []).append(parameter)
+    return [
+        {"params": params, "turned": turned, **_speeds(config, config.lr * scale, decays)}
+        for (turned, decays, scale), params in alike.items()
+    ]
+
+
+def _speeds(config: OptimConfig, peak: float, decays: bool) -> dict[str, float]:
+    """Learning rate and decay of a group.
+
+    torch's rules shrink weights by lr * weight_decay. Decay by the schedule alone is the same with
+    weight_decay / peak, since lr is peak * schedule; SGD's, which is part of the gradient, is done apart.
+    """
+    decay = config.weight_decay if decays else 0.0
+    by_schedule = config.decay_by == "schedule"
+    apart = decay if by_schedule and config.kind == "sgd" else 0.0
+    own = 0.0 if apart else decay / peak if by_schedule else decay
+    return {"lr": peak, "peak": peak, "weight_decay": own, "apart": apart}
+
+
+def _begin(rule: torch.optim.Optimizer) -> None:
+    """Memory for every parameter now, as torch would make it at the first step.
+
+    SGD's momentum begins as the first gradient there, which is what zeros lead to.
+    """
+    for group in rule.param_groups:
+        for parameter in group["params"]:
+            if isinstance(rule, torch.optim.AdamW):
+                count = torch.zeros((), device=parameter.device if group["fused"] else "cpu", dtype=torch.float32)
+                memory = {"step": count}
+                memory |= {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
+            elif group["momentum"]:
+                memory = {"momentum_buffer": torch.zeros_like(parameter)}
+            else:
+                continue
+            rule.state[parameter] = memory
+
+
+@torch.no_grad()
+def _shrink(parameters: list[nn.Parameter], share: float) -> None:
+    torch._foreach_mul_([local(p) for p in parameters], 1 - share)
+
+
+def _net(learner: nn.Module) -> nn.Module:
+    assert isinstance(learner.net, nn.Module)
+    return learner.net
+
+
+def _depth(net: nn.Module, name: str) -> int:
+    depth: int = net.depth_of(name)  # type: ignore[operator]
+    return depth
+
+
+def _inside(name: str) -> str | None:
+    """A parameter's name in the network; None for what the objective adds to it."""
+    return name.removeprefix("net.") if name.startswith("net.") else None
+
+
+def _is_head(name: str) -> bool:
+    return name.split(".")[0] in HEAD

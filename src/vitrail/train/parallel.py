@@ -1,0 +1,391 @@
+"""More than one device: who this process is, what is summed and exchanged, and how the learner is spread.
+
+Under `torchrun` each process holds one device and its share of every batch. One process alone, the
+usual case, makes no group and talks to nobody: everything here is then the identity.
+
+    Ranks         who this process is, and every exchange: sums, rows, a word from the first process
+    wrap          a copy of the learner on each device (DDP), or a shard of it (FSDP2)
+    save_sharded  each process writes its part as safetensors; any number of processes reads it back
+
+Beside NCCL there is always a gloo group for what lies on the CPU, so that small talk about a step
+never makes a GPU wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from types import MethodType, TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from vitrail.config import TrainConfig
+from vitrail.errors import CheckpointError, ConfigError, TrainError
+from vitrail.models.bit import BiTUnit
+from vitrail.models.hybrid import StemUnit
+from vitrail.models.layers import Block
+from vitrail.runtime import pick_device
+
+# W processes, B pictures in the global batch, b = B / W of them here
+
+PIECES = (Block, BiTUnit, StemUnit)
+"""What FSDP gathers, computes and drops one at a time."""
+PATIENCE = timedelta(minutes=10)
+"""How long a process waits for another that does not come, before the run is given up."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all: `with Ranks.start("auto") as ranks:`."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+    local: int = 0
+    """Its number on this machine."""
+    saving: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    """A group of its own for checkpoints, which another thread may be writing meanwhile."""
+
+    @classmethod
+    def start(cls, device: str | torch.device = "auto", *, patience: timedelta = PATIENCE) -> Ranks:
+        """From torchrun's environment; without it, one process and no group."""
+        if "RANK" not in os.environ:
+            return cls(pick_device(device))
+        rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        chosen = _own_device(device, local)
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=world, timeout=patience)
+            saving = dist.new_group(backend="gloo", timeout=patience)
+        except (RuntimeError, ValueError) as error:
+            raise TrainError(f"process {rank} of {world} could not reach the others: {_reason(error)}.") from error
+        return cls(chosen, rank, world, local, saving)
+
+    def close(self) -> None:
+        """Leave the group; others that still wait for this process are told at once."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        finally:
+            if isinstance(error, Exception) and is_lost(error):
+                raise TrainError(
+                    f"process {self.rank} of {self.world} lost another one, which died or waited too long "
+                    f"({_reason(error)}); its own last words say why. Go on with --resume."
+                ) from error
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes and speaks."""
+        return self.rank == 0
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(self.device.type, (self.world,))
+
+    def slots(self, batch: int) -> range:
+        """This process's places in a global batch: one run of them, in the order of ranks."""
+        if batch % self.world:
+            above = -(-batch // self.world) * self.world
+            raise ConfigError(f"batch={batch} cannot be shared evenly by {self.world} processes; try batch={above}.")
+        share = batch // self.world
+        return range(self.rank * share, (self.rank + 1) * share)
+
+    def barrier(self) -> None:
+        """Wait until everyone is here."""
+        self.anywhere(False)
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether any process says yes: how all of them stop at the same step. On the CPU: no GPU waits."""
+        if self.world == 1:
+            return flag
+        votes = torch.tensor([int(flag)])
+        dist.all_reduce(votes, dist.ReduceOp.MAX)
+        return bool(votes)
+
+    def told(self, value: Any) -> Any:
+        """What the first process says, whatever the others would."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def reduce_sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sums over all processes, in one exchange, added in float64 and returned as they came."""
+        found = {name: value.detach() for name, value in values.items()}
+        if self.world == 1 or not found:
+            return found
+        packed = torch.cat([v.reshape(-1).to(self.device, torch.float64) for v in found.values()])
+        dist.all_reduce(packed)
+        parts = packed.split([v.numel() for v in found.values()])
+        return {name: p.view(v.shape).to(v.dtype) for (name, v), p in zip(found.items(), parts, strict=True)}
+
+    def sum(self, value: Tensor) -> Tensor:
+        """One tensor's sum over all processes."""
+        return self.reduce_sum({"value": value})["value"]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, in the order of ranks; they may have different numbers of them."""
+        if self.world == 1:
+            return rows
+        counts = torch.zeros(self.world, dtype=torch.int64)
+        counts[self.rank] = len(rows)
+        dist.all_reduce(counts)
+        most = int(counts.max())
+        padded = rows.new_zeros(most, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        # As bytes, on the CPU: any type travels, and these are results, not a step's business.
+        sent = padded.cpu().contiguous().view(torch.uint8) if rows.ndim else padded.cpu()
+        got = [torch.empty_like(sent) for _ in range(self.world)]
+        dist.all_gather(got, sent)
+        parts = [got[r].view(rows.dtype).view(most, *rows.shape[1:])[: int(counts[r])] for r in range(self.world)]
+        return torch.cat(parts).to(rows.device)
+
+    @contextmanager
+    def first_alone(self) -> Iterator[None]:
+        """The first process goes ahead, the others follow when it is done: one download serves all."""
+        if not self.first:
+            self.barrier()
+        yield
+        if self.first:
+            self.barrier()
+
+    def exchange(self, rows: Tensor, wanted: npt.NDArray[np.int64]) -> Tensor:
+        """The rows of these slots of the global batch, from whichever processes hold them.
+
+        Each process holds b rows, those of slots [rank * b, (rank + 1) * b), and asks for equally many.
+        """
+        held = len(rows)
+        asked = torch.from_numpy(np.ascontiguousarray(wanted, dtype=np.int64))
+        if self.world == 1:
+            return rows[asked.to(rows.device)]
+        table = asked.new_empty(self.world, len(asked))
+        dist.all_gather(list(table), asked)  # everyone's wishes, on the CPU
+        owner = table // held
+        mine, theirs = (owner == self.rank).nonzero(as_tuple=True)
+        given = torch.bincount(mine, minlength=self.world).tolist()
+        order = owner[self.rank].argsort(stable=True)
+        taken = torch.bincount(owner[self.rank], minlength=self.world).tolist()
+        data = rows.contiguous().view(held, -1).view(torch.uint8)  # bytes: any dtype travels
+        send = data[(table[mine, theirs] - self.rank * held).to(rows.device)]
+        got = data.new_empty(len(asked), data.shape[1])
+        dist.all_to_all_single(got, send, taken, given)
+        return got[order.argsort().to(rows.device)].view(rows.dtype).view(len(asked), *rows.shape[1:])
+
+
+def wrap(learner: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
+    """The learner over all devices; itself where there is one.
+
+    Gradients come out as the mean over processes, so each multiplies its loss by `ranks.world`. What
+    is frozen must be so already, and the optimiser comes after: sharding replaces the parameters by
+    shards of them. Every process builds the same learner from the seed and keeps its part of it, so
+    first values do not depend on how many there are.
+    """
+    if ranks.saving is None:
+        return learner
+    if config.parallel == "fsdp":
+        return _sharded(learner, ranks, bfloat16=config.precision == "bfloat16")
+    return DistributedDataParallel(
+        learner,
+        device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=config.objective == "masked-patch",  # which has no use for the head
+    )
+
+
+def _sharded(learner: nn.Module, ranks: Ranks, bfloat16: bool) -> nn.Module:
+    """Each piece by itself, then the rest. Between steps all that is registered are shards."""
+    # Inside the pieces weights are gathered as bfloat16, in which autocast would compute with them
+    # anyway; the rest (positions, tokens, norms, heads) stays whole. Sums are always float32 or more.
+    lighter = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for module in learner.modules():
+        if isinstance(module, PIECES):
+            fully_shard(module, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=lighter if bfloat16 else exact)
+    fully_shard(learner, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=exact)
+    # Evaluation asks the network alone, which must be gathered as the whole learner is. It computes in
+    # what the pieces are gathered as, in whatever precision it is asked.
+    learner.predict = MethodType(_predict_lighter if bfloat16 else _predict, learner)  # type: ignore[assignment]
+    register_fsdp_forward_method(learner, "predict")
+    return learner
+
+
+def _predict(learner: nn.Module, images: Tensor) -> Tensor:
+    assert isinstance(learner.net, nn.Module)
+    logits: Tensor = learner.net(images)
+    return logits
+
+
+def _predict_lighter(learner: nn.Module, images: Tensor) -> Tensor:
+    with torch.autocast(images.device.type, torch.bfloat16):
+        return _predict(learner, images)
+
+
+class Gathered(nn.Module):
+    """The network of a sharded learner, to measure with: its weights are gathered while it computes.
+
+    Never in inference mode, whose tensors the next step could not fill again.
+    """
+
+    def __init__(self, learner: nn.Module) -> None:
+        super().__init__()
+        self.learner = learner
+        self.config = learner.net.config  # type: ignore[union-attr]
+
+    def forward(self, images: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            logits: Tensor = self.learner.predict(images)  # type: ignore[operator]
+        return logits
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The learner inside `wrap` and `torch.compile`."""
+    while True:
+        inside = getattr(module, "_orig_mod", None) or (
+            module.module if isinstance(module, DistributedDataParallel) else None
+        )
+        if inside is None:
+            return module
+        module = inside
+
+
+def network(wrapped: nn.Module) -> nn.Module:
+    """What evaluation calls with images: the learner's own network, gathered where it is sharded."""
+    learner = unwrap(wrapped)
+    if isinstance(learner, FSDPModule):
+        return Gathered(learner)
+    assert isinstance(learner.net, nn.Module)
+    return learner.net
+
+
+def part_of_step(wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+    """Around forward and backward of one part of an accumulated batch: only the last one is exchanged.
+
+    A sharded learner exchanges every part: what it would keep instead is the whole gradient, which
+    is what it was sharded to avoid.
+    """
+    inside = getattr(wrapped, "_orig_mod", wrapped)
+    if last or not isinstance(inside, DistributedDataParallel):
+        return nullcontext()
+    return inside.no_sync()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a sharded tensor, on every process; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """The same numbers: from a whole tensor, each process takes its part without asking another."""
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        value = value.to(target.device)
+        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(value)
+
+
+def save_sharded(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Write tensors, sharded or not, into a folder that is there: a file of safetensors from each process."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _alone_is_fine():
+        save(dict(tensors), storage_writer=writer, process_group=ranks.saving)
+
+
+def load_sharded(folder: Path, into: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Fill tensors, sharded in any way or not at all, from what any number of processes wrote."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        _check_complete(folder, into)
+        with _alone_is_fine(), torch.no_grad():
+            load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), process_group=ranks.saving)
+    except CheckpointError:
+        raise
+    except Exception as error:  # what DCP raises for a damaged file depends on where it is damaged
+        raise CheckpointError(f"the sharded checkpoint {folder} cannot be read: {_reason(error)}") from error
+
+
+def _check_complete(folder: Path, into: Mapping[str, Tensor]) -> None:
+    """Every tensor is there and every part of it: DCP would leave what is missing as it was."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    there: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name in sorted(set(there) ^ set(into)):
+        lack = "lacks" if name in into else "has, and the run has no place for,"
+        raise CheckpointError(f"the sharded checkpoint {folder} {lack} {name!r}.")
+    for name, tensor in into.items():
+        found, parts = there[name], sum(math.prod(chunk.sizes) for chunk in there[name].chunks)
+        if found.size != tensor.shape or parts != tensor.numel():
+            raise CheckpointError(
+                f"the sharded checkpoint {folder} holds {parts} numbers of {name!r} in {tuple(found.size)}, "
+                f"wanted {tensor.numel()} in {tuple(tensor.shape)}; a process's file may be missing."
+            )
+
+
+@contextmanager
+def _alone_is_fine() -> Iterator[None]:
+    """Without torch's warning that there is but one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
+        yield
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether this is a collective's cry that another process is gone or silent."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo/", "NCCL", "ProcessGroup"))
+    )
+
+
+def _own_device(device: str | torch.device, local: int) -> torch.device:
+    chosen = pick_device(device)
+    if chosen.type == "mps":
+        raise ConfigError("processes cannot share Apple's MPS; run one process, or device=cpu.")
+    if chosen.type != "cuda":
+        return chosen
+    there = torch.cuda.device_count()
+    if local >= there:
+        raise ConfigError(f"process {local} here has no GPU of its own: try --nproc-per-node={there}.")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence, without the place in somebody's source that gloo begins with."""
+    line = (str(error).splitlines() or [""])[0]
+    return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0].rstrip(". ") or type(error).__name__

@@ -1,0 +1,136 @@
+"""From settings to what they stand for: the data opened, the network built or loaded, every blank filled in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.config import BiTConfig, PreprocessConfig, TrainConfig, ViTConfig, pair
+from vitrail.data.sources import open_data
+from vitrail.data.sources.base import Source, Splits
+from vitrail.errors import ConfigError, TrainError
+from vitrail.models import Net, ViT, build
+from vitrail.runtime import say
+from vitrail.train.parallel import Ranks
+from vitrail.weights.card import Card, channels_for, sized
+from vitrail.weights.opening import adapted, open_checkpoint
+
+AnyConfig = ViTConfig | BiTConfig
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that is ready to start."""
+
+    config: TrainConfig
+    """With every blank filled in: enough to run it again."""
+    net: Net
+    card: Card
+    splits: Splits
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64] | None:
+        """Pictures of each class, where that is known without reading them all."""
+        targets = getattr(self.splits.train, "targets", None)
+        if targets is None:
+            return None
+        if targets.ndim == 2:
+            return targets.sum(0)
+        return np.bincount(targets[targets >= 0], minlength=len(self.card.labels or ()))
+
+
+def prepare(config: TrainConfig, ranks: Ranks, *, resumed: bool = False) -> Setup:
+    """Open the data, build or load the network. A resumed run's weights come from its checkpoint instead."""
+    with ranks.first_alone():  # one download, one index; the others find them
+        splits = open_data(config.data)
+    say(splits.notes, about=config.data.source)
+    labels = tuple(splits.train.labels)
+    learns_labels = config.objective != "masked-patch"
+    if learns_labels and not labels:
+        raise TrainError(f"{config.data.source} has no labels to learn; try objective=masked-patch.")
+    if config.start is not None and not resumed:
+        net, card = _started(config, labels if learns_labels else ())
+        config = config.but(model=net.config)
+    else:
+        assert config.model is not None
+        config = config.but(model=_with_classes(config.model, len(labels) if learns_labels else 0))
+        net, card = _fresh(config, labels if learns_labels else ())
+    if config.preprocess is not None:
+        card = card.but(preprocess=config.preprocess)
+    _check_sizes(net, card.preprocess)
+    return Setup(config.but(preprocess=card.preprocess), net, card, splits)
+
+
+def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
+    """A checkpoint with a new head of zeros, unless it knows these very classes already."""
+    assert config.start is not None
+    changes = _trained_differently(config.model)
+    net, card = open_checkpoint(config.start, image=config.image, changes=changes)
+    say(card.notes, about=card.origin or config.start)
+    if card.labels != labels or card.task != "classify":
+        net, card = adapted(net, card, classes=0)
+        if labels:
+            net, card = adapted(net, card, classes=len(labels))
+    origin = f"fine-tuned from {card.origin or config.start}"
+    return net, card.but(labels=labels or None, origin=origin, notes=())
+
+
+def _trained_differently(model: AnyConfig | None) -> dict[str, float]:
+    """What may differ from the checkpoint's own config: chance during training, nothing else."""
+    if not isinstance(model, ViTConfig):
+        return {}
+    return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "path_dropout")}
+
+
+def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
+    assert config.model is not None
+    net = build(config.model, config.seed)
+    family = "BiT" if isinstance(config.model, BiTConfig) else "DeiT" if config.model.distilled else "ViT"
+    card = Card(
+        config=net.config,
+        preprocess=config.preprocess or _usual(config.model),
+        labels=labels or None,
+        family=family,
+        task="classify" if labels else "embed",
+        origin=f"trained on {config.data.source}",
+    )
+    return net, card
+
+
+def _usual(model: AnyConfig) -> PreprocessConfig:
+    """Antialiased; photographs with a margin around the crop, small pictures as they are."""
+    size = pair(model.image)
+    usual = PreprocessConfig(image=224, resize="short", resize_to=256, interpolation="bicubic")
+    if min(size) < 96:
+        return channels_for(usual.but(image=size, resize_to=None), model.channels)
+    return sized(usual, size, model.channels)
+
+
+def _with_classes(model: AnyConfig, classes: int) -> AnyConfig:
+    if model.classes in (0, classes):
+        return model.but(classes=classes)
+    raise ConfigError(
+        f"model.classes={model.classes}, but the data has {classes} classes; leave it at 0 to take the data's."
+    )
+
+
+def _check_sizes(net: Net, preprocess: PreprocessConfig) -> None:
+    if preprocess.channels != net.config.channels:
+        raise ConfigError(
+            f"the preprocessing gives {preprocess.channels} channels and the network wants {net.config.channels}; "
+            "give mean and std one number for each channel."
+        )
+    if isinstance(net, ViT) and pair(preprocess.image) != pair(net.config.image):
+        raise ConfigError(
+            f"pictures are prepared at {preprocess.image} and the network's positions are made for "
+            f"{net.config.image}; set both to the same size."
+        )
+
+
+def samples_named(source: Source, indices: npt.NDArray[np.int64], most: int = 10) -> str:
+    """The keys of some samples, for a message."""
+    named = [source.key(int(i)) for i in indices[:most]]
+    rest = f" and {len(indices) - most} more" if len(indices) > most else ""
+    return ", ".join(named) + rest

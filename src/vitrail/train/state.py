@@ -1,0 +1,282 @@
+"""Checkpoints: everything a run needs to go on, written so that a kill at any instant costs nothing.
+
+    checkpoint/00000500/tensors.safetensors    weights, their average, the optimiser's memory, generators
+    checkpoint/00000500/state.json             step, best so far, what it ran on, a checksum of the tensors
+    checkpoint/best-00000400/                  the best weights so far, for the model
+
+A checkpoint is filled under another name, flushed to the disk and renamed when it is whole, in a
+thread of its own, while training goes on. The last two are kept: if the newest is damaged, the one
+before it is used. With a sharded model every process writes its part through
+torch.distributed.checkpoint into `shards/` instead, and any number of processes reads it back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from vitrail.chance import key_of
+from vitrail.errors import CheckpointError
+from vitrail.runtime import say
+from vitrail.train.parallel import Ranks, load_sharded, save_sharded
+from vitrail.weights.write import new_folder, sync, write_json, write_safetensors
+
+Tensors = dict[str, Tensor]
+TENSORS, STATE, SHARDS, BEST = "tensors.safetensors", "state.json", "shards", "best-"
+KEPT = 2
+
+
+@dataclass
+class Progress:
+    """What a checkpoint knows besides tensors."""
+
+    step: int = 0
+    """Steps done."""
+    best: float | None = None
+    """The best score so far, higher is better."""
+    best_step: int | None = None
+    stale: int = 0
+    """Evaluations since."""
+    skipped: int = 0
+    """Steps left out because their loss was not finite."""
+    seconds: float = 0.0
+    """Spent so far, over all sittings."""
+    meter: dict[str, float] = field(default_factory=dict)
+    """Sums since the last logged line, so that a resumed run logs the same averages."""
+    stream: dict[str, Any] | None = None
+    """A plain stream's own place; every other source needs none."""
+    ran_on: dict[str, Any] = field(default_factory=dict)
+
+
+def here(device: torch.device, world: int) -> dict[str, Any]:
+    """What the bits of a run depend on besides its settings."""
+    return {
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "processes": world,
+    }
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What has changed since a checkpoint was written, in words."""
+    return [f"{name} was {then[name]} and is {now[name]}" for name in now if name in then and then[name] != now[name]]
+
+
+class Checkpoints:
+    """Writes and finds a run's checkpoints. Every process calls each method; the first one writes.
+
+    Of a sharded learner each process writes its part, and training waits for it.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self.writing: Future[None] | None = None
+        self.failed: Exception | None = None
+
+    def save(self, tensors: Tensors, progress: Progress) -> None:
+        """Begin to write; the tensors are copied first, so that training may go on changing them."""
+        self.wait()
+        if any(isinstance(t, DTensor) for t in tensors.values()):
+            self._attempt(lambda: self._write_sharded(tensors, asdict(progress)))
+        elif self.ranks.first:
+            kept, state = _copied(tensors), asdict(progress)
+            self.writing = self.pool.submit(self._write, kept, state)
+
+    def save_best(self, tensors: Tensors, progress: Progress) -> None:
+        """The weights that scored best, alone and whole."""
+        self.wait()
+        if self.ranks.first:
+            kept, state = _copied(tensors), asdict(progress)
+            self.writing = self.pool.submit(self._write, kept, state, BEST)
+
+    def wait(self) -> None:
+        """Until what is being written is whole. A failure is said and remembered: training goes on without."""
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            self._attempt(writing.result)
+
+    def _attempt(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+            self.failed = None
+        except (CheckpointError, OSError) as error:
+            self.failed = error
+            say([f"a checkpoint could not be written, training goes on: {error}"])
+
+    def close(self) -> None:
+        self.wait()
+        self.pool.shutdown()
+
+    def steps(self, prefix: str = "") -> list[int]:
+        """Of the checkpoints that are there, oldest first; of the best weights with `prefix=BEST`."""
+        names = [p.parent.name.removeprefix(prefix) for p in self.folder.glob(f"{prefix}*/{STATE}")]
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def latest(self) -> tuple[Path, Progress] | None:
+        """The newest one that is whole; a damaged one is named and passed over."""
+        for step in reversed(self.steps()):
+            path = self.at(step)
+            try:
+                return path, read_progress(path)
+            except CheckpointError as error:
+                say([f"{error}; the one before it is used"])
+        return None
+
+    def read(self, path: Path, like: Tensors) -> Tensors:
+        """All tensors of a checkpoint; those of a sharded one are filled into `like`."""
+        if (path / TENSORS).exists():
+            return read_tensors(path)
+        load_sharded(path / SHARDS, like, self.ranks)
+        return like
+
+    def read_best(self, step: int) -> Tensors | None:
+        """The best weights; None, said aloud, where they are gone or damaged."""
+        path = self.at(step, BEST)
+        try:
+            read_progress(path)
+            return read_tensors(path)
+        except CheckpointError as error:
+            say([f"{error}; the last weights are kept instead"])
+            return None
+
+    def at(self, step: int, prefix: str = "") -> Path:
+        return self.folder / f"{prefix}{step:08d}"
+
+    def _write(self, tensors: Tensors, state: dict[str, Any], prefix: str = "") -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with new_folder(self.at(state["step"], prefix), overwrite=True) as temporary:
+            if tensors:
+                write_safetensors(temporary / TENSORS, tensors)
+                state = state | {"checksum": checksum(temporary / TENSORS)}
+            write_json(temporary / STATE, state)
+        for old in self.steps(prefix)[:-KEPT]:
+            shutil.rmtree(self.at(old, prefix), ignore_errors=True)
+        self._sweep()
+
+    def _write_sharded(self, tensors: Tensors, state: dict[str, Any]) -> None:
+        path = self.at(state["step"])
+        temporary = path.with_name(f".{path.name}.tmp")
+        if self.ranks.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / SHARDS).mkdir(parents=True)
+        self.ranks.barrier()
+        save_sharded(temporary / SHARDS, tensors, self.ranks)
+        if self.ranks.first:
+            write_json(temporary / STATE, state)
+            for file in sorted(temporary.rglob("*")):
+                sync(file)
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(temporary, path)
+            sync(self.folder)
+            for old in self.steps()[:-KEPT]:
+                shutil.rmtree(self.at(old), ignore_errors=True)
+        self.ranks.barrier()
+
+    def _sweep(self) -> None:
+        """What killed writers left under temporary names."""
+        for left in self.folder.glob(".*"):
+            if left.suffix in (".tmp", ".old"):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def read_progress(path: Path) -> Progress:
+    """What a checkpoint knows besides tensors, after making sure that its tensors are those it was written with."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        wanted = state.pop("checksum", None)
+        progress = Progress(**state)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint {path} is damaged ({error})") from error
+    if wanted is None:
+        if not (path / SHARDS).is_dir():
+            raise CheckpointError(f"the checkpoint {path} is damaged: it holds no tensors")
+    elif not (path / TENSORS).exists() or checksum(path / TENSORS) != wanted:
+        raise CheckpointError(f"the checkpoint {path} is damaged: its tensors are not those it was written with")
+    return progress
+
+
+def read_tensors(path: Path) -> Tensors:
+    """All tensors of a checkpoint, or of the best weights."""
+    try:
+        return load_file(path / TENSORS)
+    except Exception as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
+
+
+def checksum(path: Path) -> str:
+    """CRC-32 of a file: enough against damage, and as fast as the disk."""
+    crc = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 22):
+            crc = zlib.crc32(part, crc)
+    return f"{crc:08x}:{path.stat().st_size}"
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """The same start for every run of this seed; each process has its own."""
+    own = key_of(seed, rank)
+    random.seed(own)
+    np.random.seed(own & 0xFFFFFFFF)
+    torch.manual_seed(own & 0x7FFFFFFFFFFFFFFF)
+
+
+def generators(device: torch.device) -> Tensors:
+    """The states of every generator there is. Only attention's own dropout draws from one of them."""
+    _, words, *rest = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    found = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.array([*words, rest[0], rest[1]], dtype=np.int64)),
+        "numpy-gauss": torch.tensor([rest[2]], dtype=torch.float64),
+        "python": torch.tensor([version, *internal, int(gauss is not None)], dtype=torch.int64),
+        "python-gauss": torch.tensor([gauss or 0.0], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return prefixed("generators", found)
+
+
+def set_generators(tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    states = under("generators", tensors)
+    torch.set_rng_state(states["torch"])
+    *words, position, has_gauss = states["numpy"].tolist()
+    gauss = states["numpy-gauss"].item()
+    np.random.set_state(("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss))
+    version, *internal, has = states["python"].tolist()
+    random.setstate((version, tuple(internal), states["python-gauss"].item() if has else None))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    return {f"{prefix}/{name}": t for name, t in tensors.items()}
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+    return {name.removeprefix(f"{prefix}/"): t for name, t in tensors.items() if name.startswith(f"{prefix}/")}
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> Tensors:
+    """On the CPU, sharing no memory with what training will change."""
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}

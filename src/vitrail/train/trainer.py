@@ -1,0 +1,211 @@
+"""What a run holds while it trains: learner, optimiser, schedule, average, augmentation; and how they are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitrail import chance
+from vitrail.config import Duration, pair
+from vitrail.data.augment import Augment
+from vitrail.data.batch import Batch
+from vitrail.data.loader import Loader, evaluation_batches, training_batches
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.base import Source
+from vitrail.errors import ConfigError
+from vitrail.evaluate.accuracy import measure
+from vitrail.evaluate.scores import Scores
+from vitrail.models import Net, build
+from vitrail.models.flops import flops
+from vitrail.objectives import make_objective
+from vitrail.train.ema import EMA
+from vitrail.train.optim import freeze, make_optimizer
+from vitrail.train.parallel import Ranks, copy_into, network, part_of_step, whole, wrap
+from vitrail.train.schedule import Schedule
+from vitrail.train.setup import Setup
+from vitrail.train.state import Tensors, prefixed, under
+
+# b pictures of this process, C channels, H W pixels, K classes
+
+
+class Trainer:
+    """The parts of a run, made from its settings."""
+
+    def __init__(self, setup: Setup, ranks: Ranks) -> None:
+        config, source = setup.config, setup.splits.train
+        self.setup, self.config, self.ranks, self.device = setup, config, ranks, ranks.device
+        self.batch = _shared(config.batch, ranks.world, config.accumulate)
+        self.images = len(source)
+        self.total = max(self.steps(config.duration), 1)
+        self.dtype = torch.float64 if config.precision == "float64" else torch.float32
+        self.preprocess = Preprocess(setup.card.preprocess)
+        setup.net.gradient_checkpointing = config.recompute
+        self.learner = make_objective(
+            config,
+            setup.net.train(),
+            setup.card.preprocess,
+            several=source.several,
+            class_counts=setup.counts,
+            device=self.device,
+        ).to(self.device, self.dtype)
+        freeze(self.learner, config.optim.train)
+        if config.compile:
+            self.learner.compile(dynamic=False)
+        self.wrapped = wrap(self.learner, config, ranks)
+        self.optimizer = make_optimizer(self.learner, config.optim)
+        self.schedule = Schedule(config.schedule, total=self.total, batch=self.batch, images=self.images)
+        self.ema = EMA(self.learner, config.ema) if config.ema else None
+
+    def batches(self, start: int, state: dict[str, Any] | None = None) -> Loader:
+        """This process's part of each step's pictures, from a step on (a stream: from a state); use it in a `with`."""
+        config = self.config
+        return training_batches(
+            self.setup.splits.train,
+            config=config.data,
+            augment=config.augment,
+            preprocess=self.setup.card.preprocess,
+            batch=self.batch,
+            seed=config.seed,
+            device=self.device,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            start_step=start,
+            steps=self.total,
+            labelled=self.measures,
+            state=state,
+        )
+
+    def augmentation(self, cropped: bool) -> Augment:
+        """For batches whose pictures the loader's workers have cropped already, or not."""
+        return Augment(
+            self.config.augment,
+            preprocess=self.setup.card.preprocess,
+            image=pair(self.setup.card.preprocess.image),
+            classes=len(self.setup.splits.train.labels),
+            batch=self.batch,
+            seed=self.config.seed,
+            cropped=cropped,
+            compile=self.config.compile and self.device.type == "cuda",
+        )
+
+    def keys(self, batch: Batch) -> Tensor:
+        """What chance inside the network is keyed by: b."""
+        # Another seed than the augmentation's, or a layer could draw what a crop has drawn.
+        keys = chance.keys_of(chance.key_of(self.config.seed, 1), batch.step, batch.slots.cpu().numpy())
+        return chance.as_tensor(keys, self.device)
+
+    def backward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor, total: Tensor) -> Tensors:
+        """Gradients of the loss over the whole global batch, in as many parts as asked; sums of this process."""
+        parts = self.config.accumulate
+        sums: Tensors = {}
+        chunks = zip(*(t.chunk(parts) for t in (images.to(self.dtype), targets, weights, keys)), strict=True)
+        for i, chunk in enumerate(chunks):
+            with part_of_step(self.wrapped, last=i == parts - 1):
+                with self.arithmetic():
+                    found = self.wrapped(*chunk)
+                # The mean over all pictures; DDP and FSDP divide by the number of processes.
+                (found["loss"] * (self.ranks.world / total)).backward()
+            for name, value in found.items():
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+        return sums
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        if self.config.precision == "bfloat16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    @property
+    def measures(self) -> bool:
+        """Whether there are classes to be right or wrong about."""
+        return self.config.objective != "masked-patch"
+
+    def evaluate(self, source: Source | None = None, net: nn.Module | None = None) -> Scores:
+        """The weights, or their average where there is one, or another network, on the validation pictures."""
+        source = source or self.setup.splits.validation
+        config, ranks = self.config, self.ranks
+        batches = evaluation_batches(
+            source,
+            preprocess=self.setup.card.preprocess,
+            batch=max(min(self.batch // ranks.world, 1024), 1),
+            device=self.device,
+            rank=ranks.rank,
+            world=ranks.world,
+            config=config.data,
+        )
+        with ExitStack() as stack:
+            found = stack.enter_context(batches)
+            if net is None:
+                stack.enter_context(self.averaged())
+            return measure(
+                network(self.wrapped) if net is None else net.to(self.device, self.dtype),
+                found,
+                preprocess=self.preprocess,
+                classes=len(source.labels),
+                several=source.several,
+                precision=config.precision,
+                loss=config.classify.loss,
+                reduce=ranks.sum if ranks.world > 1 else None,
+                gather=ranks.gather if ranks.world > 1 else None,
+            )
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self.ema.swap() if self.ema is not None else nullcontext()
+
+    def tensors(self) -> Tensors:
+        """Everything a checkpoint holds of the learner, its average and the optimiser."""
+        average = self.ema.state_tensors() if self.ema is not None else {}
+        return {
+            **prefixed("learner", self.learner.state_dict()),
+            **prefixed("average", average),
+            **prefixed("optimizer", self.optimizer.state_tensors()),
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Exactly what `tensors` gave, on this many processes or another number."""
+        mine = self.learner.state_dict()
+        for name, tensor in under("learner", tensors).items():
+            copy_into(mine[name], tensor)
+        if self.ema is not None:
+            self.ema.load_state_tensors(under("average", tensors))
+        self.optimizer.load_state_tensors(under("optimizer", tensors))
+
+    def model_tensors(self) -> Tensors:
+        """The network's weights as they would be used: averaged where they are."""
+        with self.averaged():
+            state = self.learner.state_dict()
+            return {n.removeprefix("net."): whole(t).clone() for n, t in state.items() if n.startswith("net.")}
+
+    def model(self, tensors: Mapping[str, Tensor]) -> Net:
+        """A network of its own with these weights, on the CPU in float32."""
+        net = build(self.learner.net.config, skeleton=True)
+        net.load_state_dict({name: t.to("cpu", torch.float32) for name, t in tensors.items()}, assign=True)
+        return net.eval()
+
+    def steps(self, duration: Duration) -> int:
+        return duration.to_steps(batch=self.batch, images=self.images)
+
+    def due(self, step: int, every: Duration | None) -> bool:
+        """Whether so many steps complete another `every`; the last step completes everything."""
+        if step >= self.total:
+            return True
+        return every is not None and bool(every) and step % max(self.steps(every), 1) == 0
+
+    @property
+    def arithmetic_per_image(self) -> float:
+        """Operations of one picture in training: forward, and about twice that backward."""
+        return 3.0 * flops(self.learner.net.config)
+
+
+def _shared(batch: int | str, processes: int, parts: int) -> int:
+    assert isinstance(batch, int), "the batch was to be found before"
+    shares = processes * parts
+    if batch % shares:
+        raise ConfigError(
+            f"batch={batch} cannot be shared evenly by {processes} processes in {parts} parts each; "
+            f"try batch={-(-batch // shares) * shares}."
+        )
+    return batch

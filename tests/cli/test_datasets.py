@@ -1,0 +1,135 @@
+"""`vitrail datasets`: what is known by name, where it lies, how it is got."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import struct
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from vitrail.cli.console import out
+from vitrail.data.sources import content
+from vitrail.data.sources.catalogue import CATALOGUE, File
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no folder of the system's."""
+    monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr("vitrail.data.sources.places.SYSTEM", tmp_path / "none")
+    return tmp_path / "cache"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def address(tmp_path, monkeypatch):
+    """MNIST's files, made small, and a server that has them."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    made, files = {}, []
+    for part, word, count in (("train", "train", 20), ("test", "t10k", 10)):
+        pixels = np.full((count, 28, 28), count, np.uint8)
+        targets = np.arange(count, dtype=np.uint8) % 10
+        made[part] = pixels[..., None], targets.astype(np.int64)
+        for name, array in ((f"{word}-images-idx3-ubyte.gz", pixels), (f"{word}-labels-idx1-ubyte.gz", targets)):
+            head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+            data = gzip.compress(head + array.tobytes())
+            (folder / name).write_bytes(data)
+            files.append(File(name, len(data), hashlib.md5(data).hexdigest()))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as listening:
+        url = f"http://127.0.0.1:{listening.server_address[1]}/"
+        entry = dataclasses.replace(
+            CATALOGUE["mnist"], counts=(20, 10), digest=content.digest(made), addresses=(url,), files=tuple(files)
+        )
+        monkeypatch.setitem(CATALOGUE, "mnist", entry)
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield url
+        listening.shutdown()
+        thread.join()
+
+
+def test_every_data_set_is_listed_with_where_it_lies(vitrail):
+    result = vitrail("datasets")
+    assert (result.status, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0].split() == ["name", "pictures", "classes", "size", "where"]
+    assert [line.split()[0] for line in lines[1:]] == list(CATALOGUE)
+    assert lines[1] == "digits            1,797       10    8 x 8  in scikit-learn"
+    wanted = (
+        "cifar10          60,000       10  32 x 32  would be downloaded from https://www.cs.toronto.edu/~kriz/, 170 MB"
+    )
+    assert wanted in lines
+
+
+@pytest.mark.parametrize("columns", [60, 80, 99, 140])
+def test_no_line_is_wider_than_the_window(vitrail, monkeypatch, columns):
+    monkeypatch.setattr(out, "width", columns)
+    result = vitrail("datasets")
+    lines = result.out.splitlines()
+    assert max(map(len, lines)) <= columns
+    if columns >= 80:  # nothing is folded
+        assert len(lines) == len(CATALOGUE) + (2 if columns < 100 else 1)
+    assert not [line for line in lines if line != line.rstrip()]
+    assert ("From where: in a window of 100 columns" in result.out) == (columns < 100)
+
+
+def test_one_is_shown_with_all_that_is_known(vitrail):
+    result = vitrail("datasets", "CIFAR-100")
+    assert "50,000 to learn from, 10,000 to test on" in result.out
+    assert "100: apple, aquarium_fish, baby" in result.out
+    assert "no digest known; its files' published MD5 is checked" in result.out
+
+
+def test_json_is_complete_and_alone(vitrail):
+    result = vitrail("datasets", "--json")
+    assert result.err == ""
+    rows = {row["name"]: row for row in json.loads(result.out)["datasets"]}
+    assert list(rows) == list(CATALOGUE)
+    assert (rows["digits"]["here"], rows["digits"]["folder"]) == (True, None)
+    assert (rows["mnist"]["here"], rows["mnist"]["bytes"]) == (False, 11_594_722)
+    assert rows["cifar10"]["image"] == [32, 32, 3]
+
+
+def test_one_is_got_and_then_lies_in_the_cache(vitrail, address, cache):
+    assert f"would be downloaded from {address}, 0 MB" in vitrail("datasets", "mnist").out
+    result = vitrail("datasets", "mnist", "--get")
+    assert (result.status, result.err) == (0, "")
+    assert str(cache / "mnist") in result.out.replace("\n", "")
+    assert "(verified)" in result.out
+    [row] = json.loads(vitrail("datasets", "mnist", "--json").out)["datasets"]
+    assert (row["folder"], row["layout"]) == (str(cache / "mnist"), "IDX")
+
+
+def test_a_named_folder_is_looked_in(vitrail, address, tmp_path):
+    [row] = json.loads(vitrail("datasets", "mnist", "--root", tmp_path / "served", "--json").out)["datasets"]
+    assert row["folder"] == str(tmp_path / "served")
+
+
+def test_digits_are_always_here(vitrail):
+    assert vitrail("datasets", "digits", "--get").status == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["mnst"], "no data set 'mnst' is known by name; did you mean 'mnist'?"),
+        (["--get"], "--get wants the name of the data set to get, such as vitrail datasets cifar10 --get."),
+        (["mnist", "--root", "/no/such/folder"], "there is no folder /no/such/folder to look for mnist in (root=)."),
+    ],
+)
+def test_an_error_is_one_sentence(vitrail, arguments, said):
+    result = vitrail("datasets", *arguments)
+    assert (result.status, result.out, result.problems) == (1, "", [said])

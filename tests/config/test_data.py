@@ -1,0 +1,111 @@
+"""Settings of data and augmentation."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.config import AugmentConfig, DataConfig, override
+from vitrail.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"held_out": 0.0}, "held_out=0.0 is a share of the pictures: between 0 and 1"),
+        ({"held_out": 1.0}, "held_out=1.0 is a share"),
+        ({"bad_share": 1.5}, "bad_share=1.5 is a share"),
+        ({"repeats": 0}, "repeats=0: a picture is seen at least once"),
+        ({"workers": -1}, "workers=-1: 0 or more"),
+        ({"order": "random"}, "is not one of its values"),
+        ({"source": 3}, "DataConfig.source wants str, got 3"),
+    ],
+)
+def test_data_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"flip": 1.5}, "flip=1.5 is a chance"),
+        ({"erase": -0.1}, "erase=-0.1 is a chance"),
+        ({"mix_chance": 2.0}, "mix_chance=2.0 is a chance"),
+        ({"scale": (0.0, 1.0)}, "scale=0.0, 1.0: wanted two positive numbers"),
+        ({"scale": (0.9, 0.5)}, "the smaller one first"),
+        ({"scale": (0.5, 1.5)}, "shares of the area: at most 1"),
+        ({"erase_scale": (0.5, 1.5)}, "shares of the area: at most 1"),
+        ({"ratio": (2.0, 1.0)}, "the smaller one first"),
+        ({"jitter": (0.4, 0.4, 0.4, 0.6)}, "hue 0.6 is a share of the colour circle"),
+        ({"jitter": (-0.1, 0.0, 0.0, 0.0)}, "are 0 or more"),
+        ({"jitter": (0.1, 0.1)}, "jitter wants"),
+        ({"mixup": -1.0}, "are 0 or more"),
+        ({"pad": -1}, "are 0 or more"),
+        ({"magnitude": 11.0}, "magnitude=11.0 is out of 10"),
+        ({"policy": "auto"}, "is not one of its values"),
+    ],
+)
+def test_augmentation_that_cannot_be_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AugmentConfig(**settings)
+
+
+@pytest.mark.xfail(strict=True, reason="a comparison with NaN is false: Config should refuse what is not finite")
+@pytest.mark.parametrize("name", ["mixup", "cutmix", "magnitude_std"])
+def test_what_is_not_a_number_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        AugmentConfig(**{name: math.nan})
+
+
+@pytest.mark.parametrize(
+    ("settings", "mixes"),
+    [
+        ({}, False),
+        ({"mixup": 0.8}, True),
+        ({"cutmix": 1.0}, True),
+        ({"mixup": 0.8, "mix_chance": 0.0}, False),
+        ({"mix_chance": 0.5}, False),
+    ],
+)
+def test_mixing_is_on_when_a_kind_of_it_is(settings: dict[str, Any], mixes: bool) -> None:
+    assert AugmentConfig(**settings).mixes == mixes
+
+
+@given(
+    source=st.text(max_size=20),
+    held_out=st.none() | st.floats(0.01, 0.99),
+    classes=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    resident=st.sampled_from([None, True, False]),
+    workers=st.none() | st.integers(0, 64),
+)
+def test_data_settings_survive_json(**settings: Any) -> None:
+    config = DataConfig(**settings)
+    assert DataConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@given(
+    scale=st.tuples(st.floats(0.01, 0.5), st.floats(0.5, 1.0)),
+    jitter=st.tuples(*[st.floats(0, 0.5)] * 4),
+    mixup=st.floats(0, 10),
+    layers=st.integers(0, 5),
+)
+def test_augmentation_settings_survive_json(**settings: Any) -> None:
+    config = AugmentConfig(**settings)
+    assert AugmentConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_overrides_of_data_and_augmentation() -> None:
+    data = override(
+        DataConfig(), ["source=folder:my photos/", "held_out=0.2", "classes=('cat', 'dog')", "resident=true"]
+    )
+    assert (data.source, data.held_out, data.classes, data.resident) == ("folder:my photos/", 0.2, ("cat", "dog"), True)
+    augment = override(AugmentConfig(), ["scale=(0.05, 1)", "jitter=(0.4, 0.4, 0.4, 0)", "policy=three", "crop=none"])
+    assert augment.scale == (0.05, 1.0)
+    assert augment.jitter == (0.4, 0.4, 0.4, 0.0)
+    assert (augment.policy, augment.crop) == ("three", "none")

@@ -1,0 +1,171 @@
+"""Settings of a run: every one is checked, survives JSON and can be overridden."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from vitrail.config import (
+    BiTConfig,
+    ClassifyConfig,
+    DistillConfig,
+    MaskedPatchConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainConfig,
+    ViTConfig,
+    epochs,
+    override,
+    steps,
+)
+from vitrail.config.base import Config
+from vitrail.errors import ConfigError
+
+RUN = TrainConfig(model=ViTConfig(image=32, patch=4, classes=0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (ClassifyConfig, {"smoothing": 1.0}, "smoothing=1.0 is a share"),
+        (ClassifyConfig, {"loss": "hinge"}, "is not one of its values; there is sigmoid, softmax"),
+        (MaskedPatchConfig, {"share": 0.0}, "share is in"),
+        (MaskedPatchConfig, {"masked": 0.8, "replaced": 0.3}, "at most 1 together"),
+        (MaskedPatchConfig, {"masked": -0.1}, "shares"),
+        (OptimConfig, {"lr": 0.0}, "lr, eps and head_lr must be positive"),
+        (OptimConfig, {"head_lr": -1.0}, "must be positive"),
+        (OptimConfig, {"clip": 0.0}, "clip=0.0 must be positive, or none"),
+        (OptimConfig, {"layer_decay": 1.5}, "layer_decay=1.5 is in"),
+        (OptimConfig, {"weight_decay": -0.1}, "weight_decay is 0 or more"),
+        (OptimConfig, {"betas": (0.9, 1.0)}, "betas and momentum are in"),
+        (OptimConfig, {"betas": (0.9,)}, "betas wants"),
+        (OptimConfig, {"momentum": 1.0}, "betas and momentum are in"),
+        (OptimConfig, {"train": -1}, "train=-1 counts blocks"),
+        (OptimConfig, {"train": "nothing"}, "is not one of its values"),
+        (OptimConfig, {"train": True}, "is not one of its values"),
+        (OptimConfig, {"kind": "adam"}, "did you mean 'adamw'"),
+        (ScheduleConfig, {"floor": 1.1}, "floor=1.1 is a share"),
+        (ScheduleConfig, {"kind": "cosin"}, "did you mean 'cosine'"),
+    ],
+)
+def test_what_cannot_be_is_refused(kind: type[Config], settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kind(**settings)
+
+
+@pytest.mark.xfail(strict=True, reason="not checked: what is not finite; DistillConfig")
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (OptimConfig, "lr", math.nan),
+        (OptimConfig, "lr", math.inf),
+        (OptimConfig, "weight_decay", math.nan),
+        (OptimConfig, "clip", math.nan),
+        (DistillConfig, "share", 1.5),
+        (DistillConfig, "share", -0.5),
+        (DistillConfig, "temperature", 0.0),
+    ],
+)
+def test_numbers_that_would_ruin_a_run_are_refused(kind: type[Config], name: str, value: float) -> None:
+    with pytest.raises(ConfigError):
+        kind(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "a run needs a model: a network's config, or start=CHECKPOINT"),
+        ({"batch": 0}, "batch=0: one picture or more"),
+        ({"batch": "largest"}, "is not one of its values"),
+        ({"accumulate": 0}, "accumulate=0: 1 or more"),
+        ({"ema": 1.0}, "ema=1.0 is between 0 and 1, or none"),
+        ({"objective": "distill"}, "objective=distill needs distill.teacher"),
+        ({"objective": "masked-patch", "model": BiTConfig()}, "masked patches need a ViT"),
+        ({"data": {"source": "stream:a.tar", "order": "balanced"}}, "a plain stream cannot be balanced"),
+        ({"precision": "float16"}, "is not one of its values; did you mean"),
+        ({"evaluate_every": "often"}, "wanted a duration with its unit"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RUN.but(**changes)
+
+
+@pytest.mark.xfail(strict=True, reason="not checked")
+@pytest.mark.parametrize("changes", [{"log_every": steps(0)}, {"checkpoint_every": steps(0)}, {"patience": 0}])
+def test_every_so_often_is_not_never(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        RUN.but(**changes)
+
+
+def test_a_run_survives_json_with_all_its_parts() -> None:
+    for config in (
+        RUN,
+        TrainConfig(model=BiTConfig(layers=(1, 2)), seed=7, batch="auto", ema=0.999, evaluate_every=None),
+        TrainConfig(
+            start="ViT-B/16", image=384, objective="distill", distill=DistillConfig(teacher="x"), duration=steps(5)
+        ),
+        RUN.but(image=(32, 64), compare=("model.position=none", "seed=1"), patience=3),
+        RUN.but(optim=OptimConfig(kind="muon", train=2, layer_decay=0.75, clip=None)),
+        RUN.but(optim={"train": "head"}, schedule=ScheduleConfig(kind="rsqrt", warmup=epochs(0.25))),
+    ):
+        text = json.dumps(config.to_dict(), allow_nan=False)
+        assert TrainConfig.from_dict(json.loads(text)) == config
+
+
+def test_the_model_keeps_its_kind() -> None:
+    again = TrainConfig.from_dict(TrainConfig(model=BiTConfig()).to_dict())
+    assert isinstance(again.model, BiTConfig)
+    assert isinstance(TrainConfig.from_dict(RUN.to_dict()).model, ViTConfig)
+
+
+def test_overrides_reach_every_part() -> None:
+    changed = override(
+        RUN,
+        [
+            "optim.lr=3e-4",
+            "optim.train=2",
+            "optim.betas=(0.9, 0.95)",
+            "optim.clip=none",
+            "schedule.warmup=5 epochs",
+            "model.width=192",
+            "model.heads=3",
+            "data.source=cifar10",
+            "augment.mixup=0.8",
+            "augment.policy=none",
+            "batch=auto",
+            "ema=none",
+            "evaluate_every=none",
+            "duration=1.5m images",
+        ],
+    )
+    assert (changed.optim.lr, changed.optim.train, changed.optim.betas, changed.optim.clip) == (
+        3e-4,
+        2,
+        (0.9, 0.95),
+        None,
+    )
+    assert changed.schedule.warmup == epochs(5)
+    assert (changed.model.width, changed.data.source, changed.augment.mixup) == (192, "cifar10", 0.8)
+    assert changed.augment.policy == "none"
+    assert (changed.batch, changed.ema, changed.evaluate_every) == ("auto", None, None)
+    assert changed.duration.count == 1_500_000
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("optim.lrr=1", "did you mean 'lr'"),
+        ("optimizer.lr=1", "did you mean 'optim'"),
+        ("schedule.warm=1 step", "did you mean 'warmup'"),
+        ("optim=3", "OptimConfig"),
+        ("seed=1.5", "TrainConfig.seed wants int, got 1.5"),
+        ("optim.train=last", "is not one of its values"),
+    ],
+)
+def test_wrong_overrides_name_the_nearest_right_one(assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        override(RUN, [assignment])

@@ -1,0 +1,290 @@
+"""The whole augmentation: a function of seed, step and place alone, on any number of processes."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from vitrail import chance
+from vitrail.config import AugmentConfig, PreprocessConfig
+from vitrail.data.augment import Augment, crop_boxes
+from vitrail.data.batch import Batch
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, DataError
+
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+EVERYTHING = {
+    "jitter": (0.4, 0.4, 0.4, 0.1),
+    "policy": "rand",
+    "magnitude_std": 0.5,
+    "erase": 0.5,
+    "mixup": 0.8,
+    "cutmix": 1.0,
+    "mix_chance": 0.8,
+}
+SETTINGS = {
+    "plain": {},
+    "bicubic": {"interpolation": "bicubic"},
+    "shifted": {"crop": "pad", "pad": 3},
+    "three": {"policy": "three", "jitter": (0.3, 0.3, 0.3, 0.0)},
+    "everything": EVERYTHING,
+}
+
+
+def batch_of(photos: Tensor, step: int = 0, *, several: bool = False) -> Batch:
+    count = len(photos)
+    targets = torch.arange(count) % 7
+    if several:
+        targets = (torch.arange(count)[:, None] % torch.tensor([2, 3, 5, 1, 9, 9, 9]) == 0).float()
+    places = torch.arange(count)
+    return Batch(step, photos, targets, torch.ones(count), places, places)
+
+
+def rows(batch: Batch, which: Tensor) -> Batch:
+    names = ("images", "targets", "weights", "slots", "indices")
+    return replace(batch, **{name: getattr(batch, name)[which] for name in names})
+
+
+def augmentation(
+    size: tuple[int, int] = (40, 56), batch: int = 16, seed: int = 1, compile: bool = False, **settings
+) -> Augment:
+    channels = settings.pop("channels", 3)
+    colours = IMAGENET if channels == 3 else {"mean": (0.5,) * channels, "std": (0.5,) * channels}
+    return Augment(
+        AugmentConfig(**settings),
+        preprocess=PreprocessConfig(image=size, **colours),
+        image=size,
+        classes=7,
+        batch=batch,
+        seed=seed,
+        compile=compile,
+    )
+
+
+def test_with_everything_off_it_is_the_preprocessing_to_the_bit(photos: Tensor):
+    images, targets = augmentation(crop="none", flip=0.0)(batch_of(photos))
+    wanted = Preprocess(PreprocessConfig(image=(40, 56), **IMAGENET)).normalise(photos)
+    assert torch.equal(images, wanted)
+    assert targets.tolist() == [i % 7 for i in range(16)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_setting_gives_float32_of_the_networks_size(photos: Tensor, name: str, channels: int):
+    settings = SETTINGS[name]
+    size = (40, 56) if settings.get("crop") == "pad" else (32, 24)
+    images, targets = augmentation(size, channels=channels, **settings)(batch_of(photos[:, :channels]))
+    assert images.shape == (16, channels, *size)
+    assert images.dtype == torch.float32
+    assert images.isfinite().all()
+    assert images.is_contiguous()
+    assert targets.dtype == (torch.float32 if name == "everything" else torch.int64)
+
+
+def test_pictures_that_were_never_rounded_are_welcome(photos: Tensor):
+    same, wanted = (augmentation(**EVERYTHING)(batch_of(p)) for p in (photos.to(torch.float32), photos))
+    torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
+
+
+def test_pictures_may_lie_in_memory_pixel_by_pixel(photos: Tensor):
+    wanted, _ = augmentation(**EVERYTHING)(batch_of(photos))
+    images, _ = augmentation(**EVERYTHING)(batch_of(photos.contiguous(memory_format=torch.channels_last)))
+    assert torch.equal(images, wanted)
+    plain, _ = augmentation(crop="none")(batch_of(photos.contiguous(memory_format=torch.channels_last)))
+    assert plain.is_contiguous()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_batch_is_left_alone(photos: Tensor, name: str):
+    for pixels in (photos.clone(), photos.to(torch.float32)):
+        kept = pixels.clone()
+        augmentation(**SETTINGS[name])(batch_of(pixels))
+        assert torch.equal(pixels, kept)
+
+
+def test_the_same_step_again_is_the_same_and_another_step_or_seed_is_not(photos: Tensor):
+    augment = augmentation(**EVERYTHING)
+    images, targets = augment(batch_of(photos, step=3))
+    again = augmentation(**EVERYTHING)(batch_of(photos, step=3))
+    assert torch.equal(images, again[0])
+    assert torch.equal(targets, again[1])
+    for other in (augment(batch_of(photos, step=4)), augmentation(seed=2, **EVERYTHING)(batch_of(photos, step=3))):
+        same = (images == other[0]).flatten(1).all(1)
+        assert not same.any()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_picture_has_the_same_bits_in_any_company(photos: Tensor, name: str):
+    """What happens to a picture by itself depends on its slot, not on who else is there."""
+    settings = SETTINGS[name] | {"mixup": 0.0, "cutmix": 0.0}
+    augment, batch = augmentation(**settings), batch_of(photos)
+    together, _ = augment(batch)
+    for which in (torch.tensor([5]), torch.tensor([3, 14, 0]), torch.arange(4, 12), torch.arange(15, -1, -1)):
+        assert torch.equal(augment(rows(batch, which))[0], together[which])
+
+
+def test_the_device_takes_the_part_that_a_worker_would(photos: Tensor):
+    images, _ = augmentation((32, 32), flip=0.0)(batch_of(photos, step=5))
+    config = AugmentConfig()
+    boxes = crop_boxes(chance.keys_of(1, 5, np.arange(16)), np.tile((40, 56), (16, 1)), config.scale, config.ratio)
+    for picture, (top, left, height, width), got in zip(photos, boxes, images, strict=True):
+        part = picture[None, :, top : top + height, left : left + width] / 255
+        wanted = interpolate(part, (32, 32), mode="bilinear", antialias=True)[0]
+        mean, std = (torch.tensor(IMAGENET[name])[:, None, None] for name in ("mean", "std"))
+        torch.testing.assert_close(got, (wanted - mean) / std, rtol=0, atol=5e-5)
+
+
+def test_what_a_worker_has_cropped_is_not_cropped_again(photos: Tensor):
+    config, preprocess = AugmentConfig(flip=0.0), PreprocessConfig(image=(40, 56))
+    augment = Augment(config, preprocess=preprocess, image=(40, 56), classes=7, batch=16, seed=1, cropped=True)
+    assert torch.equal(augment(batch_of(photos))[0], Preprocess(preprocess).normalise(photos))
+
+
+def test_a_picture_is_mixed_alike_in_any_order(photos: Tensor):
+    augment, batch = augmentation(**EVERYTHING), batch_of(photos)
+    images, targets = augment(batch)
+    order = torch.randperm(16)
+    shuffled = augment(rows(batch, order))
+    assert torch.equal(shuffled[0], images[order])
+    assert torch.equal(shuffled[1], targets[order])
+
+
+def on_ranks(batch: Batch, world: int, settings: dict) -> tuple[Tensor, Tensor]:
+    """As `world` processes would do it, each a thread, exchanging rows through a board."""
+    board: list[Tensor | None] = [None] * world
+    results: list[tuple[Tensor, Tensor] | None] = [None] * world
+    barrier = threading.Barrier(world, timeout=60)
+
+    def process(rank: int, which: Tensor) -> None:
+        def exchange(mine: Tensor, wanted: np.ndarray) -> Tensor:
+            board[rank] = mine
+            barrier.wait()
+            fetched = torch.cat(board)[torch.from_numpy(wanted)]
+            barrier.wait()
+            return fetched
+
+        results[rank] = augmentation(**settings)(rows(batch, which), exchange)
+
+    parts = torch.arange(len(batch)).chunk(world)
+    threads = [threading.Thread(target=process, args=(rank, part)) for rank, part in enumerate(parts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return torch.cat([r[0] for r in results]), torch.cat([r[1] for r in results])
+
+
+@pytest.mark.parametrize("world", [2, 4, 16])
+@pytest.mark.parametrize("several", [False, True])
+def test_many_processes_compute_what_one_does(photos: Tensor, world: int, several: bool):
+    batch = batch_of(photos, several=several)
+    batch = replace(batch, weights=(torch.arange(16) % 5 != 0).float())
+    images, targets = augmentation(**EVERYTHING)(batch)
+    shared_out = on_ranks(batch, world, EVERYTHING)
+    assert torch.equal(shared_out[0], images)
+    assert torch.equal(shared_out[1], targets)
+
+
+def test_mixed_labels_sum_to_one(photos: Tensor):
+    _, targets = augmentation(**EVERYTHING)(batch_of(photos))
+    assert targets.shape == (16, 7)
+    torch.testing.assert_close(targets.sum(1), torch.ones(16), rtol=0, atol=1e-6)
+    assert (targets.max(1).values < 1).any()
+
+
+def test_several_labels_blend_too(photos: Tensor):
+    batch = batch_of(photos, several=True)
+    images, targets = augmentation(crop="none", flip=0.0, mixup=1.0)(batch)
+    plain, _ = augmentation(crop="none", flip=0.0)(batch)
+    drawn = augmentation(crop="none", flip=0.0, mixup=1.0).draw(0, np.arange(16), (40, 56))
+    partners, own = drawn["partners"]["slots"], torch.from_numpy(drawn["mix"]["own"])
+    torch.testing.assert_close(targets, batch.targets * own[:, None] + batch.targets[partners] * (1 - own[:, None]))
+    keep = own[:, None, None, None]
+    torch.testing.assert_close(images, plain * keep + plain[partners] * (1 - keep), rtol=0, atol=1e-5)
+
+
+def test_a_picture_that_could_not_be_read_is_mixed_into_none(photos: Tensor):
+    bad = torch.arange(16) % 3 == 0
+    batch = replace(batch_of(photos), weights=(~bad).float())
+    settings = {"crop": "none", "flip": 0.0, "mixup": 1.0, "cutmix": 1.0}
+    noise = torch.where(bad[:, None, None, None], torch.randint_like(photos, 256), photos)
+    images, targets = augmentation(**settings)(batch)
+    others, _ = augmentation(**settings)(replace(batch, images=noise))
+    assert torch.equal(images[~bad], others[~bad])
+    partners = torch.from_numpy(augmentation(**settings).draw(0, np.arange(16), (40, 56))["partners"]["slots"])
+    alone = ~bad & bad[partners]
+    assert alone.any()
+    assert torch.equal(targets[alone].argmax(1), batch.targets[alone])
+    assert torch.all(targets[alone].max(1).values == 1)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_it_can_be_traced_whole(photos: Tensor, name: str):
+    """fullgraph: no step depends on values, so a GPU is never waited for; the graph computes the same."""
+    torch._dynamo.reset()
+    settings = SETTINGS[name]
+    plain = augmentation(**settings)
+    traced = augmentation(**settings)
+    traced.dense = True
+    traced._change = torch.compile(traced.change, fullgraph=True, dynamic=False, backend="eager")
+    traced._mix = torch.compile(traced.mix, fullgraph=True, dynamic=False, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(3):
+            torch.testing.assert_close(traced(batch_of(photos, step)), plain(batch_of(photos, step)), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_compiled_it_is_the_same_but_for_rounding(photos: Tensor):
+    settings = EVERYTHING
+    compiled, plain = augmentation(compile=True, **settings), augmentation(**settings)
+    for step in range(2):
+        ours, wanted = compiled(batch_of(photos, step)), plain(batch_of(photos, step))
+        far = (ours[0] - wanted[0]).abs() > 1e-3  # a level that lies on a threshold may fall on its other side
+        assert far.float().mean() < 1e-3
+        torch.testing.assert_close(ours[1], wanted[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_gpu_computes_the_same_and_is_never_waited_for(photos: Tensor, name: str, compile: bool):
+    augment, plain = augmentation(compile=compile, **SETTINGS[name]), augmentation(**SETTINGS[name])
+    for step in range(3):
+        batch = batch_of(photos, step)
+        there = replace(batch, **{n: getattr(batch, n).cuda() for n in ("images", "targets", "weights")})
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # tables are sent once, kernels built once
+        try:
+            images, targets = augment(there)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        wanted = plain(batch)
+        far = (images.cpu() - wanted[0]).abs() > 1e-3
+        assert far.float().mean() < 1e-3
+        torch.testing.assert_close(targets.cpu(), wanted[1])
+
+
+def test_pictures_of_the_wrong_size_are_refused(photos: Tensor):
+    with pytest.raises(DataError, match="got pictures of 40 x 56, wanted 32 x 32"):
+        augmentation((32, 32), crop="none")(batch_of(photos))
+
+
+def test_partners_out_of_reach_are_refused(photos: Tensor):
+    with pytest.raises(DataError, match="got 8 pictures of a batch of 16"):
+        augmentation(mixup=0.8)(batch_of(photos[:8]))
+
+
+def test_more_border_than_picture_is_refused():
+    with pytest.raises(ConfigError, match="pad=8 mirrors more than pictures of 8 x 8 have"):
+        augmentation((8, 8), crop="pad", pad=8)
+
+
+@pytest.mark.parametrize("settings", [{"jitter": (0.4, 0.4, 0.4, 0.1)}, {"policy": "three"}, {"policy": "rand"}])
+def test_colours_need_colours(settings: dict):
+    with pytest.raises(ConfigError, match="not 4 channels"):
+        augmentation(channels=4, **settings)

@@ -1,0 +1,207 @@
+"""Changes of colour, against Pillow's and torchvision's own, and their bits in batches of any size.
+
+Pillow computes in 256 levels and mostly cuts off what is between them: where it is the reference,
+one level is allowed, or none where the definition itself is in levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from conftest import import_peer
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from scipy import ndimage
+from torch import Tensor
+
+from vitrail.data.augment import colour
+from vitrail.data.augment.three import gaussian
+
+LEVEL = 1 / 255
+
+
+def to_pillow(picture: Tensor) -> Image.Image:
+    pixels = (picture * 255).round().to(torch.uint8)
+    return Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy())
+
+
+def from_pillow(image: Image.Image) -> Tensor:
+    pixels = torch.from_numpy(np.array(image))
+    return (pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)) / 255
+
+
+def amounts(count: int, low: float, high: float) -> Tensor:
+    return torch.linspace(low, high, count)
+
+
+def farthest(ours: Tensor, images: Tensor, reference: Callable[[Image.Image, float], Image.Image], numbers) -> float:
+    wanted = torch.stack([from_pillow(reference(to_pillow(i), float(n))) for i, n in zip(images, numbers, strict=True)])
+    return float((ours - wanted).abs().max())
+
+
+ENHANCED = [
+    (colour.brightness, ImageEnhance.Brightness, "adjust_brightness"),
+    (colour.contrast, ImageEnhance.Contrast, "adjust_contrast"),
+    (colour.saturation, ImageEnhance.Color, "adjust_saturation"),
+    (colour.sharpness, ImageEnhance.Sharpness, "adjust_sharpness"),
+]
+
+
+@pytest.mark.parametrize(("change", "enhance"), [(change, enhance) for change, enhance, _ in ENHANCED])
+def test_enhancements_are_pillows(images: Tensor, change, enhance):
+    factors = amounts(len(images), 0.1, 1.9)
+    # Against the mean grey: Pillow rounds that too. Sharper: what is softer is rounded first.
+    allowed = {colour.contrast: 1.5, colour.sharpness: 2, colour.saturation: 1.5}.get(change, 1) * LEVEL + 1e-5
+    assert farthest(change(images, factors), images, lambda i, f: enhance(i).enhance(f), factors) < allowed
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(("change", "name"), [(change, name) for change, _, name in ENHANCED])
+def test_enhancements_are_torchvisions_without_rounding(images: Tensor, change, name: str):
+    peer = getattr(import_peer("torchvision.transforms.v2.functional"), name)
+    factors = amounts(len(images), 0.0, 2.0)
+    wanted = torch.stack([peer(image, float(factor)) for image, factor in zip(images, factors, strict=True)])
+    torch.testing.assert_close(change(images, factors), wanted, rtol=0, atol=2e-4)  # its grey has .2989 of red
+
+
+@pytest.mark.peer
+def test_hue_is_torchvisions(images: Tensor):
+    peer = import_peer("torchvision.transforms.v2.functional").adjust_hue
+    turns = amounts(len(images), -0.5, 0.5)
+    wanted = torch.stack([peer(image, float(turn)) for image, turn in zip(images, turns, strict=True)])
+    torch.testing.assert_close(colour.hue(images, turns), wanted, rtol=0, atol=1e-5)
+
+
+def test_hue_turns_pure_colours_into_each_other():
+    red, green, blue, white = torch.eye(3)[0], torch.eye(3)[1], torch.eye(3)[2], torch.ones(3)
+    pictures = torch.stack([red, green, blue, white])[:, :, None, None]
+    turned = colour.hue(pictures, torch.full((4,), 1 / 3))[..., 0, 0]
+    torch.testing.assert_close(turned, torch.stack([green, blue, red, white]), rtol=0, atol=1e-6)
+
+
+def test_hue_comes_back_after_a_whole_turn(images: Tensor):
+    half = torch.full((len(images),), 0.5)
+    torch.testing.assert_close(colour.hue(colour.hue(images, half), half), images, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reference", "numbers"),
+    [
+        (colour.solarise, lambda i, t: ImageOps.solarize(i, int(t)), amounts(16, 0, 256).round()),
+        (colour.posterise, lambda i, b: ImageOps.posterize(i, int(b)), torch.arange(16.0) % 8 + 1),
+        (lambda i, n: colour.equalise(i), lambda i, n: ImageOps.equalize(i), torch.zeros(16)),
+        (colour.solarise, lambda i, n: ImageOps.invert(i), torch.zeros(16)),
+        (lambda i, n: colour.grey(i), lambda i, n: ImageOps.grayscale(i).convert("RGB"), torch.zeros(16)),
+        (lambda i, n: colour.auto_contrast(i), lambda i, n: ImageOps.autocontrast(i), torch.zeros(16)),
+    ],
+    ids=["solarise", "posterise", "equalise", "invert", "grey", "auto-contrast"],
+)
+def test_changes_of_levels_are_pillows(images: Tensor, change, reference, numbers: Tensor, request):
+    cut_off = LEVEL if request.node.callspec.id in ("grey", "auto-contrast") else 0
+    assert farthest(change(images, numbers), images, reference, numbers) < cut_off + 1e-5
+
+
+def test_no_bits_kept_is_black(images: Tensor):
+    assert not colour.posterise(images, torch.zeros(len(images))).any()
+
+
+@pytest.mark.peer
+def test_solarise_add_is_timms(images: Tensor):
+    peer = import_peer("timm.data.auto_augment").solarize_add
+    levels = torch.arange(16.0) * 7
+    assert farthest(colour.solarise_add(images, levels), images, lambda i, n: peer(i, int(n)), levels) < 1e-5
+
+
+def test_equalise_keeps_pictures_of_one_level_and_of_few_pixels():
+    flat = torch.full((1, 3, 30, 30), 77 / 255)
+    torch.testing.assert_close(colour.equalise(flat), flat, rtol=0, atol=1e-6)
+    small = (torch.arange(48.0) / 255).view(1, 3, 4, 4)  # fewer pixels than levels
+    torch.testing.assert_close(colour.equalise(small), small, rtol=0, atol=1e-6)
+
+
+def test_auto_contrast_keeps_flat_channels():
+    flat = torch.full((1, 3, 5, 5), 0.3)
+    torch.testing.assert_close(colour.auto_contrast(flat), flat, rtol=0, atol=0)
+
+
+def test_blur_is_a_gaussian_cut_off_at_its_reach(images: Tensor):
+    deviations = np.linspace(0.1, 2, len(images))
+    ours = colour.blur(images, torch.from_numpy(gaussian(deviations, 6))).numpy()
+    for picture, deviation, got in zip(images.numpy(), deviations, ours, strict=True):
+        wanted = ndimage.gaussian_filter(picture.astype(np.float64), deviation, axes=(1, 2), mode="nearest", radius=6)
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_blur_is_near_pillows_which_is_made_of_boxes(images: Tensor):
+    deviations = np.linspace(0.1, 2, len(images))
+    ours = colour.blur(images, torch.from_numpy(gaussian(deviations, 6)))
+    wanted = torch.stack(
+        [
+            from_pillow(to_pillow(i).filter(ImageFilter.GaussianBlur(float(d))))
+            for i, d in zip(images, deviations, strict=True)
+        ]
+    )
+    assert (ours - wanted).abs().mean() < 0.5 * LEVEL
+    assert (ours - wanted).abs().max() < 8 * LEVEL
+
+
+def test_grey_pictures_have_no_colours_to_change(images: Tensor):
+    one = images[:, :1]
+    for change in (colour.saturation, colour.hue):
+        torch.testing.assert_close(change(one, torch.full((16,), 0.4)), one, rtol=0, atol=0)
+    torch.testing.assert_close(colour.grey(one), one, rtol=0, atol=0)
+    factors = amounts(16, 0.1, 1.9)
+    enhance = lambda i, f: ImageEnhance.Contrast(i).enhance(f)  # noqa: E731
+    assert farthest(colour.contrast(one, factors), one, enhance, factors) < 1.5 * LEVEL
+    assert farthest(colour.equalise(one), one, lambda i, _: ImageOps.equalize(i), factors) < 1e-5
+
+
+def test_pictures_of_two_pixels_can_be_sharpened():
+    tiny = torch.rand(2, 3, 2, 2)
+    torch.testing.assert_close(colour.sharpness(tiny, torch.tensor([0.0, 2.0])), tiny)
+
+
+def test_values_stay_between_0_and_1(images: Tensor):
+    factors = torch.full((len(images),), 1.9)
+    for change, _, _ in ENHANCED:
+        changed = change(images, factors)
+        assert changed.min() >= 0
+        assert changed.max() <= 1
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "brightness": colour.brightness,
+    "contrast": colour.contrast,
+    "saturation": colour.saturation,
+    "hue": colour.hue,
+    "grey": lambda images, _: colour.grey(images),
+    "solarise": lambda images, n: colour.solarise(images, 200 * n),
+    "solarise-add": lambda images, n: colour.solarise_add(images, 50 * n),
+    "posterise": lambda images, n: colour.posterise(images, (4 * n).floor()),
+    "auto-contrast": lambda images, _: colour.auto_contrast(images),
+    "equalise": lambda images, _: colour.equalise(images),
+    "sharpness": colour.sharpness,
+    "blur": lambda images, n: colour.blur(images, torch.stack([1 - n / 2, n / 8, n / 8], dim=1)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_picture_has_the_same_bits_in_any_batch(images: Tensor, name: str, threads: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    large = torch.nn.functional.interpolate(images[:5], (103, 111))  # large enough to be shared out, and odd
+    numbers = amounts(len(large), 0.3, 1.2)
+    together = CHANGES[name](large, numbers)
+    parts = [CHANGES[name](large[a:b], numbers[a:b]) for a, b in ((0, 1), (1, 4), (4, 5))]
+    torch.set_num_threads(before)
+    assert torch.equal(torch.cat(parts), together)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_leave_their_input_alone(images: Tensor, name: str):
+    kept = images.clone()
+    CHANGES[name](images, amounts(len(images), 0.3, 1.2))
+    assert torch.equal(images, kept)

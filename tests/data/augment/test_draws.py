@@ -1,0 +1,45 @@
+"""What is drawn arrives whole, and operations touch only whom they are for."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.augment.draws import ALIGNED, _packed, _unpacked, only, sent
+
+DTYPES = (torch.float32, torch.int64, torch.bool, torch.uint8, torch.float64)
+
+tensors = st.builds(
+    lambda shape, dtype: torch.randint(0, 2, shape).to(dtype),
+    st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    st.sampled_from(DTYPES),
+)
+
+
+@given(st.lists(tensors, max_size=8))
+def test_what_is_packed_comes_out_as_it_was(tensors: list[torch.Tensor]):
+    parcel = _packed(tensors, pinned=False)
+    out = _unpacked(parcel, tensors)
+    assert [t.dtype for t in out] == [t.dtype for t in tensors]
+    assert all(torch.equal(a, b) for a, b in zip(out, tensors, strict=True))
+    assert all((t.data_ptr() - parcel.data_ptr()) % ALIGNED == 0 for t in out if t.numel())
+
+
+def test_bools_become_numbers_unless_shapes_must_be_static():
+    drawn = {"part": {"which": np.array([True, False, True]), "amount": np.array([1, 2, 3], np.float32)}}
+    some = sent(drawn, torch.device("cpu"), dense=False)["part"]
+    assert some["which"].tolist() == [0, 2]
+    assert some["amount"].tolist() == [1, 2, 3]
+    everything = sent(drawn, torch.device("cpu"), dense=True)["part"]
+    assert everything["which"].tolist() == [True, False, True]
+
+
+def test_only_those_meant_are_changed_by_their_own_numbers():
+    images, amounts = torch.arange(3.0).view(3, 1, 1, 1), torch.tensor([10.0, 20.0, 30.0])
+    add = lambda pictures, amount: pictures + amount[:, None, None, None]  # noqa: E731
+    for mask, wanted in (([True, False, True], [10, 1, 32]), ([False] * 3, [0, 1, 2]), ([True] * 3, [10, 21, 32])):
+        which = torch.tensor(mask)
+        for form in (which, which.nonzero()[:, 0]):
+            assert only(form, images.clone(), add, amounts).flatten().tolist() == wanted

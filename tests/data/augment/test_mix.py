@@ -1,0 +1,126 @@
+"""Mixup and CutMix: partners, shares, boxes, labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+
+from vitrail import chance
+from vitrail.data.augment.draws import Drawn, Parameters, sent
+from vitrail.data.augment.mix import Mix, beta, blend, blend_targets, partners_of, soft
+
+UNLIKELY = 1e-4
+SIZE = (40, 56)
+
+
+def keys(count: int, step: int = 0) -> chance.Keys:
+    return chance.keys_of(5, step, np.arange(count))
+
+
+def here(drawn: Drawn) -> Parameters:
+    return sent({"mix": drawn}, torch.device("cpu"), dense=False)["mix"]
+
+
+@given(st.integers(2, 3000), st.integers(0, 10**6))
+def test_partners_are_one_round_so_nobody_meets_themselves(batch: int, step: int):
+    partners = partners_of(0, step, batch)
+    at, seen = 0, []
+    for _ in range(batch):
+        seen.append(at)
+        at = int(partners[at])
+    assert at == 0
+    assert sorted(seen) == list(range(batch))
+
+
+def test_one_picture_alone_meets_itself():
+    assert partners_of(0, 0, 1).tolist() == [0]
+
+
+def test_partners_change_with_step_and_seed_and_are_anyone_alike():
+    assert not np.array_equal(partners_of(0, 1, 64), partners_of(0, 2, 64))
+    assert not np.array_equal(partners_of(0, 1, 64), partners_of(1, 1, 64))
+    np.testing.assert_array_equal(partners_of(0, 1, 64), partners_of(0, 1, 64))
+    met = np.bincount([partners_of(0, step, 9)[4] for step in range(4000)], minlength=9)
+    assert met[4] == 0
+    assert stats.chisquare(np.delete(met, 4)).pvalue > UNLIKELY
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
+def test_shares_are_beta_distributed(alpha: float):
+    drawn = Mix(alpha, 0.0, 1.0, SIZE).draw(keys(20_000))
+    assert stats.kstest(drawn["own"].astype(np.float64), stats.beta(alpha, alpha).cdf).pvalue > UNLIKELY
+    assert not drawn["cut"].any()
+    ends = beta(np.array([0.0, 1 - 2**-24]), alpha)
+    assert np.all((ends >= 0) & (ends <= 1))
+
+
+def test_kinds_and_chance_are_as_asked_for():
+    drawn = Mix(0.8, 1.0, 0.7, SIZE).draw(keys(20_000))
+    cut = drawn["cut"] > 0
+    blended = ~cut & (drawn["own"] < 1)
+    for kind in (cut, blended):
+        assert stats.binomtest(int(kind.sum()), 20_000, 0.35).pvalue > UNLIKELY
+    assert np.all(drawn["own"][~cut & ~blended] == 1)
+    alone = Mix(0.0, 1.0, 1.0, SIZE).draw(keys(2000))
+    assert np.all(alone["cut"] == 1)
+
+
+def test_cut_boxes_are_the_papers():
+    drawn = Mix(0.0, 1.0, 1.0, SIZE).draw(keys(5000))
+    draws = chance.uniform_np(keys(5000), chance.stream("mix"), 5).astype(np.float64)
+    for (top, left, height, width), draw, own in zip(drawn["boxes"], draws, drawn["own"], strict=True):
+        side = np.sqrt(1 - draw[2])  # Beta(1, 1) is uniform
+        cut_h, cut_w = int(40 * side), int(56 * side)
+        y, x = int(draw[3] * 40), int(draw[4] * 56)
+        assert top == np.clip(y - cut_h // 2, 0, 40)
+        assert left == np.clip(x - cut_w // 2, 0, 56)
+        assert top + height == np.clip(y + cut_h // 2, 0, 40)
+        assert left + width == np.clip(x + cut_w // 2, 0, 56)
+        assert own == np.float32(1 - height * width / (40 * 56))
+
+
+def test_pictures_are_mixed_by_their_shares(images: Tensor):
+    drawn = Mix(0.8, 1.0, 0.8, SIZE).draw(keys(16))
+    partners = images.roll(1, 0)
+    ours = blend(images, partners, torch.ones(16, dtype=torch.bool), here(drawn))
+    kinds = set()
+    for number in range(16):
+        own, wanted = drawn["own"][number], images[number].clone()
+        if drawn["cut"][number]:
+            top, left, height, width = drawn["boxes"][number]
+            part = np.s_[:, top : top + height, left : left + width]
+            wanted[part] = partners[number][part]
+            kinds.add("cut")
+        elif own < 1:
+            wanted = images[number] * own + partners[number] * (1 - own)
+            kinds.add("blend")
+        else:
+            kinds.add("none")
+        torch.testing.assert_close(ours[number], wanted, rtol=0, atol=1e-6)
+    assert kinds == {"cut", "blend", "none"}
+
+
+def test_the_label_has_exactly_the_pixels_share():
+    drawn = Mix(0.0, 1.0, 1.0, SIZE).draw(keys(200))
+    pictures, alive = torch.ones(200, 1, 40, 56), torch.ones(200, dtype=torch.bool)
+    kept = blend(pictures, 0 * pictures, alive, here(drawn)).mean((1, 2, 3))
+    labels = blend_targets(soft(torch.zeros(200, dtype=torch.long), 2), soft(torch.ones(200), 2), alive, here(drawn))
+    torch.testing.assert_close(labels[:, 0], kept, rtol=0, atol=1e-6)
+    torch.testing.assert_close(labels.sum(1), torch.ones(200), rtol=0, atol=1e-6)
+
+
+def test_an_unreadable_partner_leaves_no_trace(images: Tensor):
+    drawn = here(Mix(0.8, 1.0, 1.0, SIZE).draw(keys(16)))
+    dead = torch.zeros(16, dtype=torch.bool)
+    targets = soft(torch.arange(16), 16)
+    assert torch.equal(blend(images, torch.rand_like(images), dead, drawn), images)
+    assert torch.equal(blend_targets(targets, targets.roll(1, 0), dead, drawn), targets)
+
+
+def test_no_label_is_a_row_of_zeros():
+    assert soft(torch.tensor([2, -1]), 3).tolist() == [[0, 0, 1], [0, 0, 0]]

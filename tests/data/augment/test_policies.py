@@ -1,0 +1,210 @@
+"""Colour jitter, 3-Augment and RandAugment: what is drawn, how often, and that it is done."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import import_peer
+from PIL import Image
+from scipy import ndimage, stats
+from torch import Tensor
+
+from vitrail import chance
+from vitrail.data.augment import colour
+from vitrail.data.augment.draws import Drawn, Parameters, sent
+from vitrail.data.augment.jitter import CHANGES, Jitter
+from vitrail.data.augment.rand import AMOUNTS, MOVES, OPERATIONS, RandAugment
+from vitrail.data.augment.three import ThreeAugment
+
+UNLIKELY = 1e-4
+SIZE = (40, 56)
+MEAN = (0.485, 0.456, 0.406)
+
+
+def keys(count: int, step: int = 0) -> chance.Keys:
+    return chance.keys_of(5, step, np.arange(count))
+
+
+def here(drawn: Drawn, *, dense: bool = False) -> Parameters:
+    return sent({"part": drawn}, torch.device("cpu"), dense)["part"]
+
+
+def uniform_between(values: np.ndarray, low: float, high: float) -> bool:
+    return stats.kstest(values, "uniform", (low, high - low)).pvalue > UNLIKELY
+
+
+# Colour jitter.
+
+
+def test_jitter_draws_factors_uniformly():
+    drawn = Jitter((0.4, 1.5, 0.2, 0.1)).draw(keys(20_000))
+    assert uniform_between(drawn["brightness"], 0.6, 1.4)
+    assert uniform_between(drawn["contrast"], 0.0, 2.5)
+    assert uniform_between(drawn["saturation"], 0.8, 1.2)
+    assert uniform_between(drawn["hue"], -0.1, 0.1)
+
+
+def test_jitter_has_every_order_alike():
+    drawn = Jitter((0.4, 0.4, 0.4, 0.1)).draw(keys(24_000))
+    places = np.stack([np.stack([drawn[f"{name} {place}"] for name in CHANGES]) for place in range(4)])  # place name n
+    assert np.all(places.sum(0) == 1)
+    assert np.all(places.sum(1) == 1)
+    orders = places.argmax(1).T
+    counts = [np.all(orders == order, axis=1).sum() for order in itertools.permutations(range(4))]
+    assert stats.chisquare(counts).pvalue > UNLIKELY
+
+
+@pytest.mark.parametrize("strengths", [(0.4, 0.4, 0.4, 0.1), (0.3, 0.3, 0.3, 0.0), (0.0, 0.5, 0.0, 0.0)])
+def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
+    jitter = Jitter(strengths)
+    drawn = jitter.draw(keys(len(images)))
+    ours = jitter.apply(images.clone(), here(drawn))
+    names = [name for name, strength in zip(CHANGES, strengths, strict=True) if strength]
+    for number, picture in enumerate(images):
+        one = picture[None]
+        for place in range(len(names)):
+            (name,) = [name for name in names if drawn[f"{name} {place}"][number]]
+            one = CHANGES[name](one, torch.tensor([drawn[name][number]]))
+        assert torch.equal(ours[number], one[0])
+    assert not torch.equal(ours, images)
+
+
+# 3-Augment.
+
+
+def test_three_has_its_kinds_alike_and_deits_blur():
+    drawn = ThreeAugment().draw(keys(30_000))
+    kinds = np.stack([drawn[name] for name in ("grey", "solarise", "blur")])
+    assert np.all(kinds.sum(0) == 1)
+    assert stats.chisquare(kinds.sum(1)).pvalue > UNLIKELY
+    near = drawn["weights"][:, 1] / drawn["weights"][:, 0]  # exp(-1 / (2 deviation^2))
+    visible = near > 1e-6
+    deviations = np.sqrt(-0.5 / np.log(near[visible].astype(np.float64)))
+    assert uniform_between(deviations[deviations > 0.3], 0.3, 2.0)
+    assert stats.binomtest(int((deviations > 0.3).sum()), 30_000, 1.7 / 1.9).pvalue > UNLIKELY
+    np.testing.assert_allclose(drawn["weights"][:, 0] + 2 * drawn["weights"][:, 1:].sum(1), 1, rtol=0, atol=1e-6)
+
+
+def test_three_does_to_each_picture_what_was_drawn(images: Tensor):
+    three = ThreeAugment()
+    drawn = three.draw(keys(len(images)))
+    ours = three.apply(images.clone(), here(drawn))
+    assert all(drawn[name].any() for name in ("grey", "solarise", "blur"))
+    for number, picture in enumerate(images):
+        if drawn["grey"][number]:
+            wanted = colour.grey(picture[None])
+        elif drawn["solarise"][number]:
+            wanted = torch.where(picture * 255 < 127.9, picture, 1 - picture)[None]
+        else:
+            wanted = colour.blur(picture[None], torch.from_numpy(drawn["weights"][number : number + 1]))
+        assert torch.equal(ours[number], wanted[0])
+
+
+# RandAugment.
+
+TIMM = {
+    "brightness": "BrightnessIncreasing",
+    "contrast": "ContrastIncreasing",
+    "colour": "ColorIncreasing",
+    "sharpness": "SharpnessIncreasing",
+    "posterise": "PosterizeIncreasing",
+    "solarise": "SolarizeIncreasing",
+    "solarise-add": "SolarizeAdd",
+    "invert": "Invert",
+    "auto-contrast": "AutoContrast",
+    "equalise": "Equalize",
+    "rotate": "Rotate",
+    "shear x": "ShearX",
+    "shear y": "ShearY",
+    "translate x": "TranslateXRel",
+    "translate y": "TranslateYRel",
+}
+
+
+@pytest.mark.peer
+def test_the_operations_are_timms():
+    peer = import_peer("timm.data.auto_augment")
+    assert set(TIMM) == set(OPERATIONS)
+    assert set(TIMM.values()) == set(peer._RAND_INCREASING_TRANSFORMS)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("magnitude", [0.0, 4.0, 9.0, 10.0])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, magnitude: float, monkeypatch):
+    peer = import_peer("timm.data.auto_augment")
+    policy = RandAugment(1, magnitude, 0.0, size=SIZE, fill=MEAN)
+    count = len(photos)
+    number = OPERATIONS.index(name)
+    sign = np.where(np.arange(count) % 2, 1.0, -1.0)
+    layer = policy._layer(np.full(count, number), np.full(count, magnitude / 10), sign)
+    drawn = {"fill": policy.fill[:, None, None]} | {f"{key} 0": array for key, array in layer.items()}
+    ours = policy.apply(photos / 255, here(drawn)).permute(0, 2, 3, 1).numpy()
+    operation, level = peer.NAME_TO_OP[TIMM[name]], peer.LEVEL_TO_ARG[TIMM[name]]
+    for picture, s, got in zip(photos, sign, ours, strict=True):
+        monkeypatch.setattr(random, "random", lambda s=s: 0.9 if s < 0 else 0.1)  # timm negates above a half
+        arguments = level(magnitude, {}) if level else ()
+        if name == "posterise":
+            arguments = (max(1, arguments[0]),)  # Pillow refuses 0
+        fill = tuple(round(255 * m) for m in MEAN)
+        image = Image.fromarray(picture.permute(1, 2, 0).numpy())
+        wanted = np.asarray(operation(image, *arguments, resample=Image.Resampling.BILINEAR, fillcolor=fill)) / 255.0
+        gap = np.abs(got - wanted).max(-1)
+        if name in MOVES:  # at the border we blend with the fill, Pillow does not
+            lit = np.asarray(operation(Image.new("RGB", image.size, "white"), *arguments, fillcolor=(0, 0, 0)))[..., 0]
+            gap = gap[ndimage.binary_erosion(lit == 255, iterations=2)]
+            assert gap.size > 300
+        assert gap.max() < (2.1 if name == "sharpness" else 1.6) / 255
+
+
+def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
+    policy = RandAugment(2, 9.0, 0.0, size=SIZE, fill=MEAN)
+    drawn = policy.draw(keys(30_000))
+    for layer in (0, 1):
+        amount = drawn[f"amount {layer}"]
+        inverted = drawn[f"solarise {layer}"] & (amount == 0)
+        moves = drawn[f"move {layer}"]
+        counts = [drawn[f"{name} {layer}"].sum() for name in AMOUNTS if name not in ("invert", "solarise")]
+        counts += [inverted.sum(), drawn[f"solarise {layer}"].sum() - inverted.sum()]
+        matrix = drawn[f"matrix {layer}"][moves] - np.eye(2, 3)
+        turned = np.abs(matrix[:, 0, 0]) > 1e-3
+        parts = [turned, *(~turned & (matrix[:, i, j] != 0) for i, j in ((0, 1), (1, 0), (0, 2), (1, 2)))]
+        counts += [part.sum() for part in parts]
+        assert len(counts) == 15
+        assert stats.chisquare(counts).pvalue > UNLIKELY
+        assert stats.binomtest(int(sum(counts)), 30_000, 0.5).pvalue > UNLIKELY
+        bright = amount[drawn[f"brightness {layer}"]]
+        assert set(bright.tolist()) == {np.float32(0.19), np.float32(1.81)}
+        assert stats.binomtest(int((bright > 1).sum()), len(bright), 0.5).pvalue > UNLIKELY
+    both = drawn["equalise 0"] & drawn["equalise 1"]  # with replacement
+    assert stats.binomtest(int(both.sum()), 30_000, 1 / 900).pvalue > UNLIKELY
+
+
+def test_strength_varies_normally_within_its_range():
+    drawn = RandAugment(1, 9.0, 0.5, size=SIZE, fill=MEAN).draw(keys(60_000))
+    factor = drawn["amount 0"][drawn["brightness 0"]].astype(np.float64)
+    strength = np.abs(factor - 1) / 0.9 * 10
+    assert strength.max() <= 10 + 1e-5
+    assert stats.kstest(strength[strength < 9.99], stats.truncnorm(-np.inf, 0.99 / 0.5, 9, 0.5).cdf).pvalue > UNLIKELY
+    share = stats.norm.sf(1 / 0.5)  # what would lie above 10 is 10
+    assert stats.binomtest(int((strength > 9.99999).sum()), len(strength), share).pvalue > UNLIKELY
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    "policy",
+    [Jitter((0.4, 0.4, 0.4, 0.1)), ThreeAugment(), RandAugment(3, 9.0, 0.5, size=SIZE, fill=(0.5,))],
+    ids=["jitter", "three", "rand"],
+)
+def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor, policy, channels: int):
+    pictures = images[:, :channels].repeat(4, 1, 1, 1)
+    drawn = policy.draw(keys(len(pictures)))
+    some, everything = (policy.apply(pictures.clone(), here(drawn, dense=dense)) for dense in (False, True))
+    assert torch.equal(some, everything)
+    assert some.isfinite().all()
+    assert some.min() > -1e-5
+    assert some.max() < 1 + 1e-5

@@ -1,0 +1,185 @@
+"""Downloads: whole or not at all, continued where they broke off, verified, and explained where they fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import hashlib
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from vitrail.config import DataConfig
+from vitrail.data.sources import content, download, open_parts
+from vitrail.data.sources.catalogue import CATALOGUE, File
+from vitrail.errors import DataError, NotFound
+
+DATA = np.random.default_rng(0).bytes(900_000)
+FILE = File("data.bin", len(DATA), hashlib.md5(DATA).hexdigest())
+
+
+def get(server, tmp_path, file=FILE, check=True, addresses=None):
+    return download.get(file, addresses or [f"{server.url}/"], tmp_path / "here", check)
+
+
+@pytest.fixture
+def full(server):
+    server.files["data.bin"] = DATA
+    return server
+
+
+def test_a_file_arrives_once(full, tmp_path):
+    path = get(full, tmp_path)
+    assert path.read_bytes() == DATA
+    get(full, tmp_path)
+    assert len(full.asked) == 1
+    assert {p.name for p in path.parent.iterdir()} <= {"data.bin", ".data.bin.lock"}
+
+
+def test_a_transfer_that_breaks_off_goes_on_from_there(full, tmp_path):
+    full.break_after = [300_000, 200_000]
+    assert get(full, tmp_path).read_bytes() == DATA
+    assert [wanted for _, _, wanted in full.asked] == [None, "bytes=300000-", "bytes=500000-"]
+
+
+def test_a_server_without_ranges_begins_again(full, tmp_path):
+    full.ranges = False
+    full.break_after = [300_000]
+    assert get(full, tmp_path).read_bytes() == DATA
+    assert full.sent == 300_000 + len(DATA)
+
+
+def test_what_was_left_by_an_interrupted_process_is_continued(full, tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "data.bin.part").write_bytes(DATA[:123_456])
+    assert get(full, tmp_path).read_bytes() == DATA
+    assert full.sent == len(DATA) - 123_456
+
+
+def test_nothing_half_arrived_has_the_files_name(full, tmp_path):
+    full.break_after, full.failures = [300_000], [0, 404]
+    with pytest.raises(download.Unreachable, match="Not Found"):
+        get(full, tmp_path)
+    assert not (tmp_path / "here" / "data.bin").exists()
+    assert (tmp_path / "here" / "data.bin.part").stat().st_size == 300_000
+
+
+def test_a_wrong_checksum_leaves_nothing_behind(full, tmp_path):
+    full.files["data.bin"] = DATA[:-1] + b"?"
+    with pytest.raises(download.Unreachable, match=rf"its MD5 is \w+, wanted {FILE.md5}"):
+        get(full, tmp_path)
+    assert not [p for p in (tmp_path / "here").iterdir() if "lock" not in p.name]
+    full.files["data.bin"] = DATA
+    assert get(full, tmp_path).read_bytes() == DATA
+
+
+def test_too_much_left_over_begins_again(full, tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "data.bin.part").write_bytes(DATA + b"more")
+    with pytest.raises(download.Unreachable, match="900,004 bytes were here already"):
+        get(full, tmp_path)
+    assert get(full, tmp_path).read_bytes() == DATA
+
+
+def test_the_next_address_is_tried(full, tmp_path):
+    addresses = [f"{full.url}/moved/", "http://127.0.0.1:9/", f"{full.url}/"]
+    assert get(full, tmp_path, addresses=addresses).read_bytes() == DATA
+
+
+def test_every_address_that_failed_is_named(full, tmp_path):
+    with pytest.raises(
+        download.Unreachable, match=r"127\.0\.0\.1:\d+/moved/: Not Found; http://127\.0\.0\.1:9/: .*refused"
+    ):
+        get(full, tmp_path, addresses=[f"{full.url}/moved/", "http://127.0.0.1:9/"])
+
+
+def test_processes_that_want_the_same_file_wait_for_the_first(full, tmp_path):
+    threads = [threading.Thread(target=get, args=(full, tmp_path)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(full.asked) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_named(full, tmp_path):
+    (tmp_path / "here").write_text("a file is in the way")
+    with pytest.raises(DataError, match=r"data\.bin could not be stored in .*here"):
+        get(full, tmp_path)
+
+
+# A data set as a whole
+
+
+@pytest.fixture
+def mnist(server, monkeypatch):
+    """A small data set in MNIST's place, at the server."""
+    chance = np.random.default_rng(1)
+    made, files = {}, []
+    for part, word, count in (("train", "train", 20), ("test", "t10k", 10)):
+        pixels = chance.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        targets = np.arange(count, dtype=np.uint8) % 10
+        made[part] = pixels[..., None], targets.astype(np.int64)
+        for name, array in ((f"{word}-images-idx3", pixels), (f"{word}-labels-idx1", targets)):
+            head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+            data = gzip.compress(head + array.tobytes(), mtime=0)
+            server.files[f"{name}-ubyte.gz"] = data
+            files.append(File(f"{name}-ubyte.gz", len(data), hashlib.md5(data).hexdigest()))
+    entry = dataclasses.replace(
+        CATALOGUE["mnist"],
+        counts=(20, 10),
+        digest=content.digest(made),
+        addresses=(f"{server.url}/",),
+        files=tuple(files),
+    )
+    monkeypatch.setitem(CATALOGUE, "mnist", entry)
+    return server
+
+
+def test_a_data_set_is_downloaded_once_and_verified(mnist, cache):
+    parts = open_parts(DataConfig(source="mnist"))
+    assert (len(parts.train), len(parts.test), parts.notes) == (20, 10, ())
+    assert len(list((cache / "mnist").glob("*.gz"))) == 4
+    mnist.asked.clear()
+    assert len(open_parts(DataConfig(source="mnist")).train) == 20
+    assert mnist.asked == []
+
+
+def test_a_recompressed_archive_verifies_and_another_content_does_not(mnist, cache):
+    name = "t10k-labels-idx1-ubyte.gz"
+    plain = gzip.decompress(mnist.files[name])
+    mnist.files[name] = gzip.compress(plain, 1, mtime=5)
+    assert len(open_parts(DataConfig(source="mnist")).test) == 10
+    for path in (cache / "mnist").glob("*.gz"):
+        path.unlink()
+    mnist.files[name] = gzip.compress(plain[:-1] + b"\0")
+    with pytest.raises(DataError, match=r"does not hold mnist as it was published: .*it has been removed; try again"):
+        open_parts(DataConfig(source="mnist"))
+    assert not list((cache / "mnist").glob("*.gz"))
+    mnist.files[name] = gzip.compress(plain)
+    assert len(open_parts(DataConfig(source="mnist")).test) == 10
+
+
+def test_without_a_digest_the_files_md5_decides(mnist, monkeypatch):
+    monkeypatch.setitem(CATALOGUE, "mnist", dataclasses.replace(CATALOGUE["mnist"], digest=""))
+    name = "t10k-labels-idx1-ubyte.gz"
+    whole = mnist.files[name]
+    mnist.files[name] = gzip.compress(gzip.decompress(whole), 1, mtime=5)
+    with pytest.raises(NotFound, match="its MD5 is"):
+        open_parts(DataConfig(source="mnist"))
+    mnist.files[name] = whole
+    assert len(open_parts(DataConfig(source="mnist")).test) == 10
+
+
+def test_no_network_says_where_to_put_the_files(mnist, cache, monkeypatch):
+    monkeypatch.setitem(
+        CATALOGUE, "mnist", dataclasses.replace(CATALOGUE["mnist"], addresses=("http://127.0.0.1:9/mnist/",))
+    )
+    with pytest.raises(NotFound) as error:
+        open_parts(DataConfig(source="mnist"))
+    message = str(error.value)
+    assert message.startswith("mnist is not on this machine and could not be downloaded (http://127.0.0.1:9/mnist/: ")
+    assert "put train-images-idx3-ubyte.gz, " in message
+    assert f"into {cache / 'mnist'}, or name the folder that has them with root=" in message

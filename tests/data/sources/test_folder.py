@@ -1,0 +1,237 @@
+"""Folders as people have them: classes, parts, strangers, and what is said of each."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vitrail.config import DataConfig
+from vitrail.data import decode
+from vitrail.data.sources import open_data, open_parts
+from vitrail.errors import DataError, NotFound
+
+
+def opened(path, **settings):
+    return open_parts(DataConfig(source=f"folder:{path}", **settings))
+
+
+def test_classes_are_the_folders_in_order_and_keys_the_paths(plant):
+    parts = opened(plant("photos", {"dog": 2, "cat": 3, "cat/kittens": 1}))
+    source = parts.train
+    assert source.labels == ("cat", "dog")
+    assert [source.key(i) for i in range(6)] == [
+        "cat/000.png",
+        "cat/001.png",
+        "cat/002.png",
+        "cat/kittens/000.png",
+        "dog/000.png",
+        "dog/001.png",
+    ]
+    assert source.targets.tolist() == [0, 0, 0, 0, 1, 1]
+    assert source.targets.dtype == np.int64
+    assert (parts.validation, parts.test, parts.notes) == (None, None, ())
+    assert (source.name, source.several, source.pixels, source.blocks) == ("photos", False, None, None)
+
+
+def test_a_sample_decodes_to_its_picture(plant):
+    source = opened(plant("photos", {"cat": 2})).train
+    sample = source[1]
+    assert (sample.key, sample.target) == ("cat/001.png", 0)
+    assert decode(sample.picture).shape == (6, 6, 3)
+
+
+def test_a_folder_survives_pickling_another_working_folder_and_threads(plant, monkeypatch, tmp_path):
+    root = plant("photos", {"cat": 20})
+    monkeypatch.chdir(root.parent)
+    source = pickle.loads(pickle.dumps(opened("photos").train))
+    monkeypatch.chdir(tmp_path.parent)
+    found = [b""] * 20
+
+    def read(i):
+        found[i] = Path(source[i].picture).read_bytes()
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [(root / "cat" / f"{i:03d}.png").read_bytes() for i in range(20)]
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "Val"])
+def test_parts_are_recognised_by_their_folders(plant, name):
+    root = plant("photos", {"train/cat": 3, "train/dog": 3, f"{name}/cat": 1, f"{name}/dog": 2, "test/dog": 1})
+    parts = opened(root)
+    assert [len(p) for p in (parts.train, parts.validation, parts.test)] == [6, 3, 1]
+    assert parts.validation.key(0) == f"{name}/cat/000.png"
+    assert parts.test.targets.tolist() == [1]
+    assert parts.validation.labels == parts.train.labels == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    ("classes", "labels"),
+    [
+        ({"train": 2, "bus": 2}, ("bus", "train")),  # a train is a vehicle here
+        ({"train/day": 2, "bus/day": 2}, ("bus", "train")),
+        ({"train/bus": 2, "train/car": 2}, ("bus", "car")),
+        ({"test/a": 2, "val/a": 2}, ("test", "val")),
+    ],
+)
+def test_a_class_may_be_called_train(plant, classes, labels):
+    assert opened(plant("photos", classes)).train.labels == labels
+
+
+def test_what_is_left_out_is_said(plant):
+    root = plant("photos", {"cat": 2, "dog": 2, "empty": 0})
+    (root / "cat" / "notes.txt").write_text("no picture")
+    (root / "cat" / ".hidden.png").write_bytes(b"")
+    (root / ".git").mkdir()
+    (root / "loose.png").write_bytes(b"")
+    parts = opened(root)
+    assert parts.train.labels == ("cat", "dog")
+    assert len(parts.train) == 4
+    assert parts.notes == (
+        "1 folder (empty) without pictures left out",
+        "1 file (cat/notes.txt) left out: by the name no picture",
+        "1 picture (loose.png) left out: in no class's folder",
+    )
+
+
+def test_folders_beside_the_parts_are_said_to_be_left_out(plant):
+    parts = opened(plant("photos", {"train/cat": 2, "val/cat": 1, "raw/cat": 5, "val/dog": 0}))
+    assert len(parts.train) == 2
+    assert parts.notes == ("1 folder (dog) in val/ without pictures left out", "1 folder (raw) beside train/ left out")
+
+
+def test_an_empty_part_is_none(plant):
+    assert opened(plant("photos", {"train/cat": 2, "test/cat": 0})).test is None
+
+
+def test_given_classes_set_the_order_and_may_be_more(plant):
+    parts = opened(plant("photos", {"cat": 1, "dog": 1}), classes=["dog", "emu", "cat"])
+    assert parts.train.targets.tolist() == [2, 0]
+    assert parts.notes == ("1 class (emu) without pictures to learn from",)
+    with pytest.raises(DataError, match=r"cat/000\.png is of the class 'cat', which is none named by classes="):
+        opened(plant("photos", {"cat": 1}), classes=["dog", "cats"])
+
+
+def test_a_class_that_is_measured_on_must_be_learned(plant):
+    root = plant("photos", {"train/cat": 2, "val/Cat": 1})
+    with pytest.raises(DataError, match=r"val/Cat/000\.png is of the class 'Cat'.* did you mean 'cat'\?"):
+        opened(root)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            ["a.jpg", "b.jpg"],
+            r"holds 2 pictures \(a.jpg, b.jpg\) and no class folders; wanted one folder for each class",
+        ),
+        (["a.jpg", "labels.csv"], r"or is table:.*labels\.csv what you mean\?"),
+        (["cat/readme.md"], r"the folders in .* \(1 folder \(cat\)\) hold no pictures"),
+        ([], r"holds no folders with pictures; wanted one folder for each class"),
+    ],
+)
+def test_what_cannot_be_learned_from_says_what_is_wanted(tmp_path, files, said):
+    for name in files:
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    (tmp_path / "photos").mkdir(exist_ok=True)
+    with pytest.raises(DataError, match=said):
+        opened(tmp_path / "photos")
+
+
+def test_no_folder_is_not_found(tmp_path):
+    with pytest.raises(NotFound, match="there is no folder"):
+        opened(tmp_path / "nothing")
+
+
+def test_links_are_followed_and_those_in_circles_are_not(plant):
+    root = plant("photos", {"cat": 2})
+    other = plant("elsewhere", {"dogs": 3})
+    (root / "dog").symlink_to(other / "dogs")
+    (root / "cat" / "again").symlink_to(root / "cat")
+    parts = opened(root)
+    assert parts.train.labels == ("cat", "dog")
+    assert np.bincount(parts.train.targets).tolist() == [2, 3]
+
+
+def test_a_picture_that_is_added_moves_no_other_on_disk(plant, draw):
+    root = plant("photos", {"cat": 60, "dog": 60})
+    before = open_data(DataConfig(source=str(root)))
+    (root / "cat" / "new.png").write_bytes(draw(10**5))
+    after = open_data(DataConfig(source=str(root)))
+    held = {before.validation.key(i) for i in range(len(before.validation))}
+    now = {after.validation.key(i) for i in range(len(after.validation))}
+    assert held <= now <= held | {"cat/new.png"}
+    assert before.measured_on == "held out"
+
+
+def test_groups_stay_together(plant):
+    root = plant("photos", {f"cat/p{i}": 4 for i in range(12)} | {f"dog/p{i}": 4 for i in range(12)})
+    splits = open_data(DataConfig(source=str(root), groups=r"p\d+", held_out=0.3))
+    keys = [[part.key(i) for i in range(len(part))] for part in (splits.train, splits.validation)]
+    people = [{key.split("/")[1] for key in part} for part in keys]
+    assert people[0].isdisjoint(people[1])
+    assert people[0] | people[1] == {f"p{i}" for i in range(12)}
+    assert splits.notes[0].endswith("by a hash of their groups' names")
+
+
+def test_the_same_bytes_on_both_sides_are_reported(plant, said):
+    root = plant("photos", {"train/cat": 3, "val/cat": 2, "test/cat": 2})
+    (root / "val" / "cat" / "copy.png").write_bytes((root / "train" / "cat" / "001.png").read_bytes())
+    (root / "test" / "cat" / "copy.png").write_bytes((root / "train" / "cat" / "002.png").read_bytes())
+    open_data(DataConfig(source=str(root)))
+    assert said == [
+        "1 picture that is measured on is learned from too, byte for byte: val/cat/copy.png = train/cat/001.png",
+        "1 picture that is measured on is learned from too, byte for byte: test/cat/copy.png = train/cat/002.png",
+    ]
+
+
+def test_equal_sizes_and_equal_middles_are_not_enough(tmp_path, said):
+    for part, byte in (("train", b"a"), ("val", b"b")):
+        folder = tmp_path / "photos" / part / "cat"
+        folder.mkdir(parents=True)
+        (folder / "x.jpg").write_bytes(byte + bytes(1000))
+    open_data(DataConfig(source=str(tmp_path / "photos")))
+    assert said == []
+
+
+def test_too_many_pictures_are_not_compared_and_that_is_said(plant, said, monkeypatch):
+    monkeypatch.setattr("vitrail.data.sources.duplicates.LIMIT", 3)
+    open_data(DataConfig(source=str(plant("photos", {"train/cat": 3, "val/cat": 2}))))
+    assert said == ["not compared byte for byte: more than 3 pictures"]
+
+
+@pytest.mark.slow
+def test_twenty_thousand_pictures_open_in_the_time_of_a_few_walks(tmp_path):
+    """A ratio within one run: listing the same folders with os.walk and stat is what it is compared with."""
+    chance = np.random.default_rng(0)
+    for c in range(20):
+        folder = tmp_path / "photos" / f"class{c:03d}"
+        folder.mkdir(parents=True)
+        for i in range(1000):
+            (folder / f"{i:05d}.jpg").write_bytes(chance.bytes(int(chance.integers(100, 3000))))
+
+    def walk():
+        for folder, _, names in os.walk(tmp_path / "photos"):
+            for name in names:
+                os.stat(os.path.join(folder, name))
+
+    def timed(call):
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
+    walk()
+    walked = min(timed(walk) for _ in range(3))
+    taken = min(timed(lambda: open_data(DataConfig(source=str(tmp_path / "photos")))) for _ in range(3))
+    assert taken < 6 * walked

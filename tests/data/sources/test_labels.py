@@ -1,0 +1,107 @@
+"""Labels as people write them, to class numbers; against a plain dictionary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.sources.labels import names_from, number
+from vitrail.errors import DataError
+
+WORDS = st.text("abcdé ", min_size=1, max_size=3).map(str.strip).filter(bool)
+
+
+def numbered(values, names=None, **options):
+    return number(pa.array(values), names, "labels.csv", **options)
+
+
+@given(st.lists(st.one_of(st.none(), WORDS), min_size=1))
+def test_words_are_numbered_in_their_sorted_order(values):
+    found = number(pa.array(values, pa.string()), None, "t")
+    names = sorted({v for v in values if v is not None})
+    assert found.labels == tuple(names)
+    assert found.targets.tolist() == [-1 if v is None else names.index(v) for v in values]
+    assert not found.several
+
+
+@given(st.lists(st.lists(WORDS, max_size=3), min_size=1))
+def test_lists_are_rows_of_yes_and_no(values):
+    found = number(pa.array(values, pa.list_(pa.string())), None, "t")
+    names = sorted({w for row in values for w in row})
+    assert found.labels == tuple(names)
+    assert found.several
+    assert found.targets.tolist() == [[name in row for name in names] for row in values]
+    joined = number(pa.array(["|".join(row) for row in values]), names, "t", several=True)
+    assert joined.targets.tolist() == found.targets.tolist()
+
+
+@given(st.lists(st.integers(-1, 6), min_size=1))
+def test_whole_numbers_are_places_in_the_names_or_names(values):
+    named = numbered(values, "abcdefg")
+    assert named.targets.tolist() == values
+    alone = numbered(values)
+    there = sorted({v for v in values if v >= 0})
+    assert alone.labels == tuple(map(str, there))
+    assert alone.targets.tolist() == [there.index(v) if v >= 0 else -1 for v in values]
+
+
+@pytest.mark.parametrize("values", [["3", "5", "3"], [3, 5, 3], [3.0, 5.0, 3.0], np.array([3, 5, 3], np.uint8)])
+def test_numbers_are_the_same_however_they_are_stored(values):
+    found = numbered(values)
+    assert (found.labels, found.targets.tolist()) == (("3", "5"), [0, 1, 0])
+
+
+def test_numbers_with_leading_zeros_are_names():
+    assert numbered(["007", "08"]).labels == ("007", "08")
+
+
+def test_numbers_that_are_all_names_are_meant_as_names():
+    assert numbered([8, 3], ["3", "8"]).targets.tolist() == [1, 0]
+
+
+def test_dictionaries_booleans_and_missing_values():
+    assert number(pa.array(["b", "a", "b"]).dictionary_encode(), None, "t").targets.tolist() == [1, 0, 1]
+    assert numbered([True, False, None]).targets.tolist() == [1, 0, -1]
+    assert numbered([1.0, float("nan"), None]).targets.tolist() == [0, -1, -1]
+    assert numbered([" a ", "", None]).targets.tolist() == [0, -1, -1]
+    assert numbered([None, None], ["a"]).targets.tolist() == [-1, -1]
+
+
+def test_words_with_a_stroke_between_them_are_several():
+    found = numbered(["cat|dog", "cat", "", None, " dog | cat "])
+    assert found.labels == ("cat", "dog")
+    assert found.targets.tolist() == [[1, 1], [1, 0], [0, 0], [0, 0], [1, 1]]
+    assert numbered(["0|2", "1"], "abc").targets.tolist() == [[1, 0, 1], [0, 1, 0]]
+
+
+def test_chunks_are_one_column():
+    column = pa.chunked_array([["a", "b"], ["b"], []])
+    assert number(column, None, "t").targets.tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "said"),
+    [
+        (["cat", "dgo"], ["cat", "dog"], "has the label 'dgo', which is none of the classes; did you mean 'dog'?"),
+        ([0, 3], ["cat", "dog"], "has the label 3, and there are 2 classes, counted from 0"),
+        ([0.5, 1.0], None, "the labels are fractions, such as 0.5"),
+        ([{"a": 1}], None, "holds struct"),
+    ],
+)
+def test_labels_that_cannot_be_are_refused(values, names, said):
+    with pytest.raises(DataError, match=said.replace("?", r"\?")):
+        numbered(values, names)
+
+
+@pytest.mark.parametrize("given", [["cat", "dog"], {"0": "cat", "1": "dog"}, {"cat": 0, "dog": 1}])
+def test_class_names_are_read_from_any_json(given):
+    assert names_from(given, "classes.json") == ("cat", "dog")
+
+
+@pytest.mark.parametrize("given", [[], [1], {"0": "cat", "2": "dog"}, "cat", {"a": "b"}])
+def test_other_json_names_no_classes(given):
+    with pytest.raises(DataError, match=r"classes\.json does not name the classes"):
+        names_from(given, "classes.json")

@@ -1,0 +1,187 @@
+"""Which data a name means, and what is measured on."""
+
+from __future__ import annotations
+
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vitrail.config import DataConfig
+from vitrail.data.sources import open_data, open_parts
+from vitrail.data.sources.catalogue import CATALOGUE
+from vitrail.data.sources.spec import Spec, known_as, parse
+from vitrail.errors import ConfigError, DataError, NotFound
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("digits", Spec("builtin", "digits")),
+        ("CIFAR-10", Spec("builtin", "cifar10")),
+        ("fashion_mnist", Spec("builtin", "fashion-mnist")),
+        ("FashionMNIST", Spec("builtin", "fashion-mnist")),
+        ("builtin:MNIST", Spec("builtin", "mnist")),
+        ("folder:photos/", Spec("folder", "photos/")),
+        ("Folder: photos", Spec("folder", "photos")),
+        ("table:x", Spec("table", "x")),
+        ("labels.csv", Spec("table", "labels.csv")),
+        ("labels.TSV", Spec("table", "labels.TSV")),
+        ("a/b.parquet", Spec("table", "a/b.parquet")),
+        ("train-{000..009}.tar", Spec("shards", "train-{000..009}.tar")),
+        ("https://host/train.tar?key=1", Spec("shards", "https://host/train.tar?key=1")),
+        ("s3://bucket/*.tar", Spec("shards", "s3://bucket/*.tar")),
+        ("stream:x.tar", Spec("stream", "x.tar")),
+        ("hf:user/name", Spec("hf", "user/name")),
+        ("https://huggingface.co/datasets/user/name", Spec("hf", "https://huggingface.co/datasets/user/name")),
+        ("folder:C:\\photos", Spec("folder", "C:\\photos")),
+    ],
+)
+def test_names_are_parsed(text, wanted):
+    assert parse(text) == wanted
+
+
+def test_the_home_folder_is_meant_by_its_sign(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parse("folder:~/photos") == Spec("folder", f"{tmp_path}/photos")
+    assert parse("~/t.csv") == Spec("table", f"{tmp_path}/t.csv")
+
+
+def test_every_data_set_of_the_catalogue_is_known_by_its_name():
+    assert all(known_as(name) == name for name in CATALOGUE)
+    assert known_as("./mnist") is None
+
+
+def test_folders_are_recognised_by_what_is_in_them(plant, shards, tmp_path):
+    assert parse(str(plant("photos", {"cat": 1}))).kind == "folder"
+    assert parse(str(shards("web", 1, 1))).kind == "shards"
+    for name in ("flat", "deep/data"):
+        (tmp_path / name).mkdir(parents=True)
+        pq.write_table(pa.table({"label": [1]}), tmp_path / name / "train.parquet")
+    assert parse(str(tmp_path / "flat")).kind == "table"
+    assert parse(str(tmp_path / "deep")).kind == "table"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cifr10", r"no data 'cifr10': neither built in nor a file or folder in .*; did you mean 'cifar10'\?"),
+        ("foldr:x", r"no kind of data 'foldr' \(in 'foldr:x'\); did you mean 'folder'\?"),
+        ("no/such/place", r"there is no file or folder no/such/place \(looked from "),
+        ("builtin:imagenet", r"no data set 'imagenet' is built in; there is cifar10"),
+        ("folder:", r"'folder:' names nothing after the colon; wanted such as folder:photos/"),
+        ("https://host/page.html", r"is an address of no tar file"),
+    ],
+)
+def test_what_is_not_there_says_what_is_near(text, said):
+    with pytest.raises(NotFound, match=said):
+        parse(text)
+
+
+def test_a_file_of_another_kind_is_no_data(tmp_path):
+    (tmp_path / "x.zip").write_bytes(b"")
+    with pytest.raises(NotFound, match=r"x\.zip is no data; wanted a folder of class folders, \.csv"):
+        parse(str(tmp_path / "x.zip"))
+
+
+# What is measured on
+
+
+def sizes(splits):
+    return [len(p) if p is not None else None for p in (splits.train, splits.validation, splits.test)]
+
+
+def test_the_datas_own_validation_part_comes_first(plant):
+    root = plant("photos", {"train/a": 5, "val/a": 2, "test/a": 3})
+    splits = open_data(DataConfig(source=str(root)))
+    assert (sizes(splits), splits.measured_on) == ([5, 2, 3], "validation")
+
+
+def test_then_its_test_part(plant):
+    splits = open_data(DataConfig(source=str(plant("photos", {"train/a": 5, "test/a": 3}))))
+    assert (sizes(splits), splits.measured_on) == ([5, 3, 3], "test")
+    assert splits.test is splits.validation
+
+
+def test_then_a_tenth_which_is_said(plant, said):
+    splits = open_data(DataConfig(source=str(plant("photos", {"a": 40, "b": 40}))))
+    assert splits.measured_on == "held out"
+    assert splits.test is None
+    assert len(splits.train) + len(splits.validation) == 80
+    assert said == [f"{len(splits.validation)} of 80 pictures are held out to measure on, by a hash of their names"]
+    assert splits.notes == tuple(said)
+
+
+def test_held_out_keeps_the_test_part_for_the_end(plant):
+    root = plant("photos", {"train/a": 40, "val/a": 2, "test/a": 3})
+    splits = open_data(DataConfig(source=str(root), held_out=0.25))
+    assert splits.measured_on == "held out"
+    assert len(splits.train) + len(splits.validation) == 40
+    assert len(splits.test) == 3
+    keys = {s.key(i) for s in (splits.train, splits.validation) for i in range(len(s))}
+    assert all(key.startswith("train/") for key in keys)
+    without = plant("others", {"train/a": 40, "val/a": 2})
+    assert sizes(open_data(DataConfig(source=str(without), held_out=0.25)))[2] == 2
+
+
+def test_another_source_is_measured_on_with_the_same_classes(plant):
+    root = plant("photos", {"a": 4, "b": 4})
+    other = plant("others", {"b": 3})
+    splits = open_data(DataConfig(source=str(root), validation=str(other)))
+    assert (sizes(splits), splits.measured_on) == ([8, 3, None], "validation")
+    assert splits.validation.labels == ("a", "b")
+    assert splits.validation.targets.tolist() == [1, 1, 1]
+    parted = plant("parted", {"train/a": 9, "val/b": 2, "train/b": 1})
+    assert sizes(open_data(DataConfig(source=str(root), validation=str(parted))))[1] == 2
+
+
+def test_two_answers_to_what_is_measured_on_are_one_too_many(plant):
+    root = plant("photos", {"a": 4})
+    with pytest.raises(ConfigError, match=r"validation='digits' and held_out=0\.1 both say what to measure on"):
+        open_data(DataConfig(source=str(root), validation="digits", held_out=0.1))
+
+
+def test_another_source_with_other_classes_is_refused(plant):
+    root, other = plant("photos", {"a": 4}), plant("others", {"c": 4})
+    with pytest.raises(DataError, match=r"is of the class 'c', which is none named by classes="):
+        open_data(DataConfig(source=str(root), validation=str(other)))
+
+
+def test_one_label_and_several_do_not_go_together(plant, tmp_path):
+    root = plant("photos", {"a": 4, "b": 1})
+    (tmp_path / "t.csv").write_text("image,label\nphotos/a/000.png,a|b\n")
+    with pytest.raises(DataError, match=r"t\.csv has several labels to a picture and .*photos has one"):
+        open_data(DataConfig(source=str(root), validation=str(tmp_path / "t.csv")))
+
+
+def test_one_picture_of_each_class_is_not_enough_to_hold_any_out(plant):
+    root = plant("photos", {"a": 1, "b": 1})
+    with pytest.raises(DataError, match=r"nothing of .*photos can be held out: the classes a, b have one picture only"):
+        open_data(DataConfig(source=str(root)))
+
+
+def test_a_lone_picture_of_one_class_is_said_and_learned_from(plant, said):
+    splits = open_data(DataConfig(source=str(plant("photos", {"a": 20, "b": 1}))))
+    assert said[1] == "the class b has one picture only, kept to learn from"
+    assert 1 in splits.train.targets
+    assert 1 not in splits.validation.targets
+
+
+def test_an_evaluation_reads_the_test_part_or_everything(plant):
+    parts = open_parts(DataConfig(source=str(plant("photos", {"a": 3, "b": 2}))))
+    assert len(parts.measured) == 5
+    assert not parts.split
+    parts = open_parts(DataConfig(source="digits"))
+    assert parts.measured is parts.test
+
+
+def test_several_tables_of_text_are_refused(tmp_path):
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("image,label\nx.png,1\n")
+    with pytest.raises(DataError, match="are several tables of text; join them into one"):
+        open_data(DataConfig(source=f"table:{tmp_path}{os.sep}*.csv"))
+    with pytest.raises(NotFound, match="holds no tables"):
+        open_data(DataConfig(source=f"table:{tmp_path}"))
+    with pytest.raises(DataError, match="is no table; wanted a name that ends in"):
+        open_data(DataConfig(source="table:x.txt"))

@@ -1,0 +1,33 @@
+"""Many strings in one block."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.sources.packed import Strings
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8"))), st.data())
+def test_strings_are_a_list_that_cannot_change(texts, data):
+    packed = Strings(texts)
+    assert list(packed) == texts
+    assert len(packed) == len(texts)
+    assert [packed[i] for i in range(-len(texts), len(texts))] == texts + texts
+    assert list(pickle.loads(pickle.dumps(packed))) == texts
+    if texts:
+        some = data.draw(st.lists(st.integers(0, len(texts) - 1)))
+        assert list(packed.take(some)) == [texts[i] for i in some]
+
+
+def test_file_names_that_are_no_unicode_survive():
+    assert Strings(["caf\udce9"])[0] == "caf\udce9"
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_outside_is_an_index_error(index):
+    with pytest.raises(IndexError):
+        Strings("abc")[index]

@@ -1,0 +1,227 @@
+"""Tar shards through their index, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from vitrail.config import DataConfig
+from vitrail.data import decode
+from vitrail.data.sources import index, open_data, open_parts
+from vitrail.data.sources.shards import expand, shown_names, title
+from vitrail.errors import DataError, ImageError, NotFound
+
+
+def opened(spec, **settings):
+    return open_parts(DataConfig(source=str(spec), **settings))
+
+
+@pytest.mark.parametrize("spec", ["{}", "shards:{}", "shards:{}/train-{{000..002}}.tar", "{}/*.tar"])
+def test_every_sample_is_reached_by_its_number(shards, draw, spec):
+    source = opened(spec.format(shards("web", 3, 4))).train
+    assert (len(source), source.blocks, source.labels) == (12, (4, 4, 4), ("0", "1", "2"))
+    assert source.targets.tolist() == [i % 3 for i in range(12)]
+    for i in (11, 0, 6, -1):
+        sample = source[i]
+        assert (sample.picture, sample.target) == (draw(i % 12), i % 12 % 3)
+        assert sample.key == source.key(i) == f"train-{i % 12 // 4:03d}/{i % 12:06d}"
+    with pytest.raises(IndexError):
+        source[12]
+
+
+def test_shards_survive_pickling_and_threads(shards, draw):
+    source = pickle.loads(pickle.dumps(opened(shards("web", 3, 20)).train))
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda i: source[i].picture, range(60))) == [draw(i) for i in range(60)]
+
+
+def test_parts_are_told_by_the_shards_names(shards):
+    folder = shards("web", 2, 4)
+    shards("web", 1, 3, prefix="val")
+    shards("web", 1, 2, prefix="my-test")
+    parts = opened(folder)
+    assert [len(p) for p in (parts.train, parts.validation, parts.test)] == [8, 3, 2]
+    assert parts.validation.name == "web/validation"
+
+
+def test_class_names_lie_beside_the_shards(shards):
+    folder = shards("web", 1, 3)
+    (folder / "classes.json").write_text(json.dumps(["ant", "bee", "cow", "dog"]))
+    assert opened(folder).train.labels == ("ant", "bee", "cow", "dog")
+    (folder / "classes.json").write_text("{")
+    with pytest.raises(DataError, match=r"classes\.json is no JSON"):
+        opened(folder)
+
+
+def test_a_part_knows_what_is_left_of_each_shard(shards):
+    splits = open_data(DataConfig(source=str(shards("web", 3, 30)), held_out=0.3))
+    assert sum(splits.train.blocks) == len(splits.train)
+    first = splits.train.blocks[0]
+    assert {splits.train.key(i).split("/")[0] for i in range(first)} == {"train-000"}
+    assert splits.train.key(first).startswith("train-001/")
+
+
+LABELS = {
+    "cls": ([("a.png", b"x"), ("a.cls", b" 1\n")], {}, "1"),
+    "txt": ([("a.png", b"x"), ("a.txt", b"cat")], {}, "cat"),
+    "json": ([("a.png", b"x"), ("a.json", b'{"width": 3, "label": "cat"}')], {}, "cat"),
+    "json, named": ([("a.png", b"x"), ("a.json", b'{"kind": 4, "label": "cat"}')], {"label": "kind"}, "4"),
+    "bare json": ([("a.png", b"x"), ("a.json", b"5")], {}, "5"),
+    "cls goes first": ([("a.txt", b"a caption"), ("a.png", b"x"), ("a.cls", b"2")], {}, "2"),
+    "txt, named": ([("a.txt", b"cat"), ("a.png", b"x"), ("a.cls", b"2")], {"label": "txt"}, "cat"),
+    "folder": ([("train/cat/a.png", b"x")], {}, "cat"),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_labels_are_found_where_people_put_them(tmp_path, tar_of, case):
+    members, settings, wanted = LABELS[case]
+    (tmp_path / "x.tar").write_bytes(tar_of(members))
+    source = opened(tmp_path / "x.tar", **settings).train
+    assert source.labels == (wanted,)
+    assert source[0].picture == b"x"
+
+
+def test_several_labels_and_none(tmp_path, tar_of):
+    members = [("a.png", b"x"), ("a.json", b'{"labels": ["b", "a"]}'), ("b.png", b"y"), ("b.json", b'{"labels": "a"}')]
+    (tmp_path / "x.tar").write_bytes(tar_of([*members, ("c.png", b"z")]))
+    source = opened(tmp_path / "x.tar").train
+    assert source.several
+    assert source.targets.tolist() == [[1, 1], [1, 0], [0, 0]]
+    assert source[0].target == (0, 1)
+    (tmp_path / "y.tar").write_bytes(tar_of([("a.png", b"x"), ("b.png", b"y"), ("b.cls", b"0")]))
+    parts = opened(tmp_path / "y.tar")
+    assert parts.train.targets.tolist() == [-1, 0]
+    assert parts.notes == ("1 of 2 pictures of y have no label",)
+
+
+def test_samples_without_a_picture_are_left_out_and_said(tmp_path, tar_of):
+    (tmp_path / "x.tar").write_bytes(tar_of([("a.cls", b"0"), ("b.png", b"y"), ("b.cls", b"1")]))
+    parts = opened(tmp_path / "x.tar")
+    assert (len(parts.train), parts.notes) == (1, ("1 samples of x left out: no picture in them",))
+    with pytest.raises(DataError, match=r"holds no sample with a file \.jpg"):
+        opened(tmp_path / "x.tar", picture="jpg")
+
+
+def test_keys_stay_unique(tmp_path, tar_of):
+    (tmp_path / "x.tar").write_bytes(tar_of([("a.png", b"1"), ("a.png", b"2"), ("b.png", b"3")]))
+    source = opened(tmp_path / "x.tar").train
+    assert [source.key(i) for i in range(3)] == ["x/a", "x/a#2", "x/b"]
+    assert [source[i].picture for i in range(3)] == [b"1", b"2", b"3"]
+
+
+# The index
+
+
+def test_the_index_lies_beside_the_shard_and_is_made_once(shards, monkeypatch):
+    folder = shards("web", 2, 4)
+    first = opened(folder).train
+    assert sorted(p.name for p in folder.glob("*.index")) == ["train-000.tar.index", "train-001.tar.index"]
+    monkeypatch.setattr(index, "make", lambda shard: pytest.fail(f"{shard} was indexed again"))
+    second = opened(folder).train
+    assert [second.key(i) for i in range(8)] == [first.key(i) for i in range(8)]
+    assert second[5].picture == first[5].picture
+
+
+def test_an_index_is_made_again_when_the_shard_has_changed(shards, tar_of):
+    folder = shards("web", 1, 4)
+    assert len(opened(folder).train) == 4
+    (folder / "train-000.tar").write_bytes(tar_of([("z.png", b"new"), ("z.cls", b"9")]))
+    source = opened(folder).train
+    assert (len(source), source[0].picture, source.labels) == (1, b"new", ("9",))
+    before = (folder / "train-000.tar").stat()
+    (folder / "train-000.tar").write_bytes(tar_of([("y.png", b"new"), ("y.cls", b"9")]))  # of the same size
+    os.utime(folder / "train-000.tar", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert opened(folder).train.key(0) == "train-000/y"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"version": 1}', "null"])
+def test_a_damaged_index_is_made_again(shards, damage):
+    folder = shards("web", 1, 4)
+    opened(folder)
+    (folder / "train-000.tar.index").write_text(damage)
+    assert len(opened(folder).train) == 4
+    assert json.loads((folder / "train-000.tar.index").read_text())["version"] == 1
+
+
+def test_a_folder_that_is_not_to_be_written_has_its_index_in_the_cache(shards, cache):
+    folder = shards("web", 2, 4)
+    folder.chmod(0o555)
+    try:
+        assert len(opened(folder).train) == 8
+        assert not list(folder.glob("*.index"))
+        assert len(list((cache / "shards").glob("*.index"))) == 2
+        assert len(opened(folder).train) == 8
+    finally:
+        folder.chmod(0o755)
+
+
+def test_a_cut_shard_is_named(shards):
+    folder = shards("web", 2, 4)
+    shard = folder / "train-001.tar"
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"train-001\.tar is cut off.*copy or download it again"):
+        opened(folder)
+    assert not (folder / "train-001.tar.index").exists()
+
+
+def test_a_shard_that_shrank_after_it_was_opened_is_an_unreadable_picture(shards):
+    folder = shards("web", 1, 4)
+    source = opened(folder).train
+    (folder / "train-000.tar").write_bytes(b"")
+    with pytest.raises(ImageError, match=r"train-000/000003 is cut off: .* has changed since it was indexed"):
+        source[3]
+    (folder / "train-000.tar").unlink()
+    with pytest.raises(ImageError, match="cannot be read: No such file"):
+        source[3]
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        ("a.tar", ["a.tar"]),
+        ("a-{08..11}.tar", ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]),
+        ("{a,b}-{1..2}", ["a-1", "a-2", "b-1", "b-2"]),
+        ("{2..0}", ["2", "1", "0"]),
+    ],
+)
+def test_patterns_are_read_as_shells_read_them(pattern, wanted):
+    assert list(expand(pattern)) == wanted
+
+
+def test_a_pattern_that_is_none_and_shards_that_are_not_there(tmp_path, shards):
+    with pytest.raises(DataError, match=r"'\{a\.\.b\}' in .* is no range"):
+        list(expand("x-{a..b}.tar"))
+    folder = shards("web", 2, 1)
+    with pytest.raises(NotFound, match=r"there is no shard .*train-002\.tar; did you mean 'train-00[01]\.tar'\?"):
+        opened(folder / "train-{000..002}.tar")
+    with pytest.raises(NotFound, match="no shards for"):
+        opened(f"shards:{tmp_path}/*.tar")
+
+
+def test_shards_of_one_name_in_two_folders_keep_apart():
+    assert shown_names(["a/x.tar", "b/x.tar"]) == ["a/x", "b/x"]
+    assert shown_names(["http://h/x-0.tar?key=1", "http://h/x-1.tar?key=1"]) == ["x-0", "x-1"]
+    assert title("data/imagenet/train-{000..063}.tar") == "train"
+    assert title("data/imagenet/{000..063}.tar") == "imagenet"
+
+
+def test_the_real_shards_open(imagenet_val):
+    parts = opened(imagenet_val)
+    source = parts.measured
+    assert (len(source), source.blocks, len(source.labels)) == (1000, (500, 500), 1000)
+    assert sorted(source.targets.tolist()) == list(range(1000))
+    assert (source.key(0), source[0].target) == ("val-00000/000000", 573)
+    for i in (0, 500, 999):
+        assert min(decode(source[i].picture).shape[:2]) == 256
+    with pytest.raises(
+        DataError, match=r"nothing of .* can be held out: the classes tench, goldfish.* one picture only"
+    ):
+        open_data(DataConfig(source=str(imagenet_val)))

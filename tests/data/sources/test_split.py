@@ -1,0 +1,161 @@
+"""What is held out: stable as data grow, every class on both sides, groups in one piece."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.sources.split import groups_of, hashes, hold_out, stratified
+from vitrail.errors import ConfigError
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=8)
+
+
+@st.composite
+def pictures(draw, classes: int = 4):
+    """Different keys and a class number for each; small classes are the difficult ones."""
+    keys = draw(st.lists(NAMES, min_size=1, max_size=40, unique_by=lambda key: hashes([key])[0]))
+    targets = draw(st.lists(st.integers(0, classes - 1), min_size=len(keys), max_size=len(keys)))
+    return keys, np.array(targets, np.int64)
+
+
+SHARES = st.floats(0.01, 0.9)
+
+
+def by_class(targets, mask):
+    """Class -> (learned from, held out)."""
+    return {c: (int((~mask & (targets == c)).sum()), int((mask & (targets == c)).sum())) for c in set(targets.tolist())}
+
+
+@given(pictures(), SHARES)
+def test_every_class_of_two_pictures_is_on_both_sides_and_a_lone_one_is_learned_from(data, share):
+    keys, targets = data
+    mask, notes = hold_out(keys, targets, share)
+    sides = by_class(targets, mask)
+    for learned, held in sides.values():
+        assert learned >= 1
+        assert held >= 1 or learned == 1
+    lone = [c for c, (learned, held) in sides.items() if learned + held == 1]
+    assert bool(lone) == any("one picture only" in note for note in notes)
+
+
+@given(pictures(), NAMES, st.integers(0, 3), SHARES)
+def test_a_picture_that_is_added_moves_no_other(data, name, number, share):
+    keys, targets = data
+    if hashes([name])[0] in hashes(keys):
+        return
+    before, _ = hold_out(keys, targets, share)
+    after, _ = hold_out([*keys, name], np.append(targets, number), share)
+    moved = np.flatnonzero(before != after[:-1])
+    limit = int(share * 2**64)
+    by_hash = hashes(keys) < np.uint64(min(limit, 2**64 - 1))
+    mine = by_hash[targets == number]
+    if mine.any() and not mine.all():  # the hash alone has given this class both sides
+        assert len(moved) == 0
+    else:  # a class that was helped may be helped otherwise
+        assert len(moved) <= 1
+        assert all(targets[moved] == number)
+
+
+@given(pictures(), SHARES, st.randoms())
+def test_the_order_of_pictures_does_not_matter(data, share, chance):
+    keys, targets = data
+    order = list(range(len(keys)))
+    chance.shuffle(order)
+    mask, _ = hold_out(keys, targets, share)
+    other, _ = hold_out([keys[i] for i in order], targets[order], share)
+    assert np.array_equal(mask[order], other)
+
+
+@given(pictures(), st.data(), SHARES)
+def test_groups_never_straddle_and_every_class_is_learned_from(data, more, share):
+    keys, targets = data
+    groups = more.draw(st.lists(st.sampled_from("abcdefgh"), min_size=len(keys), max_size=len(keys)))
+    mask, notes = hold_out(keys, targets, share, groups=groups)
+    sides = defaultdict(set)
+    for group, held in zip(groups, mask, strict=True):
+        sides[group].add(bool(held))
+    assert all(len(side) == 1 for side in sides.values())
+    for number, (learned, held) in by_class(targets, mask).items():
+        assert learned >= 1
+        homes = {g for g, t in zip(groups, targets, strict=True) if t == number}
+        assert held or len(homes) == 1 or any("without splitting a group" in note for note in notes)
+
+
+@given(pictures(), st.data(), SHARES)
+def test_pictures_with_several_labels_leave_something_of_each_to_learn_from(data, more, share):
+    keys, _ = data
+    rows = st.lists(st.booleans(), min_size=3, max_size=3)
+    targets = np.array(more.draw(st.lists(rows, min_size=len(keys), max_size=len(keys))))
+    mask, _ = hold_out(keys, targets, share)
+    assert all(targets[~mask][:, k].any() for k in range(3) if targets[:, k].any())
+
+
+def test_the_share_is_what_was_asked_for():
+    keys = [f"cat/{i}.jpg" for i in range(20_000)]
+    mask, notes = hold_out(keys, np.zeros(len(keys), np.int64), 0.1)
+    assert 0.094 < mask.mean() < 0.106  # three standard deviations
+    assert notes == []
+
+
+def test_the_hash_is_one_that_anybody_can_compute():
+    [found] = hashes(["cat/1.jpg"])
+    assert int(found) == int.from_bytes(hashlib.blake2b(b"cat/1.jpg", digest_size=8).digest(), "little")
+
+
+def test_an_accent_hashes_alike_in_both_spellings():
+    assert hashes(["caf\u00e9.jpg"])[0] == hashes(["cafe\u0301.jpg"])[0]
+
+
+def test_a_name_that_is_no_unicode_hashes():
+    assert len(hashes(["caf\udce9.jpg"])) == 1
+
+
+def test_the_smallest_hash_is_held_out_where_the_share_holds_none_out():
+    keys = [f"{i}.jpg" for i in range(5)]
+    mask, _ = hold_out(keys, np.zeros(5, np.int64), 1e-9)
+    assert np.flatnonzero(mask).tolist() == [int(np.argmin(hashes(keys)))]
+
+
+def test_unlabelled_pictures_follow_their_hash_alone():
+    keys = [f"{i}.jpg" for i in range(1000)]
+    mask, notes = hold_out(keys, np.full(1000, -1), 0.25)
+    assert np.array_equal(mask, hashes(keys) < np.uint64(2**62))
+    assert notes == []
+
+
+def test_a_note_names_the_classes_that_have_one_picture():
+    _, notes = hold_out(["a", "b", "c", "d"], np.array([0, 0, 1, 2]), 0.5, ["cat", "dog", "emu"])
+    assert notes == ["the classes dog, emu have one picture only, kept to learn from"]
+
+
+def test_stratified_takes_the_exact_share_of_each_class():
+    targets = np.repeat(np.arange(3), [100, 50, 1])
+    keys = [str(i) for i in range(151)]
+    mask = stratified(keys, targets, 0.1)
+    assert by_class(targets, mask) == {0: (90, 10), 1: (45, 5), 2: (1, 0)}
+    smallest = np.argsort(hashes(keys[:100]))[:10]
+    assert set(np.flatnonzero(mask[:100])) == set(smallest.tolist())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "wanted"),
+    [
+        (r"patient\d+", ["\0patient1", "\0patient1", "\0patient2", "x.png"]),
+        (r"patient(\d+)", ["\0001", "\0001", "\0002", "x.png"]),
+    ],
+)
+def test_a_pattern_names_groups_by_its_match_or_its_first_group(pattern, wanted):
+    assert groups_of(["patient1/a.png", "b/patient1.png", "patient2.png", "x.png"], pattern) == wanted
+
+
+def test_a_pattern_that_matches_nothing_or_is_none_is_refused():
+    with pytest.raises(ConfigError, match=r"matches no picture's path, such as 'cat1'"):
+        groups_of(["cat1"], r"dog\d")
+    with pytest.raises(ConfigError, match=r"groups='\(' is no regular expression"):
+        groups_of(["cat1"], "(")

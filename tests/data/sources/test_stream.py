@@ -1,0 +1,208 @@
+"""The plain stream: shares without overlap, shuffled, and a state that goes on exactly."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.config import DataConfig
+from vitrail.data.sources import Stream, open_data, open_parts
+from vitrail.data.sources import stream as module
+from vitrail.errors import DataError, TrainError
+
+
+@pytest.fixture
+def web(shards):
+    """Five shards of six samples, and the names of their classes."""
+    folder = shards("web", 5, 6)
+    (folder / "classes.json").write_text('["cat", "dog", "emu"]')
+    return folder
+
+
+@pytest.fixture
+def stream(web) -> Stream:
+    return open_parts(DataConfig(source=f"stream:{web}")).train
+
+
+def keys(reader, count):
+    return [sample.key for sample in itertools.islice(reader, count)]
+
+
+def test_an_epoch_holds_every_sample_once_with_its_label(stream, draw):
+    found = list(itertools.islice(stream.samples(buffer=7), 30))
+    assert len({s.key for s in found}) == 30
+    for sample in found:
+        number = int(sample.key.split("/")[1])
+        assert sample.key == f"train-{number // 6:03d}/{number:06d}"
+        assert (sample.picture, sample.target) == (draw(number), number % 3)
+
+
+def test_the_order_is_shuffled_and_another_each_epoch_and_seed(stream):
+    reader = stream.samples(buffer=7, seed=1)
+    first, second = keys(reader, 30), keys(reader, 30)
+    assert set(first) == set(second)
+    assert first != second
+    assert first != sorted(first)
+    assert keys(stream.samples(buffer=7, seed=1), 30) == first
+    assert keys(stream.samples(buffer=7, seed=2), 30) != first
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (5, 1), (2, 2), (4, 2), (7, 1)])
+def test_ranks_and_workers_share_an_epoch_without_overlap(stream, world, workers):
+    parts = []
+    for rank, worker in itertools.product(range(world), range(workers)):
+        reader = stream.samples(None, rank, world, worker=worker, workers=workers, buffer=4)
+        mine = []
+        while True:
+            sample = next(reader)
+            if reader.start.epoch > 0:
+                break
+            mine.append(sample.key)
+        parts.append(mine)
+    together = [key for part in parts for key in part]
+    assert len(together) == len(set(together)) == 30
+    assert all(parts)
+
+
+@settings(max_examples=25)
+@given(cut=st.integers(0, 75), more=st.integers(1, 40), buffer=st.integers(1, 40), world=st.sampled_from([1, 2, 7]))
+def test_a_state_goes_on_as_if_nothing_had_happened(stream_of_five, cut, more, buffer, world):
+    def fresh(state=None):
+        return stream_of_five.samples(state, 0, world, seed=3, buffer=buffer)
+
+    whole = keys(fresh(), cut + more)
+    reader = fresh()
+    keys(reader, cut)
+    state = json.loads(json.dumps(reader.state))
+    assert keys(fresh(state), more) == whole[cut:]
+    assert keys(reader, more) == whole[cut:]  # asking for the state changes nothing
+
+
+@pytest.fixture(scope="module")
+def stream_of_five(tmp_path_factory, tar_of, draw):
+    folder = tmp_path_factory.mktemp("five")
+    for s in range(5):
+        members = [m for i in range(s, 30, 5) for m in ((f"{i}.png", draw(i)), (f"{i}.cls", b"0"))]
+        (folder / f"{s}.tar").write_bytes(tar_of(members))
+    return open_parts(DataConfig(source=f"stream:{folder}", classes=["all"])).train
+
+
+def test_a_state_tells_where_it_is(stream):
+    reader = stream.samples(buffer=4)
+    keys(reader, 9)  # two buffers of four, and one of the third
+    state = reader.state
+    assert {k: state[k] for k in ("epoch", "shard", "member", "drawn")} == {
+        "epoch": 0,
+        "shard": 1,
+        "member": 2,
+        "drawn": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"world": 2}, "another number of ranks and workers"),
+        ({"seed": 1}, "another seed"),
+        ({"buffer": 5}, "another buffer"),
+    ],
+)
+def test_a_state_of_another_run_is_refused(stream, change, said):
+    state = stream.samples(buffer=4).state
+    with pytest.raises(TrainError, match=rf"the stream's state is of {said}.* continues only as it began"):
+        stream.samples(state, **{"buffer": 4, **change})
+
+
+def test_a_state_of_other_shards_is_refused(stream, shards):
+    state = stream.samples().state
+    folder = shards("other", 5, 6)
+    other = open_parts(DataConfig(source=f"stream:{folder}", classes=["a", "b", "c"])).train
+    with pytest.raises(TrainError, match="is of other shards"):
+        other.samples(state)
+
+
+def test_a_stream_travels_to_workers(stream):
+    copy = pickle.loads(pickle.dumps(stream))
+    assert keys(copy.samples(), 30) == keys(stream.samples(), 30)
+
+
+def test_it_says_that_it_promises_less_and_wants_something_to_measure_on(web, shards, said):
+    with pytest.raises(DataError, match=r"nothing can be held out of .*name what to measure on with validation="):
+        open_data(DataConfig(source=f"stream:{web}"))
+    shards("web", 1, 3, prefix="val")
+    splits = open_data(DataConfig(source=f"stream:{web}"))
+    assert (len(splits.validation), splits.measured_on) == (3, "validation")
+    assert len(splits.train.shards) == 5
+    assert said == [module.PROMISE]
+    other = open_data(DataConfig(source=f"stream:{web}/train-{{000..004}}.tar", validation=f"{web}/val-000.tar"))
+    assert other.validation.labels == other.train.labels == ("cat", "dog", "emu")
+    with pytest.raises(DataError, match="is a stream, which cannot be measured on"):
+        open_data(DataConfig(source=f"{web}/train-000.tar", validation=f"stream:{web}/val-000.tar"))
+
+
+def test_classes_come_from_the_measured_pictures_or_must_be_named(shards):
+    folder = shards("bare", 2, 6)
+    with pytest.raises(DataError, match=r"are not known.* put classes\.json beside the shards, or name them"):
+        open_parts(DataConfig(source=f"stream:{folder}"))
+    shards("bare", 1, 6, prefix="val")
+    assert open_parts(DataConfig(source=f"stream:{folder}")).train.labels == ("0", "1", "2")
+
+
+def test_labels_out_of_place_are_named(shards):
+    folder = shards("bare", 1, 6)
+    reader = open_parts(DataConfig(source=f"stream:{folder}", classes=["cat", "dog"])).train.samples()
+    with pytest.raises(DataError, match="train-000/000002 has the label 2, and there are 2 classes"):
+        next(reader)
+
+
+def test_several_labels_are_seen_from_the_first_samples(tmp_path, tar_of, draw):
+    members = [
+        ("a.png", draw(0)),
+        ("a.json", b'{"tags": ["x", "y"]}'),
+        ("b.png", draw(1)),
+        ("b.json", b'{"tags": "y"}'),
+    ]
+    (tmp_path / "s.tar").write_bytes(tar_of(members))
+    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar'}", classes=["x", "y"])).train
+    assert stream.several
+    assert {s.key: s.target for s in itertools.islice(stream.samples(), 2)} == {"s/a": (0, 1), "s/b": (1,)}
+
+
+def test_a_compressed_shard_is_read(tmp_path, tar_of, draw):
+    (tmp_path / "s.tar.gz").write_bytes(gzip.compress(tar_of([("a.png", draw(0)), ("a.cls", b"1")])))
+    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar.gz'}", classes=["x", "y"])).train
+    sample = next(stream.samples())
+    assert (sample.key, sample.picture, sample.target) == ("s/a", draw(0), 1)
+
+
+@pytest.mark.parametrize("cut", [700, 1300, 2100])
+def test_a_cut_shard_is_named(tmp_path, tar_of, cut):
+    whole = tar_of([("a.png", bytes(600)), ("a.cls", b"0"), ("b.png", bytes(600)), ("b.cls", b"0")])
+    (tmp_path / "s.tar").write_bytes(whole[:cut])
+    config = DataConfig(source=f"stream:{tmp_path / 's.tar'}", classes=["x"])
+    with pytest.raises(DataError, match=r"s\.tar is cut off"):
+        next(open_parts(config).train.samples())
+
+
+def test_shards_without_pictures_do_not_turn_for_ever(tmp_path, tar_of):
+    (tmp_path / "s.tar").write_bytes(tar_of([("a.cls", b"0")]))
+    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar'}", classes=["x"])).train
+    with pytest.raises(DataError, match="s holds no pictures for part 0 of 1"):
+        next(stream.samples())
+
+
+def test_a_stream_over_http_survives_a_connection_that_breaks(server, tar_of, draw):
+    pytest.importorskip("fsspec")
+    members = [m for i in range(8) for m in ((f"{i}.png", draw(i, 60)), (f"{i}.cls", b"0"))]
+    server.files["s.tar"] = tar_of(members)
+    stream = open_parts(DataConfig(source=f"stream:{server.url}/s.tar", classes=["x"])).train
+    server.break_after = [20_000, 40_000]
+    found = {s.key: s.picture for s in itertools.islice(stream.samples(), 8)}
+    assert found == {f"s/{i}": draw(i, 60) for i in range(8)}
+    assert server.break_after == []

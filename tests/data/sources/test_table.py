@@ -1,0 +1,242 @@
+"""CSV, TSV and Parquet: columns found, labels numbered, pictures reached."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vitrail.config import DataConfig
+from vitrail.data import decode
+from vitrail.data.sources import open_data, open_parts, parquet
+from vitrail.errors import ConfigError, DataError, NotFound
+
+
+def opened(path, **settings):
+    return open_parts(DataConfig(source=str(path), **settings))
+
+
+@pytest.fixture
+def images(tmp_path, draw):
+    """Six pictures, 0.png to 5.png."""
+    for i in range(6):
+        (tmp_path / f"{i}.png").write_bytes(draw(i))
+    return tmp_path
+
+
+def write(path, header, rows, between=","):
+    lines = [between.join(map(str, row)) for row in [header, *rows]]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "between", "header"),
+    [
+        ("t.csv", ",", ["image", "label"]),
+        ("t.csv", ";", ["File Name", "Class"]),
+        ("t.tsv", "\t", ["path", "category"]),
+        ("t.csv", ",", ["anything", "target"]),  # found by what it holds
+    ],
+)
+def test_columns_are_found(images, name, between, header):
+    path = write(images / name, header, [("0.png", "cat"), ("1.png", "dog"), ("2.png", "cat")], between)
+    source = opened(path).train
+    assert (source.labels, source.targets.tolist(), source.name) == (("cat", "dog"), [0, 1, 0], "t")
+    assert [source.key(i) for i in range(3)] == ["0.png", "1.png", "2.png"]
+    assert decode(source[2].picture).tolist() == decode((images / "2.png").read_bytes()).tolist()
+
+
+def test_columns_can_be_named(images):
+    path = write(images / "t.csv", ["image", "before", "label", "kind"], [("x", "0.png", "no", "a")])
+    source = opened(path, picture="before", label="kind").train
+    assert (source.key(0), source.labels) == ("0.png", ("a",))
+    with pytest.raises(DataError, match=r"has no column 'knd'; did you mean 'kind'\?"):
+        opened(path, label="knd")
+
+
+def test_several_labels(images):
+    path = write(images / "t.csv", ["image", "tags"], [("0.png", "a|b"), ("1.png", ""), ("2.png", "b")])
+    source = opened(path).train
+    assert source.several
+    assert source.targets.tolist() == [[1, 1], [0, 0], [0, 1]]
+    assert [source[i].target for i in range(3)] == [(0, 1), (), (1,)]
+
+
+def test_a_byte_order_mark_and_a_quoted_comma_are_no_trouble(images):
+    (images / "a,b.png").write_bytes(b"x")
+    (images / "t.csv").write_bytes('\ufeffimage,label\n"a,b.png",é\n'.encode())
+    source = opened(images / "t.csv").train
+    assert (source.key(0), source.labels) == ("a,b.png", ("é",))
+
+
+def test_a_split_column_makes_the_parts(images):
+    rows = [(f"{i}.png", "ab"[i % 2], ["train", "Train", "val", "val", "test", "train"][i]) for i in range(6)]
+    parts = opened(write(images / "t.csv", ["image", "label", "split"], rows))
+    assert [[p.key(i) for i in range(len(p))] for p in (parts.train, parts.validation, parts.test)] == [
+        ["0.png", "1.png", "5.png"],
+        ["2.png", "3.png"],
+        ["4.png"],
+    ]
+    assert parts.validation.targets.tolist() == [0, 1]
+    with pytest.raises(DataError, match="row 1 of t has the split 'fold1'; wanted train, validation or test"):
+        opened(write(images / "t.csv", ["image", "label", "split"], [("0.png", "a", "fold1")]))
+    with pytest.raises(DataError, match="t has no rows of the split 'train', only of test"):
+        opened(write(images / "t.csv", ["image", "label", "split"], [("0.png", "a", "test")]))
+
+
+def test_a_column_of_groups_keeps_them_together(images, draw):
+    for i in range(60):
+        (images / f"{i}.png").write_bytes(draw(i))
+    rows = [(f"{i}.png", "ab"[i % 2], f"person {i // 6}") for i in range(60)]
+    path = write(images / "t.csv", ["image", "label", "who"], rows)
+    splits = open_data(DataConfig(source=str(path), groups="who", held_out=0.3))
+    who = [{int(p.key(i)[:-4]) // 6 for i in range(len(p))} for p in (splits.train, splits.validation)]
+    assert who[0].isdisjoint(who[1])
+    assert len(who[0]) + len(who[1]) == 10
+    with pytest.raises(ConfigError, match="groups='woh' matches no picture's path"):
+        open_data(DataConfig(source=str(path), groups="woh"))
+
+
+def test_pictures_in_the_one_folder_beside_the_table_are_found(images, draw):
+    (images / "pics").mkdir()
+    (images / "pics" / "x.png").write_bytes(draw(0))
+    parts = opened(write(images / "t.csv", ["image", "label"], [("x.png", 0)]))
+    assert parts.train[0].picture == str(images / "pics" / "x.png")
+    assert parts.notes == ("the pictures of t.csv are in pics/",)
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        (
+            "image,label\nnone.png,a\n",
+            NotFound,
+            r"none of the first 1 pictures of .* is there, such as .*none\.png",
+        ),
+        ("0.png,cat\n1.png,dog\n", DataError, r"begins with '0\.png,cat'; wanted a first line that names the columns"),
+        ("image,colour\n0.png,red\n", DataError, r"has no column of labels among image, colour; name it with label="),
+        ("a,label\nx,1\n", DataError, r"has no column of pictures among a, label; name it with picture="),
+        ("image,label\n0.png,a,extra\n", DataError, r"is not the table its first line promises"),
+        ("", DataError, r"wanted a first line that names the columns"),
+    ],
+)
+def test_tables_that_cannot_be_used_say_why(images, text, error, said):
+    (images / "t.csv").write_text(text)
+    with pytest.raises(error, match=said):
+        opened(images / "t.csv")
+
+
+def test_no_table_and_no_text_are_one_sentence(images):
+    with pytest.raises(NotFound, match="there is no table"):
+        opened(images / "none.csv")
+    (images / "t.csv").write_bytes(b"image,label\n\xff\xfe")
+    with pytest.raises(DataError, match=r"wanted UTF-8|is not the table"):
+        opened(images / "t.csv")
+    (images / "t.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"t\.parquet cannot be read as Parquet"):
+        opened(images / "t.parquet")
+
+
+def test_addresses_are_fetched(server, tmp_path, draw):
+    server.files["a.png"] = draw(7)
+    path = write(tmp_path / "t.csv", ["url", "label"], [(f"{server.url}/a.png", "x")])
+    sample = opened(path).train[0]
+    assert sample.picture == draw(7)
+    assert sample.key == f"{server.url}/a.png"
+
+
+@pytest.fixture
+def rows(tmp_path, draw):
+    """`rows("t.parquet", 0, 10)`: a file in the hub's layout, in row groups of four."""
+
+    def make(name, first, last, label=lambda i: i % 3, names=("a", "b", "c"), as_bytes=False):
+        pictures = [draw(i) if as_bytes else {"bytes": draw(i), "path": f"{i}.png"} for i in range(first, last)]
+        table = pa.table({"img": pictures, "label": [label(i) for i in range(first, last)]})
+        if names:
+            told = {"info": {"features": {"label": {"names": list(names), "_type": "ClassLabel"}}}}
+            table = table.replace_schema_metadata({"huggingface": json.dumps(told)})
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, tmp_path / name, row_group_size=4)
+        return tmp_path / name
+
+    return make
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_parquet_gives_bytes_by_row(rows, draw, as_bytes):
+    path = rows("t.parquet", 0, 10, as_bytes=as_bytes)
+    source = opened(path).train
+    assert (source.labels, len(source), source.blocks, source.pixels) == (("a", "b", "c"), 10, None, None)
+    for i in (9, 0, 5, -1):
+        assert source[i].picture == draw(i % 10)
+        assert source[i].target == i % 10 % 3
+        assert source[i].key == source.key(i) == f"t.parquet:{i % 10}"
+    with pytest.raises(IndexError):
+        source[10]
+
+
+def test_a_folder_of_parquet_files_is_one_table_with_parts(rows, draw, tmp_path):
+    rows("set/data/train-00000-of-00002.parquet", 0, 6)
+    rows("set/data/train-00001-of-00002.parquet", 6, 11)
+    rows("set/data/test-00000-of-00001.parquet", 20, 23)
+    parts = opened(tmp_path / "set")
+    assert (len(parts.train), parts.validation, len(parts.test)) == (11, None, 3)
+    assert [parts.train[i].picture for i in range(11)] == [draw(i) for i in range(11)]
+    assert parts.train.key(6) == "train-00001-of-00002.parquet:0"
+    assert parts.test[2].picture == draw(22)
+
+
+def test_large_tables_keep_few_row_groups_and_say_which_rows_lie_together(rows, draw, monkeypatch):
+    monkeypatch.setattr(parquet, "CACHE", 900)  # four pictures have about 800 bytes
+    source = opened(rows("t.parquet", 0, 10)).train
+    assert source.blocks == (4, 4, 2)
+    reads = []
+    whole = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda self, g, **k: reads.append(g) or whole(self, g, **k))
+    assert [source[i].picture for i in (0, 1, 2, 3, 9, 8, 0)] == [draw(i) for i in (0, 1, 2, 3, 9, 8, 0)]
+    assert reads == [0, 2, 0]
+
+
+def test_rows_survive_pickling_and_threads(rows, draw):
+    source = opened(rows("t.parquet", 0, 40)).train
+    assert source[3].picture == draw(3)
+    copy = pickle.loads(pickle.dumps(source))
+    assert len(pickle.dumps(source)) < 4000  # what was read does not travel
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: copy[i % 40].picture, range(200)))
+    assert found == [draw(i % 40) for i in range(200)]
+
+
+def test_a_row_without_bytes_is_read_from_its_path(tmp_path, draw):
+    (tmp_path / "x.png").write_bytes(draw(1))
+    pictures = pa.array([{"bytes": None, "path": "x.png"}, {"bytes": None, "path": None}])
+    pq.write_table(pa.table({"image": pictures, "label": [0, 0]}), tmp_path / "t.parquet")
+    source = opened(tmp_path / "t.parquet").train
+    assert source[0].picture == str(tmp_path / "x.png")
+    assert source[1].picture == b""  # which the decoder calls empty
+
+
+def test_parquet_with_paths_lists_and_missing_labels(images):
+    table = pa.table({"path": ["0.png", "1.png", "2.png"], "labels": [["a"], ["b", "a"], None]})
+    pq.write_table(table, images / "several.parquet")
+    assert opened(images / "several.parquet").train.targets.tolist() == [[1, 0], [1, 1], [0, 0]]
+    pq.write_table(pa.table({"path": ["0.png", "1.png"], "label": [1, None]}), images / "one.parquet")
+    parts = opened(images / "one.parquet")
+    assert parts.train.targets.tolist() == [0, -1]
+    assert parts.notes == ("1 of 2 pictures have no label",)
+
+
+def test_the_real_cifar10_opens_without_being_read(shared):
+    folder = shared / "data" / "cifar10"
+    if not folder.exists():
+        pytest.skip("no cifar10 beside the checkout")
+    parts = opened(folder)
+    assert (len(parts.train), len(parts.test)) == (50_000, 10_000)
+    assert parts.train.labels[:3] == ("airplane", "automobile", "bird")
+    assert (parts.train.targets.sum(), parts.test.targets.sum()) == (225_000, 45_000)
+    assert decode(parts.train[49_999].picture).shape == (32, 32, 3)

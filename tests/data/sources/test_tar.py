@@ -1,0 +1,114 @@
+"""Tar headers, against Python's own tarfile."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.data.sources import tar
+from vitrail.errors import DataError
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=130)
+PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join).filter(lambda p: p.strip("./"))
+
+
+def over(data: bytes) -> tar.Read:
+    return lambda at, length: data[at : at + length]
+
+
+@given(
+    st.lists(st.tuples(PATHS, st.binary(max_size=1500)), min_size=1, max_size=6),
+    st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]),
+)
+def test_members_are_those_of_tarfile(tar_of, members, kind):
+    data = tar_of(members, format=kind)
+    found = list(tar.members(over(data), "x.tar", len(data)))
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        wanted = [(m.name, m.offset_data, m.size) for m in archive]
+    assert [(m.name.rstrip("/"), m.offset, m.size) for m in found] == wanted
+    assert [data[m.offset : m.offset + m.size] for m in found] == [content for _, content in members]
+
+
+def test_folders_links_and_global_records_are_passed_over():
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "all"}) as archive:
+        for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE):
+            info = tarfile.TarInfo("odd")
+            info.type = kind
+            archive.addfile(info)
+        info = tarfile.TarInfo("a.cls")
+        info.size = 1
+        archive.addfile(info, io.BytesIO(b"7"))
+    assert [m.name for m in tar.members(over(out.getvalue()), "x.tar")] == ["a.cls"]
+
+
+def test_a_size_beyond_eight_gigabytes_is_read():
+    info = tarfile.TarInfo("big.jpg")
+    info.size = 10 << 30
+    header = info.tobuf(tarfile.GNU_FORMAT)
+    [member] = tar.members(lambda at, length: header[at : at + length] if at < 512 else b"", "x.tar")
+    assert member.size == 10 << 30
+    in_records = info.tobuf(tarfile.PAX_FORMAT)
+    [member] = tar.members(lambda at, length: in_records[at : at + length] if at < 2048 else b"", "x.tar")
+    assert member.size == 10 << 30
+
+
+@given(st.data())
+def test_a_file_that_is_cut_anywhere_inside_its_members_is_named(tar_of, data):
+    whole = tar_of([("a.jpg", b"x" * 700), ("b.jpg", b"y" * 100)])
+    second = 512 + 1024
+    cut = data.draw(st.integers(1, second + 512 + 99).filter(lambda n: n not in (second,)))
+    with pytest.raises(DataError, match=r"x\.tar is cut off"):
+        list(tar.members(over(whole[:cut]), "x.tar", cut))
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "is empty, wanted a tar file"),
+        (b"\x1f\x8b" + bytes(2000), "is compressed with gzip; decompress it first"),
+        (b"<!doctype html>" + b" " * 1000, "is no tar file"),
+        (b"short", "is cut off at byte 5, inside a header"),
+    ],
+)
+def test_what_is_no_tar_says_so(data, said):
+    with pytest.raises(DataError, match=rf"x\.tar {said}"):
+        list(tar.members(over(data), "x.tar", len(data)))
+
+
+def test_damage_between_members_is_named_with_its_place(tar_of):
+    whole = bytearray(tar_of([("a.jpg", b"x" * 700), ("b.jpg", b"y" * 100)]))
+    whole[1536] ^= 0xFF
+    with pytest.raises(DataError, match=r"x\.tar is damaged at byte 1,536"):
+        list(tar.members(over(bytes(whole)), "x.tar"))
+
+
+def test_samples_are_neighbours_with_one_key():
+    names = ["a.jpg", "a.cls", "d/b.seg.png", "d/b.JPG", "._c.jpg", "README", "a.jpg", "a.jpg", "./e.jpg"]
+    found = tar.samples(tar.Member(name, i, 1) for i, name in enumerate(names))
+    assert [(key, {kind: m.offset for kind, m in parts.items()}) for key, parts in found] == [
+        ("a", {"jpg": 0, "cls": 1}),
+        ("d/b", {"seg.png": 2, "jpg": 3}),
+        ("a", {"jpg": 6}),
+        ("a", {"jpg": 7}),
+        ("e", {"jpg": 8}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "given", "wanted"),
+    [
+        (["cls", "jpg"], None, "jpg"),
+        (["seg.png", "jpg"], None, "jpg"),
+        (["depth.png", "seg.png"], None, "depth.png"),
+        (["cls", "json"], None, None),
+        (["jpg", "seg.png"], "seg.png", "seg.png"),
+        (["jpg"], "png", None),
+    ],
+)
+def test_the_plainest_picture_is_the_picture(kinds, given, wanted):
+    assert tar.picture_in(kinds, frozenset({".jpg", ".png"}), given) == wanted

@@ -1,0 +1,268 @@
+"""JPEGs read without Pillow are Pillow's to the bit, upright, whole or refused; smaller ones are its drafts."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pictures import encoded
+from PIL import Image
+
+from vitrail.config import PreprocessConfig
+from vitrail.data import jpeg
+from vitrail.data.decode import decode, open_image, open_jpeg
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ImageError
+
+simplejpeg = pytest.importorskip("simplejpeg")
+
+
+@contextmanager
+def pillow_alone() -> Iterator[None]:
+    """As if simplejpeg were not installed."""
+    there, jpeg.simplejpeg = jpeg.simplejpeg, None
+    jpeg.trusted.cache_clear()
+    try:
+        yield
+    finally:
+        jpeg.simplejpeg = there
+        jpeg.trusted.cache_clear()
+
+
+def scene(height: int, width: int, mode: str = "RGB") -> Image.Image:
+    """Smooth colours with some texture."""
+    y, x = np.mgrid[:height, :width]
+    planes = [128 + 100 * np.sin(x / (3 + c) + y / (7 - c)) + (x * y * (c + 1)) % 23 for c in range(3)]
+    return Image.fromarray(np.stack(planes, axis=2).clip(0, 255).astype(np.uint8)).convert(mode)
+
+
+def attempt(data: bytes, channels: int = 3) -> np.ndarray | str:
+    try:
+        return decode(data, channels)
+    except ImageError as error:
+        return str(error)
+
+
+def same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and (np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
+
+
+def oriented(image: Image.Image, orientation: int, **options: Any) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(image, "JPEG", exif=exif, **options)
+
+
+def test_simplejpeg_is_in_use_here() -> None:
+    assert jpeg.trusted() is simplejpeg
+
+
+# The same pixels
+
+
+@given(
+    height=st.integers(1, 70),
+    width=st.integers(1, 70),
+    mode=st.sampled_from(["L", "RGB"]),
+    subsampling=st.sampled_from([0, 1, 2]),
+    progressive=st.booleans(),
+    quality=st.sampled_from([30, 90, 100]),
+)
+def test_whole_pictures_have_pillows_pixels(
+    height: int, width: int, mode: str, subsampling: int, progressive: bool, quality: int
+) -> None:
+    data = encoded(
+        scene(height, width, mode), "JPEG", subsampling=subsampling, progressive=progressive, quality=quality
+    )
+    wanted = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    found = jpeg.header(data)
+    assert found is not None
+    assert (found.height, found.width, found.grey) == (height, width, mode == "L")
+    assert jpeg.pixels(found) is not None
+    assert np.array_equal(decode(data), wanted)
+    assert np.array_equal(np.asarray(open_image(data)), wanted)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_every_kind_is_the_same_with_and_without_simplejpeg(mode: str, channels: int) -> None:
+    data = encoded(scene(50, 61).convert(mode), "JPEG")
+    fast = decode(data, channels)
+    with pillow_alone():
+        assert np.array_equal(decode(data, channels), fast)
+
+
+def test_red_green_and_blue_stored_as_such() -> None:
+    data = encoded(scene(40, 50), "JPEG", keep_rgb=True)
+    assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
+
+
+@pytest.mark.parametrize("layout", ["440", "411"])
+def test_rare_chroma_layouts_are_left_to_pillow(layout: str) -> None:
+    data = simplejpeg.encode_jpeg(np.asarray(scene(45, 53)), colorsubsampling=layout)
+    assert jpeg.header(data) is None
+    assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
+
+
+def test_evaluation_sees_the_same_with_and_without_simplejpeg() -> None:
+    pictures = [encoded(scene(260, 300), "JPEG"), oriented(scene(300, 260), 6), encoded(scene(90, 300, "L"), "JPEG")]
+    for config in (
+        PreprocessConfig(image=224, resize="short", resize_to=248, interpolation="bicubic"),
+        PreprocessConfig(image=224, antialias=False),
+        PreprocessConfig(image=28, mean=(0.5,), std=(0.5,)),
+    ):
+        fast = [Preprocess(config).pixels(p) for p in pictures]
+        with pillow_alone():
+            assert all(np.array_equal(Preprocess(config).pixels(p), f) for p, f in zip(pictures, fast, strict=True))
+
+
+@pytest.mark.slow
+def test_real_photographs_have_pillows_pixels(imagenet_val: Any) -> None:
+    import tarfile
+
+    with tarfile.open(imagenet_val / "val-00000.tar") as tar:
+        for member in tar:
+            if member.name.endswith(".jpg"):
+                data = tar.extractfile(member).read()  # type: ignore[union-attr]
+                assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_a_library_with_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(scene(30, 40), "JPEG")
+    wanted = decode(data)
+    genuine = simplejpeg.decode_jpeg
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *a, **k: genuine(*a, **k) ^ 1)
+    jpeg.trusted.cache_clear()
+    assert jpeg.trusted() is None
+    assert np.array_equal(decode(data), wanted)
+    monkeypatch.undo()
+    jpeg.trusted.cache_clear()
+
+
+# Upright
+
+
+@pytest.mark.parametrize("orientation", range(9))
+def test_tags_turn_pictures_as_pillow_alone_does(orientation: int) -> None:
+    data = oriented(scene(40, 56), orientation)
+    found = open_jpeg(data)
+    assert found is not None
+    with pillow_alone():
+        wanted = decode(data)
+    assert np.array_equal(decode(data), wanted)
+    assert np.array_equal(np.asarray(open_image(data)), wanted)
+    assert np.array_equal(found.pixels(), wanted)
+    assert found.size == wanted.shape[:2]
+
+
+def test_a_tag_in_xmp_counts_where_there_is_no_other() -> None:
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
+    data = encoded(scene(20, 30), "JPEG", xmp=xmp)
+    with pillow_alone():
+        wanted = decode(data)
+    assert wanted.shape == (30, 20, 3)
+    assert np.array_equal(decode(data), wanted)
+
+
+# Whole or not at all
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_a_cut_off_file_is_refused_as_pillow_refuses_it(progressive: bool) -> None:
+    whole = encoded(scene(64, 80), "JPEG", progressive=progressive)
+    for left in range(2, len(whole), 97):
+        fast = attempt(whole[:left])
+        assert isinstance(fast, str)
+        with pillow_alone():
+            assert attempt(whole[:left]) == fast
+
+
+@given(
+    places=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4), progressive=st.booleans()
+)
+def test_damage_is_judged_as_pillow_alone_judges_it(places: list[tuple[float, int]], progressive: bool) -> None:
+    data = bytearray(encoded(scene(40, 48), "JPEG", progressive=progressive))
+    for place, value in places:
+        data[2 + int(place * (len(data) - 3))] = value
+    fast = attempt(bytes(data))
+    with pillow_alone():
+        assert same(attempt(bytes(data)), fast)
+
+
+def test_a_missing_end_marker_costs_nothing_that_pillow_would_not_mind() -> None:
+    data = encoded(scene(40, 48), "JPEG")
+    assert data.endswith(b"\xff\xd9")
+    fast = attempt(data[:-2])
+    with pillow_alone():
+        assert same(attempt(data[:-2]), fast)
+
+
+def test_too_many_pixels_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(scene(30, 40), "JPEG")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 599)
+    with pytest.raises(ImageError, match="1,200 pixels"):
+        decode(data)
+    found = open_jpeg(data)
+    assert found is not None
+    with pytest.raises(ImageError, match="1,200 pixels"):
+        found.pixels(2)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\xff\xd8\xff\xe0\0", b"\xff\xd8" + b"\xff" * 99]
+)
+def test_what_is_no_jpeg_has_no_header(data: bytes) -> None:
+    assert jpeg.header(data) is None
+
+
+def test_fill_bytes_before_a_marker_are_passed_over() -> None:
+    data = encoded(scene(20, 20), "JPEG")
+    padded = data[:2] + b"\xff\xff\xff" + data[2:]
+    assert jpeg.header(padded) is not None
+    assert np.array_equal(decode(padded), decode(data))
+
+
+# Smaller
+
+
+@given(
+    height=st.integers(64, 200),
+    width=st.integers(64, 200),
+    scale=st.sampled_from([2, 4, 8]),
+    mode=st.sampled_from(["L", "RGB"]),
+    subsampling=st.sampled_from([0, 1, 2]),
+)
+def test_a_smaller_picture_is_pillows_draft(height: int, width: int, scale: int, mode: str, subsampling: int) -> None:
+    data = encoded(scene(height, width, mode), "JPEG", subsampling=subsampling)
+    found = open_jpeg(data)
+    assert found is not None
+    small = found.pixels(scale)
+    assert small.shape == (-(-height // scale), -(-width // scale), 1 if mode == "L" else 3)
+    draft = Image.open(io.BytesIO(data))
+    draft.draft(mode, (width // scale, height // scale))
+    assert np.array_equal(np.atleast_3d(np.asarray(draft)), small)
+    with pillow_alone():
+        assert np.array_equal(found.pixels(scale), small)
+
+
+@pytest.mark.parametrize("scale", [2, 4, 8])
+def test_a_smaller_picture_looks_like_the_large_one(scale: int) -> None:
+    large = scene(32, 40).resize((640, 512), Image.Resampling.BICUBIC)
+    found = open_jpeg(encoded(large, "JPEG", quality=95))
+    assert found is not None
+    wanted = np.asarray(large.reduce(scale)).astype(int)
+    assert np.abs(found.pixels(scale).astype(int) - wanted).mean() < 2
+
+
+def test_a_smaller_picture_stands_upright_too() -> None:
+    found = open_jpeg(oriented(scene(80, 120), 6))
+    plain = open_jpeg(encoded(scene(80, 120), "JPEG"))
+    assert found is not None
+    assert plain is not None
+    assert np.array_equal(found.pixels(2), np.rot90(plain.pixels(2), -1))

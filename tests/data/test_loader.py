@@ -1,0 +1,278 @@
+"""Batches: the same from any workers, ranks and start; bad pictures keep their places; evaluation misses nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from picture_source import Pictures
+from pictures import encoded
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from vitrail.chance import keys_of
+from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
+from vitrail.data.augment.crop import crop_boxes
+from vitrail.data.batch import Batch
+from vitrail.data.decode import decode
+from vitrail.data.loader import Flow, Loader, OnDevice, evaluation_batches, training_batches
+from vitrail.data.order import Order
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, DataError
+
+SMALL = PreprocessConfig(image=32)
+FILES = DataConfig(workers=0, resident=False)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """41 files of many sizes and some kinds."""
+    folder, whole = tmp_path_factory.mktemp("photos"), Image.fromarray(load_sample_image("china.jpg"))
+    found = []
+    for i in range(41):
+        width, height = 40 + 7 * i, 60 + (11 * i) % 90
+        part = whole.crop((5 * i, 3 * i, 5 * i + width, 3 * i + height))
+        path = folder / f"{i:02d}.{'png' if i % 7 == 3 else 'jpg'}"
+        path.write_bytes(encoded(part, "PNG" if i % 7 == 3 else "JPEG"))
+        found.append(path)
+    return found
+
+
+def train(source: Any, config: DataConfig = FILES, **changes: Any) -> Loader:
+    options: dict[str, Any] = {
+        "augment": AugmentConfig(), "preprocess": SMALL, "batch": 12, "seed": 3, "device": "cpu", "steps": 6,
+    }  # fmt: skip
+    return training_batches(source, config=config, **{**options, **changes})
+
+
+def collect(loader: Loader) -> list[Batch]:
+    with loader:
+        return list(loader)
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    names = ("images", "targets", "weights", "slots", "indices")
+    return a.step == b.step and all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+# The same whoever reads
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_number_of_workers_changes_nothing(photos: list[Path], workers: int) -> None:
+    alone = collect(train(Pictures(photos)))
+    assert len(alone) == 6
+    shared = collect(train(Pictures(photos), FILES.but(workers=workers)))
+    assert all(equal(a, b) for a, b in zip(alone, shared, strict=True))
+
+
+@pytest.mark.parametrize("start", [1, 3, 5])
+@pytest.mark.parametrize("order", ["shuffled", "balanced"])
+def test_a_run_can_begin_at_any_step(photos: list[Path], start: int, order: str) -> None:
+    config = FILES.but(order=order, repeats=2)
+    whole = collect(train(Pictures(photos), config))
+    later = collect(train(Pictures(photos), config.but(workers=2), start_step=start))
+    assert [b.step for b in later] == list(range(start, 6))
+    assert all(equal(a, b) for a, b in zip(whole[start:], later, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("resident", [False, True])
+def test_ranks_together_have_the_batch_of_one_process(photos: list[Path], world: int, resident: bool) -> None:
+    config = DataConfig(workers=0, resident=resident)
+    whole = collect(train(Pictures(photos), config, steps=3))
+    parts = [collect(train(Pictures(photos), config, steps=3, rank=rank, world=world)) for rank in range(world)]
+    for step, batch in enumerate(whole):
+        for name in ("images", "targets", "weights", "slots", "indices"):
+            together = torch.cat([getattr(part[step], name) for part in parts])
+            assert torch.equal(together, getattr(batch, name))
+
+
+def test_batches_are_what_the_definition_says(photos: list[Path]) -> None:
+    source, order = Pictures(photos), Order(41, seed=3)
+    for batch in collect(train(source, FILES.but(workers=2), steps=2)):
+        indices = order.indices(12 * batch.step, 12)
+        assert np.array_equal(batch.indices, indices)
+        assert np.array_equal(batch.targets, indices % 3)
+        assert batch.slots.tolist() == list(range(12))
+        keys = keys_of(3, batch.step, np.arange(12))
+        for image, index, key in zip(batch.images, indices, keys, strict=True):
+            pixels = decode(photos[index])
+            top, left, h, w = crop_boxes(np.array([key]), [pixels.shape[:2]], (0.08, 1), (3 / 4, 4 / 3))[0].tolist()
+            if min(h, w) >= 2 * 33:
+                continue  # decoded smaller
+            part = Image.fromarray(pixels[top : top + h, left : left + w])
+            wanted = np.asarray(part.resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
+            assert np.abs(image.permute(1, 2, 0).numpy() - wanted).max() <= 1
+
+
+def test_every_epoch_has_every_picture(photos: list[Path]) -> None:
+    loader = train(Pictures(photos), batch=10, steps=41)
+    seen = torch.cat([b.indices for b in collect(loader)]).reshape(10, 41)
+    assert all(sorted(epoch.tolist()) == list(range(41)) for epoch in seen)
+
+
+def test_a_loader_counts_and_ends(photos: list[Path]) -> None:
+    loader = train(Pictures(photos), FILES.but(workers=1))
+    assert len(loader) == 6
+    assert loader.cropped
+    next(loader)
+    assert len(loader) == 5
+    assert len(list(loader)) == 5
+    with pytest.raises(StopIteration):
+        next(loader)
+    assert loader.state() is None
+    loader.close()
+
+
+def test_batches_that_are_kept_stay_what_they_were(photos: list[Path]) -> None:
+    loader = train(Pictures(photos), FILES.but(workers=2), steps=20)
+    kept = collect(loader)
+    assert all(equal(a, b) for a, b in zip(kept, collect(train(Pictures(photos), steps=20)), strict=True))
+
+
+@pytest.mark.slow  # a busy machine is no reason to fail
+def test_the_first_batch_comes_soon(photos: list[Path]) -> None:
+    start = time.perf_counter()
+    with train(Pictures(photos), FILES.but(workers=2)) as loader:
+        next(loader)
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("crop", ["none", "pad"])
+def test_without_crops_training_sees_what_evaluation_sees(photos: list[Path], crop: Any) -> None:
+    augment = AugmentConfig(crop=crop)
+    flow = train(Pictures(photos), augment=augment, steps=2)
+    assert isinstance(flow, Flow)
+    assert not flow.cropped
+    held = train(Pictures(photos), DataConfig(workers=0), augment=augment, steps=2)
+    assert isinstance(held, OnDevice)
+    for a, b in zip(collect(flow), collect(held), strict=True):
+        assert equal(a, b)
+        for image, index in zip(a.images, a.indices.tolist(), strict=True):
+            assert np.array_equal(image.permute(1, 2, 0), Preprocess(SMALL).pixels(photos[index]))
+
+
+# Labels
+
+
+def test_several_labels_are_rows_of_zeros_and_ones(photos: list[Path]) -> None:
+    targets = np.random.default_rng(0).random((41, 5)) < 0.3
+    batch = collect(train(Pictures(photos, targets, classes=5), steps=1))[0]
+    assert batch.targets.dtype == torch.float32
+    assert np.array_equal(batch.targets, targets[batch.indices])
+    assert batch.weights.eq(1).all()
+
+
+def test_pictures_without_a_label_are_left_out(photos: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    targets = np.where(np.arange(41) % 4 == 1, -1, np.arange(41) % 3)
+    for blocks in (None, (11, 20, 10)):
+        batches = collect(train(Pictures(photos, targets, blocks=blocks, name=f"with {blocks}"), batch=31, steps=2))
+        for batch in batches:
+            assert sorted(batch.indices.tolist()) == [i for i in range(41) if i % 4 != 1]
+            assert np.array_equal(batch.targets, targets[batch.indices])
+    assert "10 of 41 pictures have no label and are left out" in caplog.text
+
+
+def test_where_no_label_is_needed_all_are_used(photos: list[Path]) -> None:
+    batch = collect(train(Pictures(photos, np.full(41, -1)), batch=41, steps=1, labelled=False))[0]
+    assert sorted(batch.indices.tolist()) == list(range(41))
+    assert batch.weights.eq(1).all()
+    assert batch.targets.eq(0).all()
+
+
+def test_no_labels_at_all_is_said(photos: list[Path]) -> None:
+    source = Pictures(photos, np.full(41, -1))
+    with pytest.raises(DataError, match="none of the 41 pictures of pictures has a label"):
+        train(source)
+    with pytest.raises(DataError, match="none of the 41 pictures of pictures has a label to measure on"):
+        evaluation_batches(source, preprocess=SMALL, batch=8, device="cpu")
+
+
+def test_a_batch_that_cannot_be_shared_is_said(photos: list[Path]) -> None:
+    with pytest.raises(ConfigError, match=r"batch=12 cannot be shared by 5 processes; try 10"):
+        train(Pictures(photos), world=5)
+
+
+# Grey
+
+
+def test_grey_pictures_have_one_channel(photos: list[Path]) -> None:
+    grey = PreprocessConfig(image=24, mean=(0.5,), std=(0.5,))
+    assert collect(train(Pictures(photos), preprocess=grey, steps=1))[0].images.shape == (12, 1, 24, 24)
+
+
+# Evaluation
+
+
+@settings(max_examples=25)
+@given(count=st.integers(1, 41), batch=st.integers(1, 12), world=st.integers(1, 4), resident=st.booleans())
+def test_evaluation_has_every_picture_once(
+    photos: list[Path], count: int, batch: int, world: int, resident: bool
+) -> None:
+    source = Pictures(photos[:count])
+    config = DataConfig(workers=0, resident=None if resident else False)
+    ranks = [
+        collect(
+            evaluation_batches(
+                source,
+                preprocess=PreprocessConfig(image=8),
+                batch=batch,
+                device="cpu",
+                rank=r,
+                world=world,
+                config=config,
+            )
+        )
+        for r in range(world)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    seen = []
+    for rank, batches in enumerate(ranks):
+        for each in batches:
+            assert each.images.shape == (batch, 3, 8, 8)
+            assert each.slots.tolist() == list(range(rank * batch, (rank + 1) * batch))
+            assert torch.equal(each.weights, (each.indices >= 0).float())
+            assert each.images[each.indices < 0].eq(0).all()
+            seen += each.indices[each.indices >= 0].tolist()
+    assert sorted(seen) == list(range(count))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("resident", [None, False])
+@pytest.mark.parametrize("antialias", [True, False])
+def test_evaluation_sees_preprocess_to_the_bit(
+    photos: list[Path], workers: int, resident: bool | None, antialias: bool
+) -> None:
+    preprocess, source = SMALL.but(antialias=antialias), Pictures(photos)
+    config = DataConfig(workers=workers, resident=resident)
+    for _ in range(2):  # the second time from what was kept
+        batches = collect(evaluation_batches(source, preprocess=preprocess, batch=10, device="cpu", config=config))
+        images = torch.cat([b.images for b in batches])[:41]
+        wanted = np.stack([Preprocess(preprocess).pixels(p) for p in photos])
+        assert np.array_equal(images.permute(0, 2, 3, 1), wanted)
+        assert torch.cat([b.targets for b in batches])[:41].tolist() == [i % 3 for i in range(41)]
+
+
+def test_what_is_measured_on_again_is_decoded_once(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Pictures(photos)
+    first = collect(evaluation_batches(source, preprocess=SMALL, batch=10, device="cpu", config=DataConfig(workers=0)))
+    monkeypatch.setattr(Preprocess, "pixels", lambda *_: pytest.fail("decoded again"))
+    again = collect(evaluation_batches(source, preprocess=SMALL, batch=10, device="cpu", config=DataConfig(workers=0)))
+    assert all(equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_unlabelled_pictures_do_not_count_in_a_measurement(photos: list[Path]) -> None:
+    targets = np.where(np.arange(41) % 4 == 1, -1, np.arange(41) % 3)
+    for config in (FILES, DataConfig(workers=0)):
+        batches = collect(
+            evaluation_batches(Pictures(photos, targets), preprocess=SMALL, batch=41, device="cpu", config=config)
+        )
+        assert np.array_equal(batches[0].weights, (targets >= 0).astype(np.float32))
+        assert np.array_equal(batches[0].targets, np.maximum(targets, 0))

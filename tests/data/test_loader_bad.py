@@ -1,0 +1,128 @@
+"""Pictures that cannot be read: named once, black, of no weight; too many end a run, any ends a measurement."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from picture_source import Pictures
+from pictures import encoded
+from PIL import Image
+
+from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
+from vitrail.data.loader import Loader, OnDevice, evaluation_batches, training_batches
+from vitrail.errors import DataError
+
+SMALL = PreprocessConfig(image=16)
+BAD = (3, 11, 17)
+
+
+def pictures(bad: tuple[int, ...] = BAD, count: int = 20, name: str = "photos") -> Pictures:
+    """JPEGs of many sizes, some cut off."""
+    random, found = np.random.default_rng(0), []
+    for i in range(count):
+        pixels = random.integers(0, 256, (20 + i, 80 - i, 3), np.uint8)
+        data = encoded(Image.fromarray(pixels), "JPEG")
+        found.append(data[:-200] if i in bad else data)
+    return Pictures(found, name=name)
+
+
+def train(source: Any, **changes: Any) -> Loader:
+    config = DataConfig(**{"workers": 0, "resident": False, "bad_share": 0.2, **changes.pop("data", {})})
+    options: dict[str, Any] = {
+        "augment": AugmentConfig(), "preprocess": SMALL, "batch": 20, "seed": 0, "device": "cpu", "steps": 4,
+    }  # fmt: skip
+    return training_batches(source, config=config, **{**options, **changes})
+
+
+def measure(source: Any, batch: int = 6, **data: Any) -> Loader:
+    config = DataConfig(**{"workers": 0, "resident": False, **data})
+    return evaluation_batches(source, preprocess=SMALL, batch=batch, device="cpu", config=config)
+
+
+@pytest.mark.parametrize("data", [{}, {"workers": 2}, {"resident": True}], ids=["here", "workers", "resident"])
+def test_bad_pictures_keep_their_slots_black_and_weightless(data: dict[str, Any]) -> None:
+    with train(pictures(), data=data) as loader:
+        for batch in loader:
+            bad = np.isin(batch.indices, BAD)
+            assert bad.sum() == 3
+            assert np.array_equal(batch.weights, (~bad).astype(np.float32))
+            assert batch.images[bad].eq(0).all()
+            assert batch.images[~bad].flatten(1).amax(1).gt(0).all()
+    assert set(loader.bad) == {"3", "11", "17"}
+    assert all("truncated" in reason for reason in loader.bad.values())
+
+
+def test_each_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    with train(pictures(name="named"), steps=6) as loader:
+        list(loader)
+    lines = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
+    assert sorted(line.split()[1] for line in lines) == ["11", "17", "3"]
+    assert all(line.startswith("named: ") and "truncated" in line for line in lines)
+    assert all(r.levelno == logging.WARNING for r in caplog.records)
+
+
+@pytest.mark.parametrize("data", [{}, {"workers": 2}, {"resident": True}], ids=["here", "workers", "resident"])
+def test_too_many_end_the_run_with_their_list(data: dict[str, Any]) -> None:
+    bad = tuple(range(0, 48, 2))
+    source = pictures(bad, count=60)
+    with (
+        pytest.raises(
+            DataError, match=r"of 60 pictures of photos cannot be used, more than data.bad_share=0.3"
+        ) as caught,
+        train(source, data={**data, "bad_share": 0.3}, batch=60) as loader,
+    ):
+        list(loader)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 1 + 20 + 1
+    assert lines[-1] == "  and 4 more"
+    assert all("truncated" in line for line in lines[1:-1])
+
+
+def test_the_share_counts_pictures_not_readings() -> None:
+    with train(pictures(), data={"bad_share": 3 / 20}, steps=30) as loader:
+        assert len(list(loader)) == 30
+    with pytest.raises(DataError, match="3 of 20"), train(pictures(), data={"bad_share": 2.9 / 20}, steps=30) as loader:
+        list(loader)
+
+
+def test_bad_pictures_are_bad_whatever_reads_them() -> None:
+    weights = []
+    for workers in (0, 1, 3):
+        with train(pictures(), data={"workers": workers}, batch=7) as loader:
+            weights.append([b.weights.tolist() for b in loader])
+    assert weights[0] == weights[1] == weights[2]
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("data", [{}, {"workers": 2}, {"resident": None}], ids=["here", "workers", "resident"])
+def test_a_measurement_refuses_with_the_complete_list(data: dict[str, Any]) -> None:
+    bad = tuple(range(1, 60, 2))
+    with (
+        pytest.raises(DataError, match=r"30 of 60 pictures of photos cannot be measured on; .*--skip-bad") as caught,
+        measure(pictures(bad, count=60), **data) as batches,
+    ):
+        list(batches)
+    lines = str(caught.value).splitlines()[1:]
+    assert [int(line.split(":")[0]) for line in lines] == list(bad)
+    assert all("truncated" in line for line in lines)
+
+
+@pytest.mark.parametrize("data", [{}, {"workers": 2}, {"resident": None}], ids=["here", "workers", "resident"])
+def test_told_to_it_leaves_them_out_and_lists_them(data: dict[str, Any]) -> None:
+    with measure(pictures(), skip_bad=True, **data) as batches:
+        weights = {int(i): float(w) for b in batches for i, w in zip(b.indices, b.weights, strict=True) if i >= 0}
+    assert weights == {i: float(i not in BAD) for i in range(20)}
+    assert set(batches.bad) == {"3", "11", "17"}
+
+
+def test_what_was_kept_is_refused_again() -> None:
+    source = pictures()
+    for _ in range(2):
+        with pytest.raises(DataError, match="3 of 20"):
+            measure(source, resident=None)
+    assert isinstance(measure(source, resident=None, skip_bad=True), OnDevice)

@@ -1,0 +1,194 @@
+"""Small data on the device: kept where it fits, as it is, and said so."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from picture_source import Pictures
+from pictures import encoded
+from PIL import Image
+
+from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
+from vitrail.data import resident
+from vitrail.data.loader import Flow, Loader, OnDevice, training_batches
+from vitrail.data.order import Order
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.view import Evaluated, Native
+from vitrail.errors import ConfigError
+
+CPU = torch.device("cpu")
+GREY = {"mean": (0.5,), "std": (0.5,)}
+
+
+@pytest.fixture
+def pixels() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (50, 12, 10, 3), np.uint8)
+
+
+def arrays(pixels: np.ndarray) -> Pictures:
+    source = Pictures(list(pixels))
+    source.pixels = pixels
+    return source
+
+
+def files(pixels: np.ndarray) -> Pictures:
+    return Pictures([encoded(Image.fromarray(p.squeeze()), "PNG") for p in pixels])
+
+
+def train(source: Any, **changes: Any) -> Loader:
+    options: dict[str, Any] = {
+        "config": DataConfig(workers=0), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image=16),
+        "batch": 8, "seed": 1, "device": "cpu", "steps": 4,
+    }  # fmt: skip
+    return training_batches(source, **{**options, **changes})
+
+
+def choose(source: Any, **changes: Any) -> Any:
+    options: dict[str, Any] = {
+        "config": DataConfig(), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image=16), "device": CPU,
+    }  # fmt: skip
+    return resident.choose(source, **{**options, **changes})
+
+
+# What a batch holds
+
+
+@pytest.mark.parametrize("make", [arrays, files])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pictures_of_one_size_stay_at_that_size(pixels: np.ndarray, make: Any, workers: int) -> None:
+    loader = train(make(pixels), config=DataConfig(workers=workers))
+    assert isinstance(loader, OnDevice)
+    assert not loader.cropped
+    for batch in loader:
+        indices = Order(50, seed=1).indices(8 * batch.step, 8)
+        assert np.array_equal(batch.indices, indices)
+        assert batch.images.is_contiguous()
+        assert np.array_equal(batch.images.permute(0, 2, 3, 1), pixels[indices])
+        assert np.array_equal(batch.targets, indices % 3)
+        assert batch.weights.eq(1).all()
+
+
+def test_what_a_batch_holds_may_be_changed(pixels: np.ndarray) -> None:
+    source = arrays(pixels)
+    first = next(train(source))
+    wanted = first.images.clone()
+    first.images.zero_()
+    assert torch.equal(next(train(source)).images, wanted)
+
+
+@pytest.mark.parametrize("make", [arrays, files])
+def test_grey_is_repeated_and_colour_becomes_grey(pixels: np.ndarray, make: Any) -> None:
+    grey = pixels[..., :1].copy()
+    batch = next(train(make(grey)))
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1), grey[batch.indices].repeat(3, axis=3))
+    batch = next(train(make(pixels), preprocess=PreprocessConfig(image=16, **GREY)))
+    wanted = [np.asarray(Image.fromarray(p).convert("L")) for p in pixels[batch.indices]]
+    assert np.array_equal(batch.images[:, 0], wanted)
+
+
+@pytest.mark.parametrize("crop", ["none", "pad"])
+def test_without_crops_they_stay_as_evaluation_sees_them(pixels: np.ndarray, crop: Any) -> None:
+    batch = next(train(arrays(pixels), augment=AugmentConfig(crop=crop)))
+    wanted = [Preprocess(PreprocessConfig(image=16)).pixels(p) for p in pixels[batch.indices]]
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1), wanted)
+
+
+def test_values_that_are_never_rounded_stay_so(pixels: np.ndarray) -> None:
+    preprocess = PreprocessConfig(image=16, antialias=False)
+    batch = next(train(arrays(pixels), augment=AugmentConfig(crop="none"), preprocess=preprocess))
+    assert batch.images.dtype == torch.float32
+    wanted = [Preprocess(preprocess).pixels(p) for p in pixels[batch.indices]]
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1), wanted)
+
+
+# Whether
+
+
+def test_pictures_of_many_sizes_are_read_as_they_are_needed(pixels: np.ndarray) -> None:
+    mixed = Pictures([*pixels[:30], pixels[0][:5]])
+    assert choose(mixed) is None
+    assert isinstance(choose(mixed, augment=AugmentConfig(crop="none")), Evaluated)
+    assert isinstance(choose(mixed, config=DataConfig(resident=True)), Evaluated)
+    assert isinstance(train(mixed), Flow)
+
+
+def test_one_of_another_size_among_many_is_found_in_time(pixels: np.ndarray) -> None:
+    odd = Pictures([*pixels, *pixels, pixels[0][:5], *pixels])
+    assert isinstance(choose(odd), Native)
+    assert isinstance(train(odd), Flow)
+
+
+def test_it_can_be_refused_and_demanded(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(arrays(pixels), config=DataConfig(resident=False)) is None
+    monkeypatch.setattr(resident, "free_memory", lambda device: pixels.size * 3)
+    assert choose(arrays(pixels)) is None
+    assert isinstance(choose(arrays(pixels), config=DataConfig(resident=True)), Native)
+    with pytest.raises(ConfigError, match=r"data.resident=true needs 0 MiB for pictures, and cpu has 0 MiB free"):
+        choose(arrays(pixels), config=DataConfig(resident=True), sharers=4)
+    monkeypatch.setattr(resident, "free_memory", lambda device: pixels.size * 4)
+    assert isinstance(choose(arrays(pixels)), Native)
+
+
+def test_what_is_still_to_be_decoded_must_not_take_long(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "DECODED", pixels.size - 1)
+    assert choose(files(pixels)) is None
+    assert isinstance(choose(arrays(pixels)), Native)
+
+
+def test_an_unreadable_picture_does_not_hide_the_size(pixels: np.ndarray) -> None:
+    source = files(pixels)
+    source.pictures[0] = source.pictures[0][:60]
+    assert isinstance(choose(source), Native)
+
+
+def test_the_choice_is_said(pixels: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
+    source, mixed = arrays(pixels), Pictures([*pixels, pixels[0][:5]])
+    source.name = mixed.name = "said"
+    train(source)
+    assert "said: 50 pictures of 12 x 10 stay on cpu (0 MiB)" in caplog.text
+    train(mixed, config=DataConfig(resident=True, workers=0))
+    assert (
+        "said: 51 pictures of 16 x 16 stay on cpu (0 MiB), as evaluation sees them: random parts are taken"
+        in caplog.text
+    )
+
+
+def test_free_memory_is_plausible() -> None:
+    free = resident.free_memory(CPU)
+    assert 2**20 < free < 2**62
+    if Path("/proc/meminfo").exists():
+        assert free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_sizes_are_spelled_for_people() -> None:
+    assert resident.gib(157 << 20) == "157 MiB"
+    assert resident.gib(3 << 29) == "1.5 GiB"
+
+
+def test_what_is_kept_goes_with_its_source(pixels: np.ndarray) -> None:
+    source = arrays(pixels)
+    held = resident.Resident(torch.zeros(1), {})
+    resident.keep(source, "here", held)
+    assert resident.kept(source, "here") is held
+    assert resident.kept(source, "there") is None
+    number = id(source)
+    del source
+    gc.collect()
+    assert number not in resident._kept
+
+
+@pytest.mark.gpu
+def test_the_gpu_holds_them(pixels: np.ndarray) -> None:
+    here, there = train(arrays(pixels)), train(arrays(pixels), device="cuda")
+    for a, b in zip(here, there, strict=True):
+        assert b.images.is_cuda
+        assert b.targets.is_cuda
+        assert b.weights.is_cuda
+        assert torch.equal(a.images, b.images.cpu())
+        assert torch.equal(a.targets, b.targets.cpu())

@@ -1,0 +1,98 @@
+"""The last stretch to the device: pinned, beside the computation, and the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from picture_source import Pictures
+from pictures import encoded
+from PIL import Image
+
+from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
+from vitrail.data.loader import Flow, Loader, training_batches
+from vitrail.data.staging import CudaRoad, Labels, Road, road_to
+from vitrail.data.workers import Nobody, Taken
+
+
+def test_labels_are_looked_up_and_what_is_missing_does_not_count() -> None:
+    labels = Labels(np.array([2, -1, 0]), several=False, needed=True)
+    indices = np.array([0, 1, 2, -1])
+    assert labels.of(indices).tolist() == [2, 0, 0, 2]
+    assert labels.count(indices).tolist() == [True, False, True, False]
+    assert Labels(labels.targets, several=False, needed=False).count(indices).tolist() == [True, True, True, False]
+    several = Labels(np.array([[True, False], [False, False]]), several=True, needed=True)
+    assert several.of(np.array([1, 0])).tolist() == [[0, 0], [1, 0]]
+    assert several.count(np.array([1, -1])).tolist() == [True, False]
+
+
+def test_on_the_cpu_the_memory_itself_is_handed_on() -> None:
+    images = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
+    taken = Taken(images, np.array([7, 8]), [(1, "broken")])
+    staged = Road(torch.device("cpu")).send(taken, torch.tensor([1, 2]), np.array([True, True]))
+    batch = staged.arrive(5, torch.tensor([0, 1]))
+    assert (batch.step, batch.weights.tolist(), batch.indices.tolist()) == (5, [1, 0], [7, 8])
+    assert batch.images.shape == (2, 3, 4, 5)
+    assert batch.images.data_ptr() == images.ctypes.data
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1), images)
+
+
+def files(folder: Path, count: int = 40) -> Pictures:
+    random, found = np.random.default_rng(0), []
+    for i in range(count):
+        found.append(folder / f"{i}.jpg")
+        pixels = random.integers(0, 256, (40 + i, 60, 3), np.uint8)
+        found[-1].write_bytes(encoded(Image.fromarray(pixels), "JPEG"))
+    return Pictures(found)
+
+
+def train(source: Any, device: str, workers: int, steps: int = 12) -> Loader:
+    return training_batches(
+        source, config=DataConfig(workers=workers, resident=False), augment=AugmentConfig(),
+        preprocess=PreprocessConfig(image=32), batch=16, seed=0, device=device, steps=steps,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_pixels_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
+    source = files(tmp_path)
+    for workers in (0, 2):
+        with train(source, "cpu", 0) as here, train(source, "cuda", workers) as there:
+            assert isinstance(there, Flow)
+            assert isinstance(there.road, CudaRoad)
+            assert there.road.pinned is not None
+            kept = []
+            for a, b in zip(here, there, strict=True):
+                assert b.images.is_cuda
+                assert not b.slots.is_cuda
+                kept.append((a, b))
+        for a, b in kept:  # only now is anybody waited for
+            for name in ("images", "targets", "weights", "indices", "slots"):
+                assert torch.equal(getattr(a, name), getattr(b, name).cpu())
+
+
+@pytest.mark.gpu
+def test_memory_is_not_used_again_before_it_has_been_copied(tmp_path: Path) -> None:
+    source = files(tmp_path)
+    with train(source, "cpu", 0, steps=60) as loader:
+        wanted = [int(b.images.sum(dtype=torch.int64)) for b in loader]
+    sums = []
+    with train(source, "cuda", 2, steps=60) as loader:
+        for batch in loader:
+            torch.cuda._sleep(3_000_000)  # the device is behind, as in training
+            sums.append(batch.images.sum(dtype=torch.int64))
+    assert [int(s) for s in sums] == wanted
+
+
+@pytest.mark.gpu
+def test_the_road_to_cuda_pins_and_unpins() -> None:
+    pool = Nobody(lambda *_: [], rows=4, shape=(2, 2, 3), dtype=np.uint8, depth=1, part=4)
+    road = road_to(torch.device("cuda"), pool)
+    assert isinstance(road, CudaRoad)
+    assert torch.from_numpy(pool.ring.images(0)).is_pinned()
+    road.close()
+    assert not torch.from_numpy(pool.ring.images(0)).is_pinned()
+    road.close()

@@ -1,0 +1,281 @@
+"""What goes into a batch: the part that the definition says, resized as Pillow would, from no more than is needed."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from picture_source import Pictures
+from pictures import encoded
+from PIL import Image
+from sklearn.datasets import load_sample_image
+
+from vitrail.chance import keys_of
+from vitrail.config import AugmentConfig, PreprocessConfig
+from vitrail.data import jpeg
+from vitrail.data.augment.crop import crop_boxes
+from vitrail.data.decode import decode
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.base import Sample
+from vitrail.data.view import ODD_SIZE, Cropped, Evaluated, Native, Reading, resize, smallest_scale, unshared
+from vitrail.errors import DataError
+
+GREY = {"mean": (0.5,), "std": (0.5,)}
+
+
+@pytest.fixture(scope="module")
+def large() -> Image.Image:
+    """A photograph of 1280 x 854."""
+    return Image.fromarray(load_sample_image("china.jpg")).resize((1280, 854), Image.Resampling.BICUBIC)
+
+
+def read(view: Any, *pictures: Any, keys: Any = None) -> tuple[np.ndarray, list[tuple[int, str]]]:
+    out = np.full((len(pictures), *view.shape), 77, view.dtype)
+    keys = keys_of(0, 0, np.arange(len(pictures))) if keys is None else keys
+    return out, Reading(Pictures(pictures), view)(np.arange(len(pictures)), keys, out)
+
+
+def pillows(picture: Any, key: Any, size: int, mode: str = "RGB", augment: AugmentConfig | None = None) -> np.ndarray:
+    """The definition: all of the picture decoded, its box cut out, Pillow's resize."""
+    augment = augment or AugmentConfig()
+    pixels = decode(picture, 1 if mode == "L" else 3).squeeze()
+    top, left, height, width = crop_boxes(np.array([key]), [pixels.shape[:2]], augment.scale, augment.ratio)[0].tolist()
+    part = Image.fromarray(pixels[top : top + height, left : left + width])
+    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+    return np.atleast_3d(np.asarray(part.resize((size, size), filters[augment.interpolation])))
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> int:
+    return int(np.abs(a.astype(int) - b.astype(int)).max())
+
+
+# Random parts
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "array"])
+def test_a_crop_has_pillows_values(photo: np.ndarray, kind: str, interpolation: Any) -> None:
+    picture = photo if kind == "array" else encoded(Image.fromarray(photo), kind)
+    augment = AugmentConfig(interpolation=interpolation)
+    keys = keys_of(1, 2, np.arange(12))
+    out, problems = read(Cropped(PreprocessConfig(image=48), augment), *[picture] * 12, keys=keys)
+    assert problems == []
+    for row, key in zip(out, keys, strict=True):
+        apart = np.abs(row.astype(int) - pillows(picture, key, 48, augment=augment))
+        assert np.quantile(apart, 0.995) <= 1
+        assert apart.max() <= (1 if interpolation == "bilinear" else 12)  # bicubic overshoots, and is cut off twice
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 1), ("L", 3)])
+def test_grey_and_colour_become_each_other(photo: np.ndarray, mode: str, channels: int, kind: str) -> None:
+    picture = encoded(Image.fromarray(photo).convert(mode), kind)
+    config = PreprocessConfig(image=48, **(GREY if channels == 1 else {}))
+    keys = keys_of(0, 0, [5])
+    out, problems = read(Cropped(config, AugmentConfig()), picture, keys=keys)
+    assert problems == []
+    assert distance(out[0], pillows(picture, keys[0], 48, "L" if channels == 1 else "RGB")) <= 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_part_is_taken_of_the_upright_picture(large: Image.Image, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    picture = encoded(large.resize((160, 107)), "JPEG", exif=exif)
+    keys = keys_of(0, 1, [3])
+    out, _ = read(Cropped(PreprocessConfig(image=64), AugmentConfig()), picture, keys=keys)
+    assert distance(out[0], pillows(picture, keys[0], 64)) <= 1
+
+
+def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(
+    large: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture, keys = encoded(large, "JPEG", quality=92), keys_of(0, 0, np.arange(16))
+    scales: list[int] = []
+    whole = jpeg.pixels
+    monkeypatch.setattr(jpeg, "pixels", lambda header, scale=1: scales.append(scale) or whole(header, scale))
+    out, _ = read(Cropped(PreprocessConfig(image=64), AugmentConfig()), *[picture] * 16, keys=keys)
+    assert set(scales) == {4, 8}
+    monkeypatch.undo()
+    pixels = decode(picture)
+    boxes = crop_boxes(keys, [pixels.shape[:2]] * 16, (0.08, 1), (3 / 4, 4 / 3))
+    for row, box, scale in zip(out, boxes.tolist(), scales, strict=True):
+        top, left, bottom, right = (  # to the nearest pixel of the smaller picture, which is half of the output's
+            scale * round(side / scale) for side in (box[0], box[1], box[0] + box[2], box[1] + box[3])
+        )
+        part = Image.fromarray(pixels[top:bottom, left:right])
+        wanted = np.asarray(part.resize((64, 64), Image.Resampling.BILINEAR)).astype(int)
+        assert np.abs(row - wanted).mean() < 3
+        assert np.abs(np.roll(row, 1, axis=1) - wanted).mean() > 2.5 * np.abs(row - wanted).mean()
+
+
+def test_crops_are_the_same_with_and_without_simplejpeg(large: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = [encoded(large.resize(size), "JPEG") for size in ((1280, 854), (300, 256), (90, 200))]
+    fast, _ = read(Cropped(PreprocessConfig(image=64), AugmentConfig()), *pictures)
+    monkeypatch.setattr(jpeg, "trusted", lambda: None)
+    slow, _ = read(Cropped(PreprocessConfig(image=64), AugmentConfig()), *pictures)
+    assert np.array_equal(fast, slow)
+
+
+@given(
+    size=st.tuples(st.integers(1, 5000), st.integers(1, 5000)),
+    share=st.tuples(st.floats(0.05, 1), st.floats(0.05, 1)),
+    wanted=st.integers(1, 512),
+)
+def test_the_scale_is_the_least_that_keeps_the_part_large_enough(
+    size: tuple[int, int], share: tuple[float, float], wanted: int
+) -> None:
+    part = max(1, int(size[0] * share[0])), max(1, int(size[1] * share[1]))
+    scale = smallest_scale(size, part, (wanted, wanted))
+    assert scale in (1, 2, 4, 8)
+    assert scale == 1 or min(part) // scale >= wanted
+    if scale < 8 and min(size) >= 64:
+        assert min(part) // (2 * scale) <= wanted
+
+
+@settings(max_examples=40)
+@given(first=st.integers(0, 900), length=st.integers(100, 1000))
+def test_what_is_cut_out_of_a_smaller_picture_lies_where_it_should(first: int, length: int) -> None:
+    """Rows of a picture that is its own ruler: the first and last row say where the cut was."""
+    rows = np.arange(2000)
+    ruler = np.stack([rows // 8, rows // 8, rows // 8], axis=1).astype(np.uint8)[:, None].repeat(2000, axis=1)
+    view = Cropped(PreprocessConfig(image=8), AugmentConfig())
+    out = np.empty((8, 8, 3), np.uint8)
+    view._put(ruler[::8, ::8], (first, 0, length, 1000), 8, out)
+    wanted = (first + (np.arange(8) + 0.5) * length / 8) / 8 - 0.5
+    apart = np.abs(out[:, 0, 0] - wanted)[1:-1]  # at the ends the filter leans inwards
+    assert apart.max() <= 1.5  # half a decoded pixel at each end, and rounding
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5])
+def test_resizing_takes_any_number_of_channels(channels: int) -> None:
+    part = np.random.default_rng(0).integers(0, 256, (37, 51, channels), np.uint8)
+    out = np.zeros((20, 24, channels), np.uint8)
+    resize(part, out, "bilinear")
+    for c in range(channels):
+        wanted = Image.fromarray(part[:, :, c]).resize((24, 20), Image.Resampling.BILINEAR)
+        assert distance(out[:, :, c], np.asarray(wanted)) <= 1
+
+
+def test_resizing_leaves_what_it_is_given_alone() -> None:
+    part = np.random.default_rng(0).integers(0, 256, (30, 30, 3), np.uint8)
+    part.flags.writeable = False
+    out = np.zeros((2, 20, 20, 3), np.uint8)
+    resize(part[::-1, 3:], out[1], "bilinear")
+    assert out[0].max() == 0
+    assert out[1].max() > 0
+    resize(part[:20, :20], out[0], "bicubic")
+    assert np.array_equal(out[0], part[:20, :20])
+
+
+# Other views
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PreprocessConfig(image=32, resize="short", resize_to=36, interpolation="bicubic"),
+        PreprocessConfig(image=32, antialias=False),
+    ],
+)
+def test_evaluation_is_preprocess_to_the_bit(photo: np.ndarray, config: PreprocessConfig) -> None:
+    pictures = [encoded(Image.fromarray(photo), kind) for kind in ("JPEG", "PNG")]
+    out, problems = read(Evaluated(config), *pictures)
+    assert problems == []
+    assert out.dtype == Preprocess(config).dtype
+    assert all(np.array_equal(o, Preprocess(config).pixels(p)) for o, p in zip(out, pictures, strict=True))
+
+
+def test_native_pictures_stay_as_they_are_and_others_are_named(photo: np.ndarray) -> None:
+    small = photo[:8, :8]
+    out, problems = read(Native((8, 8, 3)), small, encoded(Image.fromarray(small), "PNG"), photo)
+    assert np.array_equal(out[0], small)
+    assert np.array_equal(out[1], small)
+    assert out[2].max() == 0
+    assert [row for row, _ in problems] == [2]
+    assert problems[0][1].startswith(ODD_SIZE)
+
+
+# Reading
+
+
+def test_what_cannot_be_read_is_black_and_said_why(photo: np.ndarray, tmp_path: Path) -> None:
+    good = encoded(Image.fromarray(photo), "JPEG")
+    for view in (Cropped(PreprocessConfig(image=16), AugmentConfig()), Evaluated(PreprocessConfig(image=16))):
+        out, problems = read(view, good, good[:700], b"not a picture", tmp_path / "none.jpg", good)
+        assert [row for row, _ in problems] == [1, 2, 3]
+        assert "truncated" in problems[0][1]
+        assert "begins with b'not a pictur'" in problems[1][1]
+        assert "no file" in problems[2][1]
+        assert out[1:4].max() == 0
+        assert min(out[0].max(), out[4].max()) > 0
+
+
+def test_no_picture_is_a_black_row(photo: np.ndarray) -> None:
+    out = np.full((2, 16, 16, 3), 77, np.uint8)
+    work = Reading(Pictures([photo]), Evaluated(PreprocessConfig(image=16)))
+    assert work(np.array([-1, 0]), np.zeros(2, np.uint64), out) == []
+    assert out[0].max() == 0
+    assert out[1].max() > 0
+
+
+def test_trouble_in_the_source_is_the_pictures_trouble(photo: np.ndarray) -> None:
+    class Broken(Pictures):
+        def __getitem__(self, index: int) -> Sample:
+            if index == 1:
+                raise DataError("shard 7 could not be read in 4 tries.")
+            if index == 2:
+                raise OSError(5, "Input/output error")
+            return super().__getitem__(index)
+
+    out = np.zeros((3, 16, 16, 3), np.uint8)
+    work = Reading(Broken([photo] * 3), Evaluated(PreprocessConfig(image=16)))
+    problems = work(np.arange(3), np.zeros(3, np.uint64), out)
+    assert problems == [(1, "shard 7 could not be read in 4 tries"), (2, "[Errno 5] Input/output error")]
+
+
+def test_a_mistake_in_the_program_is_not_a_bad_picture() -> None:
+    class Wrong(Pictures):
+        def __getitem__(self, index: int) -> Sample:
+            raise KeyError("oops")
+
+    work = Reading(Wrong([b""]), Evaluated(PreprocessConfig(image=16)))
+    with pytest.raises(KeyError, match="oops"):
+        work(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
+
+
+class Opened:
+    """A source with an open file, which it leaves behind when it travels."""
+
+    def __init__(self) -> None:
+        self.numbers = np.arange(1000)
+        self.file: Any = io.BytesIO()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "file": None}
+
+
+def test_a_process_of_its_own_opens_its_own_files() -> None:
+    source = Opened()
+    fresh = unshared(source)
+    assert fresh.file is None
+    assert fresh.numbers is not source.numbers
+    assert np.shares_memory(fresh.numbers, source.numbers)  # but what is only data is not copied
+    plain = Pictures([b""])
+    assert unshared(plain) is plain
+    assert pickle.loads(pickle.dumps(source)).file is None
+
+
+def test_the_source_is_unshared_in_another_process_only(photo: np.ndarray) -> None:
+    work = Reading(Pictures([photo]), Evaluated(PreprocessConfig(image=16)))
+    source = work.source
+    work(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
+    assert work.source is source
+    assert work._home == os.getpid()

@@ -1,0 +1,288 @@
+"""Measuring a network: scikit-learn's numbers, whatever the batches and the processes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, average_precision_score, confusion_matrix, log_loss, top_k_accuracy_score
+from torch import Tensor, nn
+
+from vitrail.config import PreprocessConfig
+from vitrail.data.batch import Batch
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, DataError, ModelError
+from vitrail.evaluate import Scores, measure
+
+PICTURES, CLASSES = 101, 7
+PREPROCESS = Preprocess(PreprocessConfig(image=4, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4)))
+IMAGES = torch.randint(0, 256, (PICTURES, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randint(0, CLASSES, (PICTURES,), generator=torch.Generator().manual_seed(2))
+SEVERAL = torch.rand(PICTURES, CLASSES, generator=torch.Generator().manual_seed(3)) < 0.3
+
+
+class Small(nn.Module):
+    """A linear layer, with dropout that must be off."""
+
+    def __init__(self, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(48, classes)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.randn(classes, 48, generator=torch.Generator().manual_seed(0)) / 3)
+            self.head.bias.copy_(torch.linspace(-0.3, 0.3, classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.drop(images.flatten(1)))
+
+
+def batches(
+    size: int, targets: Tensor = TARGETS, *, first: int = 0, every: int = 1, padded: bool = False
+) -> Iterator[Batch]:
+    """Every `every`-th picture from `first`; with padding, batches are full and fillers weigh nothing."""
+    mine = torch.arange(first, PICTURES, every)
+    for indices in mine.split(size):
+        weights = torch.ones(len(indices))
+        if padded and len(indices) < size:
+            fill = size - len(indices)
+            indices, weights = torch.cat([indices, indices[:1].expand(fill)]), torch.cat([weights, torch.zeros(fill)])
+        yield Batch(0, IMAGES[indices], targets[indices], weights, indices, indices)
+
+
+def scores(size: int = 16, net: nn.Module | None = None, **options: object) -> Scores:
+    values: dict = {"preprocess": PREPROCESS, "classes": CLASSES} | options
+    targets = values.pop("targets", TARGETS)
+    return measure(net or Small(), batches(size, targets, padded=True), **values)
+
+
+@pytest.fixture(scope="module")
+def logits() -> np.ndarray:
+    mean, std = (np.array(v).reshape(3, 1, 1) for v in (PREPROCESS.config.mean, PREPROCESS.config.std))
+    images = (IMAGES.numpy() / 255 - mean) / std
+    net = Small()
+    return images.reshape(PICTURES, -1) @ net.head.weight.detach().double().numpy().T + net.head.bias.detach().numpy()
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    return powers / powers.sum(1, keepdims=True)
+
+
+def test_the_numbers_are_scikit_learns(logits: np.ndarray):
+    got, truth, said = scores(), TARGETS.numpy(), logits.argmax(1)
+    assert got.count == PICTURES
+    assert got.top1 == accuracy_score(truth, said)
+    assert got.top5 == top_k_accuracy_score(truth, logits, k=5)
+    assert got.loss == pytest.approx(log_loss(truth, softmax(logits)), rel=1e-6)
+    assert np.array_equal(got.confusion, confusion_matrix(truth, said, labels=range(CLASSES)))
+
+
+def test_every_picture_is_told_of_in_the_order_of_the_source(logits: np.ndarray):
+    got, probability = scores().samples, softmax(logits)
+    places = np.arange(PICTURES)
+    assert np.array_equal(got.index, places)
+    assert np.array_equal(got.truth, TARGETS.numpy())
+    assert np.array_equal(got.prediction, logits.argmax(1))
+    np.testing.assert_allclose(got.score, probability.max(1), rtol=1e-5)
+    np.testing.assert_allclose(got.truth_score, probability[places, TARGETS.numpy()], rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 7, 101, 128])
+def test_the_size_of_batches_does_not_show(size: int):
+    wanted, got = scores(16), scores(size)
+    assert (got.top1, got.top5, got.low, got.high) == (wanted.top1, wanted.top5, wanted.low, wanted.high)
+    assert got.loss == pytest.approx(wanted.loss, rel=1e-6)  # a product's rounding depends on its shape
+    assert np.array_equal(got.confusion, wanted.confusion)
+    assert np.array_equal(got.samples.prediction, wanted.samples.prediction)
+
+
+def test_in_double_precision_not_even_the_loss_shows_it():
+    net = Small().double()
+    assert scores(7, net).loss == pytest.approx(scores(101, net).loss, rel=1e-14)
+
+
+class Together:
+    """Processes played by threads: what they hand in is joined when all have done so."""
+
+    def __init__(self, count: int) -> None:
+        self.parts: list[Tensor | None] = [None] * count
+        self.barrier = Barrier(count)
+
+    def join(self, rank: int, mine: Tensor, how: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        self.parts[rank] = mine
+        self.barrier.wait()
+        result = how(list(self.parts))
+        self.barrier.wait()
+        return result
+
+
+def on_ranks(count: int, **options: object) -> list[Scores]:
+    together = Together(count)
+    targets = options.pop("targets", TARGETS)
+
+    def one(rank: int) -> Scores:
+        return measure(
+            copy.deepcopy(Small()),
+            batches(8, targets, first=rank, every=count, padded=True),
+            preprocess=PREPROCESS,
+            classes=CLASSES,
+            reduce=lambda t: together.join(rank, t, lambda parts: torch.stack(parts).sum(0)),
+            gather=lambda t: together.join(rank, t, torch.cat),
+            **options,
+        )
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(one, range(count)))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_the_number_of_processes_does_not_show(count: int):
+    wanted = scores()
+    for got in on_ranks(count):
+        assert (got.top1, got.top5, got.count) == (wanted.top1, wanted.top5, wanted.count)
+        assert got.loss == pytest.approx(wanted.loss, rel=1e-6)
+        assert np.array_equal(got.confusion, wanted.confusion)
+        assert np.array_equal(got.samples.index, wanted.samples.index)
+        assert np.array_equal(got.samples.prediction, wanted.samples.prediction)
+
+
+def test_several_labels_have_the_same_average_precision_on_any_number_of_processes():
+    targets = SEVERAL.float()
+    wanted = scores(targets=targets, several=True)
+    for got in on_ranks(3, targets=targets, several=True):
+        np.testing.assert_allclose(got.average_precisions, wanted.average_precisions, rtol=1e-12)
+
+
+def test_several_labels_on_several_processes_need_their_rows_joined():
+    with pytest.raises(ConfigError, match="gather"):
+        measure(Small(), [], preprocess=PREPROCESS, classes=CLASSES, several=True, reduce=lambda t: t)
+
+
+def test_several_labels_are_scikit_learns(logits: np.ndarray):
+    got = scores(targets=SEVERAL.float(), several=True)
+    probability, truth = 1 / (1 + np.exp(-logits)), SEVERAL.numpy()
+    wanted = [average_precision_score(truth[:, k], probability[:, k]) for k in range(CLASSES)]
+    np.testing.assert_allclose(got.average_precisions, wanted, rtol=1e-6)
+    assert got.mean_average_precision == pytest.approx(average_precision_score(truth, probability), rel=1e-6)
+    losses = -np.where(truth, np.log(probability), np.log1p(-probability)).sum(1)
+    assert got.loss == pytest.approx(losses.mean(), rel=1e-6)
+    labelled = truth.any(1)
+    assert not labelled.all()  # the case is in the data
+    assert got.top1 == truth[np.arange(PICTURES), logits.argmax(1)][labelled].mean()
+    assert got.confusion is None
+
+
+def test_a_sigmoid_loss_asks_each_class_for_yes_or_no(logits: np.ndarray):
+    probability = 1 / (1 + np.exp(-logits))
+    truth = np.eye(CLASSES, dtype=bool)[TARGETS.numpy()]
+    losses = -np.where(truth, np.log(probability), np.log1p(-probability)).sum(1)
+    got = scores(loss="sigmoid")
+    assert got.loss == pytest.approx(losses.mean(), rel=1e-6)
+    np.testing.assert_allclose(got.samples.score, probability.max(1), rtol=1e-5)
+
+
+def test_pictures_without_a_label_do_not_count(logits: np.ndarray):
+    targets = TARGETS.clone()
+    targets[::3] = -1
+    known = targets.numpy() >= 0
+    got = scores(targets=targets)
+    assert got.count == known.sum()
+    assert got.top1 == accuracy_score(TARGETS.numpy()[known], logits.argmax(1)[known])
+    assert np.array_equal(got.samples.index, np.flatnonzero(known))
+
+
+def test_a_network_of_nans_is_never_right():
+    net = Small()
+    nn.init.constant_(net.head.bias, math.nan)
+    got = scores(net=net)
+    assert (got.top1, got.top5) == (0.0, 0.0)
+    assert math.isnan(got.loss)
+
+
+def test_a_head_of_zeros_says_the_first_class():
+    net = Small()
+    nn.init.zeros_(net.head.weight)
+    nn.init.zeros_(net.head.bias)
+    got = scores(net=net)
+    assert got.top1 == (TARGETS == 0).double().mean()
+    assert got.top5 == pytest.approx((TARGETS < 5).double().mean())
+    assert got.loss == pytest.approx(math.log(CLASSES))
+
+
+def test_every_part_is_in_its_own_mode_again():
+    net = Small().train()
+    net.drop.eval()
+    scores(net=net)
+    assert net.training
+    assert not net.drop.training
+    assert net.head.training
+
+
+def test_the_mode_comes_back_after_a_failure_too():
+    net = Small().train()
+    with pytest.raises(ModelError, match="wanted 3 outputs a picture"):
+        scores(net=net, classes=3)
+    assert net.training
+
+
+def test_bfloat16_is_near_and_the_weights_stay():
+    net = Small()
+    got = scores(4, net, precision="bfloat16")
+    assert net.head.weight.dtype == torch.float32
+    wanted = scores()
+    assert got.loss != wanted.loss
+    assert got.loss == pytest.approx(wanted.loss, rel=0.02)
+
+
+def test_no_gradient_is_kept():
+    net = Small()
+    scores(net=net)
+    assert net.head.weight.grad is None
+
+
+def test_very_many_classes_have_no_confusion_matrix():
+    got = measure(Small(1200), batches(50), preprocess=PREPROCESS, classes=1200)
+    assert got.confusion is None
+    assert len(got.samples) == PICTURES
+
+
+def test_nothing_to_measure_on_is_said():
+    with pytest.raises(DataError, match="no labelled picture"):
+        measure(Small(), [], preprocess=PREPROCESS, classes=CLASSES)
+
+
+def test_a_process_without_pictures_may_take_part():
+    together = Together(2)
+
+    def one(rank: int) -> Scores:
+        return measure(
+            Small(),
+            batches(32) if rank == 0 else [],
+            preprocess=PREPROCESS,
+            classes=CLASSES,
+            reduce=lambda t: together.join(rank, t, lambda parts: torch.stack(parts).sum(0)),
+            gather=lambda t: together.join(rank, t, torch.cat),
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        got = list(pool.map(one, range(2)))
+    assert got[0].top1 == got[1].top1 == scores().top1
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same():
+    wanted = scores()
+    moved = [
+        Batch(b.step, b.images.cuda(), b.targets.cuda(), b.weights.cuda(), b.slots, b.indices)
+        for b in batches(16, padded=True)
+    ]
+    got = measure(Small().cuda(), moved, preprocess=PREPROCESS, classes=CLASSES)
+    assert (got.top1, got.top5, got.count) == (wanted.top1, wanted.top5, wanted.count)
+    assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
+    assert np.array_equal(got.confusion, wanted.confusion)

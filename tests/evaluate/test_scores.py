@@ -1,0 +1,76 @@
+"""Intervals and average precision against hand-worked cases and scikit-learn."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn.metrics import average_precision_score
+
+from vitrail.evaluate import Samples, Scores, average_precision, wilson
+
+
+def test_wilson_is_as_worked_by_hand():
+    # 8 of 10, z = 1.96: centre (0.8 + 0.19208) / 1.38416, half 1.96 / 1.38416 * sqrt(0.016 + 0.009604).
+    low, high = wilson(8, 10, z=1.96)
+    assert low == pytest.approx(0.716738 - 0.226581, abs=1e-6)
+    assert high == pytest.approx(0.716738 + 0.226581, abs=1e-6)
+
+
+def test_wilson_gives_the_textbook_interval_of_nought_in_twenty():
+    low, high = wilson(0, 20)  # z^2 / (n + z^2)
+    assert low == 0.0
+    assert high == pytest.approx(3.841459 / 23.841459, abs=1e-6)
+
+
+def test_wilson_of_nothing_says_nothing():
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+@given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_an_interval_holds_its_share_and_mirrors(pair: tuple[int, int]):
+    right, count = pair
+    low, high = wilson(right, count)
+    assert 0 <= low <= right / count <= high <= 1
+    assert wilson(count - right, count) == pytest.approx((1 - high, 1 - low), abs=1e-12)
+
+
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_average_precision_is_scikit_learns_with_ties_too(count: int, levels: int, seed: int):
+    rng = np.random.default_rng(seed)
+    truth, score = rng.random(count) < 0.4, rng.integers(0, levels, count) / levels
+    truth[rng.integers(count)] = True
+    assert average_precision(truth, score) == pytest.approx(average_precision_score(truth, score), abs=1e-12)
+
+
+def test_a_class_that_nobody_has_has_no_average_precision():
+    assert math.isnan(average_precision(np.zeros(3, bool), np.arange(3.0)))
+
+
+def test_scores_that_are_no_numbers_have_no_average_precision():
+    assert math.isnan(average_precision(np.ones(2, bool), np.array([0.5, math.nan])))
+
+
+def test_the_mean_leaves_out_classes_that_do_not_occur():
+    scores = Scores(top1=1, top5=1, loss=0, count=1, low=0, high=1, average_precisions=np.array([0.5, math.nan, 1.0]))
+    assert scores.mean_average_precision == 0.75
+    assert scores.to_dict()["map"] == 0.75
+
+
+def test_what_is_logged_is_plain():
+    scores = Scores(top1=0.5, top5=1.0, loss=0.7, count=4, low=0.15, high=0.85)
+    assert scores.to_dict() == {"top1": 0.5, "top5": 1.0, "loss": 0.7, "low": 0.15, "high": 0.85, "count": 4}
+
+
+def test_a_first_guess_is_right_when_it_is_one_of_several_labels():
+    samples = Samples(
+        index=np.arange(2),
+        truth=np.array([[True, False, True], [True, False, False]]),
+        prediction=np.array([2, 2]),
+        score=np.ones(2),
+        truth_score=np.ones(2),
+    )
+    assert samples.right.tolist() == [True, False]

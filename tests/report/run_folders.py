@@ -1,0 +1,120 @@
+"""Run folders as training leaves them, a source of small pictures, and a page taken apart."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitrail.config import PreprocessConfig, TrainConfig, ViTConfig, epochs
+from vitrail.data.batch import Batch
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.base import Sample
+from vitrail.evaluate import Scores, measure
+
+LABELS = ("cat", "dog & co", "<script>alert(1)</script>", "sea_horse")
+PREPROCESS = Preprocess(PreprocessConfig(image=8, mean=(0.5,), std=(0.5,)))
+MODEL = ViTConfig(image=8, patch=2, channels=1, classes=4, width=16, depth=2, heads=2, mlp=32)
+
+
+class Pictures:
+    """Grey noise, 8 x 8, with labels."""
+
+    name, several, blocks = "noise", False, None
+
+    def __init__(self, count: int = 40, labels: tuple[str, ...] = LABELS, channels: int = 1) -> None:
+        rng = np.random.default_rng(0)
+        self.labels = labels
+        self.pixels = rng.integers(0, 256, (count, 8, 8, channels), dtype=np.uint8)
+        self.targets = rng.integers(0, max(len(labels), 1), count)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(self.key(index), self.pixels[index], int(self.targets[index]))
+
+    def key(self, index: int) -> str:
+        return f"noise/{index:03d}.png"
+
+
+def measured(net: torch.nn.Module, source: Pictures, targets: torch.Tensor | None = None) -> Scores:
+    """What the network says of all of them."""
+    images = torch.from_numpy(source.pixels).permute(0, 3, 1, 2)
+    several = targets is not None
+    targets = torch.from_numpy(source.targets) if targets is None else targets
+    places = torch.arange(len(source))
+    batch = Batch(0, images, targets, torch.ones(len(source)), places, places)
+    return measure(net, [batch], preprocess=PREPROCESS, classes=net.config.classes, several=several)
+
+
+def logged(step: int, per_epoch: int = 10, **values: Any) -> dict[str, Any]:
+    """One line of metrics.jsonl."""
+    line = {"loss": 2 * math.exp(-step / 100), "accuracy": 1 - math.exp(-step / 80), "lr": 1e-3, "grad_norm": 1.0}
+    place = {"step": step, "epoch": step / per_epoch, "images": 32 * step, "images_per_s": 900.0, "time": 0.1 * step}
+    return place | line | values
+
+
+def evaluated(step: int, top1: float | None, per_epoch: int = 10, **values: Any) -> dict[str, Any]:
+    found = {"top1": top1, "top5": 1.0, "loss": 0.5, "low": 0.4, "high": 0.6, "count": 40} | values
+    return {"step": step, "epoch": step / per_epoch, "evaluation": found, "ema": False}
+
+
+def write_run(path: Path, lines: list[dict[str, Any]], **changes: Any) -> Path:
+    """A run folder with these lines; keywords are settings."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = TrainConfig(model=MODEL, duration=epochs(20), name=path.name).but(**changes)
+    (path / "config.json").write_text(json.dumps(config.to_dict()))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def write_finished(path: Path) -> Path:
+    """A run of 200 steps, logged every ten, measured every fifty."""
+    lines = [logged(step) for step in range(10, 201, 10)]
+    return write_run(path, lines + [evaluated(step, step / 400) for step in range(50, 201, 50)])
+
+
+class Page(HTMLParser):
+    """A page taken apart: its text, its tags, what they refer to, and whether each is closed."""
+
+    VOID = frozenset({"img", "meta", "br"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.html = html
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"left open: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open[-1] == tag, f"</{tag}> closes <{self.open[-1]}>"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def ids(self) -> set[str | None]:
+        return {attributes.get("id") for attributes in self.all("section")}

@@ -1,0 +1,273 @@
+"""The parts a report is made of: markup, curves, words, choices of pictures, what weights show."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from compare import randomized
+from hypothesis import given
+from hypothesis import strategies as st
+from report.run_folders import MODEL, Page, Pictures, evaluated, logged, measured, write_run
+
+from vitrail.config import StemConfig
+from vitrail.errors import ModelError
+from vitrail.evaluate import Samples, Scores
+from vitrail.models import Net, build
+from vitrail.report import pictures, words
+from vitrail.report.charts import MOST_POINTS, Chart, Series, apart, log_ticks, thinned, ticks, to_svg, wants_log
+from vitrail.report.inside import filter_pictures, filters, position_similarity
+from vitrail.report.markup import Markup, tag
+from vitrail.report.runs import differences, read_run, told_apart
+from vitrail.report.story import by_class, confused_pairs, some_right, surest_mistakes
+
+finite = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@given(st.text(), st.text())
+def test_text_comes_back_as_it_was(body: str, title: str):
+    markup = tag("p", body, title=title)
+    page = Page(markup)
+    assert "".join(page.words) == body.replace("\r\n", "\n").replace("\r", "\n") or "\r" in body
+    assert page.tags[0][1]["title"] == title
+    assert len(page.tags) == 1
+
+
+def test_markup_stays_markup_and_nothing_is_left_out_by_mistake():
+    assert tag("p", Markup("<b>x</b>"), None, "<") == "<p><b>x</b>&lt;</p>"
+    assert tag("img", alt="", width=0, hidden=True, title=None) == '<img alt="" width="0" hidden>'
+
+
+@given(finite, finite)
+def test_ticks_are_few_round_and_inside(a: float, b: float):
+    low, high = sorted((a, b))
+    if high - low < 1e-3:
+        return
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7
+    assert all(low - 1e-6 * (high - low) <= t <= high + 1e-6 * (high - low) for t in found)
+
+
+def test_log_ticks_are_round_and_inside():
+    assert log_ticks(0.08, 3) == pytest.approx([0.1, 0.3, 1, 3])
+    assert log_ticks(1, 8) == [1, 2, 5]
+    assert log_ticks(1e-3, 1e3) == pytest.approx([1e-3, 1e-2, 1e-1, 1, 10, 100, 1000])
+
+
+@given(st.lists(st.floats(0, 200), max_size=6))
+def test_names_keep_their_order_and_their_distance(places: list[float]):
+    moved = apart(places, 20, 0, 200)
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    gaps = [moved[b] - moved[a] for a, b in pairwise(order)]
+    assert all(gap >= 20 - 1e-9 for gap in gaps)
+    assert not moved or max(moved) <= 200 + 1e-9
+
+
+def test_a_long_curve_is_thinned_to_its_means_within_its_band():
+    x = np.arange(10_000.0)
+    y = np.sin(x)
+    at, mean, least, most = thinned((x, y))
+    assert len(at) == MOST_POINTS
+    assert mean.mean() == pytest.approx(y.mean(), abs=1e-3)
+    assert (least <= mean).all()
+    assert (mean <= most).all()
+
+
+def test_a_curve_lies_where_its_values_say():
+    series = Series("test", (np.array([0.0, 1.0, 2.0]), np.array([0.0, 1.0, 0.5])))
+    svg = to_svg(Chart("Accuracy", (series,), words.percent, floor=0.0, ceiling=1.0))
+    line = next(a["d"] for a in Page(svg).all("path") if a.get("class") == "curve")
+    (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, p.split())) for p in line[1:].split("L"))
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y0 - y1 == pytest.approx(2 * (y2 - y1), abs=0.2)
+    assert "50.0 %" in Page(svg).text
+
+
+def test_curves_of_one_point_and_of_none_are_drawn_too():
+    one = Series("test", (np.array([3.0]), np.array([0.7])))
+    none = Series("training", (np.array([]), np.array([])))
+    assert Page(to_svg(Chart("Loss", (one, none), words.number))).all("circle")
+    assert to_svg(Chart("Loss", (none,), words.number)) == ""
+
+
+def test_losses_that_fall_far_have_a_log_axis():
+    x = np.arange(3.0)
+    assert wants_log([(x, np.array([5.0, 1.0, 0.1]))])
+    assert not wants_log([(x, np.array([5.0, 1.0, 0.5]))])
+    assert not wants_log([(x, np.array([5.0, 1.0, 0.0]))])
+    assert not wants_log([])
+
+
+def test_a_run_is_read_as_it_was_logged(tmp_path: Path):
+    lines = [logged(10), logged(20, loss=None), logged(30), evaluated(30, 0.8), evaluated(30, 0.9) | {"ema": True}]
+    run = read_run(write_run(tmp_path / "run", lines))
+    assert run.logged("loss")[0].tolist() == [1.0, 3.0]  # epochs; what was not finite is left out
+    assert run.measured("top1")[1].tolist() == [0.8]
+    assert run.measured("top1", ema=True)[1].tolist() == [0.9]
+    assert run.result["top1"] == 0.9
+    assert (run.images, run.rate, run.seconds, run.reached) == (960, 900.0, 3.0, 30)
+
+
+@pytest.mark.parametrize(
+    ("duration", "last", "said"),
+    [
+        ("20 epochs", 200, None),
+        ("20 epochs", 196, None),  # the end fell between two logged steps
+        ("20 epochs", 100, ("10", "20 epochs")),
+        ("200 steps", 200, None),
+        ("1000 steps", 100, ("100", "1000 steps")),
+        ("6400 images", 200, None),
+        ("64k images", 100, ("3,200", "64000 images")),
+    ],
+)
+def test_how_far_a_run_came_is_told_in_its_own_unit(tmp_path: Path, duration: str, last: int, said: object):
+    lines = [logged(step) for step in range(last % 10 or 10, last + 1, 10)]
+    assert read_run(write_run(tmp_path / "run", lines, duration=duration)).unfinished() == said
+
+
+def test_runs_are_told_apart_by_what_differs(tmp_path: Path):
+    first = read_run(write_run(tmp_path / "a", []))
+    without = read_run(write_run(tmp_path / "b", [], model=MODEL.but(position="none").to_dict()))
+    faster = read_run(write_run(tmp_path / "c", [], optim={"lr": 0.01, "nesterov": True}))
+    assert differences(first.config, without.config) == {"model.position": "none"}
+    assert told_apart(first, without) == "without positions"
+    assert told_apart(first, faster) == "lr 0.01, nesterov on"
+    assert told_apart(first, read_run(write_run(tmp_path / "d", []))) == "d"
+
+
+def samples(truth: list[int], said: list[int], score: list[float]) -> Samples:
+    return Samples(
+        index=np.arange(len(truth)),
+        truth=np.array(truth),
+        prediction=np.array(said),
+        score=np.array(score),
+        truth_score=np.zeros(len(truth)),
+    )
+
+
+def test_the_surest_mistakes_come_first():
+    found = surest_mistakes(samples([0, 1, 2, 0], [1, 1, 0, 2], [0.6, 0.99, 0.9, 0.7]), 2)
+    assert [(m.row, m.said, m.score) for m in found] == [(2, 0, 0.9), (3, 2, 0.7)]
+
+
+def test_of_several_labels_a_mistake_is_a_class_it_does_not_have():
+    found = surest_mistakes(
+        Samples(
+            index=np.arange(3),
+            truth=np.array([[True, False], [False, True], [True, True]]),
+            prediction=np.array([0, 0, 1]),
+            score=np.array([0.9, 0.8, 0.9]),
+            truth_score=np.zeros(3),
+            scores=np.array([[0.9, 0.7], [0.8, 0.6], [0.9, 0.9]]),
+        ),
+        5,
+    )
+    assert [(m.row, m.said, m.score) for m in found] == [(1, 0, 0.8), (0, 1, 0.7)]
+
+
+def test_right_ones_are_of_as_many_classes_as_there_is_room_for():
+    truth = [k for k in range(30) for _ in range(3)]
+    found = some_right(samples(truth, truth, [0.5] * 90), 10)
+    assert len({truth[row] for row in found}) == 10
+    assert max(truth[row] for row in found) == 29
+    assert some_right(samples([0, 1], [1, 0], [1.0, 1.0]), 5) == []
+
+
+def test_classes_and_pairs_are_the_same_with_and_without_the_matrix(net: Net):
+    scores = measured(net, Pictures(200))
+    bare = Scores(**{**scores.__dict__, "confusion": None})
+    assert by_class(scores) == by_class(bare)
+    assert sum(n for *_, n in confused_pairs(scores, 99)) == round((1 - scores.top1) * scores.count)
+    assert set(confused_pairs(scores, 99)) == set(confused_pairs(bare, 99))
+    one = by_class(scores)[2]
+    assert one.value == scores.confusion[2, 2] / scores.confusion[2].sum()
+
+
+def test_positions_are_alike_by_their_cosine():
+    net = randomized(build(MODEL))
+    table = net.positions[0].table.detach().numpy()
+    alike = position_similarity(net)
+    a, b = table[1, 2], table[3, 0]
+    assert alike[1, 2, 3, 0] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-5)
+    np.testing.assert_allclose(alike[1, 2, 1, 2], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"position": "none"}, "no positions"),
+        ({"position": "rope-2d"}, "angles"),
+        ({"position": "relative"}, "offsets"),
+    ],
+)
+def test_positions_that_are_no_vectors_are_refused(changes: dict[str, str], reason: str):
+    with pytest.raises(ModelError, match=reason):
+        position_similarity(build(MODEL.but(**changes)))
+
+
+def test_waves_and_tables_of_rows_and_columns_can_be_compared():
+    for kind in ("sincos-2d", "learned-2d"):
+        assert position_similarity(build(MODEL.but(position=kind))).shape == (4, 4, 4, 4)
+
+
+def test_filters_are_the_principal_components():
+    net = randomized(build(MODEL.but(patch=4)))
+    patterns, shares = filters(net, most=5)
+    matrix = net.patch.weight.detach().flatten(1).double().numpy()
+    values, vectors = np.linalg.eigh(np.cov(matrix.T))
+    assert shares == pytest.approx(values[::-1][:5] / values.sum())
+    assert abs(patterns[0].ravel() @ vectors[:, -1]) == pytest.approx(1)
+    assert [p.shape for p in filter_pictures(patterns)] == [(4, 4, 3)] * 5
+
+
+def test_a_hybrids_filters_are_not_of_patches():
+    stem = StemConfig(layers=(1,), width=0.5).to_dict()
+    config = MODEL.but(image=32, patch=1, stem=stem)
+    with pytest.raises(ModelError, match="ResNet"):
+        filters(build(config))
+
+
+def test_a_view_lights_the_patch_it_is_about():
+    view = np.zeros((4, 4))
+    view[1, 2] = 1.0
+    lit = pictures.lit(np.full((8, 8, 3), 200, np.uint8), view).astype(int)
+    bright = lit.sum(2) == lit.sum(2).max()
+    assert np.array_equal(np.argwhere(bright), [[2, 4], [2, 5], [3, 4], [3, 5]])
+
+
+def test_every_map_of_a_mosaic_is_in_its_place():
+    maps = np.zeros((2, 3, 2, 2))
+    maps[1, 2] = 1.0
+    picture = pictures.mosaic(maps, side=3, gap=2, low=0.0, high=1.0)
+    assert picture.shape == (2 * 6 + 2, 3 * 6 + 4, 4)
+    assert (picture[8:, 16:, :3] == picture[-1, -1, :3]).all()
+    assert (picture[:, 6:8, 3] == 0).all()  # the gap is clear
+    assert not np.array_equal(picture[0, 0], picture[-1, -1])
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
+def test_pictures_of_any_channels_can_be_shown(channels: int):
+    assert pictures.shown(np.zeros((5, 6, channels), np.float32)).shape == (5, 6, 3)
+
+
+def test_large_pictures_are_shrunk_and_small_ones_kept():
+    assert pictures.thumbnail(np.zeros((400, 200, 3), np.uint8)).shape == (176, 88, 3)
+    assert pictures.thumbnail(np.zeros((8, 8, 3), np.uint8)).shape == (8, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.5, "0.5"), (1437.0, "1,437"), (3e-5, "3e-5"), (0.0005, "0.0005"), (None, "–"), (math.nan, "–"), (0.0, "0")],
+)
+def test_numbers_in_words(value: float | None, said: str):
+    assert words.number(value) == said
+
+
+def test_times_counts_and_shares_in_words():
+    assert [words.spell_time(s) for s in (48.2, 200, 8040, None)] == ["48 s", "3 min 20 s", "2 h 14 min", "–"]
+    assert [words.millions(n) for n in (900, 102_666, 5_717_416)] == ["900", "103 thousand", "5.72 million"]
+    assert words.percent(0.98765, 360) == "98.8 %"
+    assert words.percent(0.98765, 10_000) == "98.77 %"

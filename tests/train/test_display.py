@@ -1,0 +1,307 @@
+"""The display: what it says, what it costs, and that it never gets in the way."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import time
+
+import pytest
+import torch
+from rich.cells import cell_len
+from rich.console import Console
+
+from vitrail.evaluate import Scores
+from vitrail.runtime import log, say
+from vitrail.train.display import HISTORY, Display, measured_peak
+from vitrail.train.panel import clock, fit, flops_words, number, panel, percent, sparkline
+
+
+class Time:
+    """A clock that goes only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def display(terminal: bool = False, **options: object) -> tuple[Display, Time, io.StringIO]:
+    ticking, out = Time(), io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100, color_system=None, highlight=False)
+    values = {"images_per_epoch": 640, "title": "digits", "console": console, "clock": ticking} | options
+    return Display(1000, 64, **values), ticking, out
+
+
+def trained(shown: Display, ticking: Time, steps: int = 100, every: float = 0.1) -> None:
+    for step in range(1, steps + 1):
+        ticking.now += every
+        loss = 2.3 * math.exp(-step / 30)
+        shown.update(step, {"loss": loss, "accuracy": 0.5, "lr": 1e-3, "grad_norm": 0.8} if step % 10 == 0 else None)
+
+
+def text(shown: Display, width: int = 90) -> str:
+    return "\n".join("".join(t for t, _ in line) for line in panel(shown, width))
+
+
+def test_images_a_second_are_those_of_the_clock():
+    shown, ticking, _ = display()
+    with shown:
+        trained(shown, ticking)
+    assert shown.rate == pytest.approx(640)
+    assert "images/s       640" in text(shown)
+
+
+def test_the_speed_follows_a_change_within_seconds_and_not_at_once():
+    shown, ticking, _ = display()
+    with shown:
+        trained(shown, ticking)
+        ticking.now += 0.2
+        shown.update(101)
+        assert 600 < shown.rate < 640
+        for step in range(102, 302):
+            ticking.now += 0.2
+            shown.update(step)
+    assert shown.rate == pytest.approx(320, rel=0.02)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_the_first_step_which_compiles_is_forgotten(every: int):
+    shown, ticking, _ = display()
+    with shown:
+        ticking.now += 60
+        shown.update(every)
+        ticking.now += 0.1 * every
+        shown.update(2 * every)
+        assert shown.rate == pytest.approx(640)
+
+
+def test_an_evaluation_takes_no_part_in_the_speed_but_in_the_time_left():
+    shown, ticking, _ = display()
+    with shown:
+        trained(shown, ticking)
+        before = shown.left
+        ticking.now += 10  # as long as training so far
+        shown.evaluated(100, {"top1": 0.9, "low": 0.8, "high": 0.95, "loss": 0.3, "count": 100})
+        ticking.now += 0.1
+        shown.update(101)
+    assert shown.rate == pytest.approx(640)
+    assert before == pytest.approx(90)
+    assert shown.left == pytest.approx(2 * 89.9, rel=0.02)
+
+
+def test_the_share_of_the_peak_is_what_the_arithmetic_says():
+    shown, ticking, _ = display(flops_per_image=1e9, peak_flops=1.28e12)
+    with shown:
+        trained(shown, ticking)
+    assert shown.share == pytest.approx(640 * 1e9 / 1.28e12)
+    assert "50 % of 1.28 TFLOP/s" in text(shown)
+
+
+def test_the_panel_says_it_all():
+    shown, ticking, _ = display(subtitle="ViT, 0.2 M parameters")
+    with shown:
+        trained(shown, ticking)
+        shown.evaluated(100, Scores(top1=0.975, top5=1.0, loss=0.1, count=360, low=0.953, high=0.987))
+        shown.evaluated(110, Scores(top1=0.97, top5=1.0, loss=0.1, count=360, low=0.95, high=0.98))
+    said = text(shown)
+    for part in ("digits", "10 %", "step 100 / 1,000", "epoch 10.0 / 100", "1:30 left", "ViT, 0.2 M parameters"):
+        assert part in said, part
+    assert re.search(r"loss +0\.08205 .*█.*▁", said)
+    assert re.search(r"validation +97\.00 % +95\.00 to 98\.00", said)
+    assert re.search(r"best so far +97\.50 % +at step 100", said)
+    assert re.search(r"learning rate +0\.00100", said)
+    assert re.search(r"gradient norm +0\.800", said)
+
+
+@pytest.mark.parametrize("width", [30, 50, 66, 100, 200])
+def test_every_line_is_as_wide_as_the_panel(width: int):
+    shown, ticking, _ = display(title="照片 of a long name" * 4)
+    with shown:
+        trained(shown, ticking)
+        shown.evaluated(100, {"top1": 0.9, "low": 0.8, "high": 0.95, "loss": 0.3})
+    assert {sum(cell_len(t) for t, _ in line) for line in panel(shown, width)} == {width}
+
+
+def test_a_panel_before_the_first_step_is_whole():
+    shown, _, _ = display()
+    with shown:
+        assert "step 0 / 1,000" in text(shown)
+
+
+def test_without_accuracy_the_loss_is_what_is_best():
+    shown, ticking, _ = display()
+    with shown:
+        trained(shown, ticking)
+        shown.evaluated(50, {"top1": None, "loss": 0.5})
+        shown.evaluated(60, {"top1": None, "loss": 0.4})
+        shown.evaluated(70, {"top1": None, "loss": 0.6})
+    assert shown.seen.best == (0.4, 60)
+    assert re.search(r"best so far +0\.4000 +at step 60", text(shown))
+
+
+def test_of_several_labels_the_mean_average_precision_is_shown():
+    shown, ticking, _ = display()
+    with shown:
+        trained(shown, ticking)
+        shown.evaluated(50, {"top1": 0.9, "map": 0.6, "low": 0.8, "high": 1.0, "loss": 0.5})
+    assert re.search(r"validation +60\.00 % +mAP", text(shown))
+
+
+def test_on_a_terminal_notes_go_above_a_panel_that_stays():
+    shown, ticking, out = display(terminal=True)
+    with shown:
+        trained(shown, ticking)
+        shown.note("a checkpoint was written")
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).split()
+    assert "written" in lines
+    assert lines[-1].endswith("╯")
+
+
+def test_elsewhere_there_are_plain_lines_a_few_seconds_apart():
+    shown, ticking, out = display()
+    with shown:
+        trained(shown, ticking, steps=100, every=0.125)  # a logged step each 1.25 s
+        shown.note("a note")
+        shown.evaluated(100, {"top1": 0.9, "top5": 0.99, "low": 0.8, "high": 0.95, "loss": 0.3, "count": 100})
+    lines = out.getvalue().splitlines()
+    steps = [line for line in lines if " lr " in line]
+    assert len(steps) == 5
+    assert "\x1b" not in out.getvalue()
+    assert re.fullmatch(
+        r"step +10/1,000  epoch +1\.0/100  loss +1\.648  accuracy 50\.00 %  lr +0\.00100  grad +0\.800  "
+        r"images/s +512  left 2:04",
+        steps[0],
+    )
+    assert len({line.index(" lr ") for line in steps}) == 1  # aligned
+    assert lines[-2] == "a note"
+    assert lines[-1].endswith("evaluation  top1 90.00 % (80.00 to 95.00)  top5 99.00 %  loss 0.3000  best")
+
+
+def test_the_last_step_is_always_told():
+    shown, ticking, out = display()
+    with shown:
+        ticking.now += 0.1
+        shown.update(999, {"loss": 1.0, "lr": 0.1})
+        ticking.now += 0.1
+        shown.update(1000, {"loss": 0.5, "lr": 0.1})
+    assert "step 1,000/1,000" in out.getvalue().splitlines()[-1]
+
+
+def test_a_loss_that_is_no_number_is_shown_and_spoils_nothing():
+    shown, ticking, _ = display()
+    with shown:
+        trained(shown, ticking)
+        shown.update(101, {"loss": math.nan, "lr": 1e-3})
+    assert re.search(r"loss +nan", text(shown))
+
+
+def test_the_history_of_a_long_run_stays_short_and_whole():
+    shown, ticking, _ = display()
+    with shown:
+        for step in range(1, 10_001):
+            ticking.now += 0.01
+            shown.update(step, {"loss": 1.0 - step / 10_000})
+    assert len(shown.seen.losses) < HISTORY
+    assert shown.seen.losses == sorted(shown.seen.losses, reverse=True)
+    assert sparkline(shown.seen.losses, 8) == "█▇▆▅▄▃▂▁"
+
+
+def test_the_training_thread_pays_microseconds():
+    shown, _, _ = display(terminal=True, clock=time.monotonic)
+    values = {"loss": 1.0, "accuracy": 0.5, "lr": 1e-3, "grad_norm": 0.8}
+    with shown:
+        best = math.inf
+        for _ in range(5):
+            start = time.perf_counter()
+            for step in range(1000):
+                shown.update(step, values)
+            best = min(best, time.perf_counter() - start)
+    assert best / 1000 < 50e-6
+
+
+def test_a_drawing_takes_a_small_part_of_the_time_between_two():
+    shown, ticking, _ = display()
+    with shown:
+        trained(shown, ticking)
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        panel(shown, 96)
+        took.append(time.perf_counter() - start)
+    assert min(took) < 0.005
+
+
+def test_an_error_inside_leaves_the_terminal_in_order():
+    shown, _, _ = display(terminal=True)
+    with pytest.raises(RuntimeError, match="inside"), shown:
+        raise RuntimeError("inside")
+    assert shown.live is None
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.08203, "0.08203"), (1.0, "1.000"), (123.456, "123.5"), (0.0, "0.000"), (1e-7, "1.000e-07"), (None, "–")],
+)
+def test_numbers_have_four_digits(value: float | None, said: str):
+    assert number(value) == said
+
+
+def test_times_shares_and_speeds_are_spelled():
+    assert [clock(s) for s in (5, 65, 3725, None)] == ["0:05", "1:05", "1:02:05", "–"]
+    assert [percent(s) for s in (0.5, 1.0, None)] == ["50.00 %", "100.00 %", "–"]
+    assert [flops_words(f) for f in (9.6e10, 7.93e14, 2e15)] == ["96 GFLOP/s", "793 TFLOP/s", "2 PFLOP/s"]
+
+
+def test_a_line_is_cut_or_filled():
+    assert fit([("abc", ""), ("def", "bold")], 4) == [("abc", ""), ("d", "bold")]
+    assert fit([("abc", "")], 5) == [("abc", ""), ("  ", "")]
+
+
+def test_a_sparkline_needs_two_values_and_stands_flat_lines():
+    assert sparkline([1.0], 5) == ""
+    assert sparkline([2.0, 2.0], 5) == "▁▁"
+
+
+def test_the_peak_is_measured_once_in_a_blink():
+    measured_peak.cache_clear()
+    start = time.perf_counter()
+    peak = measured_peak(torch.device("cpu"), torch.float32)
+    took = time.perf_counter() - start
+    assert 1e8 < peak < 1e15
+    assert took < 1.0  # 0.25 s, on a machine with nothing else to do
+    start = time.perf_counter()
+    assert measured_peak(torch.device("cpu"), torch.float32) == peak
+    assert time.perf_counter() - start < 0.01
+
+
+def test_memory_is_told_of_gpus_only():
+    assert display()[0].memory is None
+
+
+def test_what_is_said_aloud_meanwhile_goes_above_the_panel():
+    shown, _, out = display(terminal=True)
+    before = log.handlers, log.propagate
+    with shown:
+        say(["a picture could not be read"], about="test_display")
+    assert "note: a picture could not be read." in out.getvalue()
+    assert (log.handlers, log.propagate) == before
+
+
+def test_a_process_that_must_be_quiet_draws_nothing():
+    shown = Display(10, 1, console=Console(quiet=True, force_terminal=True))
+    with shown:
+        assert shown.live is None
+        shown.update(1, {"loss": 1.0})
+
+
+@pytest.mark.gpu
+def test_a_gpus_peak_and_memory_are_told():
+    start = time.perf_counter()
+    peak = measured_peak(torch.device("cuda"), torch.bfloat16)
+    assert time.perf_counter() - start < 5  # the first product loads libraries
+    assert 1e12 < peak < 1e16
+    taken, there = Display(10, 1, device="cuda").memory
+    assert 0 <= taken < there

@@ -1,0 +1,361 @@
+"""The same numbers on one process and on several: gradients, steps, averages, checkpoints, in float64 over gloo."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from train.processes import Processes
+from train.small_learner import (
+    ALONE,
+    BATCH,
+    Learner,
+    Run,
+    State,
+    backward,
+    close,
+    pictures,
+    plain,
+    settings,
+    trained,
+)
+
+from vitrail.config import TrainConfig
+from vitrail.errors import ConfigError, TrainError
+from vitrail.train.optim import freeze
+from vitrail.train.parallel import Ranks, network, unwrap, wrap
+
+EXACT, STEPPED = 1e-12, 1e-9
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(4) as group:
+        yield group
+
+
+# --- what each process computes ------------------------------------------------------------------
+
+
+def gradients(config: TrainConfig, parts: int) -> State:
+    with Ranks.start("cpu") as ranks:
+        learner = Learner().double()
+        freeze(learner, config.optim.train)
+        wrapped = wrap(learner, config, ranks)
+        for step in range(2):  # the second time hooks and buckets are as they will stay
+            learner.zero_grad()
+            backward(wrapped, ranks, step, parts)
+        return plain({n: p.grad for n, p in learner.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_gradients_are_those_of_one_process(processes: Processes, parallel: str, world: int, parts: int) -> None:
+    learner = Learner().double()
+    backward(learner, ALONE, 1)
+    wanted = {n: p.grad for n, p in learner.named_parameters()}
+    for got in processes.run(gradients, settings(parallel), parts, world=world):
+        close(got, wanted, EXACT)
+
+
+@pytest.mark.parametrize("train", ["head", 1])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(
+    processes: Processes, parallel: str, train: str | int
+) -> None:
+    learner = Learner().double()
+    freeze(learner, train)
+    backward(learner, ALONE, 1)
+    wanted = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
+    assert 0 < len(wanted) < len(list(learner.parameters()))
+    close(processes.run(gradients, settings(parallel, train=train), 1, world=2)[0], wanted, EXACT)
+
+
+def ten_steps(config: TrainConfig) -> tuple[list[float], State]:
+    with Ranks.start("cpu") as ranks:
+        run = trained(ranks, config, range(10))
+        return run.losses, plain(run.tensors())
+
+
+SLOWER = {"layer_decay": 0.7, "decay_by": "schedule", "train": 1}
+SGD = {"kind": "sgd", "lr": 0.1, "decay_by": "schedule"}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "optim"),
+    [
+        ("ddp", 2, {"clip": 0.5}),
+        ("ddp", 4, SLOWER),
+        ("fsdp", 2, SLOWER),
+        ("fsdp", 4, {"clip": 0.5}),
+        ("ddp", 2, SGD),
+        ("fsdp", 2, SGD),
+        ("ddp", 2, {"kind": "muon"}),
+        ("fsdp", 2, {"kind": "muon"}),
+    ],
+    ids=str,
+)
+def test_ten_steps_agree_on_any_number_of_processes(
+    processes: Processes, parallel: str, world: int, optim: dict[str, Any]
+) -> None:
+    config = settings(parallel, **optim)
+    alone = trained(ALONE, config, range(10))
+    for losses, got in processes.run(ten_steps, config, world=world):
+        np.testing.assert_allclose(losses, alone.losses, rtol=STEPPED, atol=0)
+        close(got, alone.tensors(), STEPPED)
+
+
+def measured(run: Run) -> list[Tensor]:
+    """Logits with the run's own weights, with their average, and with its own again."""
+    net, images = network(run.wrapped).eval(), pictures(0)[0]
+    with torch.inference_mode():
+        own = net(images).clone()
+        with run.ema.swap():
+            averaged = net(images).clone()
+        again = net(images).clone()
+    net.train()
+    return [own, averaged, again]
+
+
+def measured_twice(parallel: str) -> tuple[list[Tensor], list[float], bool]:
+    found: list[Tensor] = []
+    with Ranks.start("cpu") as ranks:
+        # before the first step too: the network alone must not take itself for the whole
+        run = trained(ranks, settings(parallel), range(3), begin=lambda r: found.extend(measured(r)), decay=0.5)
+        found += measured(run)
+        return found, run.losses, any(isinstance(p, DTensor) for p in run.learner.parameters())
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_the_network_is_measured_between_steps_with_its_own_weights_and_with_the_average(
+    processes: Processes, parallel: str
+) -> None:
+    wanted: list[Tensor] = []
+    alone = trained(ALONE, settings(), range(3), begin=lambda r: wanted.extend(measured(r)), decay=0.5)
+    wanted += measured(alone)
+    assert torch.equal(wanted[3], wanted[5])
+    assert not torch.allclose(wanted[3], wanted[4], rtol=1e-3)
+    for got, losses, sharded in processes.run(measured_twice, parallel, world=2):
+        assert sharded == (parallel == "fsdp")
+        np.testing.assert_allclose(losses, alone.losses, rtol=STEPPED)
+        for a, b in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=STEPPED, atol=STEPPED)
+
+
+def first_values(config: TrainConfig) -> State:
+    with Ranks.start("cpu") as ranks:
+        learner = Learner(seed=3)
+        wrap(learner, config, ranks)
+        return plain(learner.state_dict())
+
+
+def test_first_values_do_not_depend_on_sharding(processes: Processes) -> None:
+    wanted = Learner(seed=3).state_dict()
+    for got in processes.run(first_values, settings("fsdp"), world=4):
+        assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+class Headless(Learner):
+    """Leaves parameters out, as masked patches leave out the head."""
+
+    def forward(self, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.net.features(images, want="patches").patches.square().sum() * self.scale.sum()}
+
+
+def unused(parallel: str) -> State:
+    with Ranks.start("cpu") as ranks:
+        learner = Headless().double()
+        wrapped = wrap(learner, settings(parallel).but(objective="masked-patch"), ranks)
+        for step in range(3):
+            learner.zero_grad()
+            backward(wrapped, ranks, step)
+        return plain({n: p.grad for n, p in learner.named_parameters() if p.grad is not None})
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_an_objective_may_leave_parameters_out(processes: Processes, parallel: str) -> None:
+    learner = Headless().double()
+    backward(learner, ALONE, 2)
+    wanted = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
+    assert "net.head.weight" not in wanted
+    got = processes.run(unused, parallel, world=2)[0]
+    close({n: g for n, g in got.items() if n in wanted}, wanted, EXACT)
+    assert not any(g.any() for n, g in got.items() if n not in wanted)
+
+
+def in_bfloat16(parallel: str) -> tuple[State, set[torch.dtype]]:
+    with Ranks.start("cpu") as ranks:
+        learner = Learner()
+        wrapped = wrap(learner, settings(parallel).but(precision="bfloat16"), ranks)
+        images, targets = pictures(0, ranks.slots(BATCH))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = wrapped(images.float(), targets)["loss"] / BATCH
+        (loss * ranks.world).backward()
+        grads = plain({n: p.grad for n, p in learner.named_parameters()})
+        with torch.no_grad():
+            assert network(wrapped)(images.float()).isfinite().all(), "measured in float32 or not"
+        return grads, {p.dtype for p in learner.parameters()} | {g.dtype for g in grads.values()}
+
+
+def test_bfloat16_is_as_near_sharded_as_whole(processes: Processes) -> None:
+    exact = Learner().double()
+    backward(exact, ALONE, 0)
+    length = torch.stack([p.grad.norm() for p in exact.parameters()]).norm()
+    errors = []
+    for parallel in ("ddp", "fsdp"):
+        (grads, kinds), _ = processes.run(in_bfloat16, parallel, world=2)
+        assert kinds == {torch.float32}, "weights and gradients stay float32"
+        off = torch.stack([(grads[n] - p.grad).norm() for n, p in exact.named_parameters()]).norm()
+        errors.append(float(off / length))
+    assert max(errors) < 0.05
+    assert errors[1] < 2 * errors[0]
+
+
+# --- what processes tell each other --------------------------------------------------------------
+
+
+def rows_of(dtype: torch.dtype, shape: tuple[int, ...], slots: range) -> Tensor:
+    g = torch.Generator().manual_seed(5)
+    every = torch.randint(0, 2 if dtype == torch.bool else 250, (BATCH, *shape), generator=g).to(dtype)
+    return every[slots.start : slots.stop]
+
+
+KINDS = [
+    (torch.uint8, (3, 4, 4)),
+    (torch.int64, ()),
+    (torch.bool, (5,)),
+    (torch.bfloat16, (2, 3)),
+    (torch.float64, (1,)),
+]
+
+
+def exchanged(draws: int) -> list[tuple[np.ndarray, list[Tensor]]]:
+    with Ranks.start("cpu") as ranks:
+        slots, rng = ranks.slots(BATCH), np.random.default_rng(ranks.rank)
+        wishes = [
+            np.arange(BATCH)[::-1][slots.start : slots.stop],  # the mirror image, as flipped mixup has it
+            np.full(len(slots), ranks.world * len(slots) - 1),  # everyone wants the last
+            np.array(slots),  # nobody wants anything of another
+            *(rng.integers(0, BATCH, len(slots)) for _ in range(draws)),
+        ]
+        rows = [rows_of(dtype, shape, slots) for dtype, shape in KINDS]
+        rows[0] = rows[0].transpose(-1, -2)  # not contiguous
+        return [(w, [ranks.exchange(r, w) for r in rows]) for w in wishes]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_come_from_whoever_holds_them(processes: Processes, world: int) -> None:
+    every = [rows_of(dtype, shape, range(BATCH)) for dtype, shape in KINDS]
+    every[0] = every[0].transpose(-1, -2)
+    for answers in processes.run(exchanged, 5, world=world):
+        for wanted, got in answers:
+            for rows, table in zip(got, every, strict=True):
+                assert rows.dtype == table.dtype
+                assert torch.equal(rows, table[torch.from_numpy(wanted.copy())])
+
+
+def talked() -> dict[str, Any]:
+    with Ranks.start("cpu") as ranks:
+        many = torch.tensor([2**40 + ranks.rank, 1])
+        sums = ranks.reduce_sum({"counts": many, "small": torch.tensor(0.1), "table": torch.eye(3) * ranks.rank})
+        order = []
+        with ranks.first_alone():
+            order.append(time.monotonic())
+            time.sleep(0.05 * ranks.first)
+            order.append(time.monotonic())
+        return {
+            "sums": sums,
+            "sum": ranks.sum(torch.tensor([ranks.rank, 1.5])),
+            "rows": [ranks.gather(rows_of(dtype, shape, range(ranks.rank))) for dtype, shape in KINDS],
+            "none": ranks.gather(torch.zeros(0, 3)),
+            "order": order,
+            "stop": (ranks.anywhere(False), ranks.anywhere(ranks.rank == 2)),
+            "told": ranks.told({"folder": f"run-{ranks.rank}"}),
+            "first": ranks.first,
+            "slots": list(ranks.slots(BATCH)),
+        }
+
+
+def test_sums_votes_and_words_reach_everyone(processes: Processes) -> None:
+    answers = processes.run(talked)
+    for answer in answers:
+        sums = answer["sums"]
+        assert sums["counts"].tolist() == [4 * 2**40 + 6, 4], "exact far beyond what float32 holds"
+        assert sums["small"].dtype == torch.float32
+        assert float(sums["small"]) == pytest.approx(0.4)
+        assert torch.equal(sums["table"], torch.eye(3) * 6)
+        assert torch.equal(answer["sum"], torch.tensor([6.0, 6.0]))
+        for rows, (dtype, shape) in zip(answer["rows"], KINDS, strict=True):
+            assert torch.equal(rows, torch.cat([rows_of(dtype, shape, range(rank)) for rank in range(4)]))
+        assert answer["none"].shape == (0, 3)
+        assert answer["stop"] == (False, True)
+        assert answer["told"] == {"folder": "run-0"}
+    assert [a["first"] for a in answers] == [True, False, False, False]
+    assert all(a["order"][0] >= answers[0]["order"][1] for a in answers[1:]), "the first went ahead"
+    assert [slot for a in answers for slot in a["slots"]] == list(range(BATCH))
+
+
+def test_one_process_has_no_group_and_is_told_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with Ranks.start("cpu") as ranks:
+        assert not torch.distributed.is_initialized()
+        assert (ranks.rank, ranks.world, ranks.first, ranks.saving) == (0, 1, True, None)
+        assert ranks.told("x") == "x"
+        assert ranks.anywhere(True)
+        assert not ranks.anywhere(False)
+        learner = Learner()
+        assert wrap(learner, settings("fsdp"), ranks) is learner
+        assert unwrap(torch.compile(learner)) is learner  # type: ignore[arg-type]
+        assert network(learner) is learner.net
+        counts = {"n": torch.tensor(3)}
+        assert ranks.reduce_sum(counts)["n"] is not None
+
+
+def test_a_batch_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(ConfigError, match="batch=10 cannot be shared evenly by 4 processes; try batch=12"):
+        Ranks(torch.device("cpu"), rank=1, world=4).slots(10)
+
+
+def dies(how: str, patience: float) -> None:
+    try:
+        with Ranks.start("cpu", patience=timedelta(seconds=patience)) as ranks:
+            wrapped = wrap(Learner().double(), settings("ddp"), ranks)
+            for step in range(3):
+                if step == 1 and ranks.rank == 1:
+                    if how == "killed":
+                        os.kill(os.getpid(), 9)
+                    if how == "hangs":
+                        time.sleep(2 * patience)
+                        os._exit(4)
+                    raise ValueError("a picture is broken")
+                backward(wrapped, ranks, step)
+    except ValueError:
+        os._exit(1)  # as an uncaught error ends a process
+
+
+@pytest.mark.parametrize(("how", "patience", "code"), [("killed", 60, -9), ("raises", 60, 1), ("hangs", 2, 4)])
+def test_when_one_process_goes_the_others_end_with_a_sentence(how: str, patience: float, code: int) -> None:
+    with Processes(2) as pair:
+        pair.run(talked_once)
+        started = time.monotonic()
+        survivor, other = pair.run(dies, how, patience, survivors=True)
+        assert time.monotonic() - started < 20
+    assert isinstance(survivor, TrainError)
+    assert "process 0 of 2 lost another one, which died or waited too long" in str(survivor)
+    assert "--resume" in str(survivor)
+    assert "pytorch" not in str(survivor), "no places in somebody's source"
+    assert other == code
+
+
+def talked_once() -> bool:
+    with Ranks.start("cpu") as ranks:
+        return ranks.anywhere(True)

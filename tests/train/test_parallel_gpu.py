@@ -1,0 +1,104 @@
+"""One GPU in a group of one: NCCL, DDP, FSDP and fused steps compute what the plain learner does, and nothing waits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from train.processes import Processes
+from train.small_learner import BATCH, Learner, plain, settings
+
+from vitrail.config import TrainConfig
+from vitrail.train.ema import EMA
+from vitrail.train.optim import make_optimizer
+from vitrail.train.parallel import Ranks, load_sharded, network, save_sharded, wrap
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Processes]:
+    with Processes(1) as group:
+        yield group
+
+
+def pictures(device: torch.device) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return torch.randn(BATCH, 3, 16, 16, generator=g).to(device), torch.randint(5, (BATCH,), generator=g).to(device)
+
+
+def steps(wrapped: nn.Module, learner: nn.Module, config: TrainConfig, device: torch.device) -> dict[str, Tensor]:
+    """Three steps, of which the last must not make the GPU wait; all that a checkpoint would hold."""
+    optimizer, ema = make_optimizer(learner, config.optim), EMA(learner, 0.9)
+    images, targets = pictures(device)
+    for step in range(3):
+        with torch.autocast("cuda", torch.bfloat16, enabled=config.precision == "bfloat16"):
+            loss = wrapped(images, targets)["loss"] / BATCH
+        loss.backward()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        optimizer.clip(0.5)
+        optimizer.step(0.5)
+        ema.update(step)
+        torch.cuda.set_sync_debug_mode("default")
+    state = {f"learner/{k}": v for k, v in learner.state_dict().items()}
+    state |= {f"optim/{k}": v for k, v in optimizer.state_tensors().items()}
+    return state | {f"ema/{k}": v for k, v in ema.state_tensors().items()}
+
+
+def on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")  # TF32, the debug mode for waiting, whatever the compiler has to say
+    config = settings(parallel, kind=kind).but(precision=precision)
+    with Ranks.start("cuda") as ranks:
+        alone = Learner().to(ranks.device)
+        wanted = plain(steps(alone, alone, config, ranks.device))
+        learner = Learner().to(ranks.device)
+        wrapped = wrap(learner, config, ranks)
+        assert wrapped is not learner or parallel == "fsdp"
+        got = steps(torch.compile(wrapped) if compiled else wrapped, learner, config, ranks.device)  # type: ignore[arg-type]
+        save_sharded(Path(folder), got, ranks)
+        again = {name: torch.zeros_like(t) for name, t in got.items()}
+        load_sharded(Path(folder), again, ranks)
+        same = all(torch.equal(a, b) for a, b in zip(plain(again).values(), plain(got).values(), strict=True))
+        images = pictures(ranks.device)[0]
+        with torch.inference_mode():
+            logits = network(wrapped).eval()(images), alone.net.eval()(images)
+        rows = ranks.exchange(images, torch.arange(BATCH).flip(0).numpy())
+        assert torch.equal(rows, images.flip(0))
+        whole = plain(got)
+        # The gradient of a key's bias is 0, so what there is of it is rounding, and Adam makes steps of it.
+        same_arithmetic = precision == "float32" and not compiled
+        compared = {n: w for n, w in wanted.items() if same_arithmetic or n.startswith("learner/net.head")}
+        worst = max((float((whole[n] - w).norm() / w.norm().clamp(min=1e-9)), n) for n, w in compared.items())
+        return {
+            "worst": worst,
+            "logits": float((logits[0] - logits[1]).norm() / logits[1].norm()),
+            "reloaded": same,
+            "sum": ranks.reduce_sum({"n": torch.ones(2, device=ranks.device)})["n"].tolist(),
+        }
+
+
+@pytest.mark.parametrize(
+    ("precision", "compiled", "kind", "within"),
+    [
+        ("float32", False, "adamw", 1e-4),
+        ("bfloat16", False, "adamw", 0.05),
+        ("float32", False, "sgd", 1e-4),
+        ("float32", False, "muon", 1e-2),
+        ("float32", True, "adamw", 1e-3),
+    ],
+)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_group_of_one_gpu_computes_what_the_plain_learner_does(
+    process: Processes, tmp_path: Path, parallel: str, precision: str, compiled: bool, kind: str, within: float
+) -> None:
+    found = process.run(on_gpu, parallel, precision, compiled, kind, str(tmp_path))[0]
+    assert found["reloaded"]
+    assert found["sum"] == [1.0, 1.0]
+    assert found["logits"] < within
+    assert found["worst"][0] < within, found["worst"]
