@@ -31,6 +31,7 @@ from torch import Tensor
 Keys = npt.NDArray[np.uint64]
 
 GOLDEN = 0x9E3779B97F4A7C15
+UNGOLDEN = pow(GOLDEN, -1, 1 << 64)
 MIX1, MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = (1 << 64) - 1
 FEW = 1024  # up to here a permutation is made whole
@@ -87,9 +88,11 @@ def normal_np(keys: Keys, stream: int, count: int) -> npt.NDArray[np.float32]:
 
 def bits(keys: Tensor, stream: int, count: int) -> Tensor:
     """B -> B count, 64 bits each, as int64."""
-    base = _mix(keys ^ _signed(_mix_int(stream)))
-    places = torch.arange(1, count + 1, device=keys.device) * _signed(GOLDEN)
-    return _mix(base[:, None] + places)
+    # base + place * GOLDEN, with GOLDEN taken out of both: a compiler may keep places in 32 bits, which
+    # a product with so large a constant would overflow.
+    base = _mix(keys ^ _signed(_mix_int(stream))) * _signed(UNGOLDEN)
+    places = torch.arange(1, count + 1, device=keys.device)
+    return _mix((base[:, None] + places) * _signed(GOLDEN))
 
 
 def uniform(keys: Tensor, stream: int, count: int) -> Tensor:

@@ -118,6 +118,17 @@ def test_pictures_of_many_sizes_are_read_as_they_are_needed(pixels: np.ndarray) 
     assert isinstance(train(mixed), Flow)
 
 
+def test_large_pictures_of_one_size_are_cut_up_by_workers() -> None:
+    wide, small = arrays(np.zeros((3, 100, 100, 3), np.uint8)), arrays(np.zeros((3, 40, 40, 3), np.uint8))
+    image = PreprocessConfig(image=64)
+    assert choose(wide, preprocess=image) is None
+    assert isinstance(choose(small, preprocess=image), Native)
+    assert choose(small, preprocess=PreprocessConfig(image=65)) is None
+    assert isinstance(choose(wide, preprocess=image, config=DataConfig(resident=True)), Native)
+    assert isinstance(choose(wide, preprocess=PreprocessConfig(image=49), config=DataConfig(resident=True)), Evaluated)
+    assert isinstance(train(small, preprocess=PreprocessConfig(image=65)), Flow)
+
+
 def test_one_of_another_size_among_many_is_found_in_time(pixels: np.ndarray) -> None:
     odd = Pictures([*pixels, *pixels, pixels[0][:5], *pixels])
     assert isinstance(choose(odd), Native)

@@ -135,7 +135,7 @@ def test_uncovered_edges_are_left_out_as_a_convolution_does() -> None:
     images = torch.randn(1, 3, 18, 19)
     with torch.no_grad():
         wanted = F.conv2d(images, net.patch.weight, net.patch.bias, stride=4).flatten(2).mT
-        assert relative(net.patch(net._covered(images)).flatten(1, 2), wanted) <= 1e-5
+        assert relative(net.patch(net.covered(images)).flatten(1, 2), wanted) <= 1e-5
         assert torch.equal(net(images), net(images[:, :, :16, :16]))
     with pytest.raises(ModelError, match="uncovered"):
         net(torch.zeros(1, 3, 3, 16))

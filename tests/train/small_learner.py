@@ -39,7 +39,7 @@ class Learner(nn.Module):
         return {"loss": F.cross_entropy(logits, targets, reduction="sum")}
 
 
-def settings(parallel: str = "ddp", **optim: Any) -> TrainConfig:
+def settings(parallel: str = "auto", **optim: Any) -> TrainConfig:
     return TrainConfig(model=NET, parallel=parallel, optim=OptimConfig(**{"lr": 1e-3, "weight_decay": 0.1} | optim))
 
 

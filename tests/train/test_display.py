@@ -271,7 +271,7 @@ def test_the_peak_is_measured_once_in_a_blink():
     peak = measured_peak(torch.device("cpu"), torch.float32)
     took = time.perf_counter() - start
     assert 1e8 < peak < 1e15
-    assert took < 1.0  # 0.25 s, on a machine with nothing else to do
+    assert took < 5.0  # 0.3 s on a machine with nothing else to do
     start = time.perf_counter()
     assert measured_peak(torch.device("cpu"), torch.float32) == peak
     assert time.perf_counter() - start < 0.01

@@ -11,7 +11,7 @@ from typing import Any
 from vitrail.api.model import Model, load
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, NotFound, nearest
+from vitrail.errors import ConfigError, NotFound, VitrailError, nearest
 from vitrail.evaluate import comparable, neighbours_baseline
 from vitrail.evaluate.scores import Scores
 from vitrail.models.variants import config_for
@@ -174,7 +174,7 @@ def _report(done: Run, result: Result, command: str | None) -> None:
             comparisons=[other.path for other in done.compared],
             command=command,
         )
-    except OSError as error:
+    except (OSError, VitrailError) as error:
         say([f"the report could not be written: {error}"])
 
 

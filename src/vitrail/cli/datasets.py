@@ -45,7 +45,7 @@ def datasets(name: Name = None, root: Root = None, get: Get = False, as_json: Js
     elif name is None:
         show(_listing(rows))
         if out.width < WIDE and not all(row["here"] for row in rows):
-            out.print(f"From where: in a window of {WIDE} columns, or vitrail datasets NAME", style="dim")
+            show(Text(f"From where: in a window of {WIDE} columns, or vitrail datasets NAME", style="dim"))
     else:
         show(_detail(rows[0], verified=get))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import math
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -131,7 +132,7 @@ def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
             return kind.from_text(value), True
         return (kind.from_dict(value), True) if isinstance(value, Mapping) else (value, False)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value), True
+        return float(value), math.isfinite(value)
     if kind is int:
         return value, isinstance(value, int) and not isinstance(value, bool)
     if kind is type(None):

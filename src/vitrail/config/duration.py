@@ -12,7 +12,9 @@ from vitrail.errors import ConfigError
 
 Unit = Literal["steps", "epochs", "images"]
 THOUSANDS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
-SPELLED = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([kmb]?)\s*(step|epoch|image)s?\s*", re.I)
+SPELLED = re.compile(
+    r"\s*((?:\d+(?:_\d+)*)(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmb]?)\s*(step|epoch|image)s?\s*", re.I
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,16 @@ class Duration(Config):
 
     def to_steps(self, *, batch: int, images: int) -> int:
         """Steps of `batch` images that cover it, where an epoch is `images` images; rounded up."""
-        per_step = {"steps": 1, "epochs": batch / images, "images": batch}[self.unit]
+        if self.unit == "epochs" and images < 1:
+            raise ConfigError(
+                f"{self} cannot be counted: nobody knows how many pictures a stream has; use steps or images."
+            )
+        per_step = {"steps": 1.0, "epochs": batch / max(images, 1), "images": float(batch)}[self.unit]
         return math.ceil(round(self.count / per_step, 6))
 
     def __str__(self) -> str:
-        return f"{self.count:.15g} {self.unit if self.count != 1 else self.unit[:-1]}"
+        count = str(int(self.count)) if self.count == int(self.count) else repr(self.count)
+        return f"{count} {self.unit if self.count != 1 else self.unit[:-1]}"
 
     def __bool__(self) -> bool:
         return self.count > 0

@@ -62,6 +62,12 @@ class DistillConfig(Config):
     temperature: float = 3.0
     """Of the soft probabilities."""
 
+    def check(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"share={self.share} is a share of the loss: from 0 to 1.")
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature={self.temperature} must be positive.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Config):
@@ -74,11 +80,12 @@ class OptimConfig(Config):
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's memory of the gradient and of its square."""
     eps: float = 1e-8
-    momentum: float = 0.9
-    """SGD's; Muon has 0.95 of its own unless this is changed."""
+    momentum: float | None = None
+    """None: 0.9 for SGD, 0.95 for Muon."""
     nesterov: bool = False
     weight_decay: float = 0.0
-    """On matrices only: never on biases, norms, tokens, positions."""
+    """On matrices only: never on biases, norms, tokens, positions. SGD's is part of the gradient, as in
+    torch; the others' is decoupled from it."""
     decay_by: Literal["lr", "schedule"] = "lr"
     """Decay is multiplied by the learning rate (PyTorch), or by the schedule alone, from 0 to 1
     (big_vision: 1e-4 there is 0.1 here at lr=1e-3)."""
@@ -98,7 +105,7 @@ class OptimConfig(Config):
             raise ConfigError(f"clip={self.clip} must be positive, or none.")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise ConfigError(f"layer_decay={self.layer_decay} is in (0, 1], or none.")
-        if self.weight_decay < 0 or not all(0 <= b < 1 for b in (*self.betas, self.momentum)):
+        if self.weight_decay < 0 or not all(0 <= b < 1 for b in (*self.betas, self.momentum or 0.0)):
             raise ConfigError("weight_decay is 0 or more; betas and momentum are in [0, 1).")
         if isinstance(self.train, int) and self.train < 0:
             raise ConfigError(f"train={self.train} counts blocks: 0 or more.")
@@ -158,8 +165,9 @@ class TrainConfig(Config):
     """Keep an average of the weights that forgets at this rate a step (0.9999), and measure it."""
     precision: Literal["float32", "bfloat16", "float64"] = "float32"
     """Of the arithmetic; with bfloat16 the weights stay float32."""
-    compile: bool = False
-    """torch.compile: slow to start, then faster."""
+    compile: bool | Literal["graphs"] = False
+    """torch.compile: slow to start, then faster. graphs: as CUDA graphs too, for networks so small that
+    a GPU waits for the host between its kernels."""
     recompute: bool = False
     """Gradient checkpointing: less memory, a third more time."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
@@ -192,6 +200,11 @@ class TrainConfig(Config):
             raise ConfigError(f"accumulate={self.accumulate}: 1 or more.")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"ema={self.ema} is between 0 and 1, or none.")
+        for name in ("log_every", "evaluate_every", "checkpoint_every", "duration"):
+            if getattr(self, name) is not None and not getattr(self, name):
+                raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}.")
+        if self.patience is not None and self.patience < 1:
+            raise ConfigError(f"patience={self.patience}: 1 or more evaluations, or none.")
         if self.objective == "distill" and self.distill.teacher is None:
             raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
         if self.objective == "masked-patch" and not isinstance(self.model, ViTConfig | None):

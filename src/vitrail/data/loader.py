@@ -30,7 +30,7 @@ from vitrail.data import jpeg, resident
 from vitrail.data.batch import Batch
 from vitrail.data.order import Indices, Order
 from vitrail.data.sources.base import Source
-from vitrail.data.staging import Labels, Staged, road_to
+from vitrail.data.staging import Labels, Staged, keep_memory, road_to
 from vitrail.data.view import Cropped, Evaluated, Native, Reading, View
 from vitrail.data.workers import Pool, Work, make_pool
 from vitrail.errors import ConfigError, DataError
@@ -279,6 +279,8 @@ def training_batches(
             f"batch={batch} cannot be shared by {world} processes; try {batch // world * world or world}."
         )
     device, mine = torch.device(device), batch // world
+    if device.type == "cpu":
+        keep_memory()
     part, workers = range(rank * mine, (rank + 1) * mine), count_workers(config, world)
     options: dict[str, Any] = {"device": device, "steps": range(start_step, steps)}
     options["slots"] = torch.arange(part.start, part.stop)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vitrail.config import DataConfig, PreprocessConfig
+from vitrail.config import DataConfig, PreprocessConfig, pair
 from vitrail.config.data import AugmentConfig
 from vitrail.data.decode import decode, open_jpeg
 from vitrail.data.sources.base import Source
@@ -37,6 +37,10 @@ SHARE = 4
 """At most one part in so many of the free memory is taken without being asked to."""
 DECODED = 2 << 30
 """Bytes that pictures which are still to be decoded may take: it must not keep anybody waiting."""
+LARGER = 4
+"""Pictures of more than so many times the area that is wanted are not cut up on the device."""
+ON_CPU = 64
+"""On a CPU, neither those nor what is made of them may be wider: above, workers are quicker."""
 LOOKED_AT = 32
 """So many pictures of one size are taken to mean that all are, until one is found that is not."""
 CHUNK = 4096
@@ -66,7 +70,7 @@ def choose(
     """How the pictures would stay on the device, if they fit there, shared with so many processes like this one."""
     if config.resident is False:
         return None
-    view = _view(source, augment, preprocess, asked=config.resident is True)
+    view = _view(source, augment, preprocess, device, asked=config.resident is True)
     if view is None:
         return None
     size, free = size_of(view, len(source)), free_memory(device) // sharers
@@ -80,13 +84,17 @@ def choose(
     return view if size <= free // SHARE and (source.pixels is not None or size <= DECODED) else None
 
 
-def _view(source: Source, augment: AugmentConfig, preprocess: PreprocessConfig, *, asked: bool) -> View | None:
+def _view(
+    source: Source, augment: AugmentConfig, preprocess: PreprocessConfig, device: torch.device, *, asked: bool
+) -> View | None:
     if augment.crop != "resized":
         return Evaluated(preprocess)
-    pixels = source.pixels
+    pixels, wanted = source.pixels, pair(preprocess.image)
     size = pixels.shape[1:3] if pixels is not None else common_size(source)
-    if size is not None:
-        return Native((*size, preprocess.channels))
+    if size is not None and size[0] * size[1] <= LARGER * wanted[0] * wanted[1]:
+        quick = device.type != "cpu" or max(*size, *wanted) <= ON_CPU
+        if quick or asked:
+            return Native((*size, preprocess.channels))
     return Evaluated(preprocess) if asked else None
 
 

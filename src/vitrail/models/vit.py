@@ -66,9 +66,7 @@ class ViT(Network):
         x = self.norm_before(self.encode(x, grid, keys=keys))
         return self.classify(*self.read(x))
 
-    def features(
-        self, images: Tensor, want: str | Iterable[str] = ("logits",), keys: Tensor | None = None
-    ) -> Output:
+    def features(self, images: Tensor, want: str | Iterable[str] = ("logits",), keys: Tensor | None = None) -> Output:
         """Named intermediates; the explicit attention is computed only when asked for."""
         names = wanted(want)
         self._check_wanted(names)
@@ -117,10 +115,7 @@ class ViT(Network):
         `corrupt` changes the patches' embeddings, B N D, before they get tokens and positions.
         """
         self._check_size(images)
-        if self.stem is not None:
-            images = self.stem(images)
-        elif self.config.uncovered == "ignore":
-            images = self._covered(images)
+        images = self.covered(images) if self.stem is None else self.stem(images)
         x = self.patch(images)  # B h w D
         grid = (x.shape[1], x.shape[2])
         x = x.flatten(1, 2)  # B N D
@@ -272,8 +267,10 @@ class ViT(Network):
             return int(rest.split(".")[0]) + 1
         return self.config.depth + 1 if part in ("norm", "pool", "pre_logits", "head", "head_distill") else 0
 
-    def _covered(self, images: Tensor) -> Tensor:
-        """Without the last rows and columns, which no patch covers."""
+    def covered(self, images: Tensor) -> Tensor:
+        """Without the last rows and columns where no patch covers them."""
+        if self.config.uncovered == "refuse":
+            return images  # there are none: the size has been checked
         rows, columns = (n // p * p for n, p in zip(images.shape[2:], pair(self.config.patch), strict=True))
         return images[:, :, :rows, :columns]
 

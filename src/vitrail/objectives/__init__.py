@@ -1,17 +1,22 @@
-"""Output + target -> loss: classify, masked_patch, distill; each is a module around the network."""
+"""Output + target -> loss: labels, masked patches, a teacher."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import numpy.typing as npt
 import torch
 
-from vitrail.config import PreprocessConfig, TrainConfig
+from vitrail.config import PreprocessConfig
+from vitrail.config.train import TrainConfig
+from vitrail.errors import ConfigError
 from vitrail.models import Net
 from vitrail.objectives.base import Objective
-from vitrail.objectives.classify import Classify
+from vitrail.objectives.classify import Classify, Labels
+from vitrail.objectives.distill import Distill, Teacher, load_teacher
+from vitrail.objectives.masked_patch import MaskedPatch
 
-__all__ = ["Classify", "Objective", "make_objective"]
+__all__ = ["Classify", "Distill", "Labels", "MaskedPatch", "Objective", "Teacher", "make_objective"]
 
 
 def make_objective(
@@ -20,10 +25,23 @@ def make_objective(
     preprocess: PreprocessConfig,
     *,
     several: bool = False,
-    class_counts: npt.NDArray[np.int64] | None = None,
+    class_counts: npt.ArrayLike | None = None,
+    labels: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
 ) -> Objective:
-    """What the settings ask to be learned, around a network."""
+    """The objective a config asks for, around this network, on this device.
+
+    Train `objective.net`, which is not always the network given: masked patches take its head off.
+    `several`: pictures have several labels. `class_counts`: pictures of each class, for balanced
+    weights. `labels`: names of the classes, to compare with a teacher's.
+    """
+    if config.objective == "masked-patch":
+        return MaskedPatch(net, config.masked_patch, preprocess, config.seed).to(device)
+    goal = Labels(config.classify, net.config.classes, several=several, class_counts=class_counts)
     if config.objective == "classify":
-        return Classify(net, config.classify, several=several, counts=class_counts)
-    raise NotImplementedError(config.objective)
+        return Classify(net, goal).to(device)
+    if several:
+        raise ConfigError("a teacher decides for one class: distillation needs one label to a picture.")
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
+    teacher = load_teacher(config.distill, net.config.classes, preprocess, labels=labels, device=device, dtype=dtype)
+    return Distill(net, goal, teacher, config.distill).to(device)

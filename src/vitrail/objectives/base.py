@@ -1,27 +1,53 @@
-"""What every objective is: the network and a loss, in one module.
-
-The module is what is compiled, spread over devices, averaged and checkpointed. It returns sums, not
-means, so that parts of a batch, and the parts of other processes, add up to the same numbers.
-"""
+"""What every objective shares: a network inside, sums over pictures out."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from vitrail.models import Net
+from vitrail.models.base import MATRICES
 
-# B images, C channels, H W pixels, K classes
+# b pictures of this process's part of a batch, C channels, K classes
+
+
+Sums = dict[str, Tensor]
+"""By name, one number each: the sum over a batch's pictures."""
 
 
 class Objective(nn.Module):
-    """`objective(images, targets, weights, keys)` -> named sums over the images, each times its weight.
+    """A network together with what it is to learn; this is what is trained, wrapped and compiled.
 
-    "loss" is always there; "correct" where an answer is right or wrong.
+    `learner(images, targets, weights, keys)` gives sums over the pictures, each times its weight:
+    "loss" always, "correct" where an answer can be right or wrong, others by name. Whoever adds up
+    all parts of a batch divides by the weights of the whole, so that neither micro-batches nor
+    processes change a result. A picture of weight 0 adds nothing.
     """
+
+    net: Net
 
     def __init__(self, net: Net) -> None:
         super().__init__()
         self.net = net
 
-    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
+        """b C H W normalised; b int64, or b K; b; b int64 -> sums over the pictures."""
         raise NotImplementedError
+
+    def decayed(self) -> set[str]:
+        """Names of the parameters that weight decay is meant for: the network's, and own matrices."""
+        return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, MATRICES)}
+
+    def depth_of(self, name: str) -> int:
+        """How high a parameter stands, as the network counts."""
+        return self.net.depth_of(name.removeprefix("net."))
+
+
+def exact(logits: Tensor) -> Tensor:
+    """In float32 at least: a loss of half-precision logits would be a coarse one."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def summed(parts: dict[str, Tensor], weights: Tensor) -> Sums:
+    """One number a picture, b, for each name -> their weighted sums."""
+    return {name: (part * weights).sum() for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""Learning labels: softmax cross-entropy, or a yes or no for each class."""
+"""Learning labels: one to a picture or several, hard, smoothed or mixed."""
 
 from __future__ import annotations
 
@@ -6,75 +6,109 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from vitrail.config import ClassifyConfig
+from vitrail.config.train import ClassifyConfig
+from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.models import Net
-from vitrail.objectives.base import Objective
+from vitrail.objectives.base import Objective, Sums, exact, summed
 
-# B images, K classes
+# b pictures, K classes
+
+
+class Labels(nn.Module):
+    """How far logits are from labels: one number a picture.
+
+    softmax: cross-entropy. sigmoid: a binary cross-entropy for each class, summed over the classes
+    (big_vision's; timm's and PyTorch's default is the mean). Pictures with several labels always
+    have the second. Smoothing takes its share of what a picture's labels sum to and spreads it
+    evenly over all classes, which for one label is the usual (1 - s) and s / K in both losses.
+
+    Balanced weights multiply a picture's loss by its class's (a mixed picture's by the mixture of
+    both): N / (classes present * pictures of the class), whose mean over the data is 1.
+    """
+
+    class_weights: Tensor | None
+
+    def __init__(
+        self,
+        config: ClassifyConfig,
+        classes: int,
+        *,
+        several: bool = False,
+        class_counts: npt.ArrayLike | None = None,
+    ) -> None:
+        super().__init__()
+        if not classes:
+            raise ModelError("a network without a head cannot learn labels; give it classes.")
+        self.config, self.classes, self.several = config, classes, several
+        weights = balanced_weights(class_counts, classes, several) if config.weights == "balanced" else None
+        self.register_buffer("class_weights", weights, persistent=False)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """b K; b int64 or b K -> b."""
+        self._check(logits, targets)
+        logits = exact(logits)
+        if self.several or self.config.loss == "sigmoid":
+            wanted = self.smoothed(targets).to(logits.dtype)
+            return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(-1)
+        if targets.ndim > 1:
+            targets = targets.to(logits.dtype)
+        return F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.config.smoothing)
+
+    def smoothed(self, targets: Tensor) -> Tensor:
+        """b int64 or b K -> b K, some of it spread over all classes."""
+        soft = targets if targets.ndim > 1 else F.one_hot(targets, self.classes)
+        soft, share = exact(soft), self.config.smoothing
+        return soft * (1 - share) + share * soft.mean(-1, keepdim=True) if share else soft
+
+    def rarity(self, targets: Tensor) -> Tensor | float:
+        """b: what balanced weights multiply each picture by."""
+        if self.class_weights is None:
+            return 1.0
+        return self.class_weights[targets] if targets.ndim == 1 else (targets * self.class_weights).sum(-1)
+
+    def correct(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """b: 1 where the likeliest class is the label (of a mixed picture, the larger one's).
+
+        With several labels: 1 where the answer is right for every class at once.
+        """
+        if self.several:
+            return ((logits > 0) == (targets > 0.5)).all(-1).to(torch.float32)
+        best = targets if targets.ndim == 1 else targets.argmax(-1)
+        return (logits.argmax(-1) == best).to(torch.float32)
+
+    def _check(self, logits: Tensor, targets: Tensor) -> None:
+        hard = targets.ndim == 1 and targets.dtype == torch.int64 and not self.several
+        if targets.shape[:1] != logits.shape[:1] or not (hard or targets.shape == logits.shape):
+            wanted = f"{tuple(logits.shape)} labels" if self.several else f"{len(logits)} class numbers or soft labels"
+            raise ModelError(f"wanted {wanted} for logits of {tuple(logits.shape)}, got {tuple(targets.shape)}.")
 
 
 class Classify(Objective):
-    """Targets are class numbers, B, or shares of classes, B K (mixed pictures, several labels)."""
+    """A network learns the labels.
 
-    def __init__(
-        self, net: Net, config: ClassifyConfig, *, several: bool = False, counts: npt.NDArray[np.int64] | None = None
-    ) -> None:
+    A distilled one has two heads; as in timm their mean, which is what it answers with, is trained.
+    """
+
+    def __init__(self, net: Net, labels: Labels) -> None:
         super().__init__(net)
-        self.smoothing, self.several = config.smoothing, several
-        self.sigmoid = several or config.loss == "sigmoid"
-        self.rarity: Tensor | None
-        self.register_buffer("rarity", balance(counts) if config.weights == "balanced" else None, persistent=False)
+        self.labels = labels
 
-    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor) -> dict[str, Tensor]:
+    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
         logits = self.net(images, keys)
-        wanted = shares(targets, logits)
-        return {"loss": self.loss(logits, wanted, weights), **self.judged(logits, wanted, weights)}
-
-    def loss(self, logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
-        """Summed over images, each times its weight and that of its class."""
-        weights = weights.to(wanted.dtype)
-        if self.rarity is not None:
-            weights = weights * (wanted @ self.rarity.to(wanted)) / wanted.sum(1).clamp(min=1)
-        each = cross_entropy(logits, smoothed(wanted, self.smoothing, self.sigmoid), self.sigmoid)
-        return (each * weights).sum()
-
-    def judged(self, logits: Tensor, wanted: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        """How many are right: their likeliest class is the one (or has the largest share) they have."""
-        if self.several:
-            return {}
-        right = logits.argmax(1) == wanted.argmax(1)
-        return {"correct": (right * weights).sum()}
+        loss = self.labels(logits, targets) * self.labels.rarity(targets)
+        return summed({"loss": loss, "correct": self.labels.correct(logits, targets)}, weights)
 
 
-def shares(targets: Tensor, logits: Tensor) -> Tensor:
-    """B or B K -> B K, in at least float32."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    if targets.ndim == 1:
-        return F.one_hot(targets.clamp(min=0), logits.shape[1]).to(dtype)
-    return targets.to(dtype)
-
-
-def smoothed(wanted: Tensor, smoothing: float, sigmoid: bool) -> Tensor:
-    """A share of the target spread over all classes; of a yes or no, drawn towards one half."""
-    if not smoothing:
-        return wanted
-    return wanted * (1 - smoothing) + smoothing * (0.5 if sigmoid else 1 / wanted.shape[1])
-
-
-def cross_entropy(logits: Tensor, wanted: Tensor, sigmoid: bool) -> Tensor:
-    """B K, B K -> B; in at least float32, whatever the network computed in."""
-    logits = logits.to(wanted.dtype)
-    if sigmoid:
-        return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(1)
-    return -(wanted * logits.log_softmax(1)).sum(1)
-
-
-def balance(counts: npt.NDArray[np.int64] | None) -> Tensor | None:
-    """K weights, inverse to how often a class occurs; the mean over all pictures is 1."""
-    if counts is None or not counts.sum():
-        return None
-    there = counts > 0
-    weights = np.where(there, counts.sum() / (there.sum() * np.maximum(counts, 1)), 0.0)
-    return torch.from_numpy(weights)
+def balanced_weights(class_counts: npt.ArrayLike | None, classes: int, several: bool = False) -> Tensor:
+    """K: the weight of a picture of each class; 0 for classes without pictures."""
+    if several:
+        raise ConfigError("classify.weights=balanced weighs pictures by their one class; with several labels try none.")
+    if class_counts is None:
+        raise DataError("classify.weights=balanced needs to know how many pictures each class has; try none.")
+    counts = np.asarray(class_counts, np.float64)
+    if counts.shape != (classes,) or not counts.sum():
+        raise DataError(f"wanted the pictures of each of {classes} classes counted, got {counts.shape} counts.")
+    weights = np.divide(counts.sum(), counts * (counts > 0).sum(), out=np.zeros_like(counts), where=counts > 0)
+    return torch.from_numpy(weights).to(torch.float32)

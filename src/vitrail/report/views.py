@@ -89,9 +89,14 @@ def positions(story: Story) -> tuple[Markup, Pixels | None]:
     note = f"The small map in row i and column j: the cosine between that patch's position{where} and every other's."
     if story.net.config.position == "learned-1d":
         note += " The model was told nothing of rows and columns; what order there is, it learned."
-    body = tag("img", src=png_uri(picture), alt="maps of position similarity",
-               cls="sharp mosaic" if columns <= 8 else "mosaic",
-               width=picture.shape[1], height=picture.shape[0])  # fmt: skip
+    body = tag(
+        "img",
+        src=png_uri(picture),
+        alt="maps of position similarity",
+        cls="sharp mosaic" if columns <= 8 else "mosaic",
+        width=picture.shape[1],
+        height=picture.shape[0],
+    )
     return join(tag("p", note, cls="caption"), tag("div", body, cls="wide"), colour_bar(low, 1.0)), picture
 
 
@@ -113,8 +118,14 @@ def patch_filters(story: Story) -> tuple[Markup, Pixels | None]:
         f"The {len(pictures)} main patterns that its patch projection looks for, the strongest first; "
         f"together {100 * shares.sum():.0f} % of it."
     )
-    body = tag("img", src=png_uri(sheet), alt="patterns of the patch projection", cls="sharp mosaic",
-               width=sheet.shape[1], height=sheet.shape[0])  # fmt: skip
+    body = tag(
+        "img",
+        src=png_uri(sheet),
+        alt="patterns of the patch projection",
+        cls="sharp mosaic",
+        width=sheet.shape[1],
+        height=sheet.shape[0],
+    )
     return join(tag("p", note, cls="caption"), tag("div", body, cls="wide")), sheet
 
 

@@ -88,7 +88,7 @@ def about_model(net: Net) -> Rows:
         ("Patches", f"{rows} × {columns}, each {sized(config.patch)} pixels, {counted(config.channels, 'channel')}"),
         ("Positions", places),
         ("The head reads", pool),
-    ]  # fmt: skip
+    ]
 
 
 def about_run(config: Config) -> Rows:

@@ -20,7 +20,10 @@ class Health:
     later, so that the GPU never waits for the answer; nothing is saved in between.
     """
 
-    def __init__(self, device: torch.device, on_nan: str, describe: Callable[[Batch], str]) -> None:
+    def __init__(
+        self, device: torch.device, on_nan: str, describe: Callable[[Batch], str], *, alone: bool = True
+    ) -> None:
+        self.alone = alone
         self.waits = device.type != "cuda" or on_nan == "skip"
         self.on_nan = on_nan
         self.describe = describe
@@ -29,7 +32,8 @@ class Health:
 
     def ok(self, loss: Tensor, norm: Tensor, batch: Batch) -> bool:
         """Whether this step may change the weights."""
-        finite = torch.isfinite(norm) & torch.isfinite(loss.detach())
+        # By the norm, which all processes share, and by the loss, where it is this process's alone to judge.
+        finite = torch.isfinite(norm) & torch.isfinite(loss.detach() if self.alone else norm)
         if not self.waits:
             self.settle()
             self.pending = self._asked(batch, finite)

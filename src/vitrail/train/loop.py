@@ -45,7 +45,7 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
         config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
         journal = stack.enter_context(Journal(run, trainer))
         progress = journal.resume() if resume else journal.begin()
-        health = Health(ranks.device, config.on_nan, journal.last_words)
+        health = Health(ranks.device, config.on_nan, journal.last_words, alone=ranks.world == 1)
         batches = stack.enter_context(trainer.batches(progress.step))
         augment = trainer.augmentation(cropped=batches.cropped)
         stopped = None

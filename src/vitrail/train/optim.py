@@ -26,7 +26,7 @@ from vitrail.train.parallel import copy_into, local
 
 HEAD = ("head", "head_distill", "pre_logits")
 FUSED = {"cpu", "cuda", "mps"}
-MUON_MOMENTUM = 0.95
+SGD_MOMENTUM, MUON_MOMENTUM = 0.9, 0.95
 
 
 def freeze(learner: nn.Module, train: str | int) -> None:
@@ -126,13 +126,14 @@ def _rules(learner: nn.Module, parameters: dict[str, nn.Parameter], config: Opti
     fused = {p.device.type for p in parameters.values()} <= FUSED
     rules: list[torch.optim.Optimizer] = []
     if config.kind == "sgd":
-        momentum, nesterov = config.momentum, config.nesterov and config.momentum > 0
+        momentum = SGD_MOMENTUM if config.momentum is None else config.momentum
+        nesterov = config.nesterov and momentum > 0
         fused = fused and not any(isinstance(p, DTensor) for p in parameters.values())  # torch has none for shards
         return [torch.optim.SGD(others, momentum=momentum, nesterov=nesterov, fused=fused)]
     if config.kind == "muon":
         if not turned:
             raise ConfigError("optim.kind=muon turns matrices in blocks, and none learns here; try adamw.")
-        momentum = MUON_MOMENTUM if config.momentum == OptimConfig.momentum else config.momentum
+        momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
         # Updates as large as AdamW's, so that one learning rate serves both.
         rules.append(Muon(turned, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
     if others:

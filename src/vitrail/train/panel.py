@@ -56,7 +56,7 @@ def panel(display: Display, width: int) -> list[list[Span]]:
         left = inside * 9 // 16
         for i in range(max(len(results), len(machinery))):
             pair = [side[i] if i < len(side) else [] for side in (results, machinery)]
-            lines.append(fit(pair[0], left) + fit(pair[1], inside - left))
+            lines.append([*fit(pair[0], left - 1), (" ", ""), *fit(pair[1], inside - left)])
     else:
         lines += results + machinery
     title = [("─ ", BORDER), ("vitrail", "bold"), (f" · {display.title}" if display.title else "", ""), (" ", "")]
@@ -115,25 +115,25 @@ def _named(name: str, *spans: Span) -> list[Span]:
 
 def _results(display: Display) -> list[list[Span]]:
     values, seen = display.seen.values, display.seen
-    lines = [_named("loss", (f"{number(values.get('loss')):<9}", "bold"), (sparkline(seen.losses, 20), "blue"))]
+    lines = [_named("loss", (f"{number(values.get('loss')):<10}", "bold"), (sparkline(seen.losses, 16), "blue"))]
     if values.get("accuracy") is not None:
-        lines.append(_named("accuracy", (f"{percent(values['accuracy']):<9}", ""), ("in training", "dim")))
+        lines.append(_named("accuracy", (f"{percent(values['accuracy']):<10}", ""), ("in training", "dim")))
     if seen.evaluation is not None:
         lines.append(_named("validation", *_validation(seen.evaluation)))
         if seen.best is not None:
             shown = number(seen.best[0]) if seen.evaluation["name"] == "loss" else percent(seen.best[0])
-            lines.append(_named("best so far", (f"{shown:<9}", ""), (f"at step {seen.best[1]:,}", "dim")))
+            lines.append(_named("best so far", (f"{shown:<10}", ""), (f"at step {seen.best[1]:,}", "dim")))
     return lines
 
 
 def _validation(found: Mapping[str, Any]) -> list[Span]:
     value = found.get(found["name"])
     if found["name"] == "loss":
-        return [(f"{number(value):<9}", "bold green"), ("loss", "dim")]
+        return [(f"{number(value):<10}", "bold green"), ("loss", "dim")]
     if found["name"] == "map":
-        return [(f"{percent(value):<9}", "bold green"), ("mAP", "dim")]
+        return [(f"{percent(value):<10}", "bold green"), ("mAP", "dim")]
     interval = f"{100 * found['low']:.2f} to {100 * found['high']:.2f}" if found.get("low") is not None else ""
-    return [(f"{percent(value):<9}", "bold green"), (interval, "dim")]
+    return [(f"{percent(value):<10}", "bold green"), (interval, "dim")]
 
 
 def _machinery(display: Display) -> list[list[Span]]:

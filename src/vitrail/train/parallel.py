@@ -41,7 +41,7 @@ from vitrail.errors import CheckpointError, ConfigError, TrainError
 from vitrail.models.bit import BiTUnit
 from vitrail.models.hybrid import StemUnit
 from vitrail.models.layers import Block
-from vitrail.runtime import pick_device
+from vitrail.runtime import pick_device, say
 
 # W processes, B pictures in the global batch, b = B / W of them here
 
@@ -80,7 +80,7 @@ class Ranks:
         return cls(chosen, rank, world, local, saving)
 
     def close(self) -> None:
-        """Leave the group; others that still wait for this process are told at once."""
+        """Leave the group, as a process should before it ends."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -95,7 +95,7 @@ class Ranks:
         finally:
             if isinstance(error, Exception) and is_lost(error):
                 raise TrainError(
-                    f"process {self.rank} of {self.world} lost another one, which died or waited too long "
+                    f"process {self.rank} of {self.world} lost another one, which died or kept it waiting too long "
                     f"({_reason(error)}); its own last words say why. Go on with --resume."
                 ) from error
 
@@ -208,6 +208,8 @@ def wrap(learner: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
     first values do not depend on how many there are.
     """
     if ranks.saving is None:
+        if config.parallel != "auto":
+            say([f"parallel={config.parallel} shares nothing: this is one process; start several with torchrun"])
         return learner
     if config.parallel == "fsdp":
         return _sharded(learner, ranks, bfloat16=config.precision == "bfloat16")
@@ -367,9 +369,7 @@ def _alone_is_fine() -> Iterator[None]:
 
 def is_lost(error: Exception) -> bool:
     """Whether this is a collective's cry that another process is gone or silent."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo/", "NCCL", "ProcessGroup"))
-    )
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def _own_device(device: str | torch.device, local: int) -> torch.device:

@@ -54,7 +54,8 @@ class Trainer:
         ).to(self.device, self.dtype)
         freeze(self.learner, config.optim.train)
         if config.compile:
-            self.learner.compile(dynamic=False)
+            graphs = config.compile == "graphs" and self.device.type == "cuda"
+            self.learner.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
         self.wrapped = wrap(self.learner, config, ranks)
         self.optimizer = make_optimizer(self.learner, config.optim)
         self.schedule = Schedule(config.schedule, total=self.total, batch=self.batch, images=self.images)
@@ -89,7 +90,7 @@ class Trainer:
             batch=self.batch,
             seed=self.config.seed,
             cropped=cropped,
-            compile=self.config.compile and self.device.type == "cuda",
+            compile=bool(self.config.compile) and self.device.type == "cuda",
         )
 
     def keys(self, batch: Batch) -> Tensor:
@@ -102,6 +103,8 @@ class Trainer:
         """Gradients of the loss over the whole global batch, in as many parts as asked; sums of this process."""
         parts = self.config.accumulate
         sums: Tensors = {}
+        if self.config.compile == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()
         chunks = zip(*(t.chunk(parts) for t in (images.to(self.dtype), targets, weights, keys)), strict=True)
         for i, chunk in enumerate(chunks):
             with part_of_step(self.wrapped, last=i == parts - 1):
@@ -110,7 +113,8 @@ class Trainer:
                 # The mean over all pictures; DDP and FSDP divide by the number of processes.
                 (found["loss"] * (self.ranks.world / total)).backward()
             for name, value in found.items():
-                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
+                # Copied, since the next part's CUDA graph writes to the same place.
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
         return sums
 
     def arithmetic(self) -> AbstractContextManager[Any]:

@@ -263,6 +263,15 @@ def test_another_data_set_of_the_same_layout_is_passed_over(small, tmp_path, mon
         open_parts(DataConfig(source="fashion-mnist", root=str(tmp_path)))
 
 
+def test_a_folder_that_bears_no_name_is_told_by_its_content(small, tmp_path, monkeypatch):
+    entry, made = small("mnist")
+    monkeypatch.setitem(CATALOGUE, "kmnist", dataclasses.replace(CATALOGUE["kmnist"], counts=COUNTS))
+    write_idx(tmp_path / "files", made)
+    assert builtin.find(entry, str(tmp_path / "files")).folder == tmp_path / "files"
+    assert builtin.find(CATALOGUE["kmnist"], str(tmp_path / "files")) is None
+    assert builtin.find(CATALOGUE["fashion-mnist"], str(tmp_path / "files")) is None
+
+
 def test_what_takes_long_to_decode_is_decoded_once(small, tmp_path, cache, monkeypatch):
     entry, made = small("cifar10")
     write_parquet(tmp_path / "cifar10", entry, made)
@@ -289,7 +298,7 @@ def test_without_a_digest_that_is_said(small, tmp_path, said, monkeypatch):
     monkeypatch.setitem(CATALOGUE, "kmnist", dataclasses.replace(entry, digest=""))
     write_idx(tmp_path / "kmnist", made)
     open_data(DataConfig(source="kmnist", root=str(tmp_path)))
-    assert said == [f"the content of {tmp_path / 'kmnist'} cannot be verified: no digest of kmnist is known"]
+    assert said == [f"the content of {tmp_path / 'kmnist'} could not be verified: no digest of kmnist is known"]
 
 
 # What is in them

@@ -152,16 +152,16 @@ def test_addresses_are_fetched(server, tmp_path, draw):
 
 @pytest.fixture
 def rows(tmp_path, draw):
-    """`rows("t.parquet", 0, 10)`: a file in the hub's layout, in row groups of four."""
+    """`rows("t.parquet", 0, 10)`: a file in the hub's layout, in row groups of four rows, or of as many as asked."""
 
-    def make(name, first, last, label=lambda i: i % 3, names=("a", "b", "c"), as_bytes=False):
+    def make(name, first, last, label=lambda i: i % 3, names=("a", "b", "c"), as_bytes=False, group=4):
         pictures = [draw(i) if as_bytes else {"bytes": draw(i), "path": f"{i}.png"} for i in range(first, last)]
         table = pa.table({"img": pictures, "label": [label(i) for i in range(first, last)]})
         if names:
             told = {"info": {"features": {"label": {"names": list(names), "_type": "ClassLabel"}}}}
             table = table.replace_schema_metadata({"huggingface": json.dumps(told)})
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, tmp_path / name, row_group_size=4)
+        pq.write_table(table, tmp_path / name, row_group_size=group)
         return tmp_path / name
 
     return make
@@ -200,6 +200,56 @@ def test_large_tables_keep_few_row_groups_and_say_which_rows_lie_together(rows, 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda self, g, **k: reads.append(g) or whole(self, g, **k))
     assert [source[i].picture for i in (0, 1, 2, 3, 9, 8, 0)] == [draw(i) for i in (0, 1, 2, 3, 9, 8, 0)]
     assert reads == [0, 2, 0]
+
+
+def in_turns(source, count):
+    """An order that makes every row group come and go."""
+    return [source[(i * 7) % count].picture for i in range(3 * count)]
+
+
+def test_row_groups_that_come_and_go_are_copied_out_once(rows, draw, monkeypatch, cache):
+    monkeypatch.setattr(parquet, "CACHE", 900)
+    path = rows("t.parquet", 0, 40)
+    source = opened(path).train
+    assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
+    [copy] = (cache / "parquet").glob("*.bin")
+    assert copy.stat().st_size == sum(len(draw(i)) for i in range(40))
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *_, **__: pytest.fail("a row group was read"))
+    assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
+    monkeypatch.undo()
+
+
+def test_a_copy_serves_other_processes_until_the_table_changes(rows, draw, monkeypatch, cache):
+    monkeypatch.setattr(parquet, "CACHE", 900)
+    path = rows("t.parquet", 0, 40)
+    in_turns(opened(path).train, 40)
+    other = pickle.loads(pickle.dumps(opened(path).train))
+    assert in_turns(other, 40) == [draw(i * 7 % 40) for i in range(120)]
+    assert len(list((cache / "parquet").glob("*.bin"))) == 1
+    rows("t.parquet", 1, 41)
+    assert in_turns(opened(path).train, 40) == [draw(1 + i * 7 % 40) for i in range(120)]
+    assert len(list((cache / "parquet").glob("*.bin"))) == 2
+
+
+def test_without_room_for_a_copy_more_is_kept_and_that_is_said(rows, draw, monkeypatch, cache):
+    monkeypatch.setattr(parquet, "CACHE", 900)
+    monkeypatch.setattr("vitrail.data.sources.unpacked.ROOM", 1e18)
+    notes = []
+    monkeypatch.setattr(parquet, "say", lambda given, about: notes.extend(given))
+    source = opened(rows("t.parquet", 0, 40)).train
+    assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
+    assert not list((cache / "parquet").glob("*.bin"))
+    assert len(notes) == 1
+    assert notes[0].startswith("row groups are read again and again")
+
+
+def test_reading_in_order_copies_nothing(rows, draw, monkeypatch, cache):
+    monkeypatch.setattr(parquet, "CACHE", 900)
+    source = opened(rows("t.parquet", 0, 120, group=30)).train
+    assert source.blocks == (30, 30, 30, 30)
+    for _ in range(6):
+        assert [source[i].picture for i in range(120)] == [draw(i) for i in range(120)]
+    assert not (cache / "parquet").exists()
 
 
 def test_rows_survive_pickling_and_threads(rows, draw):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import tarfile
 
@@ -85,6 +86,15 @@ def test_damage_between_members_is_named_with_its_place(tar_of):
     whole[1536] ^= 0xFF
     with pytest.raises(DataError, match=r"x\.tar is damaged at byte 1,536"):
         list(tar.members(over(bytes(whole)), "x.tar"))
+
+
+@given(st.integers(0, 5000), st.integers(1, 255), st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]))
+def test_any_damage_is_either_harmless_or_named(tar_of, place, flip, kind):
+    whole = bytearray(tar_of([("a" * 120 + ".jpg", b"x" * 700), ("b.jpg", b"y" * 100)], format=kind))
+    whole[place % len(whole)] ^= flip
+    with contextlib.suppress(DataError):
+        found = list(tar.members(over(bytes(whole)), "x.tar", len(whole)))
+        assert all(m.offset + m.size <= len(whole) for m in found)
 
 
 def test_samples_are_neighbours_with_one_key():

@@ -11,8 +11,9 @@ Every operation is a function of pictures and explicit numbers, and computes a p
 that picture alone, to the same bits in any batch on a CPU.
 
 kornia 0.9 is used nowhere (benchmarks/augment.py, one core, 256 x 3 x 32 x 32 and 16 x 3 x 224 x 224): its
-crop is not antialiased (72 levels of 255 off), and all else it computes as exactly but no faster, but
-for the blur (1.6 x and 1.9 x); there, and in sharpness, one grey picture alone has other bits than in a batch.
+crop is not antialiased (up to 72 levels of 255 off); the rest is as exact as ours and about as fast or
+slower, but for the blur, which takes it about half the time. There, and in its sharpness, a lone grey
+picture has other bits than in a batch.
 """
 
 from vitrail.data.augment.compose import Augment

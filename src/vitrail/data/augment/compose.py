@@ -60,7 +60,7 @@ class Augment:
         self.policy: RandAugment | ThreeAugment | None = None
         if config.policy == "three":
             self.policy = ThreeAugment()
-        elif config.policy == "rand":
+        elif config.policy == "rand" and config.layers:
             strength = (config.magnitude, config.magnitude_std)
             self.policy = RandAugment(config.layers, *strength, size=image, fill=preprocess.mean)
         self.jitter = Jitter(config.jitter) if any(config.jitter) else None

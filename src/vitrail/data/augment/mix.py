@@ -36,7 +36,8 @@ def partners_of(seed: int, step: int, batch: int) -> npt.NDArray[np.int64]:
 
 def beta(uniform: npt.NDArray[np.float64], alpha: float) -> npt.NDArray[np.float64]:
     """Beta(alpha, alpha) from numbers uniform in [0, 1), by the inverse of its distribution function."""
-    from scipy.special import betaincinv  # type: ignore[import-untyped] # slow to import; the loader's workers never need it
+    # Here, because it is slow to import and the loader's workers never need it.
+    from scipy.special import betaincinv  # type: ignore[import-untyped]
 
     out: npt.NDArray[np.float64] = betaincinv(alpha, alpha, uniform + 2**-25)  # the middle of each step
     return out

@@ -17,7 +17,7 @@ from vitrail.data.sources import content, places
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Parts
 from vitrail.data.sources.catalogue import CATALOGUE, Entry
-from vitrail.data.sources.download import Unreachable, get
+from vitrail.data.sources.download import Unreachable, get, matches
 from vitrail.data.sources.layouts import SLOW, Raw, layout_in, read
 from vitrail.data.sources.split import stratified
 from vitrail.errors import DataError, NotFound
@@ -32,6 +32,8 @@ class Place:
 
     folder: Path
     layout: str
+    named: bool = True
+    """Whether it is told from others by the names of its files and folder."""
 
 
 def open_builtin(name: str, config: DataConfig) -> Parts:
@@ -48,7 +50,15 @@ def open_builtin(name: str, config: DataConfig) -> Parts:
 
 def find(entry: Entry, root: str | None = None) -> Place | None:
     """Where a data set lies on this machine; None: nowhere."""
-    return next(_found(entry, root), None)
+    for place in _found(entry, root):
+        if not place.named:  # several data sets have files of these names
+            try:
+                if _verified(entry, place) is None:
+                    continue
+            except DataError:
+                continue
+        return place
+    return None
 
 
 def fetch(entry: Entry, root: str | None = None) -> None:
@@ -58,41 +68,43 @@ def fetch(entry: Entry, root: str | None = None) -> None:
 
 def _found(entry: Entry, root: str | None) -> Iterator[Place]:
     """Every place that has files of the right names, best first."""
-    above = []
     if root is not None:
         given = Path(root).expanduser()
         if not given.is_dir():
             raise NotFound(f"there is no folder {given} to look for {entry.name} in (root=).")
-        above = [given / entry.name, *(given / name for name in entry.folders), given]
-    for folder in above:
-        if layout := layout_in(folder, entry):
-            yield Place(folder, layout)
+        yield from _below(given, entry)
+        if layout := layout_in(given, entry):
+            yield Place(given, layout, named=layout != "IDX")
     if content.kept(entry) is not None:
         yield Place(content.home_of(entry), content.DECODED)
-    for system in (places.cache(), places.SYSTEM):
-        for folder in (system / entry.name, *(system / name for name in entry.folders)):
-            if layout := layout_in(folder, entry):
-                yield Place(folder, layout)
+    yield from _below(places.cache(), entry)
+    yield from _below(places.SYSTEM, entry)
+
+
+def _below(above: Path, entry: Entry) -> Iterator[Place]:
+    for folder in (above / entry.name, *(above / name for name in entry.folders)):
+        if layout := layout_in(folder, entry):
+            yield Place(folder, layout)
 
 
 def _content(entry: Entry, root: str | None) -> tuple[dict[str, Raw], list[str]]:
     """train and test, from wherever they are, and what to say about them."""
     if entry.name == "digits":
-        return _digits(), []
+        return _digits(entry), []
     for place in _found(entry, root):
-        if (parts := _verified(entry, place)) is not None:
-            unsure = f"the content of {place.folder} cannot be verified: no digest of {entry.name} is known"
-            return parts, [] if entry.digest else [unsure]
-    place = _download(entry)
-    parts = _verified(entry, place, just_come=True)
-    assert parts is not None
-    return parts, []
+        if (found := _verified(entry, place)) is not None:
+            parts, sure = found
+            unsure = f"the content of {place.folder} could not be verified: no digest of {entry.name} is known"
+            return parts, [] if sure else [unsure]
+    found = _verified(entry, _download(entry), just_come=True)
+    assert found is not None
+    return found[0], []
 
 
-def _verified(entry: Entry, place: Place, just_come: bool = False) -> dict[str, Raw] | None:
-    """The content, held against the digest; None where it is another known data set in the same layout."""
-    if place.layout in (*SLOW, content.DECODED) and (parts := content.kept(entry, place.folder)) is not None:
-        return parts
+def _verified(entry: Entry, place: Place, just_come: bool = False) -> tuple[dict[str, Raw], bool] | None:
+    """The content, and whether it is known to be right; None where it is another data set in the same layout."""
+    if place.layout in (*SLOW, content.DECODED) and (kept := content.kept(entry, place.folder)) is not None:
+        return kept
     parts = read(place.folder, entry, place.layout)
     found = content.digest(parts)
     if any(found == other.digest for other in CATALOGUE.values() if other is not entry):
@@ -106,9 +118,10 @@ def _verified(entry: Entry, place: Place, just_come: bool = False) -> dict[str, 
             f"{place.folder} does not hold {entry.name} as it was published: the content's SHA-256 is {found[:12]}..., "
             f"wanted {entry.digest[:12]}...; {gone}."
         )
+    sure = bool(entry.digest) or all(matches(place.folder / file.name, file) for file in entry.files)
     if place.layout in SLOW:
-        content.keep(entry, parts, found, place.folder)
-    return parts
+        content.keep(entry, parts, found, place.folder, sure)
+    return parts, sure
 
 
 def _download(entry: Entry) -> Place:
@@ -129,7 +142,7 @@ def _download(entry: Entry) -> Place:
     return Place(folder, layout)
 
 
-def _digits() -> dict[str, Raw]:
+def _digits(entry: Entry) -> dict[str, Raw]:
     """scikit-learn's 1,797 digits, 0 to 16 scaled to 0 to 255; the same fifth of each class is the test part."""
     from sklearn.datasets import load_digits
 
@@ -137,7 +150,10 @@ def _digits() -> dict[str, Raw]:
     pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)[..., None]
     targets = found.target.astype(np.int64)
     tested = stratified((f"digits/{i:05d}" for i in range(len(targets))), targets, TESTED)
-    return {"train": (pixels[~tested], targets[~tested]), "test": (pixels[tested], targets[tested])}
+    parts = {"train": (pixels[~tested], targets[~tested]), "test": (pixels[tested], targets[tested])}
+    if content.digest(parts) != entry.digest:
+        raise DataError("scikit-learn's digits are not those that are known; try another version of it.")
+    return parts
 
 
 def _order(entry: Entry, classes: Sequence[str] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -41,10 +41,10 @@ def home_of(entry: Entry) -> Path:
     return places.cache() / entry.name / DECODED
 
 
-def keep(entry: Entry, parts: dict[str, Raw], found: str, origin: Path) -> None:
+def keep(entry: Entry, parts: dict[str, Raw], found: str, origin: Path, sure: bool) -> None:
     """Put a decoded copy into the cache; where that cannot be written, do without."""
     home = home_of(entry)
-    facts = {"digest": found, "from": str(origin)}
+    facts = {"digest": found, "from": str(origin), "sure": sure}
     with contextlib.suppress(OSError):
         home.mkdir(parents=True, exist_ok=True)
         (home / FACTS).unlink(missing_ok=True)  # until all of it is there, none of it counts
@@ -54,19 +54,20 @@ def keep(entry: Entry, parts: dict[str, Raw], found: str, origin: Path) -> None:
         places.write_whole(home / FACTS, lambda file: file.write(json.dumps(facts).encode()))
 
 
-def kept(entry: Entry, origin: Path | None = None) -> dict[str, Raw] | None:
-    """The decoded copy, mapped into memory; None where there is none, or of something else than lies there."""
+def kept(entry: Entry, origin: Path | None = None) -> tuple[dict[str, Raw], bool] | None:
+    """The decoded copy, mapped into memory, and whether it was verified; None where there is none of that."""
     home = home_of(entry)
     try:
         facts = json.loads((home / FACTS).read_text())
         if entry.digest and facts["digest"] != entry.digest:
             return None
-        if not entry.digest and origin is not None and facts["from"] != str(origin):
+        if not entry.digest and origin not in (None, home) and facts["from"] != str(origin):
             return None
-        return {
+        parts = {
             part: (np.load(home / f"{part}-pixels.npy", mmap_mode="r"), np.load(home / f"{part}-targets.npy"))
             for part in ("train", "test")
         }
+        return parts, bool(facts["sure"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

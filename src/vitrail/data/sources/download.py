@@ -100,6 +100,11 @@ def _transfer(url: str, part: Path, size: int) -> None:
         raise ConnectionError(f"broke off after {there:,} of {total:,} bytes")
 
 
+def matches(path: Path, file: File) -> bool:
+    """Whether this is the published file, by its MD5."""
+    return _size(path) == file.size and _md5(path) == file.md5
+
+
 def _md5(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -224,4 +224,5 @@ def _some(names: Sequence[str], what: str) -> str:
     """`2 files (a, b)`, `12 files (a, b, c, ...)`."""
     plural = what if len(names) == 1 else f"{what}es" if what.endswith("s") else f"{what}s"
     more = ", ..." if len(names) > SHOWN else ""
-    return f"{len(names):,} {plural} ({', '.join(names[:SHOWN])}{more})"
+    shown = ", ".join(names[:SHOWN]).encode("utf-8", "replace").decode()  # a name may be no Unicode
+    return f"{len(names):,} {plural} ({shown}{more})"

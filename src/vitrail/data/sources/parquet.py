@@ -2,7 +2,8 @@
 
 A Parquet file is read by row groups. Those last used are kept, up to CACHE bytes in each process:
 data that fit are read once, and of larger ones `blocks` tells the order of samples which rows lie
-together.
+together. Where row groups have to be read again and again all the same, the pictures are copied out
+once (unpacked.py).
 """
 
 from __future__ import annotations
@@ -17,11 +18,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vitrail.data.sources import places
 from vitrail.data.sources.base import Sample, Targets
+from vitrail.data.sources.unpacked import Unpacked, unpack
 from vitrail.errors import DataError, ImageError
+from vitrail.runtime import say
 
 CACHE = 512 << 20
 """Bytes of pictures that are kept in memory."""
+
+PROCESS = ("_lock", "_kept", "_open", "_unpacked", "_seen", "_reads", "_again", "_budget")
+"""What belongs to one process, and does not travel to another."""
+AGAIN, SHARE = 16, 0.05
+"""Row groups that may be read a second time, in number and as a share of the pictures read, before that happens."""
 
 # N rows in G row groups of several files
 
@@ -57,6 +66,10 @@ class Rows:
         self._lock = threading.Lock()
         self._kept: OrderedDict[int, Any] = OrderedDict()
         self._open: dict[int, Any] = {}
+        self._unpacked: Unpacked | None = None
+        self._seen: set[int] = set()
+        self._reads = self._again = 0
+        self._budget = CACHE
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -65,7 +78,7 @@ class Rows:
         index = range(len(self))[index]
         group = int(np.searchsorted(self._ends, index, side="right"))
         row = index - int(self._ends[group] - self._rows[group])
-        value = self._group(group)[row].as_py()
+        value = (self._unpacked[index] if self._unpacked else b"") or self._group(group)[row].as_py()
         if isinstance(value, dict):
             value = value.get("bytes") or self._beside(group, value.get("path"))
         target = self.targets[index]
@@ -88,24 +101,44 @@ class Rows:
     def _group(self, group: int) -> Any:
         """The pictures of one row group."""
         with self._lock:
+            self._reads += 1
             if (found := self._kept.get(group)) is not None:
                 self._kept.move_to_end(group)
                 return found
-            file, inside = self._groups[group]
-            try:
-                if file not in self._open:
-                    self._open[file] = pq.ParquetFile(self.files[file], memory_map=True)
-                table = self._open[file].read_row_group(inside, columns=[self.column], use_threads=False)
-            except (pa.ArrowException, OSError) as error:
-                raise ImageError(f"row group {inside} of {self.files[file]} cannot be read: {error}.") from error
-            found = table.column(0).combine_chunks()
+            self._again += group in self._seen
+            self._seen.add(group)
+            if self._again >= AGAIN and self._again > SHARE * self._reads:
+                self._unpack()
+            found = self._read(group)
             self._kept[group] = found
-            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > CACHE:
+            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self._budget:
                 self._kept.popitem(last=False)
             return found
 
+    def _read(self, group: int) -> Any:
+        file, inside = self._groups[group]
+        try:
+            if file not in self._open:
+                self._open[file] = pq.ParquetFile(self.files[file], memory_map=True)
+            table = self._open[file].read_row_group(inside, columns=[self.column], use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise ImageError(f"row group {inside} of {self.files[file]} cannot be read: {error}.") from error
+        return table.column(0).combine_chunks()
+
+    def _unpack(self) -> None:
+        """Copy the pictures out; where there is no room for that, keep more row groups in memory."""
+        self._reads = self._again = 0
+        whole = (self._read(group) for group in range(len(self._groups)))
+        self._unpacked = unpack(self.files, self.column, whole, self._bytes)
+        if self._unpacked is not None:
+            self._kept.clear()
+        elif self._budget == CACHE:
+            self._budget = 8 * CACHE
+            room = f"{self._bytes / 1e9:.1f} GB in {places.short(places.cache())}"
+            say([f"row groups are read again and again; {room} would make it faster"], about=self.name)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_lock", "_kept", "_open")}
+        return {k: v for k, v in self.__dict__.items() if k not in PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -17,6 +17,7 @@ class Part:
         self.name = name or source.name
         self.labels = source.labels
         self.several = source.several
+        self._targets: Targets | None = None
         self._pixels: npt.NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
@@ -30,7 +31,9 @@ class Part:
 
     @property
     def targets(self) -> Targets:
-        return self.source.targets[self.indices]
+        if self._targets is None:
+            self._targets = self.source.targets[self.indices]
+        return self._targets
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8] | None:
@@ -48,4 +51,4 @@ class Part:
         return tuple(int(n) for n in np.diff(ends, prepend=0) if n)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_pixels": None}  # the source carries them already
+        return {**self.__dict__, "_targets": None, "_pixels": None}  # the source carries them already

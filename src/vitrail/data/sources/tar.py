@@ -9,6 +9,7 @@ write them, sizes beyond 8 GB.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def members(read: Read, where: str, total: int | None = None) -> Iterator[Member
             else:
                 extra = _records(record)
         elif kind in REGULAR:
-            size = int(extra.get("size", size))
+            size = int(extra["size"]) if extra.get("size", "").isdecimal() else size
             if total is not None and start + size > total:
                 raise _cut(where, start, size, max(total - start, 0))
             yield Member(extra.get("path") or long_name or _name(header), start, size)
@@ -105,10 +106,8 @@ def _checked(header: bytes, at: int, where: str) -> int:
 
 
 def _octal(field: bytes) -> int | None:
-    try:
-        return int(field.strip(b"\0 ") or b"0", 8)
-    except ValueError:
-        return None
+    digits = field.strip(b"\0 ")
+    return int(digits or b"0", 8) if re.fullmatch(rb"[0-7]*", digits) else None
 
 
 def _name(header: bytes) -> str:

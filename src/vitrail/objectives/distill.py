@@ -1,0 +1,155 @@
+"""Learning from another model as well as from labels (DeiT, arXiv 2012.12877)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.config import PreprocessConfig, pair
+from vitrail.config.train import DistillConfig
+from vitrail.errors import ConfigError
+from vitrail.models import Net, ViT
+from vitrail.objectives.base import Objective, Sums, exact, summed
+from vitrail.objectives.classify import Labels
+from vitrail.runtime import say
+from vitrail.weights import checkpoint
+from vitrail.weights.card import Card
+from vitrail.weights.locate import locate
+
+# b pictures, C channels, K classes
+
+
+class Teacher:
+    """A trained network that is shown the student's pictures, prepared its own way.
+
+    Pictures are normalised anew and resized (bilinear, antialiased) to the size it was trained
+    for; mixed ones are shown as they are, as in DeiT. Not a module: it is neither trained nor saved,
+    averaged or sharded with the student, and a copy of the student shares it.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        card: Card,
+        student: PreprocessConfig,
+        *,
+        order: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.net = net.to(device, dtype).eval().requires_grad_(False)
+        self.size, self.channels = pair(card.preprocess.image), card.preprocess.channels
+        own = [torch.tensor(values, dtype=torch.float64)[:, None, None] for values in _affine(student, card.preprocess)]
+        self.same = bool((own[0] == 1).all() and (own[1] == 0).all())
+        self.scale, self.shift = (values.to(device, dtype) for values in own)
+        self.order = None if order is None else torch.tensor(order, device=device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """b C H W as the student gets them -> b K."""
+        with torch.no_grad():
+            images = images.to(self.scale.dtype)
+            if images.shape[1] != self.channels:
+                images = images.expand(-1, self.channels, -1, -1)
+            if tuple(images.shape[-2:]) != self.size:
+                images = F.interpolate(images, self.size, mode="bilinear", antialias=True)
+            if not self.same:
+                images = images * self.scale + self.shift
+            logits = self.net(images)
+            return logits if self.order is None else logits[:, self.order]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
+        return self
+
+
+class Distill(Objective):
+    """Labels for one head, the teacher for the other; both for the one head of a plain network.
+
+    hard: cross-entropy with the teacher's decision. soft: the Kullback-Leibler divergence from the
+    teacher's probabilities at a temperature T, times T * T / K, as DeiT's code scales it. Further
+    sums: "teacher_loss", and "agreed", the pictures where student and teacher decide alike.
+    """
+
+    def __init__(self, net: Net, labels: Labels, teacher: Teacher, config: DistillConfig) -> None:
+        super().__init__(net)
+        self.labels, self.teacher, self.config = labels, teacher, config
+        self.two_heads = isinstance(net, ViT) and net.config.distilled
+
+    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
+        said = self.teacher(images)
+        if self.two_heads:
+            heads = self.net.features(images, want="heads", keys=keys).heads
+            assert heads is not None
+            first, second = heads
+            logits = (first + second) / 2
+        else:
+            logits = first = second = self.net(images, keys)
+        taught = taught_loss(second, said, self.config)
+        share = self.config.share
+        loss = ((1 - share) * self.labels(first, targets) + share * taught) * self.labels.rarity(targets)
+        agreed = (second.argmax(-1) == said.argmax(-1)).to(torch.float32)
+        correct = self.labels.correct(logits, targets)
+        return summed({"loss": loss, "correct": correct, "teacher_loss": taught, "agreed": agreed}, weights)
+
+
+def taught_loss(logits: Tensor, said: Tensor, config: DistillConfig) -> Tensor:
+    """b K, the teacher's b K -> b."""
+    logits, said = exact(logits), exact(said)
+    if config.kind == "hard":
+        return F.cross_entropy(logits, said.argmax(-1), reduction="none")
+    t = config.temperature
+    ours, theirs = (logits / t).log_softmax(-1), (said / t).log_softmax(-1)
+    return (theirs.exp() * (theirs - ours)).sum(-1) * (t * t / logits.shape[-1])
+
+
+def load_teacher(
+    config: DistillConfig,
+    classes: int,
+    preprocess: PreprocessConfig,
+    *,
+    labels: Sequence[str] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Teacher:
+    """The teacher a config names, checked against the student's classes and channels."""
+    if config.teacher is None:
+        raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
+    found = locate(config.teacher)
+    net, card = checkpoint.read(found.path)
+    say([*card.notes, *found.notes], about=found.origin or found.path.name)
+    if card.task != "classify" or net.config.classes != classes:
+        knows = f"{net.config.classes} classes" if card.task == "classify" and net.config.classes else "no classes"
+        raise ConfigError(f"the teacher {config.teacher} knows {knows}, the student {classes}; they must be the same.")
+    if card.preprocess.channels != preprocess.channels and preprocess.channels != 1:
+        raise ConfigError(
+            f"the teacher {config.teacher} sees {card.preprocess.channels} channels, "
+            f"the student {preprocess.channels}; try a teacher for the same pictures."
+        )
+    order = _order(card.labels, labels, config.teacher)
+    return Teacher(net, card, preprocess, order=order, device=device, dtype=dtype)
+
+
+def _order(theirs: Sequence[str] | None, ours: Sequence[str] | None, teacher: str) -> list[int] | None:
+    """Where the teacher has each of our classes; None where the order is ours, or names are not known."""
+    if theirs is None or ours is None or list(theirs) == list(ours):
+        return None
+    if sorted(theirs) == sorted(ours) and len(set(ours)) == len(ours):
+        say(["its classes are the data's in another order, and are put in the data's"], about=teacher)
+        return [list(theirs).index(name) for name in ours]
+    i = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
+    raise ConfigError(
+        f"the teacher {teacher} calls class {i} {theirs[i]!r}, the data {ours[i]!r}; "
+        "it must know the same classes. If they are, name them alike with data.classes."
+    )
+
+
+def _affine(student: PreprocessConfig, teacher: PreprocessConfig) -> tuple[list[float], list[float]]:
+    """Factor and summand, per channel, from the student's normalised values to the teacher's."""
+    count = teacher.channels
+    mean, std = (values * count if len(values) == 1 else values for values in (student.mean, student.std))
+    scale = [s / t for s, t in zip(std, teacher.std, strict=True)]
+    shift = [(m - t) / s for m, t, s in zip(mean, teacher.mean, teacher.std, strict=True)]
+    return scale, shift

@@ -1,0 +1,170 @@
+"""Learning without labels: guess what corrupted patches showed (the paper's appendix B.1.2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail import chance
+from vitrail.config import PreprocessConfig, pair
+from vitrail.config.train import MaskedPatchConfig
+from vitrail.errors import ConfigError, ModelError
+from vitrail.models import Net, ViT, init
+from vitrail.models.drop import check_keys, fresh_keys
+from vitrail.models.position import Grid
+from vitrail.objectives.base import Objective, Sums, exact, summed
+
+# b pictures, C channels, N patches in h rows and w columns, M of them corrupted, D width, p q sides of a
+# patch in pixels, S side of its miniature, Q colours
+
+LEVELS = 8
+"""Of brightness in a channel: 3 bits."""
+MINIATURE = 4
+MOST_CHANNELS = 4
+"""Beyond this a colour has too many classes."""
+
+WHICH = chance.stream("patches to corrupt")
+HOW = chance.stream("how a patch is corrupted")
+OTHER = chance.stream("another patch in its place")
+
+
+class MaskedPatch(Objective):
+    """round(share * N) patches of each picture, at least one, are corrupted; one linear layer guesses them.
+
+    Of these, each is replaced by a learned embedding with chance `masked`, by the embedding of
+    another patch of the same picture with chance `replaced`, and else left as it is: before
+    positions are added. The guess is made from the patch after the last block and the final norm.
+    The loss of a picture is the mean over its corrupted patches: of the cross-entropy of the colour
+    (8 levels a channel; 512 classes for RGB, 8 for grey), for the 4 x 4 miniature its mean over the
+    16 colours, for pixels the mean squared error of the normalised values. "correct" is the share of
+    colours guessed right.
+
+    The network's head takes no part and is taken off (a copy is made where there was one); an
+    attention pool keeps its first values. Labels are not looked at. A hybrid is refused: its
+    convolutions have shown each patch to its neighbours before it could be hidden.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, net: Net, config: MaskedPatchConfig, preprocess: PreprocessConfig, seed: int | None = None
+    ) -> None:
+        if not isinstance(net, ViT):
+            raise ConfigError("masked patches need a ViT: a BiT has none.")
+        _check(net, config)
+        super().__init__(_headless(net))
+        self.config, like = config, net.patch.weight
+        self.side = MINIATURE if config.target == "downsized" else 1
+        self.colours = LEVELS**net.config.channels
+        self.mask_token = nn.Parameter(like.new_empty(net.config.width))
+        pixels = net.config.channels * math.prod(pair(net.config.patch))
+        outputs = pixels if config.target == "pixels" else self.side**2 * self.colours
+        self.guess = nn.Linear(net.config.width, outputs, device=like.device, dtype=like.dtype)
+        for name in ("mean", "std"):
+            values = torch.tensor(getattr(preprocess, name), device=like.device)[:, None, None]
+            self.register_buffer(name, values, persistent=False)
+        self.initialize(seed)
+
+    @torch.no_grad()
+    def initialize(self, seed: int | None = None) -> None:
+        """The layer begins as zeros, like the paper's heads."""
+        init.normal_(self.mask_token, 0.02, init.generator_for(self.mask_token, seed))
+        nn.init.zeros_(self.guess.weight)
+        nn.init.zeros_(self.guess.bias)
+
+    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
+        net = self.net
+        assert isinstance(net, ViT)
+        keys = fresh_keys(images) if keys is None else keys
+        check_keys(keys, images)
+        chosen = self.chosen(keys, math.prod(net.config.grid_of((images.shape[2], images.shape[3]))))
+        drawn = net.keys_for(images, keys)
+        x, grid = net.embed(images, drawn, corrupt=lambda patches: self.corrupted(patches, chosen, keys))
+        x = net.encode(x, grid, keys=drawn)
+        said = exact(self.guess(net.norm(_taken(x[:, net.config.prefix :], chosen))))  # b M ...
+        if self.config.target == "pixels":
+            wanted = _taken(self.pixels(images), chosen)
+            return summed({"loss": (said - wanted).square().mean((1, 2))}, weights)
+        wanted = _taken(self.miniatures(images, grid), chosen)  # b M SS
+        said = said.unflatten(-1, (-1, self.colours))  # b M SS Q
+        loss = F.cross_entropy(said.flatten(0, 2), wanted.flatten(), reduction="none").view(wanted.shape)
+        correct = (said.argmax(-1) == wanted).to(torch.float32)
+        return summed({"loss": loss.mean((1, 2)), "correct": correct.mean((1, 2))}, weights)
+
+    def chosen(self, keys: Tensor, patches: int) -> Tensor:
+        """Which patches are corrupted, b M: all sets of M are equally likely."""
+        if patches < 2:
+            raise ModelError("masked patches need two patches or more, got 1; try larger images.")
+        count = max(round(self.config.share * patches), 1)
+        return chance.bits(keys, WHICH, patches).argsort(1)[:, :count]
+
+    def corrupted(self, patches: Tensor, chosen: Tensor, keys: Tensor) -> Tensor:
+        """Embeddings b N D -> the same, the chosen ones corrupted."""
+        count = patches.shape[1]
+        how = (chance.bits(keys, HOW, chosen.shape[1]) & 0xFFFFFF).to(torch.float32) * 2**-24  # b M in [0, 1)
+        other = (chosen + 1 + chance.bits(keys, OTHER, chosen.shape[1]) % (count - 1)) % count  # anyone but itself
+        masked, kept = how < self.config.masked, how >= self.config.masked + self.config.replaced
+        source = torch.where(masked | kept, chosen, other)
+        new = torch.where(masked[..., None], self.mask_token.to(patches.dtype), _taken(patches, source))
+        return patches.scatter(1, chosen[..., None].expand_as(new), new)
+
+    @torch.no_grad()
+    def miniatures(self, images: Tensor, grid: Grid) -> Tensor:
+        """b C H W -> the colours of each patch's miniature, row by row, b N SS: numbers from 0 to Q - 1."""
+        shown = self._covered(images) * self.std + self.mean  # from 0 to 1
+        side = self.side
+        small = F.adaptive_avg_pool2d(shown, (grid[0] * side, grid[1] * side))
+        levels = (small * LEVELS).floor().clamp(0, LEVELS - 1).long()  # b C hS wS
+        colours = levels[:, 0]
+        for channel in range(1, levels.shape[1]):
+            colours = colours * LEVELS + levels[:, channel]
+        colours = colours.unflatten(2, (-1, side)).unflatten(1, (-1, side))  # b h S w S
+        return colours.transpose(2, 3).flatten(3).flatten(1, 2)
+
+    @torch.no_grad()
+    def pixels(self, images: Tensor) -> Tensor:
+        """b C H W -> b N Cpq, in the order of the patch projection."""
+        height, width = pair(self.net.config.patch)  # type: ignore[union-attr]
+        x = self._covered(images).unflatten(3, (-1, width)).unflatten(2, (-1, height))  # b C h p w q
+        return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+    def depth_of(self, name: str) -> int:
+        if name.startswith("net."):
+            return super().depth_of(name)
+        return 0 if name == "mask_token" else self.net.depth_of("norm.weight")
+
+    def _covered(self, images: Tensor) -> Tensor:
+        assert isinstance(self.net, ViT)
+        return self.net.covered(images)
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """b N ..., b M -> b M ..."""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+
+
+def _headless(net: ViT) -> ViT:
+    """Without what takes no part, since a parameter without a gradient would keep others waiting for it."""
+    if net.config.classes or net.config.pre_logits:
+        net = net.with_classes(0)
+    if net.pool is not None:
+        net.pool.requires_grad_(False)
+    return net
+
+
+def _check(net: ViT, config: MaskedPatchConfig) -> None:
+    if net.config.stem is not None:
+        raise ConfigError("masked patches need a plain ViT: a hybrid's stem shows each patch to its neighbours first.")
+    if config.target != "pixels" and net.config.channels > MOST_CHANNELS:
+        raise ConfigError(
+            f"{net.config.channels} channels of 3 bits make too many colours; try masked_patch.target=pixels."
+        )
+    if config.target == "downsized" and min(pair(net.config.patch)) < MINIATURE:
+        raise ConfigError(
+            f"a {MINIATURE} x {MINIATURE} miniature needs patches at least as large, got {net.config.patch}; "
+            "try masked_patch.target=mean-colour."
+        )

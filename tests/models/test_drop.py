@@ -1,0 +1,179 @@
+"""Dropout and stochastic depth: drawn for a sample, whatever surrounds it, from keys that anyone can recompute."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from compare import randomized
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from vitrail import chance
+from vitrail.config import BiTConfig, ViTConfig
+from vitrail.errors import ModelError
+from vitrail.models import Net, build, drop
+
+SMALL = {"image": 16, "patch": 4, "width": 16, "depth": 3, "heads": 2, "mlp": 24, "classes": 5}
+RATES = {"dropout": 0.2, "path_dropout": 0.5}
+
+
+def keys_for(count: int, step: int = 0) -> Tensor:
+    return chance.as_tensor(chance.keys_of(7, step, np.arange(count)))
+
+
+def training(**options: object) -> Net:
+    return randomized(build(ViTConfig(**SMALL | RATES | options))).double().train()  # type: ignore[arg-type]
+
+
+def pictures(count: int) -> Tensor:
+    return torch.randn(count, 3, 16, 16, dtype=torch.float64)
+
+
+@settings(max_examples=15)
+@given(st.permutations(range(6)), st.integers(1, 5))
+def test_a_samples_draws_do_not_depend_on_its_batch(order: list[int], first: int) -> None:
+    net, images, keys = training(), pictures(6), keys_for(6)
+    whole = net(images, keys)
+    parts = torch.cat(
+        [net(images[order[:first]], keys[order[:first]]), net(images[order[first:]], keys[order[first:]])]
+    )
+    torch.testing.assert_close(parts, whole[order], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"path_dropout": 0.0}, {"dropout": 0.0}, {}])
+def test_other_keys_give_other_draws_and_the_same_keys_the_same(options: dict[str, float]) -> None:
+    net, images = training(**options), pictures(4)
+    one = net(images, keys_for(4))
+    assert torch.equal(net(images, keys_for(4)), one)
+    assert (net(images, keys_for(4, step=1)) != one).any(1).all()
+    out = net.features(images, want=("logits", "tokens"), keys=keys_for(4))
+    torch.testing.assert_close(out.logits, one)
+
+
+def test_layers_and_places_draw_for_themselves() -> None:
+    x, keys = torch.ones(8, 5, 16), keys_for(8)
+    streams = (drop.EMBED, drop.OUT, drop.HIDDEN, drop.DOWN)
+    masks = [drop.dropout(x, 0.5, chance.with_layer(keys, layer), s) > 0 for layer in range(3) for s in streams]
+    for i, a in enumerate(masks):
+        for b in masks[:i]:
+            assert 0.35 < float((a == b).float().mean()) < 0.65
+
+
+def dropped_by_hand(x: np.ndarray, rate: float, keys: np.ndarray, stream: int) -> np.ndarray:
+    """The same, one element after the other, in Python's integers."""
+    flat = x.reshape(len(x), -1)
+    out, count, level = np.zeros_like(flat), flat.shape[1], round(rate * 65536)
+    quarter = math.ceil(count / 4)
+    bits = chance.bits_np(keys, stream, quarter)
+    for b in range(len(x)):
+        for j in range(count):
+            part, place = divmod(j, quarter)
+            if (int(bits[b, place]) >> (16 * part)) % 65536 >= level:
+                out[b, j] = flat[b, j] / (1 - level / 65536)
+    return out.reshape(x.shape)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 7), st.sampled_from([0.1, 0.5, 0.9, 0.99999]))
+def test_dropout_is_what_its_docstring_says(batch: int, tokens: int, width: int, rate: float) -> None:
+    x = np.random.default_rng(batch).normal(size=(batch, tokens, width))
+    keys = chance.keys_of(1, 2, np.arange(batch))
+    got = drop.dropout(torch.from_numpy(x), rate, chance.as_tensor(keys), drop.OUT)
+    np.testing.assert_allclose(got.numpy(), dropped_by_hand(x, rate, keys, drop.OUT), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rates_are_met_and_means_kept(rate: float, dtype: torch.dtype) -> None:
+    x, keys = torch.full((64, 50, 64), 1.25, dtype=dtype), keys_for(64)
+    out = drop.dropout(x, rate, keys, drop.EMBED)
+    share = float((out == 0).double().mean())
+    assert share == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / x.numel()))
+    assert float(out.double().mean()) == pytest.approx(1.25, rel=0.01)
+    many = torch.ones(20_000, 1, 2, dtype=dtype)
+    skipped = drop.skip(many, rate, keys_for(20_000), drop.SKIP_MLP)
+    assert torch.equal(skipped[:, :, 0], skipped[:, :, 1])
+    assert float((skipped == 0).double().mean()) == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / 20_000))
+
+
+def test_neighbours_are_not_alike() -> None:
+    u = drop.draws(torch.zeros(32, 10_000), keys_for(32), drop.OUT).double() / drop.LEVELS - 0.5
+    noise = 5 / math.sqrt(u.numel()) / 12
+    assert float(u.var()) == pytest.approx(1 / 12, rel=0.01)
+    for lag in (1, 2, 4, 2500, 5000):
+        assert abs(float((u[:, lag:] * u[:, :-lag]).mean())) < noise
+    assert abs(float((u[1:] * u[:-1]).mean())) < noise
+
+
+def test_without_keys_torchs_own_seed_decides() -> None:
+    net, images = training(), pictures(3)
+    torch.manual_seed(1)
+    one, two = net(images), net(images)
+    assert not torch.equal(one, two)
+    torch.manual_seed(1)
+    assert torch.equal(net(images), one)
+
+
+def test_nothing_is_drawn_in_evaluation_or_at_rate_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fresh_keys", "draws"):
+        monkeypatch.setattr(drop, name, lambda *_: pytest.fail("drawn"))
+    images = pictures(2)
+    net = training(dropout=0.0, path_dropout=0.0)
+    state = torch.get_rng_state()
+    assert torch.equal(net(images), net.eval()(images))
+    training().eval()(images, keys_for(2))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_gradient_checkpointing_draws_the_same_again() -> None:
+    images, keys = pictures(3), keys_for(3)
+    found = []
+    for on in (False, True):
+        net = training()
+        net.gradient_checkpointing = on
+        net(images, keys).square().sum().backward()
+        found.append([p.grad for p in net.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_compiled_network_drops_the_same_and_is_not_compiled_again_each_step(checkpointing: bool) -> None:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    net, images = training(), pictures(3)
+    net.gradient_checkpointing = checkpointing
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        wanted, got = net(images, keys_for(3, step)), compiled(images, keys_for(3, step))
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+        got.sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_inductor_drops_the_same() -> None:
+    torch.compiler.reset()
+    net, images = training(), pictures(3)
+    compiled = torch.compile(net, fullgraph=True)
+    for step in range(20):  # what inductor writes past the end of, if it does, shows after a while
+        got = compiled(images, keys_for(3, step))
+        torch.testing.assert_close(got, net(images, keys_for(3, step)), rtol=1e-10, atol=1e-10)
+        got.sum().backward()
+        compiled(images)
+
+
+def test_a_bit_takes_keys_and_draws_nothing() -> None:
+    net = randomized(build(BiTConfig(layers=(1,), width=0.5, classes=5, image=32))).train()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(net(images, keys_for(2)), net(images))
+    assert net.features(images, want="pooled", keys=keys_for(2)).pooled is not None
+
+
+@pytest.mark.parametrize("keys", [torch.zeros(2, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 1).long()])
+def test_wrong_keys_get_one_clear_sentence(keys: Tensor) -> None:
+    with pytest.raises(ModelError, match="one int64 key for each of 3 images"):
+        training()(pictures(3), keys)
