@@ -13,9 +13,8 @@ PYTEST := $(RUN) -m pytest -n $(WORKERS) --maxprocesses=4 --dist=worksteal
 help: ## say this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed ## show what vitrail does
-	$(VENV)/bin/vitrail models 'ViT-*'
-	$(RUN) examples/demo.py
+demo: $(VENV)/.installed ## train a ViT on handwritten digits, with and without positions, and report
+	$(VENV)/bin/vitrail train
 
 test: lint ## lint, types and every test that is not slow
 	$(PYTEST)

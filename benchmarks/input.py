@@ -1,12 +1,13 @@
 """Pictures per second from JPEG files to normalised 224 px training batches: vitrail beside timm and torchvision.
 
-    python benchmarks/input.py [--against timm,torchvision] [--small 2000] [--large 48] [--data SHARDS] [--cores 2]
+    python benchmarks/input.py [--against timm,torchvision] [--small 4096] [--large 48] [--data SHARDS] [--cores 2]
 
 Everybody has the same files, the same cores and the same augmentation: a random resized crop
 (0.08 to 1 of the area, bilinear), a mirror image half of the time, and normalising. An epoch is
 timed from asking for its first batch to having its last one, workers' start included, after one
-that is not counted. The loaders take turns, and medians are printed. Processor time is that of all
-processes together; it says what wall time would be on cores that nobody else uses.
+that is not counted. The loaders take turns, and medians are printed; those of ratios are of ratios
+within a round. A core-second is one of processor time, over all processes: it says what the wall
+clock would on cores that nobody else uses.
 
 Small pictures have a short side of 256: those in the tar shards of a folder given with --data
 (ImageNet's, say), else parts of photographs that come with scikit-learn and scikit-image. Large
@@ -51,13 +52,10 @@ def photographs() -> list[Image.Image]:
 def small_pictures(count: int, shards: str | None) -> Iterable[bytes]:
     """JPEG files with a short side of about 256."""
     if shards is not None:
-        members = (
-            (tar, member)
-            for path in sorted(Path(shards).glob("*.tar"))
-            for tar in [tarfile.open(path)]
-            for member in tar
-        )
-        files = [tar.extractfile(m).read() for tar, m in members if m.name.endswith(".jpg")]  # type: ignore[union-attr]
+        files = []
+        for path in sorted(Path(shards).glob("*.tar")):
+            with tarfile.open(path) as tar:
+                files += [tar.extractfile(m).read() for m in tar if m.name.endswith(".jpg")]  # type: ignore[union-attr]
         yield from (files[i % len(files)] for i in range(count))
         return
     random, pictures = np.random.default_rng(0), photographs()
@@ -176,21 +174,22 @@ def timed(epoch: Epoch) -> tuple[float, float]:
 def compare(title: str, epochs: dict[str, Epoch], rounds: int, cores: int) -> None:
     for epoch in epochs.values():
         timed(epoch)
-    rates: dict[str, list[tuple[float, float]]] = {who: [] for who in epochs}
-    for _ in range(rounds):
-        for who, epoch in epochs.items():
-            rates[who].append(timed(epoch))
-    wall, busy = ({who: statistics.median(r[i] for r in found) for who, found in rates.items()} for i in (0, 1))
-    peers = [who for who in epochs if not who.startswith("vitrail")]
-    best = [max((speed[who] for who in peers), default=float("nan")) for speed in (wall, busy)]
-    print(f"{title}; median of {rounds} epochs; {cores} cores, torch {torch.__version__}")
+    found = [{who: timed(epoch) for who, epoch in epochs.items()} for _ in range(rounds)]
+    peers = [who for who in epochs if not who.startswith("vitrail")] or list(epochs)
+    print(f"{title}; medians of {rounds} epochs; {cores} cores, torch {torch.__version__}")
     print(f"  {'':42s} {'img/s':>8s} {'of best':>8s} {'spread':>7s} {'img per core-second':>20s} {'of best':>8s}")
-    for who in sorted(epochs, key=lambda w: -wall[w]):
-        spread = (max(r[0] for r in rates[who]) - min(r[0] for r in rates[who])) / wall[who]
-        print(
-            f"  {who:42s} {wall[who]:8.1f} {wall[who] / best[0]:8.2f} {100 * spread:6.0f}% "
-            f"{busy[who]:20.1f} {busy[who] / best[1]:8.2f}"
-        )
+    rows = []
+    for who in epochs:
+        wall, busy = ([turn[who][i] for turn in found] for i in (0, 1))
+        of_best = [  # within each round: what else the machine did then, it did to all
+            statistics.median(turn[who][i] / max(turn[peer][i] for peer in peers) for turn in found) for i in (0, 1)
+        ]
+        middle, core = statistics.median(wall), statistics.median(busy)
+        spread = 100 * (max(wall) - min(wall)) / middle
+        row = f"{who:42s} {middle:8.1f} {of_best[0]:8.2f} {spread:6.0f}% {core:20.1f} {of_best[1]:8.2f}"
+        rows.append((middle, row))
+    for _, row in sorted(rows, reverse=True):
+        print(f"  {row}")
 
 
 def declare() -> torch.library.Library | None:
@@ -210,7 +209,7 @@ def declare() -> torch.library.Library | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", default="timm,torchvision")
-    parser.add_argument("--small", type=int, default=2048, help="pictures of 256 px; 0 for none")
+    parser.add_argument("--small", type=int, default=4096, help="pictures of 256 px; 0 for none")
     parser.add_argument("--large", type=int, default=48, help="pictures of 12 megapixels; 0 for none")
     parser.add_argument("--data", help="a folder of tar shards with JPEGs to take as the small pictures")
     parser.add_argument("--rounds", type=int, default=5)

@@ -17,7 +17,7 @@ from vitrail.models.variants import config_for
 from vitrail.weights import checkpoint, hub
 from vitrail.weights.card import Card, usual_preprocess
 
-PAGES = ["README.md", "docs/models.md", "docs/checkpoints.md", "docs/data.md"]
+PAGES = ["README.md", "docs/models.md", "docs/checkpoints.md", "docs/data.md", "docs/training.md"]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_run(page: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

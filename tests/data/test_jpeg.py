@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pictures import encoded
 from PIL import Image
@@ -266,3 +266,109 @@ def test_a_smaller_picture_stands_upright_too() -> None:
     assert found is not None
     assert plain is not None
     assert np.array_equal(found.pixels(2), np.rot90(plain.pixels(2), -1))
+
+
+# No further than needed
+
+
+def noisy(height: int, width: int, mode: str = "RGB") -> Image.Image:
+    random = np.random.default_rng(height * width)
+    small = random.integers(0, 256, (height // 3 + 1, width // 3 + 1, 3), np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
+
+
+@settings(max_examples=60)
+@given(
+    size=st.tuples(st.integers(64, 150), st.integers(64, 150)),
+    corners=st.tuples(*[st.floats(0, 1)] * 4),
+    scale=st.sampled_from([1, 2, 4, 8]),
+    mode=st.sampled_from(["L", "RGB"]),
+    subsampling=st.sampled_from([0, 1, 2]),
+    orientation=st.integers(1, 8),
+    progressive=st.booleans(),
+)
+def test_a_part_is_that_part_of_the_whole(
+    size: tuple[int, int],
+    corners: tuple[float, ...],
+    scale: int,
+    mode: str,
+    subsampling: int,
+    orientation: int,
+    progressive: bool,
+) -> None:
+    image = noisy(*size, mode)
+    found = open_jpeg(oriented(image, orientation, subsampling=subsampling, progressive=progressive))
+    assert found is not None
+    height, width = found.size
+    (top, bottom), (left, right) = (
+        sorted((int(a * side), int(b * side))) for (a, b), side in ((corners[:2], height), (corners[2:], width))
+    )
+    top, left, bottom, right = (v // scale * scale for v in (top, left, bottom, right))
+    box = (top, left, bottom - top, right - left)
+    part = found.part(box, scale)
+    # Counted from the other end, the sides are no multiples of the scale: only the stored picture's grid is exact.
+    stored = jpeg.unturned(box, found.header, found.turn)
+    rows, columns = (
+        slice(round(first / scale), round((first + length) / scale))
+        for first, length in ((stored[0], stored[2]), (stored[1], stored[3]))
+    )
+    whole = jpeg.pixels(found.header, scale)
+    assert whole is not None
+    assert np.array_equal(part, jpeg.turned(whole[rows, columns], found.turn))
+    if scale == 1:
+        assert np.array_equal(part, found.pixels()[top:bottom, left:right])
+    with pillow_alone():
+        assert np.array_equal(found.part(box, scale), part)
+
+
+def test_unpacking_stops_below_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = open_jpeg(encoded(noisy(400, 300), "JPEG"))
+    assert found is not None
+    assert jpeg.trusted()
+    heights = []
+    genuine = simplejpeg.decode_jpeg
+
+    def watched(data: Any, *args: Any, **options: Any) -> Any:
+        heights.append(simplejpeg.decode_jpeg_header(bytes(data))[0])
+        return genuine(data, *args, **options)
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", watched)
+    found.part((100, 50, 100, 100))
+    found.part((0, 0, 400, 300))
+    found.part((0, 0, 100, 300), 2)
+    assert heights == [224, 400, 128]
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"restart_marker_rows": 1}, {"restart_marker_blocks": 3}])
+def test_where_the_end_of_the_data_is_not_to_be_seen_all_is_unpacked(options: dict[str, Any]) -> None:
+    found = open_jpeg(encoded(noisy(200, 200), "JPEG", **options))
+    assert found is not None
+    assert found.header.stops == 0
+    assert np.array_equal(found.part((0, 0, 20, 20)), found.pixels()[:20, :20])
+
+
+@pytest.mark.parametrize("scale", [1, 4])
+def test_a_cut_off_file_is_refused_whatever_part_is_wanted(scale: int) -> None:
+    whole = encoded(noisy(300, 300), "JPEG")
+    for left in range(len(whole) // 3, len(whole) - 2, 501):
+        found = open_jpeg(whole[:left])
+        assert found is not None
+        with pytest.raises(ImageError, match="truncated"):
+            found.part((0, 0, 40, 40), scale)
+
+
+def test_damage_above_is_judged_as_pillow_alone_judges_it() -> None:
+    whole = bytearray(encoded(noisy(300, 200), "JPEG"))
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        data = whole.copy()
+        data[int(random.integers(700, len(whole) // 3))] = int(random.integers(256))
+        found = open_jpeg(bytes(data))
+        assert found is not None
+        with pillow_alone():
+            wanted = attempt(bytes(data))
+        if isinstance(wanted, str):
+            with pytest.raises(ImageError):
+                found.part((150, 0, 20, 40))
+        else:
+            assert np.array_equal(found.part((150, 0, 20, 40)), wanted[150:170, :40])

@@ -131,6 +131,14 @@ def test_a_loader_counts_and_ends(photos: list[Path]) -> None:
     loader.close()
 
 
+@pytest.mark.parametrize("config", [FILES, FILES.but(workers=2), DataConfig(workers=0, resident=True)])
+def test_a_closed_loader_has_no_more_batches(photos: list[Path], config: DataConfig) -> None:
+    with train(Pictures(photos), config) as loader:
+        next(loader)
+    assert list(loader) == []
+    assert len(loader) == 0
+
+
 def test_batches_that_are_kept_stay_what_they_were(photos: list[Path]) -> None:
     loader = train(Pictures(photos), FILES.but(workers=2), steps=20)
     kept = collect(loader)

@@ -80,7 +80,7 @@ def test_everything_under_the_patches_of_a_hybrid_is_the_stem() -> None:
 
 def test_a_name_nobody_has_is_refused() -> None:
     for kind in ("plain", "bit"):
-        with pytest.raises(ModelError, match="no parameter is called 'haed.weight'; did you mean 'head.weight'"):
+        with pytest.raises(ModelError, match=r"no parameter is called 'haed.weight'; did you mean 'head.weight'"):
             build(KINDS[kind]).depth_of("haed.weight")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from vitrail.recipes import finetune as tuning
 from vitrail.report import write_report
 from vitrail.runtime import pick_device, say
 from vitrail.train.loop import Result, fit
-from vitrail.train.run import RunFolder, free_folder, latest_folder
+from vitrail.train.run import RunFolder, free_folder, latest_folder, read_config
 from vitrail.weights.opening import open_checkpoint
 
 RUNS = Path("runs")
@@ -44,6 +44,10 @@ class Run:
     """What ended it early: a signal's name, or "patience"."""
     compared: tuple[Run, ...] = field(default=())
     """The runs of `config.compare`, in its order."""
+    baselines: Mapping[str, Scores] = field(default_factory=dict)
+    """What simple methods score on the same pictures, by name: for small data, 3-nearest neighbours."""
+    saved: int | None = None
+    """The step from which a run that a signal stopped goes on."""
 
     @cached_property
     def model(self) -> Model:
@@ -140,27 +144,33 @@ def run(
 ) -> Run:
     """A run and those it is compared with, then the report."""
     result = fit(config, folder, resume=resume)
+    config = result.setup.config  # every blank filled in, and so the same for all
     if result.stopped not in (None, "patience"):
-        return Run(folder.path, result.setup.config, None, result.stopped)
+        return Run(folder.path, config, result.scores, result.stopped, saved=result.saved)
     others = []
     for change in config.compare:
         aside = RunFolder(folder.path / "compare" / _slug(change))
         other = fit(override(config.but(compare=()), [change]), aside, resume=aside.started)
         others.append(Run(aside.path, other.setup.config, other.scores, other.stopped))
         if other.stopped not in (None, "patience"):
-            return Run(folder.path, result.setup.config, result.scores, other.stopped, tuple(others))
-    done = Run(folder.path, result.setup.config, result.scores, result.stopped, tuple(others))
+            return Run(folder.path, config, result.scores, other.stopped, tuple(others), saved=other.saved)
+    baselines = _baselines(result) if result.first else {}
+    done = Run(folder.path, config, result.scores, result.stopped, tuple(others), baselines)
     if report and result.first:
         _report(done, result, command)
     return done
 
 
+def _baselines(result: Result) -> dict[str, Scores]:
+    splits = result.setup.splits
+    if result.scores is None or not comparable(splits.train, splits.validation):
+        return {}
+    return {"3-nearest neighbours": neighbours_baseline(splits.train, splits.validation)}
+
+
 def _report(done: Run, result: Result, command: str | None) -> None:
     """A page about the run. A page that cannot be made is no reason to lose the run."""
     splits = result.setup.splits
-    baselines = {}
-    if result.scores is not None and comparable(splits.train, splits.validation):
-        baselines["3-nearest neighbours on pixels"] = neighbours_baseline(splits.train, splits.validation)
     try:
         write_report(
             done.path,
@@ -170,7 +180,7 @@ def _report(done: Run, result: Result, command: str | None) -> None:
             scores=result.scores,
             source=splits.validation,
             measured_on=splits.measured_on,
-            baselines=baselines,
+            baselines=done.baselines,
             comparisons=[other.path for other in done.compared],
             command=command,
         )
@@ -184,7 +194,7 @@ def _chosen(recipe: str | Path | TrainConfig, data: str | None, model: str | Non
     elif str(recipe) in RECIPES:
         config = RECIPES[str(recipe)]()
     elif str(recipe).endswith(".json"):
-        config = RunFolder(Path(recipe).parent).read_config()
+        config = read_config(Path(recipe).expanduser())
     else:
         raise NotFound(f"no recipe is called {str(recipe)!r}{nearest(str(recipe), RECIPES)}")
     if data is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,8 +85,9 @@ def tell(done: Run, as_json: bool) -> None:
     elif done.scores is not None or done.finished:
         show(_results(done))
     if done.stopped in SIGNALS or done.stopped == "another process":
-        again = f"vitrail train --resume --out {done.path}"
-        err.print(Text(f"stopped by {done.stopped} and saved; go on with: {again}"), soft_wrap=True)
+        saved = f"saved at step {done.saved}; " if done.saved is not None else ""
+        again = f"go on with: vitrail train --resume --out {shlex.quote(str(done.path))}"
+        err.print(Text(f"stopped by {done.stopped}; {saved}{again}"), soft_wrap=True)
         raise typer.Exit(SIGNALS.get(done.stopped, 1))
 
 
@@ -105,8 +107,6 @@ def summary(done: Run) -> dict[str, object]:
 
 def spelled() -> str:
     """The command as it was given."""
-    import shlex
-
     return shlex.join(["vitrail", *sys.argv[1:]])
 
 
@@ -123,9 +123,10 @@ def _results(done: Run) -> Table:
         s = done.scores
         interval = f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} pictures"
         table.add_row("accuracy", f"{100 * s.top1:.2f} %", Text(interval, style="dim"))
-    for other in done.compared:
-        if other.scores is not None:
-            table.add_row(f"  {other.path.name}", f"{100 * other.scores.top1:.2f} %", "")
+    beside = {name: scores for name, scores in done.baselines.items()}
+    beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.compared if o.scores is not None}
+    for name, scores in beside.items():
+        table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
     table.add_row("model", str(done.path / "model"), Text(f"vitrail predict --model {done.path} PICTURE", style="dim"))
     if done.report.exists():
         table.add_row("report", str(done.report), "")

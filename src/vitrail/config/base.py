@@ -55,13 +55,17 @@ class Config:
 
 
 def override(config: Config, assignments: Iterable[str]) -> Any:
-    """Apply `key=value` strings by dotted path: `override(cfg, ["heads=4", "stem.width=0.5"])`."""
+    """Apply `key=value` strings by dotted path: `override(cfg, ["heads=4", "stem.width=0.5"])`.
+
+    All at once: settings that need each other may come in any order.
+    """
+    changes: list[tuple[list[str], Any, str]] = []
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"got {assignment!r}, wanted key=value, such as heads=4.")
-        config = _set(config, path.strip().split("."), parse_value(text.strip()), path.strip())
-    return config
+        changes.append((path.strip().split("."), parse_value(text.strip()), path.strip()))
+    return _changed(config, changes)
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -73,17 +77,23 @@ hints: Callable[[type], dict[str, Any]] = cache(_hints)
 """Field name -> resolved type."""
 
 
-def _set(config: Config, path: list[str], value: Any, whole: str) -> Config:
-    name, rest = path[0], path[1:]
+def _changed(config: Config, changes: Iterable[tuple[list[str], Any, str]]) -> Config:
+    """With other values at these paths; a path comes with how it was written."""
     known = hints(type(config))
-    if name not in known:
-        raise ConfigError(f"no setting {whole!r}: {type(config).__name__} has no {name!r}{nearest(name, known)}")
-    if rest:
-        inner = getattr(config, name)
-        if not isinstance(inner, Config):
-            raise ConfigError(f"no setting {whole!r}: {name!r} is {inner!r}, which has no parts.")
-        value = _set(inner, rest, value, whole)
-    return dataclasses.replace(config, **{name: value})
+    values: dict[str, Any] = {}
+    inner: dict[str, list[tuple[list[str], Any, str]]] = {}
+    for (name, *rest), value, whole in changes:
+        if name not in known:
+            raise ConfigError(f"no setting {whole!r}: {type(config).__name__} has no {name!r}{nearest(name, known)}")
+        part = getattr(config, name)
+        if not rest:
+            values[name] = value
+        elif isinstance(part, Config):
+            inner.setdefault(name, []).append((rest, value, whole))
+        else:
+            raise ConfigError(f"no setting {whole!r}: {name!r} is {part!r}, which has no parts.")
+    values |= {name: _changed(getattr(config, name), parts) for name, parts in inner.items()}
+    return dataclasses.replace(config, **values)
 
 
 def parse_value(text: str) -> Any:

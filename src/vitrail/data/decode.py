@@ -34,7 +34,7 @@ from PIL import Image, ImageCms, ImageFile, UnidentifiedImageError
 from torch import Tensor
 
 from vitrail.data import jpeg
-from vitrail.data.jpeg import ORIENTATION, SIDEWAYS, UPRIGHT, Pixels, turned
+from vitrail.data.jpeg import ORIENTATION, SIDEWAYS, UPRIGHT, Box, Pixels, turned, unturned
 from vitrail.errors import ImageError, NotFound
 
 Picture = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
@@ -134,14 +134,28 @@ class Jpeg:
     def pixels(self, scale: int = 1) -> Pixels:
         """Upright, 1 or 3 channels, perhaps not contiguous; at a scale of 2, 4 or 8 the sides are
         divided by it and rounded up."""
-        found = jpeg.pixels(self.header, scale)
+        return turned(self._decoded(scale, None), self.turn)
+
+    def part(self, box: Box, scale: int = 1) -> Pixels:
+        """What `pixels` has in a box (counted at full size; to the nearest pixel), with as little decoded as can be."""
+        top, left, height, width = unturned(box, self.header, self.turn)
+        found = self._decoded(scale, top + height)
+        rows, columns = (
+            slice(round(first / scale), round((first + length) / scale))
+            for first, length in ((top, height), (left, width))
+        )
+        return turned(found[rows, columns], self.turn)
+
+    def _decoded(self, scale: int, rows: int | None) -> Pixels:
+        """As stored; below `rows` some may be missing."""
+        found = jpeg.pixels(self.header, scale, rows)
         if found is None:
             image = _identify(io.BytesIO(self.header.data), self.name)
             with _reading(self.name):
                 if scale > 1:
                     image.draft(image.mode, (self.header.width // scale, self.header.height // scale))
                 found = np.array(image)
-        return turned(np.atleast_3d(found), self.turn)
+        return np.atleast_3d(found)
 
 
 class _Quiet:
@@ -214,22 +228,22 @@ def _stream(picture: str | Path | bytes) -> IO[bytes]:
     """The open file, or an error that says what is there instead."""
     if isinstance(picture, bytes):
         return io.BytesIO(picture)
-    path = Path(picture)
-    if re.match(r"[a-z][a-z0-9+]+:/", str(path)):
+    path = os.fspath(picture)
+    if ":/" in path and re.match(r"[a-z][a-z0-9+]+:/", path):
         raise NotFound(f"{picture} is an address, wanted a file; download it first.")
     try:
-        kind = path.stat().st_mode
+        kind = os.stat(path).st_mode
         if stat.S_ISDIR(kind):
             raise ImageError(f"{path} is a folder, wanted a picture; try one of the files in it.")
         if not stat.S_ISREG(kind):  # opening a pipe would wait for ever
             raise ImageError(f"{path} is not a regular file; read it yourself and pass the bytes.")
-        return path.open("rb")
+        return Path(path).open("rb")
     except (FileNotFoundError, NotADirectoryError):
         raise NotFound(f"no file {path} (looked from {Path.cwd()}).") from None
     except ImageError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise ImageError(f"cannot open {str(path)!r}: {_reason(error)}.") from error
+        raise ImageError(f"cannot open {path!r}: {_reason(error)}.") from error
 
 
 def _identify(stream: IO[bytes], name: str) -> Image.Image:

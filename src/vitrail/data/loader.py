@@ -30,9 +30,9 @@ from vitrail.data import jpeg, resident
 from vitrail.data.batch import Batch
 from vitrail.data.order import Indices, Order
 from vitrail.data.sources.base import Source
-from vitrail.data.staging import Labels, Staged, keep_memory, road_to
+from vitrail.data.staging import Labels, Staged, road_to
 from vitrail.data.view import Cropped, Evaluated, Native, Reading, View
-from vitrail.data.workers import Pool, Work, make_pool
+from vitrail.data.workers import Pool, Work, keep_memory, make_pool
 from vitrail.errors import ConfigError, DataError
 from vitrail.runtime import say
 
@@ -119,7 +119,8 @@ class Loader(ABC, Iterator[Batch]):
         return None
 
     def close(self) -> None:
-        """End the workers, if there are any. May be called twice."""
+        """End the workers, if there are any; no batches come after that. May be called twice."""
+        self.last = self.step
 
     def __enter__(self) -> Self:
         return self
@@ -218,6 +219,7 @@ class Flow(Loader):
             del taken
 
     def close(self) -> None:
+        super().close()
         self.staged.clear()
         self.road.close()
         self.pool.close()

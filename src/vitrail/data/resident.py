@@ -90,23 +90,24 @@ def _view(
     if augment.crop != "resized":
         return Evaluated(preprocess)
     pixels, wanted = source.pixels, pair(preprocess.image)
-    size = pixels.shape[1:3] if pixels is not None else common_size(source)
-    if size is not None and size[0] * size[1] <= LARGER * wanted[0] * wanted[1]:
+    most = LARGER * wanted[0] * wanted[1]
+    size = pixels.shape[1:3] if pixels is not None else common_size(source, most)
+    if size is not None and size[0] * size[1] <= most:
         quick = device.type != "cpu" or max(*size, *wanted) <= ON_CPU
         if quick or asked:
             return Native((*size, preprocess.channels))
     return Evaluated(preprocess) if asked else None
 
 
-def common_size(source: Source) -> tuple[int, int] | None:
-    """Height and width of a few of the pictures, if they are all alike."""
+def common_size(source: Source, most: int) -> tuple[int, int] | None:
+    """Height and width of a few of the pictures, if they are all alike and have at most so many pixels."""
     size = None
     for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int).tolist():
         with noting({}, 0):
             picture = source[index].picture
             jpeg = open_jpeg(picture)
             found = jpeg.size if jpeg is not None else decode(picture).shape[:2]
-            if size is not None and found != size:
+            if found != (size or found) or found[0] * found[1] > most:
                 return None
             size = found
     return size

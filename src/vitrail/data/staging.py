@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import sys
 from collections import deque
 from dataclasses import dataclass
 
@@ -19,9 +16,6 @@ from vitrail.data.sources.base import Targets
 from vitrail.data.workers import Pool, Taken
 
 # b pictures of a batch, C channels, H W pixels, K classes
-
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # as malloc.h numbers them
-KEPT = 1 << 30
 
 
 class Labels:
@@ -116,20 +110,6 @@ class CudaRoad(Road):
         if self.pinned is not None:
             torch.cuda.cudart().cudaHostUnregister(self.pinned)
             self.pinned = None
-
-
-def keep_memory() -> None:
-    """Ask the C library to keep what is freed, for training on a CPU.
-
-    It would else give large blocks back to the system at once, and have every page of the next ones
-    made anew: 128 pictures of 224 px as float32 are 19,000 pages, a step's activations as many again.
-    Measured: 81 instead of 279 us to fill such a picture; 12 % of the lecture model's training step.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library, which has ways of its own
-            library = ctypes.CDLL("libc.so.6")
-            library.mallopt(MMAP_THRESHOLD, KEPT)
-            library.mallopt(TRIM_THRESHOLD, KEPT)
 
 
 def road_to(device: torch.device, pool: Pool) -> Road:

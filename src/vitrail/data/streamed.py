@@ -109,6 +109,7 @@ class Streamed(Loader):
         return self._state
 
     def close(self) -> None:
+        super().close()
         self.ahead.close()
         self.road.close()
         self.pool.close()

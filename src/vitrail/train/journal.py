@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -38,7 +40,10 @@ class Journal:
 
     def __init__(self, run: RunFolder, trainer: Trainer) -> None:
         self.run, self.trainer, self.config, self.ranks = run, trainer, trainer.config, trainer.ranks
-        self.progress = Progress(ran_on=here(trainer.device, self.ranks.world))
+        card = trainer.setup.card
+        self.progress = Progress(
+            ran_on=here(trainer.device, self.ranks.world), began={"family": card.family, "origin": card.origin}
+        )
         self.checkpoints = Checkpoints(run.checkpoints, trainer.ranks)
         self.meter = Meter(trainer.device)
         self.stack = ExitStack()
@@ -63,11 +68,10 @@ class Journal:
         self._open()
         return self.progress
 
-    def resume(self) -> Progress:
+    def resume(self, saved: tuple[Path, Progress] | None) -> Progress:
         """From the newest checkpoint that is whole; from the beginning where there is none yet."""
-        found = self.checkpoints.latest()
-        if found is not None:
-            path, progress = found
+        if saved is not None:
+            path, progress = saved
             changed = differences(progress.ran_on, self.progress.ran_on)
             if changed:
                 say([f"resumed elsewhere ({'; '.join(changed)}): the same run, but not to the last bit"])
@@ -80,6 +84,7 @@ class Journal:
         else:
             seed_generators(self.config.seed, self.ranks.rank)
             say([f"{self.run.path} has no checkpoint yet: the run starts from its beginning"])
+        self.checkpoints.rewind(self.progress.step)
         self._open()
         return self.progress
 
@@ -89,7 +94,7 @@ class Journal:
         board = self.run.path / "tensorboard" if self.config.tensorboard else None
         self.metrics = Metrics(self.run.metrics, board) if self.ranks.first else None
         if self.metrics is not None:
-            self.metrics.rewind(self.progress.step)
+            self.metrics.rewind(self.progress.step, self.progress.unwritten)
             self.stack.callback(self.metrics.close)
         self.stack.callback(self.checkpoints.close)
         self.display = self.stack.enter_context(self._display())
@@ -101,7 +106,7 @@ class Journal:
         return Display(
             trainer.total,
             trainer.batch,
-            images_per_epoch=trainer.images,
+            images_per_epoch=trainer.images or None,
             flops_per_image=trainer.arithmetic_per_image / self.ranks.world,
             peak_flops=measured_peak(trainer.device, dtype) if self.ranks.first else None,
             title=self.config.name,
@@ -125,46 +130,59 @@ class Journal:
         weight = max(sums.pop(WEIGHT, 0.0), 1e-9)
         steps, norm = max(sums.pop(STEPS, 1.0), 1e-9), sums.pop(NORM, 0.0)
         images = self.trainer.batch * (step - self.logged_step)
+        skipped = {"skipped": self.progress.skipped} if self.progress.skipped else {}
         line: dict[str, Any] = self._place() | {
             **{("accuracy" if name == "correct" else name): value / weight for name, value in sums.items()},
             "lr": self.config.optim.lr * factor,
             NORM: norm / steps,
             "images_per_s": round(images / max(now - self.logged, 1e-9), 2),
             "time": round(self._seconds(), 3),
+            **skipped,
         }
         self.logged, self.logged_step = now, step
         self._write(line)
         self.display.update(step, line)
 
-    def evaluated(self, scores: Scores) -> bool:
-        """Note a measurement; whether patience has run out."""
+    def evaluated(self, scores: Scores) -> None:
+        """Note a measurement, and the weights where none was better."""
         step, progress = self.progress.step, self.progress
         self.scores, self.scored_at = scores, step
         self._write(self._place() | {"evaluation": scores.to_dict(), "ema": self.config.ema is not None})
         self.display.evaluated(step, scores, ema=self.config.ema is not None)
         value = _headline(scores)
-        if progress.best is None or value > progress.best:
+        if math.isfinite(value) and (progress.best is None or value > progress.best):
             progress.best, progress.best_step, progress.stale = value, step, 0
             if self._keeps_best():
                 self.checkpoints.save_best(self.trainer.model_tensors(), progress)
         else:
             progress.stale += 1
         self.logged = time.monotonic()
-        return self.config.patience is not None and progress.stale >= self.config.patience
 
-    def checkpoint(self) -> None:
-        """Everything needed to go on, from this very step."""
-        if self.ranks.first:
+    @property
+    def patience_is_out(self) -> bool:
+        return self.config.patience is not None and self.progress.stale >= self.config.patience
+
+    def checkpoint(self, stream: dict[str, Any] | None = None) -> None:
+        """Everything needed to go on, from this very step; of a stream, its state in each process too."""
+        if self.metrics is not None:
             self.run.restore(self.config)
+            self.progress.unwritten = self.metrics.flush()
         self.progress.seconds = self._seconds()
         self.progress.meter = self._summed()
+        self.progress.stream = self.ranks.all_told(stream) if stream is not None else None
         self.checkpoints.save(self._tensors(), self.progress)
         self.display.resumed()
+
+    def leave(self) -> int | None:
+        """Before its end, when all that can be saved is; the step from which it can go on."""
+        self.checkpoints.wait()
+        return max(self.checkpoints.steps(), default=None)
 
     def finish(self) -> Scores | None:
         """The model of the best weights, or of the last; measured; written where `vitrail.load` finds it."""
         trainer, progress = self.trainer, self.progress
         self.checkpoints.wait()
+        self.ranks.barrier()  # what the first process was writing is there for all
         tensors, chosen = trainer.model_tensors(), progress.step
         if self._keeps_best() and progress.best_step not in (None, progress.step):
             found = self.checkpoints.read_best(progress.best_step)
@@ -179,7 +197,7 @@ class Journal:
             self._write(self._place() | {"test": self.test.to_dict(), "model_step": chosen})
         if self.ranks.first:
             card = trainer.setup.card.but(config=net.config)
-            checkpoint.write(net, card, self.run.model, overwrite=True)
+            checkpoint.write(net.to("cpu", torch.float32), card, self.run.model, overwrite=True)
         self.checkpoints.close()
         if self.checkpoints.failed is not None:
             say([f"the last checkpoint could not be written: {self.checkpoints.failed}"])
@@ -189,16 +207,16 @@ class Journal:
         """What to say about a step whose loss is not finite."""
         named = samples_named(self.trainer.setup.splits.train, batch.indices.numpy())
         self.checkpoints.wait()
-        steps = self.checkpoints.steps()
-        good = (
-            f"the last good checkpoint is {self.checkpoints.at(steps[-1])}"
-            if steps
-            else "no checkpoint was written yet"
-        )
         return (
-            f"the loss of step {batch.step} is not finite; its pictures were {named}; {good}. Try a lower "
-            "learning rate or a longer warm-up, or on_nan=skip to leave such steps out."
+            f"the loss of step {batch.step + 1} is not finite; its pictures were {named}; {self._last_saved()}. "
+            "Try a lower learning rate or a longer warm-up, or on_nan=skip to leave such steps out."
         )
+
+    def _last_saved(self) -> str:
+        steps = self.checkpoints.steps()
+        if not steps:
+            return "no checkpoint was written yet"
+        return f"the last good checkpoint is {self.checkpoints.at(steps[-1])}"
 
     def _keeps_best(self) -> bool:
         keep = self.config.keep
@@ -216,7 +234,8 @@ class Journal:
     def _place(self) -> dict[str, Any]:
         step = self.progress.step
         seen = step * self.trainer.batch
-        return {"step": step, "epoch": seen / self.trainer.images, "images": seen}
+        epoch = {"epoch": seen / self.trainer.images} if self.trainer.images else {}  # a stream has none
+        return {"step": step, **epoch, "images": seen}
 
     def _seconds(self) -> float:
         return self.before + time.monotonic() - self.started

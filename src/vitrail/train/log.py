@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +24,46 @@ class Metrics:
         self.waiting: list[str] = []
         self.board = _board(tensorboard)
 
-    def rewind(self, step: int) -> None:
-        """Drop what was written after this step, and the half line a kill may have left."""
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+    def rewind(self, step: int, unwritten: Sequence[str] = ()) -> None:
+        """Drop what was written after this step, and the half line a kill may have left.
+
+        The test is the end's own, and comes again with it. `unwritten`: what `flush` gave at that step.
+        """
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step and "test" not in line]
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(_text(line) for line in kept)
+            file.writelines(dict.fromkeys([*map(_text, kept), *unwritten]))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
 
     def write(self, line: Line) -> None:
         self.waiting.append(_text(line))
-        if self.board is not None:
-            _to_board(self.board, line)
         try:
+            if self.board is not None:
+                _to_board(self.board, line)
             self._append()
         except OSError as error:
             say([f"{self.path} cannot be written now ({error.strerror}); its lines wait in memory"])
 
-    def _append(self) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+    def flush(self) -> list[str]:
+        """Everything safe on the disk; the lines that could not be written."""
+        with suppress(OSError):
+            self._append(sync=True)
+        return list(self.waiting)
+
+    def _append(self, sync: bool = False) -> None:
+        with self.path.open("ab", buffering=0) as file:  # a buffer would be written once more when it is closed
             start = file.tell()
+            left = memoryview("".join(self.waiting).encode())
             try:
-                file.write("".join(self.waiting))
-                file.flush()
+                while left:
+                    left = left[file.write(left) :]
+                if sync:
+                    os.fsync(file.fileno())
             except OSError:
-                os.truncate(self.path, start)  # no half line stays, and none is written twice
+                with suppress(OSError):
+                    file.truncate(start)  # no half line stays, and none is written twice
                 raise
         self.waiting = []
 

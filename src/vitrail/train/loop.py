@@ -17,7 +17,7 @@ from vitrail.train.journal import Journal
 from vitrail.train.parallel import Ranks
 from vitrail.train.run import RunFolder
 from vitrail.train.setup import Setup, prepare
-from vitrail.train.state import Progress
+from vitrail.train.state import Checkpoints, Progress
 from vitrail.train.trainer import Trainer
 
 
@@ -34,50 +34,62 @@ class Result:
     """What ended it before its time: a signal's name, or "patience"."""
     first: bool = True
     """Whether this process is the one that writes and speaks."""
+    saved: int | None = None
+    """The step from which a run that was stopped can go on."""
 
 
 def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
     """Train as the settings say, into a run folder; with `resume`, go on from its last checkpoint."""
     with ExitStack() as stack:
         ranks = stack.enter_context(Ranks.start(config.device))
-        interrupt = stack.enter_context(Interrupt())
-        trainer = Trainer(prepare(config, ranks, resumed=resume), ranks)
+        saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
+        if not resume:
+            run.check_free()
+        trainer = Trainer(prepare(config, ranks, saved=saved and saved[1]), ranks)
+        stack.callback(trainer.close)
         config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
         journal = stack.enter_context(Journal(run, trainer))
-        progress = journal.resume() if resume else journal.begin()
+        progress = journal.resume(saved) if resume else journal.begin()
         health = Health(ranks.device, config.on_nan, journal.last_words, alone=ranks.world == 1)
-        batches = stack.enter_context(trainer.batches(progress.step))
+        batches = stack.enter_context(trainer.batches(progress.step, progress.stream))
         augment = trainer.augmentation(cropped=batches.cropped)
-        stopped = None
+        interrupt = stack.enter_context(Interrupt())  # before, there was nothing to save
+        stopped = "patience" if journal.patience_is_out else None
 
-        for batch in batches:
+        for batch in () if stopped else batches:
             images, targets = augment(batch, ranks.exchange if ranks.world > 1 else None)
             total = ranks.sum(batch.weights.sum())
             sums = trainer.backward(images, targets, batch.weights, trainer.keys(batch), total)
             norm = optimizer.clip(config.optim.clip)
+            progress.step = step = batch.step + 1
             if health.ok(sums["loss"], norm, batch):
                 optimizer.step(schedule(batch.step))
                 if ema is not None:
                     ema.update(batch.step)
+                journal.count(sums, batch.weights, norm)
             else:
                 optimizer.zero()
                 progress.skipped += 1
-            progress.step = step = batch.step + 1
-            journal.count(sums, batch.weights, norm)
 
-            if trainer.due(step, config.log_every):
+            if trainer.due(step, "log_every"):
                 journal.log(schedule(batch.step))
-            if trainer.due(step, config.evaluate_every) and trainer.measures:
+            if trainer.due(step, "evaluate_every") and trainer.measures:
                 health.settle()
-                if journal.evaluated(trainer.evaluate()) and step < trainer.total:
+                journal.evaluated(trainer.evaluate())
+                if journal.patience_is_out and step < trainer.total:
                     stopped = "patience"
-            if ranks.anywhere(interrupt.asked is not None):
-                stopped = interrupt.asked or "another process"
-            if stopped or trainer.due(step, config.checkpoint_every):
+            stopped = _wish(interrupt, ranks) or stopped
+            if stopped or trainer.due(step, "checkpoint_every"):
                 health.settle()
-                journal.checkpoint()
+                journal.checkpoint(batches.state())
             if stopped:
                 break
-        finished = stopped in (None, "patience")
-        scores = journal.finish() if finished else None
-        return Result(run, trainer.setup, progress, scores, stopped, ranks.first)
+        if stopped in (None, "patience"):
+            scores = journal.finish()
+            return Result(run, trainer.setup, progress, scores, _wish(interrupt, ranks) or stopped, ranks.first)
+        return Result(run, trainer.setup, progress, None, stopped, ranks.first, journal.leave())
+
+
+def _wish(interrupt: Interrupt, ranks: Ranks) -> str | None:
+    """The signal that has asked any of the processes to stop."""
+    return (interrupt.asked or "another process") if ranks.anywhere(interrupt.asked is not None) else None

@@ -136,6 +136,13 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
+    def all_told(self, value: Any) -> list[Any]:
+        """What each process says, in the order of ranks."""
+        said: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(said, value, group=self.saving)
+        return said
+
     def reduce_sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sums over all processes, in one exchange, added in float64 and returned as they came."""
         found = {name: value.detach() for name, value in values.items()}

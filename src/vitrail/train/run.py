@@ -10,11 +10,12 @@ figures/ report.html
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.config import TrainConfig
-from vitrail.errors import ConfigError, TrainError
+from vitrail.errors import CheckpointError, TrainError
 from vitrail.runtime import say
 from vitrail.weights.write import write_json
 
@@ -43,42 +44,56 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        return (self.model / "config.json").exists()
+        return os.path.exists(self.model / "config.json")
 
     @property
     def started(self) -> bool:
-        return self.config.exists()
+        return os.path.exists(self.config)  # which, unlike Path's own, is False where one may not look
 
     def begin(self, config: TrainConfig) -> None:
         """A new run: its settings are on disk before anything is computed."""
-        if self.started:
-            raise TrainError(
-                f"{self.path} holds a run already ({'finished' if self.finished else 'unfinished'}); "
-                "go on with --resume, or choose another folder with --out."
-            )
+        self.check_free()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TrainError(f"cannot make the run folder {self.path}: {error.strerror or error}.") from None
         self.write_config(config)
 
+    def check_free(self) -> None:
+        if self.started:
+            raise TrainError(
+                f"{self.path} holds a run already ({'finished' if self.finished else 'unfinished'}); "
+                "go on with --resume, or choose another folder with --out."
+            )
+
     def write_config(self, config: TrainConfig) -> None:
         write_json(self.config, config.to_dict(), overwrite=True)
 
     def read_config(self) -> TrainConfig:
-        try:
-            return TrainConfig.from_dict(json.loads(self.config.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise TrainError(f"{self.path} holds no run to resume: there is no config.json in it.") from None
-        except (ValueError, ConfigError) as error:
-            raise TrainError(f"{self.config} cannot be read: {error}") from error
+        if not self.started:
+            raise TrainError(f"{self.path} holds no run to resume: there is no config.json in it.")
+        return read_config(self.config)
 
     def restore(self, config: TrainConfig) -> None:
         """The folder itself, where someone took it away while the run went on."""
-        if not self.checkpoints.is_dir():
+        if self.started:
+            return
+        try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.write_config(config)
             say([f"{self.path} was gone and has been made again; what it held before is lost"])
+        except (CheckpointError, OSError) as error:
+            say([f"{self.path} is gone and cannot be made again, training goes on: {error}"])
+
+
+def read_config(path: Path) -> TrainConfig:
+    """The settings in a run's config.json, or in a file like it."""
+    try:
+        return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise TrainError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except (TypeError, ValueError) as error:
+        raise TrainError(f"{path} does not hold the settings of a run: {error}") from error
 
 
 def free_folder(wanted: Path) -> Path:

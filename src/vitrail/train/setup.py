@@ -10,10 +10,11 @@ import numpy.typing as npt
 from vitrail.config import BiTConfig, PreprocessConfig, TrainConfig, ViTConfig, pair
 from vitrail.data.sources import open_data
 from vitrail.data.sources.base import Source, Splits
-from vitrail.errors import ConfigError, TrainError
+from vitrail.errors import ConfigError, DataError, TrainError
 from vitrail.models import Net, ViT, build
 from vitrail.runtime import say
 from vitrail.train.parallel import Ranks
+from vitrail.train.state import Progress
 from vitrail.weights.card import Card, channels_for, sized
 from vitrail.weights.opening import adapted, open_checkpoint
 
@@ -41,8 +42,8 @@ class Setup:
         return np.bincount(targets[targets >= 0], minlength=len(self.card.labels or ()))
 
 
-def prepare(config: TrainConfig, ranks: Ranks, *, resumed: bool = False) -> Setup:
-    """Open the data, build or load the network. A resumed run's weights come from its checkpoint instead."""
+def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None) -> Setup:
+    """Open the data, build or load the network; `saved` is of a run whose weights come from its checkpoint instead."""
     with ranks.first_alone():  # one download, one index; the others find them
         splits = open_data(config.data)
     say(splits.notes, about=config.data.source)
@@ -50,13 +51,18 @@ def prepare(config: TrainConfig, ranks: Ranks, *, resumed: bool = False) -> Setu
     learns_labels = config.objective != "masked-patch"
     if learns_labels and not labels:
         raise TrainError(f"{config.data.source} has no labels to learn; try objective=masked-patch.")
-    if config.start is not None and not resumed:
+    if learns_labels and len(labels) == 1 and not splits.train.several:
+        raise DataError(f"{config.data.source} has one class, {labels[0]!r}, and there is nothing to tell it from.")
+    if config.start is not None and saved is None:
         net, card = _started(config, labels if learns_labels else ())
         config = config.but(model=net.config)
     else:
         assert config.model is not None
+        if config.start is None and config.image is not None:
+            raise ConfigError(f"image={config.image} is for a checkpoint to start from; set model.image instead.")
         config = config.but(model=_with_classes(config.model, len(labels) if learns_labels else 0))
         net, card = _fresh(config, labels if learns_labels else ())
+        card = card.but(**saved.began) if saved is not None else card
     if config.preprocess is not None:
         card = card.but(preprocess=config.preprocess)
     _check_sizes(net, card.preprocess)
@@ -69,10 +75,13 @@ def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
     changes = _trained_differently(config.model)
     net, card = open_checkpoint(config.start, image=config.image, changes=changes)
     say(card.notes, about=card.origin or config.start)
+    before = net.config
     if card.labels != labels or card.task != "classify":
         net, card = adapted(net, card, classes=0)
         if labels:
             net, card = adapted(net, card, classes=len(labels))
+    if config.model is not None:
+        _check_same(config.model if config.image is None else config.model.but(image=config.image), before, net.config)
     origin = f"fine-tuned from {card.origin or config.start}"
     return net, card.but(labels=labels or None, origin=origin, notes=())
 
@@ -82,6 +91,17 @@ def _trained_differently(model: AnyConfig | None) -> dict[str, float]:
     if not isinstance(model, ViTConfig):
         return {}
     return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "path_dropout")}
+
+
+def _check_same(asked: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
+    """A setting that the checkpoint cannot follow is not passed over."""
+    first, last = before.to_dict(), after.to_dict()
+    for name, value in asked.to_dict().items():
+        if name != "classes" and value not in (first.get(name), last.get(name)):
+            raise ConfigError(
+                f"model.{name}={value}, but the checkpoint has {last.get(name)}, and training starts from it as it is: "
+                "dropout, attention_dropout and path_dropout can change, and its size with image=."
+            )
 
 
 def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
@@ -131,6 +151,7 @@ def _check_sizes(net: Net, preprocess: PreprocessConfig) -> None:
 
 def samples_named(source: Source, indices: npt.NDArray[np.int64], most: int = 10) -> str:
     """The keys of some samples, for a message."""
-    named = [source.key(int(i)) for i in indices[:most]]
+    key = getattr(source, "key", lambda number: f"number {number} of the stream")
+    named = [key(int(i)) for i in indices[:most]]
     rest = f" and {len(indices) - most} more" if len(indices) > most else ""
     return ", ".join(named) + rest

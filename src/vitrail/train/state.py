@@ -58,8 +58,12 @@ class Progress:
     """Spent so far, over all sittings."""
     meter: dict[str, float] = field(default_factory=dict)
     """Sums since the last logged line, so that a resumed run logs the same averages."""
-    stream: dict[str, Any] | None = None
-    """A plain stream's own place; every other source needs none."""
+    stream: list[dict[str, Any]] | None = None
+    """A plain stream's own place in each process; every other source needs none."""
+    unwritten: list[str] = field(default_factory=list)
+    """Lines of metrics that found no room on the disk yet."""
+    began: dict[str, str] = field(default_factory=dict)
+    """The family and origin of the network, which nobody can tell from its weights."""
     ran_on: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,6 +97,8 @@ class Checkpoints:
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None
         self.failed: Exception | None = None
+        self.best: tuple[Tensors, dict[str, Any]] | None = None
+        """The best weights, until they are written."""
 
     def save(self, tensors: Tensors, progress: Progress) -> None:
         """Begin to write; the tensors are copied first, so that training may go on changing them."""
@@ -101,14 +107,14 @@ class Checkpoints:
             self._attempt(lambda: self._write_sharded(tensors, asdict(progress)))
         elif self.ranks.first:
             kept, state = _copied(tensors), asdict(progress)
-            self.writing = self.pool.submit(self._write, kept, state)
+            self.writing = self.pool.submit(self._write_all, kept, state)
 
     def save_best(self, tensors: Tensors, progress: Progress) -> None:
         """The weights that scored best, alone and whole."""
         self.wait()
         if self.ranks.first:
-            kept, state = _copied(tensors), asdict(progress)
-            self.writing = self.pool.submit(self._write, kept, state, BEST)
+            self.best = _copied(tensors), asdict(progress)
+            self.writing = self.pool.submit(self._write_best)
 
     def wait(self) -> None:
         """Until what is being written is whole. A failure is said and remembered: training goes on without."""
@@ -135,12 +141,13 @@ class Checkpoints:
 
     def latest(self) -> tuple[Path, Progress] | None:
         """The newest one that is whole; a damaged one is named and passed over."""
-        for step in reversed(self.steps()):
-            path = self.at(step)
+        steps = self.steps()
+        while steps:
+            path = self.at(steps.pop())
             try:
                 return path, read_progress(path)
             except CheckpointError as error:
-                say([f"{error}; the one before it is used"])
+                say([f"{error}; {'the one before it is used' if steps else 'there is none before it'}"])
         return None
 
     def read(self, path: Path, like: Tensors) -> Tensors:
@@ -152,6 +159,8 @@ class Checkpoints:
 
     def read_best(self, step: int) -> Tensors | None:
         """The best weights; None, said aloud, where they are gone or damaged."""
+        if self.best is not None and self.best[1]["step"] == step:
+            return self.best[0]
         path = self.at(step, BEST)
         try:
             read_progress(path)
@@ -162,6 +171,22 @@ class Checkpoints:
 
     def at(self, step: int, prefix: str = "") -> Path:
         return self.folder / f"{prefix}{step:08d}"
+
+    def rewind(self, step: int) -> None:
+        """Forget what a run that goes on from this step will save again: it must not push out what is older."""
+        if self.ranks.first:
+            for prefix in ("", BEST):
+                for later in [s for s in self.steps(prefix) if s > step]:
+                    shutil.rmtree(self.at(later, prefix), ignore_errors=True)
+
+    def _write_all(self, tensors: Tensors, state: dict[str, Any]) -> None:
+        self._write(tensors, state)
+        self._write_best()
+
+    def _write_best(self) -> None:
+        if self.best is not None:
+            self._write(*self.best, BEST)
+            self.best = None
 
     def _write(self, tensors: Tensors, state: dict[str, Any], prefix: str = "") -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

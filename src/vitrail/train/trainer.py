@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader, evaluation_batches, training_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, TrainError
 from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.scores import Scores
 from vitrail.models import Net, build
 from vitrail.models.flops import flops
 from vitrail.objectives import make_objective
-from vitrail.train.ema import EMA
+from vitrail.runtime import say
+from vitrail.train.batch_size import LARGEST, find_batch
+from vitrail.train.ema import EMA, check_names
 from vitrail.train.optim import freeze, make_optimizer
 from vitrail.train.parallel import Ranks, copy_into, network, part_of_step, whole, wrap
 from vitrail.train.schedule import Schedule
@@ -31,6 +34,8 @@ from vitrail.train.state import Tensors, prefixed, under
 
 # b pictures of this process, C channels, H W pixels, K classes
 
+EVERY = ("log_every", "evaluate_every", "checkpoint_every")
+
 
 class Trainer:
     """The parts of a run, made from its settings."""
@@ -38,9 +43,7 @@ class Trainer:
     def __init__(self, setup: Setup, ranks: Ranks) -> None:
         config, source = setup.config, setup.splits.train
         self.setup, self.config, self.ranks, self.device = setup, config, ranks, ranks.device
-        self.batch = _shared(config.batch, ranks.world, config.accumulate)
-        self.images = len(source)
-        self.total = max(self.steps(config.duration), 1)
+        self.images = len(source) if hasattr(source, "__len__") else 0  # nobody knows how many a stream has
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.card.preprocess)
         setup.net.gradient_checkpointing = config.recompute
@@ -50,9 +53,16 @@ class Trainer:
             setup.card.preprocess,
             several=source.several,
             class_counts=setup.counts,
+            labels=source.labels,
             device=self.device,
         ).to(self.device, self.dtype)
         freeze(self.learner, config.optim.train)
+        if config.batch == "auto":
+            config = config.but(batch=self._found_batch())
+            self.setup, self.config = replace(setup, config=config), config
+        self.batch = _shared(config.batch, ranks.world, config.accumulate, self.images)
+        self.total = max(self.steps("duration"), 1)
+        self.every = {name: max(self.steps(name), 1) for name in EVERY if getattr(config, name) is not None}
         if config.compile:
             graphs = config.compile == "graphs" and self.device.type == "cuda"
             self.learner.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
@@ -61,9 +71,17 @@ class Trainer:
         self.schedule = Schedule(config.schedule, total=self.total, batch=self.batch, images=self.images)
         self.ema = EMA(self.learner, config.ema) if config.ema else None
 
-    def batches(self, start: int, state: dict[str, Any] | None = None) -> Loader:
-        """This process's part of each step's pictures, from a step on (a stream: from a state); use it in a `with`."""
-        config = self.config
+    def batches(self, start: int, streams: Sequence[dict[str, Any]] | None = None) -> Loader:
+        """This process's part of each step's pictures, from a step on; use it in a `with`.
+
+        streams: of a stream its state in each process, as a checkpoint keeps it.
+        """
+        config, ranks = self.config, self.ranks
+        if streams is not None and len(streams) != ranks.world:
+            raise TrainError(
+                f"a stream goes on only as it began, on {len(streams)} processes, and there are {ranks.world}; "
+                "shards: with an index go on on any number."
+            )
         return training_batches(
             self.setup.splits.train,
             config=config.data,
@@ -72,12 +90,12 @@ class Trainer:
             batch=self.batch,
             seed=config.seed,
             device=self.device,
-            rank=self.ranks.rank,
-            world=self.ranks.world,
+            rank=ranks.rank,
+            world=ranks.world,
             start_step=start,
             steps=self.total,
             labelled=self.measures,
-            state=state,
+            state=streams[ranks.rank] if streams is not None else None,
         )
 
     def augmentation(self, cropped: bool) -> Augment:
@@ -111,7 +129,7 @@ class Trainer:
                 with self.arithmetic():
                     found = self.wrapped(*chunk)
                 # The mean over all pictures; DDP and FSDP divide by the number of processes.
-                (found["loss"] * (self.ranks.world / total)).backward()
+                (found["loss"] * (self.ranks.world / total.clamp(min=1))).backward()
             for name, value in found.items():
                 # Copied, since the next part's CUDA graph writes to the same place.
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
@@ -170,8 +188,9 @@ class Trainer:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Exactly what `tensors` gave, on this many processes or another number."""
-        mine = self.learner.state_dict()
-        for name, tensor in under("learner", tensors).items():
+        mine, saved = self.learner.state_dict(), under("learner", tensors)
+        check_names("the weights", saved, mine)
+        for name, tensor in saved.items():
             copy_into(mine[name], tensor)
         if self.ema is not None:
             self.ema.load_state_tensors(under("average", tensors))
@@ -189,14 +208,35 @@ class Trainer:
         net.load_state_dict({name: t.to("cpu", torch.float32) for name, t in tensors.items()}, assign=True)
         return net.eval()
 
-    def steps(self, duration: Duration) -> int:
+    def close(self) -> None:
+        """Before the group of processes ends: DDP, were it the last to hold on to it, could wait for ever."""
+        del self.wrapped
+
+    def steps(self, name: str) -> int:
+        """How many a setting stands for."""
+        duration: Duration = getattr(self.config, name)
+        if duration.unit == "epochs" and not self.images:
+            raise ConfigError(
+                f"{name}={duration} cannot be counted: nobody knows how many pictures a stream has; "
+                "give it in steps or images."
+            )
         return duration.to_steps(batch=self.batch, images=self.images)
 
-    def due(self, step: int, every: Duration | None) -> bool:
-        """Whether so many steps complete another `every`; the last step completes everything."""
-        if step >= self.total:
-            return True
-        return every is not None and bool(every) and step % max(self.steps(every), 1) == 0
+    def due(self, step: int, name: str) -> bool:
+        """Whether so many steps complete another `log_every` or the like; the last step completes everything."""
+        return step >= self.total or (name in self.every and step % self.every[name] == 0)
+
+    def _found_batch(self) -> int:
+        """For batch=auto: as many pictures as one process takes at once, for all of them; the first one tries."""
+        shares = self.ranks.world * self.config.accumulate
+        found = 0
+        if self.ranks.first:
+            pictures = (self.images or LARGEST * 8 * shares) // shares
+            several = self.setup.splits.train.several
+            with self.arithmetic():
+                found = find_batch(self.learner, self.learner.net, pictures, self.device, self.dtype, several=several)
+            say([f"batch={found * shares} was found for batch=auto"])
+        return int(self.ranks.told(found)) * shares
 
     @property
     def arithmetic_per_image(self) -> float:
@@ -204,9 +244,11 @@ class Trainer:
         return 3.0 * flops(self.learner.net.config)
 
 
-def _shared(batch: int | str, processes: int, parts: int) -> int:
+def _shared(batch: int | str, processes: int, parts: int, images: int) -> int:
     assert isinstance(batch, int), "the batch was to be found before"
     shares = processes * parts
+    if images and batch > images:
+        raise ConfigError(f"batch={batch} is more than the {images:,} pictures to learn from; try batch={images // 2}.")
     if batch % shares:
         raise ConfigError(
             f"batch={batch} cannot be shared evenly by {processes} processes in {parts} parts each; "

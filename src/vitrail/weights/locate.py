@@ -33,7 +33,7 @@ def locate(source: str | Path | Found) -> Found:
     if not text.strip():
         raise NotFound("got an empty name, wanted a file, a folder, a model's name or a hub id.")
     if _exists(path) or isinstance(source, Path):
-        return Found(path)  # opening it says what is missing
+        return Found(_model_of(path))  # opening it says what is missing
     variant = find(text)
     if variant is not None and _stands_for(text, variant):
         return _published(text, variant)
@@ -55,6 +55,17 @@ def locate(source: str | Path | Found) -> Found:
         near = difflib.get_close_matches(text, [v.checkpoint for v in VARIANTS], n=1, cutoff=0.85)
         hint = f" Did you mean {near[0]}?" if near and near[0] != text and find(text) is None else ""
         raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
+
+
+def _model_of(path: Path) -> Path:
+    """A run folder stands for the model in it."""
+    if not (path / "checkpoint").is_dir() or not (path / "metrics.jsonl").exists():
+        return path
+    if not (path / "model").is_dir():
+        raise NotFound(
+            f"the run in {path} is not finished and has no model yet; go on with vitrail train --resume --out {path}."
+        )
+    return path / "model"
 
 
 def _stands_for(text: str, variant: Variant) -> bool:

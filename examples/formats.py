@@ -1,6 +1,6 @@
 """What vitrail does, in a minute, without a network: patches, a ViT, and every format it can be kept in.
 
-python examples/demo.py [--out runs/demo]
+python examples/formats.py [--out runs/formats]
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def formats_table(vit: vitrail.Model, out: Path) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--out", type=Path, default=Path("runs/formats"))
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
 

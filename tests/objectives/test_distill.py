@@ -1,0 +1,168 @@
+"""Distillation against DeiT's formulas, and teachers that see pictures their own way."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from objectives.learners import SMALL, WAY, distill, net_of, saved, teacher_of
+
+from vitrail.config import PreprocessConfig, ViTConfig
+from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
+from vitrail.config.train import DistillConfig, TrainConfig
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import ConfigError, NotFound
+from vitrail.objectives import Distill, make_objective
+from vitrail.objectives.distill import taught_loss
+
+
+def deit(logits: torch.Tensor, taught: torch.Tensor, said: torch.Tensor, targets: torch.Tensor, kind: str) -> Any:
+    """DeiT's criterion for a batch, as its paper and code state it: alpha 0.5, temperature 3."""
+    alpha, tau = 0.5, 3.0
+    base = F.cross_entropy(logits, targets, label_smoothing=0.1)
+    if kind == "hard":
+        other = F.cross_entropy(taught, said.argmax(dim=1))
+    else:
+        ours, theirs = F.log_softmax(taught / tau, dim=1), F.log_softmax(said / tau, dim=1)
+        other = F.kl_div(ours, theirs, reduction="sum", log_target=True) * (tau * tau) / taught.numel()
+    return base * (1 - alpha) + other * alpha
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+@pytest.mark.parametrize("distilled", [True, False])
+def test_the_loss_is_deits(kind: str, distilled: bool) -> None:
+    learner = distill(kind, distilled).double().eval()
+    images, targets = torch.randn(6, 3, 16, 16, dtype=torch.float64), torch.randint(5, (6,))
+    found = learner(images, targets, torch.ones(6))
+    said = learner.teacher(images)
+    if distilled:
+        one, two = learner.net.features(images, want="heads").heads
+    else:
+        one = two = learner.net(images)
+    torch.testing.assert_close(found["loss"] / 6, deit(one, two, said, targets, kind), rtol=1e-6, atol=1e-6)
+    assert float(found["correct"]) == float((((one + two) / 2).argmax(1) == targets).sum())
+    assert float(found["agreed"]) == float((two.argmax(1) == said.argmax(1)).sum())
+    taught = taught_loss(two, said, learner.config).sum()
+    torch.testing.assert_close(found["teacher_loss"], taught)
+
+
+def test_the_share_is_the_teachers() -> None:
+    learner = distill().double().eval()
+    images, targets = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.randint(5, (4,))
+    found = {}
+    for share in (0.0, 0.3, 1.0):
+        learner.config = learner.config.but(share=share)
+        found[share] = learner(images, targets, torch.ones(4))["loss"]
+    torch.testing.assert_close(found[0.3], 0.7 * found[0.0] + 0.3 * found[1.0])
+
+
+def test_agreeing_with_the_teacher_costs_nothing() -> None:
+    said = 50 * torch.eye(5)
+    for kind in ("hard", "soft"):
+        assert float(taught_loss(said, said, DistillConfig(kind=kind)).abs().max()) < 1e-6
+
+
+def test_the_teacher_sees_pictures_as_it_was_trained_to() -> None:
+    """The same bytes prepared for the student and shown to the teacher, or prepared for the teacher."""
+    pixels = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
+    theirs = PreprocessConfig(image=16, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    net = net_of(1).eval()
+    got = teacher_of(net, theirs, dtype=torch.float32)(Preprocess(WAY).normalise(pixels))
+    with torch.no_grad():
+        torch.testing.assert_close(got, net(Preprocess(theirs).normalise(pixels)), rtol=1e-4, atol=1e-5)
+
+
+def test_another_size_is_resized_with_antialias() -> None:
+    net, images = net_of(1, image=8).eval(), torch.randn(2, 3, 16, 16)
+    got = teacher_of(net, WAY.but(image=8), dtype=torch.float32)(images)
+    with torch.no_grad():
+        torch.testing.assert_close(got, net(F.interpolate(images, (8, 8), mode="bilinear", antialias=True)))
+    assert not got.requires_grad
+
+
+def test_a_grey_student_may_have_a_colour_teacher() -> None:
+    grey = PreprocessConfig(image=16, mean=(0.5,), std=(0.5,))
+    net, images = net_of(1).eval(), torch.randn(2, 1, 16, 16)
+    teacher = load_like(net, grey)
+    with torch.no_grad():
+        colour = (images * 0.5 + 0.5 - torch.tensor(WAY.mean)[:, None, None]) / torch.tensor(WAY.std)[:, None, None]
+        torch.testing.assert_close(teacher(images), net(colour), rtol=1e-4, atol=1e-5)
+
+
+def load_like(net: Any, student: PreprocessConfig) -> Any:
+    from vitrail.objectives import Teacher
+    from vitrail.weights.card import Card
+
+    return Teacher(net, Card(config=net.config, preprocess=WAY), student)
+
+
+def test_the_teacher_is_neither_trained_nor_saved_nor_copied() -> None:
+    learner = distill()
+    assert not any("teacher" in name for name in learner.state_dict())
+    count = sum(p.numel() for p in learner.parameters())
+    assert count == sum(p.numel() for p in learner.net.parameters())
+    assert copy.deepcopy(learner).teacher is learner.teacher
+    learner.train()
+    assert not learner.teacher.net.training
+    assert not any(p.requires_grad for p in learner.teacher.net.parameters())
+
+
+NAMES = ("ant", "bee", "cat", "dog", "eel")
+
+
+def config(teacher: str, **options: Any) -> TrainConfig:
+    return TrainConfig(model=ViTConfig(**SMALL), objective="distill", distill=DistillConfig(teacher=teacher, **options))
+
+
+def test_any_checkpoint_can_teach(tmp_path: Path) -> None:
+    net = net_of(1)
+    path = saved(net, tmp_path / "teacher", NAMES)
+    learner = make_objective(config(path), net_of(), WAY, labels=NAMES)
+    assert isinstance(learner, Distill)
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(learner.teacher(images), net.eval()(images))
+
+
+def test_the_same_classes_in_another_order_are_put_in_ours(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = net_of(1)
+    path = saved(net, tmp_path / "teacher", NAMES)
+    with caplog.at_level(logging.WARNING, "vitrail"):
+        learner = make_objective(config(path), net_of(), WAY, labels=NAMES[::-1])
+    assert "another order" in caplog.text
+    images = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(learner.teacher(images), net.eval()(images).flip(1))
+
+
+def test_a_teacher_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = saved(net_of(1), tmp_path / "teacher", NAMES)
+    with pytest.raises(ConfigError, match="knows 5 classes, the student 7; they must be the same"):
+        make_objective(config(path), net_of(classes=7), WAY)
+    with pytest.raises(ConfigError, match="calls class 2 'cat', the data 'cow'"):
+        make_objective(config(path), net_of(), WAY, labels=("ant", "bee", "cow", "dog", "eel"))
+    with pytest.raises(ConfigError, match="one label to a picture"):
+        make_objective(config(path), net_of(), WAY, several=True)
+    four = WAY.but(mean=(0.5,) * 4, std=(0.5,) * 4)
+    with pytest.raises(ConfigError, match="sees 3 channels, the student 4"):
+        make_objective(config(path), net_of(channels=4), four)
+    headless = saved(net_of(1, classes=0), tmp_path / "features")
+    with pytest.raises(ConfigError, match="knows no classes"):
+        make_objective(config(headless), net_of(), WAY)
+    with pytest.raises(NotFound):
+        make_objective(config(str(tmp_path / "nothing.safetensors")), net_of(), WAY)
+
+
+def test_in_double_precision_the_teacher_is_exact_too(tmp_path: Path) -> None:
+    path = saved(net_of(1), tmp_path / "teacher")
+    learner = make_objective(config(path, kind="soft").but(precision="float64"), net_of().double(), WAY)
+    assert learner.teacher(torch.randn(1, 3, 16, 16, dtype=torch.float64)).dtype == torch.float64
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    whole = learner.teacher(images)
+    np.testing.assert_allclose(whole[:1].numpy(), learner.teacher(images[:1]).numpy(), rtol=1e-12)

@@ -1,0 +1,414 @@
+"""What can happen to a run: signals, a full disk, folders that vanish, losses that are not finite, bad pictures."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from train.commands import Commands, Running
+from train.small_runs import (
+    LENGTH,
+    at_step,
+    digits,
+    interrupted,
+    lines,
+    on_photos,
+    photos,
+    resumed,
+    same_bits,
+    saved_steps,
+    trained,
+)
+
+from vitrail import runtime
+from vitrail.config import override
+from vitrail.errors import CheckpointError, DataError, TrainError
+from vitrail.train.journal import Journal
+from vitrail.train.loop import Result
+from vitrail.train.run import RunFolder
+
+SMALL = (
+    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()", "data.workers=0",
+    "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=40 steps", "checkpoint_every=20 steps",
+    "--no-report",
+)  # fmt: skip
+"""Settings that make the digits recipe a matter of seconds."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(quick_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_said", set())
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as started:
+        yield started
+
+
+# Signals, to the command as a person runs it
+
+
+@pytest.fixture(scope="module")
+def undisturbed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert commands.run("train", "digits", *SMALL, "duration=120 steps", "--out", "run", folder=folder).status == 0
+    return folder / "run"
+
+
+def reached(running: Running, run: Path, step: int) -> None:
+    running.until(lambda: (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in lines(run)))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
+    commands: Commands, undisturbed: Path, tmp_path: Path, number: signal.Signals, status: int
+):
+    settings = ["train", "digits", *SMALL, "duration=120 steps", "--out", "my run"]
+    running = commands.start(*settings, folder=tmp_path)
+    reached(running, tmp_path / "my run", 24)
+    os.killpg(running.pid, number)  # as a terminal does: to all of its processes
+    done = running.ended()
+    assert done.status == status
+    step = saved_steps(tmp_path / "my run")[-1]
+    assert f"stopped by {number.name}; saved at step {step}; go on with: vitrail train --resume --out 'my run'" in done.err
+    again = commands.run("train", "--resume", "--out", "my run", "--no-report", folder=tmp_path)
+    assert again.status == 0, again.err
+    assert same_bits(tmp_path / "my run", undisturbed)
+    assert lines(tmp_path / "my run") == lines(undisturbed)
+
+
+def test_a_second_interrupt_ends_at_once(commands: Commands, tmp_path: Path):
+    """In the middle of an evaluation that would take long."""
+    running = commands.start("train", "digits", *SMALL, "duration=100k steps", "--out", "run", folder=tmp_path)
+    reached(running, tmp_path / "run", 3)
+    os.kill(running.pid, signal.SIGSTOP)  # both arrive before it can end in peace
+    os.kill(running.pid, signal.SIGTERM)
+    os.kill(running.pid, signal.SIGINT)
+    os.kill(running.pid, signal.SIGCONT)
+    start = time.monotonic()
+    done = running.ended()
+    assert done.status == 130
+    assert time.monotonic() - start < 20
+
+
+def test_an_interrupt_while_it_starts_ends_it(commands: Commands, tmp_path: Path):
+    """There is nothing to save: not even a folder is left, or one that can be resumed."""
+    running = commands.start("train", "digits", *SMALL, "duration=100k steps", "--out", "run", folder=tmp_path)
+    os.kill(running.pid, signal.SIGINT)
+    assert running.ended().status == 130
+
+
+# Losses that are not finite
+
+
+def diverging(settings: tuple[str, ...] = ()) -> Result:
+    return override(digits(30), ["optim.kind=sgd", "optim.lr=1e18", "optim.clip=none", *settings])
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_step_its_pictures_and_the_last_checkpoint(tmp_path: Path):
+    with at_step(9, poison), pytest.raises(TrainError) as caught:
+        trained(digits(), tmp_path / "run")
+    words = str(caught.value)
+    assert words.startswith("the loss of step 10 is not finite; its pictures were ")
+    assert words.count(" and 54 more;") == 1
+    assert f"the last good checkpoint is {tmp_path}/run/checkpoint/00000008" in words
+    assert "on_nan=skip" in words
+    assert saved_steps(tmp_path / "run") == [4, 8]
+    named = words.split("its pictures were ")[1].split(" and 54 more")[0].split(", ")
+    assert len(named) == 10
+    assert len(set(named)) == 10
+
+
+def poison(journal: Journal) -> None:
+    """From here on the head gives nothing but NaN."""
+    with torch.no_grad():
+        journal.trainer.learner.net.head.bias.fill_(float("nan"))
+
+
+def test_before_the_first_checkpoint_there_is_none_to_name(tmp_path: Path):
+    with pytest.raises(TrainError, match=r"step \d+ is not finite.*no checkpoint was written yet"):
+        trained(diverging(("checkpoint_every=30 steps",)), tmp_path / "run")
+
+
+def test_steps_without_a_finite_loss_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Two steps of a run have no finite loss: it goes on as if they had not been."""
+    with nan_in(6, 11):
+        result = trained(digits(on_nan="skip", log_every="2 steps", checkpoint_every="3 steps"), tmp_path / "run")
+    assert result.progress.skipped == 2
+    assert result.scores is not None
+    assert result.progress.step == LENGTH
+    assert "step 6 was left out: its loss is not finite" in caplog.text
+    found = [line for line in lines(tmp_path / "run") if "loss" in line]
+    assert [line["step"] for line in found] == list(range(2, LENGTH + 1, 2))
+    assert all(line["loss"] is not None for line in found)
+    assert [line.get("skipped", 0) for line in found] == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
+
+
+@contextmanager
+def nan_in(*steps: int) -> Iterator[None]:
+    """The loss of these steps is not a number."""
+    from vitrail.train.trainer import Trainer
+
+    backward, keys = Trainer.backward, Trainer.keys
+    now = 0
+
+    def noted(self: Trainer, batch: object) -> torch.Tensor:
+        nonlocal now
+        now = batch.step + 1  # type: ignore[attr-defined]
+        return keys(self, batch)  # type: ignore[arg-type]
+
+    def broken(self: Trainer, images: torch.Tensor, *rest: torch.Tensor) -> dict[str, torch.Tensor]:
+        return backward(self, images * (float("nan") if now in steps else 1.0), *rest)
+
+    Trainer.keys, Trainer.backward = noted, broken  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Trainer.keys, Trainer.backward = keys, backward  # type: ignore[method-assign]
+
+
+def test_skipping_survives_a_stop(tmp_path: Path):
+    settings = digits(on_nan="skip", log_every="7 steps")
+    with nan_in(6, 11):
+        whole = trained(settings, tmp_path / "whole")
+        interrupted(settings, tmp_path / "cut", 8)
+        again = resumed(tmp_path / "cut")
+    assert again.progress.skipped == whole.progress.skipped == 2
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+    assert same_bits(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_run_that_never_has_a_finite_loss_ends_all_the_same(tmp_path: Path):
+    result = trained(override(diverging(), ["on_nan=skip"]), tmp_path / "run")
+    assert result.progress.step == 30
+    assert result.progress.skipped > 20
+
+
+# A disk that is full: the kernel itself refuses
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_loses_no_line_and_no_older_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Full from step 9 to 17: checkpoints 12 and 16 find no room, and 20 does."""
+    trained(digits(keep="best"), tmp_path / "whole")
+    full, seen = largest_file(100), {}
+    with at_step(9, lambda _: full.__enter__()), at_step(17, lambda j: (seen.update(disk=saved_steps(j.run.path)), full.__exit__(None, None, None))):
+        trained(digits(keep="best"), tmp_path / "run")
+    assert seen["disk"] == [4, 8]
+    assert "a checkpoint could not be written, training goes on" in caplog.text
+    assert "00000012: the disk or its quota is full" in caplog.text
+    assert "its lines wait in memory" in caplog.text
+    assert saved_steps(tmp_path / "run") == [8, 20]
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert same_bits(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_stopped_while_the_disk_is_full_goes_on_from_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    trained(digits(), tmp_path / "whole")
+    full = largest_file(100)
+    with at_step(9, lambda _: full.__enter__()):
+        try:
+            with pytest.raises(TrainError, match=r"lines of .* could not be written: File too large; make room"):
+                interrupted(digits(), tmp_path / "run", 14)
+        finally:
+            full.__exit__(None, None, None)
+    assert saved_steps(tmp_path / "run") == [4, 8]
+    resumed(tmp_path / "run")
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    assert same_bits(tmp_path / "run", tmp_path / "whole")
+
+
+def test_lines_that_wait_are_in_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Room for a checkpoint, none for a line, then a kill: no line is lost."""
+    trained(digits(), tmp_path / "whole")
+    append = "vitrail.train.log.Metrics._append"
+
+    def no_room(self: object, sync: bool = False) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with at_step(7, lambda _: patch.setattr(append, no_room)), at_step(14, _kill):
+            trained(digits(), tmp_path / "run")
+    resumed(tmp_path / "run")
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+
+
+def _kill(journal: Journal) -> None:
+    journal.checkpoints.wait()
+    journal.metrics.waiting = []  # what a kill does to memory
+    raise KeyboardInterrupt
+
+
+def test_no_room_for_the_model_is_one_error_and_resume_finishes(commands: Commands, undisturbed: Path, tmp_path: Path):
+    settings = ["train", "digits", *SMALL, "duration=120 steps", "--out", "run"]
+    running = commands.start(*settings, folder=tmp_path)
+    reached(running, tmp_path / "run", 24)
+    room = (resource.RLIMIT_FSIZE, (16_000, resource.RLIM_INFINITY))
+    resource.prlimit(running.pid, *room)
+    done = running.ended()
+    assert done.status == 1
+    assert len(done.problems) == 1
+    assert "could not write run/model: the disk or its quota is full" in done.problems[0]
+    assert "training goes on" in done.err
+    assert not (tmp_path / "run" / "model").exists()
+    again = commands.run("train", "--resume", "--out", "run", "--no-report", folder=tmp_path)
+    assert again.status == 0, again.err
+    assert same_bits(tmp_path / "run", undisturbed)
+    assert lines(tmp_path / "run") == lines(undisturbed)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """Room for one checkpoint and a half."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(folder)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(tiny_disk: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tiny_disk / "photographs").write_bytes(bytes(150_000))
+    trained(digits(), tmp_path / "whole")
+    with at_step(10, lambda _: (tiny_disk / "photographs").write_bytes(bytes(230_000))), at_step(15, lambda _: (tiny_disk / "photographs").unlink()):
+        trained(digits(), tiny_disk / "run")
+    assert "could not be written, training goes on" in caplog.text
+    assert lines(tiny_disk / "run") == lines(tmp_path / "whole")
+    assert same_bits(tiny_disk / "run", tmp_path / "whole")
+
+
+# Folders
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = tmp_path / "run"
+    trained(digits(keep="best"), tmp_path / "whole")
+    with at_step(10, lambda _: shutil.rmtree(folder)):
+        result = trained(digits(keep="best"), folder)
+    assert "was gone and has been made again" in caplog.text
+    assert RunFolder(folder).read_config() == result.setup.config
+    assert saved_steps(folder) == [16, 20]
+    kept = [line for line in lines(folder) if line["step"] > 10]
+    assert kept == [line for line in lines(tmp_path / "whole") if line["step"] > 10]
+    assert same_bits(folder, tmp_path / "whole")
+
+
+def test_a_folder_that_becomes_a_file_stops_nothing_but_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = tmp_path / "run"
+
+    def replace(_: Journal) -> None:
+        shutil.rmtree(folder)
+        folder.write_text("a file")
+
+    with at_step(10, replace), pytest.raises((TrainError, CheckpointError), match="run"):
+        trained(digits(), folder)
+    assert "is gone and cannot be made again, training goes on" in caplog.text
+
+
+def test_a_folder_that_may_not_be_written_and_one_that_is_a_file(commands: Commands, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    done = commands.run("train", "digits", *SMALL, "--out", "file", folder=tmp_path)
+    assert (done.status, done.problems) == (1, ["cannot make the run folder file: Not a directory."])
+    done = commands.run("train", "--resume", "--out", "file", folder=tmp_path)
+    assert (done.status, done.problems) == (1, ["file holds no run to resume: there is no config.json in it."])
+    done = commands.run("train", "digits", *SMALL, "--out", "/proc/run", folder=tmp_path)
+    assert done.status == 1
+    assert done.problems[0].startswith("cannot make the run folder /proc/run: ")
+
+
+def test_a_folder_of_somebody_else(tmp_path: Path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(TrainError, match=r"cannot make the run folder .*run: Permission denied"):
+            trained(digits(), tmp_path / "run")
+    finally:
+        os.seteuid(0)
+
+
+# Pictures that cannot be read
+
+
+def truncated(folder: Path, *names: str) -> None:
+    for name in names:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 3])
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With parts of its own, so that the damage is where it is meant to be."""
+    folder = tmp_path_factory.mktemp("album")
+    photos(folder / "train", {"cat": 100, "dog": 100}, side=24)
+    photos(folder / "val", {"cat": 10, "dog": 10}, side=24, seed=1)
+    return folder
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_one_bad_picture_among_many_is_named_and_counts_nothing(
+    album: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, resident: bool
+):
+    shutil.copytree(album, tmp_path / "album")
+    truncated(tmp_path / "album" / "train", "cat/007.jpg")
+    config = on_photos(tmp_path / "album", 25)
+    config = override(config, [f"data.resident={resident}", "log_every=25 steps", "checkpoint_every=25 steps"])
+    result = trained(config, tmp_path / "run")
+    assert result.progress.step == 25  # an epoch: every picture has come by
+    assert "train/cat/007.jpg cannot be used" in caplog.text
+    assert "1 picture could not be used and counted nothing" in caplog.text
+
+
+def test_too_many_bad_pictures_stop_with_their_list(album: Path, tmp_path: Path):
+    shutil.copytree(album, tmp_path / "album")
+    truncated(tmp_path / "album" / "train", "cat/007.jpg", "dog/002.jpg", "dog/093.jpg")
+    with pytest.raises(DataError, match=r"3 of 200 pictures .* cannot be used, more than data.bad_share=0.01") as caught:
+        trained(override(on_photos(tmp_path / "album", 25), ["data.resident=true"]), tmp_path / "run")
+    assert all(name in str(caught.value) for name in ("train/cat/007.jpg: ", "train/dog/002.jpg: ", "train/dog/093.jpg: "))
+    config = override(on_photos(tmp_path / "album", 25), ["data.resident=false", "data.bad_share=0.02"])
+    assert trained(config, tmp_path / "allowed").run.finished
+
+
+def test_measuring_refuses_bad_pictures_unless_told(album: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    shutil.copytree(album, tmp_path / "album")
+    truncated(tmp_path / "album" / "val", "cat/003.jpg")
+    config = on_photos(tmp_path / "album")
+    with pytest.raises(DataError, match=r"1 of 20 pictures .* cannot be measured on.*data.skip_bad=true.*\n +val/cat/003"):
+        trained(config, tmp_path / "run")
+    result = trained(override(config, ["data.skip_bad=true"]), tmp_path / "skipping")
+    assert result.scores is not None
+    assert result.scores.count == 19
+    assert "val/cat/003.jpg cannot be used" in caplog.text
+
+
+def test_a_batch_of_bad_pictures_alone_is_no_catastrophe(tmp_path: Path):
+    photos(tmp_path / "album" / "train", {"cat": 4, "dog": 4})
+    photos(tmp_path / "album" / "val", {"cat": 2, "dog": 2}, seed=1)
+    truncated(tmp_path / "album" / "train", *(f"{name}/{i:03d}.jpg" for name in ("cat", "dog") for i in range(3)))
+    config = override(on_photos(tmp_path / "album", 12), ["batch=1", "data.bad_share=1"])
+    assert trained(config, tmp_path / "run").scores is not None

@@ -1,0 +1,247 @@
+"""Whole runs, short ones: what they leave behind, and that they go on where they stopped with the same bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from train.small_runs import (
+    LENGTH,
+    at_step,
+    digits,
+    interrupted,
+    lines,
+    resumed,
+    same_bits,
+    saved_steps,
+    stop,
+    trained,
+    weights,
+)
+
+import vitrail
+from vitrail import runtime
+from vitrail.config import TrainConfig, override
+from vitrail.data.sources import open_data
+from vitrail.errors import ConfigError, TrainError
+from vitrail.train.loop import Result
+from vitrail.train.run import RunFolder
+from vitrail.train.state import TENSORS, read_tensors
+
+
+@pytest.fixture(autouse=True)
+def _quick(quick_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_said", set())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
+    """A run that nothing disturbed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield trained(digits(keep="best", ema=0.8), tmp_path_factory.mktemp("whole") / "run")
+    torch.set_num_threads(threads)
+
+
+def test_a_run_leaves_what_was_promised(whole: Result):
+    folder = whole.run.path
+    assert {p.name for p in folder.iterdir()} == {"config.json", "metrics.jsonl", "checkpoint", "model"}
+    assert TrainConfig.from_dict(json.loads((folder / "config.json").read_text())) == whole.setup.config
+    assert saved_steps(folder) == [16, 20]
+    assert whole.run.finished
+    assert whole.stopped is None
+
+
+def test_each_step_is_logged_once_and_so_is_each_evaluation(whole: Result):
+    found = lines(whole.run.path)
+    assert [line["step"] for line in found if "loss" in line] == [3, 6, 9, 12, 15, 18, 20]
+    assert [line["step"] for line in found if "evaluation" in line] == [5, 10, 15, 20]
+    assert all(line["images"] == 64 * line["step"] for line in found)
+    assert all(line["ema"] for line in found if "evaluation" in line)
+
+
+@pytest.mark.parametrize("step", [1, 10, 19])
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(whole: Result, tmp_path: Path, step: int):
+    """At steps between two logged lines, too: averages since the last line are the same."""
+    folder = tmp_path / "run"
+    stopped = interrupted(whole.setup.config, folder, step)
+    assert stopped.saved == step
+    assert stopped.scores is None
+    again = resumed(folder)
+    assert again.progress.step == LENGTH
+    assert lines(folder) == lines(whole.run.path)
+    assert same_bits(folder, whole.run.path)
+    assert again.scores is not None
+    assert whole.scores is not None
+    assert again.scores.top1 == whole.scores.top1
+    one, other = (read_tensors(path / "checkpoint" / f"{LENGTH:08d}") for path in (folder, whole.run.path))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    whole: Result, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder = tmp_path / "run"
+    interrupted(whole.setup.config, folder, 14)
+    assert saved_steps(folder) == [12, 14]
+    file = folder / "checkpoint" / "00000014" / TENSORS
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert resumed(folder).progress.step == LENGTH
+    assert "00000014 is damaged" in caplog.text
+    assert "the one before it is used" in caplog.text
+    assert lines(folder) == lines(whole.run.path)
+    assert same_bits(folder, whole.run.path)
+
+
+def test_without_a_whole_checkpoint_the_run_begins_again(
+    whole: Result, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder = tmp_path / "run"
+    interrupted(whole.setup.config, folder, 10)
+    for state in folder.glob("checkpoint/*/state.json"):
+        state.write_text("{")
+    resumed(folder)
+    assert "there is none before it" in caplog.text
+    assert lines(folder) == lines(whole.run.path)
+    assert same_bits(folder, whole.run.path)
+
+
+def test_a_finished_run_is_resumed_without_harm(whole: Result):
+    before = {p: p.read_bytes() for p in whole.run.path.rglob("*") if p.is_file()}
+    again = resumed(whole.run.path)
+    assert again.scores is not None
+    assert whole.scores is not None
+    assert again.scores.to_dict() == whole.scores.to_dict()
+    assert {p: p.read_bytes() for p in whole.run.path.rglob("*") if p.is_file()} == before
+
+
+def test_the_same_settings_give_the_same_bits_again(whole: Result, tmp_path: Path):
+    settings = RunFolder(whole.run.path).read_config()
+    trained(settings, tmp_path / "again")
+    assert same_bits(tmp_path / "again", whole.run.path)
+    trained(settings.but(seed=1), tmp_path / "other")
+    assert not same_bits(tmp_path / "other", whole.run.path)
+
+
+def test_the_run_folder_is_a_model_that_scores_what_was_said(whole: Result):
+    model = vitrail.load(whole.run.path)
+    held = open_data(whole.setup.config.data).validation
+    said = model.logits([held[i].picture for i in range(len(held))], batch=256).argmax(1)
+    right = (said == torch.as_tensor(held.targets)).double().mean()
+    assert whole.scores is not None
+    assert float(right) == whole.scores.top1
+    assert model.labels == tuple("0123456789")
+    assert whole.scores.top1 > 0.2  # it has learned something, so that the comparison says something
+
+
+def test_a_run_without_a_model_says_so(whole: Result, tmp_path: Path):
+    interrupted(whole.setup.config, tmp_path / "run", 2)
+    with pytest.raises(vitrail.VitrailError, match=r"not finished and has no model yet; go on with .*--resume"):
+        vitrail.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("keep", "held_out", "best"), [("best", None, True), ("last", 0.1, False), ("auto", 0.1, True), ("auto", None, False)]
+)
+def test_the_best_or_the_last_weights_become_the_model(tmp_path: Path, keep: str, held_out: float | None, best: bool):
+    """Digits have a test split: measured on that, choosing the best would be cheating, and auto does not."""
+    rising_then_broken = digits(30, keep=keep, data={"held_out": held_out, "workers": 0})
+    folder = tmp_path / "run"
+    with at_step(12, _forget):
+        result = trained(rising_then_broken, folder)
+    assert result.setup.splits.measured_on == ("test" if held_out is None else "held out")
+    tops = {line["step"]: line["evaluation"]["top1"] for line in lines(folder) if "evaluation" in line}
+    assert max(tops, key=lambda step: tops[step]) == 10
+    assert result.scores is not None
+    assert result.scores.top1 == tops[10 if best else 30]
+    assert (folder / "checkpoint" / "best-00000010").is_dir() is best
+    if held_out is not None:  # the test pictures are looked at once, in the end
+        tests = [line for line in lines(folder) if "test" in line]
+        assert [line["model_step"] for line in tests] == [10 if best else 30]
+        assert tests[0]["test"]["count"] == 359
+        resumed(folder)
+        assert [line for line in lines(folder) if "test" in line] == tests
+
+
+def _forget(journal: object) -> None:
+    """The head answers at random from here on, and never learns again."""
+    trainer = journal.trainer  # type: ignore[attr-defined]
+    with torch.no_grad():
+        trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
+
+
+def test_patience_stops_early_and_keeps_the_best(tmp_path: Path):
+    folder = tmp_path / "run"
+    with at_step(12, _forget):
+        result = trained(digits(60, keep="best", patience=2), folder)
+    assert (result.stopped, result.progress.step) == ("patience", 20)
+    assert result.progress.best_step == 10
+    assert result.scores is not None
+    assert result.scores.top1 == result.progress.best
+    before = weights(folder)
+    again = resumed(folder)  # patience is still out
+    assert (again.stopped, again.progress.step) == ("patience", 20)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights(folder).items())
+    longer = trained(override(RunFolder(folder).read_config(), ["patience=4"]), folder, resume=True)
+    assert longer.progress.step == 30
+
+
+def test_a_best_of_a_future_that_did_not_come_does_not_push_out_the_present(tmp_path: Path):
+    """Resumed with other evaluations, new best weights are kept beside higher-numbered ones of before."""
+    folder = tmp_path / "run"
+    config = digits(40, keep="best", evaluate_every="2 steps", checkpoint_every="9 steps")
+    interrupted(config, folder, 17)
+    for late in ("00000017",):
+        (folder / "checkpoint" / late / "state.json").write_text("{")
+    result = trained(override(RunFolder(folder).read_config(), ["evaluate_every=3 steps"]), folder, resume=True)
+    tops = {line["step"]: line["evaluation"]["top1"] for line in lines(folder) if "evaluation" in line}
+    assert result.scores is not None
+    assert result.scores.top1 == max(tops.values())
+
+
+@pytest.mark.parametrize(
+    ("duration", "expected"), [("30 steps", 30), ("2 epochs", 45), ("1.5 epochs", 34), ("1k images", 16)]
+)
+def test_durations_have_units(tmp_path: Path, duration: str, expected: int):
+    """1,438 pictures in batches of 64."""
+    result = trained(digits(duration=duration, evaluate_every="1 epoch"), tmp_path / "run")
+    assert result.progress.step == expected
+    at = [line["step"] for line in lines(tmp_path / "run") if "evaluation" in line]
+    assert at == sorted({*range(23, expected, 23), expected})
+
+
+def test_one_step_is_a_run(tmp_path: Path):
+    result = trained(digits(duration="1 image"), tmp_path / "run")
+    assert result.progress.step == 1
+    assert result.scores is not None
+
+
+def test_a_signal_while_it_finishes_lets_it_finish_and_is_told(tmp_path: Path):
+    with at_step(LENGTH, stop):
+        result = trained(digits(), tmp_path / "run")
+    assert result.stopped == "SIGTERM"
+    again = resumed(tmp_path / "run")
+    assert again.stopped is None
+    assert again.run.finished
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_any_work(whole: Result, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vitrail.train.loop.prepare", lambda *a, **k: pytest.fail("the data were opened"))
+    with pytest.raises(TrainError, match=r"holds a run already \(finished\); go on with --resume"):
+        trained(whole.setup.config, whole.run.path)
+
+
+def test_batches_that_cannot_be(tmp_path: Path):
+    for settings, words in {
+        "batch=2000": r"batch=2000 is more than the 1,438 pictures to learn from; try batch=719",
+        "accumulate=3": r"batch=64 cannot be shared evenly by 1 processes in 3 parts each; try batch=66",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            trained(override(digits(), [settings]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
