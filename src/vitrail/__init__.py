@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,3 +77,22 @@ def _version() -> str:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Training(ModuleType):
+    """The folder vitrail/train, which as `vitrail.train(...)` is the function of that name, too."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return __getattr__("train")(*args, **options)
+
+
+class _Face(ModuleType):
+    """This package."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train" and isinstance(value, ModuleType):  # Python does so when the folder is first imported
+            value.__class__ = _Training
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face

@@ -7,7 +7,9 @@ plain script shows them; `logging.getLogger("vitrail").setLevel("ERROR")` silenc
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from vitrail.errors import ConfigError, nearest
@@ -44,6 +46,25 @@ def pick_device(name: str | torch.device = "auto") -> torch.device:
         reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise ConfigError(f"device {str(name)!r} cannot be used here ({reason}); try cpu or auto.") from None
     return device
+
+
+@contextmanager
+def same_bits(wanted: bool) -> Iterator[None]:
+    """Inside, only GPU kernels that give the same bits each time; an operation that has none is an error."""
+    import torch
+
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when first used
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 def pick_dtype(name: str | torch.dtype | None) -> torch.dtype | None:

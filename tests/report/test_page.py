@@ -106,7 +106,7 @@ def test_every_link_leads_to_a_section(whole: Page):
 
 def test_it_opens_with_the_result_and_what_stands_beside_it(all_of_it: Whole):
     scores, said = measured(all_of_it.net, Pictures()), all_of_it.page.text
-    assert f"{100 * scores.top1:.1f} % of 40 test pictures are named rightly." in said
+    assert f"{100 * scores.top1:.1f} % of 40 test pictures are named correctly." in said
     assert f"between {100 * scores.low:.1f} and {100 * scores.high:.1f} %" in said
     assert "this model" in said
     assert "3 nearest neighbours" in said
@@ -208,7 +208,7 @@ def test_a_run_that_was_killed_while_it_wrote_a_line_has_a_page(finished: Path, 
 
 
 def test_without_final_scores_the_last_measurement_is_reported(finished: Path, net: Net):
-    assert "50.0 % of 40 validation pictures are named rightly." in report(finished, net).text
+    assert "50.0 % of 40 validation pictures are named correctly." in report(finished, net).text
 
 
 def test_a_test_that_had_no_part_in_choosing_comes_first(finished: Path, net: Net):
@@ -218,7 +218,7 @@ def test_a_test_that_had_no_part_in_choosing_comes_first(finished: Path, net: Ne
     source = Pictures()
     scores = measured(net, source)
     page = report(finished, net, scores=scores, source=source)
-    assert "61.0 % of 1,000 test pictures are named rightly." in page.text
+    assert "61.0 % of 1,000 test pictures are named correctly." in page.text
     assert f"On 40 validation pictures: {100 * scores.top1:.1f} %." in page.text
     assert "this model, test 61.0 %" in page.text
     assert "chosen on these same pictures" not in page.text

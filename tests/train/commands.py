@@ -10,6 +10,7 @@ One process imports everything and computes nothing; every command is forked fro
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -115,7 +116,6 @@ def child(given: dict[str, Any]) -> None:
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.chdir(given["folder"])
         for number, file in enumerate(given["files"], start=1):
             sink = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
@@ -127,6 +127,7 @@ def child(given: dict[str, Any]) -> None:
             os.setuid(given["user"])
         from vitrail.cli import main
 
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         sys.argv = ["vitrail", *given["arguments"]]
         status = main()
         sys.stdout.flush()
@@ -152,11 +153,8 @@ def waited(pid: int) -> int | None:
 
 
 def serve() -> None:
-    import sklearn.datasets  # noqa: F401 - the digits
-    import sklearn.neighbors  # noqa: F401
-    import torch._dynamo  # noqa: F401 - which an optimiser imports
-
-    import vitrail.api  # noqa: F401
+    for name in ("vitrail.api", "sklearn.datasets", "sklearn.neighbors", "torch._dynamo"):
+        importlib.import_module(name)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # those that are forked hear it when they are ready
     children: set[int] = set()

@@ -69,6 +69,17 @@ def on_photos(folder: Path, length: int = 6, **changes: Any) -> TrainConfig:
     return config.but(**changes)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For what is made before a test begins and held against it: bits depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def trained(config: TrainConfig, folder: Path, *, resume: bool = False) -> Result:
     return fit(config, RunFolder(folder), resume=resume)
 

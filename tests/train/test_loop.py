@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from train.small_runs import (
     digits,
     interrupted,
     lines,
+    one_thread,
     resumed,
     same_bits,
     saved_steps,
@@ -38,12 +38,10 @@ def _quick(quick_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Result]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """A run that nothing disturbed."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield trained(digits(keep="best", ema=0.8), tmp_path_factory.mktemp("whole") / "run")
-    torch.set_num_threads(threads)
+    with one_thread():
+        return trained(digits(keep="best", ema=0.8), tmp_path_factory.mktemp("whole") / "run")
 
 
 def test_a_run_leaves_what_was_promised(whole: Result):
@@ -147,7 +145,8 @@ def test_a_run_without_a_model_says_so(whole: Result, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("keep", "held_out", "best"), [("best", None, True), ("last", 0.1, False), ("auto", 0.1, True), ("auto", None, False)]
+    ("keep", "held_out", "best"),
+    [("best", None, True), ("last", 0.1, False), ("auto", 0.1, True), ("auto", None, False)],
 )
 def test_the_best_or_the_last_weights_become_the_model(tmp_path: Path, keep: str, held_out: float | None, best: bool):
     """Digits have a test split: measured on that, choosing the best would be cheating, and auto does not."""

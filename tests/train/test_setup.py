@@ -16,7 +16,18 @@ from pictures import encoded
 from PIL import Image
 from small_models import model, small
 from train.processes import Processes
-from train.small_runs import digits, interrupted, lines, on_photos, photos, resumed, same_bits, trained, weights
+from train.small_runs import (
+    digits,
+    interrupted,
+    lines,
+    on_photos,
+    one_thread,
+    photos,
+    resumed,
+    same_bits,
+    trained,
+    weights,
+)
 
 import vitrail
 from vitrail import runtime
@@ -204,7 +215,8 @@ def test_masked_patches_train_resume_and_load(pictures: Path, tmp_path: Path, ta
 @pytest.fixture(scope="module")
 def teacher(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher") / "run"
-    trained(override(on_photos(pictures, 30), ["optim.lr=5e-3", "augment.crop=none"]), folder)
+    with one_thread():
+        trained(override(on_photos(pictures, 30), ["optim.lr=5e-3", "augment.crop=none"]), folder)
     return folder
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.api.model import Model, load
-from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override
+from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
 from vitrail.data.sources import open_data
-from vitrail.errors import ConfigError, NotFound, VitrailError, nearest
+from vitrail.errors import ConfigError, DataError, NotFound, VitrailError, nearest
 from vitrail.evaluate import comparable, neighbours_baseline
 from vitrail.evaluate.scores import Scores
 from vitrail.models.variants import config_for
@@ -27,8 +27,8 @@ RUNS = Path("runs")
 
 # What may change when a run goes on: how it is watched and spread, never what it computes.
 CHANGEABLE = (
-    "accumulate", "checkpoint_every", "compile", "data.root", "data.workers", "device", "evaluate_every",
-    "log_every", "on_nan", "parallel", "patience", "recompute", "tensorboard",
+    "accumulate", "checkpoint_every", "compile", "data.root", "data.skip_bad", "data.workers", "device",
+    "evaluate_every", "log_every", "on_nan", "parallel", "patience", "recompute", "tensorboard",
 )  # fmt: skip
 
 
@@ -80,10 +80,15 @@ def train(
     data and network; the run goes to `out`, else to runs/NAME. With `resume` an interrupted run goes
     on from its last checkpoint as if nothing had happened.
     """
-    config = override(_chosen(recipe, data, model), () if resume else overrides)
-    folder = RunFolder(_folder(out, config.name, resume))
+    if resume and out is not None:  # what it was made from is in its folder
+        folder = RunFolder(Path(out).expanduser())
+    else:
+        config = override(_chosen(recipe, data, model), overrides)
+        folder = RunFolder(_folder(out, config.name, resume))
     if resume:
-        config = _resumed(folder, overrides)
+        config = _resumed(folder, overrides, {"data.source": data})
+        if model is not None and _network(model, config.model) != _headless(config.model):
+            raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
     return run(config, folder, resume=resume, report=report, command=command)
 
 
@@ -108,7 +113,10 @@ def finetune(
     """
     if resume:
         folder = RunFolder(_folder(out, _tuned_name(data), resume))
-        return run(_resumed(folder, overrides), folder, resume=True, report=report, command=command)
+        asked: dict[str, Any] = {"start": model or None, "data.source": data or None, "image": image and pair(image)}
+        if what != "all":
+            asked["optim.train"] = what
+        return run(_resumed(folder, overrides, asked), folder, resume=True, report=report, command=command)
     config = tuned(model, data, recipe=recipe, what=what, image=image, overrides=overrides, device=device)
     return run(config, RunFolder(_folder(out, config.name, False)), report=report, command=command)
 
@@ -129,14 +137,26 @@ def tuned(
         raise NotFound(f"no way to fine-tune is called {recipe!r}{nearest(recipe, known)}")
     about_data = [o for o in overrides if o.startswith("data.")]
     source = override(DataConfig(source=data), [o.removeprefix("data.") for o in about_data])
-    images = len(open_data(source).train)
+    train = open_data(source).train
+    if not hasattr(train, "__len__"):
+        raise DataError(f"nobody knows how many pictures {data} has, and settings depend on it; try shards:.")
+    images = len(train)
     config = known[recipe](model, data, images=images, device=pick_device(device).type)
     config = config.but(name=_tuned_name(data), device=device, image=image or config.image)
     if what != "all":
         config = tuning.only(config, what)
     if any(o.startswith("model.") for o in overrides):  # the checkpoint's own settings, to be changed
         config = config.but(model=open_checkpoint(model, image=config.image)[0].config)
-    return override(config, overrides)
+    return _warmed_up(config, override(config, overrides))
+
+
+def _warmed_up(picked: TrainConfig, config: TrainConfig) -> TrainConfig:
+    """Of another length than was picked, the warm-up keeps its share of it."""
+    warmup, length = picked.schedule.warmup, picked.duration
+    if config.schedule.warmup != warmup or config.duration == length or warmup.unit != length.unit:
+        return config
+    shorter = config.duration.but(count=config.duration.count * warmup.count / length.count)
+    return config.but(schedule=config.schedule.but(warmup=shorter).to_dict())
 
 
 def run(
@@ -181,6 +201,7 @@ def _report(done: Run, result: Result, command: str | None) -> None:
             source=splits.validation,
             measured_on=splits.measured_on,
             baselines=done.baselines,
+            unreadable=tuple(result.unreadable.items()),
             comparisons=[other.path for other in done.compared],
             command=command,
         )
@@ -210,6 +231,10 @@ def _network(name: str, usual: ViTConfig | BiTConfig | None) -> ViTConfig | BiTC
     return config_for(name, classes=0, **same)
 
 
+def _headless(network: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig | None:
+    return network.but(classes=0) if network is not None else None
+
+
 def _folder(out: str | Path | None, name: str, resume: bool) -> Path:
     """Where the run is, or goes: without `out` a name that is free, or the latest run of that name."""
     if out is not None:
@@ -223,16 +248,32 @@ def _folder(out: str | Path | None, name: str, resume: bool) -> Path:
     return found
 
 
-def _resumed(folder: RunFolder, overrides: Sequence[str]) -> TrainConfig:
-    """The run's own settings; only what does not change its results may be changed."""
-    for assignment in overrides:
-        name = assignment.partition("=")[0].strip()
+def _same(one: Any, other: Any) -> bool:
+    """224 and (224, 224) are one size."""
+    if isinstance(one, int | tuple) and isinstance(other, int | tuple):
+        return pair(one) == pair(other)
+    return bool(one == other)
+
+
+def _resumed(folder: RunFolder, overrides: Sequence[str], asked: Mapping[str, Any]) -> TrainConfig:
+    """The run's own settings; only what does not change its results may be changed, or be `asked` for anew."""
+    before = folder.read_config()
+    config: TrainConfig = override(before, [o for o in overrides if o != "batch=auto"])  # it was found
+    names = {assignment.partition("=")[0].strip() for assignment in overrides}
+    changed = [name for name in sorted(names) if _at(config, name) != _at(before, name)]
+    changed += [name for name, value in asked.items() if value is not None and not _same(value, _at(before, name))]
+    for name in changed:
         if name not in CHANGEABLE:
             raise ConfigError(
-                f"{name} cannot change when a run is resumed, since its results would; what can is "
-                f"{', '.join(CHANGEABLE)}. Start a new run instead."
+                f"{name} is {_at(before, name)} and cannot change when a run is resumed, since its results would; "
+                f"what can is {', '.join(CHANGEABLE)}. Start a new run instead."
             )
-    config: TrainConfig = override(folder.read_config(), overrides)
+    return config
+
+
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from contextlib import suppress
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -37,7 +38,8 @@ def note(message: str) -> None:
 
 class _Notes(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        note(getattr(record, "note", record.getMessage()))
+        with suppress(OSError):  # standard error may lie on a full disk, or nobody may read it any more
+            note(getattr(record, "note", record.getMessage()))
 
 
 def notes_to_stderr() -> None:

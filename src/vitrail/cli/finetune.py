@@ -8,7 +8,7 @@ import typer
 
 from vitrail.cli.console import err
 from vitrail.cli.options import Json, size
-from vitrail.cli.train import Device, Out, Report, Resume, picked, speaks, spelled, tell
+from vitrail.cli.train import Device, Out, Report, Resume, SkipBad, picked, speaks, spelled, tell
 
 
 def finetune(
@@ -36,17 +36,28 @@ def finetune(
     resume: Resume = False,
     device: Device = None,
     report: Report = True,
+    skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
     """Teach a trained model your classes: vitrail finetune --model MODEL --data photos/"""
     if (model is None or data is None) and not (resume and out is not None):
         raise typer.BadParameter("finetune needs --model and --data; or --resume with --out RUN")
+    overrides = [*(overrides or []), *(["data.skip_bad=true"] if skip_bad else [])]
+    learning = int(what) if what.isdecimal() else what
     with err.status("starting"):
         from vitrail import api
         from vitrail.api.training import tuned
     if resume:
         done = api.finetune(
-            model or "", data or "", overrides=overrides or [], out=out, resume=True, report=report, command=spelled()
+            model or "",
+            data or "",
+            what=learning,
+            image=size(image),
+            overrides=[*(overrides or []), *([f"device={device}"] if device else [])],
+            out=out,
+            resume=True,
+            report=report,
+            command=spelled(),
         )
         tell(done, as_json)
         return
@@ -56,7 +67,7 @@ def finetune(
         model,
         data,
         recipe=recipe,
-        what=int(what) if what.isdecimal() else what,
+        what=learning,
         image=size(image),
         overrides=overrides or [],
         device=device or "auto",

@@ -27,6 +27,9 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; w
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps or auto.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave unreadable pictures out of measurements instead of refusing.")
+]
 Data = Annotated[
     str | None,
     typer.Option("--data", metavar="SPEC", help="A built-in name, a folder, a table, shards: see vitrail datasets."),
@@ -46,6 +49,7 @@ def train(
     resume: Resume = False,
     device: Device = None,
     report: Report = True,
+    skip_bad: SkipBad = False,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes and what each has shown.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -59,6 +63,8 @@ def train(
     recipe, overrides = _split(arguments or [])
     if device is not None:
         overrides.append(f"device={device}")
+    if skip_bad:
+        overrides.append("data.skip_bad=true")
     if recipe is None and data is not None:
         recipe = _recipe_for(data)
     with err.status("starting"):
@@ -123,11 +129,14 @@ def _results(done: Run) -> Table:
         s = done.scores
         interval = f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} pictures"
         table.add_row("accuracy", f"{100 * s.top1:.2f} %", Text(interval, style="dim"))
-    beside = {name: scores for name, scores in done.baselines.items()}
+    beside = dict(done.baselines)
     beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.compared if o.scores is not None}
     for name, scores in beside.items():
         table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
-    table.add_row("model", str(done.path / "model"), Text(f"vitrail predict --model {done.path} PICTURE", style="dim"))
+    use = f"predict --model {done.path} PICTURE"
+    if done.config.objective == "masked-patch":  # it has no head to answer with yet
+        use = f"finetune --model {done.path} --data PICTURES"
+    table.add_row("model", str(done.path / "model"), Text(f"vitrail {use}", style="dim"))
     if done.report.exists():
         table.add_row("report", str(done.report), "")
     return table
@@ -159,7 +168,8 @@ def _list() -> None:
     for name, make in RECIPES.items():
         config = make()
         about = make.__doc__ or sys.modules[make.__module__].__doc__ or ""
-        table.add_row(name, config.data.source, " ".join(about.split("\n\n")[0].split()))
+        paragraphs = [" ".join(part.split()) for part in about.split("\n\n")[:2]]
+        table.add_row(name, config.data.source, "\n".join(part.partition(" Run: ")[0] for part in paragraphs))
     show(table)
 
 

@@ -138,8 +138,8 @@ def _fit(kind: Any, value: Any) -> tuple[Any, bool]:
     if isinstance(kind, type) and issubclass(kind, Config):
         if isinstance(value, kind):
             return value, True
-        if isinstance(value, str) and hasattr(kind, "from_text"):
-            return kind.from_text(value), True
+        if isinstance(value, str | int | float) and hasattr(kind, "from_text"):  # a bare number says what it lacks
+            return kind.from_text(str(value)), True
         return (kind.from_dict(value), True) if isinstance(value, Mapping) else (value, False)
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value), math.isfinite(value)

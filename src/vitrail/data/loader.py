@@ -152,7 +152,7 @@ class OnDevice(Loader):
     def _batch(self, step: int) -> Batch:
         rows = self.rows_of(step)
         there = rows >= 0
-        at = torch.from_numpy(np.maximum(rows, 0)).to(self.device, non_blocking=True)
+        at = torch.from_numpy(np.maximum(rows, 0)).to(self.device, non_blocking=self.device.type == "cuda")
         images, targets, weights = (t.index_select(0, at) for t in (self.images, self.targets, self.weights))
         indices = np.where(there, self.numbers[rows], -1)
         if not there.all():
@@ -235,7 +235,8 @@ class Plan:
             raise DataError(f"none of the {len(source):,} pictures of {source.name} has a label.")
         blocks = source.blocks
         if (left := len(source) - len(self.numbers)) > 0:
-            say([f"{left:,} of {len(source):,} pictures have no label and are left out"], about=source.name)
+            if part.start == 0:  # one process says it for all
+                say([f"{left:,} of {len(source):,} pictures have no label and are left out"], about=source.name)
             if blocks is not None:
                 blocks = tuple(np.diff(np.searchsorted(self.numbers, np.cumsum(blocks)), prepend=0).tolist())
         kinds: Any = labels.targets[self.numbers] if config.order == "balanced" else len(self.numbers)

@@ -130,6 +130,18 @@ def _by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indices, I
 
 def shuffled_each(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
     """`chance.shuffled` where each place has a permutation of its own size and key: n, n, n -> n."""
+    found = np.empty_like(places)
+    few = sizes <= chance.FEW
+    for size in np.unique(sizes[few]).tolist():  # made whole, as there: a Feistel network favours some of few
+        here = np.flatnonzero(sizes == size)
+        order = np.argsort(chance.bits_np(keys[here], WALK, size), axis=1, kind="stable")
+        found[here] = order[np.arange(len(here)), places[here]]
+    found[~few] = _walked(places[~few], sizes[~few], keys[~few])
+    return found
+
+
+def _walked(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
+    """The same by a Feistel network on the next power of four."""
     half = np.maximum((np.frexp(sizes - 1)[1] + 1) // 2, 1).astype(np.uint64)
     rounds = chance.bits_np(keys, WALK, ROUNDS)  # n ROUNDS
     at, size = places.astype(np.uint64), sizes.astype(np.uint64)

@@ -141,9 +141,7 @@ def _decoded(
     source: Source, view: View, workers: int, numbers: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[Any], dict[int, str]] | None:
     count, start = len(numbers), time.monotonic()
-    pool = make_pool(
-        Reading(source, view), rows=count, shape=view.shape, dtype=view.dtype, workers=workers, depth=1, spare=0
-    )
+    pool = make_pool(Reading(source, view), rows=count, shape=view.shape, dtype=view.dtype, workers=workers, depth=1)
     with ExitStack() as stack:
         stack.callback(pool.close)
         shown, before = None, 0

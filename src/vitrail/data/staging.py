@@ -60,7 +60,7 @@ class Road:
     """How batches get to a device. To the CPU there is none: the shared memory itself is lent."""
 
     ahead = False
-    """Whether a batch should set out before it is asked for."""
+    """Whether a batch sets out before it is asked for, and nobody waits while it travels."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -70,9 +70,9 @@ class Road:
         weights = count.astype(np.float32)
         weights[[row for row, _ in taken.problems]] = 0
         return Staged(
-            torch.from_numpy(taken.images).to(self.device, non_blocking=True).permute(0, 3, 1, 2),  # b C H W
-            targets.to(self.device, non_blocking=True),
-            torch.from_numpy(weights).to(self.device, non_blocking=True),
+            torch.from_numpy(taken.images).to(self.device, non_blocking=self.ahead).permute(0, 3, 1, 2),  # b C H W
+            targets.to(self.device, non_blocking=self.ahead),
+            torch.from_numpy(weights).to(self.device, non_blocking=self.ahead),
             torch.from_numpy(taken.indices),
         )
 

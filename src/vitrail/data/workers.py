@@ -54,6 +54,9 @@ Progress = Callable[[int], None]
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # as malloc.h numbers them
 KEPT = 1 << 30
+SPARE = 2
+"""Batches that there is room for beside those ahead: the one in use, and the one before. Room that is not
+needed costs nothing: the system finds memory for it when it is first written to."""
 MOST = 16
 """Rows that are worked on in one go."""
 
@@ -116,10 +119,9 @@ class Pool(ABC):
         dtype: npt.DTypeLike,
         depth: int,
         part: int,
-        spare: int = 2,
     ) -> None:
         self.work, self.depth, self.part = work, depth, part
-        self.ring = Ring(depth + spare, rows, shape, dtype)
+        self.ring = Ring(depth + SPARE, rows, shape, dtype)
         self.asked: deque[int] = deque()
 
     @property
@@ -174,14 +176,13 @@ def make_pool(
     dtype: npt.DTypeLike,
     workers: int,
     depth: int,
-    spare: int = 2,
     threads: bool = False,
 ) -> Pool:
     """Processes where they can be forked, else threads (or on request: for work that changes while it is done).
 
     With no workers, whoever takes a batch makes it.
     """
-    options: dict[str, Any] = {"rows": rows, "shape": shape, "dtype": dtype, "depth": depth, "spare": spare}
+    options: dict[str, Any] = {"rows": rows, "shape": shape, "dtype": dtype, "depth": depth}
     options["part"] = max(1, min(MOST, rows // (4 * max(workers, 1))))
     if workers == 0:
         return Nobody(work, **options)

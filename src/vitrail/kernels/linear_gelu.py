@@ -35,10 +35,10 @@ def can_fuse(layer: nn.Module, x: Tensor) -> bool:
         return False
     plain = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
     ours = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter)  # no sharded, fake or wrapped ones
-    return plain and ours and _has_onednn() and not _watched()
+    return plain and ours and _has_onednn() and not watched()
 
 
-def _watched() -> bool:
+def watched() -> bool:
     """Inside torch.func's vmap or a dispatch mode (a FLOP counter), which know nothing of oneDNN's operators."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
 

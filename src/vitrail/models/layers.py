@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
 from vitrail.kernels.linear_gelu import can_fuse, linear_gelu_tanh
+from vitrail.kernels.packed_attention import can_pack, packed_attention
 from vitrail.models import drop
 
 # B images, C channels, N tokens, D width, H heads, K = D // H, M hidden width of the MLP
@@ -80,6 +81,7 @@ class Attention(nn.Module):
         self.k_norm = make_norm(config, width // config.heads) if config.qk_norm else nn.Identity()
         self.out = nn.Linear(width, width, bias=config.proj_bias)
         self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
+        self.bare = not config.qk_norm
 
     def forward(
         self,
@@ -88,13 +90,15 @@ class Attention(nn.Module):
         keep: list[Tensor] | None = None,
         keys: Tensor | None = None,
     ) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # B N 3 H K
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each B H N K
-        q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
-        if place is not None:
-            q, k, bias = place(q, k)
-        p = self.attention_dropout if self.training else 0.0
-        x = attend(q, k, v, bias=bias, dropout=p, keep=keep).transpose(1, 2).flatten(2)  # B N D
+        qkv, rate = self.qkv(x), self.attention_dropout if self.training else 0.0  # B N 3D
+        if self.bare and place is None and keep is None and not rate and can_pack(qkv):
+            x = packed_attention(qkv, self.heads)
+        else:
+            q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
+            q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
+            if place is not None:
+                q, k, bias = place(q, k)
+            x = attend(q, k, v, bias=bias, dropout=rate, keep=keep).transpose(1, 2).flatten(2)  # B N D
         return drop.dropout(self.out(x), self.dropout if self.training else 0.0, keys, drop.OUT)
 
 

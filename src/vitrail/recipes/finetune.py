@@ -26,7 +26,7 @@ def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> Tr
     Few pictures are seen often and in small batches: a few hundred steps move a new head and its
     body far enough; many pictures need fewer epochs.
     """
-    batch = _power_of_two(images / 16, 8, 64 if device == "cpu" else 256)
+    batch = _power_of_two(max(images / 16, min(8, images)), 64 if device == "cpu" else 256)
     duration = epochs(_between(1500 * batch / images / 4, 5, 50))
     return TrainConfig(
         name="finetune",
@@ -45,8 +45,8 @@ def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> Tr
 
 def paper(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
     """The paper's Table 4: SGD 0.9, cosine, clip 1, no weight decay, 384 px, a head of zeros; 500 steps for
-    a few thousand pictures, 10,000 for CIFAR, 20,000 for ImageNet. Its learning rate is the best of
-    four there; try optim.lr=0.001, 0.003, 0.01 and 0.03."""
+    a few thousand pictures, 10,000 for CIFAR, 20,000 for ImageNet, in batches of 512 where there are as
+    many. Its learning rate is the best of four there; try optim.lr=0.001, 0.003, 0.01 and 0.03."""
     long = 500 if images < 20_000 else 10_000 if images < 500_000 else 20_000
     return TrainConfig(
         name="finetune-paper",
@@ -57,7 +57,7 @@ def paper(start: str, source: str, *, images: int, device: str = "cpu") -> Train
         optim=OptimConfig(kind="sgd", lr=0.01, momentum=0.9, clip=1.0),
         schedule=ScheduleConfig(kind="cosine", warmup=steps(min(500, long // 5))),
         duration=steps(long),
-        batch=512,
+        batch=_power_of_two(images, 512),
         precision="bfloat16" if device == "cuda" else "float32",
     )
 
@@ -73,8 +73,9 @@ def only(config: TrainConfig, what: str | int) -> TrainConfig:
     return config.but(optim=optim.to_dict())
 
 
-def _power_of_two(value: float, low: int, high: int) -> int:
-    size = low
+def _power_of_two(value: float, high: int) -> int:
+    """The largest that is neither more than `value` nor than `high`."""
+    size = 1
     while size * 2 <= min(value, high):
         size *= 2
     return size

@@ -209,7 +209,7 @@ def _judging(story: Story, figures: Path) -> list[Section]:
     return [
         ("classes", title, tag("div", *parts, cls="two")),
         ("mistakes", "The surest mistakes", results.mistakes(story)),
-        ("right", "Rightly named", results.right_ones(story)),
+        ("right", "Correctly named", results.right_ones(story)),
     ]
 
 

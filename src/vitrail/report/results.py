@@ -51,7 +51,7 @@ def _told(story: Story, found: dict[str, Any], place: str, more: str) -> Markup:
         sentence = tag("p", first, f" mean average precision over {classes} on {pictures}.", cls="headline")
         return join(sentence, tag("p", more, cls="sub") if more else None)
     first = tag("strong", percent(found["top1"], count))
-    sentence = tag("p", first, f" of {pictures} {'is' if count == 1 else 'are'} named rightly.", cls="headline")
+    sentence = tag("p", first, f" of {pictures} {'is' if count == 1 else 'are'} named correctly.", cls="headline")
     details = [f"With 95 % confidence, between {between(found['low'], found['high'], count, 'and')}."]
     if len(story.labels) > 10:
         details.append(f"The right class is among the first five for {percent(found['top5'], count)}.")
@@ -191,7 +191,7 @@ def classes(story: Story) -> Markup:
         kept = sorted(found, key=lambda c: (c.value, -c.count))[:WORST]
     rows = [_class_bar(story, c) for c in kept]
     short = max((len(story.label(c.index)) for c in kept), default=0) <= 4
-    what = "average precision" if several else "share named rightly, with its 95 % interval"
+    what = "average precision" if several else "share named correctly, with its 95 % interval"
     note = (
         f"The {len(kept)} weakest of {len(found)} classes: {what}." if len(kept) < len(found) else f"By class: {what}."
     )
@@ -242,7 +242,7 @@ def right_ones(story: Story) -> Markup:
     for row in some_right(samples, RIGHT):
         said = story.label(int(samples.prediction[row]))
         index, score = int(samples.index[row]), float(samples.score[row])
-        cards.append(_card(story, index, said, score, f"{said}, rightly", None, "right"))
+        cards.append(_card(story, index, said, score, f"{said}, correctly", None, "right"))
     cards = [c for c in cards if c]
     return tag("div", *cards, cls="gallery small") if cards else Markup("")
 

@@ -109,7 +109,7 @@ class ClassScore:
 
     index: int
     value: float
-    """Share named rightly; for several labels the average precision."""
+    """Share named correctly; for several labels the average precision."""
     count: int
     low: float | None = None
     high: float | None = None

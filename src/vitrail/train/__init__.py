@@ -1,1 +1,1 @@
-"""TODO."""
+"""Model + data + objective -> run folder."""

@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from types import TracebackType
@@ -146,7 +147,8 @@ class Display:
 
     def note(self, text: str) -> None:
         """A line of its own, above the panel."""
-        self.console.print(Text(text, style="dim" if self.live else ""), soft_wrap=True)
+        with suppress(OSError):
+            self.console.print(Text(text, style="dim" if self.live else ""), soft_wrap=True)
 
     def _remember(self, loss: float | None) -> None:
         if loss is None or not math.isfinite(loss):
@@ -164,7 +166,8 @@ class Display:
         self.seen.seconds = keep * (self.seen.seconds or 0.0) + (1 - keep) * seconds
 
     def _say(self, line: str) -> None:
-        self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+        with suppress(OSError):  # a log on a full disk, a reader that has gone: no reason to stop
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     @property
     def rate(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -178,8 +179,12 @@ class Journal:
         self.checkpoints.wait()
         return max(self.checkpoints.steps(), default=None)
 
-    def finish(self) -> Scores | None:
-        """The model of the best weights, or of the last; measured; written where `vitrail.load` finds it."""
+    def finish(self, bad: Iterable[str] = ()) -> Scores | None:
+        """The model of the best weights, or of the last; measured; written where `vitrail.load` finds it.
+
+        bad: names of pictures that could not be learned from.
+        """
+        self._count_bad(bad)
         trainer, progress = self.trainer, self.progress
         self.checkpoints.wait()
         self.ranks.barrier()  # what the first process was writing is there for all
@@ -211,6 +216,11 @@ class Journal:
             f"the loss of step {batch.step + 1} is not finite; its pictures were {named}; {self._last_saved()}. "
             "Try a lower learning rate or a longer warm-up, or on_nan=skip to leave such steps out."
         )
+
+    def _count_bad(self, bad: Iterable[str]) -> None:
+        count = len({key for keys in self.ranks.all_told(list(bad)) for key in keys})
+        if count and self.ranks.first:
+            say([f"{count:,} picture{'s' * (count > 1)} could not be used and counted nothing in training"])
 
     def _last_saved(self) -> str:
         steps = self.checkpoints.steps()

@@ -6,11 +6,13 @@ killed anywhere, resumed, or spread over another number of processes, and comput
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vitrail.config import TrainConfig
 from vitrail.evaluate.scores import Scores
+from vitrail.runtime import same_bits
 from vitrail.train.health import Health
 from vitrail.train.interrupt import Interrupt
 from vitrail.train.journal import Journal
@@ -36,23 +38,28 @@ class Result:
     """Whether this process is the one that writes and speaks."""
     saved: int | None = None
     """The step from which a run that was stopped can go on."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Training pictures that could not be read, and why."""
 
 
 def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
     """Train as the settings say, into a run folder; with `resume`, go on from its last checkpoint."""
     with ExitStack() as stack:
         ranks = stack.enter_context(Ranks.start(config.device))
-        saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
-        if not resume:
-            run.check_free()
-        trainer = Trainer(prepare(config, ranks, saved=saved and saved[1]), ranks)
-        stack.callback(trainer.close)
+        stack.enter_context(same_bits(config.deterministic))
+        with ranks.first_speaks():
+            saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
+            if not resume:
+                run.check_free()
+            trainer = Trainer(prepare(config, ranks, saved=saved and saved[1]), ranks)
+            stack.callback(trainer.close)
+            journal = stack.enter_context(Journal(run, trainer))
+            progress = journal.resume(saved) if resume else journal.begin()
         config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
-        journal = stack.enter_context(Journal(run, trainer))
-        progress = journal.resume(saved) if resume else journal.begin()
         health = Health(ranks.device, config.on_nan, journal.last_words, alone=ranks.world == 1)
         batches = stack.enter_context(trainer.batches(progress.step, progress.stream))
         augment = trainer.augmentation(cropped=batches.cropped)
+        trainer.look_ahead()
         interrupt = stack.enter_context(Interrupt())  # before, there was nothing to save
         stopped = "patience" if journal.patience_is_out else None
 
@@ -85,8 +92,9 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
             if stopped:
                 break
         if stopped in (None, "patience"):
-            scores = journal.finish()
-            return Result(run, trainer.setup, progress, scores, _wish(interrupt, ranks) or stopped, ranks.first)
+            scores = journal.finish(batches.bad)
+            ended = _wish(interrupt, ranks) or stopped
+            return Result(run, trainer.setup, progress, scores, ended, ranks.first, unreadable=batches.bad)
         return Result(run, trainer.setup, progress, None, stopped, ranks.first, journal.leave())
 
 

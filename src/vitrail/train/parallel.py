@@ -41,7 +41,7 @@ from vitrail.errors import CheckpointError, ConfigError, TrainError
 from vitrail.models.bit import BiTUnit
 from vitrail.models.hybrid import StemUnit
 from vitrail.models.layers import Block
-from vitrail.runtime import pick_device, say
+from vitrail.runtime import log, pick_device, say
 
 # W processes, B pictures in the global batch, b = B / W of them here
 
@@ -182,6 +182,15 @@ class Ranks:
         yield
         if self.first:
             self.barrier()
+
+    @contextmanager
+    def first_speaks(self) -> Iterator[None]:
+        """What all processes would say alike, the first one says."""
+        before, log.disabled = log.disabled, log.disabled or not self.first
+        try:
+            yield
+        finally:
+            log.disabled = before
 
     def exchange(self, rows: Tensor, wanted: npt.NDArray[np.int64]) -> Tensor:
         """The rows of these slots of the global batch, from whichever processes hold them.

@@ -149,17 +149,8 @@ class Trainer:
         """The weights, or their average where there is one, or another network, on the validation pictures."""
         source = source or self.setup.splits.validation
         config, ranks = self.config, self.ranks
-        batches = evaluation_batches(
-            source,
-            preprocess=self.setup.card.preprocess,
-            batch=max(min(self.batch // ranks.world, 1024), 1),
-            device=self.device,
-            rank=ranks.rank,
-            world=ranks.world,
-            config=config.data,
-        )
         with ExitStack() as stack:
-            found = stack.enter_context(batches)
+            found = stack.enter_context(self._measured(source))
             if net is None:
                 stack.enter_context(self.averaged())
             return measure(
@@ -173,6 +164,22 @@ class Trainer:
                 reduce=ranks.sum if ranks.world > 1 else None,
                 gather=ranks.gather if ranks.world > 1 else None,
             )
+
+    def _measured(self, source: Source) -> Loader:
+        return evaluation_batches(
+            source,
+            preprocess=self.setup.card.preprocess,
+            batch=max(min(self.batch // self.ranks.world, 1024), 1),
+            device=self.device,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            config=self.config.data,
+        )
+
+    def look_ahead(self) -> None:
+        """Decode the pictures to measure on, where they are few: one that cannot be read should not end an epoch."""
+        if self.measures:
+            self._measured(self.setup.splits.validation).close()
 
     def averaged(self) -> AbstractContextManager[None]:
         return self.ema.swap() if self.ema is not None else nullcontext()
@@ -240,8 +247,8 @@ class Trainer:
 
     @property
     def arithmetic_per_image(self) -> float:
-        """Operations of one picture in training: forward, and about twice that backward."""
-        return 3.0 * flops(self.learner.net.config)
+        """Operations of one picture in training: forward, and where blocks learn about twice that backward."""
+        return (1.0 if self.config.optim.train == "head" else 3.0) * flops(self.learner.net.config)
 
 
 def _shared(batch: int | str, processes: int, parts: int, images: int) -> int:

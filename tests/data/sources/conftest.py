@@ -164,10 +164,11 @@ class Answer(BaseHTTPRequestHandler):
             if self.served.break_after:
                 data = data[: self.served.break_after.pop(0)]
                 self.close_connection = True
+            self.served.sent += len(data)  # before: whoever has it all may look at once
             try:
                 self.wfile.write(data)
-                self.served.sent += len(data)
             except ConnectionError:  # whoever asked has heard enough
+                self.served.sent -= len(data)
                 self.close_connection = True
         return None
 

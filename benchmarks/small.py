@@ -1,0 +1,166 @@
+"""Where the time of a small model's training step goes on a CPU, and how far that is from the arithmetic's limit.
+
+    python benchmarks/small.py [--threads 2] [--rounds 30] [--compile]
+
+The model is the lecture's on MNIST: 28 px, patch 4, width 64, 4 heads, 2 layers, MLP 256, batch 256,
+float32, AdamW. Variants take turns and the least time of all rounds is shown beside the median, since
+other work on the machine only ever adds; with one thread it is the process's own time that counts, in
+which such work shows little. The limit is the products' arithmetic at the speed of one large product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.config import ViTConfig
+from vitrail.kernels.heap import keep_heap
+from vitrail.models import build
+from vitrail.models.flops import flops
+from vitrail.models.layers import attend
+
+LECTURE = ViTConfig(image=28, patch=4, channels=1, width=64, depth=2, heads=4, mlp=256, classes=10)
+BATCH = 256
+
+
+@dataclass
+class Training:
+    """One network and its optimiser."""
+
+    step: Callable[[], None]
+    forward: Callable[[], Tensor]
+    optimise: Callable[[], object]
+
+
+def training(activation: str, compiled: bool = False) -> Training:
+    net = build(LECTURE.but(activation=activation), seed=0).train()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+    images, targets = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
+    run = torch.compile(net, fullgraph=True) if compiled else net
+
+    def forward() -> Tensor:
+        return F.cross_entropy(run(images), targets)
+
+    def step() -> None:
+        forward().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Training(step, forward, optimizer.step)
+
+
+def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
+    """Milliseconds: the least and the median."""
+    for call in calls.values():
+        call(), call(), call()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = clock()
+            call()
+            times[name].append(1000 * (clock() - start))
+    return {name: (min(found), statistics.median(found)) for name, found in times.items()}
+
+
+def show(title: str, found: dict[str, tuple[float, float]], floor: float | None = None) -> None:
+    print(f"\n{title}: milliseconds, least (median)")
+    for name, (least, median) in found.items():
+        beside = f"   {least / floor:4.2f} x the limit" if floor else ""
+        print(f"  {name:34s} {least:8.2f} ({median:.2f}){beside}")
+
+
+def operators(run: Training, steps: int = 10) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(steps):
+            run.step()
+    events = sorted(profile.key_averages(), key=lambda e: -e.self_cpu_time_total)
+    whole = sum(e.self_cpu_time_total for e in events)
+    print("\noperators of a step (eager, tanh): share of the time")
+    for event in events[:14]:
+        print(f"  {event.key[:52]:52s} {100 * event.self_cpu_time_total / whole:5.1f} %   {event.count // steps} calls")
+
+
+def attention(rounds: int) -> dict[str, tuple[float, float]]:
+    """Of one layer, forward and backward: torch's fused kernel, and the same written out."""
+    tokens, heads = 50, LECTURE.heads
+    qkv = torch.randn(BATCH, tokens, 3 * LECTURE.width, requires_grad=True)
+    grad = torch.randn(BATCH, heads, tokens, LECTURE.width // heads)
+
+    def call(keep: list[Tensor] | None) -> None:
+        q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        attend(q, k, v, keep=keep).backward(grad)
+        qkv.grad = None
+
+    return in_turn({"fused (SDPA)": lambda: call(None), "written out": lambda: call([])}, rounds)
+
+
+def gelus(rounds: int) -> dict[str, tuple[float, float]]:
+    """Of one layer, forward and backward."""
+    x = torch.randn(BATCH * 50, LECTURE.mlp, requires_grad=True)
+    grad = torch.randn(BATCH * 50, LECTURE.mlp)
+
+    def call(form: str) -> None:
+        F.gelu(x, approximate=form).backward(grad)
+        x.grad = None
+
+    return in_turn({"GELU, tanh": lambda: call("tanh"), "GELU, erf": lambda: call("none")}, rounds)
+
+
+def products(rounds: int) -> dict[str, tuple[float, float]]:
+    """All of a step's matrix products in their own shapes, without bias, one after the other."""
+    rows, width, mlp = BATCH * 50, LECTURE.width, LECTURE.mlp
+    shapes = [(width, 3 * width), (width, width), (width, mlp), (mlp, width)]
+    given = [(torch.randn(rows, k), torch.randn(n, k), torch.randn(rows, n)) for k, n in shapes]
+
+    def call() -> None:
+        for _ in range(LECTURE.depth):
+            for x, w, g in given:
+                (x @ w.t(), g @ w, g.t() @ x)
+
+    return in_turn({"matrix products alone": call}, rounds)
+
+
+def peak(rounds: int = 20) -> float:
+    """Operations a millisecond in one large product."""
+    a = torch.randn(1536, 1536)
+    return 2 * 1536**3 / in_turn({"product": lambda: a @ a}, rounds)["product"][0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--compile", action="store_true", help="also compiled with inductor, which needs a C++ compiler"
+    )
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    fastest = peak()
+    work = 3 * BATCH * flops(LECTURE)
+    floor = work / fastest
+    print(f"the lecture's ViT, batch {BATCH}, float32, {options.threads} threads, torch {torch.__version__}")
+    print(f"a step is {work / 1e9:.2f} GFLOP; at {fastest / 1e6:.0f} GFLOP/s that is {floor:.1f} ms")
+    tanh, erf = training("gelu-tanh"), training("gelu")
+    show("a step", in_turn({"tanh": tanh.step, "erf": erf.step}, options.rounds), floor)
+    print("\nfrom here on with the heap kept:", "yes" if keep_heap() else "not glibc, no")
+    steps = {"tanh": tanh.step, "erf": erf.step}
+    if options.compile:
+        steps |= {"tanh, compiled": training("gelu-tanh", True).step, "erf, compiled": training("gelu", True).step}
+    show("a step", in_turn(steps, options.rounds), floor)
+    parts = {"forward": erf.forward, "forward and backward": lambda: erf.forward().backward()}
+    show("parts of it (erf)", in_turn(parts | {"optimiser": erf.optimise}, options.rounds))
+    pieces = products(options.rounds) | attention(options.rounds) | gelus(options.rounds)
+    show("pieces (attention and GELU: of one layer, forward and backward)", pieces)
+    operators(tanh)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""`vitrail finetune`: a trained model and a folder of photographs are all it needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cli.conftest import Command
+from PIL import Image
+from small_models import model, small
+from train.small_runs import lines, on_photos, one_thread, photos, same_bits, trained, weights
+
+import vitrail as package
+from vitrail.config import override
+from vitrail.train.run import RunFolder
+
+QUICK = ("data.workers=0", "device=cpu", "evaluate_every=4 steps", "checkpoint_every=4 steps", "--no-report")
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return photos(tmp_path_factory.mktemp("album") / "my photos", {"red": 20, "green": 20, "blue": 20}, side=40)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned to tell four other colours apart."""
+    folder = tmp_path_factory.mktemp("start")
+    classes = {"cyan": 16, "magenta": 16, "yellow": 16, "brown": 16}
+    config = on_photos(photos(folder / "colours", classes), 40, evaluate_every=None)
+    with one_thread():
+        trained(override(config, ["optim.lr=3e-3", "model.width=32", "model.mlp=64"]), folder / "run")
+    return folder / "run"
+
+
+def test_a_model_and_a_folder_are_enough(vitrail: Command, start: Path, album: Path):
+    """Everything is the default; in a few hundred steps of a small model three colours are learned."""
+    result = vitrail("finetune", "--model", start, "--data", album)
+    assert result.status == 0, result.err
+    for words in ("start", "learns", "everything", "adamw at 0.0005, 0.75 of it a layer down", "in batches of 8"):
+        assert words in result.err
+    assert "accuracy  100.00 %" in result.out
+    run = Path("runs/finetune-my-photos")
+    assert (run / "report.html").exists()
+    tuned = package.load(run)
+    assert tuned.labels == ("blue", "green", "red")
+    assert tuned.predict(album / "red" / "003.jpg")[0].label == "red"
+    assert tuned.card.origin.startswith("fine-tuned from ")
+    assert RunFolder(run).read_config().data.source == str(album)
+
+
+@pytest.fixture(scope="module")
+def half(start: Path, album: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("half") / "run"
+    quick = [setting for setting in QUICK if "=" in setting]
+    with one_thread():
+        package.finetune(str(start), str(album), overrides=[*quick, "duration=12 steps"], out=folder, report=False)
+    return folder
+
+
+def test_settings_of_a_run_are_complete(vitrail: Command, half: Path):
+    result = vitrail("train", half / "config.json", "--out", "other", "--no-report")
+    assert result.status == 0, result.err
+    assert same_bits(Path("other"), half)
+    assert lines(Path("other")) == lines(half)
+    assert (Path("other") / "config.json").read_bytes() == (half / "config.json").read_bytes()
+    assert (Path("other") / "model" / "config.json").read_bytes() == (half / "model" / "config.json").read_bytes()
+
+
+def test_the_same_command_resumes(vitrail: Command, start: Path, album: Path, half: Path):
+    result = vitrail(
+        "finetune", "--model", start, "--data", album, "--resume", "--out", half, "--device", "cpu", "--no-report"
+    )
+    assert result.status == 0, result.err
+    assert vitrail("finetune", "--resume", "--out", half, "--no-report").status == 0
+    for other, words in {
+        ("--train", "head"): "optim.train is all and cannot change",
+        ("--image", "32"): "image is None and cannot change",
+        ("--model", "elsewhere"): "start is ",
+        ("--data", "digits"): "data.source is ",
+    }.items():
+        result = vitrail("finetune", "--resume", "--out", half, *other)
+        assert result.status == 1
+        assert words in result.problems[0]
+
+
+@pytest.mark.parametrize(("what", "moved"), [("head", {"head"}), ("1", {"head", "norm", "blocks.1"}), ("all", None)])
+def test_what_learns_is_what_moves(vitrail: Command, start: Path, album: Path, what: str, moved: set[str] | None):
+    arguments = ["--model", start, "--data", album, "--train", what, "--out", "run"]
+    result = vitrail("finetune", *arguments, "duration=6 steps", *QUICK)
+    assert result.status == 0, result.err
+    before, after = package.load(start).net.state_dict(), weights(Path("run"))
+    changed = {n for n in after if before[n].shape != after[n].shape or not torch.equal(before[n], after[n])}
+    if moved is None:
+        assert changed == set(after)
+    else:
+        assert {".".join(n.split(".")[: 2 if n.startswith("blocks") else 1]) for n in changed} == moved
+
+
+def test_the_papers_way_at_a_small_size(vitrail: Command, start: Path, album: Path):
+    result = vitrail(
+        "finetune", "--model", start, "--data", album, "--recipe", "paper", "image=32", "duration=110 steps",
+        "optim.lr=0.03", *QUICK,
+    )  # fmt: skip
+    assert result.status == 0, result.err
+    config = RunFolder(Path("runs/finetune-my-photos")).read_config()
+    assert (config.optim.kind, config.image, config.model.image) == ("sgd", 32, (32, 32))
+    assert config.batch == 32  # of 52 pictures
+    assert package.load("runs/finetune-my-photos").config.image == (32, 32)
+    assert "sgd at 0.03" in result.err
+
+
+def test_grey_pictures_for_a_model_of_colours(vitrail: Command, start: Path):
+    for name, shade in (("dark", 40), ("light", 200)):
+        Path("grey", name).mkdir(parents=True)
+        for i in range(12):
+            Image.new("L", (20, 20), shade + i).save(Path("grey", name, f"{i}.png"))
+    result = vitrail("finetune", "--model", start, "--data", "grey", "duration=2 epochs", *QUICK)
+    assert result.status == 0, result.err
+    assert package.load("runs/finetune-grey").predict("grey/dark/0.png")[0].label in ("dark", "light")
+
+
+def test_a_network_without_a_head_and_one_of_another_library(vitrail: Command, album: Path):
+    model(small(classes=0), task="embed").save("headless")
+    model(small()).save("timm", to="timm")
+    for source in ("headless", "timm"):
+        result = vitrail(
+            "finetune", "--model", source, "--data", album, "duration=2 steps", "--out", f"{source}-run", *QUICK
+        )
+        assert result.status == 0, result.err
+        assert package.load(f"{source}-run").labels == ("blue", "green", "red")
+
+
+def test_few_pictures_are_enough(vitrail: Command, start: Path):
+    photos(Path("few"), {"a": 3, "b": 3})
+    result = vitrail("finetune", "--model", start, "--data", "few", "duration=3 steps", *QUICK)
+    assert result.status == 0, result.err
+
+
+def test_chance_may_be_changed_in_a_checkpoint(vitrail: Command, start: Path, album: Path):
+    settings = ["model.path_dropout=0.2", "duration=2 steps", "--out", "run", *QUICK]
+    assert vitrail("finetune", "--model", start, "--data", album, *settings).status == 0
+    assert RunFolder(Path("run")).read_config().model.path_dropout == 0.2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recipe", "papers"], "no way to fine-tune is called 'papers'; did you mean 'paper'?"),
+        (["--train", "heads"], "OptimConfig.train='heads' is not one of its values; did you mean 'head'?"),
+        (["--train", "7"], "train=7 blocks, but the network has 2; try train=all."),
+        (["--image", "17"], "17"),
+        (["--image", "big"], "--image wants 384 or 384x288"),
+        (["model.depth=5"], "model.depth=5, but the checkpoint has 2"),
+        (["optim.lr"], "got 'optim.lr', wanted key=value"),
+        (["batch=1000"], "batch=1000 is more than the 52 pictures"),
+        (["data.classes=('red',)"], "is of the class"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_one_sentence(vitrail: Command, start: Path, album: Path, arguments: list[str], words: str):
+    result = vitrail("finetune", "--model", start, "--data", album, *QUICK, *arguments)
+    assert result.status == 1
+    assert len(result.problems) == 1
+    assert words in result.problems[0]
+    assert "not foreseen" not in result.err
+    assert not Path("runs").exists()
+
+
+def test_what_is_not_there_is_one_sentence(vitrail: Command, start: Path, album: Path):
+    for arguments, words in {
+        ("--model", "nowhere/model", "--data", str(album)): "nowhere/model",
+        ("--model", str(start), "--data", "no/such/photos"): "no/such/photos",
+        ("--model", str(start), "--data", "stream:x.tar"): "x.tar",
+    }.items():
+        result = vitrail("finetune", *arguments)
+        assert result.status == 1
+        assert words in result.problems[0]
+        assert "not foreseen" not in result.err
+    result = vitrail("finetune", "--model", start)
+    assert result.status == 2
+    assert "finetune needs --model and --data; or --resume with --out RUN" in result.problems[0]
+    photos(Path("one"), {"cat": 9})
+    result = vitrail("finetune", "--model", start, "--data", "one", *QUICK)
+    assert "one has one class, 'cat'" in result.problems[0]
+
+
+def test_results_for_machines(vitrail: Command, half: Path):
+    result = vitrail("finetune", "--resume", "--out", half, "--no-report", "--json")
+    found = json.loads(result.out)
+    assert found["run"] == str(half)
+    assert found["scores"]["count"] == 8

@@ -1,0 +1,207 @@
+"""`vitrail train`: recipes and settings in, a run folder out, and one clear sentence where that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.conftest import Command
+from train.small_runs import lines, one_thread, same_bits
+
+import vitrail as package
+from vitrail.recipes import RECIPES
+from vitrail.train.run import RunFolder
+
+TINY = (
+    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "data.workers=0", "compare=()",
+    "schedule.warmup=0 steps", "duration=12 steps", "log_every=3 steps", "evaluate_every=6 steps",
+    "checkpoint_every=4 steps", "device=cpu",
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that every test may look at and none may change."""
+    folder = tmp_path_factory.mktemp("done") / "run"
+    with one_thread():
+        package.train("digits", overrides=TINY, out=folder, report=False)
+    return folder
+
+
+def test_a_run_says_how_good_it_is_and_where_things_are(vitrail: Command):
+    result = vitrail("train", "digits", *TINY, "compare=('model.position=none',)")
+    assert result.status == 0
+    words = result.out.split()
+    assert words[0] == "accuracy"
+    assert "3-nearest" in words
+    assert "model.position=none" in words
+    assert "runs/digits/model" in words
+    assert "runs/digits/report.html" in words
+    page = Path("runs/digits/report.html").read_text()
+    assert "vitrail train digits" in page or "digits" in page
+    assert Path("runs/digits/compare/model.position-none/model").is_dir()
+    assert package.load("runs/digits").labels == tuple("0123456789")
+
+
+def test_json_is_for_machines(vitrail: Command):
+    result = vitrail("train", "digits", *TINY, "--no-report", "--json")
+    found = json.loads(result.out)
+    assert found["run"] == "runs/digits"
+    assert found["model"] == "runs/digits/model"
+    assert found["report"] is None
+    assert found["stopped"] is None
+    assert found["scores"]["count"] == 359
+
+
+def test_a_name_that_is_taken_gets_a_number(vitrail: Command):
+    for expected in ("runs/digits", "runs/digits-2", "runs/digits-3"):
+        result = vitrail("train", "digits", *TINY, "duration=1 step", "--no-report", "--json")
+        assert json.loads(result.out)["run"] == expected
+    assert "runs/digits holds a run already; this one goes to runs/digits-3." in result.notes
+    result = vitrail("train", "--resume", "--no-report", "--json")
+    assert json.loads(result.out)["run"] == "runs/digits-3"
+
+
+def test_a_named_run_is_found_by_its_name(vitrail: Command):
+    assert vitrail("train", "digits", *TINY, "duration=1 step", "name=mine", "--no-report").status == 0
+    result = vitrail("train", "digits", "name=mine", "--resume", "--no-report", "--json")
+    assert json.loads(result.out)["run"] == "runs/mine"
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(vitrail: Command, done: Path):
+    before = (done / "metrics.jsonl").read_bytes()
+    result = vitrail("train", "digits", *TINY, "--out", done)
+    assert result.status == 1
+    assert result.problems == [
+        f"{done} holds a run already (finished); go on with --resume, or choose another folder with --out."
+    ]
+    assert (done / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_prints_its_result_again(vitrail: Command, done: Path):
+    before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
+    result = vitrail("train", "--resume", "--out", done, "--no-report", "--json")
+    assert result.status == 0
+    last = [line["evaluation"] for line in lines(done) if "evaluation" in line][-1]
+    assert json.loads(result.out)["scores"] == last
+    assert {p: p.read_bytes() for p in done.rglob("*") if p.is_file()} == before
+
+
+def test_the_same_command_may_be_given_again_with_resume(vitrail: Command, done: Path):
+    result = vitrail("train", "digits", *TINY, "--data", "digits", "--resume", "--out", done, "--no-report")
+    assert result.status == 0, result.err
+
+
+@pytest.mark.parametrize(
+    "settings", [["optim.lr=0.1"], ["seed=1"], ["duration=20 steps"], ["batch=32"], ["--data", "mnist"]]
+)
+def test_a_run_cannot_change_what_it_computes(vitrail: Command, done: Path, settings: list[str]):
+    result = vitrail("train", "--resume", "--out", done, *settings)
+    assert result.status == 1
+    assert len(result.problems) == 1
+    name = "data.source" if "--data" in settings else settings[0].partition("=")[0]
+    assert result.problems[0].startswith(f"{name} is ")
+    assert "cannot change when a run is resumed, since its results would; what can is accumulate, " in result.err
+
+
+def test_a_run_cannot_become_another_network(vitrail: Command, done: Path):
+    result = vitrail("train", "--resume", "--out", done, "--model", "ViT-Ti/4")
+    assert result.problems == ["--model ViT-Ti/4 cannot change when a run is resumed. Start a new run instead."]
+
+
+def test_a_run_may_change_how_it_is_watched_and_spread(vitrail: Command, done: Path):
+    watched = ["log_every=1 step", "accumulate=2", "data.workers=1", "on_nan=skip", "recompute=true"]
+    result = vitrail("train", "--resume", "--out", done, *watched, "--no-report")
+    assert result.status == 0, result.err
+
+
+def test_settings_of_a_run_run_again_with_the_same_bits(vitrail: Command, done: Path):
+    result = vitrail("train", done / "config.json", "--out", "again", "--no-report")
+    assert result.status == 0, result.err
+    assert same_bits(Path("again"), done)
+    assert lines(Path("again")) == lines(done)
+    assert RunFolder(Path("again")).read_config() == RunFolder(done).read_config()
+
+
+def test_settings_may_lie_in_any_file(vitrail: Command, done: Path):
+    """And it is that file which is read, whatever lies beside it."""
+    settings = json.loads((done / "config.json").read_text())
+    Path("config.json").write_text("{}")
+    Path("mine.json").write_text(json.dumps(settings | {"duration": "2 steps", "name": "mine"}))
+    result = vitrail("train", "mine.json", "--no-report", "--json")
+    assert json.loads(result.out)["run"] == "runs/mine"
+    assert lines(Path("runs/mine"))[-1]["step"] == 2
+
+
+def test_another_network_by_name(vitrail: Command):
+    result = vitrail("train", "digits", "--model", "ViT-Ti/4", *TINY[4:], "duration=1 step", "--no-report")
+    assert result.status == 0, result.err
+    assert package.load("runs/digits").config.width == 192
+
+
+def test_recipes_are_listed(vitrail: Command):
+    result = vitrail("train", "--list")
+    assert result.status == 0
+    assert [line.split()[0] for line in result.out.splitlines()[1:] if line[0] != " "] == list(RECIPES)
+    assert "Run: vitrail" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["digit"], "no recipe is called 'digit'; did you mean 'digits'?"),
+        (["nothing.json"], "nothing.json cannot be read: No such file or directory."),
+        (["digits", "optim.learning=1"], "no setting 'optim.learning': OptimConfig has no 'learning'"),
+        (["digits", "optm.lr=1"], "no setting 'optm.lr': TrainConfig has no 'optm'; did you mean 'optim'?"),
+        (["digits", "optim.lr", "0.1"], "got two recipes, digits and optim.lr; settings are written KEY=VALUE."),
+        (["digits", "optim.lr=fast"], "OptimConfig.lr wants float, got 'fast'."),
+        (["digits", "batch=0"], "batch=0: one picture or more."),
+        (["digits", "batch=5000"], "batch=5000 is more than the 1,438 pictures to learn from; try batch=719."),
+        (["digits", "duration=ten epochs"], "got 'ten epochs', wanted a duration with its unit"),
+        (["digits", "duration=5 steps"], "a warm-up of 5 epochs is 57 steps, and the whole run has 5"),
+        (["digits", "model.image=9"], "patch=2 leaves"),
+        (["digits", "device=tpu"], "there is no device 'tpu'"),
+        (["digits", "data.source=nowhere"], "nowhere"),
+        (["digits", "--data", "photos/"], "photos"),
+        (["--data", "photos/"], "--data photos/ needs a recipe beside it"),
+        (["digits", "--model", "ViT-X/4"], "ViT-X/4"),
+        (["digits", "objective=distill"], "objective=distill needs distill.teacher"),
+        (["digits", "objective=distill", "distill.teacher=gone/"], "gone"),
+        (["digits", "keep=both"], "TrainConfig.keep='both' is not one of its values"),
+        (["--resume"], "runs/digits holds no run to resume: there is no config.json in it."),
+        (["--resume", "--out", "nowhere"], "nowhere holds no run to resume"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_one_sentence(vitrail: Command, arguments: list[str], words: str):
+    result = vitrail("train", *arguments)
+    assert result.status == 1
+    assert len(result.problems) == 1
+    assert words in result.problems[0]
+    assert "Traceback" not in result.err
+    assert "not foreseen" not in result.err
+    assert result.out == ""
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"batch": "many"}', '{"colour": "red"}'])
+def test_a_file_that_holds_no_settings(vitrail: Command, content: str):
+    Path("mine.json").write_text(content)
+    result = vitrail("train", "mine.json")
+    assert result.status == 1
+    assert result.problems[0].startswith("mine.json does not hold the settings of a run: ")
+
+
+def test_settings_may_come_in_any_order(vitrail: Command, done: Path):
+    """Each alone would be refused."""
+    teach = ["objective=distill", f"distill.teacher={done}", "model.width=27", "model.heads=3"]
+    result = vitrail("train", "digits", *TINY[1:2], *TINY[3:], *teach, "duration=1 step", "--no-report")
+    assert result.status == 0, result.err

@@ -1,0 +1,92 @@
+"""Packed attention against its fused twin, forward and backward, and where it is used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import randomized, relative
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitrail.config import ViTConfig
+from vitrail.kernels.packed_attention import MOST_TOKENS, can_pack, packed_attention, packed_attention_plain
+from vitrail.models import ViT
+
+SMALL = {"image": 16, "patch": 4, "width": 16, "depth": 2, "heads": 2, "mlp": 24, "classes": 5}
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 3), st.integers(1, 20), st.integers(1, 4), st.integers(1, 9), st.booleans())
+def test_the_twins_agree_forward_and_backward(batch: int, tokens: int, heads: int, size: int, strided: bool) -> None:
+    shape = (batch, tokens, 3 * heads * size)
+    qkv = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(batch, tokens, heads * size, dtype=torch.float64)
+    if strided:
+        grad = torch.randn(tokens, batch, heads * size, dtype=torch.float64).transpose(0, 1)
+    found = []
+    for attention in (packed_attention_plain, packed_attention):
+        out = attention(qkv, heads)
+        found.append((out, *torch.autograd.grad(out, qkv, grad)))
+    for wanted, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_its_derivative_is_the_slope() -> None:
+    qkv = torch.randn(2, 5, 18, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: packed_attention(x, 3), qkv)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    qkv = (1e4 * torch.randn(2, 5, 12)).requires_grad_()
+    out = packed_attention(qkv, 2)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert qkv.grad.isfinite().all()
+
+
+def test_it_is_used_exactly_where_nothing_can_tell() -> None:
+    qkv = torch.randn(2, 5, 12, requires_grad=True)
+    assert can_pack(qkv)
+    assert not can_pack(qkv.detach()), "no gradients: the fused attention is faster and keeps nothing"
+    with torch.no_grad():
+        assert not can_pack(qkv)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not can_pack(qkv)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert not can_pack(qkv), "another kernel is asked for"
+    with FlopCounterMode(display=False):
+        assert not can_pack(qkv)
+    assert not can_pack(torch.randn(1, MOST_TOKENS + 1, 12, requires_grad=True))
+    assert not can_pack(torch.randn(2, 5, 12, dtype=torch.bfloat16, requires_grad=True))
+    torch.func.grad(lambda x: (not can_pack(x)) * x.sum())(qkv.detach())
+    assert torch.func.grad(lambda x: x.sum() * (2 - can_pack(x)))(torch.ones(1, 1, 3)).tolist() == [[[2, 2, 2]]]
+
+
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"position": "rope-2d"}, {"position": "relative"}])
+def test_a_network_learns_the_same_with_and_without_it(options: dict[str, object]) -> None:
+    net, images = randomized(ViT(ViTConfig(**SMALL, **options))).double().train(), torch.randn(3, 3, 16, 16).double()
+    found = []
+    for kernels in ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.MATH]):
+        net.zero_grad()
+        with sdpa_kernel(kernels):
+            net(images).square().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+    assert relative(found[0], found[1]) <= 1e-12
+
+
+def test_training_on_a_cpu_packs_and_evaluation_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, images = randomized(ViT(ViTConfig(**SMALL))).train(), torch.randn(2, 3, 16, 16)
+    calls = []
+    fused = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or fused(*a, **k))
+    net(images)
+    assert not calls
+    with torch.no_grad():
+        net.eval()(images)
+    assert len(calls) == 2
+    net.train().requires_grad_(False)
+    net(images)
+    assert len(calls) == 4

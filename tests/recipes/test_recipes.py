@@ -1,0 +1,99 @@
+"""Every recipe builds, survives JSON, and opens with what it has shown or says that it has not been run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+
+from vitrail.config import Duration, TrainConfig, epochs
+from vitrail.models import build
+from vitrail.recipes import RECIPES
+from vitrail.recipes.finetune import finetune, only, paper
+from vitrail.train.schedule import Schedule
+
+PROMISED = {
+    "digits", "mnist", "fashion-mnist", "cifar10", "imagenet1k-s16", "imagenet21k-b16", "deit-s16", "masked-patch",
+}  # fmt: skip
+IMAGES = {"digits": 1_438, "mnist": 60_000, "fashion-mnist": 60_000, "cifar10": 50_000, "cifar100": 50_000}
+
+
+def test_the_promised_ones_are_there():
+    assert set(RECIPES) >= PROMISED
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_named_as_it_is_called(name: str):
+    assert RECIPES[name]().name == name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_json_and_back_is_the_identity(name: str):
+    config = RECIPES[name]()
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_network_can_be_built_and_sees_what_is_prepared(name: str):
+    config = RECIPES[name]()
+    assert config.model is not None
+    net = build(config.model.but(classes=10), skeleton=True)
+    assert sum(p.numel() for p in net.parameters()) > 1000
+    assert config.preprocess is not None
+    assert config.preprocess.image == config.model.image
+    assert config.preprocess.channels == config.model.channels
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_schedule_fits_into_its_length(name: str):
+    config, images = RECIPES[name](), IMAGES.get(name, 1_281_167)
+    assert isinstance(config.batch, int)
+    total = config.duration.to_steps(batch=config.batch, images=images)
+    schedule = Schedule(config.schedule, total=total, batch=config.batch, images=images)
+    assert max(schedule(step) for step in (0, schedule.warmup, total // 2)) == 1.0
+
+
+def said_of(name: str) -> str:
+    make = RECIPES[name]
+    return f"{make.__doc__ or ''}\n{sys.modules[make.__module__].__doc__}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_opens_with_what_it_has_shown_or_says_that_it_has_not_been_run(name: str):
+    said = " ".join(said_of(name).split())
+    shown = re.search(r"\d+(\.\d+)? %", said) and re.search(r"Run: vitrail train", said)
+    assert shown or re.search(r"[Nn]ot (yet )?(been )?run\b|has been run by this project", said), said
+
+
+@pytest.mark.parametrize("images", [1, 5, 20, 100, 3_000, 60_000, 2_000_000])
+@pytest.mark.parametrize("make", [finetune, paper])
+def test_fine_tuning_fits_any_number_of_pictures(make, images: int):
+    for device in ("cpu", "cuda"):
+        config = make("start", "photos", images=images, device=device)
+        assert 1 <= config.batch <= images
+        total = config.duration.to_steps(batch=config.batch, images=images)
+        Schedule(config.schedule, total=total, batch=config.batch, images=images)
+        assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_papers_settings():
+    """Its Table 4 and appendix B.1.1."""
+    config = paper("start", "photos", images=1_281_167)
+    optim = config.optim
+    assert (optim.kind, optim.momentum, optim.clip, optim.weight_decay) == ("sgd", 0.9, 1.0, 0.0)
+    assert (config.image, config.batch, str(config.duration)) == (384, 512, "20000 steps")
+    assert config.schedule.kind == "cosine"
+    assert paper("start", "cifar", images=50_000).duration == Duration(count=10_000, unit="steps")
+    assert paper("start", "pets", images=3_680).duration == Duration(count=500, unit="steps")
+
+
+def test_less_learns_where_less_is_asked_for():
+    config = finetune("start", "photos", images=1000)
+    assert config.optim.layer_decay == 0.75
+    assert epochs(5).count <= config.duration.count <= 50
+    head = only(config, "head").optim
+    assert (head.train, head.layer_decay) == ("head", None)
+    assert head.lr > config.optim.lr
+    assert only(config, 2).optim == config.optim.but(train=2)

@@ -1,0 +1,168 @@
+"""`vitrail.train` and `vitrail.finetune` from a program: what they give back, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from small_models import model, small
+from train.small_runs import at_step, digits, photos, same_bits, stop
+
+import vitrail
+from vitrail.api.training import CHANGEABLE, tuned
+from vitrail.config import TrainConfig, override
+from vitrail.config.base import hints
+from vitrail.errors import ConfigError, NotFound, TrainError
+from vitrail.report import write_report
+from vitrail.train.run import RunFolder, free_folder, latest_folder
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_train_is_a_function_and_a_folder_of_modules():
+    """Python gives the package an attribute `train` when the folder is imported: both must go on working."""
+    assert callable(vitrail.train)
+    assert importlib.import_module("vitrail.train.loop").fit
+    assert callable(vitrail.train)
+    assert vitrail.train.__doc__
+
+
+def test_a_run_and_its_model():
+    run = vitrail.train(digits(6), report=False)
+    assert run.path == Path("runs/small")
+    assert run.finished
+    assert run.scores is not None
+    assert run.config.model.classes == 10
+    assert run.model.labels == tuple("0123456789")
+    assert run.report == Path("runs/small/report.html")
+    assert not run.report.exists()
+    assert 0 < run.baselines["3-nearest neighbours"].top1 <= 1
+    again = vitrail.train(digits(6), resume=True, report=False)
+    assert again.path == run.path
+    assert again.scores is not None
+    assert again.scores.to_dict() == run.scores.to_dict()
+
+
+def test_a_run_that_is_stopped_says_so_and_goes_on():
+    with at_step(3, stop):
+        run = vitrail.train(digits(6), out="a", report=False)
+    assert (run.stopped, run.scores, run.saved, run.finished) == ("SIGTERM", None, 3, False)
+    assert vitrail.train(resume=True, out="a", report=False).finished
+    whole = vitrail.train(digits(6), out="b", report=False)
+    assert same_bits(whole.path, Path("a"))
+
+
+def test_a_handler_of_ones_own_is_there_again_afterwards():
+    def mine(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        vitrail.train(digits(2), report=False)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_comparisons_are_runs_of_their_own_and_go_on_too():
+    config = digits(6, compare=["model.position=none", "seed=1"])
+    whole = vitrail.train(config, out="whole", report=False)
+    assert [other.path.name for other in whole.compared] == ["model.position-none", "seed-1"]
+    assert whole.compared[0].config.model.position == "none"
+    assert all(other.scores is not None for other in whole.compared)
+    reached = []
+
+    def second(journal: object) -> None:
+        reached.append(journal.run.path.name)  # type: ignore[attr-defined]
+        if len(reached) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with at_step(3, second):
+        cut = vitrail.train(config, out="cut", report=False)
+    assert reached == ["cut", "model.position-none"]
+    assert (cut.stopped, cut.saved, cut.finished) == ("SIGTERM", 3, True)
+    again = vitrail.train(out="cut", resume=True, report=False)
+    assert again.stopped is None
+    for mine, theirs in zip((again, *again.compared), (whole, *whole.compared), strict=True):
+        assert same_bits(mine.path, theirs.path)
+
+
+def test_a_report_that_cannot_be_written_loses_no_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    assert write_report is not full
+    monkeypatch.setattr("vitrail.api.training.write_report", full)
+    assert vitrail.train(digits(2)).finished
+    assert "the report could not be written: [Errno 28] No space left on device" in caplog.text
+
+
+def test_names_of_folders():
+    assert free_folder(Path("runs/x")) == Path("runs/x")
+    for name in ("x", "x-2", "x-4"):
+        Path("runs", name).mkdir(parents=True)
+        Path("runs", name, "config.json").write_text("{}")
+    assert free_folder(Path("runs/x")) == Path("runs/x-3")
+    assert latest_folder(Path("runs/x")) == Path("runs/x-2")
+    assert latest_folder(Path("runs/y")) == Path("runs/y")
+
+
+def test_a_folder_of_other_things_may_hold_a_run():
+    Path("mine").mkdir()
+    Path("mine/notes.txt").write_text("keep me")
+    assert vitrail.train(digits(2), out="mine", report=False).finished
+    assert Path("mine/notes.txt").read_text() == "keep me"
+
+
+def test_what_may_change_is_there():
+    for path in CHANGEABLE:
+        kind = TrainConfig
+        *inner, last = path.split(".")
+        for name in inner:
+            kind = hints(kind)[name]
+        assert last in hints(kind)
+
+
+def test_what_is_refused():
+    for call, error, words in (
+        (lambda: vitrail.train("digit"), NotFound, "no recipe is called 'digit'; did you mean 'digits'"),
+        (lambda: vitrail.train(overrides=["lr=1"]), ConfigError, "no setting 'lr'"),
+        (lambda: vitrail.train(resume=True), TrainError, "runs/digits holds no run to resume"),
+        (lambda: vitrail.finetune("nowhere/x", "digits"), vitrail.VitrailError, "nowhere/x"),
+        (lambda: vitrail.finetune("m", "d", recipe="quick"), NotFound, "no way to fine-tune is called 'quick'"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    assert not Path("runs").exists()
+
+
+def test_fine_tuning_picks_settings_that_suit_the_pictures():
+    model(small()).save("start")
+    photos(Path("photos"), {"a": 60, "b": 60}, side=8)
+    config = tuned("start", "photos", overrides=["data.held_out=0.5"])
+    assert config.start == "start"
+    assert config.name == "finetune-photos"
+    assert config.data.held_out == 0.5
+    assert config.batch == 8
+    more = tuned("start", "photos", what=1, image=(16, 32), device="cpu")
+    assert (more.optim.train, more.image, more.device) == (1, (16, 32), "cpu")
+    assert override(more, ["image=24"]).image == 24
+
+
+def test_a_run_goes_on_where_it_is(monkeypatch: pytest.MonkeyPatch):
+    """From a folder that is not the one it was started in, as long as its data are named in full."""
+    with at_step(2, stop):
+        vitrail.train(digits(4), out="run", report=False)
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert vitrail.train(resume=True, out="../run", report=False).finished
+    assert RunFolder(Path("../run")).finished
