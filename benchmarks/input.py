@@ -5,9 +5,9 @@
 Everybody has the same files, the same cores and the same augmentation: a random resized crop
 (0.08 to 1 of the area, bilinear), a mirror image half of the time, and normalising. An epoch is
 timed from asking for its first batch to having its last one, workers' start included, after one
-that is not counted. The loaders take turns, and medians are printed; those of ratios are of ratios
-within a round. A core-second is one of processor time, over all processes: it says what the wall
-clock would on cores that nobody else uses.
+that is not counted. The loaders take turns. Printed are the median of the rounds, with the median of
+the ratios within a round; the best round, which says most on a machine that others use too; and the
+pictures per second of processor time, of all processes together, in the round where they were most.
 
 Small pictures have a short side of 256: those in the tar shards of a folder given with --data
 (ImageNet's, say), else parts of photographs that come with scikit-learn and scikit-image. Large
@@ -176,20 +176,18 @@ def compare(title: str, epochs: dict[str, Epoch], rounds: int, cores: int) -> No
         timed(epoch)
     found = [{who: timed(epoch) for who, epoch in epochs.items()} for _ in range(rounds)]
     peers = [who for who in epochs if not who.startswith("vitrail")] or list(epochs)
-    print(f"{title}; medians of {rounds} epochs; {cores} cores, torch {torch.__version__}")
-    print(f"  {'':42s} {'img/s':>8s} {'of best':>8s} {'spread':>7s} {'img per core-second':>20s} {'of best':>8s}")
+    print(f"{title}; {rounds} rounds; {cores} cores, torch {torch.__version__}; in brackets: times the best peer's")
+    print(f"  {'':42s} {'img/s, median':>17s} {'best round':>17s} {'per core-second':>17s}")
     rows = []
     for who in epochs:
-        wall, busy = ([turn[who][i] for turn in found] for i in (0, 1))
-        of_best = [  # within each round: what else the machine did then, it did to all
-            statistics.median(turn[who][i] / max(turn[peer][i] for peer in peers) for turn in found) for i in (0, 1)
-        ]
-        middle, core = statistics.median(wall), statistics.median(busy)
-        spread = 100 * (max(wall) - min(wall)) / middle
-        row = f"{who:42s} {middle:8.1f} {of_best[0]:8.2f} {spread:6.0f}% {core:20.1f} {of_best[1]:8.2f}"
-        rows.append((middle, row))
-    for _, row in sorted(rows, reverse=True):
-        print(f"  {row}")
+        ratio = statistics.median(turn[who][0] / max(turn[peer][0] for peer in peers) for turn in found)
+        columns = [(statistics.median(turn[who][0] for turn in found), ratio)]
+        for i in (0, 1):
+            best = {w: max(turn[w][i] for turn in found) for w in epochs}
+            columns.append((best[who], best[who] / max(best[peer] for peer in peers)))
+        rows.append((columns[0][0], who, "".join(f" {rate:9.1f} [{times:5.2f}]" for rate, times in columns)))
+    for _, who, row in sorted(rows, reverse=True):
+        print(f"  {who:42s}{row}")
 
 
 def declare() -> torch.library.Library | None:

@@ -94,6 +94,13 @@ def test_comparisons_are_runs_of_their_own_and_go_on_too():
         assert same_bits(mine.path, theirs.path)
 
 
+def test_comparisons_have_the_batch_that_was_found(monkeypatch: pytest.MonkeyPatch):
+    found = iter((16, 32))
+    monkeypatch.setattr("vitrail.train.trainer.find_batch", lambda *_, **__: next(found))
+    run = vitrail.train(digits(2, batch="auto", compare=["seed=1"]), report=False)
+    assert (run.config.batch, run.compared[0].config.batch) == (16, 16)
+
+
 def test_a_report_that_cannot_be_written_loses_no_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

@@ -61,6 +61,15 @@ def test_json_is_for_machines(vitrail: Command):
     assert found["scores"]["count"] == 359
 
 
+def test_the_test_pictures_have_the_last_word(vitrail: Command):
+    """Digits have a test split; with others held out to choose by, both are told."""
+    result = vitrail("train", "digits", *TINY, "data.held_out=0.1", "--no-report", "--json")
+    found = json.loads(result.out)
+    assert (found["scores"]["count"], found["test"]["count"]) == (143, 359)
+    result = vitrail("train", "--resume", "--no-report")
+    assert [line.split("  ")[0] for line in result.out.splitlines()][:2] == ["accuracy", "on test pictures"]
+
+
 def test_a_name_that_is_taken_gets_a_number(vitrail: Command):
     for expected in ("runs/digits", "runs/digits-2", "runs/digits-3"):
         result = vitrail("train", "digits", *TINY, "duration=1 step", "--no-report", "--json")

@@ -60,6 +60,27 @@ def test_bf16_autocast_is_within_a_few_percent_and_attention_agrees(name: str) -
         assert len(out.attention) == 12
 
 
+@pytest.mark.parametrize("kind", [k for k, c in KINDS.items() if isinstance(c, ViTConfig)])
+def test_tokens_stay_in_bf16_under_autocast(kind: str) -> None:
+    net, images = randomized(build(KINDS[kind])).cuda().train(), torch.randn(2, 3, 32, 32, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        out = net.features(images, want=("tokens", "logits"))
+    assert {t.dtype for t in out.tokens} == {torch.bfloat16}
+    out.logits.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_sample_drops_the_same_as_on_the_cpu(compiled: bool) -> None:
+    config = ViTConfig(image=32, patch=8, width=16, depth=3, heads=2, mlp=24, classes=5, dropout=0.2, path_dropout=0.4)
+    net, images = randomized(build(config)).double().train(), torch.randn(4, 3, 32, 32).double()
+    keys = torch.randint(1 << 62, (4,))
+    wanted = net(images, keys)
+    cuda = net.cuda()
+    run = torch.compile(cuda, fullgraph=True) if compiled else cuda
+    torch.testing.assert_close(run(images.cuda(), keys.cuda()).cpu(), wanted, rtol=1e-9, atol=1e-9)
+
+
 def test_another_size_is_resampled_on_the_device_and_remembered() -> None:
     net = randomized(build(config_for("ViT-Ti/16"))).cuda()
     images = torch.randn(2, 3, 288, 192, device="cuda")

@@ -38,9 +38,9 @@ from vitrail.train.loop import Result
 from vitrail.train.run import RunFolder
 
 SMALL = (
-    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()", "data.workers=0",
-    "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=40 steps", "checkpoint_every=20 steps",
-    "--no-report",
+    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()", "data.workers=1",
+    "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=40 steps",
+    "checkpoint_every=20 steps", "--no-report",
 )  # fmt: skip
 """Settings that make the digits recipe a matter of seconds."""
 
@@ -62,7 +62,7 @@ def commands() -> Iterator[Commands]:
 @pytest.fixture(scope="module")
 def undisturbed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert commands.run("train", "digits", *SMALL, "duration=120 steps", "--out", "run", folder=folder).status == 0
+    assert commands.run("train", "digits", *SMALL, "duration=80 steps", "--out", "run", folder=folder).status == 0
     return folder / "run"
 
 
@@ -74,7 +74,8 @@ def reached(running: Running, run: Path, step: int) -> None:
 def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
     commands: Commands, undisturbed: Path, tmp_path: Path, number: signal.Signals, status: int
 ):
-    settings = ["train", "digits", *SMALL, "duration=120 steps", "--out", "my run"]
+    """One that reaches the process which reads pictures, too."""
+    settings = ["train", "digits", *SMALL, "duration=80 steps", "--out", "my run"]
     running = commands.start(*settings, folder=tmp_path)
     reached(running, tmp_path / "my run", 24)
     os.killpg(running.pid, number)  # as a terminal does: to all of its processes
@@ -91,10 +92,13 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
 
 
 def test_a_second_interrupt_ends_at_once(commands: Commands, tmp_path: Path):
-    """In the middle of a step that takes a second; the first one waits for its end."""
+    """In the middle of a step that takes a second; the first one waits for its end. Nobody else may train there."""
     slow = ["model.width=192", "model.depth=6", "batch=256", "log_every=1 step", "duration=1000 steps"]
     running = commands.start("train", "digits", *SMALL, *slow, "--out", "run", folder=tmp_path)
     reached(running, tmp_path / "run", 1)
+    beside = commands.run("train", "--resume", "--out", "run", folder=tmp_path)
+    assert beside.status == 1
+    assert beside.problems == ["another process is training in run; wait for its end, or choose another folder."]
     os.kill(running.pid, signal.SIGINT)
     time.sleep(0.1)
     os.kill(running.pid, signal.SIGINT)
@@ -249,6 +253,22 @@ def test_a_full_disk_loses_no_line_and_no_older_checkpoint(
     assert same_bits(tmp_path / "run", whole)
 
 
+def test_best_weights_without_room_are_written_when_there_is(disk: Disk, tmp_path: Path):
+    """The best are those of step 10, while the disk is full; later the head forgets everything."""
+
+    def forget(journal: Journal) -> None:
+        disk.clear()
+        with torch.no_grad():
+            journal.trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
+
+    with at_step(9, disk.fill), at_step(13, forget):
+        result = trained(digits(keep="best"), tmp_path / "run")
+    assert result.progress.best_step == 10
+    assert (tmp_path / "run" / "checkpoint" / "best-00000010" / "state.json").exists()
+    assert result.scores is not None
+    assert result.scores.top1 == result.progress.best
+
+
 def test_a_run_stopped_while_the_disk_is_full_goes_on_from_what_is_there(whole: Path, disk: Disk, tmp_path: Path):
     with (
         at_step(9, disk.fill),
@@ -288,7 +308,7 @@ def _kill(journal: Journal) -> None:
 
 
 def test_no_room_for_the_model_is_one_error_and_resume_finishes(commands: Commands, undisturbed: Path, tmp_path: Path):
-    settings = ["train", "digits", *SMALL, "duration=120 steps", "--out", "run"]
+    settings = ["train", "digits", *SMALL, "duration=80 steps", "--out", "run"]
     running = commands.start(*settings, folder=tmp_path)
     reached(running, tmp_path / "run", 24)
     room = (resource.RLIMIT_FSIZE, (16_000, resource.RLIM_INFINITY))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from train.small_runs import (
     digits,
     interrupted,
     lines,
+    on_photos,
     one_thread,
+    photos,
     resumed,
     same_bits,
     saved_steps,
@@ -110,6 +113,27 @@ def test_without_a_whole_checkpoint_the_run_begins_again(
     assert same_bits(folder, whole.run.path)
 
 
+def test_what_a_kill_left_half_written_is_swept_away(whole: Result, tmp_path: Path):
+    folder = tmp_path / "run"
+    interrupted(whole.setup.config, folder, 14)
+    (folder / ".model.1a2b.tmp").mkdir()
+    (folder / ".model.1a2b.tmp" / "model.safetensors").write_bytes(b"half")
+    (folder / ".config.json.3c4d.tmp").write_bytes(b"half")
+    resumed(folder)
+    assert {p.name for p in folder.iterdir()} == {"config.json", "metrics.jsonl", "checkpoint", "model"}
+
+
+def test_pictures_that_came_or_went_meanwhile_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    album = photos(tmp_path / "album", {"red": 12, "green": 12})
+    interrupted(on_photos(album), tmp_path / "run", 3)
+    had = len(open_data(on_photos(album).data).train)
+    for name in "abcdefgh":
+        shutil.copy(album / "red" / "000.jpg", album / "red" / f"{name}.jpg")
+    now = len(open_data(on_photos(album).data).train)
+    resumed(tmp_path / "run")
+    assert f"had {had} pictures to learn from and has {now} now: the run goes on, but" in caplog.text
+
+
 def test_a_finished_run_is_resumed_without_harm(whole: Result):
     before = {p: p.read_bytes() for p in whole.run.path.rglob("*") if p.is_file()}
     again = resumed(whole.run.path)
@@ -192,14 +216,15 @@ def test_patience_stops_early_and_keeps_the_best(tmp_path: Path):
 
 
 def test_a_best_of_a_future_that_did_not_come_does_not_push_out_the_present(tmp_path: Path):
-    """Resumed with other evaluations, new best weights are kept beside higher-numbered ones of before."""
+    """Where a run goes on from an earlier step, best weights of later ones lie there that nobody will ask for."""
     folder = tmp_path / "run"
-    config = digits(40, keep="best", evaluate_every="2 steps", checkpoint_every="9 steps")
-    interrupted(config, folder, 17)
-    for late in ("00000017",):
-        (folder / "checkpoint" / late / "state.json").write_text("{")
-    result = trained(override(RunFolder(folder).read_config(), ["evaluate_every=3 steps"]), folder, resume=True)
+    interrupted(digits(30, keep="best", evaluate_every="2 steps"), folder, 3)
+    for later in (28, 29):
+        shutil.copytree(folder / "checkpoint" / "best-00000002", folder / "checkpoint" / f"best-{later:08d}")
+    with at_step(23, _forget):
+        result = resumed(folder)
     tops = {line["step"]: line["evaluation"]["top1"] for line in lines(folder) if "evaluation" in line}
+    assert result.progress.best_step in range(4, 23)
     assert result.scores is not None
     assert result.scores.top1 == max(tops.values())
 

@@ -48,6 +48,8 @@ class Run:
     """What simple methods score on the same pictures, by name: for small data, 3-nearest neighbours."""
     saved: int | None = None
     """The step from which a run that a signal stopped goes on."""
+    test: Scores | None = None
+    """On the test pictures, where there are some beside the validation ones."""
 
     @cached_property
     def model(self) -> Model:
@@ -166,7 +168,7 @@ def run(
     result = fit(config, folder, resume=resume)
     config = result.setup.config  # every blank filled in, and so the same for all
     if result.stopped not in (None, "patience"):
-        return Run(folder.path, config, result.scores, result.stopped, saved=result.saved)
+        return Run(folder.path, config, result.scores, result.stopped, saved=result.saved, test=result.test)
     others = []
     for change in config.compare:
         aside = RunFolder(folder.path / "compare" / _slug(change))
@@ -175,7 +177,7 @@ def run(
         if other.stopped not in (None, "patience"):
             return Run(folder.path, config, result.scores, other.stopped, tuple(others), saved=other.saved)
     baselines = _baselines(result) if result.first else {}
-    done = Run(folder.path, config, result.scores, result.stopped, tuple(others), baselines)
+    done = Run(folder.path, config, result.scores, result.stopped, tuple(others), baselines, test=result.test)
     if report and result.first:
         _report(done, result, command)
     return done

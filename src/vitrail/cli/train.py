@@ -103,6 +103,7 @@ def summary(done: Run) -> dict[str, object]:
         "model": str(done.path / "model") if done.finished else None,
         "report": str(done.report) if done.report.exists() else None,
         "scores": done.scores.to_dict() if done.scores is not None else None,
+        "test": done.test.to_dict() if done.test is not None else None,
         "stopped": done.stopped,
         "compared": [
             {"run": str(other.path), "scores": other.scores.to_dict() if other.scores is not None else None}
@@ -125,10 +126,13 @@ def speaks() -> bool:
 
 def _results(done: Run) -> Table:
     table = Table.grid(padding=(0, 2))
-    if done.scores is not None:
-        s = done.scores
+    for name, s in (("accuracy", done.scores), ("on test pictures", done.test)):
+        if s is None:
+            continue
         interval = f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} pictures"
-        table.add_row("accuracy", f"{100 * s.top1:.2f} %", Text(interval, style="dim"))
+        table.add_row(name, f"{100 * s.top1:.2f} %", Text(interval, style="dim"))
+        if s.mean_average_precision is not None:
+            table.add_row("  mean average precision", f"{100 * s.mean_average_precision:.2f} %", "")
     beside = dict(done.baselines)
     beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.compared if o.scores is not None}
     for name, scores in beside.items():

@@ -95,13 +95,13 @@ class ViT(Network):
             found["heads"] = (self.head(pooled), self.head_distill(second))  # type: ignore[misc]
         return Output(**{name: found[name] for name in names})
 
-    def keys_for(self, images: Tensor, keys: Tensor | None) -> Tensor | None:
+    def keys_for(self, x: Tensor, keys: Tensor | None) -> Tensor | None:
         """The keys given, or fresh ones; None where nothing is drawn."""
         if not self.training or not (self.config.dropout or self.config.path_dropout):
             return None
         if keys is None:
-            return drop.fresh_keys(images)
-        drop.check_keys(keys, images)
+            return drop.fresh_keys(x)
+        drop.check_keys(keys, x)
         return keys
 
     def embed(
@@ -139,7 +139,7 @@ class ViT(Network):
         keys: Tensor | None = None,
     ) -> Tensor:
         """Through all blocks; tokens and attention weights are kept in the lists given."""
-        recompute = self.recomputes() and attention is None
+        recompute, keys = self.recomputes() and attention is None, self.keys_for(x, keys)
         place: Place | None = None
         if tokens is not None:
             tokens.append(x)

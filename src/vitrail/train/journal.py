@@ -43,7 +43,9 @@ class Journal:
         self.run, self.trainer, self.config, self.ranks = run, trainer, trainer.config, trainer.ranks
         card = trainer.setup.card
         self.progress = Progress(
-            ran_on=here(trainer.device, self.ranks.world), began={"family": card.family, "origin": card.origin}
+            ran_on=here(trainer.device, self.ranks.world),
+            began={"family": card.family, "origin": card.origin},
+            pictures=trainer.images or None,
         )
         self.checkpoints = Checkpoints(run.checkpoints, trainer.ranks)
         self.meter = Meter(trainer.device)
@@ -63,6 +65,7 @@ class Journal:
     def begin(self) -> Progress:
         """A new run: the settings are on disk before anything is computed."""
         if self.ranks.first:
+            self.stack.enter_context(self.run.held())
             self.run.begin(self.config)
         self.ranks.barrier()
         seed_generators(self.config.seed, self.ranks.rank)
@@ -71,15 +74,23 @@ class Journal:
 
     def resume(self, saved: tuple[Path, Progress] | None) -> Progress:
         """From the newest checkpoint that is whole; from the beginning where there is none yet."""
+        if self.ranks.first:
+            self.stack.enter_context(self.run.held())
+            self.run.sweep()
         if saved is not None:
             path, progress = saved
             changed = differences(progress.ran_on, self.progress.ran_on)
             if changed:
                 say([f"resumed elsewhere ({'; '.join(changed)}): the same run, but not to the last bit"])
+            if progress.pictures not in (None, self.progress.pictures):
+                say([
+                    f"{self.config.data.source} had {progress.pictures:,} pictures to learn from and has "
+                    f"{self.progress.pictures or 0:,} now: the run goes on, but its result will be another"
+                ])  # fmt: skip
             tensors = self.checkpoints.read(path, self._tensors())
             self.trainer.load(tensors)
             set_generators(tensors, self.trainer.device)
-            progress.ran_on = self.progress.ran_on
+            progress.ran_on, progress.pictures = self.progress.ran_on, self.progress.pictures
             self.progress = progress
             self.meter.take(progress.meter if self.ranks.first else {})
         else:

@@ -38,6 +38,8 @@ class Result:
     """Whether this process is the one that writes and speaks."""
     saved: int | None = None
     """The step from which a run that was stopped can go on."""
+    test: Scores | None = None
+    """Of the same model on the test pictures, where there are some beside the validation ones."""
     unreadable: Mapping[str, str] = field(default_factory=dict)
     """Training pictures that could not be read, and why."""
 
@@ -94,7 +96,9 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
         if stopped in (None, "patience"):
             scores = journal.finish(batches.bad)
             ended = _wish(interrupt, ranks) or stopped
-            return Result(run, trainer.setup, progress, scores, ended, ranks.first, unreadable=batches.bad)
+            return Result(
+                run, trainer.setup, progress, scores, ended, ranks.first, test=journal.test, unreadable=batches.bad
+            )
         return Result(run, trainer.setup, progress, None, stopped, ranks.first, journal.leave())
 
 

@@ -9,8 +9,12 @@ figures/ report.html
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +22,11 @@ from vitrail.config import TrainConfig
 from vitrail.errors import CheckpointError, TrainError
 from vitrail.runtime import say
 from vitrail.weights.write import write_json
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -53,11 +62,33 @@ class RunFolder:
     def begin(self, config: TrainConfig) -> None:
         """A new run: its settings are on disk before anything is computed."""
         self.check_free()
+        self._make()
+        self.write_config(config)
+
+    def _make(self) -> None:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TrainError(f"cannot make the run folder {self.path}: {error.strerror or error}.") from None
-        self.write_config(config)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The folder for this process alone: another one would write the same lines beside it."""
+        self._make()
+        with ExitStack() as stack:
+            with suppress(OSError):
+                file = stack.enter_context((self.checkpoints / ".lock").open("a"))
+                if not _locked(file.fileno()):
+                    raise TrainError(
+                        f"another process is training in {self.path}; wait for its end, or choose another folder."
+                    )
+            yield
+
+    def sweep(self) -> None:
+        """What killed writers left under temporary names."""
+        for left in self.path.glob(".*"):
+            if left.suffix in (".tmp", ".old"):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def check_free(self) -> None:
         if self.started:
@@ -94,6 +125,17 @@ def read_config(path: Path) -> TrainConfig:
         raise TrainError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (TypeError, ValueError) as error:
         raise TrainError(f"{path} does not hold the settings of a run: {error}") from error
+
+
+def _locked(file: int) -> bool:
+    """Whether it is this process's now; where nothing can be locked, it is."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a forked worker does not inherit
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
 
 
 def free_folder(wanted: Path) -> Path:

@@ -64,6 +64,8 @@ class Progress:
     """Lines of metrics that found no room on the disk yet."""
     began: dict[str, str] = field(default_factory=dict)
     """The family and origin of the network, which nobody can tell from its weights."""
+    pictures: int | None = None
+    """How many there were to learn from: with another number their order is another."""
     ran_on: dict[str, Any] = field(default_factory=dict)
 
 
