@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import logging
 import os
 import random
 import shutil
@@ -78,6 +79,17 @@ def _one_seed() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test hears what vitrail says, whichever silenced or redirected it before."""
+    monkeypatch.setattr("vitrail.runtime._said", set())
+    logger = logging.getLogger("vitrail")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    yield
+    logger.handlers, logger.propagate = [], True
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Command
-from train.small_runs import lines, one_thread, same_bits
+from train.small_runs import contents, lines, one_thread, same_bits
 
 import vitrail as package
 from vitrail.recipes import RECIPES
@@ -96,12 +96,12 @@ def test_a_folder_that_holds_a_run_is_left_alone(vitrail: Command, done: Path):
 
 
 def test_a_finished_run_prints_its_result_again(vitrail: Command, done: Path):
-    before = {p: p.read_bytes() for p in done.rglob("*") if p.is_file()}
+    before = contents(done)
     result = vitrail("train", "--resume", "--out", done, "--no-report", "--json")
     assert result.status == 0
     last = [line["evaluation"] for line in lines(done) if "evaluation" in line][-1]
     assert json.loads(result.out)["scores"] == last
-    assert {p: p.read_bytes() for p in done.rglob("*") if p.is_file()} == before
+    assert contents(done) == before
 
 
 def test_the_same_command_may_be_given_again_with_resume(vitrail: Command, done: Path):
@@ -184,6 +184,8 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "--model", "ViT-X/4"], "ViT-X/4"),
         (["digits", "objective=distill"], "objective=distill needs distill.teacher"),
         (["digits", "objective=distill", "distill.teacher=gone/"], "gone"),
+        (["digits", "compare=('model.posture=none',)"], "no setting 'model.posture'"),
+        (["digits", "seed=99999999999999999999"], "seed=99999999999999999999 is too large"),
         (["digits", "keep=both"], "TrainConfig.keep='both' is not one of its values"),
         (["--resume"], "runs/digits holds no run to resume: there is no config.json in it."),
         (["--resume", "--out", "nowhere"], "nowhere holds no run to resume"),

@@ -11,6 +11,7 @@ import torch
 from train.small_runs import (
     LENGTH,
     at_step,
+    contents,
     digits,
     interrupted,
     lines,
@@ -135,12 +136,12 @@ def test_pictures_that_came_or_went_meanwhile_are_told(tmp_path: Path, caplog: p
 
 
 def test_a_finished_run_is_resumed_without_harm(whole: Result):
-    before = {p: p.read_bytes() for p in whole.run.path.rglob("*") if p.is_file()}
+    before = contents(whole.run.path)
     again = resumed(whole.run.path)
     assert again.scores is not None
     assert whole.scores is not None
     assert again.scores.to_dict() == whole.scores.to_dict()
-    assert {p: p.read_bytes() for p in whole.run.path.rglob("*") if p.is_file()} == before
+    assert contents(whole.run.path) == before
 
 
 def test_the_same_settings_give_the_same_bits_again(whole: Result, tmp_path: Path):

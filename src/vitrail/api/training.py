@@ -165,6 +165,9 @@ def run(
     config: TrainConfig, folder: RunFolder, *, resume: bool = False, report: bool = True, command: str | None = None
 ) -> Run:
     """A run and those it is compared with, then the report."""
+    if config.model is not None:
+        for change in config.compare:
+            override(config, [change])  # a slip must not show only after the first run
     result = fit(config, folder, resume=resume)
     config = result.setup.config  # every blank filled in, and so the same for all
     if result.stopped not in (None, "patience"):

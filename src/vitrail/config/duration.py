@@ -12,9 +12,7 @@ from vitrail.errors import ConfigError
 
 Unit = Literal["steps", "epochs", "images"]
 THOUSANDS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
-SPELLED = re.compile(
-    r"\s*((?:\d+(?:_\d+)*)(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmb]?)\s*(step|epoch|image)s?\s*", re.I
-)
+SPELLED = re.compile(r"\s*((?:\d+(?:_\d+)*)(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmb]?)\s*(step|epoch|image)s?\s*", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)

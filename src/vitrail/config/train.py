@@ -194,6 +194,8 @@ class TrainConfig(Config):
     def check(self) -> None:
         if self.model is None and self.start is None:
             raise ConfigError("a run needs a model: a network's config, or start=CHECKPOINT.")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed={self.seed} is too large; wanted a number of 64 bits.")
         if isinstance(self.batch, int) and self.batch < 1:
             raise ConfigError(f"batch={self.batch}: one picture or more.")
         if self.accumulate < 1:
