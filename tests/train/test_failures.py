@@ -39,8 +39,8 @@ from vitrail.train.run import RunFolder
 
 SMALL = (
     "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()", "data.workers=1",
-    "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=40 steps",
-    "checkpoint_every=20 steps", "--no-report",
+    "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=24 steps",
+    "checkpoint_every=10 steps", "--no-report",
 )  # fmt: skip
 """Settings that make the digits recipe a matter of seconds."""
 
@@ -62,7 +62,7 @@ def commands() -> Iterator[Commands]:
 @pytest.fixture(scope="module")
 def undisturbed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    assert commands.run("train", "digits", *SMALL, "duration=80 steps", "--out", "run", folder=folder).status == 0
+    assert commands.run("train", "digits", *SMALL, "duration=48 steps", "--out", "run", folder=folder).status == 0
     return folder / "run"
 
 
@@ -75,9 +75,9 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
     commands: Commands, undisturbed: Path, tmp_path: Path, number: signal.Signals, status: int
 ):
     """One that reaches the process which reads pictures, too."""
-    settings = ["train", "digits", *SMALL, "duration=80 steps", "--out", "my run"]
+    settings = ["train", "digits", *SMALL, "duration=48 steps", "--out", "my run"]
     running = commands.start(*settings, folder=tmp_path)
-    reached(running, tmp_path / "my run", 24)
+    reached(running, tmp_path / "my run", 12)
     os.killpg(running.pid, number)  # as a terminal does: to all of its processes
     done = running.ended()
     assert done.status == status
@@ -308,9 +308,9 @@ def _kill(journal: Journal) -> None:
 
 
 def test_no_room_for_the_model_is_one_error_and_resume_finishes(commands: Commands, undisturbed: Path, tmp_path: Path):
-    settings = ["train", "digits", *SMALL, "duration=80 steps", "--out", "run"]
+    settings = ["train", "digits", *SMALL, "duration=48 steps", "--out", "run"]
     running = commands.start(*settings, folder=tmp_path)
-    reached(running, tmp_path / "run", 24)
+    reached(running, tmp_path / "run", 12)
     room = (resource.RLIMIT_FSIZE, (16_000, resource.RLIM_INFINITY))
     resource.prlimit(running.pid, *room)
     done = running.ended()
