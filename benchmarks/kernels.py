@@ -76,7 +76,7 @@ def dropout() -> None:
             x.grad = None
 
         def ours(x: torch.Tensor = x, grad: torch.Tensor = grad, keys: torch.Tensor = keys) -> None:
-            drop.dropout(x, 0.1, keys, drop.OUT).backward(grad)
+            drop.dropout(x, 0.1, keys).backward(grad)
             x.grad = None
 
         show(" x ".join(map(str, shape)), least({"torch's": theirs, "keyed": ours}), "torch's", "keyed")

@@ -56,56 +56,75 @@ def test_other_keys_give_other_draws_and_the_same_keys_the_same(options: dict[st
 
 def test_layers_and_places_draw_for_themselves() -> None:
     x, keys = torch.ones(8, 5, 16), keys_for(8)
-    streams = (drop.EMBED, drop.OUT, drop.HIDDEN, drop.DOWN)
-    masks = [drop.dropout(x, 0.5, chance.with_layer(keys, layer), s) > 0 for layer in range(3) for s in streams]
+    every = [drop.embedding_seed(keys), *drop.seeds(keys, 3).flatten(0, 1)]
+    assert len(every) == 16
+    masks = [drop.dropout(x, 0.5, seed) > 0 for seed in every]
     for i, a in enumerate(masks):
         for b in masks[:i]:
             assert 0.35 < float((a == b).float().mean()) < 0.65
 
 
-def dropped_by_hand(x: np.ndarray, rate: float, keys: np.ndarray, stream: int) -> np.ndarray:
-    """The same, one element after the other, in Python's integers."""
+def mixed(x: int) -> int:
+    """chance.with_layer(x, 0) in Python's integers."""
+    return int(chance.with_layer(torch.tensor([x - (1 << 64) * (x >= 1 << 63)]), 0)) % (1 << 64)
+
+
+def dropped_by_hand(x: np.ndarray, rate: float, seeds: list[int]) -> np.ndarray:
+    """The same, one element after the other."""
     flat = x.reshape(len(x), -1)
-    out, count, level = np.zeros_like(flat), flat.shape[1], round(rate * 65536)
-    quarter = math.ceil(count / 4)
-    bits = chance.bits_np(keys, stream, quarter)
-    for b in range(len(x)):
-        for j in range(count):
-            part, place = divmod(j, quarter)
-            if (int(bits[b, place]) >> (16 * part)) % 65536 >= level:
+    out, level = np.zeros_like(flat), min(round(rate * 65536), 65535)
+    for b, seed in enumerate(seeds):
+        for j in range(flat.shape[1]):
+            draw, part = divmod(j, 4)
+            bits = mixed((seed + draw) % (1 << 64)) >> (16 * part) & 0xFFFF
+            signed = bits - 65536 if bits >= 32768 else bits
+            if signed >= level - 32768:
                 out[b, j] = flat[b, j] / (1 - level / 65536)
     return out.reshape(x.shape)
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 7), st.sampled_from([0.1, 0.5, 0.9, 0.99999]))
 def test_dropout_is_what_its_docstring_says(batch: int, tokens: int, width: int, rate: float) -> None:
-    x = np.random.default_rng(batch).normal(size=(batch, tokens, width))
-    keys = chance.keys_of(1, 2, np.arange(batch))
-    got = drop.dropout(torch.from_numpy(x), rate, chance.as_tensor(keys), drop.OUT)
-    np.testing.assert_allclose(got.numpy(), dropped_by_hand(x, rate, keys, drop.OUT), rtol=1e-12)
+    x, seed = np.random.default_rng(batch).normal(size=(batch, tokens, width)), keys_for(batch)
+    got = drop.dropout(torch.from_numpy(x), rate, seed)
+    np.testing.assert_allclose(
+        got.numpy(), dropped_by_hand(x, rate, [s % (1 << 64) for s in seed.tolist()]), rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rates_are_met_and_means_kept(rate: float, dtype: torch.dtype) -> None:
-    x, keys = torch.full((64, 50, 64), 1.25, dtype=dtype), keys_for(64)
-    out = drop.dropout(x, rate, keys, drop.EMBED)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_rates_are_met_and_means_kept(rate: float, dtype: torch.dtype, fresh: bool) -> None:
+    x, seeds = torch.full((64, 50, 64), 1.25, dtype=dtype), drop.seeds(keys_for(64), 1)[0]
+    out = drop.dropout(x, rate, None if fresh else seeds[0])
     share = float((out == 0).double().mean())
     assert share == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / x.numel()))
     assert float(out.double().mean()) == pytest.approx(1.25, rel=0.01)
     many = torch.ones(20_000, 1, 2, dtype=dtype)
-    skipped = drop.skip(many, rate, keys_for(20_000), drop.SKIP_MLP)
+    skipped = drop.skip(many, rate, None if fresh else drop.seeds(keys_for(20_000), 1)[0, 4])
     assert torch.equal(skipped[:, :, 0], skipped[:, :, 1])
     assert float((skipped == 0).double().mean()) == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / 20_000))
 
 
 def test_neighbours_are_not_alike() -> None:
-    u = drop.draws(torch.zeros(32, 10_000), keys_for(32), drop.OUT).double() / drop.LEVELS - 0.5
+    u = (drop.draws(torch.zeros(32, 10_000), keys_for(32)).double() + 0.5) / drop.LEVELS
     noise = 5 / math.sqrt(u.numel()) / 12
+    assert float(u.mean()) == pytest.approx(0, abs=5 * math.sqrt(1 / 12 / u.numel()))
     assert float(u.var()) == pytest.approx(1 / 12, rel=0.01)
-    for lag in (1, 2, 4, 2500, 5000):
+    for lag in (1, 2, 3, 4, 8, 2500, 5000):
         assert abs(float((u[:, lag:] * u[:, :-lag]).mean())) < noise
     assert abs(float((u[1:] * u[:-1]).mean())) < noise
+
+
+def test_a_part_by_itself_draws_afresh() -> None:
+    block, x = training().blocks[-1], torch.randn(3, 17, 16, dtype=torch.float64)
+    torch.manual_seed(0)
+    one, two = block(x), block(x)
+    assert not torch.equal(one, two)
+    torch.manual_seed(0)
+    assert torch.equal(block(x), one)
 
 
 def test_without_keys_torchs_own_seed_decides() -> None:

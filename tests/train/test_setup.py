@@ -17,6 +17,7 @@ from PIL import Image
 from small_models import model, small
 from train.processes import Processes
 from train.small_runs import (
+    at_step,
     digits,
     interrupted,
     lines,
@@ -25,6 +26,7 @@ from train.small_runs import (
     photos,
     resumed,
     same_bits,
+    stop,
     trained,
     weights,
 )
@@ -184,12 +186,18 @@ def test_all_processes_agree_on_a_batch(processes: Processes, tmp_path: Path):
         Trainer(prepare(digits(batch=63), ALONE), Ranks(torch.device("cpu"), 0, 2))
 
 
-def test_tensorboard_is_written_beside(tmp_path: Path):
+def test_tensorboard_has_each_step_once_too(tmp_path: Path):
     board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    interrupted(digits(8, tensorboard=True, evaluate_every=None), tmp_path / "run", 5)
+
+    def kill(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with at_step(11, kill), pytest.raises(KeyboardInterrupt):  # after a logged step that was not saved
+        trained(digits(12, tensorboard=True, evaluate_every=None), tmp_path / "run")
     resumed(tmp_path / "run")
     read = board.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     logged = [(line["step"], line["loss"]) for line in lines(tmp_path / "run") if "loss" in line]
+    assert [step for step, _ in logged] == [3, 6, 9, 12]
     found = [(e.step, e.value) for e in read.Scalars("training/loss")]
     assert found == [(step, pytest.approx(loss)) for step, loss in logged]
 
@@ -392,8 +400,6 @@ def test_a_stream_goes_on_only_on_as_many_processes(processes: Processes, web: P
 
 
 def train_half(config: dict[str, Any], folder: str) -> int:
-    from train.small_runs import at_step, stop
-
     with at_step(5, stop):
         return fit(TrainConfig.from_dict(config), RunFolder(Path(folder))).progress.step
 

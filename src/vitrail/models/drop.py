@@ -4,8 +4,12 @@ A sample's key (`vitrail.chance`) and the layer decide what is dropped; its neig
 its micro-batch do not, and gradient checkpointing draws the same again without any saved state. The
 one exception is the dropout of attention weights, which the fused attention draws by itself.
 
-Dropout takes 16 bits an element, four from each draw of 64, so that a rate is rounded to a multiple
-of 1/65536; what is kept is scaled by the rounded rate, which leaves the mean as it was.
+    seeds      keys -> 64 bits for each sample and each place where something may be dropped
+    dropout    16 bits an element, four from each draw, made by mixing the seed plus 0, 1, 2, ...
+    skip       the seed itself decides whether a sample goes without a branch
+
+So a rate of dropout is rounded to a multiple of 1/65536; what is kept is scaled by the rounded rate,
+which leaves the mean as it was.
 """
 
 from __future__ import annotations
@@ -17,16 +21,13 @@ from torch import Tensor
 
 from vitrail import chance
 from vitrail.errors import ModelError
+from vitrail.kernels.settle import settled
 
-# B samples
+# B samples, L layers
 
-EMBED = chance.stream("dropout of the embedding")
-OUT = chance.stream("dropout of the attention's output")
-HIDDEN = chance.stream("dropout inside the MLP")
-DOWN = chance.stream("dropout of the MLP's output")
-SKIP_ATTENTION = chance.stream("stochastic depth of the attention")
-SKIP_MLP = chance.stream("stochastic depth of the MLP")
-
+PLACES = ("out", "hidden", "down", "skip attention", "skip MLP")
+"""Where a block may drop: the attention's output, inside the MLP and after it, and either branch."""
+BLOCKS, EMBED = chance.stream("dropout in blocks"), chance.stream("dropout of the embedding")
 LEVELS = 1 << 16
 
 
@@ -40,33 +41,40 @@ def check_keys(keys: Tensor, x: Tensor) -> None:
         raise ModelError(f"wanted one int64 key for each of {x.shape[0]} images, got {keys.dtype} {tuple(keys.shape)}.")
 
 
-def dropout(x: Tensor, rate: float, keys: Tensor | None, stream: int) -> Tensor:
+def embedding_seed(keys: Tensor) -> Tensor:
+    """B -> B, for what enters the first block."""
+    return settled(chance.with_layer(keys, EMBED))
+
+
+def seeds(keys: Tensor, layers: int) -> Tensor:
+    """B -> L 5 B: for each layer and each of its places 64 bits a sample, as int64."""
+    keys = chance.with_layer(keys, BLOCKS)
+    places = torch.arange(layers * len(PLACES), device=keys.device)[:, None]
+    return settled(chance.with_layer(keys + places, 0)).unflatten(0, (layers, len(PLACES)))
+
+
+def dropout(x: Tensor, rate: float, seed: Tensor | None) -> Tensor:
     """B ... with some elements zeroed and the others scaled up; nothing is drawn at rate 0."""
     if not rate:
         return x
     level = min(round(rate * LEVELS), LEVELS - 1)
-    kept = draws(x, keys, stream) >= level
+    kept = draws(x, fresh_keys(x) if seed is None else seed) >= level - LEVELS // 2
     return torch.where(kept, x * (LEVELS / (LEVELS - level)), 0.0)
 
 
-def draws(x: Tensor, keys: Tensor | None, stream: int) -> Tensor:
-    """For each element of x a whole number from 0 to LEVELS - 1, as float32.
-
-    Bits 16 p to 16 p + 15 of all of a sample's draws make the p-th quarter of its elements. As
-    floats, since inductor's loops over a CPU's vectors do not compare 64-bit integers.
-    """
-    keys = fresh_keys(x) if keys is None else keys
+def draws(x: Tensor, seed: Tensor) -> Tensor:
+    """For each element of x, B ..., a whole number from -LEVELS / 2 to LEVELS / 2 - 1."""
     count = math.prod(x.shape[1:])
-    parts = torch.arange(0, 64, 16, device=x.device)[:, None]
-    drawn = chance.bits(keys, stream, -(-count // 4))[:, None] >> parts  # B 4 count/4
-    return (drawn & (LEVELS - 1)).to(torch.float32).flatten(1)[:, :count].reshape(x.shape)
+    places = torch.arange(-(-count // 4), device=x.device)
+    bits = chance.with_layer(seed[:, None] + places, 0)
+    return bits.view(torch.int16)[:, :count].reshape(x.shape)
 
 
-def skip(x: Tensor, rate: float, keys: Tensor | None, stream: int) -> Tensor:
+def skip(x: Tensor, rate: float, seed: Tensor | None) -> Tensor:
     """B N D with whole samples zeroed and the others scaled up: a branch some samples go without."""
     if not rate:
         return x
-    keys = fresh_keys(x) if keys is None else keys
-    kept = chance.uniform(keys, stream, 1)[:, :, None] >= rate  # B 1 1
-    scale = kept.to(torch.promote_types(x.dtype, torch.float32)) / (1 - rate)
-    return (x * scale).to(x.dtype)
+    seed = fresh_keys(x) << 2 if seed is None else seed  # a fresh key has 62 bits
+    unit = ((seed >> 40) & 0xFFFFFF).to(torch.float32) * 2**-24  # in [0, 1)
+    kept = (unit >= rate).to(torch.promote_types(x.dtype, torch.float32))
+    return (x * (kept / (1 - rate))[:, None, None]).to(x.dtype)

@@ -88,7 +88,7 @@ class Attention(nn.Module):
         x: Tensor,
         place: Place | None = None,
         keep: list[Tensor] | None = None,
-        keys: Tensor | None = None,
+        seed: Tensor | None = None,
     ) -> Tensor:
         qkv, rate = self.qkv(x), self.attention_dropout if self.training else 0.0  # B N 3D
         if self.bare and place is None and keep is None and not rate and can_pack(qkv):
@@ -99,7 +99,7 @@ class Attention(nn.Module):
             if place is not None:
                 q, k, bias = place(q, k)
             x = attend(q, k, v, bias=bias, dropout=rate, keep=keep).transpose(1, 2).flatten(2)  # B N D
-        return drop.dropout(self.out(x), self.dropout if self.training else 0.0, keys, drop.OUT)
+        return drop.dropout(self.out(x), self.dropout if self.training else 0.0, seed)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -135,20 +135,21 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp, config.width, bias=config.proj_bias)
         self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
 
-    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, hidden: Tensor | None = None, down: Tensor | None = None) -> Tensor:
+        """`hidden` and `down` are the seeds of the two dropouts."""
         rate = self.dropout if self.training else 0.0
         if self.activation is tanh_gelu and can_fuse(self.up, x):
             x = linear_gelu_tanh(x, self.up.weight, self.up.bias)
         else:
             x = self.activation(self.up(x))
-        x = drop.dropout(x, rate, keys, drop.HIDDEN)
-        return drop.dropout(self.down(x), rate, keys, drop.DOWN)
+        x = drop.dropout(x, rate, hidden)
+        return drop.dropout(self.down(x), rate, down)
 
 
 class Block(nn.Module):
     """Attention, then MLP, each on the normalised tokens and added to them.
 
-    `keys`, one for each image and this block's own, decide what dropout and stochastic depth drop.
+    `seeds` (5 B, see `models.drop`) decide what dropout and stochastic depth drop; None: fresh ones.
     """
 
     def __init__(self, config: ViTConfig, path_dropout: float = 0.0) -> None:
@@ -167,17 +168,18 @@ class Block(nn.Module):
         x: Tensor,
         place: Place | None = None,
         keep: list[Tensor] | None = None,
-        keys: Tensor | None = None,
+        seeds: Tensor | None = None,
     ) -> Tensor:
-        y = self.attention(self.norm1(x), place, keep, keys)
-        x = x + self.branch(y, self.scale1, keys, drop.SKIP_ATTENTION)
-        y = self.mlp(self.norm2(x), keys)
-        return x + self.branch(y, self.scale2, keys, drop.SKIP_MLP)
+        out, hidden, down, skip1, skip2 = (None,) * 5 if seeds is None else seeds.unbind()
+        y = self.attention(self.norm1(x), place, keep, out)
+        x = x + self.branch(y, self.scale1, skip1)
+        y = self.mlp(self.norm2(x), hidden, down)
+        return x + self.branch(y, self.scale2, skip2)
 
-    def branch(self, x: Tensor, scale: Tensor | None, keys: Tensor | None, stream: int) -> Tensor:
+    def branch(self, x: Tensor, scale: Tensor | None, seed: Tensor | None) -> Tensor:
         """Scaled by LayerScale, and skipped for some images by stochastic depth."""
         x = x if scale is None else (x * scale).to(x.dtype)  # autocast would leave float32 to be added
-        return drop.skip(x, self.path_dropout if self.training else 0.0, keys, stream)
+        return drop.skip(x, self.path_dropout if self.training else 0.0, seed)
 
 
 class AttentionPool(nn.Module):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.chance import with_layer
 from vitrail.config import Pair, ViTConfig, pair
 from vitrail.errors import ConfigError, ModelError, nearest
 from vitrail.models import drop, init
@@ -127,7 +126,7 @@ class ViT(Network):
         if self.config.place == "stem":
             x = self.placed(x, 0, grid)
         rate = self.config.dropout if self.training else 0.0
-        x = drop.dropout(x, rate, None if keys is None else with_layer(keys, 0), drop.EMBED)
+        x = drop.dropout(x, rate, None if keys is None else drop.embedding_seed(keys))
         return self.pre_norm(x).to(x.dtype), grid
 
     def encode(
@@ -140,6 +139,7 @@ class ViT(Network):
     ) -> Tensor:
         """Through all blocks; tokens and attention weights are kept in the lists given."""
         recompute, keys = self.recomputes() and attention is None, self.keys_for(x, keys)
+        seeds = None if keys is None else drop.seeds(keys, self.config.depth)
         place: Place | None = None
         if tokens is not None:
             tokens.append(x)
@@ -149,7 +149,7 @@ class ViT(Network):
                     x = self.placed(x, i, grid)
                 elif place is None or len(self.positions) > 1:
                     place = self._position(i)(grid, x)
-            drawn = None if keys is None else with_layer(keys, i + 1)
+            drawn = None if seeds is None else seeds[i]
             if recompute:
                 state = self.config.attention_dropout > 0  # the rest is drawn from keys, the same each time
                 x = checkpoint(block, x, place, None, drawn, use_reentrant=False, preserve_rng_state=state)

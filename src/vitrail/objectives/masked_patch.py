@@ -12,6 +12,7 @@ from vitrail import chance
 from vitrail.config import PreprocessConfig, pair
 from vitrail.config.train import MaskedPatchConfig
 from vitrail.errors import ConfigError, ModelError
+from vitrail.kernels.settle import settled
 from vitrail.models import Net, ViT, init
 from vitrail.models.drop import check_keys, fresh_keys
 from vitrail.models.position import Grid
@@ -105,8 +106,8 @@ class MaskedPatch(Objective):
     def corrupted(self, patches: Tensor, chosen: Tensor, keys: Tensor) -> Tensor:
         """Embeddings b N D -> the same, the chosen ones corrupted."""
         count = patches.shape[1]
-        how = (chance.bits(keys, HOW, chosen.shape[1]) & 0xFFFFFF).to(torch.float32) * 2**-24  # b M in [0, 1)
-        other = (chosen + 1 + chance.bits(keys, OTHER, chosen.shape[1]) % (count - 1)) % count  # anyone but itself
+        how = settled(chance.uniform(keys, HOW, chosen.shape[1]))  # b M in [0, 1)
+        other = settled((chosen + 1 + chance.bits(keys, OTHER, chosen.shape[1]) % (count - 1)) % count)  # but itself
         masked, kept = how < self.config.masked, how >= self.config.masked + self.config.replaced
         source = torch.where(masked | kept, chosen, other)
         new = torch.where(masked[..., None], self.mask_token.to(patches.dtype), _taken(patches, source))

@@ -20,7 +20,7 @@ class Metrics:
     """Lines are appended when they are whole; a disk that is full for a while loses none of them."""
 
     def __init__(self, path: Path, tensorboard: Path | None = None) -> None:
-        self.path = path
+        self.path, self.tensorboard = path, tensorboard
         self.waiting: list[str] = []
         self.board = _board(tensorboard)
 
@@ -36,15 +36,26 @@ class Metrics:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
+        if self.board is not None and step:
+            self.board.close()
+            self.board = _board(self.tensorboard, step + 1)
 
     def write(self, line: Line) -> None:
         self.waiting.append(_text(line))
+        self._show(line)
         try:
-            if self.board is not None:
-                _to_board(self.board, line)
             self._append()
         except OSError as error:
             say([f"{self.path} cannot be written now ({error.strerror}); its lines wait in memory"])
+
+    def _show(self, line: Line) -> None:
+        if self.board is None:
+            return
+        try:
+            _to_board(self.board, line)
+        except OSError as error:  # its thread has died of it, and takes nothing any more
+            self.board = None
+            say([f"TensorBoard gets no more ({error.strerror}); {self.path} has everything"])
 
     def flush(self) -> list[str]:
         """Everything safe on the disk; the lines that could not be written."""
@@ -70,7 +81,8 @@ class Metrics:
     def close(self) -> None:
         """Everything on disk, or an error that says what is not."""
         if self.board is not None:
-            self.board.close()
+            with suppress(OSError):
+                self.board.close()
         if not self.waiting:
             return
         try:
@@ -108,14 +120,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _board(folder: Path | None) -> Any:
+def _board(folder: Path | None, purge_step: int | None = None) -> Any:
+    """What writes for TensorBoard, which forgets everything from `purge_step` on."""
     if folder is None:
         return None
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise TrainError("tensorboard=true needs TensorBoard; try pip install 'vitrail[track]'.") from None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=purge_step)
 
 
 def _to_board(board: Any, line: Line) -> None:
