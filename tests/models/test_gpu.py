@@ -11,7 +11,10 @@ from vitrail.config import ViTConfig
 from vitrail.models import build
 from vitrail.models.variants import config_for
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # exact on purpose
+]
 
 
 @pytest.fixture(autouse=True)

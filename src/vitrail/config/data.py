@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vitrail.config.base import Config
+from vitrail.config.duration import Duration, steps
 from vitrail.errors import ConfigError
 
 
@@ -96,6 +97,8 @@ class AugmentConfig(Config):
     """alpha of the one that pastes a part of one picture into another; 0 for none."""
     mix_chance: float = 1.0
     """Chance that a picture is mixed at all; with both kinds on, each has half of it."""
+    unmixed: Duration = steps(0)
+    """The end of the run that sees its pictures whole: mixed ones are not what it is measured on."""
 
     def check(self) -> None:
         for name in ("flip", "erase", "mix_chance"):

@@ -27,17 +27,18 @@ def cifar10(source: str = "cifar10") -> TrainConfig:
         name=source,
         model=ViTConfig(
             image=32, patch=4, classes=0, width=384, depth=9, heads=6, mlp=1536,
-            class_token=False, pool="gap", pool_norm="after", path_dropout=0.1,
+            class_token=False, pool="gap", pool_norm="after", position="rope-2d", qk_norm=True, path_dropout=0.1,
         ),
         preprocess=PreprocessConfig(image=32, mean=MEAN, std=STD),
         data=DataConfig(source=source),
         augment=AugmentConfig(
-            crop="pad", pad=4, flip=0.5, policy="rand", layers=2, magnitude=9, erase=0.25, mixup=0.8, cutmix=1.0
+            crop="pad", pad=4, flip=0.5, policy="rand", layers=2, magnitude=9, erase=0.25, mixup=0.8, cutmix=1.0,
+            unmixed=epochs(37),
         ),
         classify=ClassifyConfig(smoothing=0.1),
         optim=OptimConfig(kind="muon", lr=2e-3, weight_decay=0.1, betas=(0.9, 0.99)),
-        schedule=ScheduleConfig(kind="cosine", warmup=epochs(20)),
-        duration=epochs(480),
+        schedule=ScheduleConfig(kind="cosine", warmup=epochs(15)),
+        duration=epochs(370),
         batch=1024,
         ema=0.9995,
         precision="bfloat16",

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.train.parallel import like, local, part_of, whole
+
 BUFFER = "momentum_buffer"
 """torch's name for what Muon remembers of a matrix."""
 
@@ -37,20 +39,23 @@ class Muon(torch.optim.Muon):
         if not matrices:
             return
         lr, momentum = float(group["lr"]), group["momentum"]
-        gradients = [p.grad for p in matrices if p.grad is not None]
+        # Of a sharded matrix each process moves its part; only what is turned has to be whole.
+        parts = [local(p) for p in matrices]
+        gradients = [local(p.grad) for p in matrices if p.grad is not None]
         memory = [self._memory(p) for p in matrices]
-        torch._foreach_lerp_(memory, gradients, 1 - momentum)
-        updates = torch._foreach_lerp(gradients, memory, momentum) if group["nesterov"] else memory
-        torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"])
+        near = [local(m) for m in memory]
+        torch._foreach_lerp_(near, gradients, 1 - momentum)
+        updates = torch._foreach_lerp(gradients, near, momentum) if group["nesterov"] else near
+        torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
         alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, matrix in enumerate(matrices):
             alike[tuple(matrix.shape)].append(i)
         for shape, members in alike.items():
-            turned = orthogonal(
-                torch.stack([updates[i] for i in members]), group["ns_coefficients"], group["ns_steps"], group["eps"]
-            )
+            stacked = torch.stack([whole(like(memory[i], updates[i])) for i in members])
+            turned = orthogonal(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            moves = [part_of(matrices[i], move) for i, move in zip(members, turned.unbind(), strict=True)]
             scale = lr * adjusted(shape, group["adjust_lr_fn"])
-            torch._foreach_add_([matrices[i] for i in members], list(turned.unbind()), alpha=-scale)
+            torch._foreach_add_([parts[i] for i in members], moves, alpha=-scale)
 
     def _memory(self, matrix: Tensor) -> Tensor:
         state = self.state[matrix]

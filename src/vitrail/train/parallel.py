@@ -324,13 +324,35 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def like(sharded: Tensor, part: Tensor) -> Tensor:
+    """What `local` undoes: this process's part of a tensor that is sharded as another is."""
+    if not isinstance(sharded, DTensor):
+        return part
+    return DTensor.from_local(
+        part,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=sharded.shape,
+        stride=sharded.stride(),
+    )
+
+
+def part_of(sharded: Tensor, value: Tensor) -> Tensor:
+    """Of a whole tensor the part that this process has of another; no process asks another for it."""
+    if not isinstance(sharded, DTensor):
+        return value
+    value = value.to(sharded.device)
+    return distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+
+
 @torch.no_grad()
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """The same numbers: from a whole tensor, each process takes its part without asking another."""
-    if isinstance(target, DTensor) and not isinstance(value, DTensor):
-        value = value.to(target.device)
-        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(value)
+    """The same numbers: from a whole tensor, each process takes its part."""
+    if isinstance(value, DTensor):
+        target.copy_(value)
+    else:
+        local(target).copy_(part_of(target, value))
 
 
 def save_sharded(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ class Trainer:
             batch=self.batch,
             seed=self.config.seed,
             cropped=cropped,
+            mixes_until=self.total - self.steps("augment.unmixed"),
             compile=bool(self.config.compile) and self.device.type == "cuda",
         )
 
@@ -221,7 +223,7 @@ class Trainer:
 
     def steps(self, name: str) -> int:
         """How many a setting stands for."""
-        duration: Duration = getattr(self.config, name)
+        duration: Duration = attrgetter(name)(self.config)
         if duration.unit == "epochs" and not self.images:
             raise ConfigError(
                 f"{name}={duration} cannot be counted: nobody knows how many pictures a stream has; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -250,6 +251,12 @@ def test_compiled_it_is_the_same_but_for_rounding(photos: Tensor):
         torch.testing.assert_close(ours[1], wanted[1])
 
 
+def _sync_debug_mode(mode: str) -> None:
+    with warnings.catch_warnings():  # it says, once, that it is a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
@@ -258,14 +265,16 @@ def test_a_gpu_computes_the_same_and_is_never_waited_for(photos: Tensor, name: s
     for step in range(3):
         batch = batch_of(photos, step)
         there = replace(batch, **{n: getattr(batch, n).cuda() for n in ("images", "targets", "weights")})
-        torch.cuda.set_sync_debug_mode("error" if step else "default")  # tables are sent once, kernels built once
+        _sync_debug_mode("error" if step else "default")  # tables are sent once, kernels built once
         try:
             images, targets = augment(there)
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            _sync_debug_mode("default")
         wanted = plain(batch)
-        far = (images.cpu() - wanted[0]).abs() > 1e-3
-        assert far.float().mean() < 1e-3
+        # Rounding can push a pixel over a threshold of posterise or equalise, which may shift one whole
+        # picture a level or two, and then the one that it is mixed into; all others are the same.
+        far = (images.cpu() - wanted[0]).abs().amax(dim=(1, 2, 3)) > 1e-3
+        assert far.sum() <= (2 if name == "everything" else 0)
         torch.testing.assert_close(targets.cpu(), wanted[1])
 
 

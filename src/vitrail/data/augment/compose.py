@@ -36,7 +36,8 @@ class Augment:
         mix        those and their partners -> pictures and soft targets
 
     `cropped` says that the loader's workers have made the resized crop already; shifts, which need
-    no more than the picture, are always made here. With `compile`, shapes are static and every
+    no more than the picture, are always made here. From the step `mixes_until` on, pictures are left
+    whole and targets stay soft, in the same shapes. With `compile`, shapes are static and every
     operation runs on the whole batch: right for a GPU and small pictures. Without it, each runs on
     the pictures it was drawn for.
     """
@@ -51,11 +52,12 @@ class Augment:
         batch: int,
         seed: int,
         cropped: bool = False,
+        mixes_until: int | None = None,
         compile: bool = False,
     ) -> None:
         _check(config, image, preprocess.channels)
         self.config, self.preprocess, self.image, self.classes = config, preprocess, image, classes
-        self.batch, self.seed = batch, seed
+        self.batch, self.seed, self.mixes_until = batch, seed, mixes_until
         self.resizes = config.crop == "resized" and not cropped
         self.policy: RandAugment | ThreeAugment | None = None
         if config.policy == "three":
@@ -109,9 +111,10 @@ class Augment:
             drawn["view"]["shift"] = shifts(keys, config.pad)
         if config.flip:
             drawn["view"]["flip"] = flips(keys, config.flip)
-        parts = {"policy": self.policy, "jitter": self.jitter, "erase": self.erase, "mix": self.mixer}
+        parts = {"policy": self.policy, "jitter": self.jitter, "erase": self.erase}
         drawn |= {name: part.draw(keys) for name, part in parts.items() if part is not None}
         if self.mixer is not None:
+            drawn["mix"] = self.mixer.draw(keys, rests=self.mixes_until is not None and step >= self.mixes_until)
             drawn["partners"] = self._partners(step, slots, drawn["mix"]["own"] < 1)
         return drawn
 

@@ -49,10 +49,13 @@ class Mix:
     def __init__(self, mixup: float, cutmix: float, share: float, size: tuple[int, int]) -> None:
         self.mixup, self.cutmix, self.share, self.size = mixup, cutmix, share, size
 
-    def draw(self, keys: chance.Keys) -> Drawn:
-        """`own`: what a picture keeps of itself; `boxes`: what is cut out of it, 0 by 0 for mixup."""
+    def draw(self, keys: chance.Keys, *, rests: bool = False) -> Drawn:
+        """`own`: what a picture keeps of itself; `boxes`: what is cut out of it, 0 by 0 for mixup.
+
+        While it `rests`, every picture is left whole.
+        """
         draws = chance.uniform_np(keys, MIX, 5).astype(np.float64)
-        mixed = draws[:, 0] < self.share
+        mixed = draws[:, 0] < (0 if rests else self.share)
         cut = mixed & (draws[:, 1] >= (0.5 if self.mixup and self.cutmix else 0.0 if self.cutmix else 1.0))
         blended = mixed & ~cut
         own = np.ones(len(keys))
