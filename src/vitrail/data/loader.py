@@ -32,8 +32,9 @@ from vitrail.data.order import Indices, Order
 from vitrail.data.sources.base import Source
 from vitrail.data.staging import Labels, Staged, road_to
 from vitrail.data.view import Cropped, Evaluated, Native, Reading, View
-from vitrail.data.workers import Pool, Work, keep_memory, make_pool
+from vitrail.data.workers import Pool, Work, make_pool
 from vitrail.errors import ConfigError, DataError
+from vitrail.kernels.heap import keep_heap
 from vitrail.runtime import say
 
 # N pictures in the source, B in a global batch, b of them this process's
@@ -283,7 +284,7 @@ def training_batches(
         )
     device, mine = torch.device(device), batch // world
     if device.type == "cpu":
-        keep_memory()
+        keep_heap()
     part, workers = range(rank * mine, (rank + 1) * mine), count_workers(config, world)
     options: dict[str, Any] = {"device": device, "steps": range(start_step, steps)}
     options["slots"] = torch.arange(part.start, part.stop)

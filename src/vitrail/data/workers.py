@@ -16,7 +16,6 @@ import everything anew, and threads do the work: decoding and resizing let other
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import mmap
 import multiprocessing
@@ -43,6 +42,7 @@ import torch
 from vitrail.chance import Keys
 from vitrail.data.order import Indices
 from vitrail.errors import TrainError
+from vitrail.kernels.heap import keep_heap
 
 # n rows of a batch
 
@@ -51,9 +51,6 @@ Problems = list[tuple[int, str]]
 Progress = Callable[[int], None]
 """Told how many rows are done."""
 
-
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # as malloc.h numbers them
-KEPT = 1 << 30
 SPARE = 2
 """Batches that there is room for beside those ahead: the one in use, and the one before. Room that is not
 needed costs nothing: the system finds memory for it when it is first written to."""
@@ -390,7 +387,7 @@ def _life(serve: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF)
     gc.freeze()  # what was there before is never collected here: looking at it would copy it
     torch.set_num_threads(1)
-    keep_memory()
+    keep_heap()
     with contextlib.suppress(BrokenPipeError):  # nobody is left to hear of what was done
         serve()
 
@@ -412,17 +409,3 @@ def _last_words(process: BaseProcess) -> str:
     how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
     hint = "; memory may have run out: try data.workers=1 or a smaller batch" if code == -signal.SIGKILL else ""
     return f"a process that reads pictures ended on its own ({how}){hint}."
-
-
-def keep_memory() -> None:
-    """Ask the C library to keep what is freed, in this process: for workers, and for training on a CPU.
-
-    It would else give large blocks back to the system at once, and have every page of the next ones
-    made anew: 128 pictures of 224 px as float32 are 19,000 pages. Measured: 81 instead of 279 us to
-    fill one of them; 25 of 207 ms of a training step (28 px, width 64, 2 layers, batch 256).
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library, which has ways of its own
-            library = ctypes.CDLL("libc.so.6")
-            library.mallopt(MMAP_THRESHOLD, KEPT)
-            library.mallopt(TRIM_THRESHOLD, KEPT)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, one_hot
 
 from vitrail import chance
 from vitrail.config import AugmentConfig, PreprocessConfig
-from vitrail.data.augment import Augment, crop_boxes
+from vitrail.data.augment import Augment, compose, crop_boxes
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
@@ -55,7 +55,7 @@ def rows(batch: Batch, which: Tensor) -> Batch:
 def augmentation(
     size: tuple[int, int] = (40, 56), batch: int = 16, seed: int = 1, compile: bool = False, **settings
 ) -> Augment:
-    channels = settings.pop("channels", 3)
+    channels, mixes_until = settings.pop("channels", 3), settings.pop("mixes_until", None)
     colours = IMAGENET if channels == 3 else {"mean": (0.5,) * channels, "std": (0.5,) * channels}
     return Augment(
         AugmentConfig(**settings),
@@ -64,6 +64,7 @@ def augmentation(
         classes=7,
         batch=batch,
         seed=seed,
+        mixes_until=mixes_until,
         compile=compile,
     )
 
@@ -238,6 +239,35 @@ def test_it_can_be_traced_whole(photos: Tensor, name: str):
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(3):
             torch.testing.assert_close(traced(batch_of(photos, step)), plain(batch_of(photos, step)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_cache_of_any_size_gives_the_same_bits(photos: Tensor, name: str, monkeypatch: pytest.MonkeyPatch):
+    found = []
+    for size in (1, 100_000, 1 << 30):
+        monkeypatch.setattr(compose, "IN_CACHE", size)
+        found.append(augmentation(**SETTINGS[name])(batch_of(photos)))
+    for images, targets in found[1:]:
+        assert torch.equal(images, found[0][0])
+        assert torch.equal(targets, found[0][1])
+
+
+def test_what_is_given_is_not_written_to(photos: Tensor):
+    for given in (photos, photos.to(torch.float32)):
+        before = given.clone()
+        augmentation(crop="none", flip=1.0)(batch_of(given))
+        assert torch.equal(given, before)
+
+
+def test_at_the_end_of_a_run_pictures_stay_whole(photos: Tensor):
+    mixes = {"mixup": 0.8, "cutmix": 1.0}
+    ends, whole = augmentation(mixes_until=5, **mixes), augmentation()
+    for step in (4, 5, 6):
+        images, targets = ends(batch_of(photos, step))
+        alone, labels = whole(batch_of(photos, step))
+        assert torch.equal(images, alone) == (step >= 5)
+        assert torch.equal(targets, one_hot(labels, 7).float()) == (step >= 5)
+        assert targets.shape == (16, 7)  # compiled networks want one shape throughout
 
 
 @pytest.mark.slow

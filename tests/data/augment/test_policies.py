@@ -142,7 +142,7 @@ def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, ma
     number = OPERATIONS.index(name)
     sign = np.where(np.arange(count) % 2, 1.0, -1.0)
     layer = policy._layer(np.full(count, number), np.full(count, magnitude / 10), sign)
-    drawn = {"fill": policy.fill[:, None, None]} | {f"{key} 0": array for key, array in layer.items()}
+    drawn = {"fill": policy.fill_for(count)} | {f"{key} 0": array for key, array in layer.items()}
     ours = policy.apply(photos / 255, here(drawn)).permute(0, 2, 3, 1).numpy()
     operation, level = peer.NAME_TO_OP[TIMM[name]], peer.LEVEL_TO_ARG[TIMM[name]]
     for picture, s, got in zip(photos, sign, ours, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -24,6 +25,8 @@ from vitrail.errors import ConfigError, DataError
 # b pictures of this process's part of the global batch, C channels, H W pixels, K classes
 
 Slots = npt.NDArray[np.int64]
+IN_CACHE = 1 << 20
+"""Bytes of float32 pictures that operations on a CPU pass on to one another without going to memory."""
 
 
 class Augment:
@@ -85,13 +88,15 @@ class Augment:
         slots = batch.slots.cpu().numpy()
         drawn = self.draw(batch.step, slots, (batch.images.shape[2], batch.images.shape[3]))
         device = batch.images.device
-        parameters = sent(drawn, device, self.dense)
-        if self.erase is not None:
-            parameters["erase"]["quantiles"] = chance.quantiles(device)
-        images = self._change(batch.images, parameters)
+        mixing: dict[str, Drawn] = {name: drawn.pop(name) for name in ("mix", "partners") if name in drawn}
+        if device.type == "cpu" and not self.dense:
+            images = self._changed_by_parts(batch.images, drawn)
+        else:
+            images = self._changed(batch.images, drawn)
         if self.mixer is None:
             return images, batch.targets
-        fetch = _fetcher(exchange, drawn["partners"]["slots"], parameters["partners"]["rows"])
+        parameters = sent(mixing, device, self.dense)
+        fetch = _fetcher(exchange, mixing["partners"]["slots"], parameters["partners"]["rows"])
         labels, weights = batch.targets, batch.weights[:, None]
         if labels.ndim == 1:
             labels, weights = labels[:, None], weights > 0
@@ -125,14 +130,36 @@ class Augment:
         near = np.searchsorted(slots, wanted, sorter=order).clip(max=len(slots) - 1)
         return {"slots": wanted, "rows": order[near]}  # rows mean something only where all of the batch is here
 
-    def change(self, images: Tensor, drawn: dict[str, Parameters]) -> Tensor:
-        """What happens to each picture by itself; a function of its arguments, without waiting or branching on them."""
+    def _changed(self, images: Tensor, drawn: dict[str, Drawn], out: Tensor | None = None) -> Tensor:
+        parameters = sent(drawn, images.device, self.dense)
+        if self.erase is not None:
+            parameters["erase"]["quantiles"] = chance.quantiles(images.device)
+        return self._change(images, parameters, out)
+
+    def _changed_by_parts(self, images: Tensor, drawn: dict[str, Drawn]) -> Tensor:
+        """The same, a few pictures at a time: what lies between two operations then stays in a core's cache."""
+        size = (self.preprocess.channels, *self.image)
+        out = torch.empty(len(images), *size)
+        few = max(1, IN_CACHE // (4 * math.prod(size) * torch.get_num_threads()) * torch.get_num_threads())
+        for first in range(0, len(images), few):
+            part, room = slice(first, first + few), out[first : first + few]
+            rows = {name: _rows(arrays, part) if name != "normalise" else arrays for name, arrays in drawn.items()}
+            done = self._changed(images[part], rows, room)
+            if done is not room:
+                room.copy_(done)
+        return out
+
+    def change(self, images: Tensor, drawn: dict[str, Parameters], out: Tensor | None = None) -> Tensor:
+        """What happens to each picture by itself; a function of its arguments, without waiting or branching on them.
+
+        The result may be written into `out`, of its shape.
+        """
         view = drawn["view"]
         if "boxes" in view:
             images = resized_crop(images, view["boxes"], self.image, self.config.interpolation)
         elif "shift" in view:
             images = shift(images, view["shift"])
-        images = images.to(torch.float32, memory_format=torch.contiguous_format) / 255
+        images = images.contiguous().to(torch.float32, copy=True).div_(255)  # from here on it may be written to
         if "boxes" in view and self.config.interpolation == "bicubic":
             images = images.clamp(0, 1)
         if "flip" in view:
@@ -141,7 +168,7 @@ class Augment:
             images = self.policy.apply(images, drawn["policy"])
         if self.jitter is not None:
             images = self.jitter.apply(images, drawn["jitter"])
-        images = images.sub(drawn["normalise"]["mean"]).div_(drawn["normalise"]["std"])
+        images = torch.div(images.sub_(drawn["normalise"]["mean"]), drawn["normalise"]["std"], out=out)
         return images if self.erase is None else self.erase.apply(images, drawn["erase"])
 
     def mix(
@@ -165,6 +192,10 @@ class Augment:
                 f"got {len(batch)} pictures of a batch of {self.batch}: the partners of some are in other "
                 "processes; pass the exchange that fetches them."
             )
+
+
+def _rows(arrays: Drawn, part: slice) -> Drawn:
+    return {name: array[part] for name, array in arrays.items()}
 
 
 def _fetcher(exchange: Exchange | None, slots: Slots, rows: Tensor) -> Callable[[Tensor], Tensor]:

@@ -81,13 +81,17 @@ class RandAugment:
         draws = chance.uniform_np(keys, RAND, 3 * self.layers).astype(np.float64).reshape(len(keys), -1, 3)
         spread = chance.normal_np(keys, STRENGTH, self.layers)
         strength = np.clip(self.magnitude + self.magnitude_std * spread.astype(np.float64), 0, 10) / 10
-        drawn: Drawn = {"fill": self.fill[:, None, None]}
+        drawn: Drawn = {"fill": self.fill_for(len(keys))}
         for layer in range(self.layers):
             happens, choice, sign = draws[:, layer].T
             operation = np.where(happens < CHANCE, (len(OPERATIONS) * choice).astype(np.int64), -1)
             named = self._layer(operation, strength[:, layer], np.where(sign < 0.5, -1.0, 1.0))
             drawn |= {f"{name} {layer}": array for name, array in named.items()}
         return drawn
+
+    def fill_for(self, count: int) -> npt.NDArray[np.float32]:
+        """The colour that comes in: count C 1 1."""
+        return np.tile(self.fill[:, None, None], (count, 1, 1, 1))
 
     def _layer(self, operation: npt.NDArray[np.int64], strength: Amount, sign: Amount) -> Drawn:
         """Who has which change, with what amount; and one matrix for all moves together."""
@@ -117,11 +121,8 @@ class RandAugment:
         return out
 
     def apply(self, images: Tensor, drawn: Parameters) -> Tensor:
-        def moved(images: Tensor, matrix: Tensor) -> Tensor:
-            return affine(images, matrix, drawn["fill"])
-
         for layer in range(self.layers):
-            images = only(drawn[f"move {layer}"], images, moved, drawn[f"matrix {layer}"])
+            images = only(drawn[f"move {layer}"], images, affine, drawn[f"matrix {layer}"], drawn["fill"])
             for name, change in CHANGES.items():
                 images = only(drawn[f"{name} {layer}"], images, change, drawn[f"amount {layer}"])
         return images
