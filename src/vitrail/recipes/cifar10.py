@@ -1,7 +1,19 @@
 """A plain ViT on CIFAR-10 from scratch: no convolution beyond the patch projection, no other data.
 
-Not yet run to its end. Its step was measured on one H200: 24.2 ms for 1024 pictures, 42,300 a second.
+97.69 % of the 10,000 test pictures (95 % interval 97.38 to 97.97) in 9 min 10 s on one H200, from the
+command to the report, compilation and evaluations included: 370 epochs at 35,600 pictures a second.
+One run, seed 0, the average of the weights at the last step, no test-time augmentation.
 Run: vitrail train cifar10
+
+Chosen on 5,000 pictures held out of the training set, by runs of a minute each (2,600 steps, or as
+many as took as long), one change at a time. Nothing was chosen by the test set.
+
+    learned positions                  87.3 %      rope-2d                     90.1 %
+    the same, last 15 % unmixed        87.8 %      rope-2d, lr 3e-3            90.0 %
+    width 512, 6 blocks                86.1 %      rope-2d, qk_norm            91.2 %
+    patches of 2, width 256, 8 blocks  80.2 %
+
+Before that, on half of the data and in 45 s, Muon was 5 points ahead of AdamW.
 """
 
 from __future__ import annotations
@@ -22,7 +34,6 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 def cifar10(source: str = "cifar10") -> TrainConfig:
-    # Muon, because on half of the data and in the same time it was 5 points ahead of AdamW.
     return TrainConfig(
         name=source,
         model=ViTConfig(

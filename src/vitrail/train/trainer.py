@@ -101,6 +101,9 @@ class Trainer:
 
     def augmentation(self, cropped: bool) -> Augment:
         """For batches whose pictures the loader's workers have cropped already, or not."""
+        mixes_until = self.total - self.steps("augment.unmixed")
+        if self.config.augment.mixes and mixes_until <= 0 and self.ranks.first:
+            say([f"augment.unmixed={self.config.augment.unmixed} is the whole run: no pictures are mixed"])
         return Augment(
             self.config.augment,
             preprocess=self.setup.card.preprocess,
@@ -109,7 +112,7 @@ class Trainer:
             batch=self.batch,
             seed=self.config.seed,
             cropped=cropped,
-            mixes_until=self.total - self.steps("augment.unmixed"),
+            mixes_until=mixes_until,
             compile=bool(self.config.compile) and self.device.type == "cuda",
         )
 

@@ -52,7 +52,7 @@ def translation(x: Numbers, y: Numbers) -> Matrices:
 
 
 def affine(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
-    """Each picture through its own matrix (b 2 3, float32), bilinear; `fill` (b C 1 1, or C 1 1) is the colour of all outside."""
+    """Each picture through its own matrix (b 2 3, float32), bilinear; all outside has the colour `fill`, [b] C 1 1."""
     height, width = images.shape[2:]
     x = torch.arange(width, device=images.device) + 0.5
     y = (torch.arange(height, device=images.device) + 0.5)[:, None]

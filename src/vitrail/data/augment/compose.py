@@ -72,6 +72,7 @@ class Augment:
         self.erase = Erase(config.erase, config.erase_scale, image) if config.erase else None
         self.mixer = Mix(config.mixup, config.cutmix, config.mix_chance, image) if config.mixes else None
         self.dense = compile
+        self._colours: dict[torch.device, dict[str, Parameters]] = {}
         self._change, self._mix = self.change, self.mix
         if compile:
             self._change = torch.compile(self.change, fullgraph=True, dynamic=False)
@@ -104,12 +105,9 @@ class Augment:
         return self._mix(images, fetch(images), batch.targets, fetch(known), parameters["mix"])
 
     def draw(self, step: int, slots: Slots, size: tuple[int, int]) -> dict[str, Drawn]:
-        """Everything random about these places in the global batch, and the constants; pictures are of `size`."""
+        """Everything random about these places in the global batch; pictures are of `size`."""
         config, keys = self.config, chance.keys_of(self.seed, step, slots)
-        colours = (
-            np.array(values, np.float32)[:, None, None] for values in (self.preprocess.mean, self.preprocess.std)
-        )
-        drawn: dict[str, Drawn] = {"normalise": dict(zip(("mean", "std"), colours, strict=True)), "view": {}}
+        drawn: dict[str, Drawn] = {"view": {}}
         if self.resizes:
             drawn["view"]["boxes"] = crop_boxes(keys, np.tile(size, (len(keys), 1)), config.scale, config.ratio)
         elif config.crop == "pad" and config.pad:
@@ -131,9 +129,14 @@ class Augment:
         return {"slots": wanted, "rows": order[near]}  # rows mean something only where all of the batch is here
 
     def _changed(self, images: Tensor, drawn: dict[str, Drawn], out: Tensor | None = None) -> Tensor:
-        parameters = sent(drawn, images.device, self.dense)
+        device = images.device
+        if device not in self._colours:
+            colours = {"mean": self.preprocess.mean, "std": self.preprocess.std}
+            arrays = {name: np.array(values, np.float32)[:, None, None] for name, values in colours.items()}
+            self._colours |= {device: sent({"normalise": arrays}, device, self.dense)}
+        parameters = sent(drawn, device, self.dense) | self._colours[device]
         if self.erase is not None:
-            parameters["erase"]["quantiles"] = chance.quantiles(images.device)
+            parameters["erase"]["quantiles"] = chance.quantiles(device)
         return self._change(images, parameters, out)
 
     def _changed_by_parts(self, images: Tensor, drawn: dict[str, Drawn]) -> Tensor:
@@ -143,7 +146,7 @@ class Augment:
         few = max(1, IN_CACHE // (4 * math.prod(size) * torch.get_num_threads()) * torch.get_num_threads())
         for first in range(0, len(images), few):
             part, room = slice(first, first + few), out[first : first + few]
-            rows = {name: _rows(arrays, part) if name != "normalise" else arrays for name, arrays in drawn.items()}
+            rows = {name: {key: a[part] for key, a in arrays.items()} for name, arrays in drawn.items()}
             done = self._changed(images[part], rows, room)
             if done is not room:
                 room.copy_(done)
@@ -152,14 +155,15 @@ class Augment:
     def change(self, images: Tensor, drawn: dict[str, Parameters], out: Tensor | None = None) -> Tensor:
         """What happens to each picture by itself; a function of its arguments, without waiting or branching on them.
 
-        The result may be written into `out`, of its shape.
+        It works in `out`, of the result's shape, where it can.
         """
         view = drawn["view"]
         if "boxes" in view:
             images = resized_crop(images, view["boxes"], self.image, self.config.interpolation)
         elif "shift" in view:
             images = shift(images, view["shift"])
-        images = images.contiguous().to(torch.float32, copy=True).div_(255)  # from here on it may be written to
+        room = torch.empty(images.shape, device=images.device) if out is None else out
+        images = room.copy_(images).div_(255)  # from here on it may be written to
         if "boxes" in view and self.config.interpolation == "bicubic":
             images = images.clamp(0, 1)
         if "flip" in view:
@@ -168,7 +172,7 @@ class Augment:
             images = self.policy.apply(images, drawn["policy"])
         if self.jitter is not None:
             images = self.jitter.apply(images, drawn["jitter"])
-        images = torch.div(images.sub_(drawn["normalise"]["mean"]), drawn["normalise"]["std"], out=out)
+        images = images.sub_(drawn["normalise"]["mean"]).div_(drawn["normalise"]["std"])
         return images if self.erase is None else self.erase.apply(images, drawn["erase"])
 
     def mix(
@@ -192,10 +196,6 @@ class Augment:
                 f"got {len(batch)} pictures of a batch of {self.batch}: the partners of some are in other "
                 "processes; pass the exchange that fetches them."
             )
-
-
-def _rows(arrays: Drawn, part: slice) -> Drawn:
-    return {name: array[part] for name, array in arrays.items()}
 
 
 def _fetcher(exchange: Exchange | None, slots: Slots, rows: Tensor) -> Callable[[Tensor], Tensor]:
