@@ -150,6 +150,14 @@ def test_saved_and_loaded_again_nothing_differs(folder, tmp_path, photograph):
         changed.save(tmp_path / "again")
 
 
+def test_each_of_several_labels_has_a_probability_of_its_own(vit, tmp_path, photograph):
+    vitrail.Model(vit.net, vit.card.but(several=True)).save(tmp_path / "tags")
+    tags = vitrail.load(tmp_path / "tags")
+    answers, wanted = tags.predict(photograph, top=5), tags.logits(photograph)[0].sigmoid()
+    assert [a.score for a in answers] == sorted(wanted.tolist(), reverse=True)
+    assert not vitrail.load(tmp_path / "tags", classes=3).card.several
+
+
 def test_what_is_saved_is_the_network_as_it_is_now(vit, tmp_path):
     other = vitrail.Model(vit.net.resized(64), vit.card)
     other.save(tmp_path / "m")

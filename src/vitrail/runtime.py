@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from vitrail.errors import ConfigError, nearest
@@ -46,6 +46,19 @@ def pick_device(name: str | torch.device = "auto") -> torch.device:
         reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise ConfigError(f"device {str(name)!r} cannot be used here ({reason}); try cpu or auto.") from None
     return device
+
+
+def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Inside, products are computed in bfloat16, if that is the precision; weights stay what they are."""
+    import torch
+
+    if precision != "bfloat16":
+        return nullcontext()
+    if device.type == "cpu":
+        from vitrail.kernels.tiles import check_bfloat16
+
+        check_bfloat16()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 @contextmanager

@@ -150,9 +150,10 @@ def test_several_labels_from_a_table(tmp_path: Path):
     assert result.scores is not None
     assert result.scores.mean_average_precision > 0.9
     assert all("map" in line["evaluation"] for line in lines(tmp_path / "run") if "evaluation" in line)
-    for batch in ("auto",):
-        found = trained(override(config, [f"batch={batch}", "duration=2 steps"]), tmp_path / batch)
-        assert found.setup.config.batch in (1, 2, 4)
+    answers = vitrail.load(tmp_path / "run").predict(Image.new("RGB", (16, 16), (220, 220, 30)), top=3)
+    assert {a.label for a in answers if a.score > 0.5} == {"red", "green"}
+    found = trained(override(config, ["batch=auto", "duration=2 steps"]), tmp_path / "auto")
+    assert found.setup.config.batch in (1, 2, 4)
 
 
 def test_a_batch_is_found_and_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -358,9 +358,14 @@ def test_class_names_travel_along(tmp_path: Path) -> None:
     PEERS["vit"].build().save_pretrained(tmp_path / "theirs")
     net, card = read(tmp_path / "theirs")
     names = ("cat", "dog", "owl", "elk", "ant")
-    write(net, card.but(labels=names), tmp_path / "ours")
-    assert read(tmp_path / "ours")[1].labels == names
-    assert tuple(loaded(tmp_path / "ours", PEERS["vit"]).config.id2label.values()) == names
+    assert not card.several
+    write(net, card.but(labels=names, several=True), tmp_path / "ours")
+    again = read(tmp_path / "ours")[1]
+    assert again.labels == names
+    assert again.several
+    theirs = loaded(tmp_path / "ours", PEERS["vit"]).config
+    assert tuple(theirs.id2label.values()) == names
+    assert theirs.problem_type == "multi_label_classification"
 
 
 def test_half_precision_stays(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.data.preprocess import Preprocess, are_several
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
+from vitrail.kernels.tiles import check_bfloat16
 from vitrail.models import Net, ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.variants import config_for, find
@@ -121,9 +122,10 @@ class Model:
             pool.shutdown(cancel_futures=True)
 
     def ranked(self, logits: Tensor, top: int = 5) -> list[list[Prediction]]:
-        """B classes -> for each picture its best classes."""
+        """B classes -> for each picture its best classes; scores sum to 1, unless it may have several of them."""
         _check_top(top)
-        scores, indices = logits.float().softmax(-1).topk(min(top, logits.shape[-1]))
+        chances = logits.float().sigmoid() if self.card.several else logits.float().softmax(-1)
+        scores, indices = chances.topk(min(top, logits.shape[-1]))
         return [
             [Prediction(self.label(i), s, i) for s, i in zip(row_scores, row, strict=True)]
             for row_scores, row in zip(scores.tolist(), indices.tolist(), strict=True)
@@ -179,6 +181,8 @@ class Model:
         """B times H W C, 0 to 255 -> B outputs, on the CPU."""
         batch = torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2)
         images = self.preprocess.normalise(batch).to(self.dtype)
+        if self.dtype == torch.bfloat16 and self.device.type == "cpu":
+            check_bfloat16()
         result = self.net(images) if want == "logits" else self.net.features(images, want=(want,)).pooled
         assert isinstance(result, Tensor)
         return result.to("cpu", torch.promote_types(result.dtype, torch.float32))

@@ -167,7 +167,7 @@ class TrainConfig(Config):
     """Of the arithmetic; with bfloat16 the weights stay float32."""
     compile: bool | Literal["graphs"] = False
     """torch.compile: slow to start, then faster. graphs: as CUDA graphs too, for networks so small that
-    a GPU waits for the host between its kernels."""
+    a GPU waits for the host between its kernels; without a GPU, nothing is compiled."""
     recompute: bool = False
     """Gradient checkpointing: less memory, a third more time."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"

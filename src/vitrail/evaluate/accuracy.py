@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate.scores import CONFUSABLE, Samples, Scores, average_precision, wilson
+from vitrail.runtime import arithmetic
 
 # b pictures of a batch, N of this process or of all, K classes
 
@@ -49,7 +50,7 @@ def measure(
         dtype = next((p.dtype for p in net.parameters()), torch.float32)
         for batch in batches:
             images = preprocess.normalise(batch.images).to(dtype)
-            with _precision(precision, images.device):
+            with arithmetic(precision, images.device):
                 logits = net(images)
             if logits.ndim != 2 or logits.shape[1] != classes:
                 raise ModelError(f"wanted {classes} outputs a picture, got {tuple(logits.shape[1:])}.")
@@ -67,12 +68,6 @@ def evaluating(net: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _precision(name: str, device: torch.device) -> AbstractContextManager[object]:
-    if name == "bfloat16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext()
 
 
 class _Parts:

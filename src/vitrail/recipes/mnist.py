@@ -29,10 +29,11 @@ def mnist(source: str = "mnist") -> TrainConfig:
         preprocess=PreprocessConfig(image=28, mean=(0.5,), std=(0.5,)),
         data=DataConfig(source=source),
         augment=AugmentConfig(crop="none", flip=0.0),
-        optim=OptimConfig(lr=1e-3),
-        schedule=ScheduleConfig(kind="constant"),
+        optim=OptimConfig(kind="muon", lr=3e-3, weight_decay=0.05),
+        schedule=ScheduleConfig(kind="cosine", warmup=epochs(1)),
         duration=epochs(10),
         batch=256,
+        compare=("model.position=none",),
     )
 
 

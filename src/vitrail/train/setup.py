@@ -63,6 +63,7 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
         config = config.but(model=_with_classes(config.model, len(labels) if learns_labels else 0))
         net, card = _fresh(config, labels if learns_labels else ())
         card = card.but(**saved.began) if saved is not None else card
+    card = card.but(several=learns_labels and splits.train.several)
     if config.preprocess is not None:
         card = card.but(preprocess=config.preprocess)
     _check_sizes(net, card.preprocess)

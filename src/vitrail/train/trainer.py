@@ -24,7 +24,7 @@ from vitrail.evaluate.scores import Scores
 from vitrail.models import Net, build
 from vitrail.models.flops import flops
 from vitrail.objectives import make_objective
-from vitrail.runtime import say
+from vitrail.runtime import arithmetic, say
 from vitrail.train.batch_size import LARGEST, find_batch
 from vitrail.train.ema import EMA, check_names
 from vitrail.train.optim import freeze, make_optimizer
@@ -44,6 +44,7 @@ class Trainer:
     def __init__(self, setup: Setup, ranks: Ranks) -> None:
         config, source = setup.config, setup.splits.train
         self.setup, self.config, self.ranks, self.device = setup, config, ranks, ranks.device
+        self.arithmetic()  # where it cannot be had, nothing has begun yet
         self.images = len(source) if hasattr(source, "__len__") else 0  # nobody knows how many a stream has
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.card.preprocess)
@@ -64,8 +65,8 @@ class Trainer:
         self.batch = _shared(config.batch, ranks.world, config.accumulate, self.images)
         self.total = max(self.steps("duration"), 1)
         self.every = {name: max(self.steps(name), 1) for name in EVERY if getattr(config, name) is not None}
-        if config.compile:
-            graphs = config.compile == "graphs" and self.device.type == "cuda"
+        graphs = config.compile == "graphs"
+        if config.compile and (not graphs or self.device.type == "cuda"):
             self.learner.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
         self.wrapped = wrap(self.learner, config, ranks)
         self.optimizer = make_optimizer(self.learner, config.optim)
@@ -141,9 +142,7 @@ class Trainer:
         return sums
 
     def arithmetic(self) -> AbstractContextManager[Any]:
-        if self.config.precision == "bfloat16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        return arithmetic(self.config.precision, self.device)
 
     @property
     def measures(self) -> bool:

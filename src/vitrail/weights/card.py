@@ -23,6 +23,8 @@ class Card:
     """A key of `models.families.FAMILIES`."""
     task: Literal["classify", "embed"] = "classify"
     """Whether the outputs are classes or a space to compare pictures in."""
+    several: bool = False
+    """Whether a picture may have several of the classes, each with a probability of its own."""
     origin: str = ""
     """Where it was read from, for people."""
     notes: tuple[str, ...] = field(default=())
@@ -46,6 +48,7 @@ class Card:
             "kind": "bit" if isinstance(self.config, BiTConfig) else "vit",
             "family": self.family,
             "task": self.task,
+            "several": self.several,
             "origin": self.origin,
             "model": self.config.to_dict(),
             "preprocess": self.preprocess.to_dict(),
@@ -70,6 +73,7 @@ class Card:
             labels=None if labels is None else tuple(labels),
             family=values["family"],
             task=values["task"],
+            several=bool(values.get("several", False)),
             origin=values["origin"],
         )
 

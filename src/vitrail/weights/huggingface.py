@@ -82,6 +82,7 @@ def describe(archive: Archive) -> Card:
         labels=labels,
         family=family,
         task="embed" if not config.classes or is_projection(config) else "classify",
+        several=said.several,
         origin=archive.source,
         notes=(*notes, *([wrong] if wrong else [])),
     )

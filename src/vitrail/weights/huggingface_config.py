@@ -20,6 +20,8 @@ from vitrail.weights.files import Archive
 from vitrail.weights.labels import from_id2label
 from vitrail.weights.rules import AnyConfig
 
+SEVERAL = "multi_label_classification"
+"""transformers' `problem_type` where a picture may have several of the classes."""
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -118,6 +120,8 @@ class Said:
     id2label: dict[str, str] | None
     told: dict[str, Any] = field(default_factory=dict)
     """By the caller, for where the file is silent."""
+    several: bool = False
+    """Whether a picture may have several of the classes."""
 
     @classmethod
     def of(cls, archive: Archive, kind: Kind) -> Said:
@@ -131,7 +135,7 @@ class Said:
                 f"vitrail reads {', '.join(t for k in KINDS.values() for t in k.types)}."
             )
         fields = _vision(whole) if kind.family in ("CLIP", "SigLIP") else whole
-        return cls(kind, fields, named, whole.get("id2label"), archive.told)
+        return cls(kind, fields, named, whole.get("id2label"), archive.told, whole.get("problem_type") == SEVERAL)
 
     def get(self, *names: str, default: Any = None) -> Any:
         return next((self.fields[n] for n in names if self.fields.get(n) is not None), default)
@@ -239,6 +243,8 @@ def written(card: Card, dtype: str) -> dict[str, Any]:
             "id2label": {str(i): label for i, label in enumerate(labels)},
             "label2id": {label: i for i, label in enumerate(labels)},
         }
+        if card.several:
+            values["problem_type"] = SEVERAL
         if name in ("clip", "siglip"):
             values["model_type"] = kind.types[1]
             body = {"vision_config": {"model_type": kind.types[0], **body}}

@@ -64,7 +64,7 @@ def adapted(
     if classes == net.config.classes and card.task == "classify":
         return net, card.noting(f"it has {classes} classes already: its head is kept as it is")
     net = net.with_classes(classes)
-    card = card.but(config=net.config, labels=None, task="classify" if classes else "embed")
+    card = card.but(config=net.config, labels=None, several=False, task="classify" if classes else "embed")
     return net, card.noting(
         f"the head is new: {classes} classes, all zeros until it is trained" if classes else "the head was taken off"
     )
