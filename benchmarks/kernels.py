@@ -15,10 +15,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from vitrail.kernels.heap import keep_heap
 from vitrail.kernels.linear_gelu import linear_gelu_tanh, linear_gelu_tanh_plain
 from vitrail.kernels.packed_attention import packed_attention, packed_attention_plain
 from vitrail.models import drop
+from vitrail.runtime.heap import keep_heap
 
 
 def least(calls: dict[str, Callable[[], object]], rounds: int = 40) -> dict[str, float]:

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.config import ViTConfig
-from vitrail.kernels.heap import keep_heap
 from vitrail.models import build
 from vitrail.models.flops import flops
 from vitrail.models.layers import attend
+from vitrail.runtime.heap import keep_heap
 
 LECTURE = ViTConfig(image=28, patch=4, channels=1, width=64, depth=2, heads=4, mlp=256, classes=10)
 BATCH = 256

@@ -12,10 +12,12 @@ from small_models import model, small
 from train.small_runs import at_step, digits, photos, same_bits, stop
 
 import vitrail
-from vitrail.api.training import CHANGEABLE, tuned
-from vitrail.config import TrainConfig, override
+from vitrail.api.training import CHANGEABLE, _chosen, _compares, _settled, tuned
+from vitrail.config import BiTConfig, StemConfig, TrainConfig, ViTConfig, override
 from vitrail.config.base import hints
 from vitrail.errors import ConfigError, NotFound, TrainError
+from vitrail.recipes import RECIPES
+from vitrail.recipes.finetune import larger
 from vitrail.report import write_report
 from vitrail.train.run import RunFolder, free_folder, latest_folder
 
@@ -163,6 +165,51 @@ def test_fine_tuning_picks_settings_that_suit_the_pictures():
     more = tuned("start", "photos", what=1, image=(16, 32), device="cpu")
     assert (more.optim.train, more.image, more.device) == (1, (16, 32), "cpu")
     assert override(more, ["image=24"]).image == 24
+
+
+def test_the_papers_resolution_is_in_whole_patches_and_small_pictures_are_doubled():
+    photos(Path("photos"), {"a": 6, "b": 6}, side=8)
+    sizes = {"B/16": (224, 16), "H/14": (224, 14), "digits": (8, 2)}
+    for name, (image, patch) in sizes.items():
+        model(small(image=image, patch=patch)).save(name)
+    found = {name: tuned(name, "photos", recipe="paper").image for name in sizes}
+    assert found == {"B/16": 384, "H/14": 378, "digits": 16}
+    assert tuned("H/14", "photos", recipe="paper", image=224).image == 224
+    assert larger(ViTConfig(patch=1, stem=StemConfig(layers=(3, 4, 9)))) == 384
+    assert larger(BiTConfig()) == 384
+
+
+def test_another_way_to_fine_tune_is_not_taken_up_by_resuming():
+    model(small()).save("start")
+    photos(Path("photos"), {"a": 20, "b": 20}, side=8)
+    settings = ["duration=2 steps", "data.workers=0"]
+    vitrail.finetune("start", "photos", recipe="paper", image=8, overrides=settings, out="paper", report=False)
+    vitrail.finetune("start", "photos", overrides=settings, out="usual", report=False)
+    with pytest.raises(ConfigError, match="--recipe paper cannot change when a run is resumed"):
+        vitrail.finetune("", "", recipe="paper", resume=True, out="usual")
+    assert vitrail.finetune("", "", recipe="paper", resume=True, out="paper", report=False).finished
+
+
+def test_a_recipe_of_another_length_keeps_its_shares():
+    picked = RECIPES["cifar10"]()
+    for length, warmup, unmixed in (("37 epochs", "1.5 epochs", "3.7 epochs"), ("740 steps", "30 steps", "74 steps")):
+        config = _settled(picked, [f"duration={length}"])
+        assert (str(config.schedule.warmup), str(config.augment.unmixed)) == (warmup, unmixed)
+    config = _settled(picked, ["duration=37 epochs", "schedule.warmup=2 epochs"])
+    assert (str(config.schedule.warmup), str(config.augment.unmixed)) == ("2 epochs", "3.7 epochs")
+    assert _settled(picked, ["seed=1"]) == picked.but(seed=1)
+
+
+def test_a_recipe_is_not_compared_with_itself_or_with_what_cannot_be(caplog: pytest.LogCaptureFixture):
+    digits = RECIPES["digits"]()
+    assert _compares(digits, "model.position=none")
+    assert not _compares(digits, "model.position=learned-1d")
+    assert not _compares(_chosen("digits", None, "BiT-R50x1"), "model.position=none")
+    assert "model.position=none is not compared with: no setting 'model.position'" in caplog.text
+    short = ["duration=2 steps", "model.position=none", "model.depth=1"]
+    assert vitrail.train("digits", overrides=short, report=False).compared == ()
+    with pytest.raises(ConfigError, match="positoin"):  # a slip of the user's own
+        vitrail.train("digits", overrides=["compare=('model.positoin=none',)"])
 
 
 def test_a_run_goes_on_where_it_is(monkeypatch: pytest.MonkeyPatch):

@@ -112,10 +112,10 @@ def test_the_papers_way_at_a_small_size(vitrail: Command, start: Path, album: Pa
         "optim.lr=0.03", *QUICK,
     )  # fmt: skip
     assert result.status == 0, result.err
-    config = RunFolder(Path("runs/finetune-my-photos")).read_config()
+    config = RunFolder(Path("runs/paper-my-photos")).read_config()
     assert (config.optim.kind, config.image, config.model.image) == ("sgd", 32, (32, 32))
     assert config.batch == 32  # of 52 pictures
-    assert package.load("runs/finetune-my-photos").config.image == (32, 32)
+    assert package.load("runs/paper-my-photos").config.image == (32, 32)
     assert "sgd at 0.03" in result.err
 
 

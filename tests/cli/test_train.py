@@ -175,7 +175,10 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "batch=0"], "batch=0: one picture or more."),
         (["digits", "batch=5000"], "batch=5000 is more than the 1,438 pictures to learn from; try batch=719."),
         (["digits", "duration=ten epochs"], "got 'ten epochs', wanted a duration with its unit"),
-        (["digits", "duration=5 steps"], "a warm-up of 5 epochs is 57 steps, and the whole run has 5"),
+        (
+            ["digits", "duration=5 steps", "schedule.warmup=5 epochs"],
+            "a warm-up of 5 epochs is 57 steps, and the whole run has 5",
+        ),
         (["digits", "model.image=9"], "patch=2 leaves"),
         (["digits", "device=tpu"], "there is no device 'tpu'"),
         (["digits", "data.source=nowhere"], "nowhere"),

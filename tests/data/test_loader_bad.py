@@ -88,6 +88,21 @@ def test_the_share_counts_pictures_not_readings() -> None:
         list(loader)
 
 
+def test_of_several_processes_none_refuses_alone_and_all_refuse_together() -> None:
+    loaders = [train(pictures(), data={"bad_share": 0.1}, steps=1, rank=rank, world=2) for rank in range(2)]
+    for loader in loaders:
+        list(loader)
+    news = sum(loader.news for loader in loaders)
+    told = [loader.bad for loader in loaders]
+    assert news == 3
+    for loader in loaders:
+        assert loader.too_many(news)
+        assert not loader.too_many(2)
+        with pytest.raises(DataError, match="3 of 20"):
+            loader.agree(told)
+        assert loader.news == 0
+
+
 def test_bad_pictures_are_bad_whatever_reads_them() -> None:
     weights = []
     for workers in (0, 1, 3):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.config import OptimConfig, TrainConfig, ViTConfig
 from vitrail.models import build
+from vitrail.objectives.base import Objective
 from vitrail.train.ema import EMA
 from vitrail.train.optim import Optimizer, freeze, make_optimizer
 from vitrail.train.parallel import Ranks, part_of_step, whole, wrap
@@ -24,12 +25,11 @@ ALONE = Ranks(torch.device("cpu"))
 State = dict[str, Tensor]
 
 
-class Learner(nn.Module):
+class Learner(Objective):
     """A network and something of the objective's own."""
 
     def __init__(self, seed: int = 0, config: ViTConfig = NET) -> None:
-        super().__init__()
-        self.net = build(config, seed=seed)
+        super().__init__(build(config, seed=seed))
         self.scale = nn.Parameter(torch.ones(1))
         with torch.no_grad():
             self.net.head.weight.normal_(generator=torch.Generator().manual_seed(seed))

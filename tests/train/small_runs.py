@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.numpy import load_file
 
 from vitrail.config import AugmentConfig, DataConfig, OptimConfig, PreprocessConfig, TrainConfig, ViTConfig, steps
 from vitrail.train.journal import Journal
@@ -131,13 +130,9 @@ def same_bits(one: Path, other: Path) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def contents(folder: Path) -> dict[Path, Any]:
-    """Of all files; safetensors keep the order of their headers no two times alike, so their tensors count."""
-    found = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        tensors = path.suffix == ".safetensors"
-        found[path] = {k: v.tobytes() for k, v in load_file(path).items()} if tensors else path.read_bytes()
-    return found
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Of all files."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from train.small_runs import on_photos, photos, trained
+from train.processes import Processes
+from train.small_runs import interrupted, on_photos, photos, resumed, saved_steps, trained
 
 from vitrail import runtime
-from vitrail.config import override
+from vitrail.config import TrainConfig, override
 from vitrail.errors import DataError
+from vitrail.train.loop import fit
+from vitrail.train.run import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +74,87 @@ def test_measuring_refuses_bad_pictures_unless_told(album: Path, tmp_path: Path,
     assert result.scores is not None
     assert result.scores.count == 19
     assert "val/cat/003.jpg cannot be used" in caplog.text
+
+
+def test_a_measurement_that_fails_costs_no_step(album: Path, tmp_path: Path):
+    shutil.copytree(album, tmp_path / "album")
+    truncated(tmp_path / "album" / "val", "cat/003.jpg")
+    settings = ["data.resident=false", "evaluate_every=5 steps", "checkpoint_every=100 steps"]
+    config = override(on_photos(tmp_path / "album", 8), settings)
+    words = r"(?s)cannot be measured on.*val/cat/003.*\nWhat was .* from step 5 with: .* --resume --skip-bad --out "
+    with pytest.raises(DataError, match=words):
+        trained(config, tmp_path / "run")
+    assert saved_steps(tmp_path / "run") == [5]
+    result = trained(override(config, ["data.skip_bad=true"]), tmp_path / "run", resume=True)
+    assert (result.progress.step, result.scores.count) == (8, 19)
+
+
+BAD = ("cat/007.jpg", "cat/050.jpg", "dog/002.jpg", "dog/093.jpg")
+
+
+@pytest.fixture(scope="module")
+def damaged(album: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four of two hundred training pictures are bad."""
+    folder = tmp_path_factory.mktemp("damaged") / "album"
+    shutil.copytree(album, folder)
+    truncated(folder / "train", *BAD)
+    return folder
+
+
+def reading(folder: Path, *settings: str) -> TrainConfig:
+    """An epoch and a half, every picture read when it is needed."""
+    usual = ["data.resident=false", "data.bad_share=0.02", "log_every=25 steps", "checkpoint_every=100 steps"]
+    return override(on_photos(folder, 38), [*usual, *settings])
+
+
+def test_the_list_goes_on_after_a_resume(damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    stopped = interrupted(reading(damaged), tmp_path / "run", 12)
+    assert 0 < len(stopped.unreadable) < 4
+    result = resumed(tmp_path / "run")
+    assert set(result.unreadable) == {f"train/{name}" for name in BAD}
+    assert "4 pictures could not be used and counted nothing" in caplog.text
+
+
+def test_the_share_goes_on_after_a_resume(damaged: Path, tmp_path: Path):
+    config = reading(damaged, "data.bad_share=0.015", "duration=25 steps")
+    interrupted(config, tmp_path / "run", 12)
+    with pytest.raises(DataError, match="4 of 200 pictures"):
+        resumed(tmp_path / "run")
+
+
+def train_here(config: dict[str, Any], folder: str) -> tuple[str, ...]:
+    """In one of several processes: the pictures that could not be read, or the words of an error."""
+    try:
+        return tuple(sorted(fit(TrainConfig.from_dict(config), RunFolder(Path(folder))).unreadable))
+    except DataError as error:
+        return ("stopped", str(error))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with Processes(2) as started:
+        yield started
+
+
+def test_processes_count_their_bad_pictures_together(processes: Processes, damaged: Path, tmp_path: Path):
+    found = processes.run(train_here, reading(damaged).to_dict(), str(tmp_path / "allowed"))
+    assert found == [tuple(f"train/{name}" for name in BAD)] * 2
+    config = reading(damaged, "data.bad_share=0.015")
+    (one, words), other = processes.run(train_here, config.to_dict(), str(tmp_path / "too many"))
+    assert (one, words) == other
+    assert words.startswith("4 of 200 pictures")
+    assert all(f"\n  train/{name}: " in words for name in BAD)
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_processes_refuse_a_measurement_together(processes: Processes, album: Path, tmp_path: Path, resident: bool):
+    shutil.copytree(album, tmp_path / "album")
+    truncated(tmp_path / "album" / "val", "cat/003.jpg", "dog/003.jpg")
+    config = reading(tmp_path / "album", f"data.resident={str(resident).lower()}", "evaluate_every=5 steps")
+    (one, words), other = processes.run(train_here, config.to_dict(), str(tmp_path / "run"))
+    assert (one, words) == other
+    assert words.startswith("2 of 20 pictures")
+    assert ("go on from step 5" in words) == (not resident)  # those that are kept are looked at before
 
 
 def test_a_batch_of_bad_pictures_alone_is_no_catastrophe(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.train.loop import Result
 from vitrail.train.run import RunFolder
 from vitrail.train.state import TENSORS, read_tensors
+from vitrail.train.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -270,3 +272,20 @@ def test_batches_that_cannot_be(tmp_path: Path):
         with pytest.raises(ConfigError, match=words):
             trained(override(digits(), [settings]), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_measuring_is_no_part_of_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A step takes a second here, a measurement a hundred."""
+    now = [0.0]
+    monkeypatch.setattr("vitrail.train.journal.time", SimpleNamespace(monotonic=lambda: now[0]))
+    for name, seconds in (("backward", 1.0), ("evaluate", 100.0)):
+        real = getattr(Trainer, name)
+
+        def slow(self, *args, real=real, seconds=seconds, **named):
+            now[0] += seconds
+            return real(self, *args, **named)
+
+        monkeypatch.setattr(Trainer, name, slow)
+    trained(digits(9), tmp_path / "run")
+    metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {line["images_per_s"] for line in metrics if "loss" in line} == {64.0}

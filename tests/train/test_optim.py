@@ -13,9 +13,12 @@ from torch import nn
 from train.small_learner import ALONE as ALONE
 from train.small_learner import NET, Learner, backward
 
-from vitrail.config import BiTConfig, OptimConfig, StemConfig, ViTConfig
+from vitrail.config import BiTConfig, OptimConfig, PreprocessConfig, StemConfig, ViTConfig
+from vitrail.config.train import MaskedPatchConfig
 from vitrail.errors import ConfigError, TrainError
 from vitrail.models import build
+from vitrail.objectives.base import Objective
+from vitrail.objectives.masked_patch import MaskedPatch
 from vitrail.train.optim import Optimizer, freeze, make_optimizer
 
 FACTORS = (0.25, 1.0, 0.5, 0.0, 0.1)
@@ -24,12 +27,11 @@ RICH = NET.but(
 )
 
 
-class Plain(nn.Module):
+class Plain(Objective):
     """A learner that adds nothing of its own."""
 
     def __init__(self, config: ViTConfig | BiTConfig) -> None:
-        super().__init__()
-        self.net = build(config, seed=0)
+        super().__init__(build(config, seed=0))
 
 
 def gradients(learner: nn.Module, step: int) -> dict[str, np.ndarray]:
@@ -161,6 +163,28 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16() -> None:
     for name in inside:
         moved = other[name] - before[name]
         assert np.linalg.norm(mine[name] - other[name]) < 0.02 * np.linalg.norm(moved), name
+
+
+@pytest.mark.parametrize("nesterov", [None, True, False])
+def test_muon_looks_ahead_unless_told_otherwise(nesterov: bool | None) -> None:
+    optimizer = make_optimizer(Learner(), OptimConfig(kind="muon", nesterov=nesterov))
+    assert {g["nesterov"] for g in optimizer.rules[0].param_groups} == {nesterov is not False}
+
+
+def test_what_a_rule_has_no_use_for_is_refused() -> None:
+    for settings in ({"momentum": 0.9}, {"nesterov": True}):
+        with pytest.raises(ConfigError, match="momentum and nesterov are for sgd and muon; AdamW has betas"):
+            OptimConfig(**settings)
+
+
+def test_what_an_objective_adds_has_its_own_height_and_what_it_froze_stays_frozen() -> None:
+    learner = MaskedPatch(build(NET.but(pool="map")), MaskedPatchConfig(), PreprocessConfig(image=16))
+    freeze(learner, "all")
+    assert not any(p.requires_grad for p in learner.net.pool.parameters())
+    optimizer = make_optimizer(learner, OptimConfig(lr=1.0, layer_decay=0.5, head_lr=10.0))
+    speeds = {id(p): g["peak"] for rule in optimizer.rules for g in rule.param_groups for p in g["params"]}
+    assert speeds[id(learner.mask_token)] == speeds[id(learner.net.patch.weight)] == 0.5 ** (NET.depth + 1)
+    assert speeds[id(learner.guess.weight)] == 10.0
 
 
 def test_muon_needs_matrices() -> None:

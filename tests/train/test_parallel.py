@@ -179,7 +179,11 @@ def test_first_values_do_not_depend_on_sharding(processes: Processes) -> None:
 
 
 class Headless(Learner):
-    """Leaves parameters out, as masked patches leave out the head."""
+    """Leaves parameters out, and says so by freezing them, as masked patches do with a pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head.requires_grad_(False)
 
     def forward(self, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"loss": self.net.features(images, want="patches").patches.square().sum() * self.scale.sum()}
@@ -188,7 +192,7 @@ class Headless(Learner):
 def unused(parallel: str) -> State:
     with Ranks.start("cpu") as ranks:
         learner = Headless().double()
-        wrapped = wrap(learner, settings(parallel).but(objective="masked-patch"), ranks)
+        wrapped = wrap(learner, settings(parallel), ranks)
         for step in range(3):
             learner.zero_grad()
             backward(wrapped, ranks, step)

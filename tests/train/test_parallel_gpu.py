@@ -16,7 +16,8 @@ from train.small_learner import BATCH, Learner, plain, settings
 from vitrail.config import TrainConfig
 from vitrail.train.ema import EMA
 from vitrail.train.optim import make_optimizer
-from vitrail.train.parallel import Ranks, load_sharded, network, save_sharded, wrap
+from vitrail.train.parallel import Ranks, network, wrap
+from vitrail.train.sharded import load_sharded, save_sharded
 
 pytestmark = pytest.mark.gpu
 

@@ -160,3 +160,5 @@ def test_masked_patches_agree_too(processes: Processes, tmp_path: Path, target: 
         processes.run(train_here, config.to_dict(), str(tmp_path / str(world)), world=world)
     one, two = (losses(tmp_path / world) for world in "12")
     assert two == pytest.approx(one, rel=EXACT)
+    (held,), (held_by_two,) = (evaluations(tmp_path / world) for world in "12")
+    assert held_by_two == pytest.approx(held, rel=EXACT)

@@ -40,6 +40,7 @@ from vitrail.train.loop import fit
 from vitrail.train.parallel import Ranks
 from vitrail.train.run import RunFolder
 from vitrail.train.setup import prepare
+from vitrail.train.state import Progress
 from vitrail.train.trainer import Trainer
 
 ALONE = Ranks(torch.device("cpu"))
@@ -114,7 +115,7 @@ def test_settings_do_something_and_the_run_goes_on_with_them(
 def test_balanced_classes_are_seen_equally_often(pictures: Path):
     config = on_photos(pictures, 30, data={"source": str(pictures), "workers": 0, "order": "balanced"})
     trainer = Trainer(prepare(config, ALONE), ALONE)
-    with trainer.batches(0) as batches:
+    with trainer.batches(Progress()) as batches:
         seen = torch.cat([batch.targets for batch in batches])
     assert torch.bincount(seen).tolist() == [80, 80, 80]
 
@@ -211,20 +212,21 @@ def test_a_compiled_run_learns_the_same(tmp_path: Path):
     assert compiled == pytest.approx(plain, rel=1e-3)
 
 
-@pytest.mark.parametrize("target", ["mean-colour", "pixels"])
-def test_masked_patches_train_resume_and_load(pictures: Path, tmp_path: Path, target: str):
-    config = override(on_photos(pictures, 8), ["objective=masked-patch", f"masked_patch.target={target}"])
-    whole = trained(config, tmp_path / "whole")
-    interrupted(config, tmp_path / "cut", 3)
-    resumed(tmp_path / "cut")
-    assert whole.scores is None
-    assert same_bits(tmp_path / "whole", tmp_path / "cut")
-    loaded = vitrail.load(tmp_path / "whole")
-    assert loaded.embed(pictures / "red" / "000.jpg").shape == (1, 16)
-    with pytest.raises(vitrail.VitrailError, match="has no classes"):
-        loaded.predict(pictures / "red" / "000.jpg")
-    tuned = trained(on_photos(pictures, 3, start=str(tmp_path / "whole"), model=None), tmp_path / "tuned")
-    assert tuned.setup.card.labels == ("blue", "green", "red")
+def test_an_epoch_shows_each_labelled_picture_once(tmp_path: Path):
+    photos(tmp_path, {"red": 20, "green": 20})
+    names = [(f"{c}/{i:03d}.jpg", c if i % 2 else "", "train") for c in ("red", "green") for i in range(20)]
+    names += [(f"{c}/{i:03d}.jpg", c, "val") for c in ("red", "green") for i in range(4)]
+    with (tmp_path / "table.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("path", "label", "split"), *names])
+    config = on_photos(tmp_path, data={"source": f"table:{tmp_path}/table.csv", "workers": 0})
+    config = override(config, ["duration=2 epochs", "batch=5"])
+    trainer = Trainer(prepare(config, ALONE), ALONE)
+    assert (trainer.images, trainer.total) == (20, 8)
+    with trainer.batches(Progress()) as batches:
+        seen = torch.cat([batch.indices for batch in batches])
+    assert torch.bincount(seen).unique().tolist() == [0, 2]
+    unlearned = override(config, ["objective=masked-patch"])
+    assert Trainer(prepare(unlearned, ALONE), ALONE).images == 40
 
 
 @pytest.fixture(scope="module")

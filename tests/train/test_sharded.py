@@ -14,7 +14,8 @@ from train.processes import Processes
 from train.small_learner import ALONE, Run, State, close, plain, settings, trained
 
 from vitrail.errors import CheckpointError, TrainError
-from vitrail.train.parallel import Ranks, load_sharded, save_sharded
+from vitrail.train.parallel import Ranks
+from vitrail.train.sharded import load_sharded, save_sharded
 
 HALF, END = 3, 6
 

@@ -22,6 +22,7 @@ from vitrail.train.state import (
     here,
     read_progress,
     read_tensors,
+    seed_generators,
     set_generators,
 )
 
@@ -144,10 +145,20 @@ def test_an_unknown_field_is_damage_not_a_crash(checkpoints: Checkpoints):
 def test_generators_go_on_where_they_were():
     random.gauss(0, 1)
     np.random.normal()
-    states = generators(CPU)
+    states = generators(CPU, Ranks(CPU))
     expected = random.gauss(0, 1), np.random.normal(), np.random.rand(3).tolist(), torch.rand(3).tolist()
-    set_generators(states, CPU)
+    set_generators(states, CPU, 0)
     assert expected == (random.gauss(0, 1), np.random.normal(), np.random.rand(3).tolist(), torch.rand(3).tolist())
+
+
+def test_each_process_and_each_step_seeds_generators_otherwise():
+    found = set()
+    for key in ((0, 0), (0, 1), (1, 0), (0, 0, 5), (0, 1, 5), (0, 0, 6)):
+        seed_generators(*key)
+        found.add((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert len(found) == 6
+    seed_generators(0, 0)
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) in found
 
 
 def test_what_a_run_depends_on_is_compared():

@@ -48,6 +48,19 @@ def test_safetensors_come_back_with_their_metadata(tmp_path: Path):
         assert file.metadata() == {"format": "pt"}
 
 
+def test_equal_tensors_and_metadata_are_equal_files(tmp_path: Path):
+    """Whatever there is to escape in them."""
+    metadata = {"format": "pt", "vitrail": 'chêne "🙂" \\ / \b\f\t\r\x01\x1f\x7f\u2028', "a\n": json.dumps(["é"])}
+    files = set()
+    for i in range(8):
+        write_safetensors(tmp_path / f"{i}.safetensors", TENSORS, metadata)
+        files.add((tmp_path / f"{i}.safetensors").read_bytes())
+    assert len(files) == 1
+    assert same(TENSORS, dict(sorted(load_file(tmp_path / "0.safetensors").items())))
+    with safe_open(tmp_path / "0.safetensors", framework="pt") as file:
+        assert file.metadata() == metadata
+
+
 def test_torch_files_come_back(tmp_path: Path):
     write_torch(tmp_path / "x.pth", TENSORS)
     assert same(TENSORS, torch.load(tmp_path / "x.pth", weights_only=True))

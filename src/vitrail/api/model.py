@@ -19,11 +19,11 @@ from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.data.preprocess import Preprocess, are_several
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
-from vitrail.kernels.tiles import check_bfloat16
 from vitrail.models import Net, ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.variants import config_for, find
 from vitrail.runtime import pick_device, pick_dtype, say
+from vitrail.runtime.tiles import check_bfloat16
 from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.labels import read_labels

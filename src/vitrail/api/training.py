@@ -10,7 +10,9 @@ from typing import Any
 
 from vitrail.api.model import Model, load
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
+from vitrail.data.loader import learnable
 from vitrail.data.sources import open_data
+from vitrail.data.staging import Labels
 from vitrail.errors import ConfigError, DataError, NotFound, VitrailError, nearest
 from vitrail.evaluate import comparable, neighbours_baseline
 from vitrail.evaluate.scores import Scores
@@ -18,7 +20,7 @@ from vitrail.models.variants import config_for
 from vitrail.recipes import RECIPES
 from vitrail.recipes import finetune as tuning
 from vitrail.report import write_report
-from vitrail.runtime import pick_device, say
+from vitrail.runtime import first_speaks, pick_device, say
 from vitrail.train.loop import Result, fit
 from vitrail.train.run import RunFolder, free_folder, latest_folder, read_config
 from vitrail.weights.opening import open_checkpoint
@@ -27,8 +29,8 @@ RUNS = Path("runs")
 
 # What may change when a run goes on: how it is watched and spread, never what it computes.
 CHANGEABLE = (
-    "accumulate", "checkpoint_every", "compile", "data.root", "data.skip_bad", "data.workers", "device",
-    "evaluate_every", "log_every", "on_nan", "parallel", "patience", "recompute", "tensorboard",
+    "accumulate", "checkpoint_every", "compile", "data.bad_share", "data.root", "data.skip_bad", "data.workers",
+    "device", "evaluate_every", "log_every", "on_nan", "parallel", "patience", "recompute", "tensorboard",
 )  # fmt: skip
 
 
@@ -85,7 +87,9 @@ def train(
     if resume and out is not None:  # what it was made from is in its folder
         folder = RunFolder(Path(out).expanduser())
     else:
-        config = override(_chosen(recipe, data, model), overrides)
+        config = _settled(_chosen(recipe, data, model), overrides)
+        if str(recipe) in RECIPES and not any(_name(o) == "compare" for o in overrides):
+            config = config.but(compare=tuple(change for change in config.compare if _compares(config, change)))
         folder = RunFolder(_folder(out, config.name, resume))
     if resume:
         config = _resumed(folder, overrides, {"data.source": data})
@@ -114,7 +118,9 @@ def finetune(
     at 384 px); `what` learns is "all", the "head" only, or the last so many blocks.
     """
     if resume:
-        folder = RunFolder(_folder(out, _tuned_name(data), resume))
+        folder = RunFolder(_folder(out, _tuned_name(data, recipe), resume))
+        if recipe != "finetune" and not folder.read_config().name.startswith(f"{recipe}-"):
+            raise ConfigError(f"--recipe {recipe} cannot change when a run is resumed. Start a new run instead.")
         asked: dict[str, Any] = {"start": model or None, "data.source": data or None, "image": image and pair(image)}
         if what != "all":
             asked["optim.train"] = what
@@ -139,26 +145,44 @@ def tuned(
         raise NotFound(f"no way to fine-tune is called {recipe!r}{nearest(recipe, known)}")
     about_data = [o for o in overrides if o.startswith("data.")]
     source = override(DataConfig(source=data), [o.removeprefix("data.") for o in about_data])
-    train = open_data(source).train
+    with first_speaks():
+        train = open_data(source).train
     if not hasattr(train, "__len__"):
         raise DataError(f"nobody knows how many pictures {data} has, and settings depend on it; try shards:.")
-    images = len(train)
+    images = len(learnable(train, Labels(train.targets, train.several, needed=True)))
     config = known[recipe](model, data, images=images, device=pick_device(device).type)
-    config = config.but(name=_tuned_name(data), device=device, image=image or config.image)
+    if recipe == "paper" and image is None:
+        image = tuning.larger(open_checkpoint(model)[0].config)
+    config = config.but(name=_tuned_name(data, recipe), device=device, image=image)
     if what != "all":
         config = tuning.only(config, what)
     if any(o.startswith("model.") for o in overrides):  # the checkpoint's own settings, to be changed
         config = config.but(model=open_checkpoint(model, image=config.image)[0].config)
-    return _warmed_up(config, override(config, overrides))
+    return _settled(config, overrides)
 
 
-def _warmed_up(picked: TrainConfig, config: TrainConfig) -> TrainConfig:
-    """Of another length than was picked, the warm-up keeps its share of it."""
-    warmup, length = picked.schedule.warmup, picked.duration
-    if config.schedule.warmup != warmup or config.duration == length or warmup.unit != length.unit:
-        return config
-    shorter = config.duration.but(count=config.duration.count * warmup.count / length.count)
-    return config.but(schedule=config.schedule.but(warmup=shorter).to_dict())
+SHARES = ("schedule.warmup", "schedule.cooldown", "augment.unmixed")
+
+
+def _settled(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    """A recipe's settings with the user's own; in a run of another length, parts of it keep their share."""
+    config = override(picked, overrides)
+    named = {_name(assignment) for assignment in overrides}
+    for name in SHARES:
+        part, length = _at(config, name), picked.duration
+        if name not in named and config.duration != length and part.unit == length.unit:
+            kept = config.duration.but(count=config.duration.count * part.count / length.count)
+            config = override(config, [f"{name}={kept}"])
+    return config
+
+
+def _compares(config: TrainConfig, change: str) -> bool:
+    """Whether a recipe's comparison still is one: neither with itself, nor with what cannot be."""
+    try:
+        return bool(override(config, [change]) != config)
+    except ConfigError as error:
+        say([f"{change} is not compared with: {error}"])
+        return False
 
 
 def run(
@@ -264,7 +288,7 @@ def _resumed(folder: RunFolder, overrides: Sequence[str], asked: Mapping[str, An
     """The run's own settings; only what does not change its results may be changed, or be `asked` for anew."""
     before = folder.read_config()
     config: TrainConfig = override(before, [o for o in overrides if o != "batch=auto"])  # it was found
-    names = {assignment.partition("=")[0].strip() for assignment in overrides}
+    names = {_name(assignment) for assignment in overrides}
     changed = [name for name in sorted(names) if _at(config, name) != _at(before, name)]
     changed += [name for name, value in asked.items() if value is not None and not _same(value, _at(before, name))]
     for name in changed:
@@ -276,14 +300,18 @@ def _resumed(folder: RunFolder, overrides: Sequence[str], asked: Mapping[str, An
     return config
 
 
+def _name(assignment: str) -> str:
+    return assignment.partition("=")[0].strip()
+
+
 def _at(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = getattr(config, name)
     return config
 
 
-def _tuned_name(data: str) -> str:
-    return f"finetune-{_slug(Path(data.rpartition(':')[2]).name or 'pictures')}"
+def _tuned_name(data: str, recipe: str) -> str:
+    return f"{recipe}-{_slug(Path(data.rpartition(':')[2]).name or 'pictures')}"
 
 
 def _slug(text: str) -> str:

@@ -8,7 +8,8 @@ import typer
 
 from vitrail.cli.console import err
 from vitrail.cli.options import Json, size
-from vitrail.cli.train import Device, Out, Report, Resume, SkipBad, picked, speaks, spelled, tell
+from vitrail.cli.train import Device, Out, Report, Resume, SkipBad, picked, spelled, tell
+from vitrail.runtime import speaks
 
 
 def finetune(

@@ -15,6 +15,7 @@ from rich.text import Text
 from vitrail.cli.console import err, show
 from vitrail.cli.options import Json
 from vitrail.errors import ConfigError
+from vitrail.runtime import speaks
 
 if TYPE_CHECKING:
     from vitrail.api import Run
@@ -115,13 +116,6 @@ def summary(done: Run) -> dict[str, object]:
 def spelled() -> str:
     """The command as it was given."""
     return shlex.join(["vitrail", *sys.argv[1:]])
-
-
-def speaks() -> bool:
-    """Under torchrun only the first process does."""
-    import os
-
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _results(done: Run) -> Table:

@@ -82,7 +82,8 @@ class OptimConfig(Config):
     eps: float = 1e-8
     momentum: float | None = None
     """None: 0.9 for SGD, 0.95 for Muon."""
-    nesterov: bool = False
+    nesterov: bool | None = None
+    """Whether a step looks ahead along the momentum. None: Muon's does, SGD's does not."""
     weight_decay: float = 0.0
     """On matrices only: never on biases, norms, tokens, positions. SGD's is part of the gradient, as in
     torch; the others' is decoupled from it."""
@@ -107,6 +108,8 @@ class OptimConfig(Config):
             raise ConfigError(f"layer_decay={self.layer_decay} is in (0, 1], or none.")
         if self.weight_decay < 0 or not all(0 <= b < 1 for b in (*self.betas, self.momentum or 0.0)):
             raise ConfigError("weight_decay is 0 or more; betas and momentum are in [0, 1).")
+        if self.kind == "adamw" and (self.momentum is not None or self.nesterov):
+            raise ConfigError("momentum and nesterov are for sgd and muon; AdamW has betas.")
         if isinstance(self.train, int) and self.train < 0:
             raise ConfigError(f"train={self.train} counts blocks: 0 or more.")
 
@@ -207,6 +210,10 @@ class TrainConfig(Config):
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}.")
         if self.patience is not None and self.patience < 1:
             raise ConfigError(f"patience={self.patience}: 1 or more evaluations, or none.")
+        if self.classify.weights == "balanced" and self.data.order == "balanced":
+            raise ConfigError("data.order=balanced shows classes equally often already: classify.weights=none with it.")
+        if self.batch == "auto" and self.parallel == "fsdp":
+            raise ConfigError("batch=auto tries the whole model on one device; with parallel=fsdp give a number.")
         if self.objective == "distill" and self.distill.teacher is None:
             raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
         if self.objective == "masked-patch" and not isinstance(self.model, ViTConfig | None):

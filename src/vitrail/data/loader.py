@@ -1,13 +1,16 @@
 """Batches of labelled pictures, for training and for measuring.
 
-    training_batches      step after step, from any step on; the same whatever reads them
+    training_batches      step after step, from any step on; the same pictures whoever reads them
     evaluation_batches    every picture once, over all processes together
 
 Pictures that live on the device are picked by number (resident.py); others are read and cut out by
-workers, a few batches ahead (workers.py, view.py); a plain stream is read on (streamed.py).
+workers, a few batches ahead (workers.py, view.py); a plain stream is read on (streamed.py). A random
+part is resized in float32 on the device, and in bytes by workers: the same part, to other rounding.
 
 A picture that cannot be read keeps its place, black and with weight 0. Training names it and goes
 on, up to a share of such pictures; measuring refuses, with the list, unless told to leave them out.
+One of several processes refuses nothing by itself, which would leave the others waiting: they tell
+each other what they have found, and `Loader.agree` refuses in all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +30,7 @@ from vitrail import chance
 from vitrail.config import DataConfig, PreprocessConfig
 from vitrail.config.data import AugmentConfig
 from vitrail.data import jpeg, resident
+from vitrail.data.bad import Bad
 from vitrail.data.batch import Batch
 from vitrail.data.order import Indices, Order
 from vitrail.data.sources.base import Source
@@ -34,8 +38,8 @@ from vitrail.data.staging import Labels, Staged, road_to
 from vitrail.data.view import Cropped, Evaluated, Native, Reading, View
 from vitrail.data.workers import Pool, Work, make_pool
 from vitrail.errors import ConfigError, DataError
-from vitrail.kernels.heap import keep_heap
 from vitrail.runtime import say
+from vitrail.runtime.heap import keep_heap
 
 # N pictures in the source, B in a global batch, b of them this process's
 
@@ -46,44 +50,8 @@ AHEAD_BYTES = 1 << 30
 MOST_WORKERS = 24
 POSITIONS = 8192
 """So many places in the order are worked out at once."""
-NAMED = 20
-"""So many unreadable pictures are named when there are too many to go on."""
 EVALUATED = 512 << 20
 """Bytes of pictures for measuring that are kept from one time to the next."""
-
-
-class Bad:
-    """Pictures of a source that could not be read."""
-
-    def __init__(self, name: str, total: int) -> None:
-        self.name, self.total = name, total
-        self.found: dict[str, str] = {}
-
-    def add(self, key: str, reason: str) -> None:
-        """Remember it, and say so the first time."""
-        if key not in self.found:
-            self.found[key] = reason
-            say([f"{key} cannot be used: {reason}"], about=self.name)
-
-    def refuse_more_than(self, share: float) -> None:
-        if len(self.found) > share * self.total:
-            raise DataError(
-                f"{len(self.found):,} of {self.total:,} pictures of {self.name} cannot be used, more than "
-                f"data.bad_share={share:g} allows; remove or repair them, or raise it:{self._list(NAMED)}"
-            )
-
-    def refuse(self) -> None:
-        if self.found:
-            raise DataError(
-                f"{len(self.found):,} of {self.total:,} pictures of {self.name} cannot be measured on; remove or "
-                f"repair them, or leave them out with --skip-bad (data.skip_bad=true):{self._list(len(self.found))}"
-            )
-
-    def _list(self, most: int) -> str:
-        lines = [f"{key}: {reason}" for key, reason in list(self.found.items())[:most]]
-        if len(self.found) > most:
-            lines.append(f"and {len(self.found) - most:,} more")
-        return "".join(f"\n  {line}" for line in lines)
 
 
 class Loader(ABC, Iterator[Batch]):
@@ -99,6 +67,20 @@ class Loader(ABC, Iterator[Batch]):
     def bad(self) -> dict[str, str]:
         """Unreadable pictures so far: name -> reason."""
         return dict(self._bad.found)
+
+    @property
+    def news(self) -> int:
+        """How many of them the other processes have not been told of."""
+        return len(self._bad.found) - self._bad.told
+
+    def too_many(self, news: int) -> bool:
+        """Whether so many more, in all processes together, may be more than are allowed."""
+        return self._bad.too_many(self._bad.told + news)
+
+    def agree(self, told: Iterable[Mapping[str, str]]) -> None:
+        """Take over what every process has found, or an earlier sitting; refuse where that is too much."""
+        self._bad.learn(told)
+        self._bad.judge()
 
     def __len__(self) -> int:
         """Batches that are left."""
@@ -230,10 +212,7 @@ class Plan:
     """Which pictures a process has in which step of training."""
 
     def __init__(self, source: Source, labels: Labels, config: DataConfig, batch: int, seed: int, part: range) -> None:
-        numbers = np.arange(len(source))
-        self.numbers = numbers[labels.count(numbers)]
-        if len(self.numbers) == 0:
-            raise DataError(f"none of the {len(source):,} pictures of {source.name} has a label.")
+        self.numbers = learnable(source, labels)
         blocks = source.blocks
         if (left := len(source) - len(self.numbers)) > 0:
             if part.start == 0:  # one process says it for all
@@ -256,6 +235,15 @@ class Plan:
 
     def rows(self, step: int) -> tuple[Indices, chance.Keys]:
         return self.indices(step), chance.keys_of(self.seed, step, self.slots)
+
+
+def learnable(source: Source, labels: Labels) -> Indices:
+    """The numbers of the pictures that an epoch shows once each."""
+    numbers = np.arange(len(source))
+    found = numbers[labels.count(numbers)]
+    if len(found) == 0:
+        raise DataError(f"none of the {len(source):,} pictures of {source.name} has a label.")
+    return found
 
 
 def training_batches(
@@ -295,7 +283,8 @@ def training_batches(
         options |= {"seed": seed, "rank": rank, "world": world, "state": state, "labelled": labelled}
         return Streamed(source, view, config, workers=workers, **options)
     labels = Labels(source.targets, source.several, labelled)
-    plan, bad = Plan(source, labels, config, batch, seed, part), Bad(source.name, len(source))
+    plan, bad = Plan(source, labels, config, batch, seed, part), Bad(source.name, len(source), config.bad_share)
+    options["bad"] = bad
     kept = resident.choose(
         source, config=config, augment=augment, preprocess=preprocess, device=device, sharers=_sharers(device, world)
     )
@@ -304,16 +293,17 @@ def training_batches(
     if kept is not None and held is not None:
         for number, reason in held.bad.items():
             bad.add(source.key(number), reason)
-        bad.refuse_more_than(config.bad_share)
+        bad.judge()  # every process has read them all
         if rank == 0:
             say([_chosen(held, kept, augment)], about=source.name)
-        return OnDevice(held, numbers, plan.indices, labels, bad=bad, **options)
+        return OnDevice(held, numbers, plan.indices, labels, **options)
 
     def settle(flow: Flow) -> None:
-        bad.refuse_more_than(config.bad_share)
+        if world == 1:
+            bad.judge()
 
     pool = pool_for(Reading(source, view), view, mine, workers)
-    return Flow(pool, source, plan.rows, labels, settle, cropped=isinstance(view, Cropped), bad=bad, **options)
+    return Flow(pool, source, plan.rows, labels, settle, cropped=isinstance(view, Cropped), **options)
 
 
 def evaluation_batches(
@@ -337,7 +327,8 @@ def evaluation_batches(
     numbers = np.arange(rank * share, min((rank + 1) * share, len(source)))
     count = max(-(-share // batch), 1)
     padded = np.append(np.arange(len(numbers)), np.full(max(count * batch - len(numbers), 0), -1)).reshape(count, batch)
-    labels, bad = Labels(source.targets, source.several, labelled), Bad(source.name, len(source))
+    labels = Labels(source.targets, source.several, labelled)
+    bad = Bad(source.name, len(source), 1.0 if config.skip_bad else None)
     if labelled and not labels.count(np.arange(len(source))).any():
         raise DataError(f"none of the {len(source):,} pictures of {source.name} has a label to measure on.")
     options: dict[str, Any] = {"device": device, "steps": range(count), "bad": bad}
@@ -347,15 +338,15 @@ def evaluation_batches(
     if held is not None:
         for number, reason in held.bad.items():
             bad.add(source.key(number), reason)
-        if not config.skip_bad:
-            bad.refuse()
+        if world == 1:
+            bad.judge()
         return OnDevice(held, numbers, padded.__getitem__, labels, **options)
 
     def settle(flow: Flow) -> None:
-        if not config.skip_bad:
+        if world == 1 and not config.skip_bad:
             flow.rest()
             flow.close()
-            bad.refuse()
+            bad.judge()
 
     keys = np.zeros(batch, np.uint64)
     pool = pool_for(Reading(source, view), view, batch, workers)

@@ -16,8 +16,9 @@ import numpy as np
 
 from vitrail import chance
 from vitrail.config import DataConfig
+from vitrail.data.bad import Bad
 from vitrail.data.batch import Batch
-from vitrail.data.loader import AHEAD, Bad, Loader, depth_for
+from vitrail.data.loader import AHEAD, Loader, depth_for
 from vitrail.data.sources.base import Sample, Targets
 from vitrail.data.sources.stream import Stream
 from vitrail.data.staging import Labels, road_to
@@ -52,9 +53,11 @@ class Streamed(Loader):
         labelled: bool,
         **options: Any,
     ) -> None:
-        super().__init__(bad=Bad(stream.name, FIRST), cropped=isinstance(view, Cropped), **options)
-        self.stream, self.config, self.seed, self.labelled = stream, config, seed, labelled
+        bad = Bad(stream.name, FIRST, config.bad_share)
+        super().__init__(bad=bad, cropped=isinstance(view, Cropped), **options)
+        self.stream, self.world, self.seed, self.labelled = stream, world, seed, labelled
         self.rows = len(self.slots)
+        self._seen(self.step)
         reader = stream.samples(state, rank, world, seed=seed)
         self._state = reader.state if state is None else state
         self.ahead = Ahead(reader, self.rows, self.last - self.step)
@@ -87,15 +90,19 @@ class Streamed(Loader):
             del self.held[number]
         for row, reason in taken.problems:
             self._bad.add(read.samples[row].key, reason)
-        self._bad.total = max(self._bad.total, (step + 1) * self.rows)
-        if taken.problems:
-            self._bad.refuse_more_than(self.config.bad_share)
+        self._seen(step + 1)
+        if taken.problems and self.world == 1:
+            self._bad.judge()
         labels = Labels(self._targets(read.samples), self.stream.several, self.labelled)
         rows = np.arange(self.rows)
         batch = self.road.send(taken, labels.of(rows), labels.count(rows)).arrive(step, self.slots)
         self._state = read.state
         self._ask()
         return batch
+
+    def _seen(self, steps: int) -> None:
+        """So many steps' pictures in all processes."""
+        self._bad.total = max(self._bad.total, steps * self.rows * self.world)
 
     def _targets(self, samples: list[Sample]) -> Targets:
         if not self.stream.several:

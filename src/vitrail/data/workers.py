@@ -42,7 +42,7 @@ import torch
 from vitrail.chance import Keys
 from vitrail.data.order import Indices
 from vitrail.errors import TrainError
-from vitrail.kernels.heap import keep_heap
+from vitrail.runtime.heap import keep_heap
 
 # n rows of a batch
 

@@ -39,8 +39,8 @@ class Objective(nn.Module):
         return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, MATRICES)}
 
     def depth_of(self, name: str) -> int:
-        """How high a parameter stands, as the network counts."""
-        return self.net.depth_of(name.removeprefix("net."))
+        """How high a parameter stands, as the network counts; own ones stand beside its head."""
+        return self.net.depth_of(name.removeprefix("net.") if name.startswith("net.") else "norm.weight")
 
 
 def exact(logits: Tensor) -> Tensor:

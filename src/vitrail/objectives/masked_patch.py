@@ -134,9 +134,7 @@ class MaskedPatch(Objective):
         return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def depth_of(self, name: str) -> int:
-        if name.startswith("net."):
-            return super().depth_of(name)
-        return 0 if name == "mask_token" else self.net.depth_of("norm.weight")
+        return 0 if name == "mask_token" else super().depth_of(name)
 
     def _covered(self, images: Tensor) -> Tensor:
         assert isinstance(self.net, ViT)

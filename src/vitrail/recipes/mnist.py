@@ -1,9 +1,12 @@
 """The lecture's ViT on MNIST and Fashion-MNIST: 28 px, patch 4, width 64, 4 heads, 2 layers, 10 epochs.
 
-Not yet run.
+MNIST: 98.40 % of the 10,000 test pictures (98.13 to 98.63), without positions 87.09 %. Fashion-MNIST: 89.42 %
+(88.80 to 90.01), without positions 85.59 %. One run each, at 1,700 pictures a second on one thread of a busy
+machine; 2,900 were seen on two free cores. Muon was chosen on a tenth of MNIST's training pictures: 98.27 %
+there, AdamW at the same rate 98.10 %.
 Run: vitrail train mnist
-     vitrail train mnist model.position=none
      vitrail train fashion-mnist
+     vitrail train mnist optim.kind=adamw optim.lr=1e-3 schedule.kind=constant     the lecture's own settings: 97.2 %
 """
 
 from __future__ import annotations

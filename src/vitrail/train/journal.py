@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +16,9 @@ from rich.console import Console
 from torch import Tensor
 
 from vitrail.data.batch import Batch
+from vitrail.data.loader import Loader
+from vitrail.errors import DataError, VitrailError
+from vitrail.evaluate.guesses import Guesses
 from vitrail.evaluate.scores import Scores
 from vitrail.runtime import say
 from vitrail.train.display import Display, measured_peak
@@ -87,9 +91,9 @@ class Journal:
                     f"{self.config.data.source} had {progress.pictures:,} pictures to learn from and has "
                     f"{self.progress.pictures or 0:,} now: the run goes on, but its result will be another"
                 ])  # fmt: skip
-            tensors = self.checkpoints.read(path, self._tensors())
+            tensors = self.checkpoints.read(path, self.trainer.tensors())
             self.trainer.load(tensors)
-            set_generators(tensors, self.trainer.device)
+            self._resume_generators(tensors, progress)
             progress.ran_on, progress.pictures = self.progress.ran_on, self.progress.pictures
             self.progress = progress
             self.meter.take(progress.meter if self.ranks.first else {})
@@ -99,6 +103,15 @@ class Journal:
         self.checkpoints.rewind(self.progress.step)
         self._open()
         return self.progress
+
+    def _resume_generators(self, tensors: Tensors, progress: Progress) -> None:
+        """Each process's own go on; on another number of processes there are new ones."""
+        rank, world = self.ranks.rank, self.ranks.world
+        seed_generators(self.config.seed, rank, progress.step)
+        if progress.ran_on.get("processes") == world:
+            set_generators(tensors, self.trainer.device, rank)
+        elif any(getattr(module, "attention_dropout", 0) for module in self.trainer.learner.net.modules()):
+            say(["attention_dropout draws other masks on another number of processes, unlike all other chance"])
 
     def _open(self) -> None:
         self.started = self.logged = time.monotonic()
@@ -136,8 +149,8 @@ class Journal:
 
     def log(self, factor: float) -> None:
         """A line of metrics, of what was counted since the last one."""
-        step, now = self.progress.step, time.monotonic()
-        sums = self._summed()
+        step, sums = self.progress.step, self._summed()
+        now = time.monotonic()  # a GPU has been waited for: these steps are done, not only asked for
         self.meter.take({})
         weight = max(sums.pop(WEIGHT, 0.0), 1e-9)
         steps, norm = max(sums.pop(STEPS, 1.0), 1e-9), sums.pop(NORM, 0.0)
@@ -155,12 +168,27 @@ class Journal:
         self._write(line)
         self.display.update(step, line)
 
-    def evaluated(self, scores: Scores) -> None:
+    @contextmanager
+    def saved_if_it_fails(self, batches: Loader) -> Iterator[None]:
+        """Around a measurement: one that cannot be made costs no step of what was learned before it."""
+        try:
+            yield
+        except VitrailError as error:
+            self.checkpoint(batches)
+            saved = self.leave()
+            if saved is None:
+                raise
+            skip = " --skip-bad" if isinstance(error, DataError) and not self.config.data.skip_bad else ""
+            again = f"vitrail train --resume{skip} --out {shlex.quote(str(self.run.path))}"
+            raise type(error)(f"{error}\nWhat was learned is saved; go on from step {saved} with: {again}") from error
+
+    def evaluated(self, scores: Scores | Guesses) -> None:
         """Note a measurement, and the weights where none was better."""
         step, progress = self.progress.step, self.progress
-        self.scores, self.scored_at = scores, step
+        if isinstance(scores, Scores):
+            self.scores, self.scored_at = scores, step
         self._write(self._place() | {"evaluation": scores.to_dict(), "ema": self.config.ema is not None})
-        self.display.evaluated(step, scores, ema=self.config.ema is not None)
+        self.display.evaluated(step, scores.to_dict(), ema=self.config.ema is not None)
         value = _headline(scores)
         if math.isfinite(value) and (progress.best is None or value > progress.best):
             progress.best, progress.best_step, progress.stale = value, step, 0
@@ -168,14 +196,16 @@ class Journal:
                 self.checkpoints.save_best(self.trainer.model_tensors(), progress)
         else:
             progress.stale += 1
-        self.logged = time.monotonic()
+        self.logged, self.logged_step = time.monotonic(), step
 
     @property
     def patience_is_out(self) -> bool:
         return self.config.patience is not None and self.progress.stale >= self.config.patience
 
-    def checkpoint(self, stream: dict[str, Any] | None = None) -> None:
+    def checkpoint(self, batches: Loader) -> None:
         """Everything needed to go on, from this very step; of a stream, its state in each process too."""
+        self.gather_bad(batches)
+        stream = batches.state()
         if self.metrics is not None:
             self.run.restore(self.config)
             self.progress.unwritten = self.metrics.flush()
@@ -188,34 +218,37 @@ class Journal:
     def leave(self) -> int | None:
         """Before its end, when all that can be saved is; the step from which it can go on."""
         self.checkpoints.wait()
-        return max(self.checkpoints.steps(), default=None)
+        saved: int | None = self.ranks.told(max(self.checkpoints.steps(), default=None))
+        return saved
 
-    def finish(self, bad: Iterable[str] = ()) -> Scores | None:
-        """The model of the best weights, or of the last; measured; written where `vitrail.load` finds it.
+    def gather_bad(self, batches: Loader) -> None:
+        """What any process could not read, known to all of them; too much of it stops them all."""
+        batches.agree(self.ranks.all_told(batches.bad))
+        self.progress.unreadable = batches.bad
 
-        bad: names of pictures that could not be learned from.
-        """
-        self._count_bad(bad)
+    def finish(self, batches: Loader) -> Scores | None:
+        """The model of the best weights, or of the last; measured; written where `vitrail.load` finds it."""
+        self.gather_bad(batches)
+        self._count_bad()
         trainer, progress = self.trainer, self.progress
         self.checkpoints.wait()
-        self.ranks.barrier()  # what the first process was writing is there for all
         tensors, chosen = trainer.model_tensors(), progress.step
         if self._keeps_best() and progress.best_step not in (None, progress.step):
             found = self.checkpoints.read_best(progress.best_step)
             if found is not None:
                 tensors, chosen = found, progress.best_step
         net = trainer.model(tensors)
-        if trainer.measures and self.scored_at != chosen:
-            self.scores = trainer.evaluate(net=net)
+        if trainer.labelled and self.scored_at != chosen:
+            self.scores = trainer.scores(net=net)
         splits = trainer.setup.splits
-        if trainer.measures and splits.test is not None and splits.measured_on != "test":
-            self.test = trainer.evaluate(splits.test, net=net)
+        if trainer.labelled and splits.test is not None and splits.measured_on != "test":
+            self.test = trainer.scores(splits.test, net=net)
             self._write(self._place() | {"test": self.test.to_dict(), "model_step": chosen})
         if self.ranks.first:
             card = trainer.setup.card.but(config=net.config)
             checkpoint.write(net.to("cpu", torch.float32), card, self.run.model, overwrite=True)
         self.checkpoints.close()
-        if self.checkpoints.failed is not None:
+        if self.checkpoints.failed is not None and self.ranks.first:
             say([f"the last checkpoint could not be written: {self.checkpoints.failed}"])
         return self.scores
 
@@ -228,8 +261,8 @@ class Journal:
             "Try a lower learning rate or a longer warm-up, or on_nan=skip to leave such steps out."
         )
 
-    def _count_bad(self, bad: Iterable[str]) -> None:
-        count = len({key for keys in self.ranks.all_told(list(bad)) for key in keys})
+    def _count_bad(self) -> None:
+        count = len(self.progress.unreadable)
         if count and self.ranks.first:
             say([f"{count:,} picture{'s' * (count > 1)} could not be used and counted nothing in training"])
 
@@ -244,7 +277,7 @@ class Journal:
         return keep == "best" or (keep == "auto" and self.trainer.setup.splits.measured_on != "test")
 
     def _tensors(self) -> Tensors:
-        return self.trainer.tensors() | generators(self.trainer.device)
+        return self.trainer.tensors() | generators(self.trainer.device, self.ranks)
 
     def _summed(self) -> dict[str, float]:
         names, vector = self.meter.vector()
@@ -266,7 +299,9 @@ class Journal:
             self.metrics.write(line)
 
 
-def _headline(scores: Scores) -> float:
+def _headline(scores: Scores | Guesses) -> float:
     """What is compared to find the best: higher is better."""
+    if isinstance(scores, Guesses):
+        return -scores.loss
     found = scores.mean_average_precision
     return scores.top1 if found is None else found

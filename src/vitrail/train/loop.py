@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vitrail.config import TrainConfig
+from vitrail.data.loader import Loader
 from vitrail.evaluate.scores import Scores
-from vitrail.runtime import same_bits
+from vitrail.runtime import first_speaks, same_bits
 from vitrail.train.health import Health
 from vitrail.train.interrupt import Interrupt
 from vitrail.train.journal import Journal
@@ -31,7 +32,7 @@ class Result:
     setup: Setup
     progress: Progress
     scores: Scores | None
-    """Of the model that was kept, on the validation pictures; None for an unfinished run."""
+    """Of the model that was kept, on the validation pictures; None for an unfinished run, or one without classes."""
     stopped: str | None = None
     """What ended it before its time: a signal's name, or "patience"."""
     first: bool = True
@@ -40,8 +41,11 @@ class Result:
     """The step from which a run that was stopped can go on."""
     test: Scores | None = None
     """Of the same model on the test pictures, where there are some beside the validation ones."""
-    unreadable: Mapping[str, str] = field(default_factory=dict)
-    """Training pictures that could not be read, and why."""
+
+    @property
+    def unreadable(self) -> Mapping[str, str]:
+        """Training pictures that could not be read, and why."""
+        return self.progress.unreadable
 
 
 def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
@@ -49,7 +53,7 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
     with ExitStack() as stack:
         ranks = stack.enter_context(Ranks.start(config.device))
         stack.enter_context(same_bits(config.deterministic))
-        with ranks.first_speaks():
+        with first_speaks():
             saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
             if not resume:
                 run.check_free()
@@ -59,7 +63,7 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
             progress = journal.resume(saved) if resume else journal.begin()
         config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
         health = Health(ranks.device, config.on_nan, journal.last_words, alone=ranks.world == 1)
-        batches = stack.enter_context(trainer.batches(progress.step, progress.stream))
+        batches = stack.enter_context(trainer.batches(progress))
         augment = trainer.augmentation(cropped=batches.cropped)
         trainer.look_ahead()
         interrupt = stack.enter_context(Interrupt())  # before, there was nothing to save
@@ -82,26 +86,28 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
 
             if trainer.due(step, "log_every"):
                 journal.log(schedule(batch.step))
-            if trainer.due(step, "evaluate_every") and trainer.measures:
+            if trainer.due(step, "evaluate_every"):
                 health.settle()
-                journal.evaluated(trainer.evaluate())
+                with journal.saved_if_it_fails(batches):
+                    journal.evaluated(trainer.evaluate())
                 if journal.patience_is_out and step < trainer.total:
                     stopped = "patience"
-            stopped = _wish(interrupt, ranks) or stopped
+            stopped = _wish(interrupt, journal, batches) or stopped
             if stopped or trainer.due(step, "checkpoint_every"):
                 health.settle()
-                journal.checkpoint(batches.state())
+                journal.checkpoint(batches)
             if stopped:
                 break
         if stopped in (None, "patience"):
-            scores = journal.finish(batches.bad)
-            ended = _wish(interrupt, ranks) or stopped
-            return Result(
-                run, trainer.setup, progress, scores, ended, ranks.first, test=journal.test, unreadable=batches.bad
-            )
+            scores = journal.finish(batches)
+            ended = _wish(interrupt, journal, batches) or stopped
+            return Result(run, trainer.setup, progress, scores, ended, ranks.first, test=journal.test)
         return Result(run, trainer.setup, progress, None, stopped, ranks.first, journal.leave())
 
 
-def _wish(interrupt: Interrupt, ranks: Ranks) -> str | None:
-    """The signal that has asked any of the processes to stop."""
-    return (interrupt.asked or "another process") if ranks.anywhere(interrupt.asked is not None) else None
+def _wish(interrupt: Interrupt, journal: Journal, batches: Loader) -> str | None:
+    """The signal that has asked any of the processes to stop; too many unreadable pictures end them all."""
+    asked, news = journal.ranks.totals(interrupt.asked is not None, batches.news)
+    if batches.too_many(news):
+        journal.gather_bad(batches)
+    return (interrupt.asked or "another process") if asked else None

@@ -1,8 +1,8 @@
 """How a step is taken: which parameters learn, how fast each does, what decays, and by which rule.
 
-Parameters are sorted by name. Kernels decay and nothing else does (`net.decayed()`); with
-`layer_decay` each layer below the head learns slower than the one above (`net.depth_of(name)`); the
-head, and whatever an objective adds to the network, learns `head_lr` times as fast. The rules are
+Parameters are sorted by name. Kernels decay and nothing else does (`learner.decayed()`); with
+`layer_decay` each layer below the head learns slower than the one above (`learner.depth_of(name)`); the
+head, and what an objective puts beside it, learns `head_lr` times as fast. The rules are
 torch's own. Around them stands one object that keeps their memory by parameter name, complete from
 the start, so that a checkpoint neither depends on the order of groups nor on a first step.
 """
@@ -20,40 +20,45 @@ from torch.nn.utils import get_total_norm
 
 from vitrail.config import OptimConfig
 from vitrail.errors import ConfigError
+from vitrail.objectives.base import Objective
 from vitrail.train.ema import check_names
 from vitrail.train.muon import Muon
 from vitrail.train.parallel import copy_into, local
 
 HEAD = ("head", "head_distill", "pre_logits")
+TOP = "net.norm.weight"
+"""A parameter that stands as high as the head, whether there is one or not."""
 FUSED = {"cpu", "cuda", "mps"}
 SGD_MOMENTUM, MUON_MOMENTUM = 0.9, 0.95
 
 
-def freeze(learner: nn.Module, train: str | int) -> None:
-    """Compute gradients only for what learns. Before `wrap`: DDP waits for every gradient it was promised."""
+def freeze(learner: Objective, train: str | int) -> None:
+    """Compute gradients only for what learns, and never for what the objective itself has frozen.
+
+    Before `wrap`: DDP waits for every gradient it was promised.
+    """
     names = learning(learner, train)
     for name, parameter in learner.named_parameters():
-        parameter.requires_grad_(name in names)
+        parameter.requires_grad_(parameter.requires_grad and name in names)
 
 
-def learning(learner: nn.Module, train: str | int) -> set[str]:
+def learning(learner: Objective, train: str | int) -> set[str]:
     """Names of the parameters that learn.
 
     "head" is the head (both of them, and a pre-training layer before it); a number adds so many of
     the last blocks, and with them the final norm and pool. What the objective adds always learns.
     """
-    net, names = _net(learner), {name for name, _ in learner.named_parameters()}
+    names = {name for name, _ in learner.named_parameters()}
     if train == "all":
         return names
-    top = _depth(net, "head.")
+    top = learner.depth_of(TOP)
     if isinstance(train, int) and train >= top:
         raise ConfigError(f"train={train} blocks, but the network has {top - 1}; try train=all.")
     lowest = top - train if isinstance(train, int) and train > 0 else top + 1
-    inner = {name: _inside(name) for name in names}
-    return {name for name, n in inner.items() if n is None or _is_head(n) or _depth(net, n) >= lowest}
+    return {name for name in names if _is_own(name) or _is_head(name) or learner.depth_of(name) >= lowest}
 
 
-def make_optimizer(learner: nn.Module, config: OptimConfig) -> Optimizer:
+def make_optimizer(learner: Objective, config: OptimConfig) -> Optimizer:
     """For what learns of a learner; after `wrap`, whose shards are what is stepped."""
     return Optimizer(learner, config)
 
@@ -61,7 +66,7 @@ def make_optimizer(learner: nn.Module, config: OptimConfig) -> Optimizer:
 class Optimizer:
     """`clip`, then `step(schedule(step))`; or `zero` instead, to leave a step out."""
 
-    def __init__(self, learner: nn.Module, config: OptimConfig) -> None:
+    def __init__(self, learner: Objective, config: OptimConfig) -> None:
         names = learning(learner, config.train)
         self.all = list(learner.parameters())
         self.parameters = {n: p for n, p in learner.named_parameters() if n in names and p.requires_grad}
@@ -120,14 +125,14 @@ class Optimizer:
             copy_into(tensor, tensors[name])
 
 
-def _rules(learner: nn.Module, parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:
+def _rules(learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:
     groups = _groups(learner, parameters, config)
     turned, others = ([g for g in groups if g["turned"] == which] for which in (True, False))
     fused = {p.device.type for p in parameters.values()} <= FUSED
     rules: list[torch.optim.Optimizer] = []
     if config.kind == "sgd":
         momentum = SGD_MOMENTUM if config.momentum is None else config.momentum
-        nesterov = config.nesterov and momentum > 0
+        nesterov = bool(config.nesterov) and momentum > 0
         fused = fused and not any(isinstance(p, DTensor) for p in parameters.values())  # torch has none for shards
         return [torch.optim.SGD(others, momentum=momentum, nesterov=nesterov, fused=fused)]
     if config.kind == "muon":
@@ -135,24 +140,22 @@ def _rules(learner: nn.Module, parameters: dict[str, nn.Parameter], config: Opti
             raise ConfigError("optim.kind=muon turns matrices in blocks, and none learns here; try adamw.")
         momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
         # Updates as large as AdamW's, so that one learning rate serves both.
-        rules.append(Muon(turned, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+        nesterov = config.nesterov is None or config.nesterov
+        rules.append(Muon(turned, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"))
     if others:
         rules.append(torch.optim.AdamW(others, betas=config.betas, eps=config.eps, fused=fused))
     return rules
 
 
-def _groups(learner: nn.Module, parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
+def _groups(learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
     """Parameters that are stepped alike, with their highest learning rate and their decay."""
-    net = _net(learner)
-    decayed, top = net.decayed(), _depth(net, "head.")  # type: ignore[operator]
+    decayed, top = learner.decayed(), learner.depth_of(TOP)
     alike: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        inner = _inside(name)
-        depth = top if inner is None else _depth(net, inner)
-        decays = inner in decayed if inner is not None else parameter.ndim > 1 and name.endswith("weight")
+        depth, decays = learner.depth_of(name), name in decayed
         turned = config.kind == "muon" and decays and parameter.ndim == 2 and 0 < depth < top
         scale = (config.layer_decay or 1.0) ** (top - depth)
-        if inner is None or _is_head(inner):
+        if depth == top and (_is_own(name) or _is_head(name)):
             scale *= config.head_lr
         alike.setdefault((turned, decays, scale), []).append(parameter)
     return [
@@ -197,20 +200,10 @@ def _shrink(parameters: list[nn.Parameter], share: float) -> None:
     torch._foreach_mul_([local(p) for p in parameters], 1 - share)
 
 
-def _net(learner: nn.Module) -> nn.Module:
-    assert isinstance(learner.net, nn.Module)
-    return learner.net
-
-
-def _depth(net: nn.Module, name: str) -> int:
-    depth: int = net.depth_of(name)  # type: ignore[operator]
-    return depth
-
-
-def _inside(name: str) -> str | None:
-    """A parameter's name in the network; None for what the objective adds to it."""
-    return name.removeprefix("net.") if name.startswith("net.") else None
+def _is_own(name: str) -> bool:
+    """Whether a parameter is what the objective adds to the network."""
+    return not name.startswith("net.")
 
 
 def _is_head(name: str) -> bool:
-    return name.split(".")[0] in HEAD
+    return name.split(".")[1] in HEAD

@@ -3,9 +3,8 @@
 Under `torchrun` each process holds one device and its share of every batch. One process alone, the
 usual case, makes no group and talks to nobody: everything here is then the identity.
 
-    Ranks         who this process is, and every exchange: sums, rows, a word from the first process
-    wrap          a copy of the learner on each device (DDP), or a shard of it (FSDP2)
-    save_sharded  each process writes its part as safetensors; any number of processes reads it back
+    Ranks    who this process is, and every exchange: sums, rows, a word from the first process
+    wrap     a copy of the learner on each device (DDP), or a shard of it (FSDP2)
 
 Beside NCCL there is always a gloo group for what lies on the CPU, so that small talk about a step
 never makes a GPU wait.
@@ -13,16 +12,13 @@ never makes a GPU wait.
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from types import MethodType, TracebackType
 from typing import Any
 
@@ -37,11 +33,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vitrail.config import TrainConfig
-from vitrail.errors import CheckpointError, ConfigError, TrainError
+from vitrail.errors import ConfigError, TrainError
 from vitrail.models.bit import BiTUnit
 from vitrail.models.hybrid import StemUnit
 from vitrail.models.layers import Block
-from vitrail.runtime import log, pick_device, say
+from vitrail.runtime import pick_device, say
 
 # W processes, B pictures in the global batch, b = B / W of them here
 
@@ -76,7 +72,7 @@ class Ranks:
             dist.init_process_group(backend, rank=rank, world_size=world, timeout=patience)
             saving = dist.new_group(backend="gloo", timeout=patience)
         except (RuntimeError, ValueError) as error:
-            raise TrainError(f"process {rank} of {world} could not reach the others: {_reason(error)}.") from error
+            raise TrainError(f"process {rank} of {world} could not reach the others: {reason_of(error)}.") from error
         return cls(chosen, rank, world, local, saving)
 
     def close(self) -> None:
@@ -96,7 +92,7 @@ class Ranks:
             if isinstance(error, Exception) and is_lost(error):
                 raise TrainError(
                     f"process {self.rank} of {self.world} lost another one, which died or kept it waiting too long "
-                    f"({_reason(error)}); its own last words say why. Go on with --resume."
+                    f"({reason_of(error)}); its own last words say why. Go on with --resume."
                 ) from error
 
     @property
@@ -122,11 +118,14 @@ class Ranks:
 
     def anywhere(self, flag: bool) -> bool:
         """Whether any process says yes: how all of them stop at the same step. On the CPU: no GPU waits."""
-        if self.world == 1:
-            return flag
-        votes = torch.tensor([int(flag)])
-        dist.all_reduce(votes, dist.ReduceOp.MAX)
-        return bool(votes)
+        return self.totals(flag)[0] > 0
+
+    def totals(self, *counts: int) -> list[int]:
+        """Each count summed over all processes, in one exchange on the CPU: no GPU waits."""
+        votes = torch.tensor([int(count) for count in counts])
+        if self.world > 1:
+            dist.all_reduce(votes)
+        return [int(vote) for vote in votes]
 
     def told(self, value: Any) -> Any:
         """What the first process says, whatever the others would."""
@@ -142,6 +141,19 @@ class Ranks:
         if self.world > 1:
             dist.all_gather_object(said, value, group=self.saving)
         return said
+
+    def given(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """The first process's tensors, on the CPU; None where it has none, whatever the others have."""
+        mine = None if tensors is None else {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+        if self.world == 1:
+            return mine
+        kinds = self.told(mine and [(name, t.shape, t.dtype) for name, t in mine.items()])
+        if kinds is None:
+            return None
+        found = mine if self.first and mine else {name: torch.empty(shape, dtype=kind) for name, shape, kind in kinds}
+        for tensor in found.values():
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # bytes: any dtype travels
+        return found
 
     def reduce_sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sums over all processes, in one exchange, added in float64 and returned as they came."""
@@ -182,15 +194,6 @@ class Ranks:
         yield
         if self.first:
             self.barrier()
-
-    @contextmanager
-    def first_speaks(self) -> Iterator[None]:
-        """What all processes would say alike, the first one says."""
-        before, log.disabled = log.disabled, log.disabled or not self.first
-        try:
-            yield
-        finally:
-            log.disabled = before
 
     def exchange(self, rows: Tensor, wanted: npt.NDArray[np.int64]) -> Tensor:
         """The rows of these slots of the global batch, from whichever processes hold them.
@@ -233,7 +236,6 @@ def wrap(learner: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
         learner,
         device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        find_unused_parameters=config.objective == "masked-patch",  # which has no use for the head
     )
 
 
@@ -355,56 +357,6 @@ def copy_into(target: Tensor, value: Tensor) -> None:
         local(target).copy_(part_of(target, value))
 
 
-def save_sharded(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write tensors, sharded or not, into a folder that is there: a file of safetensors from each process."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _alone_is_fine():
-        save(dict(tensors), storage_writer=writer, process_group=ranks.saving)
-
-
-def load_sharded(folder: Path, into: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Fill tensors, sharded in any way or not at all, from what any number of processes wrote."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    try:
-        _check_complete(folder, into)
-        with _alone_is_fine(), torch.no_grad():
-            load(dict(into), storage_reader=HuggingFaceStorageReader(str(folder)), process_group=ranks.saving)
-    except CheckpointError:
-        raise
-    except Exception as error:  # what DCP raises for a damaged file depends on where it is damaged
-        raise CheckpointError(f"the sharded checkpoint {folder} cannot be read: {_reason(error)}") from error
-
-
-def _check_complete(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Every tensor is there and every part of it: DCP would leave what is missing as it was."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    there: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    for name in sorted(set(there) ^ set(into)):
-        lack = "lacks" if name in into else "has, and the run has no place for,"
-        raise CheckpointError(f"the sharded checkpoint {folder} {lack} {name!r}.")
-    for name, tensor in into.items():
-        found, parts = there[name], sum(math.prod(chunk.sizes) for chunk in there[name].chunks)
-        if found.size != tensor.shape or parts != tensor.numel():
-            raise CheckpointError(
-                f"the sharded checkpoint {folder} holds {parts} numbers of {name!r} in {tuple(found.size)}, "
-                f"wanted {tensor.numel()} in {tuple(tensor.shape)}; a process's file may be missing."
-            )
-
-
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """Without torch's warning that there is but one process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)", UserWarning)
-        yield
-
-
 def is_lost(error: Exception) -> bool:
     """Whether this is a collective's cry that another process is gone or silent."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
@@ -423,7 +375,7 @@ def _own_device(device: str | torch.device, local: int) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """The first sentence, without the place in somebody's source that gloo begins with."""
     line = (str(error).splitlines() or [""])[0]
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0].rstrip(". ") or type(error).__name__

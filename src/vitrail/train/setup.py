@@ -44,11 +44,11 @@ class Setup:
 
 def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None) -> Setup:
     """Open the data, build or load the network; `saved` is of a run whose weights come from its checkpoint instead."""
+    learns_labels = config.objective != "masked-patch"
     with ranks.first_alone():  # one download, one index; the others find them
-        splits = open_data(config.data)
+        splits = open_data(config.data, labelled=learns_labels)
     say(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
-    learns_labels = config.objective != "masked-patch"
     if learns_labels and not labels:
         raise TrainError(f"{config.data.source} has no labels to learn; try objective=masked-patch.")
     if learns_labels and len(labels) == 1 and not splits.train.several:

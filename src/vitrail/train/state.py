@@ -1,13 +1,14 @@
 """Checkpoints: everything a run needs to go on, written so that a kill at any instant costs nothing.
 
     checkpoint/00000500/tensors.safetensors    weights, their average, the optimiser's memory, generators
-    checkpoint/00000500/state.json             step, best so far, what it ran on, a checksum of the tensors
+    checkpoint/00000500/state.json             step, best so far, what it ran on, checksums of the tensors
     checkpoint/best-00000400/                  the best weights so far, for the model
 
 A checkpoint is filled under another name, flushed to the disk and renamed when it is whole, in a
 thread of its own, while training goes on. The last two are kept: if the newest is damaged, the one
 before it is used. With a sharded model every process writes its part through
-torch.distributed.checkpoint into `shards/` instead, and any number of processes reads it back.
+torch.distributed.checkpoint into `shards/`, and any number of processes reads it back; only the
+generators lie in `tensors.safetensors` then.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import platform
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,12 @@ from torch.distributed.tensor import DTensor
 from vitrail.chance import key_of
 from vitrail.errors import CheckpointError
 from vitrail.runtime import say
-from vitrail.train.parallel import Ranks, load_sharded, save_sharded
-from vitrail.weights.write import new_folder, sync, write_json, write_safetensors
+from vitrail.train.parallel import Ranks
+from vitrail.train.sharded import load_sharded, save_sharded, shards_of
+from vitrail.weights.write import about, new_folder, sync, write_json, write_safetensors
 
 Tensors = dict[str, Tensor]
-TENSORS, STATE, SHARDS, BEST = "tensors.safetensors", "state.json", "shards", "best-"
+TENSORS, STATE, SHARDS, BEST, GENERATORS = "tensors.safetensors", "state.json", "shards", "best-", "generators"
 KEPT = 2
 
 
@@ -62,6 +65,8 @@ class Progress:
     """A plain stream's own place in each process; every other source needs none."""
     unwritten: list[str] = field(default_factory=list)
     """Lines of metrics that found no room on the disk yet."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """Training pictures that could not be read, in any process and any sitting, and why."""
     began: dict[str, str] = field(default_factory=dict)
     """The family and origin of the network, which nobody can tell from its weights."""
     pictures: int | None = None
@@ -130,7 +135,8 @@ class Checkpoints:
             self.failed = None
         except (CheckpointError, OSError) as error:
             self.failed = error
-            say([f"a checkpoint could not be written, training goes on: {error}"])
+            if self.ranks.first:
+                say([f"a checkpoint could not be written, training goes on: {error}"])
 
     def close(self) -> None:
         self.wait()
@@ -142,7 +148,11 @@ class Checkpoints:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self) -> tuple[Path, Progress] | None:
-        """The newest one that is whole; a damaged one is named and passed over."""
+        """The newest one that is whole, as the first process finds; a damaged one is named and passed over."""
+        found: tuple[Path, Progress] | None = self.ranks.told(self._latest() if self.ranks.first else None)
+        return found
+
+    def _latest(self) -> tuple[Path, Progress] | None:
         steps = self.steps()
         while steps:
             path = self.at(steps.pop())
@@ -154,13 +164,17 @@ class Checkpoints:
 
     def read(self, path: Path, like: Tensors) -> Tensors:
         """All tensors of a checkpoint; those of a sharded one are filled into `like`."""
-        if (path / TENSORS).exists():
-            return read_tensors(path)
+        whole = read_tensors(path)
+        if not (path / SHARDS).is_dir():
+            return whole
         load_sharded(path / SHARDS, like, self.ranks)
-        return like
+        return whole | like
 
     def read_best(self, step: int) -> Tensors | None:
-        """The best weights; None, said aloud, where they are gone or damaged."""
+        """The best weights, as the first process has them; None, said aloud, where they are gone or damaged."""
+        return self.ranks.given(self._read_best(step) if self.ranks.first else None)
+
+    def _read_best(self, step: int) -> Tensors | None:
         if self.best is not None and self.best[1]["step"] == step:
             return self.best[0]
         path = self.at(step, BEST)
@@ -195,33 +209,57 @@ class Checkpoints:
         with new_folder(self.at(state["step"], prefix), overwrite=True) as temporary:
             if tensors:
                 write_safetensors(temporary / TENSORS, tensors)
-                state = state | {"checksum": checksum(temporary / TENSORS)}
+                state = state | {"checksums": {TENSORS: checksum(temporary / TENSORS)}}
             write_json(temporary / STATE, state)
-        for old in self.steps(prefix)[:-KEPT]:
-            shutil.rmtree(self.at(old, prefix), ignore_errors=True)
-        self._sweep()
+        self._tidy(prefix)
 
     def _write_sharded(self, tensors: Tensors, state: dict[str, Any]) -> None:
         path = self.at(state["step"])
         temporary = path.with_name(f".{path.name}.tmp")
-        if self.ranks.first:
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / SHARDS).mkdir(parents=True)
-        self.ranks.barrier()
-        save_sharded(temporary / SHARDS, tensors, self.ranks)
-        if self.ranks.first:
-            write_json(temporary / STATE, state)
-            for file in sorted(temporary.rglob("*")):
-                sync(file)
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(temporary, path)
-            sync(self.folder)
-            for old in self.steps()[:-KEPT]:
-                shutil.rmtree(self.at(old), ignore_errors=True)
-        self.ranks.barrier()
+        shards, first = temporary / SHARDS, self.ranks.first
+        small = {name: t for name, t in tensors.items() if name.startswith(f"{GENERATORS}/")}
+        try:
+            with self._together(temporary, path):
+                if first:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    shards.mkdir(parents=True)
+            with self._together(temporary, path):
+                save_sharded(shards, {name: t for name, t in tensors.items() if name not in small}, self.ranks)
+                mine = {f"{SHARDS}/{file.name}": checksum(file) for file in shards_of(shards, self.ranks.rank)}
+            sums = {file: crc for part in self.ranks.all_told(mine) for file, crc in part.items()}
+            with self._together(temporary, path):
+                if first:
+                    write_safetensors(temporary / TENSORS, small)
+                    sums[TENSORS] = checksum(temporary / TENSORS)
+                    write_json(temporary / STATE, state | {"checksums": sums})
+                    for file in sorted(temporary.rglob("*")):
+                        sync(file)
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.replace(temporary, path)
+                    sync(self.folder)
+                    self._tidy()
+                    self._write_best()
+        finally:
+            if first:
+                shutil.rmtree(temporary, ignore_errors=True)
 
-    def _sweep(self) -> None:
-        """What killed writers left under temporary names."""
+    @contextmanager
+    def _together(self, temporary: Path, path: Path) -> Iterator[None]:
+        """Every process gets through what stands inside, or all of them raise the same error."""
+        problem = None
+        try:
+            with about(temporary, path):
+                yield
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        for said in self.ranks.all_told(problem):
+            if said is not None:
+                raise CheckpointError(said)
+
+    def _tidy(self, prefix: str = "") -> None:
+        """Away with all but the last two, and with what killed writers left under temporary names."""
+        for old in self.steps(prefix)[:-KEPT]:
+            shutil.rmtree(self.at(old, prefix), ignore_errors=True)
         for left in self.folder.glob(".*"):
             if left.suffix in (".tmp", ".old"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -231,14 +269,14 @@ def read_progress(path: Path) -> Progress:
     """What a checkpoint knows besides tensors, after making sure that its tensors are those it was written with."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        wanted = state.pop("checksum", None)
+        wanted = state.pop("checksums", {})
         progress = Progress(**state)
-    except (OSError, ValueError, TypeError) as error:
+        same = all((path / file).exists() and checksum(path / file) == crc for file, crc in wanted.items())
+    except (AttributeError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"the checkpoint {path} is damaged ({error})") from error
-    if wanted is None:
-        if not (path / SHARDS).is_dir():
-            raise CheckpointError(f"the checkpoint {path} is damaged: it holds no tensors")
-    elif not (path / TENSORS).exists() or checksum(path / TENSORS) != wanted:
+    if not wanted:
+        raise CheckpointError(f"the checkpoint {path} is damaged: it holds no tensors")
+    if not same:
         raise CheckpointError(f"the checkpoint {path} is damaged: its tensors are not those it was written with")
     return progress
 
@@ -260,16 +298,21 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}:{path.stat().st_size}"
 
 
-def seed_generators(seed: int, rank: int) -> None:
-    """The same start for every run of this seed; each process has its own."""
-    own = key_of(seed, rank)
+def seed_generators(seed: int, rank: int, *step: int) -> None:
+    """The same for every run of this seed at its start, or at a step; each process has its own."""
+    own = key_of(seed, rank, *step)
     random.seed(own)
     np.random.seed(own & 0xFFFFFFFF)
     torch.manual_seed(own & 0x7FFFFFFFFFFFFFFF)
 
 
-def generators(device: torch.device) -> Tensors:
-    """The states of every generator there is. Only attention's own dropout draws from one of them."""
+def generators(device: torch.device, ranks: Ranks) -> Tensors:
+    """The states of every generator of each process. Only attention's own dropout draws from one of them."""
+    every = enumerate(ranks.all_told(_generators(device)))
+    return {f"{GENERATORS}/{rank}/{name}": state for rank, states in every for name, state in states.items()}
+
+
+def _generators(device: torch.device) -> Tensors:
     _, words, *rest = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     found = {
@@ -281,11 +324,12 @@ def generators(device: torch.device) -> Tensors:
     }
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
-    return prefixed("generators", found)
+    return found
 
 
-def set_generators(tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    states = under("generators", tensors)
+def set_generators(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
+    """Those of this process, as `generators` gave them."""
+    states = under(f"{GENERATORS}/{rank}", tensors)
     torch.set_rng_state(states["torch"])
     *words, position, has_gauss = states["numpy"].tolist()
     gauss = states["numpy-gauss"].item()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import set_stance
 
 from vitrail import chance
 from vitrail.config import Duration, pair
 from vitrail.data.augment import Augment
 from vitrail.data.batch import Batch
-from vitrail.data.loader import Loader, evaluation_batches, training_batches
+from vitrail.data.loader import Loader, evaluation_batches, learnable, training_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
+from vitrail.data.staging import Labels
 from vitrail.errors import ConfigError, TrainError
 from vitrail.evaluate.accuracy import measure
+from vitrail.evaluate.guesses import Guesses, guess
 from vitrail.evaluate.scores import Scores
 from vitrail.models import Net, build
 from vitrail.models.flops import flops
@@ -28,10 +31,10 @@ from vitrail.runtime import arithmetic, say
 from vitrail.train.batch_size import LARGEST, find_batch
 from vitrail.train.ema import EMA, check_names
 from vitrail.train.optim import freeze, make_optimizer
-from vitrail.train.parallel import Ranks, copy_into, network, part_of_step, whole, wrap
+from vitrail.train.parallel import Ranks, copy_into, network, part_of_step, unwrap, whole, wrap
 from vitrail.train.schedule import Schedule
 from vitrail.train.setup import Setup
-from vitrail.train.state import Tensors, prefixed, under
+from vitrail.train.state import Progress, Tensors, prefixed, under
 
 # b pictures of this process, C channels, H W pixels, K classes
 
@@ -45,7 +48,11 @@ class Trainer:
         config, source = setup.config, setup.splits.train
         self.setup, self.config, self.ranks, self.device = setup, config, ranks, ranks.device
         self.arithmetic()  # where it cannot be had, nothing has begun yet
-        self.images = len(source) if hasattr(source, "__len__") else 0  # nobody knows how many a stream has
+        if config.patience is not None and setup.splits.measured_on == "test":
+            say(["patience stops by the test pictures, which flatters their score; data.held_out=0.1 holds others out"])
+        self.images = 0  # nobody knows how many a stream has
+        if hasattr(source, "__len__"):
+            self.images = len(learnable(source, Labels(source.targets, source.several, self.labelled)))
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.card.preprocess)
         setup.net.gradient_checkpointing = config.recompute
@@ -73,18 +80,16 @@ class Trainer:
         self.schedule = Schedule(config.schedule, total=self.total, batch=self.batch, images=self.images)
         self.ema = EMA(self.learner, config.ema) if config.ema else None
 
-    def batches(self, start: int, streams: Sequence[dict[str, Any]] | None = None) -> Loader:
-        """This process's part of each step's pictures, from a step on; use it in a `with`.
-
-        streams: of a stream its state in each process, as a checkpoint keeps it.
-        """
+    def batches(self, progress: Progress) -> Loader:
+        """This process's part of each step's pictures, from the next step on; use it in a `with`."""
+        streams = progress.stream
         config, ranks = self.config, self.ranks
         if streams is not None and len(streams) != ranks.world:
             raise TrainError(
                 f"a stream goes on only as it began, on {len(streams)} processes, and there are {ranks.world}; "
                 "shards: with an index go on on any number."
             )
-        return training_batches(
+        batches = training_batches(
             self.setup.splits.train,
             config=config.data,
             augment=config.augment,
@@ -94,11 +99,13 @@ class Trainer:
             device=self.device,
             rank=ranks.rank,
             world=ranks.world,
-            start_step=start,
+            start_step=progress.step,
             steps=self.total,
-            labelled=self.measures,
+            labelled=self.labelled,
             state=streams[ranks.rank] if streams is not None else None,
         )
+        batches.agree([progress.unreadable, batches.bad])
+        return batches
 
     def augmentation(self, cropped: bool) -> Augment:
         """For batches whose pictures the loader's workers have cropped already, or not."""
@@ -145,19 +152,23 @@ class Trainer:
         return arithmetic(self.config.precision, self.device)
 
     @property
-    def measures(self) -> bool:
+    def labelled(self) -> bool:
         """Whether there are classes to be right or wrong about."""
         return self.config.objective != "masked-patch"
 
-    def evaluate(self, source: Source | None = None, net: nn.Module | None = None) -> Scores:
-        """The weights, or their average where there is one, or another network, on the validation pictures."""
+    def evaluate(self) -> Scores | Guesses:
+        """The weights, or their average where there is one, on the validation pictures."""
+        return self.scores() if self.labelled else self.guesses()
+
+    def scores(self, source: Source | None = None, net: nn.Module | None = None) -> Scores:
+        """The same of classes; or those of another network, or on other pictures."""
         source = source or self.setup.splits.validation
         config, ranks = self.config, self.ranks
         with ExitStack() as stack:
             found = stack.enter_context(self._measured(source))
             if net is None:
                 stack.enter_context(self.averaged())
-            return measure(
+            scores = measure(
                 network(self.wrapped) if net is None else net.to(self.device, self.dtype),
                 found,
                 preprocess=self.preprocess,
@@ -168,6 +179,24 @@ class Trainer:
                 reduce=ranks.sum if ranks.world > 1 else None,
                 gather=ranks.gather if ranks.world > 1 else None,
             )
+            found.agree(ranks.all_told(found.bad))
+            return scores
+
+    def guesses(self) -> Guesses:
+        """The same of corrupted patches."""
+        config, ranks = self.config, self.ranks
+        # Not compiled once more, for the sizes of these batches.
+        with self._measured(self.setup.splits.validation) as found, self.averaged(), set_stance("force_eager"):
+            guesses = guess(
+                unwrap(self.wrapped),
+                found,
+                preprocess=self.preprocess,
+                seed=chance.key_of(config.seed, 2),  # neither the network's chance nor the augmentation's
+                precision=config.precision,
+                reduce=ranks.sum if ranks.world > 1 else None,
+            )
+            found.agree(ranks.all_told(found.bad))
+            return guesses
 
     def _measured(self, source: Source) -> Loader:
         return evaluation_batches(
@@ -178,12 +207,13 @@ class Trainer:
             rank=self.ranks.rank,
             world=self.ranks.world,
             config=self.config.data,
+            labelled=self.labelled,
         )
 
     def look_ahead(self) -> None:
         """Decode the pictures to measure on, where they are few: one that cannot be read should not end an epoch."""
-        if self.measures:
-            self._measured(self.setup.splits.validation).close()
+        with self._measured(self.setup.splits.validation) as found:
+            found.agree(self.ranks.all_told(found.bad))
 
     def averaged(self) -> AbstractContextManager[None]:
         return self.ema.swap() if self.ema is not None else nullcontext()

@@ -39,6 +39,20 @@ def write_safetensors(
     """Tensors of any type and layout; those that share memory are written one by one."""
     with _new_file(path, overwrite) as temporary:
         save_file(_independent(tensors), temporary, metadata=dict(metadata) if metadata else None)
+        if metadata and len(metadata) > 1:
+            _sort_metadata(temporary)
+
+
+def _sort_metadata(path: Path) -> None:
+    """safetensors writes it in another order each time; equal tensors should be equal files."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(length)
+        if len(text) == length:
+            file.seek(8)
+            file.write(text)
 
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = False) -> None:
@@ -91,11 +105,11 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     _check_folder(path, overwrite)
     temporary = _sibling(path, "tmp")
     try:
-        with _explained(path):
+        with explained(path):
             temporary.mkdir()
-        with _about(temporary, path):
+        with about(temporary, path):
             yield temporary
-        with _explained(path):
+        with explained(path):
             for file in sorted(temporary.rglob("*")):
                 sync(file)
             sync(temporary)
@@ -108,7 +122,7 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def _about(temporary: Path, path: Path) -> Iterator[None]:
+def about(temporary: Path, path: Path) -> Iterator[None]:
     """Failures to write under `temporary`, told about `path`; other errors of the block stay themselves."""
     try:
         yield
@@ -127,7 +141,7 @@ def _new_file(path: Path, overwrite: bool) -> Iterator[Path]:
     path = Path(path).expanduser()
     _check_file(path, overwrite)
     temporary = _sibling(path, "tmp")
-    with _explained(path):
+    with explained(path):
         try:
             # Made here and not by the writer, so that an existing file is never opened; O_EXCL says so.
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -155,7 +169,7 @@ def _check_folder(path: Path, overwrite: bool) -> None:
         return
     if not path.is_dir() or path.is_symlink():
         raise CheckpointError(f"{path} exists already and is not a folder; choose another name.")
-    with _explained(path):
+    with explained(path):
         inside = sorted(path.iterdir())
     if inside and not overwrite:
         raise CheckpointError(
@@ -230,7 +244,7 @@ def _array(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Turn what the system says about a failed write into one sentence about `path`."""
     try:
         yield

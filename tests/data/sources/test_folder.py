@@ -149,6 +149,41 @@ def test_what_cannot_be_learned_from_says_what_is_wanted(tmp_path, files, said):
         opened(tmp_path / "photos")
 
 
+def test_pictures_anywhere_are_enough_where_no_labels_are_wanted(plant, tmp_path):
+    root = plant("photos", {"": 3, "cat": 2, "dog/old": 1})
+    parts = open_parts(DataConfig(source=f"folder:{root}"), labelled=False)
+    source = parts.train
+    assert [source.key(i) for i in range(6)] == [
+        "000.png", "001.png", "002.png", "cat/000.png", "cat/001.png", "dog/old/000.png",
+    ]  # fmt: skip
+    assert (source.labels, source.targets.tolist()) == ((), [-1] * 6)
+    assert parts.notes == ("the pictures have no labels",)
+    assert decode(source[0].picture).shape == (6, 6, 3)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty holds no pictures\."):
+        open_parts(DataConfig(source=f"folder:{tmp_path / 'empty'}"), labelled=False)
+
+
+def test_parts_of_loose_pictures_are_parts_where_no_labels_are_wanted(plant):
+    config = DataConfig(source=f"folder:{plant('photos', {'train': 4, 'val': 2, 'test': 1})}")
+    parts = open_parts(config, labelled=False)
+    assert [len(part) for part in (parts.train, parts.validation, parts.test)] == [4, 2, 1]
+    assert parts.validation.key(0) == "val/000.png"
+    assert open_parts(config).train.labels == ("test", "train", "val")
+
+
+def test_class_folders_keep_their_labels_where_none_are_wanted(plant):
+    config = DataConfig(source=f"folder:{plant('photos', {'cat': 4, 'dog': 2})}")
+    assert open_parts(config, labelled=False).train.labels == ("cat", "dog")
+
+
+def test_something_is_held_out_of_a_few_pictures_without_labels(plant):
+    for count in (2, 3, 5):
+        splits = open_data(DataConfig(source=f"folder:{plant(f'photos{count}', {'': count})}"), labelled=False)
+        assert len(splits.validation) >= 1
+        assert len(splits.train) >= 1
+
+
 def test_no_folder_is_not_found(tmp_path):
     with pytest.raises(NotFound, match="there is no folder"):
         opened(tmp_path / "nothing")

@@ -131,6 +131,16 @@ def test_tables_that_cannot_be_used_say_why(images, text, error, said):
         opened(images / "t.csv")
 
 
+def test_a_table_without_labels_will_do_where_none_are_wanted(images, draw):
+    path = write(images / "t.csv", ["path"], [(f"{i}.png",) for i in range(6)])
+    parts = open_parts(DataConfig(source=str(path)), labelled=False)
+    assert (len(parts.train), parts.train.labels, parts.train.targets.tolist()) == (6, (), [-1] * 6)
+    assert parts.notes == ("the pictures have no labels",)
+    pq.write_table(pa.table({"image": [draw(i) for i in range(6)]}), images / "t.parquet")
+    source = open_parts(DataConfig(source=str(images / "t.parquet")), labelled=False).train
+    assert (len(source), source.targets.tolist(), source[4].picture) == (6, [-1] * 6, draw(4))
+
+
 def test_no_table_and_no_text_are_one_sentence(images):
     with pytest.raises(NotFound, match="there is no table"):
         opened(images / "none.csv")

@@ -1,4 +1,4 @@
-"""A folder of pictures, one folder for each class.
+"""A folder of pictures, one folder for each class; or, where no labels are wanted, pictures anywhere below it.
 
 `train/`, `val/` (`valid/`, `validation/`) and `test/` inside it are the data's own parts. Folders
 inside a class's folder belong to the class. What is hidden is not looked at; what is no picture by
@@ -78,15 +78,26 @@ class Found:
     def empty(self) -> list[str]:
         return [name for name, paths in self.classes.items() if not paths]
 
+    @property
+    def known(self) -> set[str]:
+        """Classes with pictures."""
+        return {name for name, paths in self.classes.items() if paths}
 
-def open_folder(path: Path, config: DataConfig) -> Parts:
-    """The parts of a folder of class folders."""
+
+def open_folder(path: Path, config: DataConfig, *, labelled: bool = True) -> Parts:
+    """The parts of a folder of class folders; without `labelled` also of one that has none."""
     if not path.is_dir():
         raise NotFound(f"there is no folder {path}" + (", it is a file." if path.exists() else "."))
     path = Path(os.path.abspath(path))  # a program may change its folder; links stay what they are
-    layout = parts_in(path)
+    layout = parts_in(path, labelled)
     found = {part: look(path, folder) for part, folder in layout.items()} or {"train": look(path, "")}
-    labels, notes = _labels(path, found, config.classes)
+    if labelled or _in_classes(found, config.classes):
+        labels, notes = _labels(path, found, config.classes)
+    else:
+        found = {part: _unsorted(here, layout.get(part, "")) for part, here in found.items()}
+        labels, notes = (), ["the pictures have no labels"]
+        if not found["train"].known:
+            raise DataError(f"{path / layout.get('train', '')} holds no pictures.")
     sources = {}
     for part, here in found.items():
         where = layout.get(part, "")
@@ -100,10 +111,11 @@ def open_folder(path: Path, config: DataConfig) -> Parts:
     return Parts(sources["train"], sources.get("validation"), sources.get("test"), tuple(notes))
 
 
-def parts_in(path: Path) -> dict[str, str]:
+def parts_in(path: Path, labelled: bool = True) -> dict[str, str]:
     """train, validation, test -> the folder's own name for it; empty where it has no such parts.
 
     A class may be called train too: then it holds pictures, or stands among classes alone.
+    Where no labels are wanted, a folder that holds pictures is a part as well.
     """
     names = {e.name: PARTS.get(e.name.lower(), "") for e in _folders(path)}
     layout = {part: name for name, part in reversed(names.items()) if part}
@@ -114,7 +126,7 @@ def parts_in(path: Path) -> dict[str, str]:
         pictures = any(_is_picture(e.name) for e in entries)
     classes = bool(_folders(inside)) and not pictures
     alone = len(layout) == 1 and any(not part for part in names.values())
-    return layout if classes and not alone else {}
+    return layout if (classes or not labelled) and not alone else {}
 
 
 def look(root: Path, part: str) -> Found:
@@ -170,6 +182,18 @@ def _is_picture(name: str) -> bool:
 def _folders(path: Path) -> list[os.DirEntry[str]]:
     with os.scandir(path) as entries:
         return sorted((e for e in entries if e.is_dir() and e.name[0] != "."), key=lambda e: e.name)
+
+
+def _in_classes(found: dict[str, Found], given: Sequence[str] | None) -> bool:
+    """Whether every picture is in the folder of a class that can be learned."""
+    known = set(given) if given is not None else found["train"].known
+    return bool(found["train"].known) and all(here.known <= known and not here.loose for here in found.values())
+
+
+def _unsorted(found: Found, part: str) -> Found:
+    """The same pictures, wherever they are, as what has no name."""
+    loose = [f"{part}/{name}" if part else name for name in found.loose]
+    return Found({"": [*loose, *(p for paths in found.classes.values() for p in paths)]}, found.strangers)
 
 
 def _labels(path: Path, found: dict[str, Found], given: Sequence[str] | None) -> tuple[tuple[str, ...], list[str]]:

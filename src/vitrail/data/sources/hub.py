@@ -62,7 +62,7 @@ def parse(spec: str) -> Repository:
     return Repository(*match.groups())
 
 
-def open_hub(spec: str, config: DataConfig) -> Parts:
+def open_hub(spec: str, config: DataConfig, *, labelled: bool = True) -> Parts:
     """The parts of a data set on the hub, downloaded where they are not here yet."""
     repository = parse(spec)
     try:
@@ -75,7 +75,7 @@ def open_hub(spec: str, config: DataConfig) -> Parts:
             raise
         raise explained from error
     found = {part: [folder / name for name in names] for part, names in files.items()}
-    return open_table(found, config, repository.name.split("/")[1])
+    return open_table(found, config, repository.name.split("/")[1], labelled=labelled)
 
 
 def choose(names: Sequence[str], card: dict[str, Any], repository: Repository) -> dict[str, list[str]]:

@@ -27,45 +27,46 @@ SHARE = 0.1
 """Of the training pictures, kept aside where nothing else can be measured on."""
 
 
-def open_data(config: DataConfig) -> Splits:
+def open_data(config: DataConfig, *, labelled: bool = True) -> Splits:
     """The data that a config names, split as it says; what was chosen or found is said aloud.
 
     Measured on, in this order: another source (`validation`), a share of the training pictures
     (`held_out`), the data's own validation part, its test part, a tenth of the training pictures.
+    labelled: refuse a folder or a table that has no labels.
     """
     if config.validation is not None and config.held_out is not None:
         raise ConfigError(
             f"validation={config.validation!r} and held_out={config.held_out} both say what to measure on; give one."
         )
-    parts = open_parts(config)
-    splits = _split(parts, config)
+    parts = open_parts(config, labelled=labelled)
+    splits = _split(parts, config, labelled)
     notes = [*splits.notes, *_shared(splits)]
     say(notes, about=config.source)
     return Splits(splits.train, splits.validation, splits.test, splits.measured_on, tuple(notes))
 
 
-def open_parts(config: DataConfig) -> Parts:
+def open_parts(config: DataConfig, *, labelled: bool = True) -> Parts:
     """What a source offers by itself; `parts.measured` is what an evaluation reads."""
     spec = parse(config.source)
     if spec.kind == "builtin":
         return open_builtin(spec.what, config)
     if spec.kind == "folder":
-        return open_folder(Path(spec.what), config)
+        return open_folder(Path(spec.what), config, labelled=labelled)
     if spec.kind == "table":
-        return open_table(_tables(spec.what), config, Path(spec.what).resolve().stem)
+        return open_table(_tables(spec.what), config, Path(spec.what).resolve().stem, labelled=labelled)
     if spec.kind == "shards":
         return shards.open_shards(spec.what, config)
     if spec.kind == "stream":
         return _stream(spec.what, config)
     from vitrail.data.sources.hub import open_hub  # imports much that is of no use without it
 
-    return open_hub(spec.what, config)
+    return open_hub(spec.what, config, labelled=labelled)
 
 
-def _split(parts: Parts, config: DataConfig) -> Splits:
+def _split(parts: Parts, config: DataConfig, labelled: bool) -> Splits:
     notes = parts.notes
     if config.validation is not None:
-        other = _other(config, parts.train)
+        other = _other(config, parts.train, labelled)
         return Splits(parts.train, other, parts.test, "validation", notes)
     if isinstance(parts.train, Stream) and (config.held_out is not None or not parts.split):
         raise DataError(
@@ -89,10 +90,13 @@ def _held_out(parts: Parts, config: DataConfig) -> tuple[Part, Part, list[str]]:
     if groups is None and config.groups is not None:
         groups = groups_of(_keys(source), config.groups)
     notes: list[str] = []
+    # Pictures without labels are as good as one class, of which something has to be held out.
+    targets = source.targets if source.labels else np.zeros(len(source), np.int64)
     if parts.exact and groups is None:
-        mask = stratified(_keys(source), source.targets, share)
+        mask = stratified(_keys(source), targets, share)
     else:
-        mask, notes = hold_out(_keys(source), source.targets, share, source.labels, groups)
+        mask, notes = hold_out(_keys(source), targets, share, source.labels, groups)
+        notes = notes if source.labels else []
     if not mask.any():
         raise DataError(
             f"nothing of {config.source} can be held out: {'; '.join(notes) or 'too few pictures'}; "
@@ -104,19 +108,18 @@ def _held_out(parts: Parts, config: DataConfig) -> tuple[Part, Part, list[str]]:
     return train, Part(source, np.flatnonzero(mask), f"{source.name}, held out"), [said, *notes]
 
 
-def _other(config: DataConfig, train: Any) -> Source:
+def _other(config: DataConfig, train: Any, labelled: bool) -> Source:
     """What `validation` names, with the classes of what is learned from."""
     assert config.validation is not None
-    other = config.but(
-        source=config.validation, validation=None, classes=list(train.labels), groups=None, held_out=None
-    )
-    parts = open_parts(other)
+    classes = list(train.labels) if labelled else None
+    other = config.but(source=config.validation, validation=None, classes=classes, groups=None, held_out=None)
+    parts = open_parts(other, labelled=labelled)
     found: Source = parts.validation if parts.validation is not None else parts.measured
     if isinstance(found, Stream):
         raise DataError(
             f"{config.validation} is a stream, which cannot be measured on; try shards: instead of stream:."
         )
-    if found.several != train.several:
+    if labelled and found.several != train.several:
         several, one = (config.source, config.validation) if train.several else (config.validation, config.source)
         raise DataError(f"{several} has several labels to a picture and {one} has one; wanted the same of both.")
     return found

@@ -1,9 +1,10 @@
 """Which pictures are kept aside to measure on.
 
 The hash of a picture's key (of its group's name, where groups stay together) decides, so a picture
-that is added, removed or renamed moves no other. Only a class that the hash leaves without a
-picture on one side is helped: the one with its smallest hash is held out, or the one with its
-largest is learned from. Whatever has one picture only is learned from.
+that is added, removed or renamed moves no other, but in a class that the hash leaves without a
+picture on one side. That one is helped: the one with its smallest hash is held out, or the one with
+its largest is learned from, until the class has grown, when another may take its place. Whatever
+has one picture only is learned from.
 
     hold_out       any data: a share that is right on average, stable as the data grow
     stratified     data that never grow: the exact share of every class
@@ -66,13 +67,16 @@ def hold_out(
     found, unit = np.unique(hashes(keys if groups is None else groups), return_inverse=True)
     held = found < np.uint64(min(int(share * 2**64), 2**64 - 1))  # U, by ascending hash
     classes, units = _members(targets, unit)
-    lone, unheld = _help(held, classes, units)
-    together = "one group" if groups is not None else "one picture"
-    notes = (
-        [f"{_named(lone, labels)} {'has' if len(lone) == 1 else 'have'} {together} only, kept to learn from"]
-        if lone
-        else []
-    )
+    lone, helped, unheld = _help(held, classes, units)
+    one = "one group" if groups is not None else "one picture"
+    notes = []
+    if lone:
+        notes.append(f"{_named(lone, labels)} {'has' if len(lone) == 1 else 'have'} {one} only, kept to learn from")
+    if helped:
+        notes.append(
+            f"the hash left one side of {_named(helped, labels)} empty, so {one}{' of each' * (len(helped) > 1)} "
+            "was put there; when more are added, it may move back"
+        )
     if unheld:
         notes.append(f"nothing of {_named(unheld, labels)} could be held out without splitting a group")
     return held[unit], notes
@@ -98,10 +102,13 @@ def _members(targets: Targets, unit: npt.NDArray[np.intp]) -> tuple[npt.NDArray[
     return pairs // width, pairs % width
 
 
-def _help(held: Mask, classes: npt.NDArray[np.int64], units: npt.NDArray[np.int64]) -> tuple[list[int], list[int]]:
-    """Move units, in place, until every class has both sides; the classes of one unit, and those beyond help.
+def _help(
+    held: Mask, classes: npt.NDArray[np.int64], units: npt.NDArray[np.int64]
+) -> tuple[list[int], list[int], list[int]]:
+    """Move units, in place, until every class has both sides.
 
-    Learning goes first: no unit is held out that would leave a class with nothing to learn from.
+    The classes of one unit, those that were helped, and those beyond help. Learning goes first: no
+    unit is held out that would leave a class with nothing to learn from.
     """
     present, starts = np.unique(classes, return_index=True)
     runs = dict(zip(present.tolist(), np.split(units, starts[1:]), strict=True)) if len(present) else {}
@@ -114,10 +121,11 @@ def _help(held: Mask, classes: npt.NDArray[np.int64], units: npt.NDArray[np.int6
 
     lone = [number for number, mine in runs.items() if len(mine) == 1]
     held[[int(runs[number][0]) for number in lone]] = False
-    for mine in runs.values():
+    helped, unheld = [], []
+    for number, mine in runs.items():
         if held[mine].all():
             held[mine[-1]] = False
-    unheld = []
+            helped.append(number)
     for number, mine in runs.items():
         if len(mine) == 1 or held[mine].any():
             continue
@@ -125,10 +133,11 @@ def _help(held: Mask, classes: npt.NDArray[np.int64], units: npt.NDArray[np.int6
             others = [runs[k] for k in classes_in(unit)]
             if all(np.count_nonzero(~held[other]) > 1 for other in others):
                 held[unit] = True
+                helped.append(number)
                 break
         else:
             unheld.append(number)
-    return lone, unheld
+    return lone, list(dict.fromkeys(helped)), unheld
 
 
 def _named(numbers: Sequence[int], labels: Sequence[str]) -> str:

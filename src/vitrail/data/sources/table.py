@@ -79,15 +79,18 @@ class Opened:
     notes: tuple[str, ...]
 
 
-def open_table(files: dict[str, list[Path]], config: DataConfig, name: str) -> Parts:
-    """The parts of a table: part -> its files, of one kind; the first part is what is learned from."""
+def open_table(files: dict[str, list[Path]], config: DataConfig, name: str, *, labelled: bool = True) -> Parts:
+    """The parts of a table: part -> its files, of one kind; the first part is what is learned from.
+
+    labelled: refuse a table without a column of labels.
+    """
     opened: dict[str, Opened] = {}
     names, several = config.classes, None
     for part, paths in files.items():
         for path in paths:
             if not path.is_file():
                 raise NotFound(f"there is no table {path}" + (", it is a folder." if path.is_dir() else "."))
-        found = _open(paths, config, f"{name}/{part}" if len(files) > 1 else name, names, several)
+        found = _open(paths, config, f"{name}/{part}" if len(files) > 1 else name, names, several, labelled)
         names, several = found.source.labels, found.source.several
         opened[part] = found
     notes = tuple(note for found in opened.values() for note in found.notes)
@@ -123,7 +126,12 @@ def part_of(path: str) -> str:
 
 
 def _open(
-    files: list[Path], config: DataConfig, name: str, names: Sequence[str] | None, several: bool | None
+    files: list[Path],
+    config: DataConfig,
+    name: str,
+    names: Sequence[str] | None,
+    several: bool | None,
+    wants_labels: bool,
 ) -> Opened:
     where = str(files[0])
     parquet = files[0].suffix.lower() in (".parquet", ".pq")
@@ -131,17 +139,22 @@ def _open(
     schema = schema_of(files[0]) if table is None else table.schema
     picture = _picture_column(schema, config.picture, table, where)
     label = common_name(schema.names, LABEL, config.label, "column", where)
-    if label is None:
+    if label is None and wants_labels:
         raise DataError(f"{where} has no column of labels among {_list(schema.names)}; name it with label=.")
     split = common_name(schema.names, SPLIT, None, "column", where)
     groups = config.groups if config.groups in schema.names else None
     as_paths = _is_text(schema.field(picture).type)
-    wanted = [label, *(c for c in (split, groups) if c), *([picture] if as_paths else [])]
+    wanted = [c for c in (label, split, groups, picture if as_paths else None) if c]
     table = read_columns(files, list(dict.fromkeys(wanted))) if table is None else table
-    meant = names or _class_names(schema, label, where)
-    labelled = number(table[label], meant, f"{where}, column {label!r},", several)
+    if label is None:
+        labelled = Labelled(np.full(len(table), -1, np.int64), (), False)
+    else:
+        meant = names or _class_names(schema, label, where)
+        labelled = number(table[label], meant, f"{where}, column {label!r},", several)
     notes = []
-    if unlabelled := _unlabelled(labelled):
+    if label is None:
+        notes.append("the pictures have no labels")
+    elif unlabelled := _unlabelled(labelled):
         notes.append(f"{unlabelled:,} of {len(table):,} pictures have no label")
     source: Source
     if as_paths:

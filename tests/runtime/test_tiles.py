@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from vitrail.errors import ConfigError
-from vitrail.kernels import tiles
-from vitrail.kernels.tiles import SETTING, check_bfloat16
+from vitrail.runtime import tiles
+from vitrail.runtime.tiles import SETTING, check_bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is announced")
 def test_a_product_is_survived_on_this_machine() -> None:
-    code = "from vitrail.kernels.tiles import check_bfloat16; check_bfloat16(); import torch; "
+    code = "from vitrail.runtime.tiles import check_bfloat16; check_bfloat16(); import torch; "
     code += "a = torch.ones(128, 128, dtype=torch.bfloat16); print((a @ a).float().mean().item())"
     environment = {name: value for name, value in os.environ.items() if name != SETTING}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

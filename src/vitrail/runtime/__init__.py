@@ -1,5 +1,8 @@
 """Where and how things run: device, precision, what is said aloud.
 
+    heap     freed memory that stays with the process
+    tiles    bfloat16 on a CPU that only announces it
+
 Assumptions and choices made for the user go to the logger "vitrail", at level WARNING, so that a
 plain script shows them; `logging.getLogger("vitrail").setLevel("ERROR")` silences them.
 """
@@ -30,6 +33,21 @@ def say(notes: Iterable[str], about: str = "") -> None:
             log.warning("%s", f"{about}: {note}" if about else note, extra={"note": note})
 
 
+def speaks() -> bool:
+    """Whether this process is the one that talks to the user: under torchrun only the first does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def first_speaks() -> Iterator[None]:
+    """What all processes would say alike, the first one says."""
+    before, log.disabled = log.disabled, log.disabled or not speaks()
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def pick_device(name: str | torch.device = "auto") -> torch.device:
     """`auto` is CUDA, else Apple's MPS, else the CPU; anything else is torch's own name."""
     import torch
@@ -55,7 +73,7 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[o
     if precision != "bfloat16":
         return nullcontext()
     if device.type == "cpu":
-        from vitrail.kernels.tiles import check_bfloat16
+        from vitrail.runtime.tiles import check_bfloat16
 
         check_bfloat16()
     return torch.autocast(device.type, dtype=torch.bfloat16)

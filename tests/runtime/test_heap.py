@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from vitrail.kernels import heap
+from vitrail.runtime import heap
 
 COUNT = """
 import resource, torch
-from vitrail.kernels.heap import keep_heap
+from vitrail.runtime.heap import keep_heap
 assert keep_heap()
 torch.set_num_threads(1)
 x = torch.zeros(1 << 22)

@@ -1,0 +1,65 @@
+"""How well corrupted patches are guessed on pictures that are not learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from vitrail import chance
+from vitrail.data.batch import Batch
+from vitrail.data.preprocess import Preprocess
+from vitrail.errors import DataError
+from vitrail.evaluate.accuracy import Combine, evaluating
+from vitrail.runtime import arithmetic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guesses:
+    """What is measured where there are no classes."""
+
+    loss: float
+    """Mean over the pictures, as in training."""
+    accuracy: float | None
+    """Share of the colours guessed right; None where pixels are guessed."""
+    count: int
+    """Pictures measured."""
+
+    def to_dict(self) -> dict[str, float]:
+        """What is logged."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        return {"loss": self.loss, **accuracy, "count": self.count}
+
+
+def guess(
+    learner: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    preprocess: Preprocess,
+    seed: int,
+    precision: str = "float32",
+    reduce: Combine | None = None,
+) -> Guesses:
+    """Every picture once, in evaluation mode; which of its patches are corrupted, its number alone decides.
+
+    So one measurement can be held against the next. `reduce` sums a tensor over processes.
+    """
+    parts: list[Tensor] = []
+    names: list[str] = []
+    with evaluating(learner), torch.no_grad():
+        dtype = next(p.dtype for p in learner.parameters())
+        for batch in batches:
+            images = preprocess.normalise(batch.images).to(dtype)
+            keys = chance.keys_of(seed, 0, batch.indices.clamp(min=0).numpy())
+            with arithmetic(precision, images.device):
+                found = learner(images, batch.targets, batch.weights, chance.as_tensor(keys, images.device))
+            names = list(found)
+            parts.append(torch.stack([batch.weights.sum().to(found["loss"]), *found.values()]))
+    sums = torch.stack(parts).cpu().double().sum(0)  # only now, so that a GPU is never waited for
+    count, *totals = (sums if reduce is None else reduce(sums)).tolist()
+    if count == 0:
+        raise DataError("there is no picture to measure on that can be read.")
+    means = {name: total / count for name, total in zip(names, totals, strict=True)}
+    return Guesses(loss=means["loss"], accuracy=means.get("correct"), count=int(count))
