@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,10 @@ import torch  # noqa: E402
 
 # Some machines say that they have AMX and die of using it; bfloat16 products need no more than this.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+# Whoever is started in the background may be deaf to Ctrl-C, and so would be the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 
