@@ -188,6 +188,27 @@ def test_a_near_file_is_suggested(folder, monkeypatch):
         vitrail.load("model.safetensor")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("runs/mask2", "no such file: runs/mask2; did you mean 'runs/mask1'?"),
+        ("runs/zzz", "no such file: runs/zzz; there is runs/a.npz, runs/mask1, runs/tuned."),
+        ("runs/empty/zzz", "no such file: runs/empty/zzz, and no model in runs/empty either."),
+        ("runs/" + "z" * 300, "there is runs/a.npz, runs/mask1, runs/tuned."),
+    ],
+)
+def test_only_what_could_be_a_model_is_suggested(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    for file in ("mask1/config.json", "tuned/weights.bin", "a.npz", "mask2.log", "zzz.txt", "mask3/notes.md", ".b.pt"):
+        Path("runs", file).parent.mkdir(parents=True, exist_ok=True)
+        Path("runs", file).touch()
+    Path("runs/empty").mkdir()
+    for source in (name, Path(name)):
+        with pytest.raises(NotFound) as caught:
+            vitrail.load(source)
+        assert str(caught.value).endswith(said)
+
+
 def test_what_may_be_a_path_or_a_hub_id_is_explained_as_both(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(NotFound) as caught:

@@ -220,3 +220,10 @@ def test_a_run_goes_on_where_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir("elsewhere")
     assert vitrail.train(resume=True, out="../run", report=False).finished
     assert RunFolder(Path("../run")).finished
+
+
+def test_pictures_are_prepared_for_the_network_that_was_asked_for():
+    config = _settled(RECIPES["digits"](), ["model.image=32", "model.channels=3"])
+    assert (config.preprocess.image, config.preprocess.mean) == ((32, 32), (0.5, 0.5, 0.5))
+    told = _settled(RECIPES["digits"](), ["model.image=32", "preprocess.image=16"])
+    assert told.preprocess.image == (16, 16)

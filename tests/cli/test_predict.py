@@ -237,7 +237,8 @@ def test_a_model_without_classes_is_one_sentence(vitrail, headless, picture):
     result = vitrail("predict", picture, "-m", headless)
     assert (result.status, result.out) == (1, "")
     assert len(result.problems) == len(result.err.splitlines()) == 1
-    assert "has no classes: it gives features." in result.problems[0]
+    teach = f"teach it some: vitrail finetune --model {headless} --data DATA."
+    assert result.problems == [f"{headless} has no classes yet; {teach}"]
 
 
 def test_a_device_that_is_not_there_is_one_sentence(vitrail, weights, picture):

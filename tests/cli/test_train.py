@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,12 @@ def test_a_finished_run_prints_its_result_again(vitrail: Command, done: Path):
     last = [line["evaluation"] for line in lines(done) if "evaluation" in line][-1]
     assert json.loads(result.out)["scores"] == last
     assert contents(done) == before
+
+
+def test_a_folder_with_a_space_in_its_name_is_quoted(vitrail: Command, done: Path):
+    shutil.copytree(done, "my cut")
+    result = vitrail("train", "--resume", "--out", "my cut", "--no-report")
+    assert "vitrail predict --model 'my cut' PICTURE" in result.out
 
 
 def test_the_same_command_may_be_given_again_with_resume(vitrail: Command, done: Path):

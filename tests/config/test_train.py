@@ -78,7 +78,9 @@ def test_numbers_that_would_ruin_a_run_are_refused(kind: type[Config], name: str
     [
         ({"model": None}, "a run needs a model: a network's config, or start=CHECKPOINT"),
         ({"batch": 0}, "batch=0: one picture or more"),
-        ({"batch": "largest"}, "is not one of its values"),
+        ({"batch": "largest"}, "is not one of its values; it is a whole number or auto."),
+        ({"batch": 1.5}, "batch=1.5 is not one of its values; it is a whole number or auto."),
+        ({"compile": 3}, "it is true, false or graphs."),
         ({"accumulate": 0}, "accumulate=0: 1 or more"),
         ({"ema": 1.0}, "ema=1.0 is between 0 and 1, or none"),
         ({"objective": "distill"}, "objective=distill needs distill.teacher"),
@@ -161,7 +163,7 @@ def test_overrides_reach_every_part() -> None:
         ("schedule.warm=1 step", "did you mean 'warmup'"),
         ("optim=3", "OptimConfig"),
         ("seed=1.5", "TrainConfig.seed wants int, got 1.5"),
-        ("optim.train=last", "is not one of its values"),
+        ("optim.train=last", "is not one of its values; it is a whole number, all or head."),
     ],
 )
 def test_wrong_overrides_name_the_nearest_right_one(assignment: str, message: str) -> None:

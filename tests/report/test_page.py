@@ -122,7 +122,7 @@ def test_it_says_what_was_trained(all_of_it: Whole):
         "AdamW, learning rate 0.001, gradients clipped at 1",
         "20 epochs of batches of 256, cosine",
         "random crop of 8 to 100 % of the area, mirrored",
-        "900 images a second",
+        "900 images a second, typically",
         "6,400 images seen",
     ):
         assert part in whole.text, part
@@ -132,6 +132,14 @@ def test_it_says_how_to_use_it_and_to_repeat_it(whole: Page, all_of_it: Whole):
     assert f"vitrail predict --model {all_of_it.run / 'model'} picture.jpg" in whole.text
     assert "vitrail train digits" in whole.text
     assert "--resume" not in whole.text
+
+
+@pytest.mark.parametrize("command", ["vitrail train --resume --out 'my run'", "vitrail finetune -o r --resume"])
+def test_a_resumed_run_is_repeated_from_its_settings(tmp_path: Path, net: Net, command: str):
+    run = write_finished(tmp_path / "my run")
+    page = report(run, net, command=command)
+    assert f"Run it again vitrail train '{run / 'config.json'}'" in page.text
+    assert "--resume" not in page.text
 
 
 def test_it_lists_pictures_that_could_not_be_read(whole: Page):
@@ -259,6 +267,21 @@ def test_several_labels_are_told_by_average_precision(tmp_path: Path, net: Net):
     assert "By class: average precision." in page.text
     assert "Mean average precision" in page.text
     assert not [a for a in page.all("table") if a.get("class") == "matrix"]
+
+
+def test_several_labels_are_all_named_and_have_the_sigmoid(tmp_path: Path, net: Net):
+    source, targets = Pictures(), torch.tensor([[1.0, 1.0, 0.0, 1.0]]).repeat(40, 1)
+    lines = [logged(100), logged(200), *(evaluated(step, 0.5, map=0.4) for step in (100, 200))]
+    run = write_run(tmp_path / "several", lines, classify={"smoothing": 0.1})
+    page = report(run, net, scores=measured(net, source, targets), source=source)
+    assert "Objective sigmoid cross-entropy, label smoothing 0.1" in page.text
+    assert "The likeliest class is one of the picture's own." in page.text
+    looks = page.html.partition('id="attention"')[2]
+    for part in (page.html.partition('id="right"')[2].partition("</section>")[0], looks.partition("</section>")[0]):
+        assert "cat, dog &amp; co, sea horse" in part
+    chart = page.html.partition("<figcaption>Mean average precision")[2].partition("</figure>")[0]
+    assert "<svg" in chart
+    assert "training" not in chart
 
 
 def test_masked_patches_have_a_loss_and_no_accuracy(tmp_path: Path):

@@ -180,6 +180,15 @@ def test_elsewhere_there_are_plain_lines_a_few_seconds_apart():
     assert lines[-1].endswith("evaluation  top1 90.00 % (80.00 to 95.00)  top5 99.00 %  loss 0.3000  best")
 
 
+@pytest.mark.parametrize(("classes", "told"), [(3, False), (5, False), (6, True), (None, True)])
+def test_the_first_five_of_five_classes_are_not_told(classes: int | None, told: bool):
+    shown, _, out = display(classes=classes)
+    with shown:
+        shown.evaluated(100, Scores(top1=0.9, top5=1.0, loss=0.1, count=360, low=0.8, high=0.95))
+    assert ("top5 100.00 %" in out.getvalue()) == told
+    assert "top5" not in text(shown)
+
+
 def test_the_last_step_is_always_told():
     shown, ticking, out = display()
     with shown:

@@ -29,9 +29,10 @@ from train.small_runs import (
 
 import vitrail
 from vitrail import runtime
-from vitrail.config import TrainConfig, override
+from vitrail.config import TrainConfig, override, steps
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, TrainError
+from vitrail.evaluate.scores import Scores
 from vitrail.train.loop import Result
 from vitrail.train.run import RunFolder
 from vitrail.train.state import TENSORS, read_tensors
@@ -289,3 +290,17 @@ def test_measuring_is_no_part_of_the_speed(tmp_path: Path, monkeypatch: pytest.M
     trained(digits(9), tmp_path / "run")
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert {line["images_per_s"] for line in metrics if "loss" in line} == {64.0}
+
+
+def test_of_equal_scores_the_lower_loss_is_the_best_and_stays_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    scores = [(0.5, 0.9), (1.0, 0.8), (1.0, 0.3), (1.0, 0.6), (0.9, 0.1)]
+    found = [Scores(top1=s, top5=1.0, loss=loss, count=10, low=0.0, high=1.0) for s, loss in scores]
+    config = digits(10, keep="best", evaluate_every=steps(2), checkpoint_every=steps(2))
+    monkeypatch.setattr(Trainer, "evaluate", lambda _: found.pop(0))
+    with at_step(7, stop):
+        trained(config, tmp_path / "run")
+    result = trained(config, tmp_path / "run", resume=True)
+    assert (result.progress.best, result.progress.best_loss, result.progress.best_step) == (1.0, 0.3, 6)
+    assert "the weights of step 6 were the best and become the model" in caplog.text

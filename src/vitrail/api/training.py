@@ -23,6 +23,7 @@ from vitrail.report import write_report
 from vitrail.runtime import first_speaks, pick_device, say
 from vitrail.train.loop import Result, fit
 from vitrail.train.run import RunFolder, free_folder, latest_folder, read_config
+from vitrail.weights.card import sized
 from vitrail.weights.opening import open_checkpoint
 
 RUNS = Path("runs")
@@ -165,7 +166,10 @@ SHARES = ("schedule.warmup", "schedule.cooldown", "augment.unmixed")
 
 
 def _settled(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    """A recipe's settings with the user's own; in a run of another length, parts of it keep their share."""
+    """A recipe's settings with the user's own, and what follows from these.
+
+    In a run of another length, parts of it keep their share; pictures are prepared for the network.
+    """
     config = override(picked, overrides)
     named = {_name(assignment) for assignment in overrides}
     for name in SHARES:
@@ -173,7 +177,18 @@ def _settled(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
         if name not in named and config.duration != length and part.unit == length.unit:
             kept = config.duration.but(count=config.duration.count * part.count / length.count)
             config = override(config, [f"{name}={kept}"])
+    if any(name.startswith("model.") for name in named) and not any(name.startswith("preprocess") for name in named):
+        config = _prepared(config)
     return config
+
+
+def _prepared(config: TrainConfig) -> TrainConfig:
+    """With pictures of the size and channels that the network wants."""
+    wanted, given = config.model, config.preprocess
+    if wanted is None or given is None or (pair(wanted.image), wanted.channels) == (pair(given.image), given.channels):
+        return config
+    fitting = sized(given, pair(wanted.image), wanted.channels)
+    return config.but(preprocess=fitting.to_dict())
 
 
 def _compares(config: TrainConfig, change: str) -> bool:

@@ -7,6 +7,7 @@ import glob
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +18,7 @@ import typer
 
 from vitrail.cli.console import err, note, problem, progress
 from vitrail.cli.options import Family, Json, Section, Settings, settings, size
-from vitrail.errors import ConfigError, NotFound, VitrailError
+from vitrail.errors import ConfigError, ModelError, NotFound, VitrailError
 
 if TYPE_CHECKING:
     from vitrail.api import Model, Prediction
@@ -108,7 +109,11 @@ def _load(model: str, **options: Any) -> Model:
     found = locate(model)  # has a progress bar of its own where it downloads
     with err.status(f"loading {model}"):
         vit = load(found, **options)
-    vit.check_classes()
+    try:
+        vit.check_classes()
+    except ModelError:
+        teach = f"vitrail finetune --model {shlex.quote(model)} --data DATA"
+        raise ModelError(f"{model} has no classes yet; teach it some: {teach}.") from None
     if vit.labels is None:
         note("the checkpoint does not name its classes: pass --labels FILE, or imagenet-1k if that is what they are.")
     return vit

@@ -123,17 +123,20 @@ def _results(done: Run) -> Table:
     for name, s in (("accuracy", done.scores), ("on test pictures", done.test)):
         if s is None:
             continue
-        interval = f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} pictures"
-        table.add_row(name, f"{100 * s.top1:.2f} %", Text(interval, style="dim"))
+        value, about = s.top1, f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} pictures"
         if s.mean_average_precision is not None:
-            table.add_row("  mean average precision", f"{100 * s.mean_average_precision:.2f} %", "")
+            name = name.replace("accuracy", "mean average precision")
+            value, about = s.mean_average_precision, f"{s.count} pictures; the likeliest label is right for"
+            about += f" {100 * s.top1:.2f} % of those that have one"
+        table.add_row(name, f"{100 * value:.2f} %", Text(about, style="dim"))
     beside = dict(done.baselines)
     beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.compared if o.scores is not None}
     for name, scores in beside.items():
         table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
-    use = f"predict --model {done.path} PICTURE"
+    model = shlex.quote(str(done.path))
+    use = f"predict --model {model} PICTURE"
     if done.config.objective == "masked-patch":  # it has no head to answer with yet
-        use = f"finetune --model {done.path} --data PICTURES"
+        use = f"finetune --model {model} --data PICTURES"
     table.add_row("model", str(done.path / "model"), Text(f"vitrail {use}", style="dim"))
     if done.report.exists():
         table.add_row("report", str(done.report), "")

@@ -16,6 +16,9 @@ from vitrail.errors import ConfigError, nearest
 
 Pair = int | tuple[int, int]
 
+WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true, false", types.NoneType: "none"}
+"""What may stand beside words that are listed, as people say it."""
+
 
 def pair(value: Pair) -> tuple[int, int]:
     """224 -> (224, 224); (height, width) stays."""
@@ -116,6 +119,10 @@ def _checked(cls: type, name: str, kind: Any, value: Any) -> Any:
         return fitted
     if options := _options(kind):
         hint = nearest(value, options) if isinstance(value, str) else f"; there is {', '.join(options)}."
+        words = [WORDS[a] for a in get_args(kind) if a in WORDS]
+        if words and "did you mean" not in hint:
+            *most, last = *words, *options
+            hint = f"; it is {', '.join(most)} or {last}."
         raise ConfigError(f"{cls.__name__}.{name}={value!r} is not one of its values{hint}")
     raise ConfigError(f"{cls.__name__}.{name} wants {_spell(kind)}, got {value!r}.")
 

@@ -122,7 +122,10 @@ def load_teacher(
     say([*card.notes, *found.notes], about=found.origin or found.path.name)
     if card.task != "classify" or net.config.classes != classes:
         knows = f"{net.config.classes} classes" if card.task == "classify" and net.config.classes else "no classes"
-        raise ConfigError(f"the teacher {config.teacher} knows {knows}, the student {classes}; they must be the same.")
+        raise ConfigError(
+            f"the teacher {config.teacher} knows {knows}, the student {classes}; they must be the same. "
+            f"Teach it these first: vitrail finetune --model {config.teacher} --data DATA."
+        )
     if card.preprocess.channels != preprocess.channels and preprocess.channels != 1:
         raise ConfigError(
             f"the teacher {config.teacher} sees {card.preprocess.channels} channels, "

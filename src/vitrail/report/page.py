@@ -124,7 +124,7 @@ def _top(story: Story) -> Markup:
     facts = [
         ("parameters", millions(sum(p.numel() for p in story.net.parameters()))),
         ("training time", spell_time(run.seconds)),
-        ("images a second", number(run.rate)),
+        ("images a second, typically", number(run.rate)),
         ("images seen", f"{run.images:,}" if run.images else "–"),
     ]
     tiles_ = [tag("div", tag("b", value), tag("span", name), cls="fact") for name, value in facts]
@@ -144,9 +144,11 @@ def charts(story: Story) -> list[Chart]:
     run = story.run
     x_name = "epoch" if run.per_epoch else "step"
     losses = [Series("training", run.logged("loss"), quiet=True), *_measured(story, "loss")]
-    score = "map" if any("map" in line["evaluation"] for line in run.evaluations) else "top1"
-    scored = [Series("training", run.logged("accuracy"), quiet=True), *_measured(story, score)]
-    title = "Mean average precision" if score == "map" else "Accuracy"
+    if run.several:  # accuracy, which is what training logs, is another measure
+        title, scored = "Mean average precision", _measured(story, "map")
+    else:
+        title = "Accuracy"
+        scored = [Series("training", run.logged("accuracy"), quiet=True), *_measured(story, "top1")]
     return [
         Chart("Loss", tuple(losses), number, x_name, log=wants_log([s.curve for s in losses])),
         Chart(title, tuple(scored), percent, x_name, ceiling=1.0, tick=short_percent),
@@ -232,7 +234,7 @@ def _looking(story: Story, figures: Path) -> list[Section]:
 
 
 def _telling(story: Story) -> list[Section]:
-    rows = [*about_model(story.net), *about_run(story.run.config), *_around(story)]
+    rows = [*about_model(story.net), *about_run(story.run.config, story.several), *_around(story)]
     table = tag("table", *(tag("tr", tag("th", k, scope="row"), tag("td", v)) for k, v in rows), cls="about")
     sections = [("about", "What was trained", table), ("again", "Use it, repeat it", _commands(story))]
     if story.unreadable:
@@ -264,10 +266,17 @@ def _commands(story: Story) -> Markup:
     if story.run.unfinished() is not None:
         steps.insert(0, ("Go on where it stopped", f"vitrail train --resume --out {shlex.quote(str(folder))}"))
     if story.command:
-        steps.append(("Run it again", story.command))
+        steps.append(("Run it again", _again(story.command, folder)))
     rows = [join(tag("p", name, cls="caption"), tag("pre", tag("code", text))) for name, text in steps]
     settings = tag("p", "Every setting is in ", tag("code", "config.json"), " beside this page.", cls="caption after")
     return tag("div", *rows, settings, cls="commands")
+
+
+def _again(command: str, folder: Path) -> str:
+    """What repeats the run: a resumed one would only go on, so it is its settings that start anew."""
+    if "--resume" in command.split():
+        return f"vitrail train {shlex.quote(str(folder / 'config.json'))}"
+    return command
 
 
 def _unreadable(story: Story) -> Markup:

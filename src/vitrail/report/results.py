@@ -240,11 +240,15 @@ def right_ones(story: Story) -> Markup:
         return Markup("")
     cards = []
     for row in some_right(samples, RIGHT):
-        said = story.label(int(samples.prediction[row]))
+        said, truth = story.label(int(samples.prediction[row])), story.truth(samples, row)
         index, score = int(samples.index[row]), float(samples.score[row])
-        cards.append(_card(story, index, said, score, f"{said}, correctly", None, "right"))
+        rest = tag("span", "truly ", tag("b", truth), cls="truth") if truth != said else None
+        cards.append(_card(story, index, said, score, f"{said}, correctly", rest, "right"))
     cards = [c for c in cards if c]
-    return tag("div", *cards, cls="gallery small") if cards else Markup("")
+    if not cards:
+        return Markup("")
+    note = "The likeliest class is one of the picture's own." if story.several else None
+    return join(tag("p", note, cls="caption") if note else None, tag("div", *cards, cls="gallery small"))
 
 
 def _card(story: Story, index: int, name: str, score: float, about: str, rest: Markup | None, cls: str) -> Markup:

@@ -74,6 +74,11 @@ class Run:
         return dict(last["evaluation"])
 
     @property
+    def several(self) -> bool:
+        """Whether its pictures have several labels: only those are told by average precision."""
+        return any("map" in line["evaluation"] for line in self.evaluations)
+
+    @property
     def reached(self) -> float:
         """The last step that is known."""
         return max((line["step"] for line in (*self.steps, *self.evaluations)), default=0)

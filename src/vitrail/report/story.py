@@ -40,6 +40,11 @@ class Story:
     """Keys of pictures that could not be read, and why."""
     command: str | None = None
 
+    @property
+    def several(self) -> bool:
+        """Whether pictures have several labels."""
+        return self.run.several or (self.scores is not None and self.scores.average_precisions is not None)
+
     def label(self, index: int) -> str:
         """A class's name, as people write it."""
         return self.labels[index].replace("_", " ") if 0 <= index < len(self.labels) else f"class {index}"

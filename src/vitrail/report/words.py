@@ -91,25 +91,25 @@ def about_model(net: Net) -> Rows:
     ]
 
 
-def about_run(config: Config) -> Rows:
-    """What it was taught and how."""
+def about_run(config: Config, several: bool = False) -> Rows:
+    """What it was taught and how. `several`: pictures have several labels, which the settings do not say."""
     rows = [("Data", str(config.get("data", {}).get("source", "–")))]
     if config.get("start"):
         rows.append(("Started from", str(config["start"])))
-    rows += [("Objective", objective(config)), ("Augmentation", augmentation(config.get("augment", {})))]
+    rows += [("Objective", objective(config, several)), ("Augmentation", augmentation(config.get("augment", {})))]
     rows += [("Optimiser", optimiser(config.get("optim", {}))), ("Schedule", schedule(config))]
     regular = regularisation(config)
     return [*rows, ("Regularisation", regular)] if regular else rows
 
 
-def objective(config: Config) -> str:
+def objective(config: Config, several: bool = False) -> str:
     kind = config.get("objective", "classify")
     if kind == "masked-patch":
         masked = config.get("masked_patch", {})
         return f"guess corrupted patches ({100 * masked.get('share', 0.5):g} %, {masked.get('target', 'mean-colour')})"
     classify = config.get("classify", {})
-    loss = {"softmax": "cross-entropy", "sigmoid": "sigmoid cross-entropy"}.get(classify.get("loss"), "cross-entropy")
-    parts = [loss]
+    sigmoid = several or classify.get("loss") == "sigmoid"
+    parts = ["sigmoid cross-entropy" if sigmoid else "cross-entropy"]
     if classify.get("smoothing"):
         parts.append(f"label smoothing {classify['smoothing']:g}")
     if classify.get("weights") == "balanced":

@@ -61,6 +61,7 @@ class Display:
 
     `flops_per_image` is the arithmetic of one image in training, about three times that of a
     forward pass; with `peak_flops` (see `measured_peak`) it tells how much of the device is used.
+    With five `classes` or fewer, top5 is always all of them and not told.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Display:
         images_per_step: int,
         *,
         images_per_epoch: int | None = None,
+        classes: int | None = None,
         flops_per_image: float = 0.0,
         peak_flops: float | None = None,
         title: str = "",
@@ -79,7 +81,7 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.images = total_steps, images_per_step
-        self.epoch_images = images_per_epoch
+        self.epoch_images, self.classes = images_per_epoch, classes
         self.flops, self.peak = flops_per_image, peak_flops
         self.title, self.subtitle = title, subtitle
         self.device = torch.device(device)
@@ -125,14 +127,21 @@ class Display:
             self._spoken = now
             self._say(plain_step(self))
 
-    def evaluated(self, step: int, scores: Scores | Mapping[str, Any], *, ema: bool = False) -> None:
-        """What a measurement found; the time it took is no part of the training speed."""
+    def evaluated(
+        self, step: int, scores: Scores | Mapping[str, Any], *, ema: bool = False, best: bool | None = None
+    ) -> None:
+        """What a measurement found; the time it took is no part of the training speed.
+
+        best: whether none was better, if somebody knows: a run that goes on has had others before.
+        """
         found = dict(scores.to_dict() if isinstance(scores, Scores) else scores) | {"step": step, "ema": ema}
         name, better = ("map", 1) if "map" in found else ("top1", 1)
         if found.get(name) is None:
             name, better = "loss", -1
         value = found.get(name)
-        if value is not None and (self.seen.best is None or better * value > better * self.seen.best[0]):
+        if best is None:
+            best = value is not None and (self.seen.best is None or better * value > better * self.seen.best[0])
+        if best and value is not None:
             self.seen.best = (value, step)
         self.seen.evaluation = found | {"name": name}
         self.resumed()

@@ -123,6 +123,8 @@ class Journal:
             self.stack.callback(self.metrics.close)
         self.stack.callback(self.checkpoints.close)
         self.display = self.stack.enter_context(self._display())
+        if self.progress.best is not None and self.progress.best_step is not None:
+            self.display.seen.best = abs(self.progress.best), self.progress.best_step  # of a loss, it is the negative
 
     def _display(self) -> Display:
         trainer = self.trainer
@@ -137,6 +139,7 @@ class Journal:
             title=self.config.name,
             subtitle=str(self.run.path),
             start=self.progress.step,
+            classes=len(trainer.setup.splits.train.labels),
             device=trainer.device,
             console=quiet,
         )
@@ -188,10 +191,11 @@ class Journal:
         if isinstance(scores, Scores):
             self.scores, self.scored_at = scores, step
         self._write(self._place() | {"evaluation": scores.to_dict(), "ema": self.config.ema is not None})
-        self.display.evaluated(step, scores.to_dict(), ema=self.config.ema is not None)
-        value = _headline(scores)
-        if math.isfinite(value) and (progress.best is None or value > progress.best):
-            progress.best, progress.best_step, progress.stale = value, step, 0
+        value, loss = _headline(scores), scores.loss
+        best = math.isfinite(value) and _better((value, loss), (progress.best, progress.best_loss))
+        self.display.evaluated(step, scores.to_dict(), ema=self.config.ema is not None, best=best)
+        if best:
+            progress.best, progress.best_loss, progress.best_step, progress.stale = value, loss, step, 0
             if self._keeps_best():
                 self.checkpoints.save_best(self.trainer.model_tensors(), progress)
         else:
@@ -237,6 +241,10 @@ class Journal:
             found = self.checkpoints.read_best(progress.best_step)
             if found is not None:
                 tensors, chosen = found, progress.best_step
+                if self.ranks.first:
+                    say(
+                        [f"the weights of step {chosen:,} were the best and become the model"], about=str(self.run.path)
+                    )
         net = trainer.model(tensors)
         if trainer.labelled and self.scored_at != chosen:
             self.scores = trainer.scores(net=net)
@@ -297,6 +305,12 @@ class Journal:
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(line)
+
+
+def _better(found: tuple[float, float], before: tuple[float | None, float | None]) -> bool:
+    """Of equal scores, which few pictures give often, the one with the lower loss."""
+    score, loss = before
+    return score is None or found[0] > score or (found[0] == score and loss is not None and found[1] < loss)
 
 
 def _headline(scores: Scores | Guesses) -> float:

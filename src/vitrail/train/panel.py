@@ -178,7 +178,7 @@ def plain_evaluation(display: Display) -> str:
     if found.get("top1") is not None:
         interval = f" ({100 * found['low']:.2f} to {100 * found['high']:.2f})" if found.get("low") is not None else ""
         parts.append(f"top1 {percent(found['top1'])}{interval}")
-    if found.get("top5") is not None:
+    if found.get("top5") is not None and (display.classes is None or display.classes > 5):
         parts.append(f"top5 {percent(found['top5'])}")
     parts.append(f"loss {number(found.get('loss'))}")
     if display.seen.best is not None and display.seen.best[1] == found["step"]:

@@ -141,12 +141,12 @@ def _check_sizes(net: Net, preprocess: PreprocessConfig) -> None:
     if preprocess.channels != net.config.channels:
         raise ConfigError(
             f"the preprocessing gives {preprocess.channels} channels and the network wants {net.config.channels}; "
-            "give mean and std one number for each channel."
+            "give preprocess.mean and preprocess.std one number for each channel."
         )
     if isinstance(net, ViT) and pair(preprocess.image) != pair(net.config.image):
         raise ConfigError(
             f"pictures are prepared at {preprocess.image} and the network's positions are made for "
-            f"{net.config.image}; set both to the same size."
+            f"{net.config.image}; set preprocess.image and model.image to the same size."
         )
 
 

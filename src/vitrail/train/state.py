@@ -52,6 +52,8 @@ class Progress:
     """Steps done."""
     best: float | None = None
     """The best score so far, higher is better."""
+    best_loss: float | None = None
+    """Of the measurement that gave it: of equal scores the one with the lower loss is the best."""
     best_step: int | None = None
     stale: int = 0
     """Evaluations since."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from pathlib import Path
 from vitrail.errors import NotFound, VitrailError
 from vitrail.models.published import VARIANTS, Variant
 from vitrail.models.variants import find, parse
+from vitrail.weights.kinds import few
+
+WEIGHTS = frozenset({".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt"})
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,10 @@ def locate(source: str | Path | Found) -> Found:
     text, path = str(source), Path(source).expanduser()
     if not text.strip():
         raise NotFound("got an empty name, wanted a file, a folder, a model's name or a hub id.")
-    if _exists(path) or isinstance(source, Path):
-        return Found(_model_of(path))  # opening it says what is missing
+    if _exists(path):
+        return Found(_model_of(path))
+    if isinstance(source, Path):
+        return _missing(path)
     variant = find(text)
     if variant is not None and _stands_for(text, variant):
         return _published(text, variant)
@@ -46,7 +52,7 @@ def locate(source: str | Path | Found) -> Found:
     if re.fullmatch(r"(vit|deit|resnetv2|flexivit|eva)\w*\.[a-z]\w+", text):  # as timm spells its tags
         return Found(hub.fetch(f"timm/{text}"), f"timm/{text}", (f"{text} is read as timm/{text}",))
     if _looks_like_path(text, path):
-        return Found(path)
+        return _missing(path)
     if hub.parse(text) is None:
         raise NotFound(f"no file, folder or model is called {text!r}{_suggestion(text)}")
     try:
@@ -62,10 +68,39 @@ def _model_of(path: Path) -> Path:
     if not (path / "checkpoint").is_dir() or not (path / "metrics.jsonl").exists():
         return path
     if not (path / "model").is_dir():
-        raise NotFound(
-            f"the run in {path} is not finished and has no model yet; go on with vitrail train --resume --out {path}."
-        )
+        resume = f"vitrail train --resume --out {shlex.quote(str(path))}"
+        raise NotFound(f"the run in {path} is not finished and has no model yet; go on with {resume}.")
     return path / "model"
+
+
+def _missing(path: Path) -> Found:
+    """Raise NotFound with the models that lie beside it; without a folder to look in, opening says what is wrong."""
+    folder = path.parent
+    if os.path.islink(path) or not os.access(folder, os.R_OK | os.X_OK) or not folder.is_dir():
+        return Found(path)
+    names = _models_in(folder)
+    near = difflib.get_close_matches(path.name, names, n=1)
+    if near:
+        raise NotFound(f"no such file: {path}; did you mean {str(folder / near[0])!r}?")
+    if not names:
+        raise NotFound(f"no such file: {path}, and no model in {folder} either.")
+    raise NotFound(f"no such file: {path}; there is {few(str(folder / name) for name in names)}.")
+
+
+def _models_in(folder: Path) -> list[str]:
+    """Names of what could be a model there: files of weights, folders with some, run folders."""
+    with suppress(OSError):
+        return sorted(f.name for f in folder.iterdir() if not f.name.startswith(".") and _may_be_model(f))
+    return []
+
+
+def _may_be_model(path: Path) -> bool:
+    try:
+        if not path.is_dir():
+            return path.suffix.lower() in WEIGHTS
+        return any(f.name == "config.json" or f.suffix.lower() in WEIGHTS for f in path.iterdir())
+    except OSError:  # a folder that may not be read
+        return False
 
 
 def _stands_for(text: str, variant: Variant) -> bool:
@@ -102,13 +137,12 @@ def _unpublished(text: str) -> str:
 
 
 def _looks_like_path(text: str, path: Path) -> bool:
-    weights = {".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt", ".json"}
     return (
         text.startswith((".", "/", "~"))
         or text.endswith("/")
         or "\\" in text
         or text.count("/") > 1
-        or path.suffix.lower() in weights
+        or path.suffix.lower() in WEIGHTS | {".json"}
         or (len(path.parts) > 1 and _exists(Path(path.parts[0])))
     )
 
@@ -122,9 +156,7 @@ def _exists(path: Path) -> bool:
 
 def _suggestion(text: str) -> str:
     known = {name for v in VARIANTS for name in (v.name, *v.aliases)}
-    with suppress(OSError):
-        known |= set(os.listdir())
-    near = difflib.get_close_matches(text, sorted(known), n=1)
+    near = difflib.get_close_matches(text, sorted(known | set(_models_in(Path()))), n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
     return "; `vitrail models` lists the names, and a hub id is written user/model."
