@@ -48,7 +48,7 @@ class Bad:
             )
         raise DataError(
             f"{these} cannot be used, more than data.bad_share={self.share:g} allows; remove or repair them, "
-            f"or raise it:{self._list(NAMED)}"
+            f"or raise it (--resume goes on):{self._list(NAMED)}"
         )
 
     def _list(self, most: int) -> str:
