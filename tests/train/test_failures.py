@@ -211,7 +211,8 @@ class Disk:
     def __init__(self) -> None:
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def fill(self, _: Journal) -> None:
+    def fill(self, journal: Journal) -> None:
+        journal.checkpoints.wait()  # what was begun before is on the disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, self.before[1]))
 
     def clear(self, _: Journal | None = None) -> None:

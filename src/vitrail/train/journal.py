@@ -195,7 +195,8 @@ class Journal:
         best = math.isfinite(value) and _better((value, loss), (progress.best, progress.best_loss))
         self.display.evaluated(step, scores.to_dict(), ema=self.config.ema is not None, best=best)
         if best:
-            progress.best, progress.best_loss, progress.best_step, progress.stale = value, loss, step, 0
+            progress.best, progress.best_step, progress.stale = value, step, 0
+            progress.best_loss = loss if math.isfinite(loss) else None
             if self._keeps_best():
                 self.checkpoints.save_best(self.trainer.model_tensors(), progress)
         else:
@@ -310,7 +311,7 @@ class Journal:
 def _better(found: tuple[float, float], before: tuple[float | None, float | None]) -> bool:
     """Of equal scores, which few pictures give often, the one with the lower loss."""
     score, loss = before
-    return score is None or found[0] > score or (found[0] == score and loss is not None and found[1] < loss)
+    return score is None or found[0] > score or (found[0] == score and found[1] < (math.inf if loss is None else loss))
 
 
 def _headline(scores: Scores | Guesses) -> float:
