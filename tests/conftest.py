@@ -133,6 +133,12 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, for what writes where it stands."""
+    monkeypatch.chdir(tmp_path)
+
+
 def _there(path: Path) -> Path:
     if not path.exists():
         pytest.skip(f"no {path.relative_to(ROOT.parent)} beside the checkout")

@@ -12,7 +12,6 @@ from PIL import Image
 from small_models import LABELS, gradient, model, small
 
 import vitrail
-from vitrail import runtime
 from vitrail.config import PreprocessConfig
 from vitrail.errors import CheckpointError, ConfigError, ImageError, NotFound
 from vitrail.weights import hub
@@ -34,11 +33,6 @@ def folder(vit, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def photograph() -> Image.Image:
     return gradient()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(runtime, "_said", set())
 
 
 @pytest.fixture

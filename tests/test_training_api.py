@@ -21,12 +21,7 @@ from vitrail.recipes.finetune import larger
 from vitrail.report import write_report
 from vitrail.train.run import RunFolder, free_folder, latest_folder
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("quick_disk", "elsewhere")
 
 
 def test_train_is_a_function_and_a_folder_of_modules():
@@ -220,6 +215,38 @@ def test_a_run_goes_on_where_it_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir("elsewhere")
     assert vitrail.train(resume=True, out="../run", report=False).finished
     assert RunFolder(Path("../run")).finished
+
+
+def test_what_flatters_or_does_nothing_is_said(caplog: pytest.LogCaptureFixture):
+    settings = ["patience=3", "augment.mixup=0.2", "augment.unmixed=2 steps"]
+    vitrail.train(override(digits(2), settings), report=False)
+    assert "patience stops by the test pictures, which flatters their score" in caplog.text
+    assert "augment.unmixed=2 steps is the whole run: no pictures are mixed" in caplog.text
+
+
+def test_settings_count_the_pictures_that_have_a_label():
+    photos(Path("photos"), {"a": 60, "b": 60}, side=8)
+    rows = [
+        f"{path},{'' if i % 4 else path.parent.name}" for i, path in enumerate(sorted(Path("photos").rglob("*.jpg")))
+    ]
+    Path("some.csv").write_text("\n".join(["path,label", *rows]))
+    model(small()).save("start")
+    few = tuned("start", "table:some.csv", overrides=["data.held_out=0.2"])
+    assert few.duration.count > tuned("start", "photos", overrides=["data.held_out=0.2"]).duration.count
+
+
+def test_under_torchrun_only_the_first_process_speaks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    photos(Path("photos"), {"a": 20, "b": 20}, side=8)
+    model(small()).save("start")
+    monkeypatch.setenv("RANK", "1")
+    tuned("start", "photos")
+    assert "held out" not in caplog.text
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("vitrail.runtime._said", set())
+    tuned("start", "photos")
+    assert "held out" in caplog.text
 
 
 def test_pictures_are_prepared_for_the_network_that_was_asked_for():

@@ -18,12 +18,7 @@ from vitrail.train.run import RunFolder
 
 QUICK = ("data.workers=0", "device=cpu", "evaluate_every=4 steps", "checkpoint_every=4 steps", "--no-report")
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("quick_disk", "elsewhere")
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,7 @@ TINY = (
     "checkpoint_every=4 steps", "device=cpu",
 )  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("quick_disk")
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("quick_disk", "elsewhere")
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +182,9 @@ def test_recipes_are_listed(vitrail: Command):
             "a warm-up of 5 epochs is 57 steps, and the whole run has 5",
         ),
         (["digits", "model.image=9"], "patch=2 leaves"),
+        (["digits", "augment.unmixed=-3 epochs"], "got '-3 epochs', wanted a duration with its unit"),
+        (["digits", "batch=auto", "parallel=fsdp"], "with parallel=fsdp give a number"),
+        (["digits", "classify.weights=balanced", "data.order=balanced"], "classify.weights=none with it"),
         (["digits", "device=tpu"], "there is no device 'tpu'"),
         (["digits", "data.source=nowhere"], "nowhere"),
         (["digits", "--data", "photos/"], "photos"),

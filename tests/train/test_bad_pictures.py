@@ -11,16 +11,12 @@ import pytest
 from train.processes import Processes
 from train.small_runs import interrupted, on_photos, photos, resumed, saved_steps, trained
 
-from vitrail import runtime
 from vitrail.config import TrainConfig, override
 from vitrail.errors import DataError
 from vitrail.train.loop import fit
 from vitrail.train.run import RunFolder
 
-
-@pytest.fixture(autouse=True)
-def _quick(quick_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_said", set())
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def truncated(folder: Path, *names: str) -> None:

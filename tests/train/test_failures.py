@@ -30,7 +30,6 @@ from train.small_runs import (
     trained,
 )
 
-from vitrail import runtime
 from vitrail.config import override
 from vitrail.errors import CheckpointError, TrainError
 from vitrail.train.journal import Journal
@@ -45,9 +44,7 @@ SMALL = (
 """Settings that make the digits recipe a matter of seconds."""
 
 
-@pytest.fixture(autouse=True)
-def _quick(quick_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_said", set())
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture(scope="module")

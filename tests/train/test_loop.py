@@ -28,7 +28,6 @@ from train.small_runs import (
 )
 
 import vitrail
-from vitrail import runtime
 from vitrail.config import TrainConfig, override, steps
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, TrainError
@@ -38,10 +37,7 @@ from vitrail.train.run import RunFolder
 from vitrail.train.state import TENSORS, read_tensors
 from vitrail.train.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _quick(quick_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_said", set())
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 from train.small_runs import interrupted, lines, on_photos, photos, resumed, same_bits, trained
 
 import vitrail
-from vitrail import runtime
 from vitrail.config import override
 from vitrail.errors import DataError
 from vitrail.train.parallel import Ranks
@@ -19,14 +18,7 @@ from vitrail.train.trainer import Trainer
 ALONE = Ranks(torch.device("cpu"))
 
 
-@pytest.fixture(autouse=True)
-def _quick(quick_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_said", set())
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return photos(tmp_path_factory.mktemp("pictures") / "photos", {"red": 30, "green": 24, "blue": 6})
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.mark.parametrize("target", ["mean-colour", "pixels"])

@@ -32,7 +32,6 @@ from train.small_runs import (
 )
 
 import vitrail
-from vitrail import runtime
 from vitrail.config import TrainConfig, override
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError, TrainError, VitrailError
@@ -46,15 +45,7 @@ from vitrail.train.trainer import Trainer
 ALONE = Ranks(torch.device("cpu"))
 
 
-@pytest.fixture(autouse=True)
-def _quick(quick_disk: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_said", set())
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty pictures of three colours, one of them rare."""
-    return photos(tmp_path_factory.mktemp("pictures") / "photos", {"red": 30, "green": 24, "blue": 6})
+pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 def first_losses(config: TrainConfig, folder: Path, *settings: str) -> list[float]:

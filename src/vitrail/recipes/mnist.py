@@ -6,7 +6,8 @@ machine; 2,900 were seen on two free cores. Muon was chosen on a tenth of MNIST'
 there, AdamW at the same rate 98.10 %.
 Run: vitrail train mnist
      vitrail train fashion-mnist
-     vitrail train mnist optim.kind=adamw optim.lr=1e-3 schedule.kind=constant     the lecture's own settings: 97.2 %
+
+The lecture's own settings (AdamW at a constant 1e-3, no decay, no warm-up) gave 97.2 % with the same network.
 """
 
 from __future__ import annotations
