@@ -16,10 +16,11 @@ from report.run_folders import MODEL, Page, Pictures, evaluated, logged, measure
 from vitrail.config import StemConfig
 from vitrail.errors import ModelError
 from vitrail.evaluate import Samples, Scores
+from vitrail.explain.filters import filter_pictures, filters
+from vitrail.explain.positions import position_similarity
 from vitrail.models import Net, build
 from vitrail.report import pictures, words
 from vitrail.report.charts import MOST_POINTS, Chart, Series, apart, log_ticks, thinned, ticks, to_svg, wants_log
-from vitrail.report.inside import filter_pictures, filters, position_similarity
 from vitrail.report.markup import Markup, tag
 from vitrail.report.runs import differences, read_run, told_apart
 from vitrail.report.story import by_class, confused_pairs, some_right, surest_mistakes

@@ -7,7 +7,6 @@ import glob
 import io
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import err, note, problem, progress
+from vitrail.cli.console import note, problem, progress
+from vitrail.cli.opening import Batch, Channels, Device, Dtype, Image, Labels, Source, open_model
 from vitrail.cli.options import Family, Json, Section, Settings, settings, size
-from vitrail.errors import ConfigError, ModelError, NotFound, VitrailError
+from vitrail.errors import ConfigError, NotFound, VitrailError
 
 if TYPE_CHECKING:
     from vitrail.api import Model, Prediction
@@ -41,14 +41,6 @@ Pictures = Annotated[
     list[str],
     typer.Argument(metavar="PICTURE", help="Files, folders, or patterns in quotes ('photos/**/*.jpg')."),
 ]
-Source = Annotated[
-    str | None, typer.Option("--model", "-m", metavar="MODEL", help="A name, a file, a folder or a hub id.")
-]
-Labels = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Class names: one on each line, JSON, or the word imagenet-1k.")
-]
-Image = Annotated[str | None, typer.Option(metavar="SIZE", help="Another size: 384, or 288x192 (height x width).")]
-Channels = Annotated[int | None, typer.Option(min=1, metavar="N", help="Take pictures as grey (1) or with alpha (4).")]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a CSV here; JSON if it ends in .json.")
 ]
@@ -64,29 +56,24 @@ def predict(
     section: Section = None,
     family: Family = None,
     changes: Settings = None,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures at a time.")] = 32,
-    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")] = "float32",
+    batch: Batch = 32,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
     to: Out = None,
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: every raw output too.")] = False,
 ) -> None:
     """Name what is in pictures. Files give a list for people; a folder or a pattern gives a CSV."""
-    if model is None:
-        raise ConfigError(
-            "no model ships with this version: pass --model with a name such as ViT-Ti/16 (see `vitrail models`), "
-            "a file of weights, a folder or a hub id."
-        )
     as_json = as_json or (to is not None and to.suffix.lower() == ".json")
     if logits and not as_json:
         raise ConfigError("--logits gives every output of every picture: add --json.")
     if to is not None:
         _check_destination(to)
     own = {"image": size(image), "channels": channels, "labels": labels}
-    told = _apart(settings(changes), own)
+    told = settings(changes)
     paths, many = find_pictures(pictures)
 
-    vit = _load(model, section=section, family=family, device=device, dtype=dtype, **own, **told)
+    vit = open_model(model, told=told, section=section, family=family, device=device, dtype=dtype, **own)
     rows = _Rows(vit, paths, batch, top, logits, bar=to is not None or not sys.stdout.isatty())
     top = min(top, vit.config.classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or to is not None else _listing(rows)
@@ -100,29 +87,6 @@ def predict(
         problem(f"{rows.failed} of {len(paths)} pictures could not be read.")
     if rows.failed:
         raise typer.Exit(1)
-
-
-def _load(model: str, **options: Any) -> Model:
-    with err.status(f"loading {model}"):
-        from vitrail.api import load  # and torch: not before the arguments are known to be good
-        from vitrail.weights.locate import locate
-    found = locate(model)  # has a progress bar of its own where it downloads
-    with err.status(f"loading {model}"):
-        vit = load(found, **options)
-    try:
-        vit.check_classes()
-    except ModelError:
-        teach = f"vitrail finetune --model {shlex.quote(model)} --data DATA"
-        raise ModelError(f"{model} has no classes yet; teach it some: {teach}.") from None
-    if vit.labels is None:
-        note("the checkpoint does not name its classes: pass --labels FILE, or imagenet-1k if that is what they are.")
-    return vit
-
-
-def _apart(told: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    for name in told.keys() & own.keys():
-        raise ConfigError(f"--set {name}={told[name]}: pass --{name} instead.")
-    return told
 
 
 class _Rows:

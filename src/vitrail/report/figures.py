@@ -5,19 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image
 
 from vitrail.evaluate.scores import Scores
+from vitrail.explain.canvas import COLOURS, DASHES, FAINT, INK, blank, save
 from vitrail.report.charts import Chart, thinned
 from vitrail.report.pictures import Pixels, enlarged
 from vitrail.report.story import Story
-
-# Okabe and Ito's colours, darkened where white paper asks for it: told apart by all eyes.
-COLOURS = ("#0072b2", "#b84f00", "#00795a", "#a8477f", "#8a6a00")
-DASHES = ("-", "--", ":", "-.", "-")
-INK, FAINT = "#26242e", "#d8d5ce"
 
 
 def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
@@ -25,7 +19,7 @@ def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
     charts = [c for c in charts if c.drawn]
     if not charts:
         return
-    figure = Figure(figsize=(4.8 * len(charts), 3.6), layout="constrained", dpi=160)
+    figure = blank(4.8 * len(charts), 3.6)
     for chart, ax in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
         for series in chart.drawn:
             x, mean, least, most = thinned(series.curve)
@@ -45,7 +39,7 @@ def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
         if len(chart.drawn) > 1:
             ax.legend(frameon=False, fontsize=9)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
@@ -54,7 +48,7 @@ def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
     if table is None or not 2 <= len(table) <= 50:
         return
     size = 2.2 + 0.42 * len(table)
-    figure = Figure(figsize=(size, size), layout="constrained", dpi=160)
+    figure = blank(size, size)
     ax = figure.subplots()
     shares = table / np.maximum(table.sum(1, keepdims=True), 1)
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -70,7 +64,7 @@ def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
     ax.set_title(f"{story.run.name}: confusion", loc="left", fontsize=11, color=INK)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def save_picture(pixels: Pixels, path: Path, least: int = 480) -> None:
@@ -80,8 +74,3 @@ def save_picture(pixels: Pixels, path: Path, least: int = 480) -> None:
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image).convert("RGB")
     image.save(path, "png", optimize=True)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    FigureCanvasAgg(figure)  # no window system is asked for
-    figure.savefig(path)

@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 
 from vitrail.errors import ModelError
+from vitrail.explain.filters import filter_pictures, filters
+from vitrail.explain.positions import position_similarity
 from vitrail.explain.rollout import class_view
 from vitrail.models import ViT
-from vitrail.report.inside import filter_pictures, filters, position_similarity
 from vitrail.report.markup import Markup, join, tag
 from vitrail.report.pictures import Pixels, enlarged, img, lit, mosaic, png_uri, thumbnail, tiles
 from vitrail.report.story import Story, some_right, surest_mistakes

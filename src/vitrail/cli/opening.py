@@ -1,0 +1,60 @@
+"""The model that a command is given: its options, and how it is opened."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitrail.cli.console import err, note
+from vitrail.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from vitrail.api import Model
+
+Source = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="A name, a file, a folder or a hub id.")
+]
+Labels = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Class names: one on each line, JSON, or the word imagenet-1k.")
+]
+Image = Annotated[str | None, typer.Option(metavar="SIZE", help="Another size: 384, or 288x192 (height x width).")]
+Channels = Annotated[int | None, typer.Option(min=1, metavar="N", help="Take pictures as grey (1) or with alpha (4).")]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Pictures at a time.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or mps.")]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")]
+
+
+def open_model(model: str | None, *, told: dict[str, Any] | None = None, classes: bool = True, **options: Any) -> Model:
+    """The model of `--model`; `options` are those of `vitrail.load`, `told` what `--set` gave.
+
+    classes: refuse a model that has none, and say where they have no names.
+    """
+    if model is None:
+        raise ConfigError(
+            "no model ships with this version: pass --model with a name such as ViT-Ti/16 (see `vitrail models`), "
+            "a file of weights, a folder or a hub id."
+        )
+    told = told or {}
+    for name in told.keys() & options.keys():
+        raise ConfigError(f"--set {name}={told[name]}: pass --{name} instead.")
+    with err.status(f"loading {model}"):
+        from vitrail.api import load  # and torch: not before the arguments are known to be good
+        from vitrail.weights.locate import locate
+    found = locate(model)  # has a progress bar of its own where it downloads
+    with err.status(f"loading {model}"):
+        vit = load(found, **options, **told)
+    if classes:
+        _check_classes(vit, model)
+    return vit
+
+
+def _check_classes(vit: Model, model: str) -> None:
+    try:
+        vit.check_classes()
+    except ModelError:
+        teach = f"vitrail finetune --model {shlex.quote(model)} --data DATA"
+        raise ModelError(f"{model} has no classes yet; teach it some: {teach}.") from None
+    if vit.labels is None:
+        note("the checkpoint does not name its classes: pass --labels FILE, or imagenet-1k if that is what they are.")
