@@ -69,7 +69,7 @@ def predict(
         raise ConfigError("--logits gives every output of every picture: add --json.")
     if to is not None:
         _check_destination(to)
-    own = {"image": size(image), "channels": channels, "labels": labels}
+    own: dict[str, Any] = {"image": size(image), "channels": channels, "labels": labels}
     told = settings(changes)
     paths, many = find_pictures(pictures)
 
