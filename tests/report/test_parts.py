@@ -16,10 +16,11 @@ from report.run_folders import MODEL, Page, Pictures, evaluated, logged, measure
 from vitrail.config import StemConfig
 from vitrail.errors import ModelError
 from vitrail.evaluate import Samples, Scores
+from vitrail.explain import panes
 from vitrail.explain.filters import filter_pictures, filters
 from vitrail.explain.positions import position_similarity
 from vitrail.models import Net, build
-from vitrail.report import pictures, words
+from vitrail.report import words
 from vitrail.report.charts import MOST_POINTS, Chart, Series, apart, log_ticks, thinned, ticks, to_svg, wants_log
 from vitrail.report.markup import Markup, tag
 from vitrail.report.runs import differences, read_run, told_apart
@@ -234,7 +235,7 @@ def test_a_hybrids_filters_are_not_of_patches():
 def test_a_view_lights_the_patch_it_is_about():
     view = np.zeros((4, 4))
     view[1, 2] = 1.0
-    lit = pictures.lit(np.full((8, 8, 3), 200, np.uint8), view).astype(int)
+    lit = panes.lit(np.full((8, 8, 3), 200, np.uint8), view).astype(int)
     bright = lit.sum(2) == lit.sum(2).max()
     assert np.array_equal(np.argwhere(bright), [[2, 4], [2, 5], [3, 4], [3, 5]])
 
@@ -242,7 +243,7 @@ def test_a_view_lights_the_patch_it_is_about():
 def test_every_map_of_a_mosaic_is_in_its_place():
     maps = np.zeros((2, 3, 2, 2))
     maps[1, 2] = 1.0
-    picture = pictures.mosaic(maps, side=3, gap=2, low=0.0, high=1.0)
+    picture = panes.mosaic(maps, side=3, gap=2, low=0.0, high=1.0)
     assert picture.shape == (2 * 6 + 2, 3 * 6 + 4, 4)
     assert (picture[8:, 16:, :3] == picture[-1, -1, :3]).all()
     assert (picture[:, 6:8, 3] == 0).all()  # the gap is clear

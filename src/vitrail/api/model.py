@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ from vitrail.weights.labels import read_labels
 from vitrail.weights.locate import Found
 from vitrail.weights.opening import open_checkpoint
 
+if TYPE_CHECKING:
+    from vitrail.api.looking import Look
+
 Pixels = npt.NDArray[Any]
 Want = Literal["logits", "pooled"]
 
@@ -47,7 +50,8 @@ class Model:
     """A network that knows how its pictures are prepared and what its classes are called.
 
     `predict` names what is in pictures, `embed` gives features to compare them by, `logits` the raw
-    outputs, `save` writes it in any format that can express it. `net` is the nn.Module.
+    outputs, `explain` shows what it looks at, `save` writes it in any format that can express it.
+    `net` is the nn.Module.
     """
 
     def __init__(self, net: Net, card: Card) -> None:
@@ -100,6 +104,16 @@ class Model:
         """Features before the head, on the CPU: B D (CLIP: in the space its texts share)."""
         projects = self.card.task == "embed" and self.config.classes
         return self._outputs(pictures, batch, "logits" if projects else "pooled")
+
+    def explain(self, picture: Picture, **options: Any) -> Look:
+        """What happens inside for one picture: `look.rollout`, `look.attention`, `look.figure().savefig(...)`.
+
+        Options are those of `vitrail.api.looking.explain`: the class to explain (`target`), kinds of
+        explanation (`methods`), whose attention (`query`), and `trust` for how far to believe them.
+        """
+        from vitrail.api.looking import explain
+
+        return explain(self, picture, **options)
 
     def stream(
         self, pictures: Iterable[Picture], batch: int = 32, want: Want = "logits"

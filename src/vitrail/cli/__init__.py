@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli import convert, datasets, finetune, models, predict, train
+from vitrail.cli import convert, datasets, eval, explain, figures, finetune, models, predict, train
 from vitrail.cli.console import notes_to_stderr, problem
 from vitrail.errors import VitrailError
 
@@ -23,9 +23,12 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("finetune")(finetune.finetune)
+app.command("eval")(eval.evaluate)
 app.command("models")(models.models)
 app.command("datasets")(datasets.datasets)
 app.command("predict")(predict.predict)
+app.command("explain")(explain.explain)
+app.command("figures")(figures.figures)
 app.command("convert")(convert.convert)
 
 

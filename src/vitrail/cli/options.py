@@ -24,6 +24,9 @@ Settings = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Formats = Annotated[
+    str, typer.Option("--format", metavar="NAMES", help="Some of png,svg,pdf and npz, the numbers behind them.")
+]
 
 PAIR = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
@@ -48,3 +51,13 @@ def settings(given: Sequence[str] | None) -> dict[str, Any]:
             raise ConfigError(f"--set wants KEY=VALUE, such as heads=4, got {text!r}.")
         found[name.strip()] = parse_value(value.strip())
     return found
+
+
+def listed(text: str | None) -> tuple[str, ...] | None:
+    """ "rollout, gradient" -> its words; None stays None."""
+    if text is None:
+        return None
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise ConfigError(f"got an empty list {text!r}, wanted names with commas between them.")
+    return words

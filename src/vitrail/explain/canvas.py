@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, nearest
 
 # Okabe and Ito's colours, darkened where white paper asks for it: told apart by all eyes.
 COLOURS = ("#0072b2", "#b84f00", "#00795a", "#a8477f", "#8a6a00")
@@ -22,6 +23,8 @@ HEAT = "viridis"
 SIGNED = "PuOr"
 """For what may be less than nothing: orange below, violet above, white between."""
 DPI = 160
+FORMATS = ("png", "svg", "pdf", "npz")
+"""What can be written: figures, and the numbers behind them."""
 
 Arrays = Mapping[str, npt.ArrayLike]
 
@@ -32,10 +35,28 @@ def blank(width: float, height: float) -> Figure:
 
 
 def title(figure: Figure, text: str, under: str = "") -> None:
-    """What is seen, at the upper left; beneath it, smaller, what it was made from."""
-    figure.suptitle(text if not under else f"{text}\n", x=0.01, ha="left", fontsize=12, color=INK)
+    """What is seen, at the upper left; beneath it, smaller, what it was made from. Room is made for both."""
+    inch = 1 / figure.get_figheight()
+    engine = figure.get_layout_engine()
+    if isinstance(engine, ConstrainedLayoutEngine):
+        engine.set(rect=(0, 0, 1, 1 - (0.6 if under else 0.36) * inch))
+    lines = [figure.text(0, 1 - 0.08 * inch, text, ha="left", va="top", fontsize=12, color=INK)]
     if under:
-        figure.text(0.01, 0.965, under, ha="left", va="top", fontsize=8.5, color=QUIET)
+        lines.append(figure.text(0, 1 - 0.34 * inch, under, ha="left", va="top", fontsize=8.5, color=QUIET))
+    canvas = FigureCanvasAgg(figure)
+    longest = max(line.get_window_extent(canvas.get_renderer()).width for line in lines) / figure.dpi
+    figure.set_figwidth(max(figure.get_figwidth(), longest + 0.2))
+    for line in lines:
+        line.set_x(0.1 / figure.get_figwidth())
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Raise ConfigError for an ending that is none."""
+    for ending in formats:
+        if ending not in FORMATS:
+            raise ConfigError(f"no format {ending!r}{nearest(ending, FORMATS)}")
+    if not formats:
+        raise ConfigError(f"no format was given; wanted some of {', '.join(FORMATS)}.")
 
 
 def save(figure: Figure, path: str | Path) -> Path:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.evaluate.accuracy import evaluating
-from vitrail.models import BiT, Net, Output, ViT
+from vitrail.explain.attention import Query, Walk, reading, token_number
+from vitrail.models import Net
 
 # B images, H heads, T tokens (special ones first), N patches in h rows and w columns
 
@@ -26,35 +26,20 @@ def rollout(layers: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def class_view(net: Net, images: Tensor) -> Tensor:
-    """B C H W -> B h w: how much of each patch is in what the head reads.
+def class_view(net: Net, images: Tensor, query: Query = "read") -> Tensor:
+    """B C H W -> B h w: how much of each patch is in what the head reads, or in one token.
 
     That is the class token's row of the rollout (the mean of both tokens' for a distilled network,
     which answers with the mean of two heads); the mean of the patches' rows where those are
     pooled; their rows weighed by the attention pool where there is one. A map sums to 1 less what
     the special tokens keep to themselves.
     """
-    if isinstance(net, BiT):
-        raise ModelError("a BiT has convolutions and no attention, so there is nothing to roll out; try a ViT.")
-    pool, special = net.config.pool, net.config.prefix
-    with evaluating(net):
-        out = net.features(images, want=("attention", "pool_attention") if pool == "map" else ("attention",))
-    assert out.attention is not None
-    joint = rollout(out.attention)  # B T T
-    return _read(net, out, joint)[:, special:].unflatten(1, net.config.grid_of((images.shape[2], images.shape[3])))
-
-
-def _read(net: ViT, out: Output, joint: Tensor) -> Tensor:
-    """B T: the rows of the rollout as the head mixes them."""
-    token = joint[:, : 1 + net.config.distilled].mean(1)
-    patches = joint[:, net.config.prefix :]
-    match net.config.pool:
-        case "token":
-            return token
-        case "gap":
-            return patches.mean(1)
-        case "token+gap":
-            return (token + patches.mean(1)) / 2
-        case "map":
-            assert out.pool_attention is not None
-            return torch.einsum("bn,bnt->bt", out.pool_attention.mean(1), patches)
+    walk = Walk(net, images)
+    joint = rollout(walk)  # B T T
+    special = walk.net.config.prefix
+    if query == "read":
+        mixed = reading(walk.net, joint, joint.shape[-1] - special, walk.pool_attention)
+        row = torch.einsum("bt,btu->bu", mixed, joint)
+    else:
+        row = joint[:, token_number(walk.net, query, walk.grid)]
+    return row[:, special:].unflatten(1, walk.grid)

@@ -144,11 +144,7 @@ class ViT(Network):
         if tokens is not None:
             tokens.append(x)
         for i, block in enumerate(self.blocks):
-            if self.config.place != "stem" and self.positions:
-                if isinstance(self._position(i), Additive):
-                    x = self.placed(x, i, grid)
-                elif place is None or len(self.positions) > 1:
-                    place = self._position(i)(grid, x)
+            x, place = self.before(i, x, grid, place)
             drawn = None if seeds is None else seeds[i]
             if recompute:
                 state = self.config.attention_dropout > 0  # the rest is drawn from keys, the same each time
@@ -158,6 +154,18 @@ class ViT(Network):
             if tokens is not None:
                 tokens.append(x)
         return x
+
+    def before(self, layer: int, x: Tensor, grid: Grid, place: Place | None) -> tuple[Tensor, Place | None]:
+        """What enters a block: tokens with the positions that it adds, and those inside its attention.
+
+        `place` is what the block below had.
+        """
+        if self.config.place != "stem" and self.positions:
+            if isinstance(self._position(layer), Additive):
+                return self.placed(x, layer, grid), place
+            if place is None or len(self.positions) > 1:
+                return x, self._position(layer)(grid, x)
+        return x, place
 
     def placed(self, x: Tensor, layer: int, grid: Grid) -> Tensor:
         """Tokens with this layer's additive positions."""

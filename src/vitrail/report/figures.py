@@ -9,8 +9,8 @@ from PIL import Image
 
 from vitrail.evaluate.scores import Scores
 from vitrail.explain.canvas import COLOURS, DASHES, FAINT, INK, blank, save
+from vitrail.explain.panes import Pixels, enlarged
 from vitrail.report.charts import Chart, thinned
-from vitrail.report.pictures import Pixels, enlarged
 from vitrail.report.story import Story
 
 

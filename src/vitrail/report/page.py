@@ -13,12 +13,12 @@ import torch
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.evaluate.scores import Scores
+from vitrail.explain.panes import tiles
 from vitrail.models import Net
 from vitrail.report import results, views
 from vitrail.report.charts import Chart, Series, to_svg, wants_log
 from vitrail.report.figures import draw_charts, draw_confusion, save_picture
 from vitrail.report.markup import Markup, join, tag
-from vitrail.report.pictures import tiles
 from vitrail.report.runs import Run, read_run, told_apart
 from vitrail.report.story import Story
 from vitrail.report.words import (

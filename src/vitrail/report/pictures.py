@@ -1,39 +1,20 @@
-"""Arrays -> small pictures inside a page: thumbnails, attention laid over them, mosaics of maps."""
+"""Small pictures inside a page."""
 
 from __future__ import annotations
 
 import base64
 import io
-from typing import Any
 
-import matplotlib
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
+from vitrail.explain.panes import Pixels
 from vitrail.report.markup import Markup, tag
-
-# H x W pixels, C channels, h x w patches
-
-Pixels = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.floating[Any]]
 
 SMALL = 64
 """Up to this side a picture is kept pixel for pixel and enlarged without blurring."""
 THUMB = 176
 """Larger ones are shrunk to this side."""
-SMOOTH = 10
-"""From so many patches a side on, a map is drawn smoothly; below that as the panes it is made of."""
-
-
-def shown(pixels: npt.NDArray[Any]) -> Pixels:
-    """H W C of any kind, 0 to 255 -> uint8 H W 3."""
-    whole = np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
-    if whole.ndim == 2:
-        whole = whole[:, :, None]
-    if whole.shape[2] in (1, 2):
-        return np.repeat(whole[:, :, :1], 3, axis=2)
-    return whole[:, :, :3]
 
 
 def thumbnail(pixels: Pixels) -> Pixels:
@@ -44,12 +25,6 @@ def thumbnail(pixels: Pixels) -> Pixels:
     scale = THUMB / max(height, width)
     size = max(round(width * scale), 1), max(round(height * scale), 1)
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
-
-
-def enlarged(pixels: Pixels, least: int) -> Pixels:
-    """Every pixel repeated until the short side has `least`."""
-    times = max(-(-least // min(pixels.shape[:2])), 1)
-    return pixels.repeat(times, axis=0).repeat(times, axis=1)
 
 
 def data_uri(pixels: Pixels) -> str:
@@ -72,49 +47,3 @@ def img(pixels: Pixels, alt: str, *, exact: bool = False) -> Markup:
     sharp = exact or max(height, width) <= SMALL
     source = png_uri(pixels) if exact else data_uri(pixels)
     return tag("img", src=source, alt=alt, width=width, height=height, cls="sharp" if sharp else None)
-
-
-def scaled(view: Floats) -> Floats:
-    """To 0 ... 1: all of what differs, but no single patch so bright that the rest goes dark."""
-    low, high = float(np.min(view)), float(np.quantile(view, 0.98))
-    return np.clip((view - low) / max(high - low, 1e-12), 0, 1)
-
-
-def stretched(view: Floats, height: int, width: int) -> Floats:
-    """h w -> H W: panes for few patches, smooth for many."""
-    how = Image.Resampling.BICUBIC if min(view.shape) >= SMOOTH else Image.Resampling.NEAREST
-    image = Image.fromarray(view.astype(np.float32)).resize((width, height), how)
-    return np.clip(np.asarray(image), 0, 1)
-
-
-def lit(pixels: Pixels, view: Floats) -> Pixels:
-    """The picture through coloured glass: pale yellow where the view is, violet where it is not."""
-    heat = stretched(scaled(view), *pixels.shape[:2])  # H W
-    grey = pixels.mean(2, keepdims=True) / 255
-    glass = matplotlib.colormaps["plasma"](heat)[..., :3]
-    return (255 * np.clip((0.3 + 0.7 * grey) * glass, 0, 1)).astype(np.uint8)
-
-
-def mosaic(maps: Floats, *, side: int, gap: int, low: float, high: float, colours: str = "viridis") -> Pixels:
-    """R Q h w values -> R x Q maps in colour, `side` pixels a value, transparent gaps: H W 4."""
-    rows, columns, height, width = maps.shape
-    tile_h, tile_w = height * side, width * side
-    canvas = np.zeros((rows * (tile_h + gap) - gap, columns * (tile_w + gap) - gap, 4), np.uint8)
-    painted = matplotlib.colormaps[colours](np.clip((maps - low) / max(high - low, 1e-12), 0, 1), bytes=True)
-    for r in range(rows):
-        for c in range(columns):
-            top, left = r * (tile_h + gap), c * (tile_w + gap)
-            canvas[top : top + tile_h, left : left + tile_w] = painted[r, c].repeat(side, 0).repeat(side, 1)
-    return canvas
-
-
-def tiles(pictures: list[Pixels], columns: int, *, gap: int = 2) -> Pixels:
-    """Pictures of one size, H W 3, side by side with transparent gaps: H W 4."""
-    height, width = pictures[0].shape[:2]
-    rows = -(-len(pictures) // columns)
-    canvas = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap, 4), np.uint8)
-    for i, picture in enumerate(pictures):
-        top, left = i // columns * (height + gap), i % columns * (width + gap)
-        canvas[top : top + height, left : left + width, :3] = picture
-        canvas[top : top + height, left : left + width, 3] = 255
-    return canvas

@@ -12,8 +12,8 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.errors import VitrailError
 from vitrail.evaluate.scores import Samples, Scores, wilson
+from vitrail.explain.panes import Pixels, shown
 from vitrail.models import Net
-from vitrail.report.pictures import Pixels, shown
 from vitrail.report.runs import Run
 
 # N pictures, K classes

@@ -11,11 +11,12 @@ import torch
 
 from vitrail.errors import ModelError
 from vitrail.explain.filters import filter_pictures, filters
+from vitrail.explain.panes import Pixels, enlarged, lit, mosaic, tiles
 from vitrail.explain.positions import position_similarity
 from vitrail.explain.rollout import class_view
 from vitrail.models import ViT
 from vitrail.report.markup import Markup, join, tag
-from vitrail.report.pictures import Pixels, enlarged, img, lit, mosaic, png_uri, thumbnail, tiles
+from vitrail.report.pictures import img, png_uri, thumbnail
 from vitrail.report.story import Story, some_right, surest_mistakes
 
 LOOKS = 8

@@ -1,0 +1,108 @@
+"""`vitrail explain`: what a model looks at in pictures, as figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitrail.cli.console import problem, progress
+from vitrail.cli.opening import Channels, Device, Dtype, Image, Labels, Source, open_model
+from vitrail.cli.options import Family, Formats, Json, Section, Settings, listed, settings, size
+from vitrail.cli.predict import Pictures, find_pictures
+from vitrail.errors import ImageError, NotFound
+
+if TYPE_CHECKING:
+    from vitrail.api.looking import Look
+
+
+def explain(
+    pictures: Pictures,
+    model: Source = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the figures go.")] = Path("explained"),
+    methods: Annotated[
+        str | None,
+        typer.Option("--method", metavar="NAMES", help="Some of rollout,gradient,attention,occlusion; else all."),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option("--class", metavar="CLASS", help="The class to explain, by name or number.")
+    ] = None,
+    layer: Annotated[
+        str, typer.Option("--layer", metavar="N", help="Layers whose heads are shown: 12, or 1,6,12, or -1.")
+    ] = "-1",
+    query: Annotated[
+        str, typer.Option("--query", metavar="WHO", help="Whose attention: read, class, 'register 1', or ROW,COLUMN.")
+    ] = "read",
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Add deletion and insertion curves: which explanation to believe.")
+    ] = False,
+    formats: Formats = "png",
+    labels: Labels = None,
+    image: Image = None,
+    channels: Channels = None,
+    section: Section = None,
+    family: Family = None,
+    changes: Settings = None,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    as_json: Json = False,
+) -> None:
+    """Show what a model looks at: rollout, attention of every head, what speaks for a class, what is missed."""
+    kinds, endings, layers = listed(methods), listed(formats) or (), _numbers(layer)
+    told, own = settings(changes), {"image": size(image), "channels": channels, "labels": labels}
+    paths, _ = find_pictures(pictures)
+    vit = open_model(model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own)
+    from vitrail.explain.attention import parse_query
+
+    rows: list[dict[str, Any]] = []
+    failed = 0
+    with progress(len(paths) > 1 or trust) as bar:
+        for path in bar.track(paths, description="explaining"):
+            try:
+                look = vit.explain(path, methods=kinds, target=target, query=parse_query(query), trust=trust)
+            except (ImageError, NotFound) as error:
+                problem(str(error))
+                failed += 1
+                continue
+            written = look.save(out, endings, layers)
+            rows.append(_row(path, look, written))
+            if not as_json:
+                typer.echo(_lines(path, look, written), nl=False)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+    if failed:
+        if len(paths) > 1:
+            problem(f"{failed} of {len(paths)} pictures could not be read.")
+        raise typer.Exit(1)
+
+
+def _row(path: Path, look: Look, written: list[Path]) -> dict[str, Any]:
+    row: dict[str, Any] = {"path": str(path), "files": [str(f) for f in written]}
+    if look.target is not None:
+        row |= {"label": look.target.label, "index": look.target.index, "score": look.target.score}
+    if look.faithful:
+        row["faithfulness"] = {
+            kind: {"deletion": both.deletion.area, "insertion": both.insertion.area}
+            for kind, both in look.faithful.items()
+        }
+    return row
+
+
+def _lines(path: Path, look: Look, written: list[Path]) -> str:
+    said = f"  {100 * look.target.score:.1f} % {look.target.label}" if look.target is not None else ""
+    text = f"{path}{said}\n" + "".join(f"  {file}\n" for file in written)
+    if look.faithful:
+        best = max((k for k in look.faithful if k != "random"), key=lambda k: look.faithful[k].gain)
+        chance = look.faithful["random"].gain
+        text += f"  most faithful here: {best}, {look.faithful[best].gain:+.3f} (insertion less deletion)"
+        text += f"; a random order {chance:+.3f}\n"
+    return text
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"--layer wants numbers such as 12 or 1,6,12, got {text!r}") from None

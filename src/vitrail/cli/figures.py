@@ -1,0 +1,83 @@
+"""`vitrail figures`: the paper's figures of a model; or of a run as it learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitrail.cli.console import err, progress
+from vitrail.cli.opening import Channels, Device, Dtype, Image, Source, open_model
+from vitrail.cli.options import Family, Formats, Json, Section, Settings, listed, settings, size
+from vitrail.errors import ConfigError
+
+
+def figures(
+    model: Source = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", metavar="SPEC", help="Pictures to look with: a folder, a data set's name ..."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the figures go.")] = Path("figures"),
+    what: Annotated[
+        str | None,
+        typer.Option("--what", metavar="NAMES", help="Some of filters,positions,distances,rollout,colours; else all."),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures to take of the data.")] = 128,
+    layer: Annotated[
+        int | None, typer.Option(metavar="N", help="Whose positions and features: 1 is the first, -1 the last.")
+    ] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Colour what stands out from the background only.")
+    ] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Of a run folder: the figures as it learned, as an animation.")
+    ] = False,
+    formats: Formats = "png",
+    root: Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where data known by name lies.")] = None,
+    image: Image = None,
+    channels: Channels = None,
+    section: Section = None,
+    family: Family = None,
+    changes: Settings = None,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    as_json: Json = False,
+) -> None:
+    """Draw a model's filters, positions, attention distances, rollout of many pictures, features in colour."""
+    names, endings = listed(what), listed(formats) or ()
+    if timeline:
+        written = _timeline(model, out, names)
+    else:
+        told, own = settings(changes), {"image": size(image), "channels": channels}
+        vit = open_model(
+            model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own
+        )
+        with err.status("looking for pictures"):
+            from vitrail.api.portrait import FIGURES, NEED_PICTURES, Portrait, pictures_of
+
+            pictures = pictures_of(data, count, root) if data is not None else None
+        with progress() as bar:
+            passes = [name for name in names or FIGURES if name in NEED_PICTURES]
+            task = bar.add_task("looking", total=max(len(pictures or (0, 0)) * len(passes), 1))
+            portrait = Portrait(
+                vit,
+                pictures,
+                layer=layer,
+                foreground=foreground,
+                named=f"pictures of {data}" if data is not None else "",
+                advance=lambda n: bar.advance(task, n),
+            )
+            written = portrait.save(out, names, endings)
+    typer.echo(json.dumps([str(f) for f in written], indent=2) if as_json else "\n".join(map(str, written)))
+
+
+def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> list[Path]:
+    if model is None:
+        raise ConfigError("--timeline wants a run folder: --model runs/digits.")
+    with err.status("drawing"):
+        from vitrail.api.timeline import timeline
+
+        return list(timeline(model, out, **({"what": names} if names else {})))

@@ -1,0 +1,56 @@
+"""How far each head looks, in pixels (the paper's Fig. 7 right and Fig. 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from vitrail.errors import DataError
+from vitrail.explain.attention import Walk
+from vitrail.models import Net
+
+# B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L layers
+
+
+def patch_distances(grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    """N N, float64: pixels between the centres of any two patches of a picture of this height and width."""
+    sides = [n / count for n, count in zip(size, grid, strict=True)]
+    axes = [torch.arange(count, dtype=torch.float64) * side for count, side in zip(grid, sides, strict=True)]
+    centres = torch.cartesian_prod(*axes)  # N 2
+    return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def mean_distances(attention: Tensor, distances: Tensor, special: int = 0) -> Tensor:
+    """B H T T and N N -> B H: the mean over patches of how far from it what a patch looks at lies.
+
+    Attention among patches only, made to sum to 1 again: special tokens are nowhere. A patch that
+    looks at none counts for nothing.
+    """
+    among = attention[:, :, special:, special:]
+    total = among.sum(-1)  # B H N
+    far = torch.einsum("bhqk,qk->bhq", among, distances.to(among))
+    counts = total > 0
+    each = torch.where(counts, far / total.clamp(min=torch.finfo(total.dtype).tiny), 0)
+    return each.sum(-1) / counts.sum(-1).clamp(min=1)
+
+
+@torch.no_grad()
+def attention_distance(net: Net, images: Tensor | Iterable[Tensor]) -> Tensor:
+    """B C H W, or batches of them -> L H in pixels: the mean over all pictures, layers in order."""
+    total, count = None, 0
+    for batch in (images,) if isinstance(images, Tensor) else images:
+        walk = Walk(net, batch)
+        distances = patch_distances(walk.grid, (batch.shape[2], batch.shape[3])).to(batch.device, torch.float32)
+        special = walk.net.config.prefix
+        found = torch.stack([mean_distances(a, distances, special).sum(0).cpu().double() for a in walk])  # L H
+        total, count = found if total is None else total + found, count + len(batch)
+    if total is None or not count:
+        raise DataError("there is no picture to look at attention distances on; wanted one or more.")
+    return total / count
+
+
+def uniform_distance(grid: tuple[int, int], size: tuple[int, int]) -> float:
+    """Of a head that looks at all patches alike: the mean over all pairs."""
+    return float(patch_distances(grid, size).mean())

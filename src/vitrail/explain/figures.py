@@ -1,0 +1,249 @@
+"""Arrays -> figures: each function draws one, and its title says what is seen, of which model, picture and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from vitrail.explain.canvas import COLOURS, DASHES, FAINT, HEAT, INK, QUIET, blank, title
+from vitrail.explain.faithfulness import RANDOM, Faithfulness
+from vitrail.explain.filters import filter_pictures
+from vitrail.explain.panes import Floats, Pixels, enlarged, lit, masked, mosaic, scaled, tiles
+
+# H x W pixels, h rows and w columns of patches, L layers, H heads
+
+MOST_MAPS = 14
+"""So many small maps a side are told apart; of more rows or columns every second, third, ... is drawn."""
+
+WORDS = {
+    "rollout": "rollout\nwhat reaches the answer",
+    "gradient": "gradient-weighted\nwhat speaks for the class",
+    "attention": "last attention\nwhat is asked at the end",
+    "occlusion": "occlusion\nwhat is missed when hidden",
+}
+"""What each kind of explanation is, in a few words."""
+
+
+def overview(
+    pixels: Pixels, maps: Mapping[str, Floats], scores: Sequence[tuple[str, float]], name: str, under: str
+) -> Figure:
+    """The picture, the classes it may be, and what each explanation lights up in it."""
+    columns = 1 + len(maps)
+    height = 2.5 * pixels.shape[0] / pixels.shape[1]
+    figure = blank(2.5 * columns, height + 1.1 + (1.4 if scores else 0))
+    rows = figure.subfigures(
+        2 if scores else 1, 1, height_ratios=[height + 0.7, 1.4] if scores else None, squeeze=False
+    )
+    axes = rows[0, 0].subplots(1, columns, squeeze=False)[0]
+    _picture(axes[0], pixels, "the picture\nas the network sees it")
+    for ax, (kind, view) in zip(axes[1:], maps.items(), strict=True):
+        _picture(ax, lit(pixels, np.maximum(view, 0)), WORDS.get(kind, kind))  # hiding some patches may help
+    if scores:
+        bars(rows[1, 0].subplots(1, 2, width_ratios=(1, max(0.01, columns / 2 - 1)))[0], scores)
+        rows[1, 0].axes[1].axis("off")
+    title(figure, name, under)
+    return figure
+
+
+def bars(ax: Axes, scores: Sequence[tuple[str, float]]) -> None:
+    """Classes with their probabilities, likeliest first."""
+    names = [_short(label, 34) for label, _ in scores]
+    places = range(len(scores))[::-1]
+    ax.barh(places, [score for _, score in scores], color=[COLOURS[0], *[FAINT] * (len(scores) - 1)], height=0.72)
+    for place, (_, score) in zip(places, scores, strict=True):
+        ax.text(score + 0.008, place, f"{100 * score:.1f} %", va="center", fontsize=8.5, color=INK)
+    ax.set_yticks(places, names, fontsize=8.5, color=INK)
+    ax.set_xlim(0, 1.08)
+    ax.set_xticks([])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def heads(pixels: Pixels, views: Floats, name: str, under: str) -> Figure:
+    """One layer, H h w: what each head attends to, and all of them together."""
+    shown = [*views, views.mean(0)]
+    words = [f"head {i + 1}" for i in range(len(views))] + ["all heads"]
+    columns = min(len(shown), 7)
+    rows = -(-len(shown) // columns)
+    side = 1.9
+    figure = blank(max(side * columns, 4.6), rows * (side * pixels.shape[0] / pixels.shape[1] + 0.3) + 0.65)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax, view, text in zip(axes, shown, words, strict=False):
+        _picture(ax, lit(pixels, view), text)
+    for ax in axes[len(shown) :]:
+        ax.axis("off")
+    title(figure, name, under)
+    return figure
+
+
+def layers(views: Floats, name: str, under: str) -> Figure:
+    """L H h w: a small map for each layer (from left to right) and head (downwards), each on a scale of its own."""
+    depth, count, height, width = views.shape
+    bright = np.array([scaled(view) for view in views.reshape(-1, height, width)]).reshape(views.shape)
+    side = max(1, round(70 / max(height, width)))
+    picture = mosaic(bright.swapaxes(0, 1), side=side, gap=max(side, 3), low=0, high=1, colours=HEAT)
+    inches = min(0.8 * depth, 14.0)
+    figure = blank(max(inches + 0.6, 5.2), inches * picture.shape[0] / picture.shape[1] + 1.1)
+    _mosaic_axes(figure.subplots(), picture, count, depth, "head", "layer")
+    title(figure, name, under)
+    return figure
+
+
+def faithfulness_curves(found: Mapping[str, Faithfulness], name: str, under: str) -> Figure:
+    """How the class's probability falls and rises with what each explanation holds important."""
+    figure = blank(9, 3.9)
+    both = figure.subplots(1, 2, sharey=True)
+    ways = (
+        ("deletion", "hidden, most important first", "small"),
+        ("insertion", "shown, most important first", "large"),
+    )
+    for ax, (way, what, good) in zip(both, ways, strict=True):
+        ordered = sorted(found, key=lambda n: getattr(found[n], way).area, reverse=way == "insertion")
+        for kind in ordered:
+            curve = getattr(found[kind], way)
+            place = [k for k in found if k != RANDOM].index(kind) if kind != RANDOM else 0
+            colour, dash = (QUIET, (0, (1, 1.5))) if kind == RANDOM else (COLOURS[place % 5], DASHES[place % 5])
+            label = f"{kind}  {curve.area:.3f}"
+            ax.plot(curve.shares, curve.values, color=colour, linestyle=dash, linewidth=2, label=label)
+        ax.set_title(f"{way}: a {good} area is good", loc="left", fontsize=10, color=INK)
+        ax.set_xlabel(f"share of the patches {what}", color=INK, fontsize=9)
+        ax.xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
+        ax.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
+        ax.grid(axis="y", color=FAINT, linewidth=0.7)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.legend(frameon=False, fontsize=8.5, title="area under the curve, best first", title_fontsize=8.5)
+    both[0].set_ylim(0, 1.05 * max(1e-6, *(c.values.max() for f in found.values() for c in (f.deletion, f.insertion))))
+    both[0].set_ylabel("probability of the class", color=INK, fontsize=9)
+    title(figure, name, under)
+    return figure
+
+
+def sheet(pictures: Sequence[Pixels], maps: Sequence[Floats], name: str, under: str, columns: int = 8) -> Figure:
+    """Pictures, each beside itself as a mask of its map: the paper's Fig. 6, and its figure of 128 examples."""
+    pairs = [np.concatenate([p, masked(p, m)], axis=1) for p, m in zip(pictures, maps, strict=True)]
+    columns = min(columns, len(pairs))
+    whole = tiles(pairs, columns, gap=max(2, pairs[0].shape[0] // 32))
+    width = min(2.3 * columns, 15.0)
+    figure = blank(max(width, 4.6), width * whole.shape[0] / whole.shape[1] + 0.7)
+    _picture(figure.subplots(), whole)
+    title(figure, name, under)
+    return figure
+
+
+def distances(found: Floats, uniform: float, name: str, under: str) -> Figure:
+    """L H in pixels: a point for each head, a line through each layer's mean."""
+    depth, count = found.shape
+    figure = blank(6.4, 4.2)
+    ax = figure.subplots()
+    x = np.arange(1, depth + 1)
+    ordered = np.sort(found, axis=1)
+    for h in range(count):
+        ax.plot(x, ordered[:, h], "o", color=COLOURS[0], alpha=0.65, markersize=5, markeredgewidth=0)
+    ax.plot(x, found.mean(1), color=COLOURS[1], linewidth=2)
+    ax.text(depth + 0.3, found[-1].mean(), "mean of\nthe heads", color=COLOURS[1], va="center", fontsize=8.5)
+    ax.axhline(uniform, color=QUIET, linestyle=":", linewidth=1.2)
+    ax.text(0.62, uniform, "a head that looks everywhere alike", color=QUIET, va="bottom", fontsize=8.5)
+    ax.set_xlabel("layer", color=INK)
+    ax.set_ylabel("mean distance attended to, in pixels", color=INK)
+    ax.set_xlim(0.5, depth + max(1.0, 0.16 * depth))
+    ax.set_ylim(0, max(uniform, float(found.max())) * 1.12)
+    ax.set_xticks(x if depth <= 16 else x[1::2])
+    ax.grid(axis="y", color=FAINT, linewidth=0.7)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    title(figure, name, under)
+    return figure
+
+
+def positions(alike: Floats, name: str, under: str) -> Figure:
+    """h w h w: in row i and column j the map of how alike that patch's position is to all others."""
+    rows, columns = alike.shape[:2]
+    step = max(-(-rows // MOST_MAPS), -(-columns // MOST_MAPS))
+    some = alike[step // 2 :: step, step // 2 :: step]
+    low = float(alike.min())
+    side = max(1, round(700 / (max(some.shape[:2]) * max(rows, columns))))
+    picture = mosaic(some, side=side, gap=max(side, 3), low=low, high=1.0, colours=HEAT)
+    figure = blank(6.6, 6.0 * picture.shape[0] / picture.shape[1] + 0.75)
+    ax = figure.subplots()
+    labels = [range(step // 2 + 1, n + 1, step) for n in (rows, columns)]
+    _mosaic_axes(ax, picture, len(labels[0]), len(labels[1]), "patch's row", "patch's column", *labels)
+    bar = figure.colorbar(ScalarMappable(Normalize(low, 1), HEAT), ax=ax, shrink=0.8, pad=0.02)
+    bar.set_label("similarity", fontsize=9, color=INK)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(labelsize=8, length=2)
+    title(figure, name, under)
+    return figure
+
+
+def filters(patterns: Floats, shares: Floats, name: str, under: str) -> Figure:
+    """n p q C: the main patterns of the patch projection, the strongest first."""
+    columns = min(len(patterns), 7)
+    rows = -(-len(patterns) // columns)
+    figure = blank(max(0.92 * columns, 4.6), 1.1 * rows + 0.7)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax, picture, share in zip(axes, filter_pictures(patterns), shares, strict=False):
+        _picture(ax, enlarged(picture, 96), f"{100 * share:.1f} %", size=7.5)
+    for ax in axes[len(patterns) :]:
+        ax.axis("off")
+    title(figure, name, under)
+    return figure
+
+
+def colours(pictures: Sequence[Pixels], found: Floats, name: str, under: str, columns: int = 6) -> Figure:
+    """Pictures, and beneath each its patches (B h w 3, from 0 to 1) in the colours of their features."""
+    columns = min(columns, len(pictures))
+    rows = 2 * -(-len(pictures) // columns)
+    side = min(2.2, 13 / columns)
+    figure = blank(max(side * columns, 4.6), rows * side * pictures[0].shape[0] / pictures[0].shape[1] + 0.75)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for ax in axes.ravel():
+        ax.axis("off")
+    for i, (picture, colour) in enumerate(zip(pictures, found, strict=True)):
+        row, column = 2 * (i // columns), i % columns
+        _picture(axes[row, column], picture)
+        axes[row + 1, column].imshow(colour, interpolation="nearest", extent=(0, picture.shape[1], picture.shape[0], 0))
+    title(figure, name, under)
+    return figure
+
+
+def _picture(ax: Axes, pixels: Pixels, text: str = "", size: float = 8.5) -> None:
+    ax.imshow(pixels, interpolation="nearest" if min(pixels.shape[:2]) <= 64 else "antialiased")
+    if text:
+        first, _, rest = text.partition("\n")
+        ax.set_title(first + ("\n" if rest else ""), fontsize=size + (1 if rest else 0), color=INK, pad=4)
+        if rest:
+            ax.text(
+                0.5, 1.025, rest, transform=ax.transAxes, ha="center", va="bottom", fontsize=size - 0.5, color=QUIET
+            )
+    ax.axis("off")
+
+
+def _mosaic_axes(
+    ax: Axes,
+    picture: Pixels,
+    rows: int,
+    columns: int,
+    down: str,
+    across: str,
+    row_names: Sequence[int] | None = None,
+    column_names: Sequence[int] | None = None,
+) -> None:
+    """A mosaic with its rows and columns numbered."""
+    ax.imshow(picture, interpolation="nearest", aspect="equal")
+    height, width = picture.shape[0] / rows, picture.shape[1] / columns
+    ax.set_yticks([height * (i + 0.5) for i in range(rows)], [*map(str, row_names or range(1, rows + 1))], fontsize=8)
+    ax.set_xticks(
+        [width * (i + 0.5) for i in range(columns)], [*map(str, column_names or range(1, columns + 1))], fontsize=8
+    )
+    ax.set_ylabel(down, fontsize=9, color=INK)
+    ax.set_xlabel(across, fontsize=9, color=INK)
+    ax.tick_params(length=0, colors=QUIET)
+    ax.spines[:].set_visible(False)
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

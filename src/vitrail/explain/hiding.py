@@ -1,0 +1,69 @@
+"""Pictures with patches hidden, and what the network then thinks of a class; nothing about the network is assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.errors import ConfigError
+from vitrail.evaluate.accuracy import evaluating
+
+# b pictures at a time, h rows and w columns of patches
+
+Fill = Literal["mean", "zero", "blur"]
+"""What stands where a patch is hidden: the picture's mean colour, the training pictures' (zero after
+normalisation), or the picture itself out of focus."""
+BLUR = 1 / 20
+"""Width of the blur, as a share of the picture's shorter side."""
+
+
+def filling(images: Tensor, fill: Fill) -> Tensor:
+    """B C H W -> the same shape: what shows through where a picture is hidden."""
+    if fill not in get_args(Fill):
+        raise ConfigError(f"fill={fill!r}: wanted one of {', '.join(get_args(Fill))}.")
+    if fill == "zero":
+        return torch.zeros_like(images)
+    if fill == "mean":
+        return images.mean((2, 3), keepdim=True).expand_as(images)
+    return blurred(images, BLUR * min(images.shape[2:]))
+
+
+def blurred(images: Tensor, sigma: float) -> Tensor:
+    """A Gaussian blur, the edge repeated outwards."""
+    radius = max(1, round(3 * sigma))
+    x = torch.arange(-radius, radius + 1, device=images.device, dtype=images.dtype)
+    kernel = (-(x**2) / (2 * sigma**2)).exp()
+    kernel = (kernel / kernel.sum()).expand(images.shape[1], 1, -1)
+    channels = images.shape[1]
+    out = F.pad(images, (radius, radius, 0, 0), mode="replicate")
+    out = F.conv2d(out, kernel[:, :, None, :], groups=channels)
+    out = F.pad(out, (0, 0, radius, radius), mode="replicate")
+    return F.conv2d(out, kernel[:, :, :, None], groups=channels)
+
+
+def hidden(image: Tensor, instead: Tensor, masks: Tensor) -> Tensor:
+    """One picture C H W, what shows through C H W and b h w yes or no (hide) -> b C H W."""
+    cover = F.interpolate(masks[:, None].to(image), image.shape[1:], mode="nearest").bool()
+    return torch.where(cover, instead, image)
+
+
+@torch.no_grad()
+def scores(net: nn.Module, images: Iterable[Tensor], target: int, batch: int = 32) -> Tensor:
+    """C H W each -> the probability of one class for each of them, in order, on the CPU."""
+    found = []
+    with evaluating(net):
+        for group in _groups(images, batch):
+            logits = net(torch.stack(group)).float()
+            found.append(logits.softmax(1)[:, target].cpu())
+    return torch.cat(found)
+
+
+def _groups(images: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    rest = iter(images)
+    while group := list(islice(rest, size)):
+        yield group

@@ -1,0 +1,104 @@
+"""Positions of every kind, and what the rest of a model's portrait is drawn from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from compare import randomized
+from small_models import small
+
+from vitrail.config import BiTConfig, StemConfig
+from vitrail.errors import ModelError
+from vitrail.explain import filters, position_similarity
+from vitrail.explain.positions import MEANING
+from vitrail.models import build
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+
+@pytest.mark.parametrize("kind", MEANING)
+@pytest.mark.parametrize("shape", [{"image": (32, 48)}, {"registers": 2}])
+def test_a_place_is_most_like_itself(kind: str, shape: dict):
+    net = randomized(build(small(position=kind, **shape)))
+    alike = position_similarity(net)
+    rows, columns = net.config.grid
+    assert alike.shape == (rows, columns, rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            assert alike[i, j, i, j] == pytest.approx(1)
+            assert alike[i, j].max() == pytest.approx(1)
+    assert alike.min() >= -1 - 1e-9
+
+
+def test_learned_positions_are_compared_by_their_cosine():
+    net = randomized(build(small(registers=1)))
+    table = net.positions[0].table.detach().double().numpy()  # the patches' alone, h w D
+    alike = position_similarity(net)
+    for i, j, k, m in [(0, 1, 2, 3), (3, 3, 0, 0), (1, 1, 1, 2)]:
+        assert alike[i, j, k, m] == pytest.approx(cosine(table[i, j], table[k, m]))
+
+
+def test_turned_positions_are_compared_by_what_turning_does_to_a_query_and_a_key():
+    """Of many random vectors, the mean of q(place 1) . q(place 2) / |q|^2."""
+    net = build(small(position="rope-2d"))
+    place = net.positions[0](net.config.grid, torch.zeros(1, dtype=torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(4000, 1, 1, 64, dtype=torch.float64, generator=generator)
+    turned = place(q.expand(-1, -1, 17, -1), q.expand(-1, -1, 17, -1))[0][:, 0, 1:]  # M N K
+    wanted = torch.einsum("mak,mbk->ab", turned, turned) / q.square().sum()
+    got = position_similarity(net).reshape(16, 16)
+    np.testing.assert_allclose(got, wanted.numpy(), atol=0.02)
+    assert got.min() < 0.5
+
+
+def test_relative_positions_are_compared_with_no_way_at_all():
+    net = randomized(build(small(position="relative")))
+    offsets = net.positions[0].offsets.detach().double().numpy()
+    alike = position_similarity(net).reshape(16, 16)
+    for q, k in [(0, 5), (5, 0), (15, 2), (7, 7)]:
+        assert alike[q, k] == pytest.approx(cosine(offsets[q - k + 15], offsets[15]))
+
+
+def test_each_layer_may_have_positions_of_its_own():
+    net = randomized(build(small(position_at="layers")))
+    first, second = position_similarity(net, 0), position_similarity(net, 1)
+    assert not np.allclose(first, second)
+    with pytest.raises(ModelError, match="no positions in layer 3: this network has them in layers 1 to 2"):
+        position_similarity(net, 2)
+    with pytest.raises(ModelError, match="once, for all layers"):
+        position_similarity(build(small()), 1)
+
+
+def test_another_size_has_resampled_positions():
+    net = randomized(build(small()))
+    got = position_similarity(net, image=64)
+    np.testing.assert_allclose(got, position_similarity(net.resized(64)))
+    with pytest.raises(ModelError, match="cannot be resampled"):
+        position_similarity(build(small(position="relative")), image=64)
+
+
+def test_what_has_no_positions_is_refused_with_the_reason():
+    with pytest.raises(ModelError, match="a heap of patches"):
+        position_similarity(build(small(position="none")))
+    with pytest.raises(ModelError, match="sees places by convolution"):
+        position_similarity(build(BiTConfig(image=32, classes=2, layers=(1, 1, 1, 1), width=0.5)))
+
+
+def test_filters_are_the_principal_components_of_the_patch_projection():
+    net = randomized(build(small()))
+    patterns, shares = filters(net, 5)
+    matrix = net.patch.weight.detach().double().flatten(1).numpy()
+    values, vectors = np.linalg.eigh(np.cov(matrix.T, bias=True))
+    np.testing.assert_allclose(shares, values[::-1][:5] / values.sum(), rtol=1e-6)
+    for pattern, vector in zip(patterns, vectors.T[::-1], strict=False):
+        flat = pattern.transpose(2, 0, 1).ravel()
+        assert abs(flat @ vector) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_hybrids_filters_are_refused_with_the_reason():
+    net = build(small(image=64, patch=1, stem=StemConfig(layers=(1, 1), width=0.5)))
+    with pytest.raises(ModelError, match="a ResNet's"):
+        filters(net)
