@@ -126,17 +126,19 @@ class Look:
         from vitrail.explain.canvas import check_formats, save, save_arrays
 
         check_formats(formats)
+        depth = len(self.attention) if self.attention is not None else 0
+        names = {kind: -1 for kind in self.figures() if kind != "heads"}
+        if depth:
+            names |= {f"heads-{_number(layer, depth) + 1}": layer for layer in layers}
         stem = Path(folder) / Path(self.picture).stem
         written = []
         for ending in formats:
             if ending == "npz":
                 written.append(save_arrays(self.arrays(), stem.with_name(f"{stem.name}.npz")))
                 continue
-            for kind in self.figures():
-                for layer in layers if kind == "heads" else (-1,):
-                    assert self.attention is not None or kind != "heads"
-                    end = f"heads-{_number(layer, len(self.attention)) + 1}" if kind == "heads" else kind  # type: ignore[arg-type]
-                    written.append(save(self.figure(kind, layer), stem.with_name(f"{stem.name}-{end}.{ending}")))
+            for name, layer in names.items():
+                figure = self.figure(name.partition("-")[0], layer)
+                written.append(save(figure, stem.with_name(f"{stem.name}-{name}.{ending}")))
         return written
 
     def _under(self) -> str:

@@ -67,7 +67,7 @@ def figures(
                 pictures,
                 layer=layer,
                 foreground=foreground,
-                named=f"pictures of {data}" if data is not None else "",
+                named=f"pictures of {Path(data.rpartition(':')[2]).name or data}" if data is not None else "",
                 advance=lambda n: bar.advance(task, n),
             )
             written = portrait.save(out, names, endings)
@@ -80,4 +80,4 @@ def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> li
     with err.status("drawing"):
         from vitrail.api.timeline import timeline
 
-        return list(timeline(model, out, **({"what": names} if names else {})))
+        return list(timeline(model, out) if names is None else timeline(model, out, what=names))

@@ -39,7 +39,7 @@ def title(figure: Figure, text: str, under: str = "") -> None:
     inch = 1 / figure.get_figheight()
     engine = figure.get_layout_engine()
     if isinstance(engine, ConstrainedLayoutEngine):
-        engine.set(rect=(0, 0, 1, 1 - (0.6 if under else 0.36) * inch))
+        engine.set(rect=(0, 0.06 * inch, 1, 1 - (0.66 if under else 0.42) * inch))
     lines = [figure.text(0, 1 - 0.08 * inch, text, ha="left", va="top", fontsize=12, color=INK)]
     if under:
         lines.append(figure.text(0, 1 - 0.34 * inch, under, ha="left", va="top", fontsize=8.5, color=QUIET))

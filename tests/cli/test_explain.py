@@ -1,0 +1,144 @@
+"""`vitrail explain` and `vitrail figures`: files written, bad input in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_models import gradient, model, small
+
+from vitrail.config import BiTConfig
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    gradient().save(tmp_path / "one.png")
+    return tmp_path / "one.png"
+
+
+@pytest.fixture(scope="module")
+def bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "bit"
+    model(BiTConfig(image=128, classes=5, layers=(1, 1, 1, 1), width=0.5)).save(path)
+    return path
+
+
+def test_one_picture_gives_its_figures_and_says_where_they_are(vitrail, weights, picture, tmp_path):
+    result = vitrail("explain", picture, "-m", weights, "-o", tmp_path / "out")
+    assert result.status == 0
+    name, *files = result.out.splitlines()
+    assert name.startswith(f"{picture}  ")
+    wanted = [tmp_path / "out" / f"one-{end}.png" for end in ("overview", "layers", "heads-2")]
+    assert [line.strip() for line in files] == [str(path) for path in wanted]
+    assert all(path.stat().st_size > 5000 for path in wanted)
+
+
+def test_the_numbers_behind_them_and_how_far_to_trust_them(vitrail, weights, picture, tmp_path):
+    options = ("--format", "npz", "--method", "rollout,gradient", "--class", "dog", "--query", "1,2", "--trust")
+    result = vitrail("explain", picture, "-m", weights, "-o", tmp_path / "out", *options)
+    assert result.status == 0
+    assert "most faithful here: " in result.out
+    with np.load(tmp_path / "out" / "one.npz") as arrays:
+        assert {"rollout", "gradient", "deletion_random", "insertion_rollout", "shares"} <= set(arrays)
+        assert arrays["rollout"].shape == (4, 4)
+        assert arrays["attention_by_head"].shape == (2, 2, 4, 4)
+
+
+def test_json_for_machines(vitrail, weights, photos, tmp_path):
+    result = vitrail("explain", photos, "-m", weights, "-o", tmp_path / "out", "--json", "--format", "npz", "--trust")
+    rows = json.loads(result.out)
+    assert len(rows) == 6
+    assert set(rows[0]) == {"path", "files", "label", "index", "score", "faithfulness"}
+    assert set(rows[0]["faithfulness"]) == {"rollout", "gradient", "attention", "occlusion", "random"}
+
+
+def test_a_broken_picture_is_named_and_the_rest_is_explained(vitrail, weights, picture, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no")
+    result = vitrail(
+        "explain", tmp_path / "broken.png", picture, "-m", weights, "-o", tmp_path / "out", "--format", "npz"
+    )
+    assert result.status == 1
+    assert len(result.problems) == 2
+    assert "broken.png" in result.problems[0]
+    assert (tmp_path / "out" / "one.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--layer", "3"], "there is no layer 3: this network has layers 1 to 2"),
+        (["--layer", "last"], "--layer wants numbers"),
+        (["--class", "horse"], "no class is called 'horse'"),
+        (["--class", "9"], "there is no class 9: this model has 5"),
+        (["--query", "distill"], "this network has no token 'distill': it has class, and patches"),
+        (["--query", "4,0"], "no patch in row 4, column 0"),
+        (["--method", "lime"], "no explanation is called 'lime'"),
+        (["--format", "gif"], "no format 'gif'"),
+        (["--method", ","], "got an empty list"),
+    ],
+)
+def test_what_is_not_there_is_said_in_one_sentence(vitrail, weights, picture, tmp_path, options, words):
+    result = vitrail("explain", picture, "-m", weights, "-o", tmp_path / "out", *options)
+    assert result.status in (1, 2)
+    assert len(result.problems) == 1
+    assert words in result.problems[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_network_without_attention_is_asked_for_occlusion_only(vitrail, bit, picture, tmp_path):
+    result = vitrail("explain", picture, "-m", bit, "--method", "rollout", "-o", tmp_path / "out")
+    assert result.status == 1
+    assert result.problems == [
+        "a BiT has convolutions and no attention to look at; try a ViT, or occlusion, which any can have."
+    ]
+    result = vitrail("explain", picture, "-m", bit, "-o", tmp_path / "out", "--format", "npz")
+    assert result.status == 0
+
+
+def test_the_figures_of_a_model(vitrail, weights, photos, tmp_path):
+    result = vitrail("figures", "-m", weights, "--data", photos, "-o", tmp_path / "out", "--format", "png,npz")
+    assert result.status == 0
+    names = ("filters", "positions", "distances", "rollout", "colours")
+    assert result.out.splitlines() == [str(tmp_path / "out" / f"{n}.{f}") for n in names for f in ("png", "npz")]
+    with np.load(tmp_path / "out" / "rollout.npz") as arrays:
+        assert arrays["rollout"].shape == (6, 4, 4)
+
+
+def test_some_figures_as_json(vitrail, weights, tmp_path):
+    result = vitrail(
+        "figures", "-m", weights, "--what", "positions", "-o", tmp_path / "out", "--format", "npz", "--json"
+    )
+    assert json.loads(result.out) == [str(tmp_path / "out" / "positions.npz")]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--what", "filter"], "no figure is called 'filter'; did you mean 'filters'"),
+        (["--what", "colours", "--layer", "5"], "there is no layer 5"),
+        (["--data", "nowhere/"], "nowhere"),
+    ],
+)
+def test_figures_that_cannot_be_are_said_in_one_sentence(vitrail, weights, tmp_path, options, words):
+    result = vitrail("figures", "-m", weights, "-o", tmp_path / "out", *options)
+    assert result.status == 1
+    assert len(result.problems) == 1
+    assert words in result.problems[0]
+
+
+def test_an_empty_folder_has_nothing_to_look_at(vitrail, weights, tmp_path):
+    (tmp_path / "empty").mkdir()
+    result = vitrail("figures", "-m", weights, "--data", f"folder:{tmp_path / 'empty'}", "-o", tmp_path / "out")
+    assert result.status == 1
+    assert len(result.problems) == 1
+
+
+def test_a_model_without_positions_says_why_there_is_no_figure(vitrail, tmp_path):
+    model(small(position="none")).save(tmp_path / "m")
+    result = vitrail("figures", "-m", tmp_path / "m", "--what", "positions", "-o", tmp_path / "out")
+    assert result.status == 1
+    assert result.problems == [
+        "positions: this model has no positions: to it, a picture is a heap of patches in any order."
+    ]

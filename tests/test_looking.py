@@ -1,0 +1,192 @@
+"""`vit.explain` and the portrait of a model: one picture, any network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from explain.test_attention import KINDS
+from small_models import gradient, model, small
+
+import vitrail
+from vitrail.api.looking import METHODS, class_number, last_view
+from vitrail.api.portrait import FIGURES, Portrait, bundled, pictures_of
+from vitrail.config import BiTConfig, PreprocessConfig
+from vitrail.errors import ConfigError, DataError, ModelError
+from vitrail.explain import class_view, gradient_view
+
+BIT = BiTConfig(image=128, classes=5, layers=(1, 1, 1, 1), width=0.5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_network_is_explained_in_every_way(name: str):
+    vit = model(KINDS[name])
+    look = vit.explain(gradient(), trust=True)
+    config = vit.config
+    assert set(look.maps) == set(METHODS)
+    assert all(view.shape == config.grid for view in look.maps.values())
+    assert look.attention.shape == (config.depth, config.heads, *config.grid)
+    np.testing.assert_allclose(look.attention.sum((2, 3)) + look.special.sum(2), 1, atol=1e-5)
+    assert look.figures() == ("overview", "heads", "layers", "faithfulness")
+    assert set(look.faithful) == {*METHODS, "random"}
+    assert look.rollout is look.maps["rollout"]
+    for kind in look.figures():
+        assert isinstance(look.figure(kind).axes, list)
+
+
+def test_a_look_has_what_the_functions_give_and_what_predict_says():
+    vit = model(small())
+    look = vit.explain(gradient())
+    images = vit.preprocess(gradient())
+    assert [p.index for p in look.predictions] == [p.index for p in vit.predict(gradient())]
+    assert look.target == look.predictions[0]
+    np.testing.assert_allclose(look.rollout, class_view(vit.net, images)[0].numpy())
+    wanted = gradient_view(vit.net, images, torch.tensor([look.target.index]))[0].numpy()
+    np.testing.assert_allclose(look.maps["gradient"], wanted)
+    assert look.pixels.shape == (32, 32, 3)
+
+
+def test_another_class_can_be_asked_for_by_name_or_number():
+    vit = model(small())
+    by_name, by_number = vit.explain(gradient(), target="Fish"), vit.explain(gradient(), target=3)
+    assert by_name.target.label == "fish"
+    np.testing.assert_array_equal(by_name.maps["gradient"], by_number.maps["gradient"])
+    assert class_number(vit, "3") == 3
+    with pytest.raises(ModelError, match="no class is called 'fisch'; did you mean 'fish'"):
+        vit.explain(gradient(), target="fisch")
+    with pytest.raises(ModelError, match="no class 5: this model has 5"):
+        vit.explain(gradient(), target=5)
+
+
+def test_the_last_attention_of_an_attention_pool_is_the_pools():
+    vit = model(small(pool="map", class_token=False))
+    images = vit.preprocess(gradient())
+    wanted = vit.net.features(images, want=("pool_attention",)).pool_attention.mean(1)
+    torch.testing.assert_close(last_view(vit.net, images).flatten(1), wanted)
+
+
+@pytest.mark.parametrize("size", [(32, 48), (64, 24)])
+def test_any_size_and_aspect(size: tuple[int, int]):
+    vit = model(small(image=size), preprocess=PreprocessConfig(image=size))
+    look = vit.explain(gradient(), query=(1, 2))
+    assert look.rollout.shape == (size[0] // 8, size[1] // 8)
+    assert look.pixels.shape == (*size, 3)
+    assert "row 2, column 3" in look.figure("layers").texts[1].get_text()
+
+
+def test_grey_pictures_are_shown_too():
+    vit = model(small(channels=1), preprocess=PreprocessConfig(image=32, mean=(0.5,), std=(0.5,)))
+    assert vit.explain(gradient()).pixels.shape == (32, 32, 3)
+
+
+def test_a_network_without_attention_can_be_occluded_and_nothing_else():
+    vit = model(BIT)
+    look = vit.explain(gradient())
+    assert set(look.maps) == {"occlusion"}
+    assert look.attention is None
+    assert look.figures() == ("overview",)
+    look.figure()
+    with pytest.raises(ModelError, match="convolutions and no attention"):
+        vit.explain(gradient(), methods=["rollout"])
+    with pytest.raises(ModelError, match="rollout was not asked for"):
+        _ = look.rollout
+
+
+def test_a_model_without_classes_shows_where_it_looks():
+    vit = model(small(classes=0), task="embed")
+    look = vit.explain(gradient())
+    assert set(look.maps) == {"rollout", "attention"}
+    assert look.target is None
+    look.figure()
+    for options in ({"methods": ["gradient"]}, {"target": "cat"}, {"trust": True}):
+        with pytest.raises(ModelError, match="no classes"):
+            vit.explain(gradient(), **options)
+
+
+def test_files_are_named_after_the_picture(tmp_path: Path):
+    vit = model(small())
+    gradient().save(tmp_path / "my cat.png")
+    look = vit.explain(tmp_path / "my cat.png")
+    written = look.save(tmp_path / "out", ("png", "svg", "npz"), layers=(1, -1))
+    names = [p.name for p in written]
+    ends = ("overview", "layers", "heads-1", "heads-2")
+    assert names == [f"my cat-{end}.{f}" for f in ("png", "svg") for end in ends] + ["my cat.npz"]
+    with np.load(written[-1]) as arrays:
+        assert {"pixels", "attention_by_head", "attention_to_special", *METHODS} == set(arrays)
+        np.testing.assert_array_equal(arrays["rollout"], look.rollout)
+    with pytest.raises(ModelError, match="there is no layer 3"):
+        look.save(tmp_path, layers=(3,))
+    with pytest.raises(ConfigError, match="no figure of this look is called 'head'; did you mean 'heads'"):
+        look.figure("head")
+
+
+def test_an_explanation_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match="no explanation is called 'rolout'; did you mean 'rollout'"):
+        model(small()).explain(gradient(), methods=["rolout"])
+
+
+@pytest.mark.parametrize("name", [*KINDS, "bit"])
+def test_every_kind_of_network_has_a_portrait(name: str):
+    vit = model(BIT if name == "bit" else KINDS[name])
+    portrait = Portrait(vit, [gradient(), gradient(80)])
+    lacking = {"bit": set(FIGURES) - {"colours"}, "hybrid": {"filters"}}.get(name, set())
+    for what in FIGURES:
+        if what in lacking:
+            with pytest.raises(ModelError):
+                portrait.draw(what)
+        else:
+            assert all(np.isfinite(a).all() for a in portrait.draw(what).arrays.values())
+
+
+def test_what_a_network_cannot_have_is_left_out_aloud_unless_it_was_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    portrait = Portrait(model(BIT), [gradient(), gradient(80)])
+    assert [p.name for p in portrait.save(tmp_path, formats=("png", "npz"))] == ["colours.png", "colours.npz"]
+    for what in ("filters", "positions", "distances", "rollout"):
+        assert f"no figure of its {what}: " in caplog.text
+    with pytest.raises(ModelError, match="rollout: a BiT has convolutions and no attention"):
+        portrait.save(tmp_path, ["rollout"])
+
+
+def test_a_portrait_needs_pictures_that_can_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    vit = model(small())
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    with pytest.raises(DataError, match="no picture to look at"):
+        Portrait(vit, [])
+    with pytest.raises(DataError, match="none of the 1 pictures can be read"):
+        Portrait(vit, [tmp_path / "broken.png"]).save(tmp_path, ["rollout"])
+    Portrait(vit, [tmp_path / "broken.png", gradient()]).save(tmp_path / "out", ["rollout"])
+    assert "1 of 2 pictures cannot be read and are left out" in caplog.text
+    with pytest.raises(ConfigError, match="no figure is called 'filter'; did you mean 'filters'"):
+        Portrait(vit, [gradient()]).save(tmp_path, ["filter"])
+
+
+def test_pictures_are_taken_from_all_over_the_data(tmp_path: Path):
+    for i in range(20):
+        folder = tmp_path / "data" / f"class{i % 2}"
+        folder.mkdir(parents=True, exist_ok=True)
+        gradient(20 + i).save(folder / f"{i:02d}.png")
+    found = pictures_of(str(tmp_path / "data"), 4)
+    assert len(found) == 4
+    assert len(pictures_of(str(tmp_path / "data"), 100)) == 20
+    assert len(bundled()) == 2
+
+
+def test_the_real_model_looks_at_the_building_and_not_at_the_sky(real_checkpoint: Path):
+    """scikit-learn's photograph of a pagoda: it stands on the left, the sky is in the upper right."""
+    look = vitrail.load(real_checkpoint).explain(bundled()[0], methods=["rollout", "gradient", "attention"])
+    for view in look.maps.values():
+        assert view[2:7, 1:7].mean() > 1.5 * view[2:7, 8:13].mean()
+
+
+def test_the_real_models_positions_know_rows_and_columns(real_checkpoint: Path):
+    from vitrail.explain import position_similarity
+
+    alike = position_similarity(vitrail.load(real_checkpoint).net)
+    for i, j in [(3, 3), (7, 5), (10, 9)]:
+        rest = np.delete(np.delete(alike[i, j], i, 0), j, 1)
+        assert alike[i, j, i].mean() > rest.mean() + 0.1  # its own row
+        assert alike[i, j, :, j].mean() > rest.mean() + 0.1  # its own column
