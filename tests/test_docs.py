@@ -17,7 +17,14 @@ from vitrail.models.variants import config_for
 from vitrail.weights import checkpoint, hub
 from vitrail.weights.card import Card, usual_preprocess
 
-PAGES = ["README.md", "docs/models.md", "docs/checkpoints.md", "docs/data.md", "docs/training.md"]
+PAGES = [
+    "README.md",
+    "docs/models.md",
+    "docs/checkpoints.md",
+    "docs/data.md",
+    "docs/training.md",
+    "docs/looking-inside.md",
+]
 
 
 @pytest.fixture(scope="module")

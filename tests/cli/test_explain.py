@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small_models import gradient, model, small
 
+from vitrail.cli.explain import stems
 from vitrail.config import BiTConfig
 
 
@@ -63,6 +64,29 @@ def test_a_broken_picture_is_named_and_the_rest_is_explained(vitrail, weights, p
     assert len(result.problems) == 2
     assert "broken.png" in result.problems[0]
     assert (tmp_path / "out" / "one.npz").exists()
+
+
+def test_pictures_of_one_name_in_two_folders_do_not_overwrite_each_other(vitrail, weights, tmp_path):
+    for name in ("a/one.png", "b/one.png"):
+        (tmp_path / name).parent.mkdir()
+        gradient().save(tmp_path / name)
+    options = ("--format", "npz", "--method", "rollout")
+    result = vitrail("explain", tmp_path / "a", tmp_path / "b", "-m", weights, "-o", tmp_path / "out", *options)
+    assert result.status == 0
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["a-one.npz", "b-one.npz"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["x/a.png", "x/b.png"], ["a", "b"]),
+        (["x/a.png", "y/a.png"], ["x-a", "y-a"]),
+        (["a.png", "a.jpg"], ["a-png-1", "a-jpg-2"]),
+        (["/x/a.png"], ["a"]),
+    ],
+)
+def test_figures_are_named_by_as_much_of_the_path_as_is_needed(paths, names):
+    assert stems([Path(p) for p in paths]) == names
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def texts(figure: Figure) -> list[Text]:
     found = [*figure.texts]
     for axes in figure.findobj(Axes):
         found += [*axes.texts, axes.title, axes._left_title]
+        if axes.get_legend() is not None:
+            found += [*axes.get_legend().get_texts(), axes.get_legend().get_title()]
         if axes.axison:
             found += [axes.xaxis.label, axes.yaxis.label]
             low, high = sorted(axes.get_ylim())
@@ -97,16 +99,17 @@ def test_the_title_stands_clear_of_what_is_drawn(name: str):
 
 
 def test_a_figure_is_written_by_its_ending_and_the_same_each_time(tmp_path: Path):
-    for ending in ("png", "svg", "pdf"):
+    for ending in ("png", "jpg", "svg", "pdf"):
         path = canvas.save(FIGURES["distances"](), tmp_path / "deep" / f"d.{ending}")
         assert path.stat().st_size > 2000
     with Image.open(tmp_path / "deep" / "d.png") as image:
         assert image.width > 900
     figure = FIGURES["distances"]()
-    first, second = (canvas.save(figure, tmp_path / name).read_bytes() for name in ("a.png", "b.png"))
-    assert first == second
-    with pytest.raises(ConfigError, match=r"written as \.png, \.svg or \.pdf"):
-        canvas.save(figure, tmp_path / "d.jpeg")
+    for ending in ("png", "jpg", "svg", "pdf"):
+        first, second = (canvas.save(figure, tmp_path / f"{n}.{ending}").read_bytes() for n in "ab")
+        assert first == second
+    with pytest.raises(ConfigError, match="written as png, jpg, svg, pdf"):
+        canvas.save(figure, tmp_path / "d.bmp")
 
 
 def test_arrays_come_back_as_they_were(tmp_path: Path):

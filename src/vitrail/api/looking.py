@@ -121,8 +121,14 @@ class Look:
             found["shares"] = both.deletion.shares
         return found
 
-    def save(self, folder: str | Path, formats: Sequence[str] = ("png",), layers: Sequence[int] = (-1,)) -> list[Path]:
-        """All figures (and "npz", the arrays) into a folder; the files' names begin with the picture's."""
+    def save(
+        self,
+        folder: str | Path,
+        formats: Sequence[str] = ("png",),
+        layers: Sequence[int] = (-1,),
+        stem: str | None = None,
+    ) -> list[Path]:
+        """All figures (and "npz", the arrays) into a folder; files' names begin with `stem`, else the picture's."""
         from vitrail.explain.canvas import check_formats, save, save_arrays
 
         check_formats(formats)
@@ -130,15 +136,15 @@ class Look:
         names = {kind: -1 for kind in self.figures() if kind != "heads"}
         if depth:
             names |= {f"heads-{_number(layer, depth) + 1}": layer for layer in layers}
-        stem = Path(folder) / Path(self.picture).stem
+        start = stem or Path(self.picture).stem
         written = []
         for ending in formats:
             if ending == "npz":
-                written.append(save_arrays(self.arrays(), stem.with_name(f"{stem.name}.npz")))
+                written.append(save_arrays(self.arrays(), Path(folder) / f"{start}.npz"))
                 continue
             for name, layer in names.items():
                 figure = self.figure(name.partition("-")[0], layer)
-                written.append(save(figure, stem.with_name(f"{stem.name}-{name}.{ending}")))
+                written.append(save(figure, Path(folder) / f"{start}-{name}.{ending}"))
         return written
 
     def _under(self) -> str:

@@ -194,7 +194,7 @@ def _rollout(portrait: Portrait) -> Drawn:
     from vitrail.explain import figures
 
     maps = np.concatenate([class_view(portrait.model.net, b).float().cpu().numpy() for b in portrait.batches()])
-    columns = 8 if len(maps) > 12 else 4 if len(maps) > 3 else len(maps)
+    columns = 8 if len(maps) > 15 else min(5, len(maps))
     what = "What reaches the answer: attention rollout, all layers"
     under = f"{portrait.name}; {portrait.named}, each beside itself"
     return Drawn(figures.sheet(portrait.shown, [*maps], what, under, columns), {"rollout": maps})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,14 +60,14 @@ def explain(
     rows: list[dict[str, Any]] = []
     failed = 0
     with progress(len(paths) > 1 or trust) as bar:
-        for path in bar.track(paths, description="explaining"):
+        for path, stem in bar.track([*zip(paths, stems(paths), strict=True)], description="explaining"):
             try:
                 look = vit.explain(path, methods=kinds, target=target, query=parse_query(query), trust=trust)
             except (ImageError, NotFound) as error:
                 problem(str(error))
                 failed += 1
                 continue
-            written = look.save(out, endings, layers)
+            written = look.save(out, endings, layers, stem)
             rows.append(_row(path, look, written))
             if not as_json:
                 typer.echo(_lines(path, look, written), nl=False)
@@ -99,6 +100,16 @@ def _lines(path: Path, look: Look, written: list[Path]) -> str:
         text += f"  most faithful here: {best}, {look.faithful[best].gain:+.3f} (insertion less deletion)"
         text += f"; a random order {chance:+.3f}\n"
     return text
+
+
+def stems(paths: Sequence[Path]) -> list[str]:
+    """What the files of each picture are called: its name, with as much of its folders as tells it from the others."""
+    names = [path.with_suffix("") for path in paths]
+    for parts in range(1, max((len(path.parts) for path in paths), default=1) + 1):
+        found = ["-".join(name.parts[-parts:]).replace("/", "") for name in names]
+        if len(set(found)) == len(found):
+            return found
+    return [f"{path.stem}-{path.suffix.removeprefix('.')}-{i + 1}" for i, path in enumerate(paths)]
 
 
 def _numbers(text: str) -> tuple[int, ...]:

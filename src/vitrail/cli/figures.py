@@ -67,7 +67,7 @@ def figures(
                 pictures,
                 layer=layer,
                 foreground=foreground,
-                named=f"pictures of {Path(data.rpartition(':')[2]).name or data}" if data is not None else "",
+                named=f"pictures from {Path(data.rpartition(':')[2]).name or data}" if data is not None else "",
                 advance=lambda n: bar.advance(task, n),
             )
             written = portrait.save(out, names, endings)

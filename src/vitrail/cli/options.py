@@ -25,7 +25,7 @@ Settings = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 Formats = Annotated[
-    str, typer.Option("--format", metavar="NAMES", help="Some of png,svg,pdf and npz, the numbers behind them.")
+    str, typer.Option("--format", metavar="NAMES", help="Some of png,jpg,svg,pdf and npz, the numbers behind them.")
 ]
 
 PAIR = re.compile(r"([1-9]\d*)x([1-9]\d*)")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import numpy.typing as npt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -23,7 +24,7 @@ HEAT = "viridis"
 SIGNED = "PuOr"
 """For what may be less than nothing: orange below, violet above, white between."""
 DPI = 160
-FORMATS = ("png", "svg", "pdf", "npz")
+FORMATS = ("png", "jpg", "svg", "pdf", "npz")
 """What can be written: figures, and the numbers behind them."""
 
 Arrays = Mapping[str, npt.ArrayLike]
@@ -60,13 +61,17 @@ def check_formats(formats: Sequence[str]) -> None:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """As PNG, SVG or PDF, by the name's ending; no window system is asked for."""
+    """As PNG, JPEG, SVG or PDF, by the name's ending; no window system is asked for."""
     path = Path(path)
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"{path.name}: a figure is written as .png, .svg or .pdf.")
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in FORMATS[:-1]:
+        raise ConfigError(f"{path.name}: a figure is written as {', '.join(FORMATS[:-1])}.")
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure)
-    figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)  # the same bytes each time
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)  # the same bytes each time
+    options: dict[str, Any] = {"pil_kwargs": {"quality": 88}} if ending == "jpg" else {"metadata": undated}
+    with matplotlib.rc_context({"svg.hashsalt": "vitrail"}):
+        figure.savefig(path, **options)
     return path
 
 

@@ -35,9 +35,9 @@ def overview(
     """The picture, the classes it may be, and what each explanation lights up in it."""
     columns = 1 + len(maps)
     height = 2.5 * pixels.shape[0] / pixels.shape[1]
-    figure = blank(2.5 * columns, height + 1.1 + (1.4 if scores else 0))
+    figure = blank(2.5 * columns, height + 1.05 + (1.25 if scores else 0))
     rows = figure.subfigures(
-        2 if scores else 1, 1, height_ratios=[height + 0.7, 1.4] if scores else None, squeeze=False
+        2 if scores else 1, 1, height_ratios=[height + 0.35, 1.25] if scores else None, squeeze=False
     )
     axes = rows[0, 0].subplots(1, columns, squeeze=False)[0]
     _picture(axes[0], pixels, "the picture\nas the network sees it")
@@ -96,7 +96,7 @@ def layers(views: Floats, name: str, under: str) -> Figure:
 
 def faithfulness_curves(found: Mapping[str, Faithfulness], name: str, under: str) -> Figure:
     """How the class's probability falls and rises with what each explanation holds important."""
-    figure = blank(9, 3.9)
+    figure = blank(9, 4.7)
     both = figure.subplots(1, 2, sharey=True)
     ways = (
         ("deletion", "hidden, most important first", "small"),
@@ -116,7 +116,19 @@ def faithfulness_curves(found: Mapping[str, Faithfulness], name: str, under: str
         ax.yaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
         ax.grid(axis="y", color=FAINT, linewidth=0.7)
         ax.spines[["top", "right", "left"]].set_visible(False)
-        ax.legend(frameon=False, fontsize=8.5, title="area under the curve, best first", title_fontsize=8.5)
+        legend = ax.legend(
+            frameon=False,
+            fontsize=8.5,
+            loc="upper left",
+            bbox_to_anchor=(-0.02, -0.19),
+            ncols=2,
+            columnspacing=1.2,
+            handlelength=2.2,
+            title="area under the curve, best first",
+            title_fontsize=8.5,
+            alignment="left",
+        )
+        legend.get_title().set_color(QUIET)
     both[0].set_ylim(0, 1.05 * max(1e-6, *(c.values.max() for f in found.values() for c in (f.deletion, f.insertion))))
     both[0].set_ylabel("probability of the class", color=INK, fontsize=9)
     title(figure, name, under)

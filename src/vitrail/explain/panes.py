@@ -16,8 +16,8 @@ Floats = npt.NDArray[np.floating[Any]]
 
 SMOOTH = 10
 """From so many patches a side on, a map is drawn smoothly; below that as the panes it is made of."""
-BRIGHT = 0.95
-"""Quantile of a map that is drawn as bright as can be: a few patches that hold nearly everything hide no others."""
+EDGES = (0.05, 0.95)
+"""Quantiles of a map that are drawn as dark and as bright as can be: a few odd patches hide no others."""
 DIM = 0.1
 """How much of a picture is left where a mask is darkest."""
 
@@ -40,7 +40,7 @@ def enlarged(pixels: Pixels, least: int) -> Pixels:
 
 def scaled(view: Floats) -> Floats:
     """To 0 ... 1: all of what differs, but no single patch so bright that the rest goes dark."""
-    low, high = float(np.min(view)), float(np.quantile(view, BRIGHT))
+    low, high = (float(q) for q in np.quantile(view, EDGES))
     return np.clip((view - low) / max(high - low, 1e-12), 0, 1)
 
 
