@@ -29,6 +29,7 @@ from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.labels import read_labels
 from vitrail.weights.locate import Found
 from vitrail.weights.opening import open_checkpoint
+from vitrail.weights.shipped import SHIPPED
 
 if TYPE_CHECKING:
     from vitrail.api.looking import Look
@@ -229,8 +230,8 @@ def load(
 ) -> Model:
     """A model from a file, a folder, a model's name or a hub id, ready to use.
 
-    It is looked for in this order: an existing file or folder; a model's name, which stands for one
-    stated public checkpoint; a hub id. `image` resamples positions for another size, `channels`
+    It is looked for in this order: an existing file or folder; a model that ships with the package
+    ("vitrail/cifar10"); a model's name, which stands for one stated public checkpoint; a hub id. `image` resamples positions for another size, `channels`
     sums or repeats the first filters, `classes` puts a new head of zeros, `labels` names the classes
     ("imagenet-1k", a file, a list), `family` says what a bare file cannot (DeiT, DINO, ...),
     `section` chooses a part of a training file, `dtype=None` keeps the type that is stored, and
@@ -250,7 +251,8 @@ def load(
     )
     if labels is not None:
         card = card.but(labels=read_labels(labels, card.config.classes))
-    say(card.notes, about=card.origin or Path(str(getattr(source, "path", source))).name)
+    if card.origin not in SHIPPED:  # nothing about those had to be assumed
+        say(card.notes, about=card.origin or Path(str(getattr(source, "path", source))).name)
     return Model(net.to(target), card)
 
 

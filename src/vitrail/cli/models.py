@@ -17,8 +17,12 @@ from vitrail.cli.options import Json
 from vitrail.errors import NotFound
 
 if TYPE_CHECKING:
+    from vitrail.config import BiTConfig, ViTConfig
     from vitrail.models.families import Family
     from vitrail.models.published import Variant
+    from vitrail.weights.shipped import Shipped
+
+    Listed = Variant | Shipped
 
 WIDE = 100
 """Columns from which whole hub ids fit beside the numbers."""
@@ -39,6 +43,7 @@ def models(
     """
     with err.status("counting parameters"):
         from vitrail.models.families import FAMILIES
+        from vitrail.weights.shipped import SHIPPED
 
         chosen = _matching(pattern)
         rows = [_row(v) for v in chosen]
@@ -53,6 +58,8 @@ def models(
         out.print(
             f"The hub id of each: in a window of {WIDE} columns, or vitrail models {rows[0]['name']}", style="dim"
         )
+    for model in (m for m in chosen if m.name in SHIPPED):
+        out.print(f"{model.name} ships with vitrail, and is what commands use without --model", style="dim")
     out.print()
     show(_families(families))
     if len(chosen) == 1:
@@ -60,42 +67,50 @@ def models(
         show(_detail(chosen[0]))
 
 
-def _matching(pattern: str | None) -> list[Variant]:
+def _matching(pattern: str | None) -> list[Listed]:
     """All, the one of this name, those that fit the pattern, or those with this in their name."""
     from vitrail.models.published import VARIANTS
     from vitrail.models.variants import find
+    from vitrail.weights.shipped import SHIPPED
 
+    known: list[Listed] = [*VARIANTS, *SHIPPED.values()]
     if pattern is None:
-        return list(VARIANTS)
-    if exact := find(pattern):
+        return known
+    if exact := SHIPPED.get(pattern) or find(pattern):
         return [exact]
     wild = pattern.lower() if any(c in pattern for c in "*?[") else f"*{pattern.lower()}*"
-    chosen = [v for v in VARIANTS if any(fnmatch.fnmatchcase(n.lower(), wild) for n in _names(v))]
+    chosen = [v for v in known if any(fnmatch.fnmatchcase(n.lower(), wild) for n in _names(v))]
     if not chosen:
-        near = difflib.get_close_matches(pattern, sorted(n for v in VARIANTS for n in _names(v)), n=1)
+        near = difflib.get_close_matches(pattern, sorted(n for v in known for n in _names(v)), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`vitrail models` lists all."
         raise NotFound(f"no model matches {pattern!r}; {hint}")
     return chosen
 
 
-def _names(variant: Variant) -> list[str]:
-    return [n for n in (variant.name, variant.checkpoint, *variant.aliases) if n]
+def _names(listed: Listed) -> list[str]:
+    return [n for n in (listed.name, listed.checkpoint, *listed.aliases) if n]
 
 
-def _row(variant: Variant) -> dict[str, Any]:
+def _config(listed: Listed) -> ViTConfig | BiTConfig:
+    from vitrail.models.variants import parse
+    from vitrail.weights.shipped import Shipped
+
+    return listed.card.config if isinstance(listed, Shipped) else parse(listed.name)
+
+
+def _row(listed: Listed) -> dict[str, Any]:
     from vitrail.config import pair
     from vitrail.models.flops import flops, parameters
-    from vitrail.models.variants import parse
 
-    config = parse(variant.name)
+    config = _config(listed)
     return {
-        "name": variant.name,
-        "family": variant.family,
+        "name": listed.name,
+        "family": listed.family,
         "parameters": parameters(config),
         "flops": flops(config),
         "image": list(pair(config.image)),
-        "checkpoint": variant.checkpoint or variant.elsewhere or None,
-        "aliases": list(variant.aliases),
+        "checkpoint": listed.checkpoint or listed.elsewhere or None,
+        "aliases": list(listed.aliases),
     }
 
 
@@ -121,15 +136,13 @@ def _families(families: dict[str, Family]) -> Table:
     return table
 
 
-def _detail(variant: Variant) -> Table:
+def _detail(listed: Listed) -> Table:
     """What others call it, and every setting."""
-    from vitrail.models.variants import parse
-
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("also called", Text("\n".join(variant.aliases) or "-"))
-    table.add_row("settings", Text("  ".join(_settings(parse(variant.name).to_dict()))))
+    table.add_row("also called", Text("\n".join(listed.aliases) or "-"))
+    table.add_row("settings", Text("  ".join(_settings(_config(listed).to_dict()))))
     return table
 
 

@@ -12,6 +12,7 @@ from vitrail.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from vitrail.api import Model
+    from vitrail.weights.shipped import Shipped
 
 Source = Annotated[
     str | None, typer.Option("--model", "-m", metavar="MODEL", help="A name, a file, a folder or a hub id.")
@@ -27,27 +28,35 @@ Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 f
 
 
 def open_model(model: str | None, *, told: dict[str, Any] | None = None, classes: bool = True, **options: Any) -> Model:
-    """The model of `--model`; `options` are those of `vitrail.load`, `told` what `--set` gave.
+    """The model of `--model`, or the one that ships; `options` are those of `vitrail.load`, `told` what `--set` gave.
 
     classes: refuse a model that has none, and say where they have no names.
     """
-    if model is None:
-        raise ConfigError(
-            "no model ships with this version: pass --model with a name such as ViT-Ti/16 (see `vitrail models`), "
-            "a file of weights, a folder or a hub id."
-        )
     told = told or {}
     for name in told.keys() & options.keys():
         raise ConfigError(f"--set {name}={told[name]}: pass --{name} instead.")
-    with err.status(f"loading {model}"):
+    with err.status(f"loading {model or 'the model that ships with vitrail'}"):
         from vitrail.api import load  # and torch: not before the arguments are known to be good
-        from vitrail.weights.locate import locate
-    found = locate(model)  # has a progress bar of its own where it downloads
-    with err.status(f"loading {model}"):
+        from vitrail.weights.locate import Found, locate
+        from vitrail.weights.shipped import DEFAULT
+    found = Found(DEFAULT.path, DEFAULT.name) if model is None else locate(model)  # which shows how far a download is
+    with err.status(f"loading {model or DEFAULT.name}"):
         vit = load(found, **options, **told)
+    if model is None:
+        _introduce(DEFAULT)
     if classes:
-        _check_classes(vit, model)
+        _check_classes(vit, model or DEFAULT.name)
     return vit
+
+
+def _introduce(shipped: Shipped) -> None:
+    """What was taken where no model was named, and what it can and cannot recognise."""
+    *labels, last = shipped.card.labels or ("nothing",)
+    note(f"no --model, so this is {shipped.name}, which ships with vitrail: {shipped.about}.")
+    note(
+        f"it knows {', '.join(labels)} and {last}, and calls everything else one of these as well; "
+        "for more, pass --model with a name that `vitrail models` lists, a file, a folder or a hub id."
+    )
 
 
 def _check_classes(vit: Model, model: str) -> None:

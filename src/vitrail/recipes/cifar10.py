@@ -22,6 +22,7 @@ from vitrail.config import (
     AugmentConfig,
     ClassifyConfig,
     DataConfig,
+    DistillConfig,
     OptimConfig,
     PreprocessConfig,
     ScheduleConfig,
@@ -62,3 +63,34 @@ def cifar10(source: str = "cifar10") -> TrainConfig:
 def cifar100() -> TrainConfig:
     """The same on CIFAR-100; not run."""
     return cifar10("cifar100")
+
+
+def cifar10_small() -> TrainConfig:
+    """A quarter of that network, 4.0 M parameters, taught by it: what ships as vitrail/cifar10.
+
+    97.40 % of the 10,000 test pictures (95 % interval 97.07 to 97.69) in 11 min 42 s on one H200, from the
+    command to the report: 550 epochs at 42,700 pictures a second, the teacher's arithmetic included. One run,
+    seed 0, the average of the weights at the last step. Its teacher, stored in bfloat16, has 97.67 %.
+    Run: vitrail train cifar10, then vitrail train cifar10-small
+
+    Chosen on 5,000 held-out training pictures by runs of 1,800 steps; the student had not seen them, its
+    teacher had.
+
+        labels alone           85.4 %      soft, T = 1                      87.2 %
+        hard, half the loss    85.8 %      soft, T = 3                      87.4 %
+                                           soft, T = 3, 0.7 of the loss     86.2 %
+    """
+    large = cifar10()
+    assert large.model is not None
+    assert large.preprocess is not None
+    return large.but(
+        name="cifar10-small",
+        model=large.model.but(width=192, heads=3, mlp=768, path_dropout=0.0),
+        preprocess=large.preprocess.but(resize="short"),  # photographs keep their proportions; 32 px stay as they are
+        augment=large.augment.but(unmixed=epochs(55)),
+        objective="distill",
+        distill=DistillConfig(teacher="runs/cifar10", kind="soft", share=1.0, temperature=3.0),
+        duration=epochs(550),
+        evaluate_every=epochs(50),
+        checkpoint_every=epochs(50),
+    )

@@ -1,4 +1,4 @@
-"""Where a model's files are: an existing path, a published name, a hub id."""
+"""Where a model's files are: an existing path, a model that ships with the package, a published name, a hub id."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from vitrail.errors import NotFound, VitrailError
 from vitrail.models.published import VARIANTS, Variant
 from vitrail.models.variants import find, parse
 from vitrail.weights.kinds import few
+from vitrail.weights.shipped import SHIPPED
 
 WEIGHTS = frozenset({".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt"})
 
@@ -24,7 +25,7 @@ class Found:
 
     path: Path
     origin: str = ""
-    """The hub id they came from."""
+    """The hub id they came from, or the name under which they ship."""
     notes: tuple[str, ...] = ()
     """What to say about the choice."""
 
@@ -40,6 +41,8 @@ def locate(source: str | Path | Found) -> Found:
         return Found(_model_of(path))
     if isinstance(source, Path):
         return _missing(path)
+    if text in SHIPPED:
+        return Found(SHIPPED[text].path, text)
     variant = find(text)
     if variant is not None and _stands_for(text, variant):
         return _published(text, variant)
@@ -58,7 +61,7 @@ def locate(source: str | Path | Found) -> Found:
     try:
         return Found(hub.fetch(text), text)
     except VitrailError as error:
-        near = difflib.get_close_matches(text, [v.checkpoint for v in VARIANTS], n=1, cutoff=0.85)
+        near = difflib.get_close_matches(text, [*SHIPPED, *(v.checkpoint for v in VARIANTS)], n=1, cutoff=0.85)
         hint = f" Did you mean {near[0]}?" if near and near[0] != text and find(text) is None else ""
         raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
 
@@ -155,7 +158,7 @@ def _exists(path: Path) -> bool:
 
 
 def _suggestion(text: str) -> str:
-    known = {name for v in VARIANTS for name in (v.name, *v.aliases)}
+    known = {name for v in VARIANTS for name in (v.name, *v.aliases)} | set(SHIPPED)
     near = difflib.get_close_matches(text, sorted(known | set(_models_in(Path()))), n=1)
     if near:
         return f"; did you mean {near[0]!r}?"
