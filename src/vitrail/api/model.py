@@ -231,11 +231,12 @@ def load(
     """A model from a file, a folder, a model's name or a hub id, ready to use.
 
     It is looked for in this order: an existing file or folder; a model that ships with the package
-    ("vitrail/cifar10"); a model's name, which stands for one stated public checkpoint; a hub id. `image` resamples positions for another size, `channels`
-    sums or repeats the first filters, `classes` puts a new head of zeros, `labels` names the classes
-    ("imagenet-1k", a file, a list), `family` says what a bare file cannot (DeiT, DINO, ...),
-    `section` chooses a part of a training file, `dtype=None` keeps the type that is stored, and
-    further keywords override fields of the config (activation="gelu-quick").
+    ("vitrail/cifar10"); a model's name, which stands for one stated public checkpoint; a hub id.
+    `image` resamples positions for another size, `channels` sums or repeats the first filters,
+    `classes` puts a new head of zeros, `labels` names the classes ("imagenet-1k", a file, a list),
+    `family` says what a bare file cannot (DeiT, DINO, ...), `section` chooses a part of a training
+    file, `dtype=None` keeps the type that is stored, and further keywords override fields of the
+    config (activation="gelu-quick").
     """
     target = pick_device(device)
     net, card = open_checkpoint(
