@@ -23,6 +23,7 @@ from vitrail.models import Net, build
 from vitrail.report import words
 from vitrail.report.charts import MOST_POINTS, Chart, Series, apart, log_ticks, thinned, ticks, to_svg, wants_log
 from vitrail.report.markup import Markup, tag
+from vitrail.report.pictures import thumbnail
 from vitrail.report.runs import differences, read_run, told_apart
 from vitrail.report.story import by_class, confused_pairs, some_right, surest_mistakes
 
@@ -197,24 +198,6 @@ def test_positions_are_alike_by_their_cosine():
     np.testing.assert_allclose(alike[1, 2, 1, 2], 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"position": "none"}, "no positions"),
-        ({"position": "rope-2d"}, "angles"),
-        ({"position": "relative"}, "offsets"),
-    ],
-)
-def test_positions_that_are_no_vectors_are_refused(changes: dict[str, str], reason: str):
-    with pytest.raises(ModelError, match=reason):
-        position_similarity(build(MODEL.but(**changes)))
-
-
-def test_waves_and_tables_of_rows_and_columns_can_be_compared():
-    for kind in ("sincos-2d", "learned-2d"):
-        assert position_similarity(build(MODEL.but(position=kind))).shape == (4, 4, 4, 4)
-
-
 def test_filters_are_the_principal_components():
     net = randomized(build(MODEL.but(patch=4)))
     patterns, shares = filters(net, most=5)
@@ -252,12 +235,12 @@ def test_every_map_of_a_mosaic_is_in_its_place():
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
 def test_pictures_of_any_channels_can_be_shown(channels: int):
-    assert pictures.shown(np.zeros((5, 6, channels), np.float32)).shape == (5, 6, 3)
+    assert panes.shown(np.zeros((5, 6, channels), np.float32)).shape == (5, 6, 3)
 
 
 def test_large_pictures_are_shrunk_and_small_ones_kept():
-    assert pictures.thumbnail(np.zeros((400, 200, 3), np.uint8)).shape == (176, 88, 3)
-    assert pictures.thumbnail(np.zeros((8, 8, 3), np.uint8)).shape == (8, 8, 3)
+    assert thumbnail(np.zeros((400, 200, 3), np.uint8)).shape == (176, 88, 3)
+    assert thumbnail(np.zeros((8, 8, 3), np.uint8)).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize(

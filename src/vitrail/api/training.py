@@ -31,7 +31,8 @@ RUNS = Path("runs")
 # What may change when a run goes on: how it is watched and spread, never what it computes.
 CHANGEABLE = (
     "accumulate", "checkpoint_every", "compile", "data.bad_share", "data.root", "data.skip_bad", "data.workers",
-    "device", "evaluate_every", "log_every", "on_nan", "parallel", "patience", "recompute", "tensorboard",
+    "device", "evaluate_every", "log_every", "on_nan", "parallel", "patience", "recompute", "snapshot_every",
+    "tensorboard",
 )  # fmt: skip
 
 
@@ -214,7 +215,7 @@ def run(
     others = []
     for change in config.compare:
         aside = RunFolder(folder.path / "compare" / _slug(change))
-        other = fit(override(config.but(compare=()), [change]), aside, resume=aside.started)
+        other = fit(override(config.but(compare=(), snapshot_every=None), [change]), aside, resume=aside.started)
         others.append(Run(aside.path, other.setup.config, other.scores, other.stopped))
         if other.stopped not in (None, "patience"):
             return Run(folder.path, config, result.scores, other.stopped, tuple(others), saved=other.saved)

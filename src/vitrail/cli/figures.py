@@ -33,7 +33,8 @@ def figures(
         bool, typer.Option("--foreground", help="Colour what stands out from the background only.")
     ] = False,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Of a run folder: the figures as it learned, as an animation.")
+        bool,
+        typer.Option("--timeline", help="Of a run folder: the same as it learned, animated (not colours)."),
     ] = False,
     formats: Formats = "png",
     root: Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where data known by name lies.")] = None,
@@ -77,7 +78,8 @@ def figures(
 def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> list[Path]:
     if model is None:
         raise ConfigError("--timeline wants a run folder: --model runs/digits.")
-    with err.status("drawing"):
+    with err.status("loading"):
         from vitrail.api.timeline import timeline
-
-        return list(timeline(model, out) if names is None else timeline(model, out, what=names))
+    with progress() as bar:
+        task = bar.add_task("drawing", total=None)
+        return timeline(model, out, names or (), watch=lambda done, of: bar.update(task, completed=done, total=of))

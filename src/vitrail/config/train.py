@@ -183,6 +183,8 @@ class TrainConfig(Config):
     evaluate_every: Duration | None = epochs(1)
     """None: at the end only."""
     checkpoint_every: Duration = epochs(1)
+    snapshot_every: Duration | None = None
+    """Keep a copy of the weights so often, as a model that `vitrail.load` loads; the first ones and the last, too."""
     keep: Literal["auto", "best", "last"] = "auto"
     """Which weights become the model: the best on the validation pictures or the last ones. auto: the
     best, unless they were measured on the test split, where choosing would be cheating."""
@@ -205,7 +207,7 @@ class TrainConfig(Config):
             raise ConfigError(f"accumulate={self.accumulate}: 1 or more.")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"ema={self.ema} is between 0 and 1, or none.")
-        for name in ("log_every", "evaluate_every", "checkpoint_every", "duration"):
+        for name in ("log_every", "evaluate_every", "checkpoint_every", "snapshot_every", "duration"):
             if getattr(self, name) is not None and not getattr(self, name):
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}.")
         if self.patience is not None and self.patience < 1:

@@ -36,5 +36,6 @@ def digits() -> TrainConfig:
         batch=128,
         evaluate_every=epochs(10),
         checkpoint_every=epochs(10),
+        snapshot_every=epochs(4),
         compare=("model.position=none",),
     )

@@ -37,6 +37,7 @@ def mnist(source: str = "mnist") -> TrainConfig:
         schedule=ScheduleConfig(kind="cosine", warmup=epochs(1)),
         duration=epochs(10),
         batch=256,
+        snapshot_every=epochs(1),
         compare=("model.position=none",),
     )
 

@@ -19,7 +19,9 @@ from vitrail.train.log import Line, read_metrics
 Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """Epochs (steps, where epochs are not known) and values; neither has a gap or a NaN."""
 
-IGNORED = frozenset({"name", "compare", "device", "log_every", "evaluate_every", "checkpoint_every", "tensorboard"})
+IGNORED = frozenset(
+    {"name", "compare", "device", "log_every", "evaluate_every", "checkpoint_every", "snapshot_every", "tensorboard"}
+)
 """Settings that do not change what a run learns."""
 
 

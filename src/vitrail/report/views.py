@@ -12,7 +12,7 @@ import torch
 from vitrail.errors import ModelError
 from vitrail.explain.filters import filter_pictures, filters
 from vitrail.explain.panes import Pixels, enlarged, lit, mosaic, tiles
-from vitrail.explain.positions import position_similarity
+from vitrail.explain.positions import MEANING, position_similarity
 from vitrail.explain.rollout import class_view
 from vitrail.models import ViT
 from vitrail.report.markup import Markup, join, tag
@@ -87,9 +87,11 @@ def positions(story: Story) -> tuple[Markup, Pixels | None]:
     side = max(2, min(12, round(880 / columns**2)))  # twice as fine as it is shown: screens differ
     picture = mosaic(alike, side=side, gap=max(side // 2, 3), low=low, high=1.0)
     assert isinstance(story.net, ViT)
-    where = " (its first layer's)" if len(story.net.positions) > 1 else ""
-    note = f"The small map in row i and column j: the cosine between that patch's position{where} and every other's."
-    if story.net.config.position == "learned-1d":
+    where = ", in its first layer" if len(story.net.positions) > 1 else ""
+    kind = story.net.config.position
+    note = f"The small map in row i and column j: how alike that patch's position{where} is to every other's, as "
+    note += f"{MEANING[kind]}."
+    if kind == "learned-1d":
         note += " The model was told nothing of rows and columns; what order there is, it learned."
     body = tag(
         "img",

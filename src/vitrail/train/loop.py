@@ -20,6 +20,7 @@ from vitrail.train.journal import Journal
 from vitrail.train.parallel import Ranks
 from vitrail.train.run import RunFolder
 from vitrail.train.setup import Setup, prepare
+from vitrail.train.snapshots import Snapshots
 from vitrail.train.state import Checkpoints, Progress
 from vitrail.train.trainer import Trainer
 
@@ -67,6 +68,9 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
         augment = trainer.augmentation(cropped=batches.cropped)
         trainer.look_ahead()
         interrupt = stack.enter_context(Interrupt())  # before, there was nothing to save
+        snapshots = Snapshots(run.snapshots, trainer)
+        stack.callback(snapshots.close)
+        snapshots.begin(progress.step)
         stopped = "patience" if journal.patience_is_out else None
 
         for batch in () if stopped else batches:
@@ -86,6 +90,9 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
 
             if trainer.due(step, "log_every"):
                 journal.log(schedule(batch.step))
+            if trainer.due(step, "snapshot_every"):
+                health.settle()
+                snapshots.take(step)
             if trainer.due(step, "evaluate_every"):
                 health.settle()
                 with journal.saved_if_it_fails(batches):
@@ -95,10 +102,13 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
             stopped = _wish(interrupt, journal, batches) or stopped
             if stopped or trainer.due(step, "checkpoint_every"):
                 health.settle()
+                snapshots.wait()
                 journal.checkpoint(batches)
             if stopped:
                 break
         if stopped in (None, "patience"):
+            snapshots.take(progress.step)
+            snapshots.wait()
             scores = journal.finish(batches)
             ended = _wish(interrupt, journal, batches) or stopped
             return Result(run, trainer.setup, progress, scores, ended, ranks.first, test=journal.test)

@@ -3,6 +3,7 @@
 config.json      the full, resolved settings: enough to run it again
 metrics.jsonl    one line per logged step and per evaluation
 checkpoint/      everything needed to go on; the last two, and the best weights
+snapshots/       with snapshot_every: the weights at moments of the run
 model/           what `vitrail.load` loads
 figures/ report.html
 """
@@ -46,6 +47,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoint"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.path / "snapshots"
 
     @property
     def model(self) -> Path:

@@ -38,7 +38,7 @@ from vitrail.train.state import Progress, Tensors, prefixed, under
 
 # b pictures of this process, C channels, H W pixels, K classes
 
-EVERY = ("log_every", "evaluate_every", "checkpoint_every")
+EVERY = ("log_every", "evaluate_every", "checkpoint_every", "snapshot_every")
 
 
 class Trainer:

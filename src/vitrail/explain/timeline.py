@@ -1,0 +1,133 @@
+"""A model as it learns: what is inside it at each moment of a run, in an order and with signs that do not jump."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from vitrail.errors import ConfigError, ModelError, nearest
+from vitrail.explain.distance import attention_distance, uniform_distance
+from vitrail.explain.filters import filters
+from vitrail.explain.positions import position_similarity
+from vitrail.explain.rollout import class_view
+from vitrail.models import Net, ViT
+
+# T moments; h rows and w columns of patches; n patterns of p x q pixels and C channels; L layers of H heads
+
+Floats = npt.NDArray[np.floating[Any]]
+
+NO_PICTURE = "there is no picture to see it on."
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of a run."""
+
+    step: int
+    epoch: float | None = None
+    score: float | None = None
+    """The share of pictures that were right, where that was measured at this very moment."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """What was seen at each moment, by name, the moments first.
+
+    positions T h w h w; filters T n p q C with shares T n; distances T L H with uniform T, that of a head which
+    looks everywhere alike; rollout T h w.
+    """
+
+    arrays: Mapping[str, Floats]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """What cannot be seen in this model, and why."""
+
+    @property
+    def subjects(self) -> list[str]:
+        return [name for name in SUBJECTS if name in self.arrays]
+
+
+def frames(
+    nets: Iterable[Net], what: Sequence[str] = (), *, images: Tensor | None = None, picture: Tensor | None = None
+) -> Frames:
+    """Look into one network after the other, the same one at moments of its training.
+
+    `what`: some of `SUBJECTS`, else all of them. Attention distance is the mean over `images`, rollout is
+    of `picture` (both B C H W); without them, they are left out.
+    """
+    for name in what:
+        if name not in SUBJECTS:
+            raise ConfigError(f"no timeline is called {name!r}{nearest(name, SUBJECTS)}")
+    seen: dict[str, list[Floats]] = {}
+    left_out: dict[str, str] = {}
+    for net in nets:
+        for subject in what or SUBJECTS:
+            if subject in left_out:
+                continue
+            try:
+                found = SUBJECTS[subject](net, picture if subject == "rollout" else images)
+            except ModelError as error:
+                left_out[subject] = str(error)
+                continue
+            for name, values in found.items():
+                seen.setdefault(name, []).append(values)
+    arrays = {name: np.stack(values) for name, values in seen.items()}
+    if "filters" in arrays:
+        arrays["filters"], arrays["shares"] = aligned(arrays["filters"], arrays["shares"])
+    return Frames(arrays, left_out)
+
+
+def aligned(patterns: Floats, shares: Floats) -> tuple[Floats, Floats]:
+    """T n p q C and T n: each moment's patterns in the order and with the signs of those that they become.
+
+    From the last moment, whose order is kept, backwards: pairs are chosen for the largest sum of absolute cosines.
+    """
+    from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+
+    patterns, shares = patterns.copy(), shares.copy()
+    flat = patterns.reshape(*patterns.shape[:2], -1)  # T n d, each of length 1
+    for now in range(len(patterns) - 2, -1, -1):
+        cosines = flat[now + 1] @ flat[now].T  # n n
+        _, order = linear_sum_assignment(-np.abs(cosines))
+        signs = np.where(cosines[np.arange(len(order)), order] < 0, -1.0, 1.0)
+        flat[now], shares[now] = flat[now][order] * signs[:, None], shares[now][order]
+    return patterns, shares
+
+
+def _positions(net: Net, _: Tensor | None) -> dict[str, Floats]:
+    return {"positions": position_similarity(net)}
+
+
+def _filters(net: Net, _: Tensor | None) -> dict[str, Floats]:
+    patterns, shares = filters(net)
+    return {"filters": patterns, "shares": shares}
+
+
+def _distance(net: Net, images: Tensor | None) -> dict[str, Floats]:
+    images = _given(images)
+    found, size = attention_distance(net, images), (images.shape[2], images.shape[3])
+    assert isinstance(net, ViT)  # or it was refused
+    return {"distances": found.numpy(), "uniform": np.array(uniform_distance(net.config.grid_of(size), size))}
+
+
+def _rollout(net: Net, picture: Tensor | None) -> dict[str, Floats]:
+    return {"rollout": class_view(net, _given(picture))[0].double().numpy()}
+
+
+def _given(images: Tensor | None) -> Tensor:
+    if images is None:
+        raise ModelError(NO_PICTURE)
+    return images
+
+
+SUBJECTS: dict[str, Callable[[Net, Tensor | None], dict[str, Floats]]] = {
+    "positions": _positions,
+    "filters": _filters,
+    "distances": _distance,
+    "rollout": _rollout,
+}
+"""What can be followed through a run."""
