@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.api import Model, Prediction, Run, create, finetune, fresh, load, train
+    from vitrail.api import Evaluation, Model, Prediction, Run, create, evaluate, finetune, fresh, load, train
     from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, TrainConfig, ViTConfig
     from vitrail.errors import VitrailError
     from vitrail.models import BiT, Output, ViT
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 # Where each public name lives. They are imported when first used: `import vitrail` costs no torch.
 _HOMES = {
+    "Evaluation": "vitrail.api",
     "Model": "vitrail.api",
     "Prediction": "vitrail.api",
     "Run": "vitrail.api",
     "create": "vitrail.api",
+    "evaluate": "vitrail.api",
     "finetune": "vitrail.api",
     "fresh": "vitrail.api",
     "load": "vitrail.api",
@@ -39,6 +41,7 @@ _HOMES = {
 __all__ = [
     "BiT",
     "BiTConfig",
+    "Evaluation",
     "Model",
     "Output",
     "Prediction",
@@ -51,6 +54,7 @@ __all__ = [
     "VitrailError",
     "__version__",
     "create",
+    "evaluate",
     "finetune",
     "fresh",
     "load",
@@ -79,19 +83,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Training(ModuleType):
-    """The folder vitrail/train, which as `vitrail.train(...)` is the function of that name, too."""
+class _Both(ModuleType):
+    """The folder vitrail/train or vitrail/evaluate, which as `vitrail.train(...)` is the function of that name, too."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        return __getattr__("train")(*args, **options)
+        return __getattr__(self.__name__.rpartition(".")[2])(*args, **options)
 
 
 class _Face(ModuleType):
     """This package."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "train" and isinstance(value, ModuleType):  # Python does so when the folder is first imported
-            value.__class__ = _Training
+        # Python sets a folder's name when it is first imported.
+        if name in ("evaluate", "train") and isinstance(value, ModuleType):
+            value.__class__ = _Both
         super().__setattr__(name, value)
 
 

@@ -286,3 +286,54 @@ def test_a_gpu_finds_the_same():
     assert (got.top1, got.top5, got.count) == (wanted.top1, wanted.top5, wanted.count)
     assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
     assert np.array_equal(got.confusion, wanted.confusion)
+
+
+def test_each_picture_has_its_rank_its_loss_and_its_five_best(logits: np.ndarray):
+    got, truth = scores().samples, TARGETS.numpy()
+    places = np.arange(PICTURES)
+    order = np.argsort(-logits, 1)
+    assert np.array_equal(got.best, order[:, :5])
+    assert np.array_equal(got.rank, (order == truth[:, None]).argmax(1))
+    np.testing.assert_allclose(got.loss, -np.log(softmax(logits)[places, truth]), rtol=1e-5)
+
+
+def test_of_equals_the_lower_numbers_are_the_best():
+    net = Small()
+    nn.init.zeros_(net.head.weight)
+    nn.init.zeros_(net.head.bias)
+    assert np.array_equal(scores(net=net).samples.best, np.tile(np.arange(5), (PICTURES, 1)))
+
+
+def test_fewer_than_five_classes_have_fewer_best():
+    got = measure(Small(3), batches(50, TARGETS.clamp(max=2)), preprocess=PREPROCESS, classes=3)
+    assert got.samples.best.shape == (PICTURES, 3)
+    assert np.array_equal(np.sort(got.samples.best, 1), np.tile(np.arange(3), (PICTURES, 1)))
+
+
+def mirrored_logits() -> np.ndarray:
+    mean, std = (np.array(v).reshape(3, 1, 1) for v in (PREPROCESS.config.mean, PREPROCESS.config.std))
+    images = (IMAGES.numpy()[..., ::-1] / 255 - mean) / std
+    net = Small()
+    return images.reshape(PICTURES, -1) @ net.head.weight.detach().double().numpy().T + net.head.bias.detach().numpy()
+
+
+def test_a_flip_takes_the_mean_of_the_probabilities(logits: np.ndarray):
+    both = (softmax(logits) + softmax(mirrored_logits())) / 2
+    got, truth = scores(flip=True), TARGETS.numpy()
+    assert got.top1 == accuracy_score(truth, both.argmax(1))
+    assert got.loss == pytest.approx(log_loss(truth, both), rel=1e-6)
+    np.testing.assert_allclose(got.samples.score, both.max(1), rtol=1e-5)
+    assert got.loss != pytest.approx(scores().loss, rel=1e-3)
+
+
+def test_a_flip_takes_the_mean_of_each_labels_own_probability_too(logits: np.ndarray):
+    both = (1 / (1 + np.exp(-logits)) + 1 / (1 + np.exp(-mirrored_logits()))) / 2
+    got = scores(targets=SEVERAL.float(), several=True, flip=True)
+    np.testing.assert_allclose(got.samples.scores, both, rtol=1e-4, atol=1e-6)
+
+
+def test_whoever_watches_is_told_of_every_picture():
+    seen: list[int] = []
+    mine = [Batch(0, b.images, b.targets, b.weights, b.slots, b.indices) for b in batches(40)]
+    measure(Small(), mine, preprocess=PREPROCESS, classes=CLASSES, watch=seen.append)
+    assert seen == [40, 40, 21]

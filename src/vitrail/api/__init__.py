@@ -1,4 +1,4 @@
-"""The public functions: `load`, `create`, `train`, `finetune`, and the objects they give."""
+"""The public functions: `load`, `create`, `train`, `finetune`, `evaluate`, and the objects they give."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 from vitrail.api.model import Model, Prediction, create, fresh, load
 
 if TYPE_CHECKING:
+    from vitrail.api.evaluation import evaluate
     from vitrail.api.training import Run, finetune, train
+    from vitrail.evaluate.evaluation import Evaluation
 
-__all__ = ["Model", "Prediction", "Run", "create", "finetune", "fresh", "load", "train"]
+__all__ = ["Evaluation", "Model", "Prediction", "Run", "create", "evaluate", "finetune", "fresh", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from vitrail.api import training
 
         return getattr(training, name)
+    if name in ("Evaluation", "evaluate"):
+        from vitrail.api import evaluation
+
+        return getattr(evaluation, name)
     raise AttributeError(f"module 'vitrail.api' has no attribute {name!r}")

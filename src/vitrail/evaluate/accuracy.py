@@ -23,6 +23,8 @@ from vitrail.runtime import arithmetic
 
 Combine = Callable[[Tensor], Tensor]
 """A tensor of this process -> one of all processes: their sum, or their rows one after the other."""
+BEST = 5
+"""So many of a picture's likeliest classes are kept."""
 
 
 def measure(
@@ -36,8 +38,13 @@ def measure(
     loss: Literal["softmax", "sigmoid"] = "softmax",
     reduce: Combine | None = None,
     gather: Combine | None = None,
+    flip: bool = False,
+    watch: Callable[[int], None] | None = None,
 ) -> Scores:
     """Every picture once, in evaluation mode; slots of weight 0 and pictures without a label do not count.
+
+    flip: of each picture and its mirror image, the mean of the probabilities. `watch` is told of each
+    batch how many pictures it had.
 
     With several processes, each gives its own batches; `reduce` sums a tensor over them and `gather`
     joins its rows. Without `gather`, `samples` holds this process's pictures only (several labels
@@ -52,9 +59,12 @@ def measure(
             images = preprocess.normalise(batch.images).to(dtype)
             with arithmetic(precision, images.device):
                 logits = net(images)
+                mirrored = net(images.flip(-1)) if flip else None
             if logits.ndim != 2 or logits.shape[1] != classes:
                 raise ModelError(f"wanted {classes} outputs a picture, got {tuple(logits.shape[1:])}.")
-            own.add(logits, batch)
+            own.add(_exact(logits) if mirrored is None else mean_of(logits, mirrored, own.loss), batch)
+            if watch is not None:
+                watch(int((batch.indices >= 0).sum()))
     return _scores(own.joined(classes), classes, several, reduce, gather)
 
 
@@ -70,18 +80,30 @@ def evaluating(net: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def _exact(logits: Tensor) -> Tensor:
+    """In float64; Apple's GPUs have none."""
+    return logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
+
+
+def mean_of(one: Tensor, other: Tensor, loss: str) -> Tensor:
+    """Logits whose probabilities are the mean of those of two: b K. Computed as logarithms, so that none is lost."""
+    one, other = _exact(one), _exact(other)
+    if loss == "softmax":
+        return torch.logaddexp(one.log_softmax(1), other.log_softmax(1)) - math.log(2)
+    yes = torch.logaddexp(F.logsigmoid(one), F.logsigmoid(other))
+    return yes - torch.logaddexp(F.logsigmoid(-one), F.logsigmoid(-other))
+
+
 class _Parts:
     """What the batches so far gave; it stays where it was computed, so that a GPU is never waited for."""
 
-    NAMES = ("index", "truth", "prediction", "rank", "score", "truth_score", "loss", "counts")
+    NAMES = ("index", "truth", "prediction", "rank", "score", "truth_score", "loss", "best", "counts")
 
     def __init__(self, several: bool, loss: str) -> None:
         self.several, self.loss = several, loss
         self.kept: dict[str, list[Tensor]] = {name: [] for name in (*self.NAMES, *(["scores"] if several else []))}
 
     def add(self, logits: Tensor, batch: Batch) -> None:
-        # Apple's GPUs have no float64.
-        logits = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
         targets = batch.targets.to(logits.device)
         yes = targets > 0.5 if self.several else F.one_hot(targets.clamp(min=0), logits.shape[1]).bool()  # b K
         if self.loss == "sigmoid":
@@ -93,7 +115,8 @@ class _Parts:
         counts = batch.weights.to(logits.device) > 0
         if not self.several:
             counts = counts & (targets >= 0)
-        prediction = logits.argmax(1)
+        best = _best(logits)
+        prediction = best[:, 0]
         row = {
             "index": batch.indices,
             "truth": yes if self.several else targets,
@@ -102,6 +125,7 @@ class _Parts:
             "score": scores.gather(1, prediction[:, None])[:, 0].float(),
             "truth_score": _of_truth(scores, yes).float(),
             "loss": losses,
+            "best": best,
             "counts": counts,
         }
         if self.several:
@@ -116,6 +140,16 @@ class _Parts:
         whole = {name: torch.cat(parts).cpu() for name, parts in self.kept.items()}
         counts = whole.pop("counts")
         return {name: value[counts] for name, value in whole.items()}
+
+
+def _best(logits: Tensor) -> Tensor:
+    """b 5: the likeliest classes, best first; of equals the lower number, which topk does not promise."""
+    found = [logits.argmax(1)]
+    rest = logits.clone()
+    for _ in range(1, min(BEST, logits.shape[1])):
+        rest.scatter_(1, found[-1][:, None], -math.inf)
+        found.append(rest.argmax(1))
+    return torch.stack(found, 1)
 
 
 def _rank(logits: Tensor, yes: Tensor) -> Tensor:
@@ -140,6 +174,7 @@ def _nothing(classes: int, several: bool) -> dict[str, Tensor]:
     ints, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
     row = dict.fromkeys(("index", "truth", "prediction", "rank"), ints)
     row |= {"score": floats, "truth_score": floats, "loss": floats.double()}
+    row["best"] = torch.empty(0, min(BEST, classes), dtype=torch.int64)
     if several:
         row |= {"truth": torch.empty(0, classes, dtype=torch.bool), "scores": torch.empty(0, classes)}
     return row
@@ -189,7 +224,8 @@ def _samples(rows: dict[str, Tensor], several: bool) -> Samples:
     def sorted_(name: str) -> npt.NDArray[np.generic]:
         return rows[name].numpy()[order]
 
-    names = ("index", "truth", "prediction", "score", "truth_score", *(["scores"] if several else []))
+    kept = ("index", "truth", "prediction", "score", "truth_score", "rank", "loss", "best")
+    names = (*kept, *(["scores"] if several else []))
     return Samples(**{name: sorted_(name) for name in names})  # type: ignore[arg-type]
 
 

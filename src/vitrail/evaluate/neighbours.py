@@ -71,5 +71,7 @@ def _scores(shares: np.ndarray, truth: np.ndarray, index: np.ndarray, classes: i
             prediction=prediction,
             score=shares[places, prediction],
             truth_score=shares[places, truth],
+            rank=right.argmax(1),
+            best=ranked[:, :5],
         ),
     )

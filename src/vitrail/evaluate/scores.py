@@ -37,6 +37,12 @@ class Samples:
     """N: how likely it holds the true class (of several labels the least likely one; NaN without any)."""
     scores: Floats | None = None
     """N K, where pictures have several labels: how likely each class is."""
+    rank: Ints | None = None
+    """N: how many classes come before the first right one, 0 for a right answer; K or more: none is right."""
+    loss: Floats | None = None
+    """N, float64: each picture's own loss."""
+    best: Ints | None = None
+    """N 5, or fewer where there are fewer classes: the likeliest classes, best first."""
 
     def __len__(self) -> int:
         return len(self.index)

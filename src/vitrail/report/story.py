@@ -11,6 +11,7 @@ import numpy.typing as npt
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.errors import VitrailError
+from vitrail.evaluate.per_class import confused_pairs as pairs_of
 from vitrail.evaluate.scores import Samples, Scores, wilson
 from vitrail.explain.panes import Pixels, shown
 from vitrail.models import Net
@@ -142,16 +143,12 @@ def by_class(scores: Scores) -> list[ClassScore]:
 
 def confused_pairs(scores: Scores, most: int) -> list[tuple[int, int, int]]:
     """(true class, said class, how often), the commonest first."""
-    if scores.confusion is not None:
-        wrong = scores.confusion.copy()
-        np.fill_diagonal(wrong, 0)
-        flat = np.argsort(-wrong, axis=None, kind="stable")[:most]
-        pairs = [(int(i), int(j), int(wrong[i, j])) for i, j in zip(*np.unravel_index(flat, wrong.shape), strict=True)]
-        return [p for p in pairs if p[2]]
-    samples = scores.samples
-    if samples is None or samples.truth.ndim != 1:
+    if scores.samples is not None:
+        return pairs_of(scores.samples, most)
+    if scores.confusion is None:
         return []
-    both = np.stack([samples.truth, samples.prediction], 1)[~samples.right]
-    found, counts = np.unique(both, axis=0, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:most]
-    return [(int(found[i, 0]), int(found[i, 1]), int(counts[i])) for i in order]
+    wrong = scores.confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    flat = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    pairs = [(int(i), int(j), int(wrong[i, j])) for i, j in zip(*np.unravel_index(flat, wrong.shape), strict=True)]
+    return [p for p in pairs if p[2]]

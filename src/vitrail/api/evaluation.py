@@ -1,0 +1,276 @@
+"""`vitrail.evaluate`: how well a model does on labelled pictures, at one size or at several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from vitrail.api.model import Model, load
+from vitrail.config import DataConfig, Pair, ViTConfig, pair
+from vitrail.data.loader import evaluation_batches
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources import Stream, open_data, open_parts
+from vitrail.data.sources.base import Source
+from vitrail.errors import ConfigError, DataError, ModelError, VitrailError, nearest
+from vitrail.evaluate.accuracy import measure
+from vitrail.evaluate.calibration import BINS
+from vitrail.evaluate.evaluation import Evaluation, Measured, summarise
+from vitrail.evaluate.matching import Mapped, Match, match_classes
+from vitrail.evaluate.real import Real, outputs_by_class, read_real, real_accuracy, valid_outputs
+from vitrail.evaluate.scores import Samples
+from vitrail.evaluate.speed import Stopwatch
+from vitrail.evaluate.synsets import beside
+from vitrail.models import Net
+from vitrail.runtime import first_speaks, say
+from vitrail.runtime.tiles import check_bfloat16
+from vitrail.train.parallel import Ranks
+from vitrail.weights.card import Card
+from vitrail.weights.opening import adapted
+
+PROTOCOLS = ("auto", "imagenet", "real")
+BATCH = {"cpu": 32}
+"""Pictures at a time by device; elsewhere 256."""
+
+Advance = Callable[[int], None]
+Watch = Callable[[str, int], AbstractContextManager[Advance]]
+"""What is done and of how many pictures -> a context that is told of so many more."""
+
+
+@contextmanager
+def unwatched(what: str, total: int) -> Iterator[Advance]:
+    yield lambda count: None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What stays the same at all sizes."""
+
+    source: Mapped
+    match: Match
+    config: DataConfig
+    real: list[list[int] | None] | None
+    """The outputs that ImageNet-ReaL holds right, for each picture."""
+    ranks: Ranks
+    batch: int
+    flip: bool
+    bins: int
+    watch: Watch
+
+
+def evaluate(
+    model: str | Path | Model,
+    data: str,
+    *,
+    image: Pair | Sequence[Pair] | None = None,
+    flip: bool = False,
+    protocol: Literal["auto", "imagenet", "real"] = "auto",
+    real: str | Path | None = None,
+    held_out: bool = False,
+    root: str | None = None,
+    skip_bad: bool = False,
+    workers: int | None = None,
+    batch: int | None = None,
+    bins: int = BINS,
+    device: str | None = None,
+    dtype: str | torch.dtype | None = "float32",
+    watch: Watch = unwatched,
+    **options: Any,
+) -> Evaluation:
+    """Measure a model on labelled pictures: `evaluate("runs/digits", "digits").top1.value`.
+
+    Of data with parts of its own the test part is measured, else the validation part, else all of it;
+    `held_out`: what `train` would hold out. `image` is another size or several of them; `flip` takes
+    the mean of the probabilities of each picture and its mirror image. Classes are matched to outputs
+    by WordNet's numbers, by name or by order; `protocol` "imagenet" insists on the first, "real" (or a
+    file of labels, `real`) adds ImageNet-ReaL. Under torchrun the pictures are shared out. A file, a
+    name or a hub id is loaded with `options`, which are those of `load`; a model that is loaded
+    already stays on its device unless another is named.
+    """
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"no protocol {protocol!r}{nearest(protocol, PROTOCOLS)}")
+    if bins < 1 or (batch is not None and batch < 1):
+        raise ConfigError(f"bins={bins}, batch={batch}: wanted 1 or more.")
+    config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)
+    device = device or (str(model.device) if isinstance(model, Model) else "auto")
+    with Ranks.start(device) as ranks, first_speaks():
+        vit, source = _first_ahead(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
+        _check_model(vit, ranks.device)
+        sizes = _sizes(vit, image)
+        match = match_classes(
+            source, vit.labels, vit.config.classes, synsets=beside(data, source.labels), imagenet=protocol == "imagenet"
+        )
+        valid = _valid(source, match, real) if protocol == "real" or real is not None else None
+        notes = [*match.notes, *_about(source, vit)]
+        say(notes, about=data)
+        share = -(-len(source) // ranks.world)
+        several = min(batch or BATCH.get(ranks.device.type, 256), share)
+        task = _Task(Mapped(source, match), match, config, valid, ranks, several, flip, bins, watch)
+        found: list[Measured] = []
+        unreadable: dict[str, str] = {}
+        for size in sizes:
+            measured, bad = _at_size(vit, size, task, found[0] if found else None)
+            found.append(measured)
+            unreadable |= bad
+    return Evaluation(
+        model=vit.card.origin or vit.card.family if isinstance(model, Model) else str(model),
+        data=source.name,
+        names=match.names,
+        several=source.several,
+        matched=match.how,
+        flip=flip,
+        bins=bins,
+        sizes=tuple(found),
+        keys=tuple(source.key(i) for i in range(len(source))),
+        notes=tuple(notes),
+        unreadable=unreadable,
+    )
+
+
+def _first_ahead(ranks: Ranks, opened: Callable[[], tuple[Model, Source]]) -> tuple[Model, Source]:
+    """One download, one index: the others find them. Where the first process fails, all do, in the same words."""
+    found, error = None, None
+    if ranks.first:
+        try:
+            found = opened()
+        except VitrailError as caught:
+            error = caught
+    error = ranks.told(error)
+    if error is not None:
+        raise error
+    return found or opened()
+
+
+def _opened(model: str | Path | Model, config: DataConfig, held_out: bool, **options: Any) -> tuple[Model, Source]:
+    """The model, and the part of the data that is measured on."""
+    vit = model if isinstance(model, Model) else load(model, **options)
+    return vit, open_data(config).validation if held_out else _part(config, vit)
+
+
+def _part(config: DataConfig, vit: Model) -> Source:
+    """The test part, else the validation part, else everything."""
+    parts = open_parts(config)
+    say(parts.notes, about=config.source)
+    found = parts.measured
+    if isinstance(found, Stream):
+        raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
+    if not len(found):
+        raise DataError(f"{config.source} holds no pictures to measure on.")
+    if not parts.split and vit.card.origin.startswith(("trained on", "fine-tuned from")):
+        about = f"all {len(found):,} pictures of {found.name} are measured; if the model has learned from them, "
+        say([f"{about}--held-out measures those that training holds out"], about=config.source)
+    return found
+
+
+def _check_model(vit: Model, device: torch.device) -> None:
+    if vit.card.task != "classify" or not vit.config.classes:
+        raise ModelError(
+            f"{vit.card.origin or 'the model'} has no classes to be right or wrong about: it gives features. Measure "
+            "those with vitrail probe, or teach it classes with vitrail finetune."
+        )
+    if vit.dtype == torch.bfloat16 and device.type == "cpu":
+        check_bfloat16()
+
+
+def _sizes(vit: Model, asked: Pair | Sequence[Pair] | None) -> list[tuple[int, int]]:
+    """The sizes to measure at, each known to be possible before any work is done."""
+    own = pair(vit.config.image)
+    if asked is None:
+        return [pair(vit.card.preprocess.image)]
+    several = [asked] if isinstance(asked, int | tuple) else list(asked)
+    sizes = list(dict.fromkeys(pair(size) for size in several))
+    if not sizes:
+        raise ConfigError("image names no size; wanted such as 224, or several: 160,224,288.")
+    for size in sizes:
+        config = vit.config.but(image=size)
+        if isinstance(config, ViTConfig) and config.position == "relative" and size != own:
+            raise ModelError(
+                f"relative positions cannot be resampled from {_spelled(own)} to {_spelled(size)}; leave --image out."
+            )
+    return sizes
+
+
+def _valid(source: Source, match: Match, real: str | Path | None) -> list[list[int] | None]:
+    if source.several:
+        raise DataError(f"{source.name} has several labels to a picture already; ImageNet-ReaL is for ImageNet's own.")
+    labels = read_real(real)
+    keys = [source.key(i) for i in range(len(source))]
+    return valid_outputs(keys, labels, outputs_by_class(len(match.names), match.synsets))
+
+
+def _about(source: Source, vit: Model) -> list[str]:
+    """What the numbers cannot say."""
+    notes = []
+    targets = source.targets
+    counts = targets.sum(0) if source.several else np.bincount(targets[targets >= 0], minlength=len(source.labels))
+    there = np.flatnonzero(counts)
+    if len(there) == 1:
+        name = source.labels[there[0]]
+        notes.append(f"every picture is of one class, {name!r}: how well others are told from it cannot be said")
+    if source.several and not vit.card.several:
+        notes.append(
+            "pictures have several labels and the model was made to give one: its outputs are read as a yes or no each"
+        )
+    return notes
+
+
+def _at_size(
+    vit: Model, size: tuple[int, int], task: _Task, before: Measured | None
+) -> tuple[Measured, dict[str, str]]:
+    """All pictures at one size, and those that could not be read."""
+    ranks, source = task.ranks, task.source
+    net, card = _resized(vit, size)
+    net = net.to(ranks.device)
+    several = ranks.world > 1
+    with Stopwatch(net) as watch:
+        batches = evaluation_batches(
+            source,
+            preprocess=card.preprocess,
+            batch=task.batch,
+            device=ranks.device,
+            rank=ranks.rank,
+            world=ranks.world,
+            config=task.config,
+        )
+        with batches, task.watch(f"measuring at {_spelled(size)}", len(source)) as advance:
+            scores = measure(
+                net,
+                batches,
+                preprocess=Preprocess(card.preprocess),
+                classes=len(task.match.names),
+                several=source.several,
+                loss="sigmoid" if card.several else "softmax",
+                reduce=ranks.sum if several else None,
+                gather=ranks.gather if several else None,
+                flip=task.flip,
+                watch=lambda count: advance(count * ranks.world),
+            )
+            batches.agree(ranks.all_told(batches.bad))
+        speed = watch.speed(scores.count)
+    assert scores.samples is not None
+    found = None if task.real is None else _real(scores.samples, task.real)
+    outputs = len(task.match.names)
+    measured = summarise(scores, image=size, outputs=outputs, speed=speed, bins=task.bins, real=found, before=before)
+    return measured, batches.bad
+
+
+def _real(samples: Samples, valid: list[list[int] | None]) -> Real:
+    return real_accuracy(samples, [valid[i] for i in samples.index])
+
+
+def _resized(vit: Model, size: tuple[int, int]) -> tuple[Net, Card]:
+    """The model for another size, prepared for that; the model itself stays as it is."""
+    if size == pair(vit.card.preprocess.image):
+        return vit.net, vit.card
+    net, card = adapted(vit.net, vit.card.but(notes=()), image=size)
+    say(card.notes, about=vit.card.origin)
+    return net, card
+
+
+def _spelled(size: tuple[int, int]) -> str:
+    return f"{size[0]} px" if size[0] == size[1] else f"{size[0]}x{size[1]} px"

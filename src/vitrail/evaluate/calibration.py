@@ -1,0 +1,78 @@
+"""Whether a model is right as often as it says: the expected calibration error and the table behind it.
+
+Pictures are sorted into bins by how sure the model is of its answer; in each, how sure it is on
+average is held against how often it is right (Guo et al. 2017, with their 15 bins of equal width).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.evaluate.intervals import Estimate, of_sums
+from vitrail.evaluate.scores import Floats, Ints
+
+# N pictures, M bins
+
+BINS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How sure, and how often right."""
+
+    error: Estimate
+    """ECE: the mean over pictures of how far their bin's certainty is from its accuracy."""
+    edges: Floats
+    """M + 1: a bin holds what is above its lower edge and not above its upper one."""
+    counts: Ints
+    """M: pictures."""
+    certainty: Floats
+    """M: mean score of the answers; NaN in an empty bin."""
+    accuracy: Floats
+    """M: share of them that are right; NaN in an empty bin."""
+
+    @property
+    def worst(self) -> float:
+        """The largest gap of a bin."""
+        gaps = np.abs(self.certainty - self.accuracy)
+        return float(np.nanmax(gaps)) if not np.isnan(gaps).all() else math.nan
+
+    @property
+    def lean(self) -> float:
+        """Mean score less accuracy: above 0 it is surer than it should be."""
+        there = self.counts > 0
+        gaps = (self.certainty - self.accuracy)[there]
+        return float((gaps * self.counts[there]).sum() / self.counts.sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = zip(self.edges[:-1], self.edges[1:], self.counts, self.certainty, self.accuracy, strict=True)
+        names = ("above", "to", "count", "certainty", "accuracy")
+        bins = [dict(zip(names, (plain(value) for value in row), strict=True)) for row in rows]
+        error = {name: plain(value) for name, value in self.error.to_dict().items()}
+        return {"ece": error, "worst": plain(self.worst), "lean": plain(self.lean), "bins": bins}
+
+
+def calibration(score: Floats, right: npt.NDArray[np.bool_], bins: int = BINS) -> Calibration:
+    """From N scores of the answers, 0 to 1, and whether each is right."""
+    score = np.asarray(score, np.float64)
+    edges = np.linspace(0, 1, bins + 1)
+    place = np.searchsorted(edges[1:-1], score, side="left")  # a score on an edge is in the lower bin
+    counts = np.bincount(place, minlength=bins)
+    with np.errstate(invalid="ignore"):
+        certainty = np.bincount(place, score, bins) / counts
+        accuracy = np.bincount(place, right, bins) / counts
+    gaps = np.zeros((len(score), bins))
+    gaps[np.arange(len(score)), place] = score - right  # their sums over pictures are all that an ECE needs
+    error = of_sums(gaps, lambda sums: np.abs(sums).sum(-1) / len(score))
+    return Calibration(error=error, edges=edges, counts=counts, certainty=certainty, accuracy=accuracy)
+
+
+def plain(value: Any) -> Any:
+    """A number as JSON has it: None for what is none."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

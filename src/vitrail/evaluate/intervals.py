@@ -1,0 +1,172 @@
+"""How far a number may be off: bootstrap intervals over the pictures that it was measured on.
+
+    share          of 0 and 1: the bootstrap's distribution is a binomial one, and its quantiles are exact
+    mean, sums     other numbers: pictures drawn again, with replacement, by their counts
+    difference     of two models on the same pictures
+
+The bootstrap of a share that is nearly nothing or nearly all says too little: three of three right
+would be 100 % to 100 %. Wilson's interval takes its place there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.evaluate.scores import Floats, Ints, wilson
+
+# N pictures, S numbers of each, R resamples of all of them, B resamples at a time
+
+RESAMPLES = 2000
+INSIDE = 0.95
+SEED = 0
+ENOUGH = 10
+"""Fewer right or wrong ones than this and Wilson's interval is taken."""
+BLOCK = 4_000_000
+"""Counts that are held at once."""
+PRECISIONS = 500_000_000
+"""Pictures times classes times resamples of average precisions, which takes seconds; of more, fewer resamples."""
+
+How = Literal["bootstrap", "wilson"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    how: How = "bootstrap"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "low": self.low, "high": self.high, "interval": self.how}
+
+
+def share(right: int, count: int) -> Estimate | None:
+    """`right` of `count`; None of nothing."""
+    if count == 0:
+        return None
+    value = right / count
+    if min(right, count - right) < ENOUGH:
+        return Estimate(value, *wilson(right, count), "wilson")
+    low, high = binomial_quantiles(count, value, ((1 - INSIDE) / 2, (1 + INSIDE) / 2))
+    return Estimate(value, low / count, high / count)
+
+
+def binomial_quantiles(count: int, chance: float, levels: tuple[float, ...]) -> tuple[int, ...]:
+    """The least k of 0 to `count` that so many draws in all stay within, for each level; 0 < chance < 1."""
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1)))])  # of the factorials
+    k = np.arange(count + 1)
+    ways = logs[count] - logs - logs[::-1]
+    within = np.cumsum(np.exp(ways + k * math.log(chance) + (count - k) * math.log1p(-chance)))
+    return tuple(int(i) for i in np.searchsorted(within, levels))
+
+
+def mean(values: Floats, *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
+    """Of N numbers."""
+    return of_sums(values[:, None], lambda sums: sums[..., 0] / len(values), resamples=resamples, seed=seed)
+
+
+def of_sums(
+    columns: Floats,
+    statistic: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]],
+    *,
+    resamples: int = RESAMPLES,
+    seed: int = SEED,
+) -> Estimate:
+    """Of a number that depends on the sums of N S alone: `statistic` takes S sums, or many times S, R S."""
+    whole = np.asarray(columns, np.float64)
+    value = float(statistic(whole.sum(0)))
+    drawn = np.concatenate([statistic(counts @ whole) for counts in draws(len(whole), resamples, seed)])
+    return around(value, drawn)
+
+
+def around(value: float, drawn: npt.NDArray[np.float64]) -> Estimate:
+    """The middle 95 % of what the resamples gave.
+
+    It holds the number itself, which a sum of absolute values, such as a calibration error, else need
+    not: that grows with noise, and a resample is noisier.
+    """
+    drawn = drawn[~np.isnan(drawn)]
+    if math.isnan(value) or not len(drawn):
+        return Estimate(value, math.nan, math.nan)
+    low, high = np.quantile(drawn, [(1 - INSIDE) / 2, (1 + INSIDE) / 2])
+    return Estimate(value, min(float(low), value), max(float(high), value))
+
+
+def draws(count: int, resamples: int = RESAMPLES, seed: int = SEED) -> Iterator[npt.NDArray[np.float64]]:
+    """B N, block after block: how often each picture is in each resample. The same for the same seed."""
+    rng = np.random.default_rng(seed)
+    size = max(BLOCK // count, 1)
+    for first in range(0, resamples, size):
+        rows = min(size, resamples - first)
+        drawn = rng.integers(0, count, (rows, count), dtype=np.int32)
+        drawn += (np.arange(rows, dtype=np.int32) * count)[:, None]
+        yield np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count).astype(np.float64)
+
+
+def difference(
+    right: npt.NDArray[np.bool_], before: npt.NDArray[np.bool_], *, resamples: int = RESAMPLES, seed: int = SEED
+) -> Estimate:
+    """The share of `right` less that of `before`, picture by picture the same ones: N each.
+
+    What both have right or wrong drops out, so it is known better than either share.
+    """
+    count = len(right)
+    up, down = int(np.sum(right & ~before)), int(np.sum(before & ~right))
+    shares = np.array([up, down, count - up - down]) / count
+    drawn = np.random.default_rng(seed).multinomial(count, shares, resamples)  # what N draws of pictures come to
+    return around((up - down) / count, (drawn[:, 0] - drawn[:, 1]) / count)
+
+
+def mean_precision(
+    truth: npt.NDArray[np.bool_], scores: Floats, value: float, *, resamples: int = RESAMPLES, seed: int = SEED
+) -> Estimate:
+    """Of `value`, the mean over classes of their average precisions: both N K.
+
+    A class that a resample has no picture of is left out of that one's mean.
+    """
+    count, classes = truth.shape
+    resamples = int(min(resamples, max(PRECISIONS / (count * classes), 100)))
+    there = np.flatnonzero(truth.any(0))
+    if not len(there) or np.isnan(scores).any():
+        return Estimate(value, math.nan, math.nan)
+    sorted_ = [_sorted(truth[:, k], scores[:, k]) for k in there]
+    drawn = []
+    for counts in draws(count, resamples, seed):
+        columns = np.ascontiguousarray(counts.T, np.float32)  # N B: pictures are put in order by whole rows
+        each = np.stack([_precisions(columns, *one) for one in sorted_])  # K B
+        known = ~np.isnan(each)
+        drawn.append(np.where(known, each, 0).sum(0) / np.maximum(known.sum(0), 1))
+    return around(value, np.concatenate(drawn))
+
+
+def _sorted(truth: npt.NDArray[np.bool_], score: Floats) -> tuple[Ints, Ints, Ints, Ints]:
+    """Pictures by their scores, cut where the recall rises: order, first of each stretch; the same of the class alone.
+
+    A stretch ends with a run of equal scores that holds a picture of the class; what comes after the
+    last one does not matter.
+    """
+    order = np.argsort(-score, kind="stable")
+    last = np.flatnonzero(np.append(np.diff(score[order]) != 0, True))
+    own = np.flatnonzero(truth[order])
+    runs, starts = np.unique(np.searchsorted(last, own), return_index=True)
+    ends = last[runs] + 1
+    return order[: ends[-1]], np.append(0, ends[:-1]), order[own], starts
+
+
+def _precisions(
+    counts: npt.NDArray[np.float32], order: Ints, starts: Ints, own: Ints, own_starts: Ints
+) -> npt.NDArray[np.float32]:
+    """B: `scores.average_precision` of each resample, given as how often each picture is in it, N B."""
+    gained = np.add.reduceat(counts[own], own_starts, axis=0)
+    seen = np.cumsum(np.add.reduceat(counts[order], starts, axis=0), axis=0)  # whole numbers: exact
+    found = np.cumsum(gained, axis=0)
+    with np.errstate(invalid="ignore"):
+        return (gained * found / np.maximum(seen, 1)).sum(0) / found[-1]

@@ -1,0 +1,184 @@
+"""Which of a model's outputs each class of the data is: by WordNet's numbers, by name, or by order.
+
+Data may have a few of the model's classes only (ten folders of ImageNet): the answer is still the
+likeliest of all outputs. A class that no output stands for is refused, unless no picture is of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.data.sources.base import Sample, Source, Targets
+from vitrail.errors import DataError
+from vitrail.evaluate.scores import Ints
+from vitrail.evaluate.synsets import IMAGENET, Synsets, in_names, of_outputs, plain_name
+from vitrail.weights.labels import imagenet_1k
+
+# N pictures, C classes of the data, K outputs of the model
+
+How = Literal["synset", "name", "order"]
+SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Match:
+    """Data and model, brought together."""
+
+    places: Ints
+    """C: the output of each class; -1 where there is none, and no picture needs it."""
+    how: How
+    names: tuple[str, ...]
+    """K: what the outputs are called."""
+    notes: tuple[str, ...] = ()
+    synsets: Synsets | None = None
+    """K: their WordNet numbers, where they are known."""
+
+
+class Mapped:
+    """The same pictures; their classes are a model's outputs."""
+
+    def __init__(self, source: Source, match: Match) -> None:
+        self.source, self.name, self.several = source, source.name, source.several
+        self.labels = match.names
+        places, targets = match.places, source.targets
+        if self.several:
+            there = places >= 0
+            self.targets: Targets = np.zeros((len(source), len(match.names)), np.bool_)
+            self.targets[:, places[there]] = targets[:, there]
+        else:
+            self.targets = np.where(targets < 0, -1, places[np.maximum(targets, 0)])
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Sample:
+        target = self.targets[index]
+        found = tuple(np.flatnonzero(target).tolist()) if self.several else int(target)
+        sample = self.source[index]
+        return Sample(sample.key, sample.picture, found)
+
+    def key(self, index: int) -> str:
+        return self.source.key(index)
+
+    @property
+    def pixels(self) -> npt.NDArray[np.uint8] | None:
+        return self.source.pixels
+
+    @property
+    def blocks(self) -> tuple[int, ...] | None:
+        return self.source.blocks
+
+
+def match_classes(
+    source: Source,
+    labels: Sequence[str] | None,
+    outputs: int,
+    *,
+    synsets: Synsets | None = None,
+    imagenet: bool = False,
+) -> Match:
+    """The output of each class of the data. `labels` are the model's, `synsets` what lies beside the data.
+
+    imagenet: only WordNet's numbers will do.
+    """
+    if not source.labels:
+        raise DataError(f"the pictures of {source.name} have no labels to be right or wrong about.")
+    numbers = synsets or in_names(source.labels)
+    if numbers is not None:
+        own, note = of_outputs(labels, outputs, numbers)
+        if own is not None:
+            place = {number: k for k, number in enumerate(own)}
+            places = np.array([place.get(number, -1) for number in numbers], np.int64)
+            _check(source, places, labels, outputs)
+            names = _names(labels, places, source.labels, outputs, imagenet=True)
+            return Match(places, "synset", names, (note,) if note else (), own)
+    if imagenet:
+        raise DataError(_no_imagenet(source, outputs, numbers))
+    if labels is not None:
+        places = _by_name(source.labels, labels)
+        counted = _numbered(source.labels) or _numbered(labels)
+        if (places >= 0).any() or len(labels) != len(source.labels) or not counted:
+            _check(source, places, labels, outputs)
+            return Match(places, "name", tuple(labels))
+    return _in_order(source, labels, outputs)
+
+
+def _by_name(wanted: Sequence[str], labels: Sequence[str]) -> Ints:
+    """Equal but for capitals, underscores and hyphens; else by the first of several names. Never by a name of two."""
+    found = np.full(len(wanted), -1, np.int64)
+    spellings = ([plain_name(label) for label in labels], [plain_name(label.split(",")[0]) for label in labels])
+    for names in spellings:
+        counts = Counter(names)
+        place = {name: k for k, name in enumerate(names) if counts[name] == 1}
+        missing = [place.get(plain_name(word), -1) for word in wanted]
+        found = np.where(found < 0, missing, found)
+    return found
+
+
+def _in_order(source: Source, labels: Sequence[str] | None, outputs: int) -> Match:
+    """One after the other: all that is left where names are not known."""
+    count = len(source.labels)
+    if count != outputs:
+        raise DataError(
+            f"{source.name} has {count:,} classes and the model {outputs:,} outputs that nobody has named; "
+            "name them with --labels FILE, in their order."
+        )
+    note = "the model's outputs are taken for the data's classes in their order, since "
+    note += "the checkpoint does not name them" if labels is None else "only one side names them, the other counts"
+    names = source.labels if labels is None or _numbered(labels) else labels
+    return Match(np.arange(count), "order", tuple(names), (note,))
+
+
+def _numbered(labels: Sequence[str]) -> bool:
+    return all(label.isdecimal() for label in labels)
+
+
+def _check(source: Source, places: Ints, labels: Sequence[str] | None, outputs: int) -> None:
+    """Refuse classes that have pictures and no output."""
+    targets = source.targets
+    counts = targets.sum(0) if source.several else np.bincount(targets[targets >= 0], minlength=len(places))
+    there = int((counts > 0).sum())
+    unknown = [source.labels[c] for c in np.flatnonzero((places < 0) & (counts > 0))]
+    if not unknown:
+        return
+    shown = ", ".join(unknown[:SHOWN]) + (", ..." if len(unknown) > SHOWN else "")
+    whose = "none" if len(unknown) == there else f"{there - len(unknown):,}"
+    others = "" if labels is None else f", such as {', '.join(labels[:SHOWN])}"
+    raise DataError(
+        f"the model knows {whose} of the {there:,} classes of {source.name} (not {shown}): it has {outputs:,} "
+        f"of its own{others}. Measure it on those, name its outputs with --labels FILE, or teach it these with "
+        "vitrail finetune."
+    )
+
+
+def _names(
+    labels: Sequence[str] | None, places: Ints, data: Sequence[str], outputs: int, *, imagenet: bool
+) -> tuple[str, ...]:
+    """What people read: the model's own names, else ImageNet's, else the data's."""
+    if labels is not None and in_names(labels) is None:
+        return tuple(labels)
+    if imagenet and outputs == IMAGENET and (known := imagenet_1k()):
+        return known
+    names = list(labels) if labels is not None else [f"class {k}" for k in range(outputs)]
+    for label, k in zip(data, places.tolist(), strict=True):
+        if k >= 0:
+            names[k] = label
+    return tuple(names)
+
+
+def _no_imagenet(source: Source, outputs: int, numbers: Synsets | None) -> str:
+    if numbers is None:
+        return (
+            f"the classes of {source.name} have no WordNet numbers, which the ImageNet protocol goes by; wanted "
+            "folders such as n01440764, or a synsets.json beside the data."
+        )
+    return (
+        f"which ImageNet class each of the model's {outputs:,} outputs is, nobody knows; `pip install timm`, which has "
+        "the lists, or name them with --labels FILE, one WordNet number on each line."
+    )

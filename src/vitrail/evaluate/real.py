@@ -1,0 +1,127 @@
+"""ImageNet-ReaL: the validation pictures with every label that people found right (Beyer et al. 2020).
+
+An answer is right if it is one of a picture's labels; of five, if one of them is. Pictures for which
+nothing was found right are left out. Labels are numbers of ImageNet-1k's classes, and `real.json`
+lists them in the order of the validation pictures' own numbers; a dictionary from a picture's name
+to its labels does for pictures that go by other names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.evaluate.intervals import Estimate, share
+from vitrail.evaluate.scores import Samples
+from vitrail.evaluate.synsets import IMAGENET, Synsets, listed, published_real
+
+# N pictures, K outputs
+
+NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+
+Labels = list[list[int]] | dict[str, list[int]]
+"""Class numbers by the validation picture's number less one, or by its name."""
+
+
+@dataclass(frozen=True)
+class Real:
+    """Accuracy on the labels that people found right."""
+
+    top1: Estimate
+    top5: Estimate
+    count: int
+    """Pictures that have such a label."""
+    left_out: int
+    """Pictures that have none."""
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {"top1": self.top1.to_dict(), "top5": self.top5.to_dict()}
+        return {**found, "count": self.count, "left_out": self.left_out}
+
+
+def read_real(path: str | Path | None) -> Labels:
+    """real.json, a dictionary of your own, or, without a path, the copy that timm ships."""
+    said = "timm's copy of real.json" if path is None else str(path)
+    if path is None:
+        text = published_real()
+        if text is None:
+            raise NotFound("ImageNet-ReaL needs its labels: --real real.json, or `pip install timm`, which ships them.")
+    else:
+        try:
+            text = Path(path).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise NotFound(f"{path} cannot be read: {error.strerror or error}.") from None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{said} is no JSON: {error}.") from None
+    rows = list(found.values()) if isinstance(found, dict) else found
+    if not isinstance(rows, list) or not rows or not all(_are_classes(row) for row in rows):
+        raise ConfigError(
+            f"{said} holds no ReaL labels; wanted a list of lists of class numbers, 0 to {IMAGENET - 1}, or a "
+            'dictionary from names to such lists: {"cat.jpg": [281, 285]}.'
+        )
+    return found
+
+
+def _are_classes(row: Any) -> bool:
+    return isinstance(row, list) and all(
+        isinstance(k, int) and not isinstance(k, bool) and 0 <= k < IMAGENET for k in row
+    )
+
+
+def outputs_by_class(outputs: int, synsets: Synsets | None) -> list[int]:
+    """ImageNet-1k's class number -> the model's output; -1 where it has none."""
+    if synsets is None or outputs == IMAGENET:
+        if outputs != IMAGENET:
+            raise DataError(
+                f"ImageNet-ReaL's labels are ImageNet-1k's classes, and which of the model's {outputs:,} outputs those "
+                "are, nobody knows."
+            )
+        return list(range(IMAGENET))
+    place, known = {number: k for k, number in enumerate(synsets)}, listed()
+    if known is None:
+        raise NotFound("which outputs are ImageNet-1k's classes, timm's files tell: `pip install timm`.")
+    return [place.get(number, -1) for number in known]
+
+
+def valid_outputs(keys: Sequence[str], labels: Labels, outputs: Sequence[int]) -> list[list[int] | None]:
+    """Of each picture the outputs that are right; None where the labels do not speak of it."""
+    rows: list[list[int] | None] = [_labels_of(key, labels) for key in keys]
+    if all(row is None for row in rows):
+        asked = "none of them is a name in the dictionary" if isinstance(labels, dict) else "none has such a number"
+        raise DataError(
+            f"the ReaL labels do not go with these pictures: they are called {keys[0]} and the like, and {asked}; "
+            "wanted ILSVRC2012_val_00000001 in a name, or a dictionary from names to class numbers."
+        )
+    return [None if row is None else [outputs[k] for k in row] for row in rows]
+
+
+def _labels_of(key: str, labels: Labels) -> list[int] | None:
+    if isinstance(labels, dict):
+        path = PurePosixPath(key)
+        return next((labels[name] for name in (key, path.name, path.stem) if name in labels), None)
+    match = NUMBER.search(key)
+    number = int(match[1]) if match else 0
+    return labels[number - 1] if 0 < number <= len(labels) else None
+
+
+def real_accuracy(samples: Samples, valid: Sequence[list[int] | None]) -> Real:
+    """`valid` holds the right outputs of each sample."""
+    assert samples.best is not None
+    asked = [(i, right) for i, right in enumerate(valid) if right]
+    if not asked:
+        raise DataError(f"none of the {len(valid):,} pictures has a ReaL label.")
+    hits: npt.NDArray[np.bool_] = np.array([np.isin(samples.best[i], right) for i, right in asked])  # N 5
+    top1, top5 = share(int(hits[:, 0].sum()), len(asked)), share(int(hits.any(1).sum()), len(asked))
+    assert top1 is not None
+    assert top5 is not None
+    return Real(top1, top5, len(asked), len(valid) - len(asked))

@@ -1,0 +1,74 @@
+"""How many pictures a second: all in all, and by the network alone."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Pictures a second."""
+
+    whole: float
+    """With reading, decoding and everything else."""
+    network: float
+    """Of the network alone, as fast as it was meanwhile; both views of a picture count as one."""
+    seconds: float
+    """What it took, all in all."""
+
+    def to_dict(self) -> dict[str, float]:
+        return {"pictures_per_second": self.whole, "network_pictures_per_second": self.network, "seconds": self.seconds}
+
+
+class Stopwatch:
+    """Times a network from its call to its answer: `with Stopwatch(net) as watch: ...`; a GPU is not waited for."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self.began = time.perf_counter()
+        self.spent = 0.0
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.started: Any = None
+
+    def __enter__(self) -> Self:
+        self.hooks = [
+            self.net.register_forward_pre_hook(lambda *_: self._start()),
+            self.net.register_forward_hook(lambda *_: self._stop()),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _now(self) -> Any:
+        if next(self.net.parameters()).device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _start(self) -> None:
+        self.started = self._now()
+
+    def _stop(self) -> None:
+        if isinstance(self.started, float):
+            self.spent += self._now() - self.started
+        else:
+            self.events.append((self.started, self._now()))
+
+    def speed(self, pictures: int) -> Speed:
+        """Of so many pictures up to now."""
+        if self.events:
+            torch.cuda.synchronize()
+        network = self.spent + sum(first.elapsed_time(last) for first, last in self.events) / 1000
+        seconds = time.perf_counter() - self.began
+        return Speed(pictures / max(seconds, 1e-9), pictures / max(network, 1e-9), seconds)

@@ -1,0 +1,283 @@
+"""An evaluation as pictures and files: what a folder of `vitrail eval --out` holds.
+
+reliability    how sure the model is, and how often it is right then
+sizes          accuracy at each size, with its interval
+confusion      what is said of each class; for many classes, the pairs that are mixed up most
+classes        how much of each class is found; of many, the worst
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from vitrail.errors import ConfigError, nearest
+from vitrail.evaluate.evaluation import Evaluation, Measured
+from vitrail.evaluate.intervals import Estimate
+from vitrail.evaluate.per_class import confused_pairs, confusion_of
+from vitrail.evaluate.scores import wilson
+from vitrail.explain.canvas import COLOURS, FAINT, INK, QUIET, Arrays, blank, save, save_arrays, title
+from vitrail.weights.write import write_json, write_text
+
+FORMATS = ("png", "svg", "npz")
+MATRIX = 25
+"""Classes up to which the whole confusion matrix is drawn."""
+BARS = 30
+"""Bars in one figure."""
+LONGEST = 28
+"""Letters of a class's name that fit beside a figure."""
+
+Drawn = tuple[Figure, Arrays]
+
+
+def write_evaluation(found: Evaluation, folder: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
+    """Figures, eval.json, per_class.csv and predictions.csv; what lay there under these names is replaced."""
+    check_formats(formats)
+    written = []
+    for name, draw in FIGURES.items():
+        drawn = draw(found)
+        if drawn is None:
+            continue
+        figure, arrays = drawn
+        for kind in formats:
+            path = folder / f"{name}.{kind}"
+            written.append(save_arrays(arrays, path) if kind == "npz" else save(figure, path))
+    texts = {"per_class.csv": _classes(found), "predictions.csv": _predictions(found)}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "eval.json", found.to_dict(), overwrite=True)
+    for name, rows in texts.items():
+        write_text(folder / name, rows, overwrite=True)
+    return [*written, folder / "eval.json", *(folder / name for name in texts)]
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Refuse what figures cannot be written as."""
+    for kind in formats:
+        if kind not in FORMATS:
+            raise ConfigError(f"no format {kind!r} to draw in{nearest(kind, FORMATS)}")
+
+
+def reliability(found: Evaluation) -> Drawn | None:
+    """Bars at the height of each bin's accuracy; on the line, a model is right as often as it says."""
+    table = found.calibration
+    if table is None:
+        return None
+    figure = blank(5.2, 5.6)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    there = table.counts > 0
+    width = np.diff(table.edges)[0]
+    right = np.rint(table.accuracy[there] * table.counts[there])
+    whiskers = np.array([wilson(r, n) for r, n in zip(right, table.counts[there], strict=True)]).T
+    upper.plot([0, 1], [0, 1], color=QUIET, linestyle=":", linewidth=1.2, zorder=1)
+    middles = (table.edges[:-1] + width / 2)[there]
+    upper.bar(middles, table.accuracy[there], 0.94 * width, color=COLOURS[0], alpha=0.25, zorder=0)
+    whiskers = np.abs(whiskers - table.accuracy[there])
+    style: dict[str, Any] = {"fmt": "o", "color": COLOURS[0], "markersize": 5, "elinewidth": 1.2, "zorder": 2}
+    upper.errorbar(table.certainty[there], table.accuracy[there], whiskers, **style)
+    upper.set(ylim=(0, 1.02), xlim=(0, 1.02), ylabel="share that is right")
+    lower.bar(middles, table.counts[there], 0.94 * width, color=QUIET, alpha=0.5)
+    lower.set(xlabel="how sure the model is of its answer", ylabel="pictures")
+    for ax in (upper, lower):
+        _quiet(ax)
+    title(figure, f"Calibration error {_percent(table.error)}", _about(found, found.first))
+    arrays = {"edges": table.edges, "counts": table.counts, "certainty": table.certainty, "accuracy": table.accuracy}
+    return figure, {**arrays, "ece": [table.error.value, table.error.low, table.error.high]}
+
+
+def sizes(found: Evaluation) -> Drawn | None:
+    """Top-1 (of several labels mAP) at each size, in the order of the sizes."""
+    if len(found.sizes) < 2:
+        return None
+    ordered = sorted(found.sizes, key=lambda m: (m.image[0] * m.image[1], m.image))
+    several = found.several
+    estimates = [m.mean_average_precision if several else m.top1 for m in ordered]
+    kept = [(m, e) for m, e in zip(ordered, estimates, strict=True) if e is not None]
+    if not kept:
+        return None
+    x = np.array([np.sqrt(m.image[0] * m.image[1]) for m, _ in kept])
+    value, low, high = (100 * np.array([getattr(e, name) for _, e in kept]) for name in ("value", "low", "high"))
+    figure = blank(6.2, 4.2)
+    ax = figure.subplots()
+    ax.fill_between(x, low, high, color=COLOURS[0], alpha=0.13, linewidth=0)
+    ax.plot(x, value, color=COLOURS[0], marker="o", markersize=5, linewidth=2)
+    names = [_size(m) for m, _ in kept]
+    for at, height in zip(x, value, strict=True):
+        ax.annotate(f"{height:.1f}", (at, height), (0, 7), textcoords="offset points", ha="center", color=INK)
+    ax.set_xticks(x, names)
+    ax.set(xlabel="pixels a side", ylabel="mAP, %" if several else "top-1, %")
+    ax.margins(x=0.07, y=0.18)
+    _quiet(ax)
+    what = "Mean average precision" if several else "Accuracy"
+    title(figure, f"{what} by size, with its 95 % interval", _about(found))
+    return figure, {"image": np.array([m.image for m, _ in kept]), "value": value, "low": low, "high": high}
+
+
+def confusion(found: Evaluation) -> Drawn | None:
+    """The matrix of the classes that have pictures; of many, the commonest mistakes."""
+    samples, there = found.first.samples, found.first.classes.present
+    if samples.truth.ndim != 1 or len(there) < 2:
+        return None
+    if len(there) > MATRIX:
+        return _pairs(found)
+    table = confusion_of(samples, there.tolist())
+    if not table[:, -1].any():
+        table = table[:, :-1]
+    names = [_short(found.names[k]) for k in there]
+    side = 1.9 + 0.36 * len(there)
+    figure = blank(side + 1.2, side + 0.5)
+    ax = figure.subplots()
+    shares = table / np.maximum(table.sum(1, keepdims=True), 1)
+    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for i, j in zip(*np.nonzero(table), strict=True):
+        colour = "white" if shares[i, j] > 0.5 else COLOURS[1] if i != j else INK
+        ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=colour)
+    columns = [*names, "others"][: table.shape[1]]
+    long = max(map(len, columns)) > 2
+    ax.set_xticks(range(len(columns)), columns, rotation=45 if long else 0, ha="right" if long else "center")
+    ax.set_yticks(range(len(names)), names)
+    ax.tick_params(length=0, labelsize=8, colors=INK)
+    ax.set_xlabel("said", color=INK)
+    ax.set_ylabel("true", color=INK)
+    ax.spines[:].set_visible(False)
+    title(figure, "What is said of each class", _about(found, found.first))
+    return figure, {"confusion": table, "classes": there}
+
+
+def _pairs(found: Evaluation) -> Drawn | None:
+    pairs = confused_pairs(found.first.samples, BARS)
+    if not pairs or pairs[0][2] < 2:  # nothing happened twice
+        return None
+    labels = [f"{_short(found.names[a])} → {_short(found.names[b])}" for a, b, _ in pairs]
+    counts = np.array([n for _, _, n in pairs])
+    figure = blank(7.6, 1.3 + 0.21 * len(pairs))
+    ax = figure.subplots()
+    ax.barh(labels, counts, color=COLOURS[1], height=0.66)
+    ax.invert_yaxis()
+    ax.set_xlabel("pictures", color=INK)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _quiet(ax, across=True)
+    title(figure, "Mixed up most often: true → said", _about(found, found.first))
+    return figure, {"pairs": np.array([(a, b) for a, b, _ in pairs]), "counts": counts}
+
+
+def classes(found: Evaluation) -> Drawn | None:
+    """A bar for each class with its interval; of many, the worst."""
+    scored = found.first.classes
+    if len(scored.present) < 2 or scored.support.max() < 2:
+        return None
+    precise = scored.average_precision
+    value = scored.recall if precise is None else precise
+    few = len(scored.present) <= BARS
+    kept = np.array(scored.present.tolist() if few else scored.worst(BARS))
+    figure = blank(7.2, 1.4 + 0.21 * len(kept))
+    ax = figure.subplots()
+    labels = [f"{_short(found.names[k])} ({scored.support[k]:,})" for k in kept]
+    ax.barh(range(len(kept)), 100 * value[kept], color=COLOURS[0], height=0.66)
+    if precise is None:
+        ends = 100 * np.array([wilson(scored.right[k], scored.support[k]) for k in kept]).T
+        style: dict[str, Any] = {"fmt": "none", "ecolor": INK, "elinewidth": 1, "capsize": 2}
+        ax.errorbar(100 * value[kept], range(len(kept)), xerr=np.abs(ends - 100 * value[kept]), **style)
+    ax.set_yticks(range(len(kept)), labels)
+    ax.invert_yaxis()
+    ax.set(xlim=(0, 101), ylim=(len(kept) - 0.4, -0.6))
+    what = "share that is found" if precise is None else "average precision"
+    ax.set_xlabel(f"{what}, %", color=INK)
+    _quiet(ax, across=True)
+    which = "Each class" if few else f"The {len(kept)} weakest of {len(scored.present):,} classes"
+    title(figure, f"{which}: {what} (pictures)", _about(found, found.first))
+    return figure, {"classes": kept, "value": value[kept], "support": scored.support[kept]}
+
+
+FIGURES: dict[str, Callable[[Evaluation], Drawn | None]] = {
+    "reliability": reliability,
+    "sizes": sizes,
+    "confusion": confusion,
+    "classes": classes,
+}
+
+
+def _quiet(ax: Any, across: bool = False) -> None:
+    """Few lines, and those faint."""
+    ax.grid(axis="x" if across else "y", color=FAINT, linewidth=0.7)
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(length=0, labelsize=8, colors=INK)
+    ax.xaxis.label.set(color=INK, fontsize=9)
+    ax.yaxis.label.set(color=INK, fontsize=9)
+
+
+def _about(found: Evaluation, measured: Measured | None = None) -> str:
+    size = f" at {_size(measured)} px" if measured is not None else ""
+    mirrored = ", with mirror images" if found.flip else ""
+    pictures = f"{found.first.scores.count:,} pictures"
+    model = found.model.rpartition("/")[2] if found.model.startswith((".", "/", "~")) else found.model
+    return f"{cut(model, 44)} on {cut(found.data, 30)}{size}{mirrored}, {pictures}"
+
+
+def _percent(estimate: Estimate) -> str:
+    return f"{100 * estimate.value:.1f} % ({100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
+
+
+def _size(measured: Measured) -> str:
+    height, width = measured.image
+    return f"{height}" if height == width else f"{height}x{width}"
+
+
+def _short(name: str) -> str:
+    return cut(name.replace("_", " "), LONGEST)
+
+
+def cut(text: str, most: int) -> str:
+    """At most so many letters of it."""
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
+
+
+def _classes(found: Evaluation) -> str:
+    """Every class that has pictures or is said, at each size."""
+    rows = []
+    for measured in found.sizes:
+        scored = measured.classes
+        kept = np.flatnonzero((scored.support > 0) | (scored.said > 0))
+        rows += [{"image": _size(measured)} | scored.row(int(k), found.names[k]) for k in kept]
+    return _csv(rows)
+
+
+def _predictions(found: Evaluation) -> str:
+    """What was said of each picture, at each size."""
+    return _csv(row for measured in found.sizes for row in _said(found, measured))
+
+
+def _said(found: Evaluation, measured: Measured) -> Iterable[dict[str, Any]]:
+    s, size, names = measured.samples, _size(measured), found.names
+    assert s.rank is not None
+    assert s.loss is not None
+    for i, index in enumerate(s.index.tolist()):
+        truth = [int(s.truth[i])] if s.truth.ndim == 1 else np.flatnonzero(s.truth[i]).tolist()
+        yield {
+            "image": size,
+            "key": found.keys[index],
+            "truth": "|".join(names[k] for k in truth),
+            "prediction": names[s.prediction[i]],
+            "score": f"{s.score[i]:.6f}",
+            "truth_score": f"{s.truth_score[i]:.6f}",
+            "rank": int(s.rank[i]),
+            "loss": f"{s.loss[i]:.6f}",
+        }
+
+
+def _csv(rows: Iterable[dict[str, Any]]) -> str:
+    out = io.StringIO()
+    writer = None
+    for row in rows:
+        if writer is None:
+            writer = csv.DictWriter(out, list(row), lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(row)
+    return out.getvalue()

@@ -1,0 +1,115 @@
+"""ImageNet-ReaL: several right answers to a picture, by hand, by a slow loop and by timm's own code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import import_peer
+
+from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.evaluate import Samples, synsets
+from vitrail.evaluate.real import outputs_by_class, read_real, real_accuracy, valid_outputs
+
+
+def samples(best: np.ndarray) -> Samples:
+    count = len(best)
+    ones = np.ones(count)
+    return Samples(
+        index=np.arange(count), truth=best[:, 0], prediction=best[:, 0], score=ones, truth_score=ones, best=best
+    )
+
+
+def names(count: int) -> list[str]:
+    return [f"val/n01440764/ILSVRC2012_val_{i + 1:08d}.JPEG" for i in range(count)]
+
+
+def test_an_answer_is_right_if_it_is_one_of_the_labels():
+    best = np.array([[1, 2, 3, 4, 5], [9, 1, 7, 6, 2], [5, 4, 3, 2, 1], [8, 0, 1, 2, 3]])
+    labels = [[1, 30], [2, 40], [6], []]
+    found = real_accuracy(samples(best), valid_outputs(names(4), labels, range(1000)))
+    assert found.top1.value == pytest.approx(1 / 3)  # the first
+    assert found.top5.value == pytest.approx(2 / 3)  # the first and the second
+    assert (found.count, found.left_out) == (3, 1)
+
+
+@pytest.mark.peer
+def test_the_numbers_are_timms(tmp_path: Path):
+    import_peer("timm")
+    from timm.data.real_labels import RealLabelsImagenet
+
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(200, 1000))
+    labels = [rng.choice(1000, rng.integers(0, 250), replace=False).tolist() for _ in range(200)]
+    (tmp_path / "real.json").write_text(json.dumps(labels))
+    peer = RealLabelsImagenet(names(200), str(tmp_path / "real.json"))
+    peer.add_result(torch.from_numpy(logits))
+    best = np.argsort(-logits, 1)[:, :5]
+    valid = valid_outputs(names(200), read_real(tmp_path / "real.json"), range(1000))
+    found = real_accuracy(samples(best), valid)
+    assert 100 * found.top1.value == pytest.approx(peer.get_accuracy(1))
+    assert 100 * found.top5.value == pytest.approx(peer.get_accuracy(5))
+
+
+def test_the_published_labels_are_fifty_thousand():
+    if synsets.published_real() is None:
+        pytest.skip("timm is not installed; make test installs it")
+    labels = read_real(None)
+    assert len(labels) == 50_000
+    assert sum(not row for row in labels) == 3163  # 46,837 pictures have labels, as the paper says
+
+
+def test_without_a_file_and_without_timm_there_is_nothing_to_measure_by(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vitrail.evaluate.real.published_real", lambda: None)
+    with pytest.raises(NotFound, match="--real"):
+        read_real(None)
+
+
+def test_a_dictionary_goes_by_name():
+    labels = {"photos/a.jpg": [1], "b.jpg": [2], "c": [3]}
+    keys = ["photos/a.jpg", "more/b.jpg", "val-00000/c", "d.jpg"]
+    assert valid_outputs(keys, labels, range(1000)) == [[1], [2], [3], None]
+
+
+def test_the_number_in_a_name_counts_from_one():
+    assert valid_outputs(["x/ILSVRC2012_val_00000002.JPEG", "y"], [[5], [7]], range(1000)) == [[7], None]
+
+
+@pytest.mark.parametrize("labels", [[[1], [2]], {"other.jpg": [1]}])
+def test_names_that_do_not_match_are_refused(labels: list[list[int]] | dict[str, list[int]]):
+    with pytest.raises(DataError, match="do not go with these pictures: they are called 000000 and the like"):
+        valid_outputs(["000000", "000001"], labels, range(1000))
+
+
+@pytest.mark.parametrize("text", ["[[1000]]", "[[-1]]", '[["cat"]]', "[]", '"x"', '{"a": 3}', "[[true]]"])
+def test_a_file_without_such_labels_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "real.json").write_text(text)
+    with pytest.raises(ConfigError, match="holds no ReaL labels"):
+        read_real(tmp_path / "real.json")
+
+
+def test_a_file_that_is_no_json_or_not_there_is_refused(tmp_path: Path):
+    (tmp_path / "real.json").write_text("[[1]")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        read_real(tmp_path / "real.json")
+    with pytest.raises(NotFound, match="cannot be read"):
+        read_real(tmp_path / "none.json")
+
+
+def test_a_larger_imagenet_knows_the_classes_by_their_numbers():
+    if synsets.listed() is None:
+        pytest.skip("timm is not installed; make test installs it")
+    wider = (*reversed(synsets.listed()), "n99999999")
+    outputs = outputs_by_class(1001, wider)
+    assert outputs[0] == 999
+    assert outputs[999] == 0
+    with pytest.raises(DataError, match="10 outputs"):
+        outputs_by_class(10, None)
+
+
+def test_no_label_at_all_is_refused():
+    with pytest.raises(DataError, match="none of the 1 pictures has a ReaL label"):
+        real_accuracy(samples(np.array([[1, 2]])), [[]])
