@@ -24,6 +24,7 @@ PAGES = [
     "docs/data.md",
     "docs/training.md",
     "docs/looking-inside.md",
+    "docs/evaluation.md",
 ]
 
 

@@ -9,7 +9,21 @@ from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli import convert, datasets, eval, explain, figures, finetune, models, predict, train
+from vitrail.cli import (
+    convert,
+    datasets,
+    embed,
+    eval,
+    explain,
+    figures,
+    finetune,
+    models,
+    predict,
+    probe,
+    serve,
+    train,
+    vtab,
+)
 from vitrail.cli.console import notes_to_stderr, problem
 from vitrail.errors import VitrailError
 
@@ -27,9 +41,13 @@ app.command("eval")(eval.evaluate)
 app.command("models")(models.models)
 app.command("datasets")(datasets.datasets)
 app.command("predict")(predict.predict)
+app.command("embed")(embed.embed)
+app.command("probe")(probe.probe)
+app.command("vtab")(vtab.vtab)
 app.command("explain")(explain.explain)
 app.command("figures")(figures.figures)
 app.command("convert")(convert.convert)
+app.command("serve")(serve.serve)
 
 
 def _version(asked: bool) -> None:

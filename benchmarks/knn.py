@@ -1,0 +1,77 @@
+"""What exact nearest neighbours cost beside the matrix product they cannot do without.
+
+    python benchmarks/knn.py [--bank 50000] [--queries 10000] [--width 384] [--k 20] [--threads 2] [--rounds 7]
+
+The product is computed in blocks into one buffer, and nothing is done with it; its blocks are the
+fastest of several. Both take turns, and medians are compared; the least times stand beside them,
+since other work on the machine only ever adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.evaluate.knn import nearest_neighbours
+from vitrail.runtime.heap import keep_heap
+
+SIZES = ((1024, 1024), (2048, 2048), (5120, 1024), (8192, 1024))
+"""Bank entries and queries of a block."""
+
+
+def product(bank: Tensor, queries: Tensor, size: tuple[int, int]) -> None:
+    """Every similarity, computed and forgotten."""
+    buffer = torch.empty(size[0] * size[1])
+    for some in queries.split(size[1]):
+        columns = some.T
+        for part in bank.split(size[0]):
+            torch.mm(part, columns, out=buffer[: len(part) * len(some)].view(len(part), len(some)))
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, usual in (
+        ("bank", 50_000),
+        ("queries", 10_000),
+        ("width", 384),
+        ("k", 20),
+        ("threads", 2),
+        ("rounds", 7),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    keep_heap()
+    chance = torch.Generator().manual_seed(0)
+    bank, queries = (
+        F.normalize(torch.randn(rows, chosen.width, generator=chance), dim=1) for rows in (chosen.bank, chosen.queries)
+    )
+    size = min(SIZES, key=lambda s: min(seconds(lambda: product(bank, queries, s)) for _ in range(2)))
+    plain, exact = [], []
+    for _ in range(chosen.rounds):
+        plain.append(seconds(lambda: product(bank, queries, size)))
+        exact.append(seconds(lambda: nearest_neighbours(bank, queries, chosen.k)))
+    work = 2 * chosen.bank * chosen.queries * chosen.width / 1e9
+    print(f"{chosen.bank:,} x {chosen.width} bank, {chosen.queries:,} queries, k={chosen.k}, {chosen.threads} threads")
+    for name, times in ((f"product in blocks of {size[0]} x {size[1]}", plain), ("nearest neighbours", exact)):
+        median, least = statistics.median(times), min(times)
+        print(f"{name:36} median {median:.3f} s, least {least:.3f} s ({work / least:.0f} GFLOP/s)")
+    rounds = statistics.median(e / p for e, p in zip(exact, plain, strict=True))
+    medians = statistics.median(exact) / statistics.median(plain)
+    print(f"ratio: of medians {medians:.2f}, of the least {min(exact) / min(plain):.2f}, median of rounds {rounds:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""`vitrail embed`: from a model and pictures to a file of features, killed and resumed at will."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.api.model import Model
+from vitrail.config import DataConfig
+from vitrail.data.sources import open_parts
+from vitrail.data.sources.base import Parts, Source
+from vitrail.data.sources.part import Part
+from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.evaluate.feature_file import FeatureFile, table_of
+from vitrail.evaluate.features import Place, feature_batches, fingerprint, settled, stream
+from vitrail.runtime import say
+
+SPLITS = ("train", "validation", "test", "all")
+DTYPES = ("float32", "float16")
+PART = 1024
+"""Pictures about in one part, and so lost at most when a run is killed."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A file of features that is complete."""
+
+    path: Path
+    pictures: int
+    """Rows in it."""
+    width: int
+    place: str
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Pictures that are not in it, and why."""
+    fresh: bool = True
+    """Whether anything had to be done."""
+
+
+def embed(
+    model: Model,
+    data: str | DataConfig,
+    out: str | Path,
+    *,
+    split: str = "all",
+    place: Place | None = None,
+    dtype: str = "float32",
+    normalise: bool = False,
+    batch: int = 64,
+    part: int = PART,
+    overwrite: bool = False,
+    started: Callable[[int, int], None] | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> Embedded:
+    """Features of every picture of some data, with its key, in a Parquet file.
+
+    The same call goes on after an interruption, and gives the same file. `started` hears how many
+    pictures there are and how many are done already, `advance` of each few more.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"features cannot be kept as {dtype!r}{nearest(dtype, DTYPES)}")
+    config = DataConfig(source=data) if isinstance(data, str) else data
+    place, sources = settled(place or Place(), model.net), _sources(open_parts(config, labelled=False), config, split)
+    pieces = list(_pieces(sources, max(part // batch, 1) * batch))
+    file = FeatureFile(Path(out).expanduser(), _settings(model, config, split, place, sources, dtype, normalise, batch))
+    total = sum(len(source) for source in sources.values())
+    if file.begin(overwrite):
+        missing = [n for n in range(len(pieces)) if not file.part(n).exists()]
+        if started is not None:
+            started(total, total - sum(len(pieces[n][1]) for n in missing))
+        _write(model, sources, pieces, missing, file, place, batch, dtype, normalise, advance)
+        file.join(len(pieces))
+        fresh = True
+    else:
+        say([f"{file.path} is complete already"])
+        fresh = False
+    return _done(file.path, place, fresh)
+
+
+def _done(path: Path, place: Place, fresh: bool) -> Embedded:
+    import pyarrow.parquet as pq
+
+    from vitrail.evaluate.feature_file import about
+
+    width = pq.read_schema(path).field("embedding").type.list_size
+    return Embedded(path, pq.read_metadata(path).num_rows, width, str(place), about(path)["unreadable"], fresh)
+
+
+def _sources(parts: Parts, config: DataConfig, split: str) -> dict[str, Source]:
+    """The parts that were asked for, by name."""
+    if split not in SPLITS:
+        raise ConfigError(f"no split is called {split!r}{nearest(split, SPLITS)}")
+    if hasattr(parts.train, "samples"):
+        raise DataError(f"{config.source} is a stream, whose pictures have no numbers to go on by; try shards:.")
+    say(parts.notes, about=config.source)
+    there = {"train": parts.train, "validation": parts.validation, "test": parts.test}
+    there = {name: source for name, source in there.items() if source is not None and len(source)}
+    if split != "all" and split not in there:
+        raise DataError(f"{config.source} has no {split} split; it has {', '.join(there) or 'no pictures at all'}.")
+    if not there:
+        raise DataError(f"{config.source} has no pictures.")
+    return there if split == "all" else {split: there[split]}
+
+
+def _pieces(sources: Mapping[str, Source], size: int) -> Iterator[tuple[str, range]]:
+    """The pictures of each part of the file, always the same ones: whole batches."""
+    for split, source in sources.items():
+        yield from ((split, range(i, min(i + size, len(source)))) for i in range(0, len(source), size))
+
+
+def _write(
+    model: Model,
+    sources: Mapping[str, Source],
+    pieces: list[tuple[str, range]],
+    missing: list[int],
+    file: FeatureFile,
+    place: Place,
+    batch: int,
+    dtype: str,
+    normalise: bool,
+    advance: Callable[[int], None] | None,
+) -> None:
+    """Every missing part of the file, split by split, through one loader each."""
+    for split, source in sources.items():
+        wanted = [n for n in missing if pieces[n][0] == split]
+        if not wanted:
+            continue
+        numbers = np.concatenate([np.asarray(pieces[n][1]) for n in wanted])
+        rest = Part(source, numbers)
+        ends = dict(zip(np.cumsum([len(pieces[n][1]) for n in wanted]).tolist(), wanted, strict=True))
+        seen, waiting = 0, list[tuple[Tensor, Tensor]]()
+        told: set[str] = set()
+        with feature_batches(rest, model.preprocess, batch=batch, device=model.device) as batches:
+            for indices, values in stream(model.net, batches, preprocess=model.preprocess, place=place):
+                waiting.append(
+                    (torch.from_numpy(numbers)[indices], F.normalize(values, dim=1) if normalise else values)
+                )
+                step = min(batch, len(rest) - seen)
+                seen += step
+                if seen in ends:
+                    index, found = (torch.cat(parts) for parts in zip(*waiting, strict=True))
+                    bad = {key: why for key, why in batches.bad.items() if key not in told}
+                    # Workers are ahead: only what lies in this part is told in it.
+                    mine = {source.key(i) for i in pieces[ends[seen]][1]} if bad else set()
+                    bad = {key: why for key, why in bad.items() if key in mine}
+                    told |= bad.keys()
+                    file.write_part(ends[seen], table_of(source, split, index, found, dtype), bad)
+                    waiting = []
+                if advance is not None:
+                    advance(step)
+
+
+def _settings(
+    model: Model,
+    config: DataConfig,
+    split: str,
+    place: Place,
+    sources: Mapping[str, Source],
+    dtype: str,
+    normalise: bool,
+    batch: int,
+) -> dict[str, Any]:
+    """All that decides the file's content."""
+    first = next(iter(sources.values()))
+    said = {
+        "model": model.card.origin or model.card.family,
+        "weights": fingerprint(model.net),
+        "place": str(place),
+        "preprocess": model.card.preprocess.to_dict(),
+        "data": config.source,
+        "split": split,
+        "pictures": {name: [len(source), _names(source)] for name, source in sources.items()},
+        "labels": list(first.labels),
+        "dtype": dtype,
+        "normalise": normalise,
+        "batch": batch,
+        "vitrail": version("vitrail"),
+    }
+    return dict(json.loads(json.dumps(said)))  # as it will be read back
+
+
+def _names(source: Source) -> str:
+    """Eight letters that differ where pictures have come, gone or changed places."""
+    found = 0
+    for i in range(len(source)):
+        found = zlib.crc32(source.key(i).encode(errors="surrogateescape") + b"\n", found)
+    return f"{found:08x}"

@@ -1,0 +1,205 @@
+"""`vitrail probe`: how good a model's features are, by three simple classifiers on top of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.api.model import Model
+from vitrail.config import DataConfig
+from vitrail.data.sources import open_data
+from vitrail.data.sources.base import Source
+from vitrail.data.sources.part import Part
+from vitrail.data.sources.split import stratified
+from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.evaluate import fewshot, knn, logistic
+from vitrail.evaluate.feature_file import read_features
+from vitrail.evaluate.features import Features, Place, gather, settled
+from vitrail.evaluate.intervals import Estimate, mean, share
+from vitrail.runtime import say
+
+METHODS = ("fewshot", "knn", "logistic")
+
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""What is being done and how long it is -> something to tell of each step."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well one classifier on the features does."""
+
+    method: str
+    name: str
+    """Which of its kind: 5 shots, 20 neighbours."""
+    accuracy: Estimate
+    spread: float | None = None
+    """Standard deviation from one choice of shots to another."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        spread = {} if self.spread is None else {"spread": self.spread}
+        return {"method": self.method, "name": self.name, **self.accuracy.to_dict(), **spread, **self.settings}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was found about some features."""
+
+    scores: tuple[Score, ...]
+    train: int
+    test: int
+    """Pictures learned from and measured on."""
+    width: int
+    classes: int
+    unreadable: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {"train": self.train, "test": self.test, "width": self.width, "classes": self.classes}
+        return found | {"unreadable": self.unreadable, "scores": [score.to_dict() for score in self.scores]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Which classifiers are tried, and how."""
+
+    methods: tuple[str, ...] = METHODS
+    shots: tuple[int, ...] = fewshot.SHOTS
+    seeds: int = 3
+    ks: tuple[int, ...] = (20,)
+    vote: knn.Vote = "weighted"
+    strength: float | None = None
+    """Logistic regression's C; None: chosen."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in METHODS:
+                raise ConfigError(f"no way to probe is called {method!r}{nearest(method, METHODS)}")
+        if self.seeds < 1:
+            raise ConfigError(f"seeds={self.seeds}: wanted 1 choice of shots or more.")
+
+
+def unwatched(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Where nobody looks."""
+    return nullcontext(lambda count: None)
+
+
+def probe(
+    model: Model,
+    data: str | DataConfig,
+    *,
+    asked: Asked | None = None,
+    place: Place | None = None,
+    most: int | None = None,
+    batch: int = 64,
+    watch: Watch = unwatched,
+) -> Probe:
+    """Learn from the training part of some data, with the network as it is; measure on its test part.
+
+    `most`: no more pictures than this of either part, with each class's share of them.
+    """
+    asked, config = asked or Asked(), DataConfig(source=data) if isinstance(data, str) else data
+    splits = open_data(config)
+    if hasattr(splits.train, "samples"):
+        raise DataError(f"{config.source} is a stream, which cannot be probed with; try shards:.")
+    parts = [splits.train, splits.test if splits.test is not None else splits.validation]
+    place, found, bad = settled(place or Place(), model.net), [], 0
+    for name, part in zip(("to learn from", "to measure on"), parts, strict=True):
+        part = limited(part, most)
+        with watch(f"features {name}", len(part)) as advance:
+            options: dict[str, Any] = {"preprocess": model.preprocess, "place": place, "batch": batch}
+            features, unread = gather(model.net, part, device=model.device, advance=advance, **options)
+        found.append(features)
+        bad += len(unread)
+    if bad and not config.skip_bad:
+        many = "picture" if bad == 1 else "pictures"
+        raise DataError(f"{bad:,} {many} cannot be read; repair what is named above, or leave it out with --skip-bad.")
+    return probe_features(found[0], found[1], asked, device=model.device, watch=watch, unreadable=bad)
+
+
+def probe_files(
+    paths: Sequence[Path], *, asked: Asked | None = None, device: torch.device | str = "cpu", watch: Watch = unwatched
+) -> Probe:
+    """The same with features that `vitrail embed` has written."""
+    train, test = read_features(paths)
+    return probe_features(train, test, asked or Asked(), device=torch.device(device), watch=watch)
+
+
+def limited(source: Source, most: int | None) -> Source:
+    """So many of the pictures, with each class's share of them, chosen by a hash of their names."""
+    if most is None or len(source) <= most:
+        return source
+    keys = (source.key(i) for i in range(len(source)))
+    chosen = np.flatnonzero(stratified(keys, source.targets, most / len(source)))
+    say([f"{len(chosen):,} of {len(source):,} pictures are used, each class's share of them"], about=source.name)
+    return Part(source, chosen)
+
+
+def probe_features(
+    train: Features,
+    test: Features,
+    asked: Asked,
+    *,
+    device: torch.device,
+    watch: Watch = unwatched,
+    unreadable: int = 0,
+) -> Probe:
+    """Each classifier in turn."""
+    if train.values.shape[1] != test.values.shape[1]:
+        raise DataError(
+            f"{train.name} has {train.values.shape[1]} features and {test.name} {test.values.shape[1]}; wanted "
+            "those of one model, layer and pooling."
+        )
+    fewshot.check_classes(train)
+    ways = {"fewshot": _fewshot, "knn": _knn, "logistic": _logistic}
+    scores = [s for method in asked.methods for s in ways[method](train, test, asked, device, watch)]
+    there = len(train.targets.unique())
+    return Probe(tuple(scores), len(train), len(test), train.values.shape[1], there, unreadable)
+
+
+def _fewshot(train: Features, test: Features, asked: Asked, device: torch.device, watch: Watch) -> Iterator[Score]:
+    for shots in asked.shots:
+        fewshot.check_shots(train, shots)
+    with watch("few-shot", len(asked.shots) * asked.seeds) as advance:
+        for shots in asked.shots:
+            rights = []
+            for seed in range(asked.seeds):
+                rights.append(fewshot.few_shot(train, test, shots, seed, device=device) == test.targets)
+                advance(1)
+            right = torch.stack(rights).double()  # seeds Q
+            spread = float(right.mean(1).std()) if asked.seeds > 1 else None
+            name = f"{shots} {'shot' if shots == 1 else 'shots'}"
+            yield Score("fewshot", name, mean(right.mean(0).numpy()), spread, {"shots": shots, "seeds": asked.seeds})
+
+
+def _knn(train: Features, test: Features, asked: Asked, device: torch.device, watch: Watch) -> Iterator[Score]:
+    with watch("neighbours", len(test)) as advance:
+        near = knn.nearest_neighbours(train.values, test.values.to(device), max(asked.ks), advance=advance)
+    for k in asked.ks:
+        said = knn.voted(knn.votes(near, train.targets, len(train.labels), k, vote=asked.vote))
+        name = f"{k} {'neighbour' if k == 1 else 'neighbours'}"
+        yield Score("knn", name, _accuracy(said, test.targets), settings={"k": k, "vote": asked.vote})
+
+
+def _logistic(train: Features, test: Features, asked: Asked, device: torch.device, watch: Watch) -> Iterator[Score]:
+    with watch("logistic regression", logistic.FITS + 1) as advance:
+        strength = asked.strength
+        if strength is None:
+            strength = logistic.choose(train, device=device, advance=advance)
+        fit = logistic.fit(train, strength, device=device)
+        advance(1)
+    said = fit.predict(test.values).cpu()
+    settings = {"C": strength, "chosen": asked.strength is None, "solver": fit.solver}
+    yield Score("logistic", f"C = {strength:.3g}", _accuracy(said, test.targets), settings=settings)
+
+
+def _accuracy(said: Tensor, truth: Tensor) -> Estimate:
+    found = share(int((said == truth).sum()), len(truth))
+    assert found is not None
+    return found

@@ -1,0 +1,138 @@
+"""`vitrail embed`: features of every picture to a Parquet file, resumable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitrail.cli.console import problem, progress, show
+from vitrail.cli.opening import Channels, Device, Dtype, Image, Source, open_model
+from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.evaluate.features import Place
+
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="SPEC", help="A folder, a table, shards or a built-in name; labels are not needed."),
+]
+Layer = Annotated[
+    str,
+    typer.Option(
+        "--layer",
+        "--layers",
+        metavar="N,...",
+        help="Blocks to take features after (0: before the first), one after the other; or last.",
+    ),
+]
+Pool = Annotated[
+    str, typer.Option("--pool", metavar="HOW", help="pooled (what the head sees), token, mean or token+mean.")
+]
+Norm = Annotated[bool, typer.Option("--norm/--no-norm", help="Apply the final norm to the layers' tokens.")]
+Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where built-in data lies.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable pictures out without complaint.")]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Pictures at a time.")]
+
+
+def embed(
+    model: Source = None,
+    data: Data = None,
+    to: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="The Parquet file: features.parquet.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(metavar="NAME", help="train, validation, test, or all that the data has.")
+    ] = "all",
+    layer: Layer = "last",
+    pool: Pool = "pooled",
+    norm: Norm = True,
+    kept: Annotated[str, typer.Option("--keep", metavar="TYPE", help="Write float32, or float16: half as much.")] = (
+        "float32"
+    ),
+    normalise: Annotated[bool, typer.Option("--normalise", help="Scale each picture's features to length one.")] = (
+        False
+    ),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    image: Image = None,
+    channels: Channels = None,
+    root: Root = None,
+    section: Section = None,
+    family: Family = None,
+    changes: Settings = None,
+    batch: Batch = 64,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    skip_bad: SkipBad = False,
+    as_json: Json = False,
+) -> None:
+    """Write what a model makes of every picture, for search or other tools: one row each, with its key.
+
+    vitrail embed --model MODEL --data photos/ --out features.parquet
+
+    Interrupted or killed, the same command goes on where it stopped.
+    """
+    if data is None or to is None:
+        raise typer.BadParameter("embed needs --model, --data and --out")
+    own: dict[str, Any] = {"image": size(image), "channels": channels}
+    told = settings(changes)
+    layers = numbers(layer, "--layer")
+    vit = open_model(model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own)
+    from vitrail.api.embedding import embed as run
+    from vitrail.config import DataConfig
+
+    done = 0
+    with progress() as bar:
+        task = bar.add_task("embedding", total=None)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            bar.advance(task, count)
+
+        try:
+            made = run(
+                vit,
+                DataConfig(source=data, root=root),
+                to,
+                split=split,
+                place=place(layers, pool, norm),
+                dtype=kept,
+                normalise=normalise,
+                batch=batch,
+                overwrite=overwrite,
+                started=lambda total, before: bar.update(task, total=total, completed=before),
+                advance=advance,
+            )
+        except KeyboardInterrupt:
+            problem(f"stopped after {done:,} pictures more; the same command goes on from the last part that is whole.")
+            raise typer.Exit(130) from None
+    if as_json:
+        report = {"file": str(made.path), "pictures": made.pictures, "width": made.width, "place": made.place}
+        typer.echo(json.dumps(report | {"unreadable": dict(made.unreadable)}, indent=2))
+    else:
+        show(f"{made.path}: {made.pictures:,} pictures, {made.width} features each ({made.place}).")
+    if made.unreadable and not skip_bad:
+        count = len(made.unreadable)
+        many = "picture could not be read and is" if count == 1 else "pictures could not be read and are"
+        problem(f"{count:,} {many} not in {made.path}; with --skip-bad that is no error.")
+        raise typer.Exit(1)
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    """ "9,10,11,12" -> (9, 10, 11, 12); "last" -> ()."""
+    if text == "last":
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} wants whole numbers such as 5 or 1,5,10, got {text!r}.") from None
+
+
+def place(layers: tuple[int, ...], pool: str, norm: bool) -> Place:
+    from vitrail.evaluate.features import Place
+
+    return Place(layers=layers, pool=pool, norm=norm)

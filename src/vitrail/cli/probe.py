@@ -1,0 +1,129 @@
+"""`vitrail probe`: how good a model's features are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.cli.console import err, progress, show
+from vitrail.cli.embed import Batch, Layer, Norm, Pool, Root, SkipBad, numbers, place
+from vitrail.cli.opening import Channels, Device, Dtype, Image, Source, open_model
+from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.api.probing import Probe, Score
+
+TITLES = {"fewshot": "few-shot", "knn": "k-NN", "logistic": "logistic"}
+
+
+def probe(
+    model: Source = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="SPEC", help="A built-in name, a folder, a table or shards.")
+    ] = None,
+    features: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--features",
+            metavar="FILE",
+            help="Instead of --model and --data: what vitrail embed wrote; twice for train and test.",
+        ),
+    ] = None,
+    method: Annotated[str, typer.Option(metavar="NAME,...", help="fewshot, knn, logistic, or all.")] = "all",
+    shots: Annotated[str, typer.Option(metavar="N,...", help="Few-shot: pictures of each class.")] = "1,5,10,25",
+    seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Few-shot: choices of them to average over.")] = 3,
+    k: Annotated[str, typer.Option("--k", metavar="N,...", help="Neighbours that vote.")] = "20",
+    vote: Annotated[
+        str, typer.Option(metavar="HOW", help="weighted: by exp(cosine / 0.07), as DINO; or uniform.")
+    ] = "weighted",
+    strength: Annotated[
+        float | None, typer.Option("--c", metavar="C", help="Of logistic regression; without it, chosen.")
+    ] = None,
+    layer: Layer = "last",
+    pool: Pool = "pooled",
+    norm: Norm = True,
+    most: Annotated[
+        int | None, typer.Option(min=2, metavar="N", help="Use no more pictures of each part than this.")
+    ] = None,
+    image: Image = None,
+    channels: Channels = None,
+    root: Root = None,
+    section: Section = None,
+    family: Family = None,
+    changes: Settings = None,
+    batch: Batch = 64,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    skip_bad: SkipBad = False,
+    as_json: Json = False,
+) -> None:
+    """Measure frozen features with simple classifiers: learned from the training part, tested on the test part.
+
+    vitrail probe --model MODEL --data cifar10 --method knn
+    """
+    if (data is None) == (not features):
+        raise typer.BadParameter("probe needs --model and --data, or --features")
+    if vote not in ("weighted", "uniform"):
+        raise ConfigError(f"--vote wants weighted or uniform, got {vote!r}.")
+    layers, told = numbers(layer, "--layer"), settings(changes)
+    given = {"shots": numbers(shots, "--shots"), "ks": numbers(k, "--k")}
+    with err.status("starting"):
+        from vitrail.api.probing import METHODS, Asked, probe_files
+        from vitrail.api.probing import probe as run
+    methods = METHODS if method == "all" else tuple(part.strip() for part in method.split(","))
+    asked = Asked(methods=methods, seeds=seeds, vote=vote, strength=strength, **given)  # type: ignore[arg-type]
+    if features:
+        from vitrail.runtime import pick_device
+
+        found = probe_files(features, asked=asked, device=pick_device(device), watch=watch)
+    else:
+        from vitrail.config import DataConfig
+
+        own = {"image": size(image), "channels": channels, "section": section, "family": family}
+        vit = open_model(model, told=told, classes=False, device=device, dtype=dtype, **own)
+        config = DataConfig(source=str(data), root=root, skip_bad=skip_bad)
+        found = run(vit, config, asked=asked, place=place(layers, pool, norm), most=most, batch=batch, watch=watch)
+    if as_json:
+        named = {"model": model, "data": data} if not features else {"features": [str(f) for f in features]}
+        typer.echo(json.dumps(named | found.to_dict(), indent=2))
+    else:
+        for part in told_of(found):
+            show(part)
+
+
+@contextmanager
+def watch(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar while something is under way."""
+    with progress() as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def told_of(found: Probe) -> Iterator[RenderableType]:
+    """What was measured, then one classifier to a line."""
+    pictures = f"{found.train:,} pictures of {found.classes} classes to learn from, {found.test:,} to measure on"
+    yield Text(f"{pictures}\n{found.width} features of each, as the network has them\n", style="dim")
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("", "", "accuracy", "95 % interval", ""):
+        table.add_column(name, no_wrap=True, justify="right" if name == "accuracy" else "left")
+    before = ""
+    for score in found.scores:
+        table.add_row(TITLES[score.method] if score.method != before else "", *cells(score))
+        before = score.method
+    yield table
+
+
+def cells(score: Score) -> tuple[str, str, Text, Text]:
+    value = score.accuracy
+    spread = "" if score.spread is None else f"± {100 * score.spread:.1f} over {score.settings['seeds']} seeds"
+    interval = Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")
+    return score.name, f"{100 * value.value:.2f} %", interval, Text(spread, style="dim")

@@ -1,0 +1,102 @@
+"""`vitrail vtab`: a model on the tasks of VTAB-1k that are on this machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.cli.console import err, show
+from vitrail.cli.embed import Batch
+from vitrail.cli.opening import Device, Image, Source
+from vitrail.cli.options import Json, size
+from vitrail.cli.probe import watch
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.api.vtab import Vtab
+
+
+def vtab(
+    model: Source = None,
+    root: Annotated[
+        Path | None, typer.Option("--root", metavar="DIR", help="A folder that holds a folder for each task.")
+    ] = None,
+    tasks: Annotated[str, typer.Option(metavar="NAME,...", help="Some of the tasks; without it, all there are.")] = "",
+    method: Annotated[
+        str, typer.Option(metavar="HOW", help="finetune: the protocol; linear: on frozen features, quick.")
+    ] = "finetune",
+    rates: Annotated[
+        str, typer.Option("--lr", metavar="LR,...", help="Fine-tuning: rates that the 200 choose from.")
+    ] = "0.003,0.01,0.03",
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fine-tuning: its length.")] = 2500,
+    image: Image = None,
+    to: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where fine-tuned runs go.")] = Path(
+        "runs/vtab"
+    ),
+    batch: Batch = 64,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """The VTAB-1k protocol: 800 pictures learn and 200 choose, then 1,000 learn, and the whole test part decides.
+
+    vitrail vtab --model MODEL --root vtab-1k/ --method linear
+    """
+    if model is None or root is None:
+        raise typer.BadParameter("vtab needs --model and --root")
+    try:
+        chosen = tuple(float(text) for text in rates.split(","))
+    except ValueError:
+        raise ConfigError(f"--lr wants numbers such as 0.003,0.01, got {rates!r}.") from None
+    with err.status("starting"):
+        from vitrail.api.vtab import vtab as run
+    found = run(
+        model,
+        root,
+        tasks=[text.strip() for text in tasks.split(",") if text.strip()],
+        method=method,  # type: ignore[arg-type]
+        rates=chosen,
+        steps=steps,
+        image=size(image),
+        device=device,
+        out=to,
+        batch=batch,
+        watch=watch,
+    )
+    if as_json:
+        typer.echo(json.dumps({"model": model, **found.to_dict()}, indent=2))
+        return
+    for part in told(found, root):
+        show(part)
+
+
+def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
+    """Tasks by group, the means, and what is missing."""
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("group", "task", "accuracy", "95 % interval", "test", "chosen"):
+        table.add_column(name, no_wrap=True, justify="right" if name in ("accuracy", "test") else "left")
+    before = ""
+    for score in found.scores:
+        value, group = score.accuracy, score.task.group
+        chosen = ", ".join(f"{name} {number:.3g}" for name, number in score.chosen.items())
+        interval = Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")
+        row = (f"{100 * value.value:.2f} %", interval, f"{score.count:,}", Text(chosen, style="dim"))
+        table.add_row(group if group != before else "", score.task.title, *row)
+        before = group
+    for name, mean in found.means.items():
+        table.add_row(Text("VTAB score" if name == "VTAB" else name, style="bold"), "mean", f"{100 * mean:.2f} %")
+    yield table
+    if found.missing:
+        names = ", ".join(task.name for task in found.missing)
+        yield Text(f"\n{len(found.missing)} of 19 tasks are not here, so there is no VTAB score: {names}.")
+        yield Text(
+            f"Put each in a folder of its name in {root}: train800.txt, val200.txt and test.txt (`path label` on a "
+            "line) with the pictures, or train/ and test/ with a folder for each class.",
+            style="dim",
+        )

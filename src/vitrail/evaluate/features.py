@@ -1,0 +1,180 @@
+"""What a network makes of pictures: features of any layer, pooled in one of a few ways, batch after batch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitrail.config import DataConfig
+from vitrail.data.batch import Batch
+from vitrail.data.loader import Loader, evaluation_batches
+from vitrail.data.preprocess import Preprocess
+from vitrail.data.sources.base import Source
+from vitrail.errors import ConfigError, DataError, ModelError, nearest
+from vitrail.evaluate.accuracy import evaluating
+from vitrail.models import Net, ViT
+from vitrail.runtime import arithmetic
+
+# b pictures of a batch, N of all, T tokens, D features
+
+POOLS = ("pooled", "token", "mean", "token+mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in a network features are taken, and how its tokens become one vector."""
+
+    layers: tuple[int, ...] = ()
+    """Numbers of blocks (of stages, in a BiT), whose vectors follow one another: 1 is what leaves the
+    first one, 0 what enters it. None: what the head sees, or the last one."""
+    pool: str = "pooled"
+    """pooled: what the head sees; token: the class token; mean: of the patches; token+mean: both."""
+    norm: bool = True
+    """Whether the network's final norm is applied, to each of the layers, as in DINO's protocol."""
+
+    def __post_init__(self) -> None:
+        if self.pool not in POOLS:
+            raise ConfigError(f"no pooling is called {self.pool!r}{nearest(self.pool, POOLS)}")
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "what the head sees" if self.pool == "pooled" else f"the last layer's {self.pool}"
+        plain = "" if self.norm else ", without the final norm"
+        return f"layer {'+'.join(map(str, self.layers))}, {self.pool}{plain}"
+
+
+def settled(place: Place, net: Net) -> Place:
+    """The same place with its pooling chosen, where a layer's number leaves it open; refused where it cannot be."""
+    depth = net.config.depth if isinstance(net, ViT) else len(net.config.layers)
+    what = "layer" if isinstance(net, ViT) else "stage"
+    for layer in place.layers:
+        if not (0 if isinstance(net, ViT) else 1) <= layer <= depth:
+            raise ModelError(
+                f"there is no {what} {layer} of {depth}; wanted {'0' if what == 'layer' else '1'} to {depth}."
+            )
+    if not isinstance(net, ViT):
+        if place.pool not in ("pooled", "mean"):
+            raise ModelError(f"BiT has no tokens, so none to pool as {place.pool!r}; wanted pooled or mean.")
+        return place
+    if place.pool.startswith("token") and not net.config.class_token:
+        raise ModelError(f"this network has no class token for {place.pool!r}; wanted pooled or mean.")
+    if place.pool == "pooled" and place.layers:
+        return Place(layers=place.layers, pool="token" if net.config.class_token else "mean", norm=place.norm)
+    return place
+
+
+def read(net: Net, images: Tensor, place: Place) -> Tensor:
+    """Normalised images, b C H W -> features, b D; `place` has been settled."""
+    if place.pool == "pooled" and not place.layers:
+        pooled = net.features(images, want="pooled").pooled
+        assert pooled is not None
+        return pooled
+    if not isinstance(net, ViT):
+        maps = net.features(images, want="maps").maps
+        assert maps is not None
+        return torch.cat([maps[layer - 1].mean((2, 3)) for layer in place.layers or (len(maps),)], dim=1)
+    tokens = net.features(images, want="tokens").tokens
+    assert tokens is not None
+    layers = place.layers or (net.config.depth,)
+    return torch.cat([_vector(net, tokens[layer], place) for layer in layers], dim=1)
+
+
+def _vector(net: ViT, tokens: Tensor, place: Place) -> Tensor:
+    """b T D -> b D, or b 2D; the norm comes before or after pooling, as the network has it."""
+    norm: nn.Module = net.norm if place.norm else nn.Identity()
+    first, then = (nn.Identity(), norm) if net.config.pool_norm == "after" else (norm, nn.Identity())
+    tokens = first(tokens)
+    parts = []
+    if place.pool.startswith("token"):
+        parts.append(then(tokens[:, 0]))
+    if place.pool.endswith("mean"):
+        parts.append(then(tokens[:, net.config.prefix :].mean(1)))
+    return torch.cat(parts, dim=1)
+
+
+def feature_batches(
+    source: Source, preprocess: Preprocess, *, batch: int, device: torch.device, workers: int | None = None
+) -> Loader:
+    """Every picture once, decoded as it is needed and kept by nobody; the unreadable have weight 0."""
+    if not len(source):
+        raise DataError(f"{source.name} has no pictures.")
+    config = DataConfig(resident=False, skip_bad=True, workers=workers)
+    return evaluation_batches(
+        source, preprocess=preprocess.config, batch=batch, device=device, config=config, labelled=False
+    )
+
+
+def stream(
+    net: Net, batches: Iterable[Batch], *, preprocess: Preprocess, place: Place, precision: str = "float32"
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each batch the numbers of its readable pictures, and their features, float32 on the CPU."""
+    place = settled(place, net)
+    dtype = next(p.dtype for p in net.parameters())
+    for batch in batches:
+        with evaluating(net), torch.no_grad(), arithmetic(precision, batch.images.device):
+            found = read(net, preprocess.normalise(batch.images).to(dtype), place)
+        kept = (batch.weights > 0).cpu()
+        yield batch.indices[kept], found.float().cpu()[kept]
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of some pictures with their classes."""
+
+    values: Tensor
+    """N D, float32, on the CPU."""
+    targets: Tensor
+    """N class numbers."""
+    labels: tuple[str, ...]
+    """Names of the classes."""
+    name: str = "features"
+    """What people call the pictures."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def some(self, rows: Tensor) -> Features:
+        return Features(self.values[rows], self.targets[rows], self.labels, self.name)
+
+
+def gather(
+    net: Net,
+    source: Source,
+    *,
+    preprocess: Preprocess,
+    place: Place,
+    batch: int = 64,
+    device: torch.device,
+    workers: int | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> tuple[Features, dict[str, str]]:
+    """The features of all labelled pictures of a source, and which of them could not be read, and why."""
+    if source.several:
+        raise DataError(f"{source.name} has several labels to a picture; features are probed with one each.")
+    targets = torch.from_numpy(np.asarray(source.targets, dtype=np.int64))
+    values, numbers = [], []
+    with feature_batches(source, preprocess, batch=batch, device=device, workers=workers) as batches:
+        for indices, found in stream(net, batches, preprocess=preprocess, place=place):
+            known = targets[indices] >= 0
+            values.append(found[known])
+            numbers.append(indices[known])
+            if advance is not None:
+                advance(min(batch, len(source) - batch * (len(values) - 1)))
+        bad = batches.bad
+    index = torch.cat(numbers)
+    if not len(index):
+        raise DataError(f"none of the {len(source):,} pictures of {source.name} can be read and has a label.")
+    return Features(torch.cat(values), targets[index], source.labels, source.name), bad
+
+
+def fingerprint(net: nn.Module) -> str:
+    """Eight letters that differ for other weights."""
+    sum_ = 0
+    for tensor in net.state_dict().values():
+        sum_ = zlib.crc32(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data, sum_)
+    return f"{sum_:08x}"

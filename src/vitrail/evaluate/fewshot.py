@@ -1,0 +1,118 @@
+"""The paper's few-shot measure: a regularised least-squares fit from frozen features to the classes, in closed form.
+
+As big_vision has it: each feature is shifted and scaled to mean 0 and deviation 1 over the shots, a
+constant feature of 100 stands for the bias, a class is +1 where it is right and -1 elsewhere, and
+the ridge is 2**10. The symmetric matrix of the smaller side is decomposed once; any ridge is then a
+product away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluate.features import Features
+
+# N shots of D features, M = D and the bias, K classes
+
+SHOTS = (1, 5, 10, 25)
+BIAS = 100.0
+RIDGE = 2.0**10
+LEAST = 1e-5
+"""Added to each deviation, so that a feature which is always the same does no harm."""
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """A linear classifier, with the scaling its features need."""
+
+    weights: Tensor
+    """M K."""
+    mean: Tensor
+    deviation: Tensor
+
+    def scores(self, values: Tensor) -> Tensor:
+        """Q D -> Q K."""
+        return _whitened(values.to(self.weights), self.mean, self.deviation) @ self.weights
+
+
+@dataclass(frozen=True)
+class Decomposed:
+    """Shots whose matrix has been decomposed."""
+
+    eigenvalues: Tensor
+    left: Tensor
+    """M E."""
+    right: Tensor
+    """E K."""
+    mean: Tensor
+    deviation: Tensor
+
+    def solve(self, ridge: float = RIDGE) -> LeastSquares:
+        scaled = self.right / (self.eigenvalues + ridge)[:, None]
+        return LeastSquares(self.left @ scaled, self.mean, self.deviation)
+
+
+def decompose(values: Tensor, targets: Tensor, classes: int) -> Decomposed:
+    """N D features and their classes, in float64 (float32 on Apple's GPUs, which have no other)."""
+    x = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
+    mean, deviation = x.mean(0), x.std(0, correction=0) + LEAST
+    x = _whitened(x, mean, deviation)  # N M
+    y = torch.full((len(x), classes), -1.0, dtype=x.dtype, device=x.device)
+    y[torch.arange(len(x), device=x.device), targets.to(x.device)] = 1.0
+    if len(x) <= x.shape[1]:
+        eigenvalues, q = torch.linalg.eigh(x @ x.T)
+        return Decomposed(eigenvalues, x.T @ q, q.T @ y, mean, deviation)
+    eigenvalues, q = torch.linalg.eigh(x.T @ x)
+    return Decomposed(eigenvalues, q, q.T @ (x.T @ y), mean, deviation)
+
+
+def _whitened(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    return torch.cat([(x - mean) / deviation, x.new_full((len(x), 1), BIAS)], dim=1)
+
+
+def pick_shots(targets: Tensor, shots: int, classes: int, seed: int) -> Tensor:
+    """So many pictures of each class; which, its members, the seed and the class alone decide.
+
+    The shots of a smaller number are among those of a larger one.
+    """
+    picked = []
+    for label in range(classes):
+        members = (targets == label).nonzero()[:, 0]
+        order = np.random.default_rng([seed, label]).permutation(len(members))
+        picked.append(members[torch.from_numpy(order[:shots])])
+    return torch.cat(picked)
+
+
+def check_shots(train: Features, shots: int) -> None:
+    """Enough of every class, and two of them at least."""
+    if shots < 1:
+        raise ConfigError(f"shots={shots}: wanted 1 picture of each class or more.")
+    counts = torch.bincount(train.targets, minlength=len(train.labels))
+    check_classes(train)
+    if (least := int(counts.min())) < shots:
+        label = train.labels[int(counts.argmin())]
+        raise DataError(
+            f"{train.name} has {least} of class {label!r} and {shots} shots want {shots} of each; "
+            f"try --shots {least or 1}{'' if least else ' and remove the class'}, or add pictures."
+        )
+
+
+def check_classes(train: Features) -> None:
+    """A measure of classes needs two."""
+    there = train.targets.unique()
+    if len(there) < 2:
+        which = train.labels[int(there[0])] if len(there) else "no class"
+        raise DataError(f"all {len(train):,} pictures of {train.name} are {which!r}; wanted two classes or more.")
+
+
+def few_shot(train: Features, test: Features, shots: int, seed: int, *, device: torch.device) -> Tensor:
+    """Q: the class said of each test picture, learned from so many pictures of each class."""
+    check_shots(train, shots)
+    chosen = train.some(pick_shots(train.targets, shots, len(train.labels), seed))
+    fit = decompose(chosen.values.to(device), chosen.targets, len(train.labels)).solve()
+    return fit.scores(test.values.to(device)).argmax(1).cpu()

@@ -1,0 +1,270 @@
+"""k nearest neighbours by cosine, exactly, in blocks; and how they vote (DINO, arXiv 2104.14294).
+
+Nearly all the time goes into one matrix product. What it gives is never sorted: the largest value of
+each group of bank entries is kept, and the k-th largest of those is a floor under the k-th nearest
+entry. Only groups that reach the floor are looked into, a score or two for each query. A million
+features fit: a block of similarities and what reached the floor is all that is held.
+
+A product's last bits depend on the sizes of the blocks. So whatever comes within its rounding of the
+floor is compared anew, each pair by the same arithmetic: the answer is the same for blocks of any
+size, and of equals the entry with the lower number comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail.errors import ConfigError, DataError
+from vitrail.runtime.heap import keep_heap
+
+# Q queries and N bank entries of D features, K classes; S B similarities of a block, G groups in it
+
+KS = (1, 5, 10, 20, 100)
+"""Numbers of neighbours that are worth trying together."""
+TEMPERATURE = 0.07
+STEP = 8
+"""So many similarities, or groups of them, are one group of the next level."""
+NEVER = -4.0
+"""Stands where there is no entry: less than any cosine."""
+PAIRS = 256
+"""Pairs compared at a time: they stay in a core's cache."""
+
+Vote = Literal["weighted", "uniform"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How much is computed at once."""
+
+    bank: int = 5120
+    queries: int = 1024
+
+
+BLOCKS = {"cpu": Blocks(), "cuda": Blocks(65536, 4096)}
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The nearest bank entries of each query, nearest first."""
+
+    similarity: Tensor
+    """Q k: cosines."""
+    index: Tensor
+    """Q k: numbers in the bank."""
+
+
+def nearest_neighbours(
+    bank: Tensor,
+    queries: Tensor,
+    k: int,
+    *,
+    blocks: Blocks | None = None,
+    advance: Callable[[int], None] | None = None,
+) -> Neighbours:
+    """N D and Q D features -> the k bank entries of largest cosine for each query.
+
+    They are compared where the bank lies; a bank on the CPU is moved block by block where the
+    queries are elsewhere. `advance` hears of queries that are done.
+    """
+    if not 1 <= k <= len(bank):
+        raise ConfigError(f"k={k} neighbours of a bank of {len(bank):,} entries; wanted 1 to {len(bank):,}.")
+    if bank.shape[1] != queries.shape[1]:
+        raise DataError(
+            f"the bank's features have {bank.shape[1]} numbers and the queries' {queries.shape[1]}; wanted those of "
+            "one model, layer and pooling."
+        )
+    blocks = blocks or BLOCKS.get(queries.device.type, Blocks())
+    if queries.device.type == "cpu":
+        keep_heap()
+    bank, queries = unit(bank), unit(queries)
+    if not len(queries):
+        return Neighbours(queries.new_empty(0, k), torch.empty(0, k, dtype=torch.int64, device=queries.device))
+    threads = torch.get_num_threads() if queries.device.type == "cpu" else 1
+    rounds = -(-len(queries) // (threads * blocks.queries))
+    size = -(-len(queries) // (threads * rounds))  # all threads have the same to do
+    found = []
+    with _workers(threads) as workers:
+        for result in workers.map(lambda part: _search(bank, part, k, blocks.bank), queries.split(size)):
+            found.append(result)
+            if advance is not None:
+                advance(len(result[0]))
+    similarity, index = zip(*found, strict=True)
+    return Neighbours(torch.cat(similarity), torch.cat(index))
+
+
+def unit(features: Tensor) -> Tensor:
+    """Rows of length one; a row of zeros stays what it is."""
+    features = features.float()
+    lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
+    if not lengths.isfinite().all():
+        raise DataError("some features are NaN or infinite and cannot be compared; look for broken weights.")
+    return features / lengths.clamp(min=1e-12)
+
+
+@contextmanager
+def _workers(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that each compute alone: nothing is shared, and small steps need not wait for each other."""
+    with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1) if threads > 1 else None) as pool:
+        yield pool
+    if threads > 1:
+        torch.set_num_threads(threads)  # threads that start later would else have what these had
+
+
+@dataclass
+class _Candidates:
+    """Pairs of a query and a bank entry that may be among the nearest."""
+
+    query: Tensor
+    entry: Tensor
+    similarity: Tensor
+
+    def where(self, rows: Tensor) -> _Candidates:
+        """Those of some rows."""
+        return _Candidates(self.query[rows], self.entry[rows], self.similarity[rows])
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+
+def _search(bank: Tensor, queries: Tensor, k: int, block: int) -> tuple[Tensor, Tensor]:
+    """The nearest entries of a few queries."""
+    slack = 2 * bank.shape[1] * 2.0**-24  # twice what rounding can do to a product of unit vectors
+    block = -(-max(min(block, len(bank)), 2 * k * STEP**2) // STEP**2) * STEP**2
+    count, columns = len(queries), queries.T
+    buffer = queries.new_empty(block, count)
+    highest = queries.new_full((k, count), NEVER)  # of groups, each query's largest k so far
+    best: list[_Candidates] = []
+    waiting = 0
+    for start in range(0, len(bank), block):
+        part = bank[start : start + block].to(queries.device, non_blocking=True)
+        torch.mm(part, columns, out=buffer[: len(part)])
+        buffer[len(part) :] = NEVER
+        levels = [buffer, few := _maxima(buffer), _maxima(few)]
+        # Where a floor is known already, groups of twice the size do: they are sorted sooner.
+        tops = levels[-1] if start == 0 or len(levels[-1]) % 2 else levels[-1].view(2, -1, count).amax(0)
+        highest = _largest(torch.cat([highest, tops]), k)
+        floor = (highest.amin(0) - slack).clamp(min=NEVER / 2)
+        best.append(_reaching(levels, floor, start))
+        waiting += len(best[-1])
+        if waiting > 64 * k * count + block:  # many are nearly the same
+            best = [_nearest(_joined(best), bank, queries, k, slack)]
+            waiting = len(best[0])
+    last = _joined(best)
+    last = _nearest(last.where(_true((last.similarity >= floor[last.query])[None])[1]), bank, queries, k, slack)
+    return last.similarity.view(count, k), last.entry.view(count, k)
+
+
+def _maxima(rows: Tensor) -> Tensor:
+    """R S -> R/STEP S: the largest of each group of rows, which lie R/STEP apart so that this is quick."""
+    return rows.view(STEP, -1, rows.shape[1]).amax(0)
+
+
+def _largest(values: Tensor, k: int) -> Tensor:
+    """The k largest of each column, in no order."""
+    if values.device.type != "cpu":
+        return values.topk(k, 0, sorted=False).values
+    rows = np.partition(values.T.numpy(), len(values) - k, axis=1)[:, -k:]  # four times as fast as topk
+    return torch.from_numpy(rows).T
+
+
+def _reaching(levels: Sequence[Tensor], floor: Tensor, start: int) -> _Candidates:
+    """Entries of a block that reach their query's floor, looked for from the largest groups down."""
+    row, query = _true(levels[-1] >= floor)
+    values = levels[-1]
+    for level in reversed(levels[:-1]):
+        groups = len(level) // STEP
+        values = _picked(level.view(STEP, -1), row * level.shape[1] + query)  # STEP pairs
+        place, pair = _true(values >= floor[query])
+        row, query, values = place * groups + row[pair], query[pair], values[place, pair]
+    return _Candidates(query, row + start, values)
+
+
+def _picked(rows: Tensor, columns: Tensor) -> Tensor:
+    """Some columns of all rows; NumPy is nearly twice as fast at it as torch."""
+    if rows.device.type != "cpu":
+        return rows[:, columns]
+    return torch.from_numpy(rows.numpy().take(columns.numpy(), axis=1))
+
+
+def _true(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and columns of what is true; NumPy finds it four times as fast as torch."""
+    if mask.device.type != "cpu":
+        row, column = mask.nonzero(as_tuple=True)
+        return row, column
+    flat = torch.from_numpy(np.flatnonzero(mask.numpy()))
+    row = flat.div(max(mask.shape[1], 1), rounding_mode="floor")
+    return row, flat - row * mask.shape[1]
+
+
+def _joined(parts: Sequence[_Candidates]) -> _Candidates:
+    return _Candidates(*(torch.cat([getattr(p, name) for p in parts]) for name in ("query", "entry", "similarity")))
+
+
+def _nearest(found: _Candidates, bank: Tensor, queries: Tensor, k: int, slack: float) -> _Candidates:
+    """Of each query the nearest k or all it has, nearest first, compared pair by pair; of equals the lower number."""
+    found = found.where((found.query * len(bank) + found.entry).argsort())
+    found = found.where(_true(_contenders(found, len(queries), k, slack)[None])[1])
+    found.similarity = _compared(found, bank, queries)
+    order = found.similarity.sort(descending=True, stable=True).indices
+    found = found.where(order[found.query[order].sort(stable=True).indices])
+    counts = torch.bincount(found.query, minlength=len(queries))
+    place = torch.arange(len(found), device=counts.device) - (counts.cumsum(0) - counts)[found.query]
+    return found.where(_true((place < k)[None])[1])
+
+
+def _contenders(found: _Candidates, count: int, k: int, slack: float) -> Tensor:
+    """Which of the candidates, sorted by query, come near enough to their query's k-th."""
+    counts = torch.bincount(found.query, minlength=count)
+    width = max(int(counts.max()), k)
+    place = torch.arange(len(found), device=counts.device) - (counts.cumsum(0) - counts)[found.query]
+    rows = found.similarity.new_full((width, count), NEVER)
+    rows[place, found.query] = found.similarity
+    return found.similarity >= (_largest(rows, k).amin(0) - slack)[found.query]
+
+
+def _compared(found: _Candidates, bank: Tensor, queries: Tensor) -> Tensor:
+    """Cosines, each computed in the same way wherever its pair stands."""
+    pairs = list(zip(found.query.split(PAIRS), found.entry.split(PAIRS), strict=True))
+    if queries.device.type == "cpu":  # NumPy multiplies and adds in one go
+        known, asked = bank.numpy(), queries.numpy()
+        sums = [np.einsum("pd,pd->p", known.take(entry, axis=0), asked.take(query, axis=0)) for query, entry in pairs]
+        return torch.from_numpy(np.concatenate(sums))
+    parts = []
+    for query, entry in pairs:
+        near = bank.index_select(0, entry.to(bank.device)).to(queries.device, torch.float64)
+        parts.append(near.mul_(queries.index_select(0, query)).sum(1).float())
+    return torch.cat(parts)
+
+
+def votes(
+    neighbours: Neighbours,
+    targets: Tensor,
+    classes: int,
+    k: int,
+    *,
+    vote: Vote = "weighted",
+    temperature: float = TEMPERATURE,
+) -> Tensor:
+    """Q K: what each class gets from the nearest k.
+
+    weighted: a neighbour counts exp(cosine / temperature), as in DINO; uniform: each counts one.
+    """
+    if not 1 <= k <= neighbours.index.shape[1]:
+        raise ConfigError(f"k={k}: the nearest {neighbours.index.shape[1]} were looked for.")
+    similarity, index = neighbours.similarity[:, :k].double().cpu(), neighbours.index[:, :k].cpu()
+    weights = (similarity / temperature).exp() if vote == "weighted" else torch.ones_like(similarity)
+    shares = torch.zeros(len(index), classes, dtype=torch.float64)
+    return shares.scatter_add_(1, targets.cpu()[index], weights)
+
+
+def voted(shares: Tensor) -> Tensor:
+    """Q: the class with the most votes, of equals the one with the lower number."""
+    return shares.argmax(1)

@@ -1,0 +1,183 @@
+"""Logistic regression on frozen features: how well a linear classifier can do.
+
+The loss is scikit-learn's: half the squared weights plus C times the summed cross-entropy; biases
+are free. Two classes share one row of weights. Features are shifted and scaled to mean 0 and
+deviation 1 first, so that one range of C serves every model.
+
+    fit       scikit-learn's solver, or torch's L-BFGS on a GPU and for many features; the same optimum
+    choose    C on pictures kept aside, CLIP's search: seven from 1e-6 to 1e6, then ever finer about the best
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.errors import ConfigError
+from vitrail.evaluate.features import Features
+from vitrail.evaluate.fewshot import check_classes
+
+# N pictures of D features, K classes; R rows of weights: K, or 1 for two classes
+
+MANY = 20_000_000
+"""N times D from which torch's solver, which uses all cores throughout, takes over on a CPU."""
+DECADES = (-6.0, 6.0)
+FINEST = 1 / 8
+"""Decades between two values of C in the end."""
+HELD_OUT = 0.2
+STEPS = 1000
+
+Solver = Literal["auto", "scikit-learn", "torch"]
+
+
+@dataclass(frozen=True)
+class Logistic:
+    """A linear classifier, with the scaling its features need."""
+
+    weights: Tensor
+    """R D."""
+    bias: Tensor
+    """R."""
+    mean: Tensor
+    deviation: Tensor
+    present: Tensor
+    """The classes that it knows, K of all."""
+    strength: float
+    """C: how much the pictures count against small weights."""
+    solver: str
+
+    def predict(self, values: Tensor) -> Tensor:
+        """Q D -> Q class numbers."""
+        x = scaled(values.to(self.mean), self.mean, self.deviation)
+        return self.present[logits(x, self.weights, self.bias).argmax(1)]
+
+
+def scaled(values: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    return (values - mean) / deviation
+
+
+def logits(x: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
+    """Q D -> Q K; two classes have one row, which is the second's."""
+    found = F.linear(x, weights, bias)
+    return torch.cat([torch.zeros_like(found), found], dim=1) if len(weights) == 1 else found
+
+
+def objective(x: Tensor, targets: Tensor, weights: Tensor, bias: Tensor, strength: float) -> Tensor:
+    """What is minimised, divided by C N."""
+    loss = F.cross_entropy(logits(x, weights, bias), targets)
+    return loss + weights.square().sum() / (2 * strength * len(x))
+
+
+def fit(train: Features, strength: float, *, solver: Solver = "auto", device: torch.device | str = "cpu") -> Logistic:
+    """The best weights for this C."""
+    if not strength > 0:
+        raise ConfigError(f"C={strength:g}: wanted a number above 0.")
+    check_classes(train)
+    device = torch.device(device)
+    if solver == "auto":
+        few = device.type == "cpu" and train.values.numel() <= MANY
+        solver = "scikit-learn" if few else "torch"
+    present, targets = train.targets.unique(return_inverse=True)
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    x = train.values.to(device, dtype)
+    mean, deviation = x.mean(0), x.std(0, correction=0)
+    deviation = torch.where(deviation > 1e-6 * mean.abs().clamp(min=1e-30), deviation, torch.ones_like(deviation))
+    x = scaled(x, mean, deviation)
+    solve = _with_sklearn if solver == "scikit-learn" else _with_torch
+    weights, bias = solve(x, targets.to(device), len(present), strength)
+    return Logistic(weights, bias, mean, deviation, present.to(device), strength, solver)
+
+
+def _with_sklearn(x: Tensor, targets: Tensor, classes: int, strength: float) -> tuple[Tensor, Tensor]:
+    import warnings
+
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression  # takes a second to import
+
+    model = LogisticRegression(C=strength, max_iter=STEPS, tol=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # huge C: it is near enough, or is not chosen
+        model.fit(x.numpy(), targets.numpy())
+    return torch.from_numpy(model.coef_), torch.from_numpy(np.asarray(model.intercept_))
+
+
+def _with_torch(x: Tensor, targets: Tensor, classes: int, strength: float) -> tuple[Tensor, Tensor]:
+    """Full batches, strong Wolfe line search."""
+    rows = 1 if classes == 2 else classes
+    weights = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
+    bias = torch.zeros(rows, dtype=x.dtype, device=x.device, requires_grad=True)
+    flat = 1e-9 if x.dtype == torch.float64 else 1e-6
+    optimiser = torch.optim.LBFGS(
+        [weights, bias],
+        max_iter=STEPS,
+        tolerance_grad=flat,
+        tolerance_change=flat * 1e-3,
+        history_size=20,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = objective(x, targets, weights, bias, strength)
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    return weights.detach(), bias.detach()
+
+
+def held_out(targets: Tensor, share: float = HELD_OUT, seed: int = 0) -> Tensor:
+    """N: which pictures are kept aside to choose C, a share of each class that leaves one at least."""
+    aside = torch.zeros(len(targets), dtype=torch.bool)
+    for label in targets.unique().tolist():
+        members = (targets == label).nonzero()[:, 0]
+        order = torch.from_numpy(np.random.default_rng([seed, label]).permutation(len(members)))
+        aside[members[order[: min(max(round(share * len(members)), 1), len(members) - 1)]]] = True
+    return aside
+
+
+def choose(
+    train: Features,
+    validation: Features | None = None,
+    *,
+    solver: Solver = "auto",
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] | None = None,
+) -> float:
+    """The C that does best on `validation`, else on a fifth of the training pictures; of equals the smallest."""
+    if validation is None:
+        aside = held_out(train.targets)
+        train, validation = train.some(~aside), train.some(aside)
+    right: dict[float, float] = {}
+
+    def measure(power: float) -> None:
+        if DECADES[0] <= power <= DECADES[1] and power not in right:
+            said = fit(train, 10.0**power, solver=solver, device=device).predict(validation.values)
+            right[power] = float((said.cpu() == validation.targets).double().mean())
+        if advance is not None:
+            advance(1)
+
+    step = (DECADES[1] - DECADES[0]) / 6
+    for i in range(7):
+        measure(DECADES[0] + i * step)
+    while step > FINEST + 1e-9:
+        step /= 2
+        best = _best(right)
+        measure(best - step)
+        measure(best + step)
+    return 10.0 ** _best(right)
+
+
+FITS = 7 + 2 * math.ceil(math.log2((DECADES[1] - DECADES[0]) / 6 / FINEST))
+"""How many classifiers `choose` fits."""
+
+
+def _best(right: dict[float, float]) -> float:
+    return min(right, key=lambda power: (-right[power], power))

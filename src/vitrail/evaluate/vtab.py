@@ -1,0 +1,198 @@
+"""VTAB-1k (arXiv 1910.04867): 19 tasks in three groups, 1,000 pictures of each to learn from.
+
+800 of them learn and 200 choose; then all 1,000 learn, and the whole test part is measured. A task
+is found in a folder of its name (or one of the names it goes by), in any of these layouts:
+
+    train800.txt val200.txt test.txt       `path label` on each line, as the published lists have it
+    train800/ val200/ test/                folders of class folders
+    train/ [val/] test/                    folders, a table or shards: vitrail draws the 1,000 by a hash of their names
+
+or where the catalogue has it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vitrail.config import DataConfig
+from vitrail.data.sources import open_parts
+from vitrail.data.sources.base import Source
+from vitrail.data.sources.builtin import find
+from vitrail.data.sources.catalogue import CATALOGUE
+from vitrail.data.sources.folder import Folder
+from vitrail.data.sources.packed import Strings
+from vitrail.data.sources.part import Part
+from vitrail.data.sources.split import hashes
+from vitrail.errors import DataError, NotFound, nearest
+from vitrail.runtime import say
+
+GROUPS = ("Natural", "Specialized", "Structured")
+LEARN, CHOOSE = 800, 200
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of the 19."""
+
+    name: str
+    title: str
+    group: str
+    others: tuple[str, ...] = ()
+    """What else its folder is called."""
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("caltech101", "Caltech101", "Natural"),
+        Task("cifar100", "CIFAR-100", "Natural", ("cifar",)),
+        Task("dtd", "DTD", "Natural"),
+        Task("flowers102", "Flowers102", "Natural", ("oxford_flowers102",)),
+        Task("pets", "Pets", "Natural", ("oxford_iiit_pet",)),
+        Task("svhn", "SVHN", "Natural"),
+        Task("sun397", "Sun397", "Natural"),
+        Task("patch_camelyon", "Patch Camelyon", "Specialized", ("pcam",)),
+        Task("eurosat", "EuroSAT", "Specialized"),
+        Task("resisc45", "Resisc45", "Specialized"),
+        Task("retinopathy", "Retinopathy", "Specialized", ("diabetic_retinopathy",)),
+        Task("clevr_count", "Clevr/count", "Structured"),
+        Task("clevr_distance", "Clevr/distance", "Structured", ("clevr_dist",)),
+        Task("dmlab", "DMLab", "Structured"),
+        Task("kitti_distance", "KITTI/distance", "Structured", ("kitti",)),
+        Task("dsprites_location", "dSprites/location", "Structured", ("dsprites_loc",)),
+        Task("dsprites_orientation", "dSprites/orientation", "Structured", ("dsprites_ori",)),
+        Task("smallnorb_azimuth", "SmallNORB/azimuth", "Structured", ("smallnorb_azi",)),
+        Task("smallnorb_elevation", "SmallNORB/elevation", "Structured", ("smallnorb_ele",)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task's pictures."""
+
+    learn: Source
+    """800, to learn from while settings are chosen."""
+    choose: Source
+    """200, to choose by; with the 800 they are what the final classifier learns from."""
+    test: Source
+
+
+def named(texts: Sequence[str]) -> tuple[Task, ...]:
+    """Tasks by name or title, in VTAB's order; all where none is named."""
+    known = {_plain(name): task for task in TASKS.values() for name in (task.name, task.title, *task.others)}
+    for text in texts:
+        if _plain(text) not in known:
+            raise NotFound(f"no task of VTAB is called {text!r}{nearest(text, TASKS)}")
+    wanted = {known[_plain(text)].name for text in texts} or set(TASKS)
+    return tuple(task for name, task in TASKS.items() if name in wanted)
+
+
+def locate(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
+    """Task -> where its data is, for those that are there: a folder of `root`, or the catalogue's name."""
+    if not root.is_dir():
+        raise NotFound(f"there is no folder {root}; wanted one that holds a folder for each task of VTAB.")
+    folders = {_plain(path.name): path for path in sorted(root.iterdir()) if path.is_dir() and any(path.iterdir())}
+    found = {}
+    for task in tasks:
+        for name in (task.name, task.title, *task.others):
+            if folder := folders.get(_plain(name)):
+                found[task.name] = str(folder)
+                break
+        else:
+            entry = CATALOGUE.get(task.name)
+            if entry is not None and find(entry, str(root)) is not None:
+                found[task.name] = task.name
+    return found
+
+
+def open_task(task: Task, where: str, root: Path) -> TaskData:
+    """Its 800, its 200 and its test pictures."""
+    folder = Path(where)
+    if (folder / "train800.txt").exists():
+        return _listed(task, folder)
+    if (folder / "train800").is_dir():
+        first = open_parts(DataConfig(source=f"folder:{folder / 'train800'}")).train
+        config = DataConfig(classes=first.labels)
+        rest = [open_parts(config.but(source=f"folder:{folder / part}")).train for part in ("val200", "test")]
+        return TaskData(first, rest[0], rest[1])
+    parts = open_parts(DataConfig(source=where, root=str(root)))
+    test = parts.test if parts.test is not None else parts.validation
+    if test is None:
+        raise DataError(f"{task.title}: {where} has no test part; wanted train and test in it.")
+    if hasattr(parts.train, "samples"):
+        raise DataError(f"{task.title}: {where} is a stream, which cannot be drawn from; try shards:.")
+    return TaskData(*drawn(parts.train, parts.validation if parts.test is not None else None, task), test)
+
+
+def drawn(train: Source, validation: Source | None, task: Task) -> tuple[Source, Source]:
+    """800 and 200 of them, by a hash of their names; of fewer than 1,000, four fifths and one."""
+    order = np.argsort(_hashes(train), kind="stable")
+    if validation is not None:
+        second = np.argsort(_hashes(validation), kind="stable")
+        sizes = min(LEARN, len(train)), min(CHOOSE, len(validation))
+        parts = Part(train, np.sort(order[: sizes[0]])), Part(validation, np.sort(second[: sizes[1]]))
+    else:
+        count = min(LEARN + CHOOSE, len(train))
+        sizes = count - count // 5, count // 5
+        parts = Part(train, np.sort(order[: sizes[0]])), Part(train, np.sort(order[sizes[0] : count]))
+    if min(sizes) == 0:
+        raise DataError(f"{task.title} has {len(train):,} pictures to learn from, too few to keep some aside.")
+    if sizes != (LEARN, CHOOSE):
+        say([f"{task.title} has {sum(sizes):,} pictures to learn from, not 1,000: {sizes[0]} learn, {sizes[1]} choose"])
+    return parts
+
+
+def _listed(task: Task, folder: Path) -> TaskData:
+    """What the published lists name."""
+    lists = {name: _lines(folder / f"{name}.txt", task) for name in ("train800", "val200", "test")}
+    numbers = sorted({number for lines in lists.values() for _, number in lines})
+    labels = tuple(str(n) for n in range(numbers[-1] + 1))
+
+    def source(name: str) -> Source:
+        lines = lists[name]
+        targets = np.array([number for _, number in lines], np.int64)
+        return Folder(f"{task.title}/{name}", folder, Strings([path for path, _ in lines]), targets, labels)
+
+    return TaskData(source("train800"), source("val200"), source("test"))
+
+
+def _lines(path: Path, task: Task) -> list[tuple[str, int]]:
+    if not path.exists():
+        raise NotFound(f"{task.title}: {path} is missing; wanted it beside train800.txt.")
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        name, _, label = line.strip().rpartition(" ")
+        if not line.strip():
+            continue
+        if not name or not label.isdecimal():
+            raise DataError(f"{path} line {number} is {line!r}; wanted a path, a space and a class number.")
+        found.append((name, int(label)))
+    if not found:
+        raise DataError(f"{path} names no pictures.")
+    return found
+
+
+def means(scores: Mapping[str, float]) -> dict[str, float]:
+    """Of each group that is whole; and "VTAB", the mean of all tasks, where all 19 are there."""
+    found = {}
+    for group in GROUPS:
+        tasks = [name for name, task in TASKS.items() if task.group == group]
+        if all(name in scores for name in tasks):
+            found[group] = sum(scores[name] for name in tasks) / len(tasks)
+    if all(name in scores for name in TASKS):
+        found["VTAB"] = sum(scores[name] for name in TASKS) / len(TASKS)
+    return found
+
+
+def _hashes(source: Source) -> np.ndarray:
+    return hashes(source.key(i) for i in range(len(source)))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

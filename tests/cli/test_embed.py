@@ -1,0 +1,125 @@
+"""`vitrail embed`: every picture's features in one file, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from conftest import ROOT
+from PIL import Image
+
+import vitrail as package
+
+
+@pytest.fixture
+def classes(tmp_path: Path) -> Path:
+    """Two classes of pictures to learn from and to test on."""
+    folder, chance = tmp_path / "data", np.random.default_rng(0)
+    for split, count in (("train", 7), ("test", 4)):
+        for i in range(count):
+            path = folder / split / "ab"[i % 2] / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(chance.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
+    return folder
+
+
+def test_every_picture_has_a_row(vitrail, weights, classes, tmp_path):
+    out = tmp_path / "features.parquet"
+    result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
+    assert (result.status, result.out) == (0, f"{out}: 11 pictures, 128 features each (what the head sees).\n")
+    table = pq.read_table(out)
+    assert table.column_names == ["key", "split", "label", "target", "embedding"]
+    assert table["split"].to_pylist() == ["train"] * 7 + ["test"] * 4
+    assert table["key"].to_pylist()[0] == "train/a/0.png"
+    assert set(zip(table["label"].to_pylist(), table["target"].to_pylist(), strict=True)) == {("a", 0), ("b", 1)}
+    keys = table["key"].to_pylist()
+    wanted = package.load(weights).embed([classes / key for key in keys])
+    assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-5)
+    said = json.loads(table.schema.metadata[b"vitrail"])
+    assert (said["place"], said["vitrail"], said["data"]) == ("what the head sees", package.__version__, str(classes))
+
+
+def test_options_choose_what_is_kept(vitrail, weights, classes, tmp_path):
+    out = tmp_path / "f.parquet"
+    given = ("--split", "test", "--layers", "1,2", "--pool", "token+mean", "--keep", "float16", "--normalise", "--json")
+    result = vitrail("embed", "-m", weights, "--data", classes, "--out", out, *given)
+    told = json.loads(result.out)
+    assert (told["pictures"], told["width"], told["place"]) == (4, 512, "layer 1+2, token+mean")
+    rows = np.stack(pq.read_table(out)["embedding"].to_pylist()).astype(np.float64)
+    assert np.linalg.norm(rows, axis=1) == pytest.approx(np.ones(4), abs=1e-3)
+
+
+def test_a_folder_without_labels_will_do(vitrail, weights, photos, tmp_path):
+    out = tmp_path / "f.parquet"
+    assert vitrail("embed", "-m", weights, "--data", photos, "--out", out).status == 0
+    table = pq.read_table(out)
+    assert table["label"].to_pylist() == [None] * len(table)
+    assert {"a.jpg", "holiday/deep/x.bmp"} <= set(table["key"].to_pylist())
+
+
+def test_a_file_that_is_there_is_not_made_again(vitrail, weights, classes, tmp_path):
+    out = tmp_path / "f.parquet"
+    command = ("embed", "-m", weights, "--data", classes, "--out", out)
+    vitrail(*command)
+    before = out.stat().st_mtime_ns
+    result = vitrail(*command)
+    assert (result.status, out.stat().st_mtime_ns) == (0, before)
+    assert any("complete already" in note for note in result.notes)
+    [said] = vitrail(*command, "--layer", "1").problems
+    assert said.startswith(f"{out} was made with place=what the head sees, not layer 1, token;")
+    assert vitrail(*command, "--layer", "1", "--overwrite").status == 0
+    assert pq.read_table(out).schema.field("embedding").type.list_size == 128
+
+
+def test_unreadable_pictures_are_named_and_left_out(vitrail, weights, classes, tmp_path):
+    (classes / "train" / "a" / "broken.png").write_bytes(b"no picture")
+    out = tmp_path / "f.parquet"
+    result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
+    assert (result.status, pq.read_metadata(out).num_rows) == (1, 11)
+    assert any("train/a/broken.png" in note for note in result.notes)
+    assert result.problems == [f"1 picture could not be read and is not in {out}; with --skip-bad that is no error."]
+    again = vitrail("embed", "-m", weights, "--data", classes, "--out", out, "--skip-bad")
+    assert (again.status, again.problems) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--layer", "13"), "there is no layer 13 of 2; wanted 0 to 2."),
+        (("--layer", "x"), "--layer wants whole numbers such as 5 or 1,5,10, got 'x'."),
+        (("--pool", "max"), "no pooling is called 'max'; there is mean, pooled, token, token+mean."),
+        (("--keep", "int8"), "features cannot be kept as 'int8'; there is float16, float32."),
+        (("--split", "tset"), "no split is called 'tset'; did you mean 'test'?"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(vitrail, weights, classes, tmp_path, options, sentence):
+    result = vitrail("embed", "-m", weights, "--data", classes, "--out", tmp_path / "f.parquet", *options)
+    assert (result.status, result.problems) == (1, [sentence])
+    assert not list(tmp_path.glob("f.parquet*"))
+
+
+def test_a_split_the_data_has_not_is_one_sentence(vitrail, weights, classes, tmp_path):
+    result = vitrail("embed", "-m", weights, "--data", classes, "--out", tmp_path / "f", "--split", "validation")
+    assert result.problems == [f"{classes} has no validation split; it has train, test."]
+
+
+def test_embed_says_what_it_needs(vitrail, weights):
+    result = vitrail("embed", "-m", weights)
+    assert result.status == 2
+    assert "embed needs --model, --data and --out" in result.problems[0]
+
+
+def test_killed_at_any_part_it_goes_on_to_the_same_bytes(tmp_path):
+    command = [sys.executable, str(ROOT / "tests" / "evaluate" / "killing.py"), str(tmp_path), "--kills", "3"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 kills" in done.stdout
+    assert "the same bytes" in done.stdout
+    assert "left behind: features.parquet\n" in done.stdout

@@ -1,0 +1,130 @@
+"""`vitrail probe`: numbers with their intervals, from pictures or from files of features."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+COLOURS = {"blue": (20, 40, 230), "green": (30, 220, 40), "red": (230, 30, 20)}
+
+
+def draw(folder: Path, **counts: int) -> Path:
+    """Pictures whose colour is their class."""
+    chance = np.random.default_rng(0)
+    for split, count in counts.items():
+        for name, colour in COLOURS.items():
+            for i in range(count):
+                path = folder / split / name / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                noise = chance.integers(-20, 20, (32, 32, 3))
+                Image.fromarray(np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)).save(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("probe") / "colours", train=12, test=6)
+
+
+def test_features_that_tell_the_classes_apart_score_full(vitrail, weights, colours):
+    result = vitrail("probe", "-m", weights, "--data", colours, "--shots", "1,5", "--k", "1,5", "--json")
+    found = json.loads(result.out)
+    assert (found["train"], found["test"], found["width"], found["classes"]) == (36, 18, 128, 3)
+    assert [(s["method"], s["value"]) for s in found["scores"]] == [
+        ("fewshot", 1.0), ("fewshot", 1.0), ("knn", 1.0), ("knn", 1.0), ("logistic", 1.0),
+    ]  # fmt: skip
+    assert all(s["low"] <= s["value"] <= s["high"] for s in found["scores"])
+    assert all(s["low"] < 1 for s in found["scores"] if s["method"] != "fewshot")
+
+
+def test_a_table_for_people_has_the_interval_beside_each_number(vitrail, weights, colours):
+    result = vitrail("probe", "-m", weights, "--data", colours, "--method", "knn,fewshot", "--shots", "5", "--k", "3")
+    lines = result.out.splitlines()
+    assert lines[0] == "36 pictures of 3 classes to learn from, 18 to measure on"
+    assert [line.split()[0] for line in lines[4:]] == ["k-NN", "few-shot"]
+    assert "100.00 %   82.4 to 100.0" in lines[4]
+    assert "over 3 seeds" in lines[5]
+    assert max(map(len, lines)) <= 80
+
+
+def test_files_of_features_give_the_same_numbers(vitrail, weights, colours, tmp_path):
+    both, parts = tmp_path / "all.parquet", [tmp_path / "train.parquet", tmp_path / "test.parquet"]
+    vitrail("embed", "-m", weights, "--data", colours, "--out", both)
+    for part in parts:
+        vitrail("embed", "-m", weights, "--data", colours, "--out", part, "--split", part.stem)
+    options = ("--shots", "1", "--k", "5", "--json", "--layer", "last")
+    pictures = json.loads(vitrail("probe", "-m", weights, "--data", colours, *options).out)
+    one = json.loads(vitrail("probe", "--features", both, *options).out)
+    two = json.loads(vitrail("probe", "--features", parts[0], "--features", parts[1], *options).out)
+    assert one["scores"] == two["scores"] == pictures["scores"]
+
+
+def test_features_of_another_model_are_one_sentence(vitrail, weights, headless, colours, tmp_path):
+    for name, model in (("train", weights), ("test", headless)):
+        vitrail("embed", "-m", model, "--data", colours, "--out", tmp_path / f"{name}.parquet", "--split", name)
+    result = vitrail("probe", "--features", tmp_path / "train.parquet", "--features", tmp_path / "test.parquet")
+    assert result.status == 1
+    assert "has features of another" in result.problems[0]
+
+
+def test_fewer_pictures_are_each_classs_share(vitrail, weights, colours):
+    result = vitrail("probe", "-m", weights, "--data", colours, "--method", "knn", "--k", "1", "--most", "9", "--json")
+    assert (json.loads(result.out)["train"], json.loads(result.out)["test"]) == (9, 9)
+    assert any("9 of 36 pictures are used, each class's share of them" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            ("--method", "fewshot", "--shots", "13"),
+            "has 12 of class 'blue' and 13 shots want 13 of each; try --shots 12",
+        ),
+        (("--method", "knn", "--k", "37"), "k=37 neighbours of a bank of 36 entries; wanted 1 to 36."),
+        (("--method", "kmn"), "no way to probe is called 'kmn'; did you mean 'knn'?"),
+        (("--layer", "13"), "there is no layer 13 of 2; wanted 0 to 2."),
+        (("--vote", "loud"), "--vote wants weighted or uniform, got 'loud'."),
+        (("--shots", "many"), "--shots wants whole numbers such as 5 or 1,5,10, got 'many'."),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(vitrail, weights, colours, options, sentence):
+    result = vitrail("probe", "-m", weights, "--data", colours, *options)
+    assert result.status == 1
+    assert sentence in result.problems[0]
+
+
+def test_one_class_is_one_sentence(vitrail, weights, tmp_path):
+    folder = draw(tmp_path / "one", train=4, test=2)
+    for split in ("train", "test"):
+        for name in ("green", "red"):
+            for file in (folder / split / name).iterdir():
+                file.unlink()
+            (folder / split / name).rmdir()
+    result = vitrail("probe", "-m", weights, "--data", folder)
+    assert result.status == 1
+    assert "are 'blue'; wanted two classes or more" in result.problems[0]
+
+
+def test_an_unreadable_picture_is_an_error_unless_it_may_be_left_out(vitrail, weights, tmp_path):
+    folder = draw(tmp_path / "colours", train=4, test=2)
+    (folder / "test" / "red" / "broken.png").write_bytes(b"no picture")
+    command = ("probe", "-m", weights, "--data", folder, "--method", "knn", "--k", "1", "--json")
+    result = vitrail(*command)
+    assert result.status == 1
+    assert "1 picture cannot be read" in result.problems[0]
+    assert json.loads(vitrail(*command, "--skip-bad").out)["unreadable"] == 1
+
+
+def test_probe_wants_data_or_features(vitrail, weights):
+    assert vitrail("probe", "-m", weights).status == 2
+
+
+@pytest.mark.slow
+def test_the_real_models_features_tell_cifars_classes_apart(vitrail, real_checkpoint, shared):
+    data = shared / "data" / "cifar10"
+    result = vitrail("probe", "-m", real_checkpoint, "--data", data, "--most", "500", "--method", "knn", "--json")
+    assert json.loads(result.out)["scores"][0]["value"] > 0.8

@@ -1,0 +1,90 @@
+"""`vitrail vtab` on tasks made of scikit-learn's digits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import vitrail as package
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits by number as one task, in lists; small or large as another, in folders."""
+    root = tmp_path_factory.mktemp("vtab")
+    digits = load_digits()
+    lists: dict[str, list[str]] = {"train800": [], "val200": [], "test": []}
+    for i, (pixels, number) in enumerate(zip(digits.images[:180], digits.target[:180], strict=True)):
+        part = "test" if i % 3 == 0 else "val200" if i % 3 == 1 and i % 2 else "train800"
+        picture = Image.fromarray((pixels * 15).astype(np.uint8)).resize((32, 32)).convert("RGB")
+        path = root / "svhn" / "images" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+        lists[part].append(f"images/{i}.png {number}")
+        size = "large" if number >= 5 else "small"
+        path = root / "eurosat" / ("test" if part == "test" else "train") / size / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+    for name, lines in lists.items():
+        (root / "svhn" / f"{name}.txt").write_text("\n".join(lines))
+    return root
+
+
+def test_frozen_features_learn_the_tasks_that_are_there(vitrail, weights, tasks):
+    result = vitrail("vtab", "-m", weights, "--root", tasks, "--method", "linear", "--json", "--device", "cpu")
+    found = json.loads(result.out)
+    scores = {score["task"]: score for score in found["tasks"]}
+    assert list(scores) == ["svhn", "eurosat"]
+    assert scores["svhn"]["count"] == scores["eurosat"]["count"] == 60
+    assert scores["svhn"]["value"] > 0.4  # a tenth by chance, from a network that has learned nothing
+    assert scores["eurosat"]["value"] > 0.6
+    assert scores["svhn"]["low"] < scores["svhn"]["value"] < scores["svhn"]["high"]
+    assert set(scores["svhn"]["chosen"]) == {"C"}
+    assert len(found["missing"]) == 17
+    assert found["means"] == {}
+
+
+def test_people_are_told_what_is_missing_and_how_to_lay_it_out(vitrail, weights, tasks):
+    result = vitrail("vtab", "-m", weights, "--root", tasks, "--method", "linear", "--tasks", "SVHN", "--device", "cpu")
+    lines = result.out.splitlines()
+    assert lines[1].split()[:2] == ["Natural", "SVHN"]
+    assert "17 of 19 tasks are not here, so there is no VTAB score: caltech101, cifar100" in result.out
+    assert "train800.txt, val200.txt and test.txt" in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--method", "magic"), "method='magic': wanted finetune or linear."),
+        (("--lr", "fast"), "--lr wants numbers such as 0.003,0.01, got 'fast'."),
+        (("--tasks", "mnist"), "no task of VTAB is called 'mnist'"),
+        (("--tasks", "dtd"), "does not hold the task dtd; it wants a folder named dtd, say."),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(vitrail, weights, tasks, options, sentence):
+    result = vitrail("vtab", "-m", weights, "--root", tasks, *options)
+    assert result.status == 1
+    assert sentence in result.problems[0]
+
+
+@pytest.mark.slow
+def test_fine_tuning_follows_the_protocol(vitrail, weights, tasks, tmp_path):
+    """A rate chosen on the 200, then all 1,000 learn; a second call finds its runs finished."""
+    given = ("--steps", "8", "--lr", "0.03,0.1", "--image", "32", "--device", "cpu", "--out", tmp_path, "--json")
+    command = ("vtab", "-m", weights, "--root", tasks, "--tasks", "svhn", *given)
+    result = vitrail(*command)
+    assert result.status == 0, result.err
+    [score] = json.loads(result.out)["tasks"]
+    names = {path.name for path in (tmp_path / "svhn").iterdir()}
+    best = f"1000-lr-{score['chosen']['lr']:g}"
+    assert names == {"800.parquet", "1000.parquet", "800-lr-0.03", "800-lr-0.1", best}
+    rows = [line.split() for line in (tasks / "svhn" / "test.txt").read_text().splitlines()]
+    learned = package.load(tmp_path / "svhn" / best)
+    said = learned.predict([tasks / "svhn" / path for path, _ in rows], top=1)
+    assert score["value"] == np.mean([p[0].label == number for p, (_, number) in zip(said, rows, strict=True)])
+    assert json.loads(vitrail(*command).out)["tasks"] == [score]

@@ -1,0 +1,223 @@
+"""Features of any layer and pooling, and the file they are kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from compare import randomized
+from picture_source import Pictures
+from small_models import model, small
+
+from vitrail.config import BiTConfig
+from vitrail.errors import ConfigError, DataError, ModelError, NotFound
+from vitrail.evaluate.feature_file import FeatureFile, about, read_features, table_of
+from vitrail.evaluate.features import Place, fingerprint, gather, read, settled
+from vitrail.models import build
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _as_in_use() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def images(count: int = 3) -> torch.Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def bit() -> torch.nn.Module:
+    return randomized(build(BiTConfig(layers=(1, 1), width=0.5, image=32, classes=5)))
+
+
+def features(net: torch.nn.Module, **place: object) -> torch.Tensor:
+    return read(net, images(), settled(Place(**place), net))
+
+
+CONFIGS = {
+    "token": small(),
+    "gap, norm after": small(pool="gap", pool_norm="after"),
+    "token+gap": small(pool="token+gap"),
+    "registers": small(registers=3),
+    "distilled": small(distilled=True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_default_is_what_the_head_sees(name: str):
+    net = randomized(build(CONFIGS[name]))
+    assert torch.equal(features(net), net.features(images(), want="pooled").pooled)
+
+
+@pytest.mark.parametrize(
+    ("name", "pool"), [("token", "token"), ("gap, norm after", "mean"), ("token+gap", "token+mean")]
+)
+def test_the_last_layer_pooled_as_the_network_does_is_what_the_head_sees(name: str, pool: str):
+    net = randomized(build(CONFIGS[name]))
+    wanted = net.features(images(), want="pooled").pooled
+    assert torch.equal(features(net, pool=pool), wanted)
+    assert torch.equal(features(net, layers=(2,), pool=pool), wanted)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_layer_is_what_leaves_its_block(layer: int):
+    net = randomized(build(small(registers=2)))
+    tokens = net.features(images(), want="tokens").tokens[layer]
+    assert torch.equal(features(net, layers=(layer,), pool="token", norm=False), tokens[:, 0])
+    assert torch.equal(features(net, layers=(layer,), pool="mean", norm=False), tokens[:, 3:].mean(1))
+    assert torch.equal(features(net, layers=(layer,), pool="token"), net.norm(tokens)[:, 0])
+
+
+def test_layers_follow_one_another():
+    net = randomized(build(small()))
+    parts = [features(net, layers=(layer,)) for layer in (1, 2)]
+    assert torch.equal(features(net, layers=(1, 2)), torch.cat(parts, 1))
+
+
+def test_a_layer_without_a_pooling_takes_the_class_token_or_the_mean():
+    assert settled(Place(layers=(1,)), build(small())).pool == "token"
+    assert settled(Place(layers=(1,)), build(small(class_token=False, pool="gap"))).pool == "mean"
+
+
+def test_a_bits_stages_are_averaged():
+    net = bit()
+    maps = net.features(images(), want="maps").maps
+    assert torch.equal(features(net, layers=(1, 2), pool="mean"), torch.cat([m.mean((2, 3)) for m in maps], 1))
+    assert torch.equal(features(net), net.features(images(), want="pooled").pooled)
+
+
+@pytest.mark.parametrize("layer", [-1, 3, 13])
+def test_a_layer_that_does_not_exist_is_one_sentence(layer: int):
+    with pytest.raises(ModelError, match=rf"there is no layer {layer} of 2; wanted 0 to 2\."):
+        settled(Place(layers=(layer,)), build(small()))
+
+
+def test_what_a_network_does_not_have_is_one_sentence():
+    with pytest.raises(ModelError, match="no class token for 'token'"):
+        settled(Place(pool="token"), build(small(class_token=False, pool="gap")))
+    with pytest.raises(ModelError, match="BiT has no tokens"):
+        settled(Place(pool="token"), bit())
+    with pytest.raises(ModelError, match="there is no stage 0 of 2; wanted 1 to 2"):
+        settled(Place(layers=(0,)), bit())
+    with pytest.raises(ConfigError, match="no pooling is called 'men'; did you mean 'mean'"):
+        Place(pool="men")
+
+
+def pictures(count: int) -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(0, 255, (count, 32, 32, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_all_labelled_pictures_are_gathered_in_order_whatever_the_batch(batch: int):
+    vit, given = model(small()), pictures(11)
+    source = Pictures(given, [0, 1, 2, -1, 0, 1, 2, 0, 1, 2, 0])
+    seen: list[int] = []
+    found, bad = gather(
+        vit.net, source, preprocess=vit.preprocess, place=Place(), batch=batch, device=CPU, workers=0,
+        advance=seen.append,
+    )  # fmt: skip
+    labelled = [i for i in range(11) if i != 3]
+    assert found.targets.tolist() == [source.targets[i] for i in labelled]
+    assert torch.allclose(found.values, vit.embed([given[i] for i in labelled]), atol=1e-5)
+    assert (bad, sum(seen)) == ({}, 11)
+
+
+def test_the_unreadable_are_left_out_and_named():
+    vit, given = model(small()), pictures(5)
+    source = Pictures([given[0], b"no picture", *given[2:]])
+    found, bad = gather(vit.net, source, preprocess=vit.preprocess, place=Place(), device=CPU, workers=0)
+    assert (len(found), list(bad)) == (4, ["1"])
+
+
+def test_no_pictures_and_several_labels_are_refused():
+    vit = model(small())
+    options = {"preprocess": vit.preprocess, "place": Place(), "device": CPU}
+    with pytest.raises(DataError, match="pictures has no pictures"):
+        gather(vit.net, Pictures([], []), **options)
+    with pytest.raises(DataError, match="several labels to a picture"):
+        gather(vit.net, Pictures(pictures(2), np.ones((2, 3), bool)), **options)
+
+
+def test_other_weights_have_another_fingerprint():
+    one, same, other = build(small(), seed=0), build(small(), seed=0), build(small(), seed=1)
+    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+
+
+SETTINGS = {"model": "small", "weights": "00000000", "place": "last", "labels": ["class 0", "class 1", "class 2"]}
+
+
+def written(path, count: int = 7, split: str = "train", width: int = 4, dtype: str = "float32", **changes: object):
+    """A file of two parts."""
+    source = Pictures(pictures(count))
+    file = FeatureFile(path, SETTINGS | changes)
+    file.begin()
+    values = torch.arange(count * width).view(count, width).float()
+    for number, rows in enumerate((torch.arange(3), torch.arange(3, count))):
+        file.write_part(
+            number, table_of(source, split, rows, values[rows], dtype), {"a.jpg": "broken"} if number else {}
+        )
+    file.join(2)
+    return values
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_written_is_read_back(tmp_path, dtype: str):
+    values = written(tmp_path / "train.parquet", dtype=dtype)
+    written(tmp_path / "test.parquet", 5, "test", dtype=dtype)
+    train, test = read_features([tmp_path / "train.parquet", tmp_path / "test.parquet"])
+    assert torch.equal(train.values, values)
+    assert train.targets.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert (len(test), train.labels) == (5, ("class 0", "class 1", "class 2"))
+    table = pq.read_table(tmp_path / "train.parquet")
+    assert table["key"].to_pylist() == list("0123456")
+    assert table["label"].to_pylist()[:2] == ["class 0", "class 1"]
+    assert (
+        str(table.schema.field("embedding").type)
+        == f"fixed_size_list<element: {'float' if dtype == 'float32' else 'halffloat'}>[4]"
+    )
+    assert about(tmp_path / "train.parquet")["unreadable"] == {"a.jpg": "broken"}
+    assert not (tmp_path / "train.parquet.parts").exists()
+
+
+def test_features_of_another_model_are_refused(tmp_path):
+    written(tmp_path / "a.parquet")
+    written(tmp_path / "b.parquet", model="other")
+    written(tmp_path / "c.parquet", labels=["x", "y", "z"])
+    with pytest.raises(
+        DataError, match=r"b\.parquet has features of another model than .*a\.parquet \(other, not small\)"
+    ):
+        read_features([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    with pytest.raises(DataError, match="has other classes"):
+        read_features([tmp_path / "a.parquet", tmp_path / "c.parquet"])
+
+
+def test_what_is_no_file_of_features_is_refused(tmp_path):
+    with pytest.raises(NotFound, match="make it with vitrail embed"):
+        about(tmp_path / "none.parquet")
+    (tmp_path / "x.parquet").write_bytes(b"something else")
+    with pytest.raises(DataError, match="is no file of features"):
+        about(tmp_path / "x.parquet")
+    written(tmp_path / "train.parquet")
+    with pytest.raises(DataError, match="has the splits train; wanted train and test"):
+        read_features([tmp_path / "train.parquet"])
+
+
+def test_parts_of_other_settings_are_refused(tmp_path):
+    FeatureFile(tmp_path / "f.parquet", SETTINGS).begin()
+    with pytest.raises(
+        ConfigError, match=r"f\.parquet\.parts was made with place=last, not first; choose another --out"
+    ):
+        FeatureFile(tmp_path / "f.parquet", SETTINGS | {"place": "first"}).begin()
+
+
+def test_several_labels_and_none_are_kept(tmp_path):
+    several = Pictures(pictures(2), np.array([[True, False, True], [False, False, False]]))
+    table = table_of(several, "train", torch.arange(2), torch.zeros(2, 4), "float32")
+    assert table["target"].to_pylist() == [[0, 2], []]
+    one = Pictures(pictures(2), [-1, 1])
+    assert table_of(one, "train", torch.arange(2), torch.zeros(2, 4), "float32")["target"].to_pylist() == [None, 1]

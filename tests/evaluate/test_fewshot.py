@@ -1,0 +1,131 @@
+"""The few-shot measure against the definition, solved in two other ways, and by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vitrail.errors import ConfigError, DataError
+from vitrail.evaluate import fewshot
+from vitrail.evaluate.features import Features
+from vitrail.evaluate.fewshot import decompose, few_shot, pick_shots
+
+CPU = torch.device("cpu")
+
+
+def clouds(each: int, classes: int, width: int, seed: int = 0, spread: float = 1.0) -> Features:
+    """Classes around points of their own."""
+    chance = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).normal(size=(classes, width)) * 3
+    targets = np.repeat(np.arange(classes), each)
+    values = centres[targets] + spread * chance.normal(size=(len(targets), width))
+    return Features(torch.from_numpy(values), torch.from_numpy(targets), tuple(f"class {i}" for i in range(classes)))
+
+
+def slowly(train: Features, test: Features, dual: bool, ridge: float = 1024.0) -> np.ndarray:
+    """The regularised normal equations, solved as they stand: Q K."""
+    x, z, y = train.values.double().numpy(), test.values.double().numpy(), train.targets.numpy()
+    mean, deviation = x.mean(0), x.std(0) + 1e-5
+    x, z = ((a - mean) / deviation for a in (x, z))
+    x, z = (np.hstack([a, np.full((len(a), 1), 100.0)]) for a in (x, z))
+    wanted = np.where(y[:, None] == np.arange(len(train.labels)), 1.0, -1.0)
+    if dual:
+        weights = x.T @ np.linalg.solve(x @ x.T + ridge * np.eye(len(x)), wanted)
+    else:
+        weights = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ wanted)
+    return z @ weights
+
+
+@pytest.mark.parametrize("dual", [True, False])
+@pytest.mark.parametrize(("each", "width"), [(3, 40), (30, 8)], ids=["wide", "tall"])
+def test_scores_are_the_definitions(each: int, width: int, dual: bool):
+    train, test = clouds(each, 4, width), clouds(11, 4, width, seed=1)
+    fit = decompose(train.values, train.targets, 4).solve()
+    assert fit.scores(test.values).numpy() == pytest.approx(slowly(train, test, dual), abs=1e-9)
+
+
+@given(st.floats(-8, 20))
+@settings(max_examples=20)
+def test_one_decomposition_serves_every_ridge(power: float):
+    train, test = clouds(5, 3, 12), clouds(4, 3, 12, seed=1)
+    fit = decompose(train.values, train.targets, 3).solve(2.0**power)
+    assert fit.scores(test.values).numpy() == pytest.approx(slowly(train, test, True, 2.0**power), abs=1e-6)
+
+
+def test_two_points_by_hand():
+    """Features -1 and 1 are their own whitening. X is (-1, 100), (1, 100) and y is +-1: w = 2 / (2 + 1024), b = 0."""
+    fit = decompose(torch.tensor([[-1.0], [1.0]]), torch.tensor([0, 1]), 2).solve()
+    weight = 2 / (1 + 1e-5) / (2 / (1 + 1e-5) ** 2 + 1024)
+    assert fit.weights.numpy() == pytest.approx(np.array([[-weight, weight], [0, 0]]), abs=1e-12)
+
+
+@given(st.floats(0.1, 50), st.floats(-100, 100), st.integers(0, 20))
+@settings(max_examples=30)
+def test_neither_scale_nor_shift_of_the_features_matters(scale: float, shift: float, seed: int):
+    train, test = clouds(6, 3, 10, seed), clouds(8, 3, 10, seed + 1)
+
+    def moved(f: Features) -> Features:
+        return Features(f.values * scale + shift, f.targets, f.labels)
+
+    before = few_shot(train, test, 5, 0, device=CPU)
+    assert torch.equal(before, few_shot(moved(train), moved(test), 5, 0, device=CPU))
+
+
+def test_classes_far_apart_are_learned_from_one_picture_each():
+    train, test = clouds(5, 6, 30, spread=0.1), clouds(20, 6, 30, seed=1, spread=0.1)
+    assert torch.equal(few_shot(train, test, 1, 0, device=CPU), test.targets)
+
+
+def test_a_constant_feature_does_no_harm():
+    train, test = clouds(6, 3, 10), clouds(8, 3, 10, seed=1)
+    wider = [
+        Features(torch.cat([f.values, torch.full((len(f), 1), 7.0)], 1), f.targets, f.labels) for f in (train, test)
+    ]
+    assert torch.equal(few_shot(train, test, 5, 0, device=CPU), few_shot(*wider, 5, 0, device=CPU))
+
+
+@given(st.lists(st.integers(0, 3), min_size=40, max_size=80), st.integers(0, 5))
+@settings(max_examples=40)
+def test_shots_are_so_many_of_each_class_and_nested(targets: list[int], seed: int):
+    given_ = torch.tensor(targets + [0, 1, 2, 3] * 5)
+    few, many = pick_shots(given_, 2, 4, seed), pick_shots(given_, 5, 4, seed)
+    assert torch.bincount(given_[many]).tolist() == [5] * 4
+    assert set(few.tolist()) <= set(many.tolist())
+    assert torch.equal(many, pick_shots(given_, 5, 4, seed))
+
+
+def test_a_classs_shots_do_not_depend_on_other_classes():
+    targets = torch.tensor([0, 1, 0, 1, 0, 1, 2, 2, 0, 1])
+    both = pick_shots(targets, 2, 3, seed=4)
+    fewer = pick_shots(targets.masked_fill(targets == 2, 1), 2, 3, seed=4)
+    assert both[:2].tolist() == fewer[:2].tolist()
+
+
+def test_another_seed_picks_other_shots():
+    targets = torch.zeros(1000, dtype=torch.int64)
+    assert set(pick_shots(targets, 5, 1, 0).tolist()) != set(pick_shots(targets, 5, 1, 1).tolist())
+
+
+def test_too_few_of_a_class_is_one_sentence():
+    train = clouds(4, 3, 6)
+    train = train.some(torch.arange(len(train) - 2))
+    with pytest.raises(DataError, match="features has 2 of class 'class 2' and 5 shots want 5 of each; try --shots 2"):
+        few_shot(train, train, 5, 0, device=CPU)
+
+
+def test_one_class_is_one_sentence():
+    train = clouds(9, 1, 6)
+    with pytest.raises(DataError, match="all 9 pictures of features are 'class 0'; wanted two classes"):
+        few_shot(train, train, 5, 0, device=CPU)
+
+
+def test_no_shots_are_refused():
+    with pytest.raises(ConfigError, match="shots=0"):
+        few_shot(clouds(4, 2, 3), clouds(4, 2, 3), 0, 0, device=CPU)
+
+
+def test_the_papers_shots():
+    assert fewshot.SHOTS == (1, 5, 10, 25)

@@ -1,0 +1,123 @@
+"""VTAB-1k: which tasks there are, where they are found, and which pictures learn and choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from picture_source import Pictures
+from PIL import Image
+
+from vitrail.errors import DataError, NotFound
+from vitrail.evaluate.vtab import GROUPS, TASKS, drawn, locate, means, named, open_task
+
+DTD = TASKS["dtd"]
+
+
+def draw(path: Path, shade: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((8, 8, 3), shade, np.uint8)).save(path)
+
+
+def test_nineteen_tasks_in_three_groups():
+    counts = {group: sum(task.group == group for task in TASKS.values()) for group in GROUPS}
+    assert counts == {"Natural": 7, "Specialized": 4, "Structured": 8}
+
+
+def test_tasks_go_by_many_names():
+    assert [t.name for t in named(["smallnorb_azi", "CIFAR-100", "Clevr/count"])] == [
+        "cifar100",
+        "clevr_count",
+        "smallnorb_azimuth",
+    ]
+    assert len(named([])) == 19
+    with pytest.raises(NotFound, match="no task of VTAB is called 'dtt'; did you mean 'dtd'"):
+        named(["dtt"])
+
+
+def test_a_task_is_there_where_its_folder_is(tmp_path):
+    for name in ("oxford_flowers102", "DTD"):
+        draw(tmp_path / name / "x.png")
+    (tmp_path / "svhn").mkdir()  # empty
+    there = locate(tmp_path, named([]))
+    assert there == {"flowers102": str(tmp_path / "oxford_flowers102"), "dtd": str(tmp_path / "DTD")}
+
+
+def test_no_folder_is_one_sentence(tmp_path):
+    with pytest.raises(NotFound, match="wanted one that holds a folder for each task"):
+        locate(tmp_path / "none", named([]))
+
+
+def test_published_lists_are_read(tmp_path):
+    folder = tmp_path / "dtd"
+    lines = {"train800": "a.png 0\nsome where/b.png 2\n", "val200": "c.png 1\n", "test": "d.png 2\n\ne.png 0\n"}
+    for name, text in lines.items():
+        (folder / "images").mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.txt").write_text(text)
+    data = open_task(DTD, str(folder), tmp_path)
+    assert (len(data.learn), len(data.choose), len(data.test)) == (2, 1, 2)
+    assert data.learn.key(1) == "some where/b.png"
+    assert data.learn[1].picture == str(folder / "some where/b.png")
+    assert data.learn.labels == data.test.labels == ("0", "1", "2")
+    assert data.test.targets.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("text", ["a.png\n", "a.png x\n", ""])
+def test_a_list_that_is_none_is_one_sentence(tmp_path, text):
+    folder = tmp_path / "dtd"
+    folder.mkdir()
+    for name in ("train800", "val200", "test"):
+        (folder / f"{name}.txt").write_text(text)
+    with pytest.raises(DataError, match=r"wanted a path, a space and a class number|names no pictures"):
+        open_task(DTD, str(folder), tmp_path)
+
+
+def test_folders_of_eight_hundred_and_two_hundred_are_taken_as_they_are(tmp_path):
+    for part, count in (("train800", 4), ("val200", 2), ("test", 3)):
+        for i in range(count):
+            draw(tmp_path / "dtd" / part / "ab"[i % 2] / f"{i}.png")
+    data = open_task(DTD, str(tmp_path / "dtd"), tmp_path)
+    assert (len(data.learn), len(data.choose), len(data.test)) == (4, 2, 3)
+    assert data.test.labels == ("a", "b")
+
+
+def test_a_thousand_are_drawn_and_parted():
+    source = Pictures([b""] * 3000)
+    learn, choose = drawn(source, None, DTD)
+    keys = [{part.key(i) for i in range(len(part))} for part in (learn, choose)]
+    assert (len(keys[0]), len(keys[1]), keys[0] & keys[1]) == (800, 200, set())
+    again = drawn(source, None, DTD)
+    assert [part.indices.tolist() for part in again] == [learn.indices.tolist(), choose.indices.tolist()]
+
+
+def test_those_to_choose_by_come_from_the_validation_part_where_there_is_one():
+    train, validation = Pictures([b""] * 900, name="train"), Pictures([b""] * 300, name="validation")
+    learn, choose = drawn(train, validation, DTD)
+    assert (learn.source.name, len(learn), choose.source.name, len(choose)) == ("train", 800, "validation", 200)
+
+
+def test_fewer_pictures_are_parted_four_to_one_and_said(caplog):
+    learn, choose = drawn(Pictures([b""] * 50), None, DTD)
+    assert (len(learn), len(choose)) == (40, 10)
+    assert "DTD has 50 pictures to learn from, not 1,000: 40 learn, 10 choose." in caplog.text
+    with pytest.raises(DataError, match="too few to keep some aside"):
+        drawn(Pictures([b""] * 3), None, DTD)
+
+
+def test_data_without_a_test_part_is_one_sentence(tmp_path):
+    for i in range(4):
+        draw(tmp_path / "dtd" / "ab"[i % 2] / f"{i}.png")
+    with pytest.raises(DataError, match="has no test part"):
+        open_task(DTD, str(tmp_path / "dtd"), tmp_path)
+
+
+def test_a_vtab_score_is_of_all_tasks_or_none():
+    scores = {name: i / 19 for i, name in enumerate(TASKS)}
+    found = means(scores)
+    assert found["VTAB"] == pytest.approx(np.mean(list(scores.values())))
+    assert found["Specialized"] == pytest.approx(
+        np.mean([scores[n] for n, t in TASKS.items() if t.group == "Specialized"])
+    )
+    scores.pop("dmlab")
+    assert set(means(scores)) == {"Natural", "Specialized"}
