@@ -266,7 +266,7 @@ def _classes(
         if target is not None:
             raise ModelError(f"there is no class {target!r} to explain: this model has no classes.")
         return [], None
-    from vitrail.evaluate.accuracy import evaluating
+    from vitrail.models.base import evaluating
 
     with torch.no_grad(), evaluating(model.net):
         logits = model.net(images).float().cpu()

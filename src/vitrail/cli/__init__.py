@@ -15,6 +15,7 @@ from vitrail.cli import (
     embed,
     eval,
     explain,
+    export,
     figures,
     finetune,
     models,
@@ -47,6 +48,7 @@ app.command("vtab")(vtab.vtab)
 app.command("explain")(explain.explain)
 app.command("figures")(figures.figures)
 app.command("convert")(convert.convert)
+app.command("export")(export.export)
 app.command("serve")(serve.serve)
 
 

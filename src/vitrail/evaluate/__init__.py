@@ -7,7 +7,7 @@ matching, synsets         the data's classes and the model's outputs
 evaluation                all of it together
 """
 
-from vitrail.evaluate.accuracy import evaluating, measure
+from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.guesses import Guesses, guess
 from vitrail.evaluate.neighbours import comparable, neighbours_baseline
 from vitrail.evaluate.scores import Samples, Scores, average_precision, wilson
@@ -18,7 +18,6 @@ __all__ = [
     "Scores",
     "average_precision",
     "comparable",
-    "evaluating",
     "guess",
     "measure",
     "neighbours_baseline",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import numpy as np
@@ -17,6 +16,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate.scores import CONFUSABLE, Samples, Scores, average_precision, wilson
+from vitrail.models.base import evaluating
 from vitrail.runtime import arithmetic
 
 # b pictures of a batch, N of this process or of all, K classes
@@ -66,18 +66,6 @@ def measure(
             if watch is not None:
                 watch(int((batch.indices >= 0).sum()))
     return _scores(own.joined(classes), classes, several, reduce, gather)
-
-
-@contextmanager
-def evaluating(net: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards every part is in the mode it was in."""
-    modes = [(module, module.training) for module in net.modules()]
-    net.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _exact(logits: Tensor) -> Tensor:

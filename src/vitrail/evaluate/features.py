@@ -16,8 +16,8 @@ from vitrail.data.loader import Loader, evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.errors import ConfigError, DataError, ModelError, nearest
-from vitrail.evaluate.accuracy import evaluating
 from vitrail.models import Net, ViT
+from vitrail.models.base import evaluating
 from vitrail.runtime import arithmetic
 
 # b pictures of a batch, N of all, T tokens, D features

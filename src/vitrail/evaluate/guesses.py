@@ -12,7 +12,8 @@ from vitrail import chance
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import DataError
-from vitrail.evaluate.accuracy import Combine, evaluating
+from vitrail.evaluate.accuracy import Combine
+from vitrail.models.base import evaluating
 from vitrail.runtime import arithmetic
 
 

@@ -128,7 +128,8 @@ class _Candidates:
 
     def where(self, rows: Tensor) -> _Candidates:
         """Those of some rows."""
-        return _Candidates(self.query[rows], self.entry[rows], self.similarity[rows])
+        parts = (self.query, self.entry, self.similarity)
+        return _Candidates(*(part.index_select(0, rows) for part in parts))
 
     def __len__(self) -> int:
         return len(self.query)
@@ -139,7 +140,7 @@ def _search(bank: Tensor, queries: Tensor, k: int, block: int) -> tuple[Tensor, 
     slack = 2 * bank.shape[1] * 2.0**-24  # twice what rounding can do to a product of unit vectors
     block = -(-max(min(block, len(bank)), 2 * k * STEP**2) // STEP**2) * STEP**2
     count, columns = len(queries), queries.T
-    buffer = queries.new_empty(block, count)
+    buffer, few = queries.new_empty(block, count), queries.new_empty(block // STEP, count)
     highest = queries.new_full((k, count), NEVER)  # of groups, each query's largest k so far
     best: list[_Candidates] = []
     waiting = 0
@@ -147,7 +148,7 @@ def _search(bank: Tensor, queries: Tensor, k: int, block: int) -> tuple[Tensor, 
         part = bank[start : start + block].to(queries.device, non_blocking=True)
         torch.mm(part, columns, out=buffer[: len(part)])
         buffer[len(part) :] = NEVER
-        levels = [buffer, few := _maxima(buffer), _maxima(few)]
+        levels = [buffer, _maxima(buffer, few), _maxima(few)]
         # Where a floor is known already, groups of twice the size do: they are sorted sooner.
         tops = levels[-1] if start == 0 or len(levels[-1]) % 2 else levels[-1].view(2, -1, count).amax(0)
         highest = _largest(torch.cat([highest, tops]), k)
@@ -158,13 +159,13 @@ def _search(bank: Tensor, queries: Tensor, k: int, block: int) -> tuple[Tensor, 
             best = [_nearest(_joined(best), bank, queries, k, slack)]
             waiting = len(best[0])
     last = _joined(best)
-    last = _nearest(last.where(_true((last.similarity >= floor[last.query])[None])[1]), bank, queries, k, slack)
+    last = _nearest(last.where(_places(last.similarity >= floor[last.query])), bank, queries, k, slack)
     return last.similarity.view(count, k), last.entry.view(count, k)
 
 
-def _maxima(rows: Tensor) -> Tensor:
+def _maxima(rows: Tensor, out: Tensor | None = None) -> Tensor:
     """R S -> R/STEP S: the largest of each group of rows, which lie R/STEP apart so that this is quick."""
-    return rows.view(STEP, -1, rows.shape[1]).amax(0)
+    return torch.amax(rows.view(STEP, -1, rows.shape[1]), 0, out=out)
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
@@ -204,20 +205,37 @@ def _true(mask: Tensor) -> tuple[Tensor, Tensor]:
     return row, flat - row * mask.shape[1]
 
 
+def _places(mask: Tensor) -> Tensor:
+    """Where it is true."""
+    return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.nonzero()[:, 0]
+
+
 def _joined(parts: Sequence[_Candidates]) -> _Candidates:
     return _Candidates(*(torch.cat([getattr(p, name) for p in parts]) for name in ("query", "entry", "similarity")))
 
 
 def _nearest(found: _Candidates, bank: Tensor, queries: Tensor, k: int, slack: float) -> _Candidates:
     """Of each query the nearest k or all it has, nearest first, compared pair by pair; of equals the lower number."""
-    found = found.where((found.query * len(bank) + found.entry).argsort())
-    found = found.where(_true(_contenders(found, len(queries), k, slack)[None])[1])
+    found = found.where(_sorted(found.query * len(bank) + found.entry))
+    found = found.where(_places(_contenders(found, len(queries), k, slack)))
     found.similarity = _compared(found, bank, queries)
-    order = found.similarity.sort(descending=True, stable=True).indices
-    found = found.where(order[found.query[order].sort(stable=True).indices])
+    found = found.where(_sorted((found.query << 32) - _ordered(found.similarity)))
     counts = torch.bincount(found.query, minlength=len(queries))
     place = torch.arange(len(found), device=counts.device) - (counts.cumsum(0) - counts)[found.query]
-    return found.where(_true((place < k)[None])[1])
+    return found.where(_places(place < k))
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """float32 -> whole numbers of 32 bits in the same order; both zeros are one."""
+    bits = (values + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _sorted(keys: Tensor) -> Tensor:
+    """Places of the keys from the least up, of equals in their order."""
+    if keys.device.type != "cpu":
+        return keys.argsort(stable=True)
+    return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
 
 
 def _contenders(found: _Candidates, count: int, k: int, slack: float) -> Tensor:

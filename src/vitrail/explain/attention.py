@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.evaluate.accuracy import evaluating
 from vitrail.models import BiT, Net, ViT
+from vitrail.models.base import evaluating
 
 # B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L layers looked at
 

@@ -27,6 +27,9 @@ DPI = 160
 FORMATS = ("png", "jpg", "svg", "pdf", "npz")
 """What can be written: figures, and the numbers behind them."""
 
+PIXELS: dict[str, dict[str, Any]] = {"png": {"compress_level": 4}, "jpg": {"quality": 88}}
+"""How pictures are packed: as small as is quick."""
+
 Arrays = Mapping[str, npt.ArrayLike]
 
 
@@ -69,7 +72,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure)
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)  # the same bytes each time
-    options: dict[str, Any] = {"pil_kwargs": {"quality": 88}} if ending == "jpg" else {"metadata": undated}
+    options: dict[str, Any] = {"metadata": undated} if ending in ("svg", "pdf") else {"pil_kwargs": PIXELS[ending]}
     with matplotlib.rc_context({"svg.hashsalt": "vitrail"}):
         figure.savefig(path, **options)
     return path

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.evaluate.accuracy import evaluating
 from vitrail.explain.attention import layer_number
 from vitrail.models import BiT, Net
+from vitrail.models.base import evaluating
 
 # B images, h rows and w columns of patches, D width
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.evaluate.accuracy import evaluating
 from vitrail.explain.attention import attentive, reading
 from vitrail.models import Net, ViT
+from vitrail.models.base import evaluating
 
 # B images, H heads, T tokens (special ones first), N patches in h rows and w columns, D width
 
@@ -81,7 +81,8 @@ def _back(net: ViT, layer: int, x: Tensor, grid: tuple[int, int], grad: Tensor) 
     # Positions inside the attention are made for each layer anew: they are kept or cheap.
     y, place = net.before(layer, x, grid, None)
     out = net.blocks[layer](y, place, kept)
-    below, by_weight = torch.autograd.grad(out, (x, kept[0]), grad)
+    # As one number: given a gradient to start from, torch would first import its machinery of symbolic shapes.
+    below, by_weight = torch.autograd.grad((out * grad).sum(), (x, kept[0]))
     return below, _relevance(kept[0], by_weight)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
-from vitrail.evaluate.accuracy import evaluating
+from vitrail.models.base import evaluating
 
 # b pictures at a time, h rows and w columns of patches
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -90,3 +92,15 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
         return weight.sum(1, keepdim=True)
     times = -(-channels // had)
     return weight.repeat(1, times, 1, 1)[:, :channels] * (had / channels)
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """In evaluation mode; afterwards every part is in the mode it was in."""
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
