@@ -43,3 +43,13 @@ def test_only_those_meant_are_changed_by_their_own_numbers():
         which = torch.tensor(mask)
         for form in (which, which.nonzero()[:, 0]):
             assert only(form, images.clone(), add, amounts).flatten().tolist() == wanted
+
+
+def test_one_number_that_stands_for_many_is_packed_too():
+    """The mean of a grey picture's one channel: contiguous to NumPy and torch, with a stride of 0."""
+    one = torch.tensor(0.5).expand(1)
+    assert one.is_contiguous()
+    assert one.stride() == (0,)
+    tensors = [one, torch.arange(3), one.expand(1, 1)]
+    for was, came in zip(tensors, _unpacked(_packed(tensors, pinned=False), tensors), strict=True):
+        assert torch.equal(was, came)

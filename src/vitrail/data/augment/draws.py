@@ -69,7 +69,7 @@ def _packed(tensors: list[Tensor], *, pinned: bool) -> Tensor:
     spans = _spans(tensors)
     host = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8, pin_memory=pinned)
     for span, tensor in zip(spans, tensors, strict=True):
-        host[span] = tensor.reshape(-1).view(torch.uint8)
+        host[span].view(tensor.dtype).copy_(tensor.reshape(-1))  # a single number's stride may be 0
     return host
 
 

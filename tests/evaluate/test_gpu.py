@@ -1,0 +1,66 @@
+"""Measuring on a GPU: the same numbers as on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from picture_source import Pictures
+from small_models import gradient, model, small
+
+from vitrail.evaluate.features import Features, Place, gather
+from vitrail.evaluate.fewshot import few_shot
+from vitrail.evaluate.knn import Blocks, nearest_neighbours
+from vitrail.evaluate.logistic import fit, objective, scaled
+
+pytestmark = pytest.mark.gpu
+
+
+def blobs(count: int, width: int = 48, classes: int = 5, seed: int = 0) -> Features:
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
+    targets = torch.arange(count) % classes
+    values = centres[targets] + torch.randn(count, width, generator=generator)
+    return Features(values, targets, tuple("abcde"[:classes]))
+
+
+@pytest.mark.parametrize("blocks", [None, Blocks(640, 100)])
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_the_same_neighbours(where: str, blocks: Blocks | None):
+    bank, queries = torch.randn(5000, 64), torch.randn(300, 64)
+    bank[100] = bank[7]  # of equals the lower number
+    queries[0] = bank[7]
+    here = nearest_neighbours(bank, queries, 20)
+    there = nearest_neighbours(bank.to(where), queries.cuda(), 20, blocks=blocks)
+    assert there.index.device.type == "cuda"
+    assert torch.equal(here.index, there.index.cpu())
+    torch.testing.assert_close(here.similarity, there.similarity.cpu())
+
+
+def test_the_same_few_shots():
+    train, test = blobs(200), blobs(100, seed=1)
+    here, there = (few_shot(train, test, 5, 0, device=torch.device(d)) for d in ("cpu", "cuda"))
+    assert torch.equal(here, there)
+
+
+def test_the_same_optimum_of_logistic_regression():
+    train = blobs(400)
+    losses = []
+    for device, solver in (("cpu", "scikit-learn"), ("cuda", "torch")):
+        found = fit(train, 0.1, solver=solver, device=device)
+        x = scaled(train.values.to(found.mean), found.mean, found.deviation)
+        losses.append(float(objective(x, train.targets.to(x.device), found.weights, found.bias, 0.1)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_the_same_features():
+    vit = model(small())
+    source = Pictures([np.asarray(gradient(30 + i)) for i in range(13)])
+    here, there = (
+        gather(net, source, preprocess=vit.preprocess, place=Place(), batch=4, device=torch.device(d), workers=0)[0]
+        for d, net in (("cpu", vit.net), ("cuda", copy.deepcopy(vit.net).cuda()))
+    )
+    assert torch.equal(here.targets, there.targets)
+    torch.testing.assert_close(here.values, there.values, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,58 @@
+"""Looking inside on a GPU: the same maps as on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compare import randomized
+from explain.test_attention import KINDS, picture
+from small_models import gradient, model
+
+from vitrail.explain import (
+    attention_distance,
+    attention_views,
+    class_view,
+    feature_colours,
+    gradient_view,
+    occlusion,
+    patch_features,
+    position_similarity,
+)
+from vitrail.models import build
+
+pytestmark = pytest.mark.gpu
+CLOSE = {"rtol": 2e-3, "atol": 1e-4}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_same_maps(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # torch lets convolutions round, unless told
+    config = KINDS[name]
+    net = randomized(build(config)).eval()
+    images, targets = picture(config), torch.tensor([1, 3])
+    here = _looked(net, images, targets)
+    there = _looked(net.cuda(), images.cuda(), targets.cuda())
+    for what, value in here.items():
+        torch.testing.assert_close(there[what].cpu().double(), value.double(), msg=what, **CLOSE)
+
+
+def _looked(net, images, targets) -> dict[str, torch.Tensor]:
+    views, special = attention_views(net, images)
+    return {
+        "rollout": class_view(net, images),
+        "gradient": gradient_view(net, images, targets),
+        "views": views,
+        "special": special,
+        "distance": attention_distance(net, images),
+        "occlusion": occlusion(net, images, targets, size=1),
+        "positions": torch.from_numpy(position_similarity(net)),
+    }
+
+
+def test_a_whole_look_and_colours():
+    vit = model(KINDS["map"])
+    vit.to("cuda")
+    look = vit.explain(gradient(), trust=True)
+    assert set(look.faithful) == {"rollout", "gradient", "attention", "occlusion", "random"}
+    images = vit.preprocess(gradient()).cuda()
+    assert feature_colours(patch_features(vit.net, images)).shape == (1, 4, 4, 3)
