@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import note, problem, progress
-from vitrail.cli.opening import Batch, Channels, Device, Dtype, Image, Labels, Source, open_model
+from vitrail.cli.opening import Batch, Channels, Device, Dtype, Image, Labels, Source
 from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.cli.running import Engine, open_running
 from vitrail.errors import ConfigError, NotFound, VitrailError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def predict(
     batch: Batch = 32,
     device: Device = "auto",
     dtype: Dtype = "float32",
+    engine: Engine = None,
     to: Out = None,
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: every raw output too.")] = False,
@@ -73,7 +75,8 @@ def predict(
     told = settings(changes)
     paths, many = find_pictures(pictures)
 
-    vit = open_model(model, told=told, section=section, family=family, device=device, dtype=dtype, **own)
+    own |= {"section": section, "family": family}
+    vit = open_running(model, engine, told=told, device=device, dtype=dtype, **own)
     rows = _Rows(vit, paths, batch, top, logits, bar=to is not None or not sys.stdout.isatty())
     top = min(top, vit.config.classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or to is not None else _listing(rows)
