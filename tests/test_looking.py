@@ -58,6 +58,10 @@ def test_another_class_can_be_asked_for_by_name_or_number():
         vit.explain(gradient(), target="fisch")
     with pytest.raises(ModelError, match="no class 5: this model has 5"):
         vit.explain(gradient(), target=5)
+    with pytest.raises(ModelError, match="does not name its classes, so 'tench' cannot be found"):
+        model(small(), labels=None).explain(gradient(), target="tench")
+    with pytest.raises(ConfigError, match="no kind of explanation was given"):
+        vit.explain(gradient(), methods=())
 
 
 def test_the_last_attention_of_an_attention_pool_is_the_pools():
@@ -74,6 +78,25 @@ def test_any_size_and_aspect(size: tuple[int, int]):
     assert look.rollout.shape == (size[0] // 8, size[1] // 8)
     assert look.pixels.shape == (*size, 3)
     assert "row 2, column 3" in look.figure("layers").texts[1].get_text()
+
+
+def test_several_labels_have_curves_that_begin_at_the_probability_that_is_said():
+    look = model(small(), several=True).explain(gradient(), trust=True)
+    for both in look.faithful.values():
+        assert both.deletion.values[0] == pytest.approx(look.target.score, abs=1e-5)
+        assert both.insertion.values[-1] == pytest.approx(look.target.score, abs=1e-5)
+
+
+def test_what_no_patch_covers_is_not_shown():
+    vit = model(small(image=35, uncovered="ignore"), preprocess=PreprocessConfig(image=35))
+    look = vit.explain(gradient())
+    assert look.pixels.shape == (32, 32, 3)
+    assert Portrait(vit, [gradient()]).shown[0].shape == (32, 32, 3)
+
+
+def test_a_single_row_of_patches_is_explained():
+    vit = model(small(image=(8, 32)), preprocess=PreprocessConfig(image=(8, 32)))
+    assert set(vit.explain(gradient()).maps) == set(METHODS)
 
 
 def test_grey_pictures_are_shown_too():

@@ -117,6 +117,8 @@ def test_a_network_without_attention_is_asked_for_occlusion_only(vitrail, bit, p
     assert result.problems == [
         "a BiT has convolutions and no attention to look at; try a ViT, or occlusion, which any can have."
     ]
+    for option in (("--layer", 1), ("--query", "class")):
+        assert vitrail("explain", picture, "-m", bit, "-o", tmp_path / "out", *option).status == 1
     result = vitrail("explain", picture, "-m", bit, "-o", tmp_path / "out", "--format", "npz")
     assert result.status == 0
 
@@ -142,6 +144,8 @@ def test_some_figures_as_json(vitrail, weights, tmp_path):
     [
         (["--what", "filter"], "no figure is called 'filter'; did you mean 'filters'"),
         (["--what", "colours", "--layer", "5"], "there is no layer 5"),
+        (["--what", "positions", "--layer", "5"], "there is no layer 5"),
+        (["--timeline", "--layer", "1"], "--layer does not go with --timeline"),
         (["--data", "nowhere/"], "nowhere"),
     ],
 )
@@ -166,3 +170,13 @@ def test_a_model_without_positions_says_why_there_is_no_figure(vitrail, tmp_path
     assert result.problems == [
         "positions: this model has no positions: to it, a picture is a heap of patches in any order."
     ]
+
+
+@pytest.mark.parametrize("command", ["explain", "figures"])
+def test_bfloat16_on_a_cpu_ends_no_process(process, weights, tmp_path, command, monkeypatch):
+    """Some CPUs announce what they do not have: it has to be found out before the first product."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)  # which the other tests are kept safe by
+    gradient().save(tmp_path / "one.png")
+    what = [tmp_path / "one.png"] if command == "explain" else ["--data", tmp_path]
+    result = process(command, *what, "-m", weights, "-o", tmp_path / "out", "--dtype", "bfloat16", "--format", "npz")
+    assert result.status == 0, result.err

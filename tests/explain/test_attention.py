@@ -15,6 +15,8 @@ from small_models import small
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import ModelError
+from vitrail.explain import attention as attention_module
+from vitrail.explain import attention_distance, class_view
 from vitrail.explain.attention import (
     Walk,
     asking,
@@ -89,6 +91,23 @@ def test_a_layer_is_gone_when_the_next_one_is_computed():
         del attention
         gc.collect()
         assert [ref() is not None for ref in alive] == [False] * len(alive)
+
+
+def test_whoever_rolls_out_measures_or_views_keeps_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    net = randomized(build(small(depth=5))).eval()
+    alive: list[weakref.ref] = []
+    most = []
+
+    def watched(attention: torch.Tensor, plain=attention_module.single) -> torch.Tensor:
+        most.append(sum(ref() is not None for ref in alive))  # before this one
+        found = plain(attention).clone()
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(attention_module, "single", watched)
+    for look in (class_view, attention_views, attention_distance):
+        look(net, picture(net.config))
+    assert most == [0] * 15
 
 
 def test_a_network_in_training_goes_on_training_while_it_is_watched():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from vitrail.config import BiTConfig
 from vitrail.errors import ConfigError
-from vitrail.explain import Curve, faithfulness, occlusion
-from vitrail.explain.hiding import blurred, filling, hidden
+from vitrail.explain import Curve, attention_distance, faithfulness, occlusion
+from vitrail.explain.hiding import blurred, filling, hidden, seen
 from vitrail.explain.occlusion import windows
 from vitrail.models import build
 
@@ -85,6 +85,38 @@ def test_every_patch_is_under_some_window(rows: int, columns: int, size: int, st
     assert masks.any(0).all()
     assert (masks.sum((1, 2)) == size**2).all()
     assert len({tuple(m.flatten().tolist()) for m in masks}) == len(masks)
+
+
+def test_one_row_or_one_patch_can_be_occluded():
+    for grid in ((1, 5), (3, 1), (1, 1)):
+        net = Bright(0, 0)
+        got = occlusion(net, torch.ones(1, 3, 4 * grid[0], 4 * grid[1]), torch.tensor([1]), stride=2, fill="zero")
+        assert got.shape == (1, *grid)
+        assert got[0, 0, 0] > 0
+
+
+def test_classes_that_are_no_alternatives_have_a_probability_of_their_own():
+    net, image = Bright(1, 2), light_in(1, 2)
+    lost = torch.sigmoid(torch.tensor(3.0)) - 0.5  # the other class's logit is 0 in any case
+    alone = occlusion(net, image, torch.tensor([1]), size=1, fill="zero", several=True)
+    torch.testing.assert_close(alone[0, 1, 2], lost)
+    other = occlusion(net, image, torch.tensor([0]), size=1, fill="zero", several=True)
+    assert torch.equal(other, torch.zeros_like(other))
+    curves = faithfulness(net, image[0], {"map": alone[0]}, 0, several=True)
+    np.testing.assert_allclose(curves["map"].deletion.values, 0.5)
+
+
+def test_patches_lie_on_what_they_cover():
+    """35 pixels hold four patches of 8; the last three rows and columns are never seen."""
+    net = randomized(build(small(image=35, uncovered="ignore"))).eval()
+    image = torch.randn(1, 3, 35, 35)
+    assert seen(net, image).shape == (1, 3, 32, 32)
+    got = occlusion(net, image, torch.tensor([2]), size=1)
+    torch.testing.assert_close(got, occlusion(net, image[:, :, :32, :32], torch.tensor([2]), size=1))
+    hiding_all = faithfulness(net, image[0], {"map": got[0]}, 2, steps=1, orders=0)["map"]
+    wanted = faithfulness(net, image[0, :, :32, :32], {"map": got[0]}, 2, steps=1, orders=0)["map"]
+    np.testing.assert_allclose(hiding_all.deletion.values, wanted.deletion.values, atol=1e-6)
+    torch.testing.assert_close(attention_distance(net, image), attention_distance(net, image[:, :, :32, :32]))
 
 
 def test_convolutional_networks_can_be_occluded_too():

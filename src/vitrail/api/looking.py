@@ -17,6 +17,7 @@ from vitrail.errors import ConfigError, ModelError, nearest
 from vitrail.explain import attention_views, class_view, faithfulness, gradient_view, occlusion
 from vitrail.explain.attention import Query, Walk, attentive, special_names
 from vitrail.explain.faithfulness import Faithfulness
+from vitrail.explain.hiding import seen
 from vitrail.models import BiT, Net
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ Floats = npt.NDArray[np.floating[Any]]
 
 
 @torch.no_grad()
-def last_view(net: Net, images: Tensor, targets: Tensor | None = None) -> Tensor:
+def last_view(net: Net, images: Tensor) -> Tensor:
     """B h w: what is attended to at the end: by the attention pool, else by what the head reads in the last layer."""
     net = attentive(net)
     if net.pool is not None:
@@ -40,13 +41,14 @@ def last_view(net: Net, images: Tensor, targets: Tensor | None = None) -> Tensor
     return attention_views(net, images, layers=(len(net.blocks) - 1,))[0][0].mean(1)
 
 
-METHODS: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
-    "rollout": lambda net, images, targets: class_view(net, images),
-    "gradient": gradient_view,
-    "attention": last_view,
-    "occlusion": lambda net, images, targets: occlusion(net, images, targets, stride=2),
+METHODS: dict[str, Callable[[Net, Tensor, Tensor, bool], Tensor]] = {
+    "rollout": lambda net, images, targets, several: class_view(net, images),
+    "gradient": lambda net, images, targets, several: gradient_view(net, images, targets),
+    "attention": lambda net, images, targets, several: last_view(net, images),
+    "occlusion": lambda net, images, targets, several: occlusion(net, images, targets, stride=2, several=several),
 }
-"""Kinds of explanation: a network, pictures and class numbers -> B h w, large where it matters."""
+"""Kinds of explanation: a network, pictures, class numbers, and whether a picture may have several of
+them -> B h w, large where it matters."""
 NEEDS_CLASSES = ("gradient", "occlusion")
 
 
@@ -185,6 +187,8 @@ def explain(
     pixels = model.preprocess.pixels(picture)
     batch = torch.from_numpy(np.ascontiguousarray(pixels)).to(model.device).permute(2, 0, 1)[None]
     images = model.preprocess.normalise(batch).to(model.dtype)
+    if query != "read":
+        attentive(model.net)
     attentive_net = None if isinstance(model.net, BiT) else model.net
     views = special = None
     if attentive_net is not None:
@@ -192,18 +196,20 @@ def explain(
         views, special = _array(found[:, 0]), _array(beside[:, 0])
     predictions, meant = _classes(model, images, target, top)
     targets = torch.tensor([meant.index if meant else 0], device=model.device)
-    maps = {method: METHODS[method](model.net, images, targets)[0] for method in chosen}
+    several = model.card.several
+    maps = {method: METHODS[method](model.net, images, targets, several)[0] for method in chosen}
     trusted: dict[str, Faithfulness] = {}
     if trust:
         if meant is None:
             raise ModelError("deletion and insertion follow a class's probability, and this model has no classes.")
-        trusted = faithfulness(model.net, images[0], maps, meant.index)
+        trusted = faithfulness(model.net, images[0], maps, meant.index, several=several)
     from vitrail.explain.panes import shown
 
+    seen_size = seen(model.net, images).shape[2:]
     return Look(
         picture=name or _name(picture),
         model=short_name(model),
-        pixels=shown(pixels),
+        pixels=shown(pixels[: seen_size[0], : seen_size[1]]),
         predictions=predictions,
         target=meant,
         maps={method: _array(found) for method, found in maps.items()},
@@ -229,7 +235,12 @@ def class_number(model: Model, target: str | int) -> int:
     if isinstance(target, int) or target.isdecimal():
         model.label(int(target))  # raises where there is none
         return int(target)
-    labels = model.labels or ()
+    if model.labels is None:
+        raise ModelError(
+            f"the checkpoint does not name its classes, so {target!r} cannot be found: give its number, or names with "
+            "labels (--labels imagenet-1k)."
+        )
+    labels = model.labels
     plain = [label.lower().replace("_", " ") for label in labels]
     asked = target.lower().replace("_", " ")
     if asked in plain:
@@ -242,6 +253,8 @@ def class_number(model: Model, target: str | int) -> int:
 
 def _chosen(model: Model, methods: Sequence[str] | None) -> tuple[str, ...]:
     """The kinds of explanation: those asked for, else all that the model can have."""
+    if methods is not None and not methods:
+        raise ConfigError(f"no kind of explanation was given; wanted some of {', '.join(METHODS)}.")
     for method in methods or ():
         if method not in METHODS:
             raise ConfigError(f"no explanation is called {method!r}{nearest(method, METHODS)}")
@@ -271,8 +284,8 @@ def _classes(
     with torch.no_grad(), evaluating(model.net):
         logits = model.net(images).float().cpu()
     ranked = model.ranked(logits, model.config.classes)[0]
-    meant = ranked[0] if target is None else next(p for p in ranked if p.index == class_number(model, target))
-    return ranked[:top], meant
+    number = ranked[0].index if target is None else class_number(model, target)
+    return ranked[:top], next(p for p in ranked if p.index == number)
 
 
 def _array(found: Tensor) -> Floats:

@@ -59,6 +59,7 @@ class Model:
         self.net = net
         self.card = card
         self.preprocess = Preprocess(card.preprocess)
+        self._check_bfloat16()
 
     @property
     def config(self) -> ViTConfig | BiTConfig:
@@ -82,7 +83,13 @@ class Model:
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         self.net.to(self.device if device is None else pick_device(device), pick_dtype(dtype) or self.dtype)
+        self._check_bfloat16()
         return self
+
+    def _check_bfloat16(self) -> None:
+        """Before anything is computed, whoever computes it."""
+        if self.dtype == torch.bfloat16 and self.device.type == "cpu":
+            check_bfloat16()
 
     @overload  # a string is an iterable of strings too, but one picture
     def predict(  # type: ignore[overload-overlap]
@@ -196,8 +203,7 @@ class Model:
         """B times H W C, 0 to 255 -> B outputs, on the CPU."""
         batch = torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2)
         images = self.preprocess.normalise(batch).to(self.dtype)
-        if self.dtype == torch.bfloat16 and self.device.type == "cpu":
-            check_bfloat16()
+        self._check_bfloat16()  # someone may have moved the network by itself
         result = self.net(images) if want == "logits" else self.net.features(images, want=(want,)).pooled
         assert isinstance(result, Tensor)
         return result.to("cpu", torch.promote_types(result.dtype, torch.float32))

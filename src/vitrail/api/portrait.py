@@ -27,6 +27,7 @@ from vitrail.explain import (
     uniform_distance,
 )
 from vitrail.explain.attention import attentive, layer_number
+from vitrail.explain.hiding import seen
 from vitrail.explain.positions import MEANING
 from vitrail.runtime import say
 
@@ -101,7 +102,8 @@ class Portrait:
     def shown(self) -> list[npt.NDArray[np.uint8]]:
         from vitrail.explain.panes import shown
 
-        return [shown(p) for p in self.pixels]
+        height, width = _covered(self.model)
+        return [shown(p[:height, :width]) for p in self.pixels]
 
     def draw(self, what: str) -> Drawn:
         """One of FIGURES; ModelError, with the reason, where this model has nothing of the kind."""
@@ -169,8 +171,9 @@ def _positions(portrait: Portrait) -> Drawn:
 
     net, layer = portrait.model.net, 0
     own = getattr(net, "positions", ())
-    if portrait.layer is not None and len(own) > 1:
-        layer = layer_number(attentive(net), portrait.layer)
+    if portrait.layer is not None:
+        number = layer_number(attentive(net), portrait.layer)
+        layer = number if len(own) > 1 else 0  # else all layers have the same
     alike = position_similarity(net, layer)
     assert isinstance(net.config, ViTConfig)
     where = f", layer {layer + 1} of {len(own)}" if len(own) > 1 else ""
@@ -184,7 +187,7 @@ def _distances(portrait: Portrait) -> Drawn:
     model = portrait.model
     found = attention_distance(model.net, portrait.batches()).numpy()
     size = pair(model.config.image)
-    uniform = uniform_distance(attentive(model.net).config.grid_of(size), size)
+    uniform = uniform_distance(attentive(model.net).config.grid_of(size), _covered(model))
     under = f"{portrait.name}, {_px(size)}; mean over {portrait.named} ({len(portrait.pixels)})"
     figure = figures.distances(found, uniform, "How far each head looks", under)
     return Drawn(figure, {"distances": found, "uniform": np.asarray(uniform)})
@@ -225,6 +228,13 @@ FIGURES: dict[str, Callable[[Portrait], Drawn]] = {
 }
 """Name -> how it is drawn."""
 NEED_PICTURES = ("distances", "rollout", "colours")
+
+
+def _covered(model: Model) -> tuple[int, int]:
+    """Height and width of what patches lie on: the last rows and columns may be left out."""
+    size = pair(model.config.image)
+    rows, columns = seen(model.net, torch.empty(1, 1, *size)).shape[2:]
+    return rows, columns
 
 
 def _px(size: Pair) -> str:

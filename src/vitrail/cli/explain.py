@@ -31,8 +31,9 @@ def explain(
         str | None, typer.Option("--class", metavar="CLASS", help="The class to explain, by name or number.")
     ] = None,
     layer: Annotated[
-        str, typer.Option("--layer", metavar="N", help="Layers whose heads are shown: 12, or 1,6,12, or -1.")
-    ] = "-1",
+        str | None,
+        typer.Option("--layer", metavar="N", help="Layers whose heads are shown: 12, or 1,6,12, or -1, the last."),
+    ] = None,
     query: Annotated[
         str, typer.Option("--query", metavar="WHO", help="Whose attention: read, class, 'register 1', or ROW,COLUMN.")
     ] = "read",
@@ -51,11 +52,17 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show what a model looks at: rollout, attention of every head, what speaks for a class, what is missed."""
-    kinds, endings, layers = listed(methods), listed(formats) or (), _numbers(layer)
+    kinds, endings, layers = listed(methods), listed(formats) or (), _numbers(layer or "-1")
     told, own = settings(changes), {"image": size(image), "channels": channels, "labels": labels}
     paths, _ = find_pictures(pictures)
     vit = open_model(model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own)
-    from vitrail.explain.attention import parse_query
+    from vitrail.explain.attention import attentive, layer_number, parse_query
+    from vitrail.explain.canvas import check_formats
+
+    check_formats(endings)
+    if layer is not None:  # before the work, not after it
+        for number in layers:
+            layer_number(attentive(vit.net), number)
 
     rows: list[dict[str, Any]] = []
     failed = 0

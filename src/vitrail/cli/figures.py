@@ -50,6 +50,9 @@ def figures(
     """Draw a model's filters, positions, attention distances, rollout of many pictures, features in colour."""
     names, endings = listed(what), listed(formats) or ()
     if timeline:
+        given = {"--data": data, "--layer": layer, "--image": image, "--channels": channels, "--set": changes}
+        for option in [name for name, value in given.items() if value is not None]:
+            raise ConfigError(f"{option} does not go with --timeline, which takes the run's own settings and pictures.")
         written = _timeline(model, out, names)
     else:
         told, own = settings(changes), {"image": size(image), "channels": channels}

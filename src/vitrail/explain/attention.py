@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ Query = str | tuple[int, int]
 class Walk:
     """A forward pass that can be watched: `for attention in Walk(net, images)`, B H T T each, in order.
 
-    A layer's attention is gone when the next one is computed, unless the caller keeps it, so that
-    any network needs the memory of one layer. Afterwards the other fields are filled in.
+    A layer's attention is gone when the next one is computed, unless the caller keeps it (the variable
+    of a `for` loop does: `map` and `del` do not), so that any network needs the memory of one layer.
+    Afterwards the other fields are filled in.
     """
 
     logits: Tensor
@@ -172,6 +174,11 @@ def asking(net: Net, images: Tensor, query: Query = "read") -> Tensor:
     return weights
 
 
+def _asked(weights: Tensor, attention: Tensor) -> Tensor:
+    """B T and B H T T -> B H T: the rows of those who ask."""
+    return torch.einsum("bt,bhtu->bhu", weights.to(attention), attention)
+
+
 def attention_views(
     net: Net, images: Tensor, query: Query = "read", layers: Collection[int] | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -181,6 +188,6 @@ def attention_views(
     """
     weights = asking(net, images, query)
     walk = Walk(net, images, layers)
-    rows = torch.stack([torch.einsum("bt,bhtu->bhu", weights.to(a), a) for a in walk])  # L B H T
+    rows = torch.stack([*map(partial(_asked, weights), walk)])  # L B H T
     special = walk.net.config.prefix
     return rows[..., special:].unflatten(-1, walk.grid), rows[..., :special]

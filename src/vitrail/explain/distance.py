@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vitrail.errors import DataError
 from vitrail.explain.attention import Walk
+from vitrail.explain.hiding import seen
 from vitrail.models import Net
 
 # B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L layers
@@ -41,10 +43,10 @@ def attention_distance(net: Net, images: Tensor | Iterable[Tensor]) -> Tensor:
     """B C H W, or batches of them -> L H in pixels: the mean over all pictures, layers in order."""
     total, count = None, 0
     for batch in (images,) if isinstance(images, Tensor) else images:
-        walk = Walk(net, batch)
+        walk, batch = Walk(net, batch), seen(net, batch)
         distances = patch_distances(walk.grid, (batch.shape[2], batch.shape[3])).to(batch.device, torch.float32)
-        special = walk.net.config.prefix
-        found = torch.stack([mean_distances(a, distances, special).sum(0).cpu().double() for a in walk])  # L H
+        measured = partial(mean_distances, distances=distances, special=walk.net.config.prefix)
+        found = torch.stack([each.sum(0).cpu().double() for each in map(measured, walk)])  # L H
         total, count = found if total is None else total + found, count + len(batch)
     if total is None or not count:
         raise DataError("there is no picture to look at attention distances on; wanted one or more.")

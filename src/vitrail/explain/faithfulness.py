@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.explain.hiding import Fill, filling, hidden, scores
+from vitrail.explain.hiding import Fill, filling, hidden, scores, seen
 from vitrail.models import Net
 
 # N patches in h rows and w columns, S + 1 shares from 0 to 1
@@ -68,10 +68,12 @@ def faithfulness(
     insert_into: Fill = "blur",
     seed: int = 0,
     batch: int = 32,
+    several: bool = False,
 ) -> dict[str, Faithfulness]:
     """One picture C H W, explanations h w by name and a class number -> both curves of each, and of chance.
 
-    Patches go in `steps` portions that are as equal as can be; of equally important ones the first goes first.
+    Patches go in `steps` portions that are as equal as can be; of equally important ones the first goes
+    first. several: a picture may have several of the classes.
     """
     if steps < 1 or orders < 0:
         raise ConfigError(f"steps={steps}, orders={orders}: wanted one step or more, and no fewer than 0 orders.")
@@ -80,6 +82,7 @@ def faithfulness(
     if len(grids) != 1:
         raise ConfigError(f"the explanations have grids {sorted(grids)}; wanted one grid for all of them.")
     (grid,) = grids
+    (image,) = seen(net, image[None])
     count = grid[0] * grid[1]
     generator = torch.Generator().manual_seed(seed)
     if orders:
@@ -91,12 +94,12 @@ def faithfulness(
         "insertion": (filling(image[None], insert_into)[0], True),
     }
     found: dict[str, Faithfulness] = {}
-    for name, several in ranked.items():
+    for name, tries in ranked.items():
         curves = {}
         for way, (instead, inserting) in ways.items():
-            pictures = _pictures(image, instead, several, ends.tolist(), grid, inserting)
-            values = scores(net, pictures, target, batch).double().numpy().reshape(len(several), len(ends))
-            curves[way] = Curve(shares, values.mean(0))
+            pictures = _pictures(image, instead, tries, ends.tolist(), grid, inserting)
+            values = scores(net, pictures, target, batch, several=several).double().numpy()
+            curves[way] = Curve(shares, values.reshape(len(tries), len(ends)).mean(0))
         found[name] = Faithfulness(**curves)
     return found
 

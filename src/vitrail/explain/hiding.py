@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
+from vitrail.models import ViT
 from vitrail.models.base import evaluating
 
 # b pictures at a time, h rows and w columns of patches
@@ -46,6 +47,11 @@ def blurred(images: Tensor, sigma: float) -> Tensor:
     return F.conv2d(out, kernel[:, :, :, None], groups=channels)
 
 
+def seen(net: nn.Module, images: Tensor) -> Tensor:
+    """B C H W without the last rows and columns, where no patch covers them: what the grid of patches lies on."""
+    return net.covered(images) if isinstance(net, ViT) and net.stem is None else images
+
+
 def hidden(image: Tensor, instead: Tensor, masks: Tensor) -> Tensor:
     """One picture C H W, what shows through C H W and b h w yes or no (hide) -> b C H W."""
     cover = F.interpolate(masks[:, None].to(image), image.shape[1:], mode="nearest").bool()
@@ -53,13 +59,17 @@ def hidden(image: Tensor, instead: Tensor, masks: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def scores(net: nn.Module, images: Iterable[Tensor], target: int, batch: int = 32) -> Tensor:
-    """C H W each -> the probability of one class for each of them, in order, on the CPU."""
+def scores(net: nn.Module, images: Iterable[Tensor], target: int, batch: int = 32, *, several: bool = False) -> Tensor:
+    """C H W each -> the probability of one class for each of them, in order, on the CPU.
+
+    several: classes are no alternatives, each has a yes or no of its own.
+    """
     found = []
     with evaluating(net):
         for group in _groups(images, batch):
             logits = net(torch.stack(group)).float()
-            found.append(logits.softmax(1)[:, target].cpu())
+            chances = logits.sigmoid() if several else logits.softmax(1)
+            found.append(chances[:, target].cpu())
     return torch.cat(found)
 
 

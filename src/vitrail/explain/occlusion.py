@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError
 from vitrail.explain.gradient import check_targets
-from vitrail.explain.hiding import Fill, filling, hidden, scores
+from vitrail.explain.hiding import Fill, filling, hidden, scores, seen
 from vitrail.models import BiT, Net
 
 # B images, h rows and w columns of patches, M places of the window
@@ -38,18 +38,24 @@ def occlusion(
     images: Tensor,
     targets: Tensor,
     *,
-    size: int = 2,
+    size: int | None = None,
     stride: int = 1,
     fill: Fill = "mean",
     batch: int = 32,
+    several: bool = False,
 ) -> Tensor:
     """B C H W and B class numbers -> B h w: how much of the class's probability is lost with each patch.
 
     A square of `size` x `size` patches is hidden at every `stride`; a patch gets the mean loss over
-    the squares that cover it. Below 0: the class is likelier without it.
+    the squares that cover it. Below 0: the class is likelier without it. Squares have 2 x 2 patches,
+    or 1 where there is a single row or column. several: a picture may have several of the classes.
     """
     check_targets(net, targets, len(images))
     grid = grid_of(net, images)
+    images = seen(net, images)
+    if size is None:
+        size = min(2, *grid)
+        stride = min(stride, size)
     if not 1 <= size <= min(grid) or not 1 <= stride <= size:
         raise ConfigError(
             f"size={size}, stride={stride}: wanted a square of 1 to {min(grid)} patches, at steps no larger than it."
@@ -58,7 +64,7 @@ def occlusion(
     maps = []
     for image, instead, target in zip(images, filling(images, fill), targets.tolist(), strict=True):
         places = (hidden(image, instead, mask[None].to(image.device))[0] for mask in masks)
-        whole, *left = scores(net, (image, *places), target, batch).double()
+        whole, *left = scores(net, (image, *places), target, batch, several=several).double()
         lost = whole - torch.stack(left)  # M
         cover = masks.double()
         maps.append((lost[:, None, None] * cover).sum(0) / cover.sum(0))

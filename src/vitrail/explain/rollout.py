@@ -17,12 +17,16 @@ from vitrail.models import Net
 def rollout(layers: Iterable[Tensor]) -> Tensor:
     """Attention of each layer, B H T T, in order -> B T T; every row sums to 1."""
     joint = None
-    for attention in layers:
-        step = (attention.mean(1) + torch.eye(attention.shape[-1]).to(attention)) / 2
+    for step in map(_kept_by_half, layers):  # which holds on to no layer while the next one is computed
         joint = step if joint is None else step @ joint
     if joint is None:
         raise ModelError("got the attention of no layer, wanted that of one or more.")
     return joint
+
+
+def _kept_by_half(attention: Tensor) -> Tensor:
+    """B H T T -> B T T: the mean head, and every token half itself."""
+    return (attention.mean(1) + torch.eye(attention.shape[-1]).to(attention)) / 2
 
 
 @torch.no_grad()

@@ -66,6 +66,7 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = (logits if bias is None else logits + bias).softmax(-1)
+    del logits
     keep.append(weights)
     return F.dropout(weights, dropout, training=dropout > 0) @ v
 
