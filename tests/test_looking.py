@@ -77,7 +77,8 @@ def test_any_size_and_aspect(size: tuple[int, int]):
     look = vit.explain(gradient(), query=(1, 2))
     assert look.rollout.shape == (size[0] // 8, size[1] // 8)
     assert look.pixels.shape == (*size, 3)
-    assert "row 2, column 3" in look.figure("layers").texts[1].get_text()
+    assert "row 1, column 2" in look.figure("layers").texts[1].get_text()
+    look.figure("heads")
 
 
 def test_several_labels_have_curves_that_begin_at_the_probability_that_is_said():

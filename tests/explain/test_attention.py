@@ -143,7 +143,7 @@ def test_a_patch_is_asked_by_its_row_and_column():
     net = randomized(build(config)).eval()
     images = picture(config)
     attention = net.features(images, want=("attention",)).attention
-    views, special = attention_views(net, images, query=(1, 2))
+    views, special = attention_views(net, images, query=(2, 3))
     token = 3 + 1 * config.grid[1] + 2
     for layer, whole in enumerate(attention):
         torch.testing.assert_close(views[layer].flatten(2), whole[:, :, token, 3:])
@@ -154,7 +154,7 @@ def test_special_tokens_have_names():
     net = build(small(distilled=True, registers=2))
     assert special_names(net) == ("class", "distill", "register 1", "register 2")
     assert [token_number(net, name, (4, 4)) for name in special_names(net)] == [0, 1, 2, 3]
-    assert token_number(net, (0, 0), (4, 4)) == 4
+    assert token_number(net, (1, 1), (4, 4)) == 4
 
 
 @settings(max_examples=25)
@@ -175,9 +175,9 @@ def test_a_query_is_written_as_people_write_it(text: str, query: object):
 @pytest.mark.parametrize(
     ("query", "words"),
     [
-        ("distill", "no token 'distill': it has class, register 1"),
-        ((4, 0), "no patch in row 4, column 0: the grid has rows 0 to 3 and columns 0 to 3"),
-        ((0, -1), "no patch in row 0, column -1"),
+        ("distill", "no token 'distill': it has class, register 1 and patches"),
+        ((5, 1), "no patch in row 5, column 1: the grid has rows 1 to 4 and columns 1 to 4"),
+        ((0, 1), "no patch in row 0, column 1"),
     ],
 )
 def test_a_token_that_is_not_there_is_refused(query: object, words: str):

@@ -106,7 +106,8 @@ class Look:
         number = _number(layer, len(self.attention))
         what = f"Layer {number + 1} of {len(self.attention)}: {self.picture}"
         under = f"{self.model}; {self._asked()}{self._elsewhere(number)}"
-        return figures.heads(self.pixels, self.attention[number], what, under)
+        mark = self.query if isinstance(self.query, tuple) else None
+        return figures.heads(self.pixels, self.attention[number], what, under, mark)
 
     def figures(self) -> tuple[str, ...]:
         """Names of the figures there are."""
@@ -155,7 +156,7 @@ class Look:
 
     def _asked(self) -> str:
         if isinstance(self.query, tuple):
-            return f"asked by the patch in row {self.query[0] + 1}, column {self.query[1] + 1}"
+            return f"asked by the patch in row {self.query[0]}, column {self.query[1]}"
         return "asked by what the head reads" if self.query == "read" else f"asked by the {self.query} token"
 
     def _elsewhere(self, layer: int) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.api.looking import short_name
 from vitrail.config import DataConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
-from vitrail.errors import ConfigError, DataError, ImageError, ModelError, nearest
+from vitrail.errors import ConfigError, DataError, ImageError, ModelError, VitrailError, nearest
 from vitrail.explain import (
     attention_distance,
     class_view,
@@ -29,7 +29,8 @@ from vitrail.explain import (
 from vitrail.explain.attention import attentive, layer_number
 from vitrail.explain.hiding import seen
 from vitrail.explain.positions import MEANING
-from vitrail.runtime import say
+from vitrail.runtime import first_speaks, say
+from vitrail.train.run import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -150,9 +151,28 @@ def pictures_of(data: str, count: int = COUNT, root: str | None = None) -> list[
     """So many pictures from all over a data set's measured part, in its order."""
     from vitrail.data.sources import open_parts
 
-    source = open_parts(DataConfig(source=data, root=root), labelled=False).measured
+    return _spread(open_parts(DataConfig(source=data, root=root), labelled=False).measured, data, count)
+
+
+def pictures_of_run(model: str | None, count: int = COUNT) -> list[Picture] | None:
+    """The same of what a run was measured on; None where the model is no run, or its data cannot be found any more."""
+    from vitrail.data.sources import open_data
+
+    folder = RunFolder(Path(model or "").expanduser())
+    if model is None or not folder.metrics.exists():
+        return None
+    try:
+        config = folder.read_config()
+        with first_speaks():
+            return _spread(open_data(config.data, labelled=False).validation, config.data.source, count)
+    except VitrailError as error:
+        say([f"the pictures of the run cannot be had ({error})"])
+        return None
+
+
+def _spread(source: Any, name: str, count: int) -> list[Picture]:
     if not hasattr(source, "__len__") or not len(source):
-        raise DataError(f"{data} has no pictures to look at." if hasattr(source, "__len__") else f"{data} is a stream.")
+        raise DataError(f"{name} has no pictures to look at." if hasattr(source, "__len__") else f"{name} is a stream.")
     places = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).astype(int))
     return [source[int(i)].picture for i in places]
 

@@ -35,7 +35,10 @@ def explain(
         typer.Option("--layer", metavar="N", help="Layers whose heads are shown: 12, or 1,6,12, or -1, the last."),
     ] = None,
     query: Annotated[
-        str, typer.Option("--query", metavar="WHO", help="Whose attention: read, class, 'register 1', or ROW,COLUMN.")
+        str,
+        typer.Option(
+            "--query", metavar="WHO", help="Whose attention: read, class, 'register 1', or ROW,COLUMN, from 1."
+        ),
     ] = "read",
     trust: Annotated[
         bool, typer.Option("--trust", help="Add deletion and insertion curves: which explanation to believe.")

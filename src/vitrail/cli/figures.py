@@ -51,6 +51,7 @@ def figures(
     names, endings = listed(what), listed(formats) or ()
     if timeline:
         given = {"--data": data, "--layer": layer, "--image": image, "--channels": channels, "--set": changes}
+        given |= {"--format": None if formats == "png" else formats}
         for option in [name for name, value in given.items() if value is not None]:
             raise ConfigError(f"{option} does not go with --timeline, which takes the run's own settings and pictures.")
         written = _timeline(model, out, names)
@@ -60,9 +61,11 @@ def figures(
             model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own
         )
         with err.status("looking for pictures"):
-            from vitrail.api.portrait import FIGURES, NEED_PICTURES, Portrait, pictures_of
+            from vitrail.api.portrait import FIGURES, NEED_PICTURES, Portrait, pictures_of, pictures_of_run
 
-            pictures = pictures_of(data, count, root) if data is not None else None
+            pictures = pictures_of(data, count, root) if data is not None else pictures_of_run(model, count)
+            if data is None and pictures is not None:
+                data = "what the run was measured on"
         with progress() as bar:
             passes = [name for name in names or FIGURES if name in NEED_PICTURES]
             task = bar.add_task("looking", total=max(len(pictures or (0, 0)) * len(passes), 1))
@@ -79,8 +82,9 @@ def figures(
 
 
 def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> list[Path]:
-    if model is None:
-        raise ConfigError("--timeline wants a run folder: --model runs/digits.")
+    if model is None or not Path(model).expanduser().is_dir():
+        given = "" if model is None else f", got {model}"
+        raise ConfigError(f"--timeline wants a run folder: --model runs/digits{given}.")
     with err.status("loading"):
         from vitrail.api.timeline import timeline
     with progress() as bar:

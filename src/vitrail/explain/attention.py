@@ -21,7 +21,7 @@ from vitrail.models.base import evaluating
 # B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L layers looked at
 
 Query = str | tuple[int, int]
-"""Who asks: "read" (what the head reads), "class", "distill", "register 2", or a patch's row and column, from 0."""
+"""Who asks: "read" (what the head reads), "class", "distill", "register 2", or a patch's row and column, from 1."""
 
 
 class Walk:
@@ -117,16 +117,19 @@ def token_number(net: ViT, query: Query, grid: tuple[int, int]) -> int:
     names = special_names(net)
     if isinstance(query, str):
         if query not in names:
-            have = f"it has {', '.join(names)}, and patches" if names else "it has patches only"
-            raise ModelError(f"this network has no token {query!r}: {have}; a patch is a row and a column, from 0.")
+            have = f"it has {', '.join(names)} and patches" if names else "it has patches only"
+            raise ModelError(
+                f"this network has no token {query!r}: {have}; a patch is its row and column, from 1 (7,3), and 'read' "
+                "is what the head reads."
+            )
         return names.index(query)
     row, column = query
-    if not (0 <= row < grid[0] and 0 <= column < grid[1]):
+    if not (1 <= row <= grid[0] and 1 <= column <= grid[1]):
         raise ModelError(
-            f"there is no patch in row {row}, column {column}: the grid has rows 0 to {grid[0] - 1} and columns 0 to "
-            f"{grid[1] - 1}."
+            f"there is no patch in row {row}, column {column}: the grid has rows 1 to {grid[0]} and columns 1 to "
+            f"{grid[1]}."
         )
-    return len(names) + row * grid[1] + column
+    return len(names) + (row - 1) * grid[1] + column - 1
 
 
 def parse_query(text: str) -> Query:

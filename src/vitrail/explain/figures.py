@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from vitrail.explain.canvas import COLOURS, DASHES, FAINT, HEAT, INK, QUIET, blank, title
 from vitrail.explain.faithfulness import RANDOM, Faithfulness
@@ -64,8 +65,8 @@ def bars(ax: Axes, scores: Sequence[tuple[str, float]]) -> None:
     ax.spines[:].set_visible(False)
 
 
-def heads(pixels: Pixels, views: Floats, name: str, under: str) -> Figure:
-    """One layer, H h w: what each head attends to, and all of them together."""
+def heads(pixels: Pixels, views: Floats, name: str, under: str, mark: tuple[int, int] | None = None) -> Figure:
+    """One layer, H h w: what each head attends to, and all of them together; `mark`: the patch that asks, from 1."""
     shown = [*views, views.mean(0)]
     words = [f"head {i + 1}" for i in range(len(views))] + ["all heads"]
     columns = min(len(shown), 7)
@@ -75,6 +76,10 @@ def heads(pixels: Pixels, views: Floats, name: str, under: str) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax, view, text in zip(axes, shown, words, strict=False):
         _picture(ax, lit(pixels, view), text)
+        if mark is not None:
+            height, width = (n / count for n, count in zip(pixels.shape[:2], views.shape[1:], strict=True))
+            corner = (mark[1] - 1) * width - 0.5, (mark[0] - 1) * height - 0.5
+            ax.add_patch(Rectangle(corner, width, height, fill=False, edgecolor="white", linewidth=1.4))
     for ax in axes[len(shown) :]:
         ax.axis("off")
     title(figure, name, under)
@@ -86,10 +91,11 @@ def layers(views: Floats, name: str, under: str) -> Figure:
     depth, count, height, width = views.shape
     bright = np.array([scaled(view) for view in views.reshape(-1, height, width)]).reshape(views.shape)
     side = max(1, round(70 / max(height, width)))
-    picture = mosaic(bright.swapaxes(0, 1), side=side, gap=max(side, 3), low=0, high=1, colours=HEAT)
+    gap = max(side, 3)
+    picture = mosaic(bright.swapaxes(0, 1), side=side, gap=gap, low=0, high=1, colours=HEAT)
     inches = min(0.8 * depth, 14.0)
     figure = blank(max(inches + 0.6, 5.2), inches * picture.shape[0] / picture.shape[1] + 1.1)
-    _mosaic_axes(figure.subplots(), picture, count, depth, "head", "layer")
+    _mosaic_axes(figure.subplots(), picture, gap, count, depth, "head", "layer")
     title(figure, name, under)
     return figure
 
@@ -157,9 +163,12 @@ def distances(found: Floats, uniform: float, name: str, under: str) -> Figure:
     for h in range(count):
         ax.plot(x, ordered[:, h], "o", color=COLOURS[0], alpha=0.65, markersize=5, markeredgewidth=0)
     ax.plot(x, found.mean(1), color=COLOURS[1], linewidth=2)
-    ax.text(depth + 0.3, found[-1].mean(), "mean of\nthe heads", color=COLOURS[1], va="center", fontsize=8.5)
+    clear = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+    words = "mean of\nthe heads"
+    ax.text(depth + 0.3, found[-1].mean(), words, color=COLOURS[1], va="center", fontsize=8.5, bbox=clear)
     ax.axhline(uniform, color=QUIET, linestyle=":", linewidth=1.2)
-    ax.text(0.62, uniform, "a head that looks everywhere alike", color=QUIET, va="bottom", fontsize=8.5)
+    words = "a head that looks everywhere alike"
+    ax.text(0.62, uniform * 1.015, words, color=QUIET, va="bottom", fontsize=8.5, bbox=clear)
     ax.set_xlabel("layer", color=INK)
     ax.set_ylabel("mean distance attended to, in pixels", color=INK)
     ax.set_xlim(0.5, depth + max(1.0, 0.16 * depth))
@@ -178,11 +187,12 @@ def positions(alike: Floats, name: str, under: str) -> Figure:
     some = alike[step // 2 :: step, step // 2 :: step]
     low = float(alike.min())
     side = max(1, round(700 / (max(some.shape[:2]) * max(rows, columns))))
-    picture = mosaic(some, side=side, gap=max(side, 3), low=low, high=1.0, colours=HEAT)
-    figure = blank(6.6, 6.0 * picture.shape[0] / picture.shape[1] + 0.75)
+    gap = max(3, round(0.07 * side * max(rows, columns)))
+    picture = mosaic(some, side=side, gap=gap, low=low, high=1.0, colours=HEAT)
+    figure = blank(6.6, 5.35 * picture.shape[0] / picture.shape[1] + 1.15)
     ax = figure.subplots()
     labels = [range(step // 2 + 1, n + 1, step) for n in (rows, columns)]
-    _mosaic_axes(ax, picture, len(labels[0]), len(labels[1]), "patch's row", "patch's column", *labels)
+    _mosaic_axes(ax, picture, gap, len(labels[0]), len(labels[1]), "patch's row", "patch's column", *labels)
     bar = figure.colorbar(ScalarMappable(Normalize(low, 1), HEAT), ax=ax, shrink=0.8, pad=0.02)
     bar.set_label("similarity", fontsize=9, color=INK)
     bar.outline.set_visible(False)
@@ -237,6 +247,7 @@ def _picture(ax: Axes, pixels: Pixels, text: str = "", size: float = 8.5) -> Non
 def _mosaic_axes(
     ax: Axes,
     picture: Pixels,
+    gap: int,
     rows: int,
     columns: int,
     down: str,
@@ -246,11 +257,10 @@ def _mosaic_axes(
 ) -> None:
     """A mosaic with its rows and columns numbered."""
     ax.imshow(picture, interpolation="nearest", aspect="equal")
-    height, width = picture.shape[0] / rows, picture.shape[1] / columns
-    ax.set_yticks([height * (i + 0.5) for i in range(rows)], [*map(str, row_names or range(1, rows + 1))], fontsize=8)
-    ax.set_xticks(
-        [width * (i + 0.5) for i in range(columns)], [*map(str, column_names or range(1, columns + 1))], fontsize=8
-    )
+    height, width = (picture.shape[0] + gap) / rows, (picture.shape[1] + gap) / columns
+    down_at, across_at = ([s * (i + 0.5) - gap / 2 for i in range(n)] for s, n in ((height, rows), (width, columns)))
+    ax.set_yticks(down_at, [*map(str, row_names or range(1, rows + 1))], fontsize=8)
+    ax.set_xticks(across_at, [*map(str, column_names or range(1, columns + 1))], fontsize=8)
     ax.set_ylabel(down, fontsize=9, color=INK)
     ax.set_xlabel(across, fontsize=9, color=INK)
     ax.tick_params(length=0, colors=QUIET)
