@@ -8,7 +8,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check -qq install -c constraints.txt
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --maxprocesses=4 --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format clean
+.PHONY: help demo test test-all lint format clean chromium
 
 help: ## say this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,16 +16,23 @@ help: ## say this
 demo: $(VENV)/.installed ## train a ViT on handwritten digits, with and without positions, and report
 	$(VENV)/bin/vitrail train
 
-test: lint ## lint, types and every test that is not slow
+test: lint chromium ## lint, types and every test that is not slow
 	$(PYTEST)
 
-test-all: lint ## the slow tests too, and those for a GPU where there is one
+test-all: lint chromium ## the slow tests too, and those for a GPU where there is one
 	$(PYTEST) -m "not network"
 
 lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
+
+# The explorer's page is tested in a real browser, where there is one.
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "Installing Chromium, for the tests of the page." && \
+	    apt-get -qq update >/dev/null && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install chromium >/dev/null; } || \
+	  echo "There is no Chromium, so the page is not tested; install it first (on Debian: apt install chromium)."
 
 format: $(VENV)/.installed-dev ## put the code into shape
 	$(RUN) -m ruff check --fix-only

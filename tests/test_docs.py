@@ -25,6 +25,7 @@ PAGES = [
     "docs/training.md",
     "docs/looking-inside.md",
     "docs/evaluation.md",
+    "docs/export.md",
 ]
 
 

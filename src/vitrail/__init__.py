@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.api import Evaluation, Model, Prediction, Run, create, evaluate, finetune, fresh, load, train
+    from vitrail.api import Evaluation, Model, Prediction, Run, create, evaluate, export, finetune, fresh, load, train
     from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, TrainConfig, ViTConfig
     from vitrail.errors import VitrailError
     from vitrail.models import BiT, Output, ViT
@@ -23,6 +23,7 @@ _HOMES = {
     "Run": "vitrail.api",
     "create": "vitrail.api",
     "evaluate": "vitrail.api",
+    "export": "vitrail.api",
     "finetune": "vitrail.api",
     "fresh": "vitrail.api",
     "load": "vitrail.api",
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "create",
     "evaluate",
+    "export",
     "finetune",
     "fresh",
     "load",
@@ -84,7 +86,7 @@ def __dir__() -> list[str]:
 
 
 class _Both(ModuleType):
-    """The folder vitrail/train or vitrail/evaluate, which as `vitrail.train(...)` is the function of that name, too."""
+    """The folder vitrail/train, evaluate or export, which as `vitrail.train(...)` is the function of that name, too."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return __getattr__(self.__name__.rpartition(".")[2])(*args, **options)
@@ -95,7 +97,7 @@ class _Face(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Python sets a folder's name when it is first imported.
-        if name in ("evaluate", "train") and isinstance(value, ModuleType):
+        if name in ("evaluate", "export", "train") and isinstance(value, ModuleType):
             value.__class__ = _Both
         super().__setattr__(name, value)
 

@@ -1,26 +1,44 @@
-"""The public functions: `load`, `create`, `train`, `finetune`, `evaluate`, and the objects they give."""
+"""The public functions: `load`, `create`, `train`, `finetune`, `evaluate`, `export`, and the objects they give."""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from vitrail.api.model import Model, Prediction, create, fresh, load
 
 if TYPE_CHECKING:
     from vitrail.api.evaluation import evaluate
+    from vitrail.api.exporting import export
     from vitrail.api.training import Run, finetune, train
     from vitrail.evaluate.evaluation import Evaluation
 
-__all__ = ["Evaluation", "Model", "Prediction", "Run", "create", "evaluate", "finetune", "fresh", "load", "train"]
+# With data, drawing and other libraries, which `load` does without.
+_LATER = {
+    "Evaluation": "evaluation",
+    "Run": "training",
+    "evaluate": "evaluation",
+    "export": "exporting",
+    "finetune": "training",
+    "train": "training",
+}
+
+__all__ = [
+    "Evaluation",
+    "Model",
+    "Prediction",
+    "Run",
+    "create",
+    "evaluate",
+    "export",
+    "finetune",
+    "fresh",
+    "load",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Run", "finetune", "train"):  # with data and drawing libraries, which `load` does without
-        from vitrail.api import training
-
-        return getattr(training, name)
-    if name in ("Evaluation", "evaluate"):
-        from vitrail.api import evaluation
-
-        return getattr(evaluation, name)
+    if name in _LATER:
+        return getattr(importlib.import_module(f"vitrail.api.{_LATER[name]}"), name)
     raise AttributeError(f"module 'vitrail.api' has no attribute {name!r}")

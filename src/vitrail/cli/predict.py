@@ -18,7 +18,7 @@ import typer
 from vitrail.cli.console import note, problem, progress
 from vitrail.cli.opening import Batch, Channels, Device, Dtype, Image, Labels, Source
 from vitrail.cli.options import Family, Json, Section, Settings, settings, size
-from vitrail.cli.running import Engine, open_running
+from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError, NotFound, VitrailError
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def predict(
     device: Device = "auto",
     dtype: Dtype = "float32",
     engine: Engine = None,
+    calibrate: Calibrate = None,
     to: Out = None,
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: every raw output too.")] = False,
@@ -76,7 +77,7 @@ def predict(
     paths, many = find_pictures(pictures)
 
     own |= {"section": section, "family": family}
-    vit = open_running(model, engine, told=told, device=device, dtype=dtype, **own)
+    vit = open_running(model, engine, calibrate=calibrate, told=told, device=device, dtype=dtype, **own)
     rows = _Rows(vit, paths, batch, top, logits, bar=to is not None or not sys.stdout.isatty())
     top = min(top, vit.config.classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or to is not None else _listing(rows)

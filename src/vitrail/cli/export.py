@@ -1,0 +1,151 @@
+"""`vitrail export`: a model as a file for other engines, compared with the model before it is called done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from vitrail.cli.console import progress, show
+from vitrail.cli.opening import Image, Labels, open_model
+from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vitrail.export.compare import Comparison
+    from vitrail.export.export import Exported
+
+CALLED = {"onnx": "ONNX", "pt2": "torch.export", "openvino": "OpenVINO"}
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A name, a file, a folder or a hub id.")]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="The file to write, such as model.onnx.")]
+To = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx, pt2 (torch.export) or openvino.")]
+Batch = Annotated[str, typer.Option("--batch", metavar="N", help="A fixed number of pictures at a time, or dynamic.")]
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Normalised images in and logits out, instead of pixels and probabilities.")
+]
+Precision = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16, or int8 with --calibrate.")]
+Calibrate = Annotated[
+    str | None, typer.Option(metavar="SPEC", help="Pictures for int8, like those it will see: a folder, shards, ...")
+]
+Check = Annotated[
+    str | None,
+    typer.Option(metavar="SPEC", help="Pictures to compare on.", show_default="parts of two photographs"),
+]
+Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where built-in data lies.")]
+
+
+def export(
+    model: Model,
+    dst: Target,
+    to: To = "onnx",
+    image: Image = None,
+    batch: Batch = "dynamic",
+    raw: Raw = False,
+    precision: Precision = "float32",
+    calibrate: Calibrate = None,
+    check: Check = None,
+    labels: Labels = None,
+    root: Root = None,
+    section: Section = None,
+    family: Family = None,
+    changes: Settings = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what is there, once the new one is complete.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model for ONNX Runtime, torch.export or OpenVINO, and compare it with the model on real pictures.
+
+    vitrail export MODEL model.onnx
+    """
+    told = settings(changes)
+    options: dict[str, Any] = {"image": size(image), "labels": labels, "section": section, "family": family}
+    count = _count(batch)
+    from vitrail.api.exporting import check_request
+    from vitrail.api.exporting import export as run
+
+    check_request(dst, to, precision, calibrate is not None, overwrite)  # before the work, not after it
+    vit = open_model(model, told=told, classes=False, **options)
+
+    with progress() as bar:
+        task = bar.add_task("preparing pictures", total=None)
+        found = run(
+            vit,
+            dst,
+            to=to,
+            batch=count,
+            raw=raw,
+            precision=precision,
+            calibrate=calibrate,
+            check=check,
+            root=root,
+            overwrite=overwrite,
+            step=lambda what: bar.update(task, description=what),
+            started=lambda total: bar.update(task, total=total),
+            advance=lambda count: bar.advance(task, count),
+        )
+    if as_json:
+        typer.echo(json.dumps({"path": str(found.path)} | found.to_dict(), indent=2, ensure_ascii=False))
+        return
+    show(Text(str(found.path), style="bold"))
+    show(Text(_summary(found), style="dim"))
+    show(_table(found))
+    show(Text(f"\n{found.report} has these numbers, class names and preprocessing", style="dim"))
+
+
+def _count(batch: str) -> int | None:
+    if batch == "dynamic":
+        return None
+    if not batch.isdecimal() or not int(batch):
+        raise ConfigError(f"--batch wants a number of pictures such as 8, or dynamic for any number, got {batch!r}.")
+    return int(batch)
+
+
+def _summary(found: Exported) -> str:
+    from vitrail.export.sheet import spelled
+
+    sheet = found.sheet
+    many = "any batch" if sheet.batch is None else f"batches of {sheet.batch}"
+    goes = "pixels" if sheet.inside else "normalised images"
+    size_ = f"{found.size / 1e6:.1f} MB, the weights alone {found.weights / 1e6:.1f} in float32"
+    first = f"{CALLED[sheet.to]}, {sheet.precision}, {spelled(sheet.image)} px, {many}, {goes} to {sheet.answer}"
+    return f"{first}\n{size_}\n"
+
+
+def _table(found: Exported) -> Table:
+    """Compared with the model: one number to a line, and dim beside it what it is held against."""
+    compared = found.comparison
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    of = "picture" if compared.pictures == 1 else "pictures"
+    table.add_column(f"on {compared.pictures:,} {of}", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    table.add_column("", style="dim")
+    allowed = compared.to_dict()["relative_error_allowed"]
+    table.add_row("largest error", f"{compared.error:.1e}", f"of {compared.answer}")
+    table.add_row("relative error", f"{compared.relative:.1e}", f"{allowed:g} is allowed in {found.sheet.precision}")
+    for row in _agreement(compared):
+        table.add_row(*row)
+    speed = compared.speed
+    if speed is not None:
+        about = f"{speed.ratio:.2f} x the model's {speed.model:,.0f}, batches of {speed.batch}, in turns"
+        table.add_row("pictures a second", f"{speed.export:,.0f}", about)
+    return table
+
+
+def _agreement(compared: Comparison) -> list[tuple[str, str, str]]:
+    rows = []
+    if compared.agreement is not None:
+        low, high = 100 * compared.agreement.low, 100 * compared.agreement.high
+        about = f"{compared.same:,} of {compared.pictures:,}; 95 % interval {low:.1f} to {high:.1f}"
+        rows.append(("same top-1", f"{100 * compared.agreement.value:.1f} %", about))
+    if compared.change is not None and compared.top1 is not None:
+        change = compared.change
+        between = f"{100 * change.low:+.1f} to {100 * change.high:+.1f}"
+        about = f"the model {100 * compared.top1[1]:.1f} %; {100 * change.value:+.1f}, paired {between}"
+        rows.append(("top-1", f"{100 * compared.top1[0]:.1f} %", about))
+    return rows

@@ -1,0 +1,194 @@
+"""An export beside the model it was made from, on the same pictures: error, agreement, speed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.errors import CheckpointError
+from vitrail.evaluate.intervals import Estimate, difference, share
+from vitrail.export.engines import Engine, FileEngine, Floats, Pixels, TorchEngine
+from vitrail.export.sheet import Answer
+
+# N pictures, K outputs
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.2}
+"""How far the outputs of all pictures together may be off, as a share of their size."""
+AGREEMENT = {"float32": 1.0, "bfloat16": 0.97, "int8": 0.9}
+"""Share of pictures whose likeliest class must be the same, or within what so few of them leave open."""
+BATCH = 8
+"""Pictures at a time, where any number will do."""
+ROUNDS = 5
+SECONDS = 0.2
+"""Each one's turn in a round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Pictures a second, the export and the model in turns."""
+
+    export: float
+    model: float
+    ratio: float
+    """The median of each round's."""
+    batch: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "pictures_per_second": self.export,
+            "model_pictures_per_second": self.model,
+            "ratio": self.ratio,
+            "batch": self.batch,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What was found."""
+
+    pictures: int
+    answer: Answer
+    precision: str
+    error: float
+    """The largest difference of any output."""
+    relative: float
+    """All differences together, as a share of the model's outputs."""
+    same: int | None
+    """Pictures whose likeliest class is the same; None where outputs are not classes."""
+    near: int
+    """Of the others, those where the model's two likeliest classes lie within the error."""
+    change: Estimate | None
+    """Top-1 of the export less that of the model, where pictures have labels."""
+    top1: tuple[float, float] | None
+    """Of the export and of the model."""
+    speed: Speed | None = None
+
+    @property
+    def agreement(self) -> Estimate | None:
+        return None if self.same is None else share(self.same, self.pictures)
+
+    @property
+    def problem(self) -> str:
+        """Why this export will not do, in a few words; empty where it will."""
+        allowed = TOLERANCE[self.precision]
+        if not self.relative <= allowed:  # a NaN is no agreement
+            return f"its {self.answer} are off by {self.relative:.2g} of their size, {allowed:g} is allowed"
+        found = None if self.same is None else share(self.same + self.near, self.pictures)
+        if found is not None and found.high < AGREEMENT[self.precision]:
+            wanted = f"{100 * AGREEMENT[self.precision]:.0f} %"
+            return f"it names the same class in {self.same} of {self.pictures} pictures, wanted {wanted}"
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "pictures": self.pictures,
+            "output": self.answer,
+            "largest_error": self.error,
+            "relative_error": self.relative,
+            "relative_error_allowed": TOLERANCE[self.precision],
+        }
+        if self.agreement is not None:
+            found["same_top1"] = {"count": self.same, **self.agreement.to_dict(), "wanted": AGREEMENT[self.precision]}
+        if self.change is not None and self.top1 is not None:
+            found["top1"] = {"export": self.top1[0], "model": self.top1[1], "difference": self.change.to_dict()}
+        if self.speed is not None:
+            found["speed"] = self.speed.to_dict()
+        return found
+
+
+def compare(
+    engine: FileEngine,
+    model: TorchEngine,
+    pixels: Sequence[Pixels],
+    targets: npt.NDArray[np.int64] | None = None,
+    *,
+    timed: bool = True,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Comparison:
+    """Both on the same pictures, N times H W C; `targets` are their classes, -1 where nobody knows."""
+    size = engine.sheet.batch or BATCH
+    ours, theirs = [], []
+    for i in range(0, len(pixels), size):
+        batch = np.stack(pixels[i : i + size])
+        ours.append(engine.outputs(batch))
+        theirs.append(answers(model.logits(batch), engine.sheet.answer, engine.card.several))
+        advance(len(batch))
+    got, wanted = np.concatenate(ours).astype(np.float64), np.concatenate(theirs).astype(np.float64)
+    speed = None
+    if timed:
+        many = np.stack([pixels[i % len(pixels)] for i in range(size)])
+        speed = in_turns(engine, model, many)
+    return measured(got, wanted, targets, engine, speed)
+
+
+def measured(
+    got: npt.NDArray[np.float64],
+    wanted: npt.NDArray[np.float64],
+    targets: npt.NDArray[np.int64] | None,
+    engine: FileEngine,
+    speed: Speed | None = None,
+) -> Comparison:
+    """N K of the export and of the model -> the numbers."""
+    off = np.abs(got - wanted)
+    error = float(off.max()) if np.isfinite(off).all() else float("inf")
+    same, near, change, top1 = None, 0, None, None
+    if engine.card.task == "classify" and wanted.shape[1] > 1:
+        ours, theirs = got.argmax(1), wanted.argmax(1)
+        two = np.sort(wanted, axis=1)[:, -2:]
+        same = int((ours == theirs).sum())
+        near = int(((ours != theirs) & (two[:, 1] - two[:, 0] <= 2 * off.max(1))).sum()) if np.isfinite(error) else 0
+        if targets is not None and (known := targets >= 0).any():
+            right, before = (ours == targets)[known], (theirs == targets)[known]
+            change, top1 = difference(right, before), (float(right.mean()), float(before.mean()))
+    return Comparison(
+        pictures=len(got),
+        answer=engine.sheet.answer,
+        precision=engine.precision,
+        error=error,
+        relative=float(np.linalg.norm(got - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30),
+        same=same,
+        near=near if engine.precision == "float32" else 0,
+        change=change,
+        top1=top1,
+        speed=speed,
+    )
+
+
+def answers(logits: Floats, answer: Answer, several: bool) -> Floats:
+    """What a file would say where the model has these logits."""
+    if answer != "probabilities":
+        return logits
+    if several:
+        return 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid, without overflow
+    grown = np.exp(logits - logits.max(1, keepdims=True))
+    return grown / grown.sum(1, keepdims=True)
+
+
+def in_turns(engine: Engine, model: Engine, batch: Pixels) -> Speed:
+    """How fast both are: a machine that is slow for a while is slow for both."""
+    for one in (engine, model):
+        one.logits(batch)
+    rounds = [(rate(engine, batch, SECONDS), rate(model, batch, SECONDS)) for _ in range(ROUNDS)]
+    export, own = (statistics.median(r[i] for r in rounds) for i in (0, 1))
+    return Speed(export=export, model=own, ratio=statistics.median(a / b for a, b in rounds), batch=len(batch))
+
+
+def rate(engine: Engine, batch: Pixels, seconds: float) -> float:
+    """Pictures a second over about so many seconds."""
+    count, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < seconds or not count:
+        engine.logits(batch)
+        count += len(batch)
+    return count / spent if spent >= seconds else count / (time.perf_counter() - start)
+
+
+def check(comparison: Comparison, what: str) -> None:
+    """Raise CheckpointError where an export is not the model."""
+    if comparison.problem:
+        raise CheckpointError(f"{what} does not agree with the model: {comparison.problem}. Nothing was left behind.")

@@ -1,0 +1,46 @@
+"""Packages that only exporting and its engines need: imported when used, and quiet."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from vitrail.errors import ConfigError
+
+LOUD = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
+"""Loggers of the exporters."""
+
+
+def need(name: str) -> Any:
+    """A module of the extra `export`, or one sentence that says how to get it."""
+    try:
+        with quiet():
+            return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        reason = "" if getattr(error, "name", None) == package else f" or does not load ({error})"
+        raise ConfigError(f"{package} is not installed{reason}; try pip install 'vitrail[export]'.") from error
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What exporters warn of is about their own insides."""
+    levels = {name: logging.getLogger(name).level for name in LOUD}
+    try:
+        for name in LOUD:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

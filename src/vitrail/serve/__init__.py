@@ -1,0 +1,12 @@
+"""A model behind HTTP: requests in, batches through the engine, answers out; and a page to look inside.
+
+server.py      processes and signals: listen, drain, stop
+app.py         the routes
+bodies.py      a request's body -> pictures and values, within limits
+pictures.py    a picture's bytes -> pixels, judged by its header first
+batching.py    pictures of many requests -> batches -> each request's outputs
+served.py      the engine, the network beside it, what they are called
+answers.py     outputs -> JSON;   looking.py: the same for what happens inside
+security.py    token, headers;    metrics.py: what Prometheus reads
+web.py         the files of web/; schema.py: what /openapi.json says
+"""

@@ -1,0 +1,276 @@
+"""The routes: each reads a request, asks the batcher and says what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from vitrail import __version__
+from vitrail.errors import ModelError, VitrailError
+from vitrail.serve import schema, web
+from vitrail.serve.answers import description, ranked
+from vitrail.serve.batching import Batcher, late
+from vitrail.serve.bodies import Body, deadline_of, read_body, swallow
+from vitrail.serve.limits import Limits, Work
+from vitrail.serve.looking import Asked, Looker, positions
+from vitrail.serve.metrics import Metrics
+from vitrail.serve.pictures import Pictures, Pixels
+from vitrail.serve.problems import CODES, Gone, Problem, told
+from vitrail.serve.security import Guard
+from vitrail.serve.served import Served
+
+LINGER = 1.0
+"""Seconds for which the rest of a refused body is still taken in: who is sending does not listen."""
+
+Answer = dict[str, Any]
+
+
+class Service:
+    """One model and everything that answers for it."""
+
+    def __init__(self, served: Served, limits: Limits, work: Work) -> None:
+        self.served, self.limits, self.work = served, limits, work
+        self.metrics = Metrics()
+        self.batcher = Batcher(served, work, self.metrics)
+        self.pictures = Pictures(served.preprocess, limits, served.grid)
+        self.looker = Looker(served, self.pictures)
+        self.draining = False
+        self._uploads = 0
+        self.about = description(served, limits)
+        self._positions: Answer | None = None
+
+    async def model(self) -> Response:
+        """The model: its classes, its size, what it can explain, and what a request may bring."""
+        return JSONResponse(self.about)
+
+    async def predict(self, request: Request) -> Response:
+        """The likeliest classes of each picture, best first."""
+        return await self._post(request, schema.PredictValues, self._predict)
+
+    async def embed(self, request: Request) -> Response:
+        """Numbers to compare pictures by: what the model's head would read."""
+        return await self._post(request, schema.NoValues, self._embed)
+
+    async def explain(self, request: Request) -> Response:
+        """What happens inside for one picture: maps, attention of every token, how far heads look."""
+        return await self._post(request, schema.ExplainValues, self._explain)
+
+    async def positions(self) -> Response:
+        """How alike the positions of any two patches are."""
+        if self._positions is None:
+            try:
+                self._positions = await asyncio.to_thread(positions, self.served)
+            except ModelError as error:
+                raise Problem(404, "no_positions", told(error, "this model has no positions.")) from None
+        return JSONResponse(self._positions)
+
+    async def samples(self) -> Response:
+        """Pictures to try."""
+        return JSONResponse(web.samples())
+
+    async def alive(self) -> Response:
+        """The process lives."""
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self) -> Response:
+        """The model has answered once, and the server is not about to stop."""
+        if self.draining:
+            raise Problem(503, "draining", "the server is about to stop.", {"Retry-After": "1"})
+        if not self.batcher.warm:
+            raise Problem(503, "not_ready", "the model has not answered yet.", {"Retry-After": "1"})
+        return JSONResponse({"status": "ready"})
+
+    async def numbers(self) -> Response:
+        """What Prometheus reads."""
+        return Response(self.metrics.text(), media_type=self.metrics.content_type)
+
+    async def _post(
+        self,
+        request: Request,
+        kind: type[BaseModel],
+        work: Callable[[Body, Any, float | None, asyncio.Future[None]], Awaitable[Answer]],
+    ) -> Response:
+        """What all POSTs share: time, room, the body, its values; and a client that may hang up."""
+        start = time.monotonic()
+        deadline = deadline_of(request, start)
+        try:
+            body = await self._read(request)
+            values = schema.read_values(kind, body.values)
+            if deadline is not None and time.monotonic() > deadline:
+                raise late()
+            gone = asyncio.ensure_future(_gone(request))
+            try:
+                answer = await work(body, values, deadline, gone)
+            finally:
+                gone.cancel()
+        except Gone:
+            self.metrics.gone.inc()
+            return Response(status_code=499)  # nobody reads it
+        except VitrailError as error:
+            raise Problem(400, "bad_value", told(error, "this model cannot do that.")) from None
+        return JSONResponse({**answer, "ms": round(1000 * (time.monotonic() - start), 2)})
+
+    async def _read(self, request: Request) -> Body:
+        """The body, if there is room for it; a refused one is taken in for a moment, so that the refusal is heard."""
+        self._uploads += 1
+        try:
+            if self._uploads > self.work.uploads:
+                message = f"{self._uploads} requests are being read already."
+                raise Problem(503, "queue_full", message, {"Retry-After": "1", "Connection": "close"})
+            self.batcher.check_room()
+            return await read_body(request, self.limits)
+        except Problem as problem:
+            if problem.status in (413, 415, 503) and "expect" not in request.headers:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER):
+                        await swallow(request, 4 * self.limits.bytes)
+            raise
+        finally:
+            self._uploads -= 1
+
+    async def _predict(
+        self, body: Body, values: schema.PredictValues, deadline: float | None, gone: asyncio.Future[None]
+    ) -> Answer:
+        if not self.served.classifies:
+            raise Problem(400, "no_classes", "this model has no classes: it gives features; try /v1/embed.")
+        self.pictures.check_hidden(values.hide)
+        rows = await self.batcher.answer(
+            body.pictures, partial(self._prepared, values=values), "logits", deadline, gone
+        )
+        results = [{"predictions": ranked(self.served.card, row, values.top)} for row in rows]
+        return {"model": self.served.name, "engine": self.served.engine.name, "results": results}
+
+    def _prepared(self, picture: bytes | str, values: schema.PredictValues) -> Pixels:
+        pixels = self.pictures.pixels(picture)
+        return self.pictures.without(pixels, values.hide, values.fill) if values.hide else pixels
+
+    async def _embed(
+        self, body: Body, values: schema.NoValues, deadline: float | None, gone: asyncio.Future[None]
+    ) -> Answer:
+        if not self.served.embeds:
+            name = self.served.engine.name
+            raise Problem(501, "no_features", f"{name} runs an exported graph that gives classes and no features.")
+        rows = await self.batcher.answer(body.pictures, self.pictures.pixels, "features", deadline, gone)
+        results = [{"embedding": row.tolist()} for row in rows]
+        return {"model": self.served.name, "dimension": len(rows[0]), "results": results}
+
+    async def _explain(
+        self, body: Body, values: schema.ExplainValues, deadline: float | None, gone: asyncio.Future[None]
+    ) -> Answer:
+        if len(body.pictures) > 1:
+            raise Problem(400, "one_image", f"got {len(body.pictures)} pictures, wanted one to explain.")
+        asked = Asked(
+            layers=None if values.layers is None else tuple(values.layers),
+            methods=None if values.methods is None else tuple(dict.fromkeys(values.methods)),
+            target=values.target,
+            hide=tuple(values.hide),
+            fill=values.fill,
+        )
+        self.looker.check(asked)
+        steps = partial(self.looker.steps, asked=asked)
+        answer = await self.batcher.look(body.pictures[0], self.pictures.pixels, steps, deadline, gone)
+        return {"model": self.served.name, **answer}
+
+
+async def _gone(request: Request) -> None:
+    """Done when the client hangs up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_app(
+    served: Served, limits: Limits | None = None, work: Work | None = None, token: str | None = None
+) -> FastAPI:
+    """The whole service as an ASGI app; `app.state.service` is what stands behind it."""
+    service = Service(served, limits or Limits(), work or Work())
+
+    @contextlib.asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        service.batcher.start()
+        yield
+        await service.batcher.stop()
+
+    app = FastAPI(
+        title="vitrail",
+        version=__version__,
+        summary=f"{served.name} behind HTTP.",
+        description="Pictures in, classes, features and what happens inside out.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=life,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    _add_routes(app, service, bool(token))
+    app.add_exception_handler(Problem, _refused)
+    app.add_exception_handler(HTTPException, _unrouted)
+    app.add_middleware(Guard, metrics=service.metrics, token=token)
+    return app
+
+
+def _add_routes(app: FastAPI, service: Service, closed: bool) -> None:
+    locked = (401,) if closed else ()
+    posts: list[tuple[str, Any, Any, Any, bool, tuple[int, ...]]] = [
+        ("/v1/predict", service.predict, schema.PredictAnswer, schema.PredictValues, True, ()),
+        ("/v1/embed", service.embed, schema.EmbedAnswer, schema.NoValues, True, (501,)),
+        ("/v1/explain", service.explain, schema.ExplainAnswer, schema.ExplainValues, False, (501,)),
+    ]
+    for path, route, answer, values, several, errors in posts:
+        responses = {200: {"model": answer}, **schema.problems(400, *locked, 408, 413, 415, *errors, 503, 504)}
+        extra = schema.posted(values, several, service.about)
+        app.post(path, responses=responses, response_model=None, openapi_extra=extra)(route)
+    gets: list[tuple[str, Any, Any, tuple[int, ...]]] = [
+        ("/v1/model", service.model, schema.ModelAnswer, locked),
+        ("/v1/positions", service.positions, schema.PositionsAnswer, (*locked, 404)),
+        ("/v1/samples", service.samples, list[schema.Sample], locked),
+        ("/healthz", service.alive, schema.State, ()),
+        ("/readyz", service.ready, schema.State, (503,)),
+    ]
+    for path, route, answer, errors in gets:
+        app.get(path, responses={200: {"model": answer}, **schema.problems(*errors)}, response_model=None)(route)
+    text: dict[int | str, Any] = {
+        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format."}
+    }
+    app.get("/metrics", responses={**text, **schema.problems(*locked)}, response_class=Response)(service.numbers)
+    pages = {"/": "index.html", "/docs": "docs.html"}
+    for path, name in pages.items():
+        app.get(path, include_in_schema=False)(_file(name))
+    app.get("/static/{name:path}", include_in_schema=False)(_static)
+    app.get("/samples/{name}", include_in_schema=False)(_sample)
+
+
+def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+    async def found(request: Request) -> Response:
+        return web.page(request, name)
+
+    return found
+
+
+async def _static(request: Request, name: str) -> Response:
+    return web.page(request, name)
+
+
+async def _sample(request: Request, name: str) -> Response:
+    return web.page(request, f"samples/{name}")
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    return error.response()
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """What the router refuses: no such address, or not with this method."""
+    assert isinstance(error, HTTPException)
+    words = {404: "there is nothing at this address.", 405: f"{request.method[:10]} is not answered at this address."}
+    message = words.get(error.status_code, "this request cannot be answered.")
+    return Problem(error.status_code, CODES.get(error.status_code, "bad_request"), message, error.headers).response()

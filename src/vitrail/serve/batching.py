@@ -1,0 +1,352 @@
+"""Pictures of many requests -> batches for the engine -> each request's outputs.
+
+A request's pictures are decoded by a pool of threads and put into one line; an engine's thread that is
+free takes what stands there, up to a batch. It waits for company only while pictures are being
+decoded, and then only a few milliseconds, so that a lone request is answered at once. Whoever has
+gone, or whose deadline has passed, is stepped over: before decoding, before the engine, and after.
+
+Explanations (`look`) take turns with batches, one step at a time, so that neither starves the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from vitrail.serve.limits import Work
+from vitrail.serve.metrics import Metrics
+from vitrail.serve.problems import Gone, Problem
+from vitrail.serve.served import Served
+
+Pixels = npt.NDArray[Any]
+Want = Literal["logits", "features"]
+Steps = Generator[None, None, Any]
+"""Work in pieces; what it returns is the answer."""
+SIZES = (1, 2, 4, 8, 16, 32)
+"""Batches that are tried."""
+GAIN = 0.04
+"""A larger batch must save so much of the time of one picture."""
+
+log = logging.getLogger("vitrail.serve")
+
+
+class Ticket:
+    """One request on its way. All but `dead` belongs to the event loop."""
+
+    __slots__ = ("count", "dead", "deadline", "future", "left", "outputs", "size", "want")
+
+    def __init__(self, future: asyncio.Future[Any], count: int, size: int, deadline: float | None, want: Want) -> None:
+        self.future, self.count, self.size, self.deadline, self.want = future, count, size, deadline, want
+        self.outputs: list[Any] = [None] * count
+        self.left = count
+        self.dead = False
+        """Nobody waits for it any more."""
+
+    def late(self) -> bool:
+        return self.dead or (self.deadline is not None and time.monotonic() > self.deadline)
+
+
+Waiting = tuple[Ticket, int, Pixels]
+"""A picture in line, and which of its request's it is."""
+
+
+class Batcher:
+    """The line and those who work at it: `start`, `answer` and `look` from the event loop, `stop`."""
+
+    def __init__(self, served: Served, work: Work, metrics: Metrics) -> None:
+        self.served, self.work, self.metrics = served, work, metrics
+        self.batch = work.batch or 1
+        self.warm = False
+        """Whether the model has answered once."""
+        self.waiting = 0
+        self.waiting_bytes = 0
+        self.speed = 10.0
+        """Pictures a second, of late."""
+        self._line: deque[Waiting] = deque()
+        self._looks: deque[tuple[Ticket, Steps]] = deque()
+        self._coming = 0  # pictures that are being decoded
+        self._ready = threading.Condition()
+        self._stopping = False
+        self._threads: list[threading.Thread] = []
+        self._pool = ThreadPoolExecutor(work.decoders, thread_name_prefix="decode", initializer=_alone)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Threads begin; the first one tries the engine before it takes anything."""
+        self._loop = asyncio.get_running_loop()
+        for number in range(self.work.lanes):
+            thread = threading.Thread(target=self._lane, args=(number,), name=f"engine-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    async def stop(self) -> None:
+        """What is in line is finished first."""
+        with self._ready:
+            self._stopping = True
+            self._ready.notify_all()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(
+        self,
+        pictures: Sequence[bytes | str],
+        prepare: Callable[[bytes | str], Pixels],
+        want: Want,
+        deadline: float | None = None,
+        gone: asyncio.Future[Any] | None = None,
+    ) -> list[npt.NDArray[np.float32]]:
+        """One row for each picture. `gone` is done when the client is."""
+        ticket = self._admit(len(pictures), sum(map(len, pictures)), deadline, want)
+        try:
+            for number, picture in enumerate(pictures):
+                self._submit(self._decode, ticket, number, picture, prepare)
+            return await self._outcome(ticket, gone)
+        finally:
+            self._leave(ticket)
+
+    async def look(
+        self,
+        picture: bytes | str,
+        prepare: Callable[[bytes | str], Pixels],
+        steps: Callable[[Pixels], Steps],
+        deadline: float | None = None,
+        gone: asyncio.Future[Any] | None = None,
+    ) -> Any:
+        """What the steps return, run where the engine runs."""
+        if len(self._looks) >= self.work.looks:
+            raise self._full()
+        ticket = self._admit(1, len(picture), deadline, "logits")
+        try:
+            self._submit(self._decode, ticket, 0, picture, prepare, steps)
+            return (await self._outcome(ticket, gone))[0]
+        finally:
+            self._leave(ticket)
+
+    def check_room(self) -> None:
+        """Raise Problem where one picture more has no place: before its bytes are read."""
+        if self.waiting >= self.work.queue:
+            raise self._full()
+
+    # On the event loop
+
+    def _admit(self, count: int, size: int, deadline: float | None, want: Want) -> Ticket:
+        if self.waiting + count > self.work.queue or self.waiting_bytes + size > self.work.queue_bytes:
+            raise self._full()
+        assert self._loop is not None
+        self.waiting += count
+        self.waiting_bytes += size
+        self.metrics.queue.set(self.waiting)
+        return Ticket(self._loop.create_future(), count, size, deadline, want)
+
+    def _leave(self, ticket: Ticket) -> None:
+        ticket.dead = True
+        self.waiting -= ticket.count
+        self.waiting_bytes -= ticket.size
+        self.metrics.queue.set(self.waiting)
+
+    def _full(self) -> Problem:
+        seconds = min(max(math.ceil(self.waiting / max(self.speed, 0.1)), 1), 60)
+        message = f"{self.waiting} pictures are waiting already; try again in {seconds} s."
+        return Problem(503, "queue_full", message, {"Retry-After": str(seconds)})
+
+    async def _outcome(self, ticket: Ticket, gone: asyncio.Future[Any] | None) -> Any:
+        """The ticket's outputs, unless the client goes or its deadline passes before."""
+        assert self._loop is not None
+        alarm = None
+        if ticket.deadline is not None:
+            left = ticket.deadline - time.monotonic()
+            alarm = self._loop.call_later(max(left, 0), _fail, ticket, late())
+        if gone is not None:
+            gone.add_done_callback(lambda _: _fail(ticket, Gone()))
+        try:
+            return await ticket.future
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    def _deliver(self, results: Sequence[tuple[Ticket, int, Any]]) -> None:
+        for ticket, number, row in results:
+            ticket.outputs[number] = row
+            ticket.left -= 1
+            if not ticket.left and not ticket.future.done():
+                ticket.future.set_result(ticket.outputs)
+
+    # In the decoders' threads
+
+    def _submit(self, *call: Any) -> None:
+        with self._ready:
+            self._coming += 1
+        self._pool.submit(*call)
+
+    def _decode(
+        self,
+        ticket: Ticket,
+        number: int,
+        picture: bytes | str,
+        prepare: Callable[[bytes | str], Pixels],
+        steps: Callable[[Pixels], Steps] | None = None,
+    ) -> None:
+        pixels: Pixels | None = None
+        error: Exception | None = None
+        if not ticket.late():
+            start = time.perf_counter()
+            try:
+                pixels = prepare(picture)
+            except Exception as found:
+                error = found.about(number, ticket.count) if isinstance(found, Problem) else found
+            self.metrics.decode.observe(time.perf_counter() - start)
+        with self._ready:
+            self._coming -= 1
+            if pixels is not None and steps is not None:
+                self._looks.append((ticket, steps(pixels)))
+            elif pixels is not None:
+                self._line.append((ticket, number, pixels))
+            self._ready.notify()
+        if error is not None:
+            self._tell(_fail, ticket, error)
+
+    # In the engine's threads
+
+    def _lane(self, number: int) -> None:
+        if self.work.threads is not None:
+            _use_cores(self.work.threads)
+        if number == 0:
+            self._try_out()
+        looked = False
+        while True:
+            found = self._next(looked)
+            if found is None:
+                return
+            looked = isinstance(found, tuple)
+            if isinstance(found, tuple):
+                self._step(*found)
+            elif found:
+                self._run(found)
+
+    def _next(self, looked: bool) -> tuple[Ticket, Steps] | list[Waiting] | None:
+        """A step of an explanation or a batch, in turn where both wait; None: it is time to stop."""
+        with self._ready:
+            while not (self._line or self._looks):
+                if self._stopping and not self._coming:
+                    return None
+                self._ready.wait(0.1 if self._stopping else None)
+            if self._looks and not (looked and self._line):
+                return self._looks.popleft()
+            patience = time.monotonic() + self.work.wait
+            while len(self._line) < self.batch and self._coming:
+                left = patience - time.monotonic()
+                if left <= 0 or not self._ready.wait(left):
+                    break
+            return self._gather()
+
+    def _gather(self) -> list[Waiting]:
+        """From the front of the line, of one kind; whoever is late is left out."""
+        group: list[Waiting] = []
+        while self._line and len(group) < self.batch:
+            ticket = self._line[0][0]
+            if group and ticket.want != group[0][0].want:
+                break
+            found = self._line.popleft()
+            if not ticket.late():
+                group.append(found)
+        return group
+
+    def _run(self, group: list[Waiting]) -> None:
+        start = time.perf_counter()
+        try:
+            pixels = np.stack([found[2] for found in group])
+            rows = self.served.outputs(pixels, group[0][0].want)
+        except Exception as error:
+            log.exception("the engine failed on a batch of %d", len(group))
+            self._tell(_fail_all, [ticket for ticket, _, _ in group], error)
+            return
+        took = time.perf_counter() - start
+        self.metrics.engine.observe(took)
+        self.metrics.batch.observe(len(group))
+        self.speed += 0.1 * (self.work.lanes * len(group) / max(took, 1e-6) - self.speed)
+        self._tell(self._deliver, [(ticket, number, row) for (ticket, number, _), row in zip(group, rows, strict=True)])
+
+    def _step(self, ticket: Ticket, steps: Steps) -> None:
+        """One step of an explanation; it goes back into line unless that was the last."""
+        if ticket.late():
+            return
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._tell(self._deliver, [(ticket, 0, end.value)])
+        except Exception as error:
+            self._tell(_fail, ticket, error)
+        else:
+            with self._ready:
+                self._looks.append((ticket, steps))
+
+    def _try_out(self) -> None:
+        """Find the batch that suits the engine; afterwards it is warm."""
+        try:
+            found = best_batch(self.served, SIZES if self.work.batch is None else (self.work.batch,))
+            self.batch = self.work.batch or found
+            self.warm = True
+        except Exception:
+            log.exception("the engine does not answer")
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def best_batch(served: Served, sizes: Sequence[int], seconds: float = 2.0) -> int:
+    """The smallest batch that no larger one beats by much; trying ends after so many seconds."""
+    best, fastest = sizes[0], math.inf
+    until = time.monotonic() + seconds
+    for size in sizes:
+        pixels = np.zeros((size, *served.shape), served.preprocess.dtype)
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            served.outputs(pixels, "logits")
+            times.append((time.perf_counter() - start) / size)
+            if time.monotonic() > until:
+                break
+        if min(times) < fastest * (1 - GAIN):
+            best, fastest = size, min(times)
+        if time.monotonic() > until:
+            break
+    return best
+
+
+def late() -> Problem:
+    return Problem(504, "deadline_passed", "the deadline passed before there was an answer.")
+
+
+def _fail(ticket: Ticket, error: Exception) -> None:
+    ticket.dead = True
+    if not ticket.future.done():
+        ticket.future.set_exception(error)
+
+
+def _fail_all(tickets: Sequence[Ticket], error: Exception) -> None:
+    for ticket in tickets:
+        _fail(ticket, error)
+
+
+def _alone() -> None:
+    """A decoder computes on its own core."""
+    _use_cores(1)
+
+
+def _use_cores(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)

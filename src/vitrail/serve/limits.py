@@ -1,0 +1,70 @@
+"""How much a client may ask for, and how the work is shared out."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from vitrail.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one request may bring; more is answered 413 before any of it is decoded."""
+
+    bytes: int = 16 * 2**20
+    """Of the body."""
+    pixels: int = 50_000_000
+    """Of one picture, as its header has it."""
+    images: int = 16
+    """Pictures in one request."""
+    seconds: float = 30.0
+    """For the body to arrive; a slower client is answered 408."""
+
+    def __post_init__(self) -> None:
+        for name in ("bytes", "pixels", "images", "seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"a limit of {getattr(self, name)} {name} lets nothing in; wanted 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """How pictures become batches."""
+
+    queue: int = 256
+    """Pictures that may wait; past it the answer is 503."""
+    queue_bytes: int = 512 * 2**20
+    """Their bytes, together."""
+    uploads: int = 256
+    """Bodies that are read at a time."""
+    looks: int = 8
+    """Explanations that may wait."""
+    batch: int | None = None
+    """Pictures the engine is given at a time, at most; None: what a short timing finds best."""
+    wait: float = 0.004
+    """Seconds a batch that is not full waits for pictures that are being decoded."""
+    lanes: int = 1
+    """Threads that run the engine, each on a batch of its own."""
+    threads: int | None = None
+    """Cores each of them computes on; None: as torch has it."""
+    decoders: int = field(default_factory=lambda: os.cpu_count() or 1)
+    """Threads that decode."""
+
+    def __post_init__(self) -> None:
+        for name in ("queue", "queue_bytes", "uploads", "looks", "lanes", "decoders"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: wanted 1 or more.")
+        if self.batch is not None and self.batch < 1:
+            raise ConfigError(f"batch={self.batch}: wanted 1 picture at a time or more.")
+        if not 0 <= self.wait <= 1:
+            raise ConfigError(f"wait={1000 * self.wait:g} ms: wanted 0 to 1000.")
+
+
+def shares(cores: int, alone: bool, **options: Any) -> Work:
+    """So many cores, shared by decoders and engine.
+
+    An engine that computes on one core (`alone`) has a lane for each: threads that work together on one
+    batch would wait for each other whenever a decoder has one of the cores.
+    """
+    return Work(lanes=cores if alone else 1, threads=1 if alone else cores, decoders=cores, **options)

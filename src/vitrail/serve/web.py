@@ -1,0 +1,55 @@
+"""The files of web/: the explorer, the page about the API, sample pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mimetypes
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from vitrail.serve.problems import Problem
+
+WEB = Path(__file__).with_name("web")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
+"""No dots before a name: nothing hidden, nothing above."""
+KINDS = {".js": "text/javascript; charset=utf-8", ".webmanifest": "application/manifest+json"}
+
+
+def page(request: Request, name: str) -> Response:
+    """A file of web/, or a bare 304 where the browser has it already."""
+    path = WEB / name
+    if not NAME.fullmatch(name) or not path.is_file():
+        raise Problem(404, "not_found", "there is nothing at this address.")
+    body, tag = _read(path, path.stat().st_mtime_ns)
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}  # asks each time, and is told 304
+    if tag in (asked.strip().removeprefix("W/") for asked in request.headers.get("if-none-match", "").split(",")):
+        return Response(status_code=304, headers=headers)
+    return Response(body, headers=headers, media_type=_kind(path))
+
+
+def samples() -> list[dict[str, Any]]:
+    """Openly licensed pictures to try, with what is on them and whose they are."""
+    listed: list[dict[str, Any]] = json.loads((WEB / "samples" / "samples.json").read_text(encoding="utf-8"))
+    return [
+        {"name": one["name"], "url": f"/samples/{one['file']}", "alt": one["alt"], "credit": one["credit"]}
+        for one in listed
+    ]
+
+
+@lru_cache(maxsize=256)
+def _read(path: Path, changed: int) -> tuple[bytes, str]:
+    body = path.read_bytes()
+    return body, f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+
+
+def _kind(path: Path) -> str:
+    if path.suffix in KINDS:
+        return KINDS[path.suffix]
+    kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+    return f"{kind}; charset=utf-8" if kind.startswith("text/") else kind

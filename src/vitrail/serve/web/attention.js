@@ -1,0 +1,73 @@
+// What the server's bytes mean: rows of attention, maps over the patches, similarity of places. Nothing here draws.
+// T tokens, P special ones first, N = T - P patches in rows and columns.
+
+export function bytes(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);  // many times faster, where the browser has it
+  const raw = atob(text), out = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) out[i] = raw.charCodeAt(i);
+  return out;
+}
+
+/** One layer: H T T bytes, and the peak of each row that they are shares of. */
+export function layerOf({ heads, tokens, values, peaks }) {
+  const raw = bytes(peaks);
+  return { heads, tokens, values: bytes(values), peaks: new Float32Array(raw.buffer, 0, raw.byteLength / 4) };
+}
+
+/** How the head mixes the tokens, T numbers that sum to 1; attention pools are shown as the mean of the patches. */
+export function reading(pool, special, tokens) {
+  const weights = new Float32Array(tokens), patches = tokens - special.length;
+  const named = special.filter((name) => name === "class" || name === "distill").length;
+  const shares = { token: [1, 0], "token+gap": [0.5, 0.5] }[pool] ?? [0, 1];
+  const [token, gap] = named ? shares : [0, 1];
+  for (let i = 0; i < tokens; i++) weights[i] = i < special.length ? 0 : gap / patches;
+  special.forEach((name, i) => { if (name === "class" || name === "distill") weights[i] = token / named; });
+  return weights;
+}
+
+/** T numbers that sum to 1: what a token (or a mix of them) attends to, in one head (from 1) or the mean of all (0). */
+export function attended(layer, head, asker) {
+  const { heads, tokens, values, peaks } = layer, out = new Float32Array(tokens);
+  const chosen = head ? [head - 1] : [...Array(heads).keys()];
+  const askers = typeof asker === "number" ? [[asker, 1]] : [...asker.entries()].filter(([, weight]) => weight > 0);
+  for (const h of chosen) {
+    for (const [query, weight] of askers) {
+      const row = h * tokens + query, scale = (weight * peaks[row]) / 255 / chosen.length, start = row * tokens;
+      for (let i = 0; i < tokens; i++) out[i] += scale * values[start + i];
+    }
+  }
+  return out;
+}
+
+/** A map over the patches, in the units it was computed in. */
+export function mapOf({ values, low, high }) {
+  return Float32Array.from(bytes(values), (byte) => low + (byte / 255) * (high - low));
+}
+
+/** N N numbers from -1 to 1. */
+export function placesOf({ grid, values, meaning }) {
+  const signed = new Int8Array(bytes(values).buffer), alike = Float32Array.from(signed, (byte) => byte / 127);
+  let low = 1;
+  for (const value of alike) low = Math.min(low, value);
+  return { grid, alike, low, meaning };
+}
+
+/** The same numbers between 0 (nothing, or the least) and 1 (the most). Few very bright patches do not darken the rest. */
+export function scaled(values) {
+  const sorted = Float32Array.from(values).sort(), at = (share) => sorted[Math.floor(share * (sorted.length - 1))];
+  const least = Math.min(at(0), 0), high = Math.max(at(0.965), least + 0.3 * (at(1) - least));
+  const low = Math.min(at(0.2), least + 0.4 * (high - least));  // an even map is even light, not its own noise
+  return values.map((value) => Math.min(1, Math.max(0, (value - low) / (high - low || 1))));
+}
+
+export function largest(values) {
+  let best = 0;
+  for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;
+  return best;
+}
+
+export function cosine(a, b) {
+  let dot = 0, aa = 0, bb = 0;
+  for (let i = 0; i < a.length; i++) { dot += a[i] * b[i]; aa += a[i] * a[i]; bb += b[i] * b[i]; }
+  return dot / (Math.sqrt(aa * bb) || 1);
+}

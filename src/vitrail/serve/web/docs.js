@@ -1,0 +1,123 @@
+// The page about the API, written from /openapi.json.
+
+const PICTURE = "cat.jpg";
+const QUOTED = /^[\w./:-]+$/;
+
+function follow(schema, whole) {
+  if (!schema || !schema.$ref) return schema || {};
+  return schema.$ref.slice(2).split("/").reduce((at, name) => at[name], whole);
+}
+
+// A value that fits a schema, as an example.
+function sample(given, whole, name = "") {
+  const schema = follow(given, whole);
+  if (schema.examples) return schema.examples[0];
+  if (schema.anyOf) return sample(schema.anyOf[0], whole, name);
+  if (schema.const !== undefined) return schema.const;
+  if (schema.enum) return schema.enum[0];
+  switch (schema.type) {
+    case "object":
+      if (schema.properties) {
+        return Object.fromEntries(Object.entries(schema.properties).map(([key, one]) => [key, sample(one, whole, key)]));
+      }
+      return schema.additionalProperties ? { rollout: sample(schema.additionalProperties, whole) } : {};
+    case "array":
+      return [sample(schema.items, whole, name)];
+    case "integer":
+      return 1;
+    case "number":
+      return 0.5;
+    case "boolean":
+      return true;
+    default:
+      return "…";
+  }
+}
+
+function word(schema) {
+  if (schema.anyOf) return schema.anyOf.map(word).filter((one) => one !== "null").join(" or ");
+  if (schema.enum) return schema.enum.join(", ");
+  if (schema.type === "array") return schema.items.enum ? `some of ${word(schema.items)}` : `list of ${word(schema.items)}s`;
+  return schema.type || "value";
+}
+
+function command(method, path, operation) {
+  const address = `${location.origin}${path}`;
+  const shell = QUOTED.test(address) ? address : `'${address}'`;
+  const token = operation.responses["401"] ? " -H 'Authorization: Bearer TOKEN'" : "";
+  if (method === "get") return `curl${token} ${shell}`;
+  return [
+    `curl${token} -F image=@${PICTURE} ${shell}`,
+    `curl${token} -H 'Content-Type: image/jpeg' --data-binary @${PICTURE} ${shell}`,
+    `echo "{\\"image\\": \\"$(base64 -w0 ${PICTURE})\\"}" |\n  curl${token} --json @- ${shell}`,
+  ].join("\n");
+}
+
+function row(...cells) {
+  const line = document.createElement("tr");
+  for (const text of cells) {
+    const cell = document.createElement(cells.indexOf(text) ? "td" : "th");
+    cell.textContent = text;
+    line.append(cell);
+  }
+  return line;
+}
+
+function section(method, path, operation, whole) {
+  const found = document.getElementById("route").content.cloneNode(true);
+  const part = (name) => found.querySelector(name);
+  const id = `${method}${path.replaceAll("/", "-")}`;
+  part("section").id = id;
+  part(".method").textContent = method.toUpperCase();
+  part(".path").textContent = path;
+  part(".about").textContent = operation.description || operation.summary || "";
+  part(".example code").textContent = command(method, path, operation);
+  part(".copy").addEventListener("click", (event) => {
+    navigator.clipboard?.writeText(command(method, path, operation));
+    event.target.textContent = "Copied";
+  });
+  const parameters = operation.parameters || [];
+  for (const one of parameters) {
+    const where = one.in === "header" ? "header" : word(one.schema);
+    part(".values tbody").append(row(one.name, where, one.description || ""));
+  }
+  part(".values").hidden = !parameters.length;
+  if (operation.requestBody) {
+    part(".bodies").hidden = false;
+    part(".bodies p").textContent = `${Object.keys(operation.requestBody.content).join(", ")}. Values go beside the ` +
+      "picture: as fields of the form, as keys of the JSON, or in the address. A list is repeated, or JSON.";
+  }
+  const content = operation.responses["200"].content || {};
+  const [kind, media] = Object.entries(content)[0] || ["", {}];
+  part(".answer code").textContent = kind === "application/json"
+    ? JSON.stringify(sample(media.schema, whole), null, 2)
+    : `${kind || "nothing"}`;
+  for (const [status, about] of Object.entries(operation.responses)) {
+    if (status === "200") continue;
+    part(".errors").hidden = false;
+    part(".errors tbody").append(row(status, about.description));
+  }
+  return [id, found];
+}
+
+async function main() {
+  const whole = await (await fetch("/openapi.json")).json();
+  document.getElementById("title").textContent = "The API";
+  document.getElementById("summary").textContent =
+    `${whole.info.summary} ${whole.info.description} Version ${whole.info.version}.`;
+  for (const [path, methods] of Object.entries(whole.paths)) {
+    for (const [method, operation] of Object.entries(methods)) {
+      const [id, made] = section(method, path, operation, whole);
+      const link = document.createElement("a");
+      link.href = `#${id}`;
+      link.textContent = path;
+      document.getElementById("contents").append(link);
+      document.getElementById("routes").append(made);
+    }
+  }
+  if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
+}
+
+main().catch(() => {
+  document.getElementById("summary").textContent = "The server does not answer; reload this page when it is back.";
+});

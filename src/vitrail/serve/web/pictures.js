@@ -1,0 +1,92 @@
+// Where pictures come from: files, the clipboard, the camera, samples; and those this browser remembers for its links.
+
+const KEPT = 16;  // pictures remembered
+
+export const isPicture = (file) => Boolean(file) && (file.type.startsWith("image/") || /\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic)$/i.test(file.name ?? ""));
+
+/** The first picture among what was dropped or pasted. */
+export const pictureIn = (transfer) => [...(transfer?.files ?? [])].find(isPicture) ?? null;
+
+/** A name that follows from the bytes: the same picture has the same link. */
+export async function keyOf(blob) {
+  const data = await blob.arrayBuffer();
+  if (globalThis.crypto?.subtle) {
+    const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", data));
+    return [...digest.slice(0, 8)].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+  }
+  let hash = 0x811c9dc5;  // FNV-1a: pages that came without TLS have no crypto.subtle
+  for (const byte of new Uint8Array(data)) hash = Math.imul(hash ^ byte, 0x01000193) >>> 0;
+  return hash.toString(16).padStart(8, "0") + data.byteLength.toString(16);
+}
+
+function store(mode) {
+  return new Promise((resolve, reject) => {
+    const opening = indexedDB.open("vitrail", 1);
+    opening.onupgradeneeded = () => opening.result.createObjectStore("pictures", { keyPath: "key" });
+    opening.onerror = () => reject(opening.error);
+    opening.onsuccess = () => resolve(opening.result.transaction("pictures", mode).objectStore("pictures"));
+  });
+}
+
+const result = (request) => new Promise((resolve, reject) => {
+  request.onsuccess = () => resolve(request.result);
+  request.onerror = () => reject(request.error);
+});
+
+/** Keep it for links; the oldest are forgotten. False where the browser keeps nothing (a private window). */
+export async function remember(key, blob) {
+  try {
+    const pictures = await store("readwrite");
+    await result(pictures.put({ key, blob, when: Date.now() }));
+    const all = await result(pictures.getAll());
+    all.sort((a, b) => b.when - a.when).slice(KEPT).forEach((old) => pictures.delete(old.key));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+export async function recall(key) {
+  try { return (await result((await store("readonly")).get(key)))?.blob ?? null; } catch { return null; }
+}
+
+/** The picture, made smaller where the server would not take it; and what was done, in words. */
+export async function fitting(blob, limits) {
+  let bitmap = null;
+  try { bitmap = await createImageBitmap(blob); } catch { return { blob, note: "" }; }  // the server will say what is wrong
+  const pixels = bitmap.width * bitmap.height;
+  const room = 0.98 * limits.bytes - 4096;
+  if (blob.size <= room && pixels <= limits.pixels) { bitmap.close(); return { blob, note: "" }; }
+  const scale = Math.min(1, 2048 / Math.max(bitmap.width, bitmap.height));
+  const canvas = new OffscreenCanvas(Math.max(1, Math.round(bitmap.width * scale)), Math.max(1, Math.round(bitmap.height * scale)));
+  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  bitmap.close();
+  const smaller = await canvas.convertToBlob({ type: "image/jpeg", quality: 0.92 });
+  return { blob: smaller, note: `The picture is larger than the server takes: it was sent ${canvas.width} × ${canvas.height} pixels in size.` };
+}
+
+/** Fills the dialog with what the camera sees; resolves with a picture, or null. */
+export async function takePicture(box) {
+  const stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment", width: { ideal: 1280 } } });
+  const video = box.querySelector("video");
+  video.srcObject = stream;
+  box.showModal();
+  await video.play();
+  return new Promise((resolve) => {
+    const end = (blob) => {
+      stream.getTracks().forEach((track) => track.stop());
+      video.srcObject = null;
+      box.onclose = null;
+      if (box.open) box.close();
+      resolve(blob);
+    };
+    box.onclose = () => end(null);
+    box.querySelector("#camera-stop").onclick = () => end(null);
+    box.querySelector("#camera-take").onclick = () => {
+      const canvas = document.createElement("canvas");
+      [canvas.width, canvas.height] = [video.videoWidth, video.videoHeight];
+      canvas.getContext("2d").drawImage(video, 0, 0);
+      canvas.toBlob(end, "image/jpeg", 0.95);
+    };
+  });
+}

@@ -1,0 +1,118 @@
+// What the model says: the likeliest classes as bars that move while patches are hidden.
+
+import { cosine } from "./attention.js";
+
+const ROW = 44;  // pixels between two bars
+export const percent = (share) => (share < 0.0005 ? "<\u00a00.1\u00a0%" : `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}\u00a0%`);
+export const tidy = (label) => capital(label.split(",")[0].replaceAll("_", " "));
+export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
+function element(name, className, text = "") {
+  const made = document.createElement(name);
+  made.className = className;
+  made.textContent = text;
+  return made;
+}
+
+/** Keeps one block for each picture on the table. */
+export class Says {
+  constructor(root) { this.root = root; this.blocks = []; }
+
+  show(sheets, model) {
+    while (this.blocks.length > sheets.length) this.blocks.pop().root.remove();
+    while (this.blocks.length < sheets.length) {
+      const block = new Block();
+      this.blocks.push(block);
+      this.root.append(block.root);
+    }
+    sheets.forEach((sheet, i) => this.blocks[i].show(sheet, model, sheets.length > 1 ? "AB"[i] : "", sheets[0]));
+  }
+}
+
+class Block {
+  constructor() {
+    this.root = element("div", "block");
+    this.letter = element("p", "letter");
+    this.label = element("h2", "label");
+    this.score = element("p", "score");
+    this.bars = element("ol", "bars");
+    this.note = element("p", "note");
+    this.rows = new Map();
+    this.root.append(this.letter, this.label, this.score, this.bars, this.note);
+  }
+
+  show(sheet, model, letter, first) {
+    this.letter.textContent = letter;
+    this.letter.hidden = !letter;
+    this.root.classList.toggle("old", sheet.now === null && Boolean(model.classes));
+    this.bars.hidden = !model.classes;
+    if (!model.classes) return this.features(sheet, letter, first);
+    const best = sheet.now?.[0];
+    this.label.textContent = best ? tidy(best.label) : sheet.blob ? "…" : "";
+    this.label.title = best?.label ?? "";
+    this.score.textContent = best ? percent(best.score) : "";
+    this.draw(sheet);
+    this.note.textContent = sheet.hide.size ? "The tick is where it stood with nothing hidden." : best ? known(model) : "";
+  }
+
+  draw(sheet) {
+    const now = sheet.now ?? [], seen = new Set();
+    now.forEach((prediction, place) => {
+      seen.add(prediction.index);
+      const row = this.rows.get(prediction.index) ?? this.row(prediction, place);
+      const before = sheet.hide.size ? sheet.before?.get(prediction.index) : undefined;
+      row.root.style.transform = `translateY(${place * ROW}px)`;
+      row.fill.style.transform = `scaleX(${prediction.score})`;
+      row.much.textContent = percent(prediction.score);
+      row.tick.hidden = before === undefined;
+      row.tick.style.left = `${100 * (before ?? 0)}%`;
+      const change = before === undefined ? 0 : Math.round(100 * (prediction.score - before));
+      row.change.textContent = change ? `${change > 0 ? "+" : "−"}${Math.abs(change)}` : "";
+      row.root.classList.toggle("first", place === 0);
+      this.bars.append(row.root);
+    });
+    for (const [index, row] of this.rows) {
+      if (seen.has(index)) continue;
+      row.root.remove();
+      this.rows.delete(index);
+    }
+    this.bars.style.height = `${now.length * ROW}px`;
+  }
+
+  row({ label, index }, place) {
+    const root = element("li", "bar"), who = element("span", "who", tidy(label)), track = element("span", "track");
+    const fill = element("span", "fill"), tick = element("span", "tick"), much = element("span", "much"), change = element("span", "change");
+    who.title = label;
+    track.append(fill, tick);
+    root.append(who, change, much, track);
+    root.style.transform = `translateY(${place * ROW}px)`;
+    const row = { root, fill, tick, much, change };
+    this.rows.set(index, row);
+    return row;
+  }
+
+  /** A model without classes: how alike its features are. */
+  features(sheet, letter, first) {
+    const pair = letter === "B" && first.embedding && sheet.embedding;
+    const alike = pair ? cosine(first.embedding, sheet.embedding) : sheet.kept;
+    this.label.textContent = alike === null ? "Features" : `${alike.toFixed(3)} alike`;
+    this.score.textContent = "";
+    const whole = "This model has no classes: it gives features. Hide patches, or compare two pictures, to see how they change.";
+    this.note.textContent = sheet.wholeOnly && sheet.hide.size ? "This server gives features of whole pictures only." : alike === null ? whole : `The cosine between the features of ${pair ? "both pictures" : "the picture with and without what is hidden"}.`;
+  }
+}
+
+/** What the bars are a choice of; a model of few classes names them, for it knows nothing else. */
+function known({ classes, labels, several }) {
+  if (several) return "Each class on its own: several may be there.";
+  const names = labels && classes <= 12 ? ` it knows: ${labels.map((label) => label.split(",")[0]).join(", ")}` : "";
+  return `The likeliest of the ${classes.toLocaleString("en")} classes${names}.`;
+}
+
+/** One sentence for a screen reader. */
+export function spoken(sheet) {
+  if (!sheet.now) return "";
+  const [best, next] = sheet.now, part = (p) => `${p.label.split(",")[0]}, ${Math.round(100 * p.score)} percent`;
+  const hidden = sheet.hide.size ? `With ${sheet.hide.size} ${sheet.hide.size === 1 ? "patch" : "patches"} hidden: ` : "";
+  return `${hidden}${part(best)}${next ? `; then ${part(next)}` : ""}.`;
+}

@@ -1,0 +1,130 @@
+// Asking the server: says when it is slow, waits when it is busy, and asks again when it has been away.
+
+const WAITS = [400, 800, 1600, 3000, 5000];  // milliseconds between attempts
+const SLOW = 300, LONG = 3000;
+
+export class Refused extends Error {
+  constructor(status, { code, message } = {}) {
+    super(message ?? `The server answered ${status}.`);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+const listeners = { state: () => {}, doing: () => {}, token: async () => "" };
+let token = sessionStorage.getItem("vitrail-token");
+let trouble = false;  // it was away or busy when last heard of
+const waiting = new Set();  // each ends the wait before the next attempt
+let asking = null;  // one dialog for all requests that were refused together
+const running = new Map();  // what is being waited for -> since when
+let ticking = 0;
+
+/** `state(kind, seconds)`: "away", "busy" or "fine"; `doing(what, ms)`; `token()` asks the person for one. */
+export function listen(given) { Object.assign(listeners, given); }
+export function tryNow() { for (const wake of waiting) wake(); }
+
+/** JSON (or bytes) from the server, however long it is away; `what` is told to the person when it takes long. */
+export async function ask(path, { body, what = "", signal, as = "json" } = {}) {
+  const mine = Symbol(what);
+  running.set(mine, { what, since: performance.now() });
+  tick();
+  try {
+    for (let attempt = 0; ; attempt++) {
+      const answer = await once(path, body, signal, as);
+      if (answer.ok) {
+        if (trouble) { trouble = false; listeners.state("fine", 0); }
+        return answer.found;
+      }
+      if (!answer.again) throw answer.error;
+      const wait = answer.after ?? WAITS[Math.min(attempt, WAITS.length - 1)];
+      await pause(wait, answer.kind, signal);
+    }
+  } finally {
+    running.delete(mine);
+    if (!running.size) { clearInterval(ticking); ticking = 0; listeners.doing("", 0); }
+  }
+}
+
+async function once(path, body, signal, as) {
+  let response, found;
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  try {
+    response = await fetch(path, { method: body ? "POST" : "GET", body, headers, signal });
+    found = await (response.ok && as === "blob" ? response.blob() : response.json()).catch(() => null);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    return { again: true, kind: "away" };
+  }
+  if (signal?.aborted) throw new DOMException("", "AbortError");
+  if (response.ok && found !== null) return { ok: true, found };
+  if (response.ok || [502, 503].includes(response.status)) {
+    const after = Number(response.headers.get("Retry-After")) * 1000 || undefined;
+    return { again: true, kind: found?.error?.code === "queue_full" ? "busy" : "away", after };
+  }
+  const error = new Refused(response.status, found?.error);
+  if (response.status !== 401) return { error };
+  const known = token;
+  asking ??= Promise.resolve(listeners.token(known !== null)).finally(() => { asking = null; });
+  token = await asking;
+  sessionStorage.setItem("vitrail-token", token);
+  return { again: true, kind: "token", after: 0 };
+}
+
+async function pause(ms, kind, signal) {
+  const until = performance.now() + ms;
+  const say = () => listeners.state(kind, Math.ceil((until - performance.now()) / 1000));
+  if (kind === "token") return;
+  trouble = true;
+  listeners.doing("", 0);
+  say();
+  const counting = setInterval(say, 1000);
+  let wake = () => {};
+  try {
+    await new Promise((resolve, reject) => {
+      wake = resolve;
+      waiting.add(wake);
+      setTimeout(resolve, ms);
+      signal?.addEventListener("abort", () => reject(new DOMException("", "AbortError")), { once: true });
+    });
+  } finally {
+    waiting.delete(wake);
+    clearInterval(counting);
+  }
+}
+
+function tick() {
+  if (ticking) return;
+  ticking = setInterval(() => {
+    const [longest] = [...running.values()].filter(({ what }) => what).sort((a, b) => a.since - b.since);
+    if (!longest || trouble) return;  // the banner says it
+    const ms = performance.now() - longest.since;
+    if (ms > SLOW) listeners.doing(longest.what, ms > LONG ? ms : 0);
+  }, 150);
+}
+
+/** The same work for the latest wish only: what was begun for an earlier one is called off. */
+export function latest(work, wait = 0) {
+  let control = null, timer = 0;
+  return {
+    cancel() { clearTimeout(timer); control?.abort(); },
+    start(...wishes) {
+      clearTimeout(timer);
+      control?.abort();
+      const mine = (control = new AbortController());
+      return new Promise((resolve, reject) => {
+        const ended = (error) => (error.name === "AbortError" ? resolve(undefined) : reject(error));
+        timer = setTimeout(() => work(mine.signal, ...wishes).then(resolve, ended), wait);
+      });
+    },
+  };
+}
+
+/** One picture and values as a form. */
+export function form(blob, values) {
+  const data = new FormData();
+  data.append("image", blob, "picture");
+  for (const [name, value] of Object.entries(values)) {
+    if (value !== undefined) data.append(name, typeof value === "string" ? value : JSON.stringify(value));
+  }
+  return data;
+}

@@ -1,0 +1,150 @@
+// One picture on the table: what is hidden of it, and what the server has said about it so far.
+
+import { bytes, cosine, layerOf, mapOf } from "./attention.js";
+import { ask, form, latest } from "./server.js";
+
+const SHOWN = 5, KNOWN = 50;  // classes in the bars; classes whose earlier score is remembered
+
+export class Sheet {
+  constructor(model, changed, failed) {
+    Object.assign(this, { model, changed, failed, source: null, name: "", blob: null, image: null, fill: "mean" });
+    this.hide = new Set();
+    this.past = [];  // earlier sets of hidden patches
+    this.forget();
+    this.predicting = latest((signal) => this.predict(signal), 40);
+    this.explaining = latest((signal) => this.explain(signal), 0);
+    this.fetching = latest((signal, wanted) => this.more(signal, wanted), 30);
+  }
+
+  forget() {
+    Object.assign(this, { before: null, now: null, whole: null, kept: null, distance: [], uniform: 0, grid: this.model.grid, stale: true });
+    this.layers = new Map();
+    this.maps = new Map();
+  }
+
+  get patches() { return this.grid ? this.grid.rows * this.grid.columns : 0; }
+  get values() { return { hide: this.hide.size ? [...this.hide].sort((a, b) => a - b) : undefined, fill: this.hide.size ? this.fill : undefined }; }
+
+  /** Another picture; what is hidden stays hidden where the caller says so. */
+  put(source, blob, name, hide = new Set()) {
+    this.stop();
+    Object.assign(this, { source, blob, name, hide: new Set(hide), past: [], image: null });
+    this.forget();
+    this.send();
+  }
+
+  stop() { this.predicting.cancel(); this.explaining.cancel(); this.fetching.cancel(); }
+
+  /** Hide exactly these from now on. */
+  cover(patches, remember = true) {
+    if (remember) this.past.push(this.hide);
+    this.hide = new Set(patches);
+    this.stale = true;
+    this.send(true);
+    this.changed(this);
+  }
+
+  undo() {
+    if (this.past.length) this.cover(this.past.pop(), false);
+  }
+
+  /** The quick answer first, then the whole one. */
+  send(soon = false) {
+    if (!this.blob) return;
+    const tell = (error) => this.fail(error);
+    this.predicting.start().catch(tell);
+    this.explaining.cancel();
+    clearTimeout(this.later);
+    this.later = setTimeout(() => this.explaining.start().catch(tell), soon ? 220 : 0);
+  }
+
+  /** A picture that will not do is put aside, so that nothing waits for it. */
+  fail(error) {
+    if (!this.image) { this.stop(); this.blob = null; }
+    this.failed(this, error);
+  }
+
+  async predict(signal) {
+    const found = await this.quick(this.values, signal);
+    const whole = this.hide.size && !(this.before ?? this.whole) ? await this.quick({}, signal) : null;  // a link came with them hidden
+    if (this.model.classes) {
+      if (whole) this.before = scores(whole.predictions);
+      this.tell(found.predictions);
+    } else {
+      this.wholeOnly = !found;
+      if (!found) return this.changed(this);
+      if (whole || !this.hide.size) this.whole = (whole ?? found).embedding;
+      this.embedding = found.embedding;
+      this.kept = this.hide.size ? cosine(this.whole, found.embedding) : null;
+    }
+    this.changed(this);
+  }
+
+  async quick(values, signal) {
+    const { classes } = this.model, top = classes ? Math.min(KNOWN, classes) : undefined;
+    const body = form(this.blob, { ...values, top });
+    if (classes) return (await ask("/v1/predict", { body, what: "The model is looking", signal })).results[0];
+    const found = ask("/v1/embed", { body, what: "The model is looking", signal });
+    return (await found.catch((error) => { if (error.status === 400 && values.hide) return null; throw error; }))?.results[0];
+  }
+
+  tell(predictions) {
+    if (!this.hide.size) this.before = scores(predictions);
+    this.now = predictions.slice(0, SHOWN);
+  }
+
+  async explain(signal) {
+    if (!this.model.methods.length) return this.show(signal);
+    const { blob } = this, methods = this.model.methods.includes("rollout") ? ["rollout"] : this.model.methods.slice(0, 1);
+    const answer = await ask("/v1/explain", { body: form(blob, { ...this.values, methods }), what: "The model is looking", signal });
+    const image = this.image ?? (await picture(answer.picture));
+    if (signal.aborted) return;
+    this.layers = new Map();
+    this.maps = new Map();
+    if (!this.now && answer.predictions.length) this.tell(answer.predictions);
+    Object.assign(this, { image, stale: false, grid: answer.grid ?? this.grid, distance: answer.distance ?? [], uniform: answer.uniform_distance });
+    this.take(answer);
+    this.changed(this);
+  }
+
+  /** Where nothing can be explained: the picture, cut to the shape of what the model gets. */
+  async show(signal) {
+    const image = this.image ?? (await cut(this.blob, this.model.image));
+    if (signal.aborted) return;
+    Object.assign(this, { image, stale: false });
+    this.changed(this);
+  }
+
+  take(answer) {
+    for (const layer of answer.attention) this.layers.set(layer.layer, layerOf(layer));
+    for (const [name, map] of Object.entries(answer.maps)) this.maps.set(name, mapOf(map));
+  }
+
+  /** A layer or map that did not come with the first answer. */
+  want({ layer, method }) {
+    if (!this.image || this.stale || (layer ? this.layers.has(layer) : this.maps.has(method))) return;
+    this.fetching.start({ layer, method }).catch((error) => this.fail(error));
+  }
+
+  async more(signal, { layer, method }) {
+    const values = { ...this.values, layers: layer ? [layer] : [], methods: method ? [method] : [] };
+    const what = method ? `Computing ${method}` : `Fetching layer ${layer}`;
+    const answer = await ask("/v1/explain", { body: form(this.blob, values), what, signal });
+    if (signal.aborted || this.stale) return;
+    this.take(answer);
+    this.changed(this);
+  }
+}
+
+const scores = (predictions) => new Map(predictions.map((p) => [p.index, p.score]));
+
+async function cut(blob, { width, height }) {
+  const whole = await createImageBitmap(blob), scale = Math.min(whole.width / width, whole.height / height);
+  const [across, down] = [Math.round(width * scale), Math.round(height * scale)];
+  return createImageBitmap(whole, (whole.width - across) >> 1, (whole.height - down) >> 1, across, down);
+}
+
+async function picture(url) {
+  const [kind, data] = url.split(";base64,");
+  return createImageBitmap(new Blob([bytes(data)], { type: kind.replace("data:", "") }));
+}

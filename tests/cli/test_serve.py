@@ -1,0 +1,136 @@
+"""`vitrail serve`: its options, and what it refuses before anything slow happens."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+
+from vitrail.errors import ConfigError
+from vitrail.serve import server
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the server would be started with; it is not."""
+    given: dict[str, Any] = {}
+
+    def serve(opener: Any, sock: socket.socket, settings: Any, workers: int, tell: Any) -> int:
+        given.update(opener=opener, settings=settings, workers=workers, name=sock.getsockname())
+        sock.close()
+        tell("small")
+        return 0
+
+    monkeypatch.setattr(server, "serve", serve)
+    return given
+
+
+def test_it_says_where_it_is_and_how_to_stop(vitrail, weights, started):
+    result = vitrail("serve", weights, "--port", 0)
+    assert result.status == 0
+    host, port = started["name"]
+    assert host == "127.0.0.1"
+    lines = result.out.splitlines()
+    assert lines[0] == f"small at http://127.0.0.1:{port}"
+    assert f"http://127.0.0.1:{port}/docs" in result.out
+    assert "Ctrl-C" in lines[-1]
+    assert max(map(len, lines)) < 80
+
+
+def test_options_reach_the_server(vitrail, weights, started, monkeypatch):
+    monkeypatch.setenv("SECRET", "a-token")
+    options = ("--max-bytes", 1000, "--max-pixels", 2000, "--max-images", 3, "--queue", 4, "--batch", 5, "--wait", 6)
+    result = vitrail("serve", "--model", weights, "--port", 0, "--workers", 2, "--token", "SECRET", *options)
+    assert result.status == 0
+    settings = started["settings"]
+    assert (settings.limits.bytes, settings.limits.pixels, settings.limits.images) == (1000, 2000, 3)
+    assert settings.work == {"queue": 4, "batch": 5, "wait": 0.006}
+    assert (settings.token, started["workers"]) == ("a-token", 2)
+    assert isinstance(started["opener"], partial)
+
+
+def test_the_model_is_opened_with_its_options(vitrail, weights, started, tmp_path):
+    (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
+    vitrail("serve", weights, "--port", 0, "--labels", tmp_path / "labels.txt", "--image", "64")
+    served = started["opener"]()
+    assert served.card.labels == ("a", "b", "c", "d", "e")
+    assert served.shape == (64, 64, 3)
+    assert served.grid == (8, 8)
+    assert (served.engine.name, served.alone, served.model is not None) == ("torch", True, True)
+
+
+def test_without_a_model_the_one_that_ships_is_served(vitrail, started):
+    vitrail("serve", "--port", 0)
+    served = started["opener"]()
+    assert served.name == "vitrail/cifar10"
+
+
+def test_a_model_without_classes_is_served(vitrail, headless, started):
+    vitrail("serve", headless, "--port", 0)
+    served = started["opener"]()
+    assert (served.classifies, served.embeds) == (False, True)
+
+
+def test_reached_from_elsewhere_without_a_token_is_worth_a_note(vitrail, weights, started):
+    result = vitrail("serve", weights, "--port", 0, "--host", "0.0.0.0")
+    assert [note for note in result.notes if "whoever can reach 0.0.0.0 can use this: pass --token" in note]
+    assert not [note for note in vitrail("serve", weights, "--port", 0).notes if "whoever" in note]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["a", "--model", "b"], "got a and --model b, wanted one of them"),
+        (["--engine", "torsch"], "no engine is called 'torsch'; did you mean 'torch'"),
+        (["--token", "nothing-of-that-name"], "no such file and no environment variable"),
+        (["--image", "huge"], "--image wants 384"),
+        (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),
+        (["--port", "99999"], "port"),
+        (["--workers", "0"], "workers"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence_at_once(vitrail, options, words):
+    result = vitrail("serve", *options)
+    assert result.status in (1, 2)
+    assert len(result.problems) == 1
+    assert words in result.problems[0]
+
+
+def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(vitrail):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = vitrail("serve", "/no/such/model", "--port", taken.getsockname()[1])
+    assert result.status == 1
+    assert "in use" in result.problems[0]
+
+
+def test_what_is_not_installed_is_named(vitrail, weights, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    result = vitrail("serve", weights, "--port", 0)
+    assert result.status == 1
+    assert result.problems == ["serving needs fastapi, which is not installed; try pip install 'vitrail[serve]'."]
+
+
+def test_help_needs_neither_torch_nor_fastapi():
+    code = "import sys; from vitrail.cli import main; main(['serve', '--help']); print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "--max-pixels" in done.stdout
+    assert not {"torch", "fastapi", "uvicorn", "numpy"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize(("to", "runs", "alone"), [("onnx", "onnxruntime", True), ("pt2", "torch", True)])
+def test_an_exported_file_is_served_by_its_own_engine(vitrail, weights, started, tmp_path, to, runs, alone):
+    path = tmp_path / f"small.{to}"
+    assert vitrail("export", weights, path, "--to", to).status == 0
+    assert vitrail("serve", path, "--port", 0).status == 0
+    served = started["opener"]()
+    assert (served.engine.name, served.alone, served.model, served.name) == (runs, alone, None, "small")
+    assert (served.classifies, served.embeds, served.methods) == (True, False, ())
+    vitrail("serve", path, "--port", 0, "--image", 64)
+    with pytest.raises(ConfigError, match="is exported already: --image comes too late"):
+        started["opener"]()

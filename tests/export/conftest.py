@@ -1,0 +1,56 @@
+"""Small exports that several tests share: an export takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_models import gradient, model, small
+
+import vitrail
+from vitrail.export.engines import TorchEngine
+from vitrail.export.export import Exported, export
+from vitrail.export.sheet import Sheet
+
+for name in ("onnx", "onnxscript", "onnxruntime", "openvino"):
+    pytest.importorskip(name, reason="the extra `export` is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _own_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What someone has exported before must not decide a test."""
+    monkeypatch.setenv("VITRAIL_ENGINES", str(tmp_path / "engines"))
+    monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> vitrail.Model:
+    """A classifier of five things with one block, at a size that is not square."""
+    return model(small(image=(32, 48), width=32, depth=1, mlp=48))
+
+
+@pytest.fixture(scope="session")
+def pictures(tiny: vitrail.Model) -> list[np.ndarray[Any, Any]]:
+    """Twelve pictures, H W C each, as the classifier's preprocessing makes them."""
+    return [tiny.preprocess.pixels(gradient(40 + 3 * i, 90 - 4 * i).rotate(30 * i)) for i in range(12)]
+
+
+@pytest.fixture(scope="session")
+def own(tiny: vitrail.Model) -> TorchEngine:
+    return TorchEngine(tiny.net, tiny.card)
+
+
+@pytest.fixture(scope="session")
+def onnx_file(tiny: vitrail.Model, pictures: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Pixels to probabilities, any batch."""
+    sheet = Sheet(card=tiny.card, to="onnx", answer="probabilities")
+    return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.onnx", pictures)
+
+
+@pytest.fixture(scope="session")
+def openvino_file(tiny: vitrail.Model, pictures: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Normalised images to logits, three at a time."""
+    sheet = Sheet(card=tiny.card, to="openvino", inside=False, batch=3)
+    return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.xml", pictures, timed=False)

@@ -1,0 +1,84 @@
+"""A browser and a page to look at, for the tests of the explorer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import vitrail
+
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+    *("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"),  # a camera that sees a drawing
+]
+Opened = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's Chromium, once for each file: while it is held, nobody else in this thread can have an event loop."""
+    api = pytest.importorskip("playwright.sync_api", reason="the page is tested with it: pip install playwright")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("the page is tested with Chromium, which is not here: apt install chromium")
+    api.expect.set_options(timeout=20_000)  # a busy machine is no failure
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def cifar10() -> vitrail.Model:
+    return vitrail.load("vitrail/cifar10")
+
+
+@pytest.fixture(scope="module")
+def site(cifar10: vitrail.Model) -> Iterator[Any]:
+    """A client of a server with the model that ships."""
+    pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
+    from serving import running, served
+
+    with running(served(cifar10)) as (client, _):
+        yield client
+
+
+@pytest.fixture
+def opened(browser: Any, site: Any) -> Iterator[Opened]:
+    """Opens the page; at the end nothing may have been complained about, and nothing asked of anybody else."""
+    complaints: list[str] = []
+    elsewhere: list[str] = []
+    with ExitStack() as stack:
+
+        def open_page(
+            fragment: str = "", *, at: str = "", context: Any = None, allowed: str = "", **options: Any
+        ) -> Any:
+            origin = (at or str(site.base_url)).rstrip("/")
+            if context is None:
+                context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
+                stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+
+            def complain(text: str) -> None:
+                if not (allowed and allowed in text):
+                    complaints.append(text)
+
+            page.on("console", lambda said: complain(said.text) if said.type in ("error", "warning") else None)
+            page.on("pageerror", lambda error: complain(str(error)))
+            page.on("request", lambda asked: _here(asked.url, origin) or elsewhere.append(asked.url))
+            page.goto(f"{origin}/{fragment}")
+            return page
+
+        yield open_page
+    assert complaints == []
+    assert elsewhere == []
+
+
+def _here(url: str, origin: str) -> bool:
+    return url.startswith((f"{origin}/", "data:", "blob:"))

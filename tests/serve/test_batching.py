@@ -1,0 +1,284 @@
+"""Requests share batches, the line is bounded, and who has gone costs nothing more."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from serving import QUICK, Held, photo, running, served, until
+from small_models import model, small
+
+import vitrail
+from vitrail.serve.app import Service
+from vitrail.serve.batching import best_batch
+from vitrail.serve.limits import shares
+from vitrail.serve.served import Served
+
+JPEG = {"content-type": "image/jpeg"}
+
+
+@pytest.fixture(scope="module")
+def vit() -> vitrail.Model:
+    torch.manual_seed(0)
+    return model(small())
+
+
+Sender = Callable[..., "Future[httpx.Response]"]
+
+
+@pytest.fixture
+def senders() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(40) as pool:
+        yield pool
+
+
+class Busy:
+    """A server whose engine is held with one picture in it."""
+
+    def __init__(self, client: httpx.Client, service: Service, pool: ThreadPoolExecutor) -> None:
+        self.client, self.service, self.pool = client, service, pool
+        self.engine: Held = service.served.engine  # type: ignore[assignment]
+        self.engine.go.clear()
+        self.first = self.send(0)
+        until(lambda: self.engine.batches == [1])
+
+    def send(self, number: int = 0, path: str = "predict", **headers: str) -> Future[httpx.Response]:
+        return self.pool.submit(self.client.post, f"/v1/{path}", content=photo(number), headers=JPEG | headers)
+
+    def waiting(self, count: int) -> None:
+        """Until so many pictures are decoded and in line."""
+        until(lambda: len(self.service.batcher._line) == count)
+
+
+def test_requests_at_one_time_share_a_batch_and_get_their_own_answers(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit)) as (client, service):
+        busy = Busy(client, service, senders)
+        answers = [busy.send(i) for i in range(1, 7)]
+        busy.waiting(6)
+        busy.engine.go.set()
+        for number, answer in enumerate([busy.first, *answers]):
+            found = answer.result().json()["results"][0]["predictions"]
+            wanted = vit.predict(photo(number))
+            assert [p["index"] for p in found] == [p.index for p in wanted]
+            assert [p["score"] for p in found] == pytest.approx([p.score for p in wanted], abs=1e-6)
+        assert busy.engine.batches == [1, 4, 2]  # batches of at most four
+
+
+def test_a_lone_request_does_not_wait_for_company(vit: vitrail.Model) -> None:
+    with running(served(vit), work=replace(QUICK, wait=1.0)) as (client, _):
+        start = time.monotonic()
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
+        assert time.monotonic() - start < 0.8
+
+
+def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
+    with running(served(vit), work=replace(QUICK, wait=1.0)) as (client, service):
+        slowly = service.pictures.pixels
+        service.pictures.pixels = lambda data: (time.sleep(0.1 if len(data) % 2 else 0), slowly(data))[1]  # type: ignore[method-assign]
+        odd, even = (next(p for p in map(photo, range(20)) if len(p) % 2 == n) for n in (1, 0))
+        client.post("/v1/predict", files=[("images", even), ("images", odd)])
+        assert service.served.engine.batches == [2]  # type: ignore[attr-defined]
+
+
+def test_past_the_queue_the_answer_is_503_with_when_to_come_back(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit), work=replace(QUICK, queue=3)) as (client, service):
+        busy = Busy(client, service, senders)
+        more = [busy.send(1), busy.send(2)]
+        busy.waiting(2)
+        for path in ("predict", "embed", "explain"):
+            refused = busy.send(3, path).result()
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+        busy.engine.go.set()
+        assert [a.result().status_code for a in (busy.first, *more)] == [200, 200, 200]
+        assert busy.send(3).result().status_code == 200
+
+
+def test_a_request_larger_than_what_is_free_is_refused_whole(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit), work=replace(QUICK, queue=3)) as (client, service):
+        Busy(client, service, senders)
+        three = client.post("/v1/predict", files=[("images", photo(i)) for i in range(3)])
+        assert three.status_code == 503
+        assert client.post("/v1/predict", content=b"bad", headers=JPEG).status_code == 400
+        assert service.batcher.waiting == 1
+
+
+def test_bytes_in_line_are_bounded_too(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit), work=replace(QUICK, queue_bytes=len(photo()) + 10)) as (client, service):
+        busy = Busy(client, service, senders)
+        assert busy.send().result().status_code == 503
+
+
+def test_bodies_that_are_read_at_a_time_are_bounded(vit: vitrail.Model) -> None:
+    with running(served(vit), work=replace(QUICK, uploads=1)) as (client, service):
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as slow:
+            slow.sendall(
+                b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 9\r\n\r\n"
+            )
+            until(lambda: service._uploads == 1)
+            assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 503
+        until(lambda: service._uploads == 0)
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
+
+
+def test_a_deadline_passes_and_the_picture_never_reaches_the_engine(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit)) as (client, service):
+        busy = Busy(client, service, senders)
+        start = time.monotonic()
+        late = busy.send(1, **{"x-deadline-ms": "150"}).result()
+        assert late.status_code == 504
+        assert late.json()["error"]["code"] == "deadline_passed"
+        assert 0.1 < time.monotonic() - start < 5
+        assert service.batcher.waiting == 1
+        busy.engine.go.set()
+        assert busy.first.result().status_code == 200
+        assert busy.send(2, **{"x-deadline-ms": "20000"}).result().status_code == 200
+        assert busy.engine.batches == [1, 1]
+
+
+def test_a_client_that_hangs_up_costs_nothing_more(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit)) as (client, service):
+        busy = Busy(client, service, senders)
+        data = photo(1)
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
+            head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
+            raw.sendall(head % len(data) + data)
+            busy.waiting(1)
+        until(lambda: service.batcher.waiting == 1)
+        busy.engine.go.set()
+        assert busy.first.result().status_code == 200
+        assert busy.send(2).result().status_code == 200
+        assert busy.engine.batches == [1, 1]
+        assert "vitrail_clients_gone_total 1.0" in client.get("/metrics").text
+
+
+def test_a_picture_nobody_waits_for_is_not_decoded(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit), work=replace(QUICK, decoders=1)) as (client, service):
+        seen, go, pixels = [], threading.Event(), service.pictures.pixels
+
+        def held(data: bytes | str) -> Any:
+            seen.append(len(data))
+            assert go.wait(20)
+            return pixels(data)
+
+        service.pictures.pixels = held  # type: ignore[method-assign]
+        first = senders.submit(client.post, "/v1/predict", content=photo(0), headers=JPEG)
+        until(lambda: len(seen) == 1)
+        late = client.post("/v1/predict", content=photo(9), headers=JPEG | {"x-deadline-ms": "50"})
+        assert late.status_code == 504
+        go.set()
+        assert first.result().status_code == 200
+        assert client.post("/v1/predict", content=photo(1), headers=JPEG).status_code == 200
+        assert seen == [len(photo(0)), len(photo(1))]
+
+
+def test_explanations_and_predictions_take_turns(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit), work=replace(QUICK, batch=1)) as (client, service):
+        busy = Busy(client, service, senders)
+        order: list[str] = []
+        step, run = service.batcher._step, service.batcher._run
+        service.batcher._step = lambda *a: (order.append("look"), step(*a))[1]  # type: ignore[method-assign]
+        service.batcher._run = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[method-assign]
+        look = busy.send(1, "explain")
+        more = [busy.send(i) for i in range(4)]
+        busy.waiting(4)
+        until(lambda: len(service.batcher._looks) == 1)
+        busy.engine.go.set()
+        assert look.result().status_code == 200
+        assert all(a.result().status_code == 200 for a in more)
+        assert order[:8] == ["look", "batch"] * 4
+        assert order.count("look") > 4
+
+
+def test_features_and_classes_go_in_batches_of_their_own(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit)) as (client, service):
+        busy = Busy(client, service, senders)
+        answers = [busy.send(1), busy.send(2, "embed"), busy.send(3)]
+        busy.waiting(3)
+        busy.engine.go.set()
+        keys = [set(a.result().json()["results"][0]) for a in answers]
+        assert keys == [{"predictions"}, {"embedding"}, {"predictions"}]
+
+
+def test_an_engine_that_fails_is_a_500_without_details_and_the_next_request_is_answered(vit: vitrail.Model) -> None:
+    with running(served(vit)) as (client, service):
+        engine: Any = service.served.engine
+        whole = engine.logits
+
+        def broken(pixels: Any) -> Any:
+            raise RuntimeError("out of memory at /usr/lib/secret.so")
+
+        engine.logits = broken
+        answer = client.post("/v1/predict", content=photo(), headers=JPEG)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert "secret" not in answer.text
+        assert "content-security-policy" in answer.headers
+        engine.logits = whole
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
+
+
+def test_several_lanes_give_the_same_answers(vit: vitrail.Model, senders: Any) -> None:
+    work = shares(2, alone=True, batch=2)
+    assert (work.lanes, work.threads, work.decoders) == (2, 1, 2)
+    assert (shares(2, alone=False).lanes, shares(2, alone=False).threads) == (1, 2)
+    with running(served(vit), work=work) as (client, _):
+        answers = [senders.submit(client.post, "/v1/predict", content=photo(i), headers=JPEG) for i in range(24)]
+        for number, answer in enumerate(answers):
+            [best, *_] = answer.result().json()["results"][0]["predictions"]
+            wanted = vit.predict(photo(number))[0]
+            assert (best["index"], best["score"]) == (wanted.index, pytest.approx(wanted.score, abs=1e-6))
+
+
+class Timed:
+    """An engine that takes so long for a batch."""
+
+    def __init__(self, seconds: Callable[[int], float], vit: vitrail.Model) -> None:
+        self.seconds, self.card, self.name, self.precision = seconds, vit.card, "torch", "float32"
+
+    def logits(self, pixels: np.ndarray) -> np.ndarray:
+        time.sleep(self.seconds(len(pixels)))
+        return np.zeros((len(pixels), 5), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        (lambda size: 0.004 * size, 1),  # nothing is gained by more
+        (lambda size: 0.02, 32),  # a batch costs what one picture does
+        (lambda size: 0.01 + 0.02 * max(size - 8, 0), 8),
+    ],
+)
+def test_the_batch_is_the_smallest_that_no_other_beats(
+    vit: vitrail.Model, seconds: Callable[[int], float], best: int
+) -> None:
+    assert best_batch(Served(Timed(seconds, vit)), (1, 2, 4, 8, 16, 32)) == best  # type: ignore[arg-type]
+
+
+def test_trying_batches_ends_in_time(vit: vitrail.Model) -> None:
+    start = time.monotonic()
+    slow = Served(Timed(lambda size: 0.1, vit))  # type: ignore[arg-type]
+    assert best_batch(slow, (1, 2, 4, 8, 16, 32), seconds=0.15) == 1
+    assert time.monotonic() - start < 1
+
+
+def test_ready_only_after_the_first_answer_and_not_while_draining(vit: vitrail.Model) -> None:
+    with running(served(vit)) as (client, service):
+        assert client.get("/readyz").json() == {"status": "ready"}
+        service.batcher.warm = False
+        assert client.get("/readyz").status_code == 503
+        service.batcher.warm = True
+        service.draining = True
+        refused = client.get("/readyz")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert client.get("/healthz").json() == {"status": "alive"}

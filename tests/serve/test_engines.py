@@ -1,0 +1,58 @@
+"""Other engines behind the same routes: the same answers, and a reason where there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from serving import photo, running
+from small_models import model, small
+
+import vitrail
+from vitrail.cli import main
+from vitrail.export.engines import open_engine
+from vitrail.serve.served import Served
+
+
+@pytest.fixture(scope="module")
+def vit() -> vitrail.Model:
+    torch.manual_seed(0)
+    return model(small())
+
+
+@pytest.fixture(scope="module")
+def exported(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `vitrail export` writes unless told otherwise: pixels in, probabilities out."""
+    folder = tmp_path_factory.mktemp("exported")
+    vit.save(folder / "weights")
+    assert main(["export", str(folder / "weights"), str(folder / "small.onnx")]) == 0
+    return folder / "small.onnx"
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, exported: Path, engine: str) -> None:
+    with running(Served(open_engine(exported, engine, threads=1), name="small")) as (client, _):
+        about = client.get("/v1/model").json()
+        assert (about["engine"], about["attention"], about["methods"]) == (engine, False, [])
+        assert about["grid"] == {"rows": 4, "columns": 4}
+        files = [("images", photo(i)) for i in range(5)]
+        results = client.post("/v1/predict", files=files).json()["results"]
+        for result, wanted in zip(results, vit.predict([data for _, data in files]), strict=True):
+            assert [p["index"] for p in result["predictions"]] == [p.index for p in wanted]
+            assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in wanted], abs=1e-4)
+        hidden = client.post("/v1/predict", files=files[:1], data={"hide": "[0,1,2,3]", "fill": "zero"})
+        assert hidden.json()["results"] != results[:1]
+        for path, code in (("embed", "no_features"), ("explain", "no_network")):
+            refused = client.post(f"/v1/{path}", files=files[:1])
+            assert (refused.status_code, refused.json()["error"]["code"]) == (501, code)
+        assert client.get("/v1/positions").status_code == 404
+
+
+def test_another_engine_beside_the_network_explains_too(vit: vitrail.Model, exported: Path) -> None:
+    with running(Served(open_engine(exported, threads=1), vit, name="small")) as (client, _):
+        assert client.get("/v1/model").json()["engine"] == "onnxruntime"
+        found = client.post("/v1/explain", files={"image": photo()})
+        assert found.status_code == 200
+        assert found.json()["layers"] == [1, 2]
+        assert client.post("/v1/embed", files={"image": photo()}).json()["dimension"] == 128

@@ -1,0 +1,189 @@
+"""What /v1/explain and /v1/positions send, unpacked as the explorer unpacks it, is what the network does."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+from serving import photo, running, served
+from small_models import model, small
+
+import vitrail
+from vitrail.explain import attention_distance, class_view, gradient_view, occlusion, position_similarity
+from vitrail.explain.distance import uniform_distance
+from vitrail.serve import looking
+from vitrail.serve.limits import Limits
+from vitrail.serve.looking import Looker, packed_attention, packed_map
+from vitrail.serve.pictures import Pictures
+from vitrail.serve.problems import Problem
+from vitrail.serve.served import Served
+
+JPEG = {"content-type": "image/jpeg"}
+
+
+@pytest.fixture(scope="module")
+def vit() -> vitrail.Model:
+    torch.manual_seed(0)
+    return model(small(registers=1, image=(32, 48)), preprocess=vitrail.PreprocessConfig(image=(32, 48)))
+
+
+@pytest.fixture(scope="module")
+def client(vit: vitrail.Model) -> Iterator[httpx.Client]:
+    with running(served(vit)) as (client, _):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def images(vit: vitrail.Model) -> torch.Tensor:
+    return vit.preprocess(photo())
+
+
+def explained(client: httpx.Client, **values: str) -> dict[str, Any]:
+    answer = client.post("/v1/explain", params=values, content=photo(), headers=JPEG)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def unpacked(text: str, kind: Any = np.uint8) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+def map_of(found: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
+    return (found["low"] + unpacked(found["values"]) / 255 * (found["high"] - found["low"])).reshape(grid)
+
+
+def test_attention_comes_back_row_by_row(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
+    found = explained(client)
+    assert found["layers"] == [1, 2]
+    assert found["special"] == ["class", "register 1"]
+    assert found["grid"] == {"rows": 4, "columns": 6}
+    wanted = vit.net.features(images, want=("attention",)).attention
+    for number, layer in enumerate(found["attention"]):
+        assert (layer["layer"], layer["heads"], layer["tokens"]) == (number + 1, 2, 26)
+        peaks = unpacked(layer["peaks"], "<f4").reshape(2, 26, 1)
+        rows = unpacked(layer["values"]).reshape(2, 26, 26) / 255 * peaks
+        assert np.allclose(rows, wanted[number][0].detach(), atol=peaks.max() / 255)
+        assert np.allclose(rows.sum(-1), 1, atol=0.1)
+
+
+def test_maps_are_those_of_explain(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
+    found = explained(client, methods='["rollout","gradient","occlusion"]', target="bird")
+    assert found["target"]["label"] == "bird"
+    target = torch.tensor([2])
+    wanted = {
+        "rollout": class_view(vit.net, images),
+        "gradient": gradient_view(vit.net, images, target),
+        "occlusion": occlusion(vit.net, images, target, stride=2),
+    }
+    assert list(found["maps"]) == list(wanted)
+    for name, values in wanted.items():
+        step = float(values.max() - values.min()) / 255
+        assert np.allclose(map_of(found["maps"][name], (4, 6)), values[0], atol=step), name
+
+
+def test_distances_are_those_of_the_figure(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
+    found = explained(client, layers="[2]")
+    assert found["layers"] == [2]
+    assert [layer["layer"] for layer in found["attention"]] == [2]
+    assert np.allclose(found["distance"], attention_distance(vit.net, images), atol=1e-3)
+    assert found["uniform_distance"] == pytest.approx(uniform_distance((4, 6), (32, 48)))
+
+
+def test_predictions_and_target_are_those_of_predict(client: httpx.Client, vit: vitrail.Model) -> None:
+    found = explained(client)
+    wanted = vit.predict(photo())
+    assert [p["label"] for p in found["predictions"]] == [p.label for p in wanted]
+    assert [p["score"] for p in found["predictions"]] == pytest.approx([p.score for p in wanted], abs=1e-5)
+    assert found["target"] == found["predictions"][0]
+    assert list(found["maps"]) == ["rollout"]
+
+
+def test_what_is_hidden_is_hidden_from_the_network_and_not_from_the_picture(client: httpx.Client) -> None:
+    whole, hidden = explained(client), explained(client, hide="[0,1,2,3,4,5,6,7]", fill="zero")
+    assert whole["picture"] == hidden["picture"]
+    assert whole["attention"] != hidden["attention"]
+    raw = client.post(
+        "/v1/predict", params={"hide": "[0,1,2,3,4,5,6,7]", "fill": "zero"}, content=photo(), headers=JPEG
+    )
+    scores = [p["score"] for p in raw.json()["results"][0]["predictions"]]
+    assert [p["score"] for p in hidden["predictions"]] == pytest.approx(scores, abs=1e-5)
+
+
+def test_the_picture_is_what_the_network_sees_and_large_enough_to_be_seen(
+    client: httpx.Client, vit: vitrail.Model
+) -> None:
+    kind, _, text = explained(client)["picture"].partition(",")
+    assert kind == "data:image/jpeg;base64"
+    shown = Image.open(io.BytesIO(base64.b64decode(text)))
+    assert shown.size == (384, 256)
+    small_again = np.asarray(shown.resize((48, 32), Image.Resampling.BOX)).astype(int)
+    assert np.abs(small_again - vit.preprocess.pixels(photo())).mean() < 4
+
+
+def test_positions_are_similarities_of_every_pair(client: httpx.Client, vit: vitrail.Model) -> None:
+    found = client.get("/v1/positions").json()
+    assert found["grid"] == {"rows": 4, "columns": 6}
+    alike = unpacked(found["values"], np.int8).reshape(24, 24) / 127
+    assert np.allclose(alike, position_similarity(vit.net).reshape(24, 24), atol=1 / 254 + 1e-6)
+    assert "cosine" in found["meaning"]
+
+
+def test_a_model_without_positions_says_why() -> None:
+    with running(served(model(small(position="none")))) as (client, _):
+        answer = client.get("/v1/positions")
+        assert answer.status_code == 404
+        assert "no positions" in answer.json()["error"]["message"]
+
+
+def test_a_deadline_ends_an_explanation_too(client: httpx.Client) -> None:
+    answer = client.post("/v1/explain", content=photo(), headers=JPEG | {"x-deadline-ms": "1"})
+    assert answer.status_code == 504
+
+
+@pytest.mark.parametrize(("most", "layers"), [(10**9, [1, 2]), (10, [2])])
+def test_a_large_network_sends_its_last_layer_unasked(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, most: int, layers: list[int]
+) -> None:
+    monkeypatch.setattr(looking, "SMALL", most)
+    assert explained(client)["layers"] == layers
+
+
+def test_more_attention_than_can_be_sent_is_refused(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "LARGEST", 2 * 26 * 26)
+    assert client.post("/v1/explain", params={"layers": "[1]"}, content=photo(), headers=JPEG).status_code == 200
+    answer = client.post("/v1/explain", params={"layers": "[1,2]"}, content=photo(), headers=JPEG)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_layers")
+
+
+@given(arrays.arrays(np.float32, (2, 5, 5), elements=st.floats(0, 1, width=32)))
+def test_attention_is_within_half_a_step_of_its_peak(attention: np.ndarray) -> None:
+    found = packed_attention(1, attention)
+    peaks = unpacked(found["peaks"], "<f4").reshape(2, 5, 1)
+    back = unpacked(found["values"]).reshape(2, 5, 5) / 255 * peaks
+    assert (np.abs(back - attention) <= peaks / 510 + 1e-7).all()
+
+
+@given(arrays.arrays(np.float32, (3, 4), elements=st.floats(-1e6, 1e6, width=32)))
+def test_a_map_is_within_half_a_step_of_its_range(values: np.ndarray) -> None:
+    found = packed_map(values)
+    assert np.abs(map_of(found, (3, 4)) - values).max() <= (found["high"] - found["low"]) / 510 * 1.01 + 1e-6
+
+
+def test_an_exported_graph_cannot_be_looked_into(vit: vitrail.Model) -> None:
+    alone = Served(served(vit).engine)
+    looker = Looker(alone, Pictures(alone.preprocess, Limits(), alone.grid))
+    with pytest.raises(Problem, match="cannot be looked into") as refused:
+        looker.check(looking.Asked())
+    assert refused.value.status == 501
+    assert (alone.embeds, alone.methods, alone.classifies) == (False, (), True)
+    assert alone.grid == (4, 6)

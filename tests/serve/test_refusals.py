@@ -1,0 +1,252 @@
+"""What will not do is answered 4xx with a reason, and with nothing about the machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving import hostile, photo, png_of, running, served
+
+from vitrail.errors import ConfigError, ImageError
+from vitrail.serve.limits import Limits, Work
+from vitrail.serve.problems import told
+
+LIMITS = Limits(bytes=200_000, pixels=1_000_000, images=3, seconds=1.0)
+JPEG = {"content-type": "image/jpeg"}
+PART = b"--x\r\nContent-Disposition: form-data; name=image; filename=a.jpg\r\n\r\n" + photo()
+CUT_OFF = PART + b"\r\n" + PART[:-100]
+SECRETS = re.compile(
+    r"/(srv|usr|home|root|tmp|opt|lib)\b|site-packages|\.py\b|Traceback|0x[0-9a-f]{6,}|[Pp]ython|PIL\b|pip "
+)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with running(served(), LIMITS) as (client, _):
+        yield client
+
+
+def reason(answer: httpx.Response, status: int) -> str:
+    """The error's code, when everything about it is as it should be."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"code", "message"}
+    assert error["message"].endswith(".")
+    assert not SECRETS.search(answer.text), answer.text
+    assert str(ROOT) not in answer.text
+    return error["code"]
+
+
+@pytest.mark.parametrize("name", sorted(hostile()))
+def test_a_hostile_file_is_refused_with_a_reason(client: httpx.Client, name: str) -> None:
+    answer = client.post("/v1/predict", content=hostile()[name], headers=JPEG)
+    if "bomb" in name:
+        assert reason(answer, 413) == "too_many_pixels"
+    else:
+        assert reason(answer, 400) == "image_unreadable"
+
+
+def test_a_hostile_file_among_good_ones_is_named(client: httpx.Client) -> None:
+    files = [("images", photo()), ("images", b"no picture"), ("images", photo(1))]
+    answer = client.post("/v1/predict", files=files)
+    assert reason(answer, 400) == "image_unreadable"
+    assert answer.json()["error"]["message"].startswith("picture 2 of 3: this is no picture that is read here")
+
+
+def test_pixels_are_counted_before_any_is_decoded(client: httpx.Client) -> None:
+    start = time.monotonic()
+    assert reason(client.post("/v1/predict", content=png_of(1001, 1000), headers=JPEG), 413) == "too_many_pixels"
+    assert time.monotonic() - start < 2
+    assert reason(client.post("/v1/predict", content=png_of(1000, 1000), headers=JPEG), 400) == "image_unreadable"
+
+
+def test_a_large_body_is_refused_when_announced_and_when_not(client: httpx.Client) -> None:
+    body = bytes(LIMITS.bytes + 1)
+    assert reason(client.post("/v1/predict", content=body, headers=JPEG), 413) == "body_too_large"
+    pieces = iter([body[:100_000], body[100_000:]])
+    assert reason(client.post("/v1/predict", content=pieces, headers=JPEG), 413) == "body_too_large"
+    assert reason(client.post("/v1/predict", files={"image": body}), 413) == "body_too_large"
+    assert reason(client.post("/v1/predict", json={"image": "A" * LIMITS.bytes}), 413) == "body_too_large"
+
+
+def test_too_many_pictures_are_refused(client: httpx.Client) -> None:
+    four = [photo()] * 4
+    assert reason(client.post("/v1/predict", files=[("images", p) for p in four]), 413) == "too_many_images"
+    texts = [base64.b64encode(p).decode() for p in four]
+    assert reason(client.post("/v1/predict", json={"images": texts}), 413) == "too_many_images"
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "image/", "video/mp4"])
+def test_other_kinds_of_body_are_refused(client: httpx.Client, kind: str) -> None:
+    answer = client.post("/v1/predict", content=photo(), headers={"content-type": kind} if kind else {})
+    assert reason(answer, 415) == "unsupported_body"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"content": b"", "headers": JPEG}, "no_image"),
+        ({"json": {}}, "no_image"),
+        ({"json": {"images": []}}, "no_image"),
+        ({"files": {"other": photo()}}, "bad_form"),
+        ({"files": {"images": (None, "text")}}, "image_unreadable"),
+        ({"content": b"--x\r\n", "headers": {"content-type": "multipart/form-data"}}, "bad_form"),
+        ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "bad_form"),
+        ({"content": CUT_OFF, "headers": {"content-type": "multipart/form-data; boundary=x"}}, "bad_form"),
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, "bad_json"),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, "bad_json"),
+        ({"content": b"\xff\xfe\0", "headers": {"content-type": "application/json"}}, "bad_json"),
+        ({"json": [1]}, "bad_json"),
+        ({"json": {"images": "abc"}}, "bad_json"),
+        ({"json": {"images": [3]}}, "bad_json"),
+        ({"json": {"image": "a", "images": ["a"]}}, "bad_json"),
+        ({"json": {"image": "not base64!"}}, "not_base64"),
+        ({"json": {"image": "http://127.0.0.1/cat.jpg"}}, "not_base64"),
+        ({"json": {"image": "data:image/png,raw"}}, "not_base64"),
+        ({"json": {"image": "AAAA"}}, "image_unreadable"),
+    ],
+)
+def test_a_body_without_pictures_is_refused(client: httpx.Client, body: dict[str, Any], code: str) -> None:
+    assert reason(client.post("/v1/predict", **body), 400) == code
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "words"),
+    [
+        ("predict", {"top": "0"}, "top"),
+        ("predict", {"top": "two"}, "'top' is not JSON"),
+        ("predict", {"top": "true"}, "top"),
+        ("predict", {"Top": "3"}, "no value called 'Top' here; there is top, hide, fill"),
+        ("predict", {"hide": "[99]"}, "there is no patch 99: wanted 0 to 15"),
+        ("predict", {"hide": "[-1]"}, "no patch -1"),
+        ("predict", {"hide": '["a"]'}, "hide"),
+        ("predict", {"hide": ["[1,2]", "5"]}, "hide"),
+        ("predict", {"top": ["1", "2"]}, "'top' is given twice"),
+        ("predict", {"hide": "one"}, "'hide' is not JSON"),
+        ("predict", {"fill": "red"}, "fill"),
+        ("embed", {"top": "3"}, "no value called 'top'"),
+        ("explain", {"layers": "[3]"}, "there is no layer 3: this network has layers 1 to 2"),
+        ("explain", {"layers": "[0]"}, "no layer 0"),
+        ("explain", {"methods": '["lime"]'}, "no explanation 'lime' here; there is rollout, gradient"),
+        ("explain", {"target": "horse"}, "no class is called 'horse'"),
+        ("explain", {"target": "5"}, "there is no class 5"),
+        ("explain", {"hide": "[16]"}, "no patch 16"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(client: httpx.Client, path: str, values: dict[str, Any], words: str) -> None:
+    answer = client.post(f"/v1/{path}", params=values, content=photo(), headers=JPEG)
+    assert reason(answer, 400) in ("bad_value", "no_such_patch")
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("deadline", ["0", "-5", "soon", "1.5", "9" * 12])
+def test_a_deadline_that_is_none_is_refused(client: httpx.Client, deadline: str) -> None:
+    answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"x-deadline-ms": deadline})
+    assert reason(answer, 400) == "bad_value"
+
+
+def test_explain_takes_one_picture(client: httpx.Client) -> None:
+    answer = client.post("/v1/explain", files=[("images", photo()), ("images", photo())])
+    assert reason(answer, 400) == "one_image"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/predict"), ("POST", "/v1/model"), ("PUT", "/"), ("DELETE", "/docs")]
+)
+def test_other_methods_are_refused_and_told_which_are_allowed(client: httpx.Client, method: str, path: str) -> None:
+    answer = client.request(method, path)
+    assert reason(answer, 405) == "method_not_allowed"
+    assert answer.headers["allow"] in ("GET", "POST")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/model",
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/samples/../../app.py",
+        "/samples/..%2f..%2fapp.py",
+        "/static/",
+        "/static/.hidden",
+        "/samples/none.jpg",
+    ],
+)
+def test_there_is_nothing_elsewhere(client: httpx.Client, path: str) -> None:
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:  # httpx would tidy the path
+        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert b"there is nothing at this address" in answer
+
+
+def test_a_slow_body_is_given_up(client: httpx.Client) -> None:
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
+        raw.sendall(
+            b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: 1000\r\n\r\nabc"
+        )
+        raw.settimeout(10)
+        answer = b"".join(iter(lambda: raw.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 408")
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=300), st.sampled_from(["/v1/predict", "/v1/embed", "/v1/explain"]), st.integers(0, 3))
+def test_no_bytes_bring_more_than_a_refusal(client: httpx.Client, data: bytes, path: str, kind: int) -> None:
+    kinds = ("image/png", "application/json", "multipart/form-data; boundary=x", "application/octet-stream")
+    body = b"--x\r\nContent-Disposition: form-data; name=image; filename=a\r\n\r\n" + data if kind == 2 else data
+    answer = client.post(path, content=body, headers={"content-type": kinds[kind]})
+    assert reason(answer, 400)
+
+
+def test_damaged_pictures_are_refused_or_read_whole(client: httpx.Client) -> None:
+    random = np.random.default_rng(1)
+    refused = 0
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF"):
+        whole = photo(kind=kind)
+        for turn in range(12):
+            data = bytearray(whole[: random.integers(1, len(whole))] if turn % 2 else whole)
+            for place in random.integers(0, min(len(data), 200), size=turn % 5):
+                data[place] = random.integers(0, 256)
+            answer = client.post("/v1/predict", content=bytes(data), headers=JPEG)
+            if answer.status_code != 200:
+                refused += 1
+                reason(answer, 413 if "pixels" in answer.text and answer.status_code == 413 else 400)
+    assert refused > 20
+
+
+def test_what_an_error_says_of_this_machine_is_not_passed_on() -> None:
+    assert told(ImageError("picture of 3 bytes cannot be read: no /usr/lib/x.so"), "damaged.") == "damaged."
+    assert told(ImageError("Pillow image RGB 3 x 4 is at 0x7f01"), "damaged.") == "damaged."
+    helped = ImageError("picture of 9 bytes is HEIC, which needs a plugin; try pip install pillow-heif.")
+    assert told(helped, "") == "the picture is HEIC, which needs a plugin."
+
+
+@pytest.mark.parametrize("wrong", [{"bytes": 0}, {"pixels": -1}, {"images": 0}])
+def test_limits_that_let_nothing_in_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="lets nothing in"):
+        Limits(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"queue": 0}, {"batch": 0}, {"wait": -1}, {"wait": 2}, {"lanes": 0}])
+def test_work_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        Work(**wrong)
+
+
+def test_json_escapes_do_not_hide_a_value(client: httpx.Client) -> None:
+    body = json.dumps({"image": base64.b64encode(photo()).decode(), "t\u006fp": 1})
+    answer = client.post("/v1/predict", content=body, headers={"content-type": "application/json"})
+    assert len(answer.json()["results"][0]["predictions"]) == 1

@@ -1,0 +1,179 @@
+"""Real processes: where they listen, how they drain, how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import photo, until
+from small_models import model, small
+
+from vitrail.errors import ConfigError
+from vitrail.serve.server import address, listening
+
+SLOWLY = """
+import sys, time
+from vitrail.export.engines import TorchEngine
+from vitrail.cli import main
+quick = TorchEngine.logits
+TorchEngine.logits = lambda self, pixels: (time.sleep(0.7), quick(self, pixels))[1]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "small"
+    model(small()).save(path)
+    return path
+
+
+@contextmanager
+def serving(weights: Path, *options: str, slowly: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`vitrail serve` in a process of its own, and where it says it is."""
+    run = ["-c", SLOWLY] if slowly else ["-m", "vitrail"]
+    command = [sys.executable, *run, "serve", str(weights), "--port", "0", "--batch", "4", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found, line + process.stderr.read()
+        until(lambda: httpx.get(f"{found[0]}/readyz").status_code == 200)
+        yield process, found[0]
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def ask(where: str, answers: list[httpx.Response]) -> threading.Thread:
+    def send() -> None:
+        answers.append(httpx.post(f"{where}/v1/predict", files={"image": photo()}, timeout=30))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_drains_open_requests_are_answered_and_the_status_is_0(weights: Path, sig: signal.Signals) -> None:
+    with serving(weights, slowly=True) as (process, where):
+        answers: list[httpx.Response] = []
+        threads = [ask(where, answers) for _ in range(3)]
+        until(lambda: "vitrail_queue_pictures 3.0" in httpx.get(f"{where}/metrics").text)
+        process.send_signal(sig)
+        ready = httpx.get(f"{where}/readyz")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
+        for thread in threads:
+            thread.join()
+        assert [a.status_code for a in answers] == [200, 200, 200]
+        assert process.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{where}/healthz")
+
+
+def test_a_second_signal_ends_at_once(weights: Path) -> None:
+    with serving(weights, slowly=True) as (process, where):
+        thread = threading.Thread(target=ask_in_vain, args=(where,))
+        thread.start()
+        until(lambda: "vitrail_queue_pictures 1.0" in httpx.get(f"{where}/metrics").text)
+        process.terminate()
+        time.sleep(0.1)
+        start = time.monotonic()
+        process.terminate()
+        assert process.wait(5) == 128 + signal.SIGTERM
+        assert time.monotonic() - start < 0.5
+        thread.join()
+
+
+def ask_in_vain(where: str) -> None:
+    with pytest.raises(httpx.HTTPError):
+        httpx.post(f"{where}/v1/predict", files={"image": photo()}, timeout=30)
+
+
+@pytest.mark.slow
+def test_several_workers_answer_at_one_address_add_up_their_metrics_and_are_replaced(weights: Path) -> None:
+    with serving(weights, "--workers", "2") as (process, where):
+        for _ in range(20):
+            assert httpx.post(f"{where}/v1/predict", files={"image": photo()}).status_code == 200
+        text = httpx.get(f"{where}/metrics").text
+        assert 'vitrail_requests_total{route="/v1/predict",status="200"} 20.0' in text
+        workers = children(process.pid)
+        assert len(workers) == 2
+        os.kill(workers[0], signal.SIGKILL)
+        until(lambda: len(children(process.pid)) == 2 and workers[0] not in children(process.pid))
+        now = children(process.pid)
+        os.kill(workers[1], signal.SIGSTOP)  # so that the new one must answer
+        until(lambda: answers(where))
+        assert children(process.pid) == now
+        os.kill(workers[1], signal.SIGCONT)
+        assert httpx.post(f"{where}/v1/predict", files={"image": photo()}).status_code == 200
+        process.terminate()
+        assert process.wait(30) == 0
+        assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def answers(where: str) -> bool:
+    """Whether a new connection is answered soon."""
+    try:
+        return httpx.get(f"{where}/readyz", timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """Workers, not the process that minds what they share."""
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(p) for p in listed if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
+
+
+@pytest.mark.slow
+def test_a_model_that_no_worker_can_load_is_one_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vitrail", "serve", str(tmp_path), "--port", "0", "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_address_that_is_taken_is_said_so() -> None:
+    with listening("127.0.0.1", 0) as sock:
+        sock.listen()
+        port = sock.getsockname()[1]
+        assert address(sock) == f"http://127.0.0.1:{port}"
+        with pytest.raises(
+            ConfigError, match=rf"cannot listen at 127\.0\.0\.1 port {port}: .*in use; try another --port"
+        ):
+            listening("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
+def test_a_host_that_is_not_here_is_said_so(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot listen at {host}"):
+        listening(host, 0)
+
+
+def test_an_address_of_six_groups_has_brackets() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    try:
+        sock = listening("::1", 0)
+    except ConfigError:
+        pytest.skip("no IPv6 here")
+    with sock:
+        assert re.fullmatch(r"http://\[::1\]:\d+", address(sock))

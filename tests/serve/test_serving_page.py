@@ -1,0 +1,59 @@
+"""docs/serving.md: its Python runs against a server, its commands and numbers are those of the code."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from serving import photo, running, served
+
+from vitrail.cli import serve
+from vitrail.serve.limits import Limits, Work
+from vitrail.serve.metrics import Metrics
+from vitrail.serve.pictures import FORMATS
+
+PAGE = (ROOT / "docs" / "serving.md").read_text()
+
+
+def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("cat.jpg", "dog.jpg")):
+        Path(name).write_bytes(photo(number))
+    snippets = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(snippets) == 2
+    with running(served()) as (client, _):
+        names: dict[str, object] = {}
+        for snippet in snippets:
+            code = snippet.replace("http://127.0.0.1:8000", str(client.base_url).rstrip("/"))
+            exec(compile(code, "serving.md", "exec"), names)
+        *_, last = snippets[-1].strip().splitlines()
+        expression, _, value = last.partition("  # ")
+        assert eval(expression, names) == eval(value)
+    assert "label" in capsys.readouterr().out
+
+
+def test_options_on_the_page_exist() -> None:
+    names = {f"--{name.replace('_', '-')}" for name in inspect.signature(serve.serve).parameters}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {"--data-binary", "--json", "--data"}
+    assert used
+    assert used <= names
+
+
+def test_numbers_on_the_page_are_the_defaults() -> None:
+    limits, work = Limits(), Work()
+    assert (limits.bytes, limits.pixels, limits.images, limits.seconds) == (16 * 2**20, 50_000_000, 16, 30)
+    assert (work.queue, work.wait, work.uploads, work.queue_bytes) == (256, 0.004, 256, 512 * 2**20)
+    for words in ("16 MiB", "50 million pixels", "16 pictures", "30 seconds", "512 MiB", "256 bodies"):
+        assert words in PAGE
+
+
+def test_metrics_and_formats_on_the_page_are_all_there_are() -> None:
+    text = Metrics().text().decode()
+    exist = {m for m in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE) if not m.endswith("_created")}
+    assert set(re.findall(r"`(vitrail_\w+)`", PAGE)) == exist
+    said = re.search(r"- (.*?) are read, and no other", PAGE)
+    assert said
+    assert {w.upper() for w in re.findall(r"\w+", said[1])} - {"AND"} == set(FORMATS)

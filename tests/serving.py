@@ -1,0 +1,128 @@
+"""Servers for tests: real ones on loopback, and an engine that waits to be let go."""
+
+from __future__ import annotations
+
+import io
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import uvicorn
+from pictures import encoded
+from small_models import gradient, model, small
+
+import vitrail
+from vitrail.export.engines import TorchEngine
+from vitrail.serve.app import Service, create_app
+from vitrail.serve.limits import Limits, Work
+from vitrail.serve.served import Served
+from vitrail.serve.server import configured
+
+QUICK = Work(batch=4, lanes=1, threads=1, decoders=2)
+
+
+class Held(TorchEngine):
+    """Runs a network when told to, and remembers the batches it was given."""
+
+    def __init__(self, vit: vitrail.Model) -> None:
+        super().__init__(vit.net, vit.card)
+        self.go = threading.Event()
+        self.go.set()
+        self.batches: list[int] = []
+
+    def logits(self, pixels: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        self.batches.append(len(pixels))
+        assert self.go.wait(20)
+        return super().logits(pixels)
+
+
+def served(vit: vitrail.Model | None = None) -> Served:
+    vit = vit or model(small())
+    return Served(Held(vit), vit, name="small")
+
+
+@contextmanager
+def running(
+    what: Served, limits: Limits | None = None, work: Work = QUICK, token: str | None = None
+) -> Iterator[tuple[httpx.Client, Service]]:
+    """A server in a thread: a client of it, and what stands behind it."""
+    app = create_app(what, limits, work, token)
+    server = uvicorn.Server(configured(app, port=0))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        until(lambda: server.started or not thread.is_alive())
+        port = server.servers[0].sockets[0].getsockname()[1]
+        until(lambda: app.state.service.batcher.warm)
+        if isinstance(what.engine, Held):
+            what.engine.batches.clear()
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            yield client, app.state.service
+    finally:
+        if isinstance(what.engine, Held):
+            what.engine.go.set()
+        server.should_exit = True
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+def until(condition: Any, seconds: float = 20) -> None:
+    """Wait for something to become true."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never became true"
+        time.sleep(0.005)
+
+
+def photo(number: int = 0, kind: str = "JPEG") -> bytes:
+    return encoded(gradient(50 + 3 * number, 40 + number), kind)
+
+
+def png_of(width: int, height: int, data: bytes = b"") -> bytes:
+    """A PNG that says it has so many pixels."""
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(data),
+        b"IEND": b"",
+    }
+    out = b"\x89PNG\r\n\x1a\n"
+    for name, content in chunks.items():
+        out += struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+    return out
+
+
+def hostile() -> dict[str, bytes]:
+    """Files that no picture is: each must be refused with a reason."""
+    whole, other = photo(), photo(kind="PNG")
+    random = np.random.default_rng(0)
+    many = io.BytesIO(photo())
+    bomb = png_of(60_000, 60_000, bytes(1000))
+    large_jpeg = bytearray(whole)
+    at = whole.index(b"\xff\xc0")
+    large_jpeg[at + 5 : at + 9] = struct.pack(">HH", 65_000, 65_000)
+    return {
+        "random": random.bytes(3000),
+        "text": b"hello, I am a text file",
+        "html": b"<!DOCTYPE html><html>404",
+        "svg": b"<svg xmlns='http://www.w3.org/2000/svg'><image href='file:///etc/passwd'/></svg>",
+        "address": b"http://127.0.0.1:1/cat.jpg",
+        "path": b"/etc/passwd",
+        "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n",
+        "truncated": whole[: len(whole) // 2],
+        "truncated png": other[: len(other) // 2],
+        "only a header": whole[:20],
+        "zeros": bytes(3000),
+        "bomb": bomb,
+        "jpeg bomb": bytes(large_jpeg),
+        "empty scans": many.getvalue()[: whole.index(b"\xff\xda")] + b"\xff\xda\0\x02" * 500,
+        "tiff": b"II*\0\x08\0\0\0\0\0",
+        "gif": b"GIF89a\x01",
+        "heic": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(40),
+    }

@@ -1,0 +1,149 @@
+"""`vitrail.export` and models that an engine runs; a trained ViT-Ti/16 and a ViT-B/16 through the engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compare import randomized
+from small_models import gradient, model, small
+
+import vitrail
+from vitrail.api.exporting import export, running
+from vitrail.errors import ConfigError, ModelError
+from vitrail.export.engines import open_file
+from vitrail.models import build
+from vitrail.models.variants import config_for
+
+for name in ("onnx", "onnxscript", "onnxruntime", "openvino"):
+    pytest.importorskip(name, reason="the extra `export` is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast a file is does not matter here."""
+    if not request.node.get_closest_marker("slow"):
+        monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> vitrail.Model:
+    return model(small(width=32, depth=1, mlp=48))
+
+
+def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
+    made = export(tiny, tmp_path / "tiny", to="pt2", image=(32, 48), check=[gradient(), gradient(60, 30)])
+    assert made.path == tmp_path / "tiny.pt2"
+    assert (made.sheet.answer, made.sheet.image, made.comparison.pictures) == ("probabilities", (32, 48), 2)
+    vit = running(made.path)
+    net = tiny.net.resized((32, 48))
+    preprocess = tiny.card.preprocess.but(image=(32, 48))
+    card = tiny.card.but(config=net.config, preprocess=preprocess)
+    wanted = vitrail.Model(net, card).predict([gradient(), gradient(20)])
+    for row, expected in zip(vit.predict([gradient(), gradient(20)]), wanted, strict=True):
+        assert [p.label for p in row] == [p.label for p in expected]
+        assert [p.score for p in row] == pytest.approx([p.score for p in expected], abs=1e-5)
+
+
+def test_what_needs_the_network_is_refused_by_a_file(tiny, tmp_path):
+    vit = running(export(tiny, tmp_path / "tiny", to="pt2", check=[gradient()]).path)
+    with pytest.raises(ModelError, match="load the model itself"):
+        vit.explain(gradient())
+    with pytest.raises(ModelError, match="gives no features"):
+        vit.embed(gradient())
+    with pytest.raises(ConfigError, match="image cannot be changed any more"):
+        running(tmp_path / "tiny.pt2", image=64)
+    assert "run by torch in float32" in repr(vit)
+
+
+def test_a_model_without_classes_is_exported_for_its_features(tmp_path):
+    vit = model(small(width=32, depth=1, mlp=48, classes=0), task="embed", labels=None)
+    made = export(vit, tmp_path / "features", to="pt2", check=[gradient()])
+    assert (made.sheet.answer, made.comparison.same) == ("features", None)
+    torch.testing.assert_close(running(made.path).embed(gradient()), vit.embed(gradient()))
+
+
+def test_labelled_pictures_tell_how_many_answers_are_right(tiny, tmp_path):
+    for i, label in enumerate(tiny.labels):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for j in range(2):
+            gradient(30 + 7 * i, 30 + 5 * j).rotate(50 * i).save(tmp_path / "photos" / label / f"{j}.png")
+    found = export(tiny, tmp_path / "tiny", to="pt2", check=str(tmp_path / "photos")).comparison
+    assert found.pictures == 10
+    right = [
+        tiny.predict(path, top=1)[0].label == path.parent.name for path in sorted((tmp_path / "photos").glob("*/*"))
+    ]
+    assert found.top1 == (pytest.approx(np.mean(right)), pytest.approx(np.mean(right)))
+    assert (found.change.value, found.change.low, found.change.high) == (0, 0, 0)
+
+
+def test_int8_without_pictures_is_refused_before_the_work(tmp_path):
+    with pytest.raises(ConfigError, match="--calibrate FOLDER"):
+        export("no such model", tmp_path / "model.onnx", precision="int8")
+
+
+# The trained ViT-Ti/16 on real photographs
+
+
+@pytest.fixture(scope="module")
+def trained(real_checkpoint: Path) -> vitrail.Model:
+    return vitrail.load(real_checkpoint, labels="imagenet-1k")
+
+
+def test_fifty_photographs_have_the_same_class_in_float32(trained, imagenet_val, tmp_path):
+    made = export(trained, tmp_path / "ti.onnx", check=_some(imagenet_val, 50))
+    assert (made.comparison.same, made.comparison.pictures) == (50, 50)
+    assert made.comparison.relative <= 1e-5
+    again = open_file(made.path, "openvino")
+    pixels = np.stack([trained.preprocess.pixels(p) for p in _some(imagenet_val, 8)])
+    np.testing.assert_allclose(again.outputs(pixels), open_file(made.path).outputs(pixels), atol=1e-5)
+
+
+def _some(folder: Path, count: int) -> list[bytes]:
+    from vitrail.config import DataConfig
+    from vitrail.data.sources import open_parts
+
+    source = open_parts(DataConfig(source=str(folder))).measured
+    return [source[20 * i].picture for i in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+@pytest.mark.parametrize("image", [None, (192, 256)])
+def test_a_thousand_photographs_have_the_same_class_in_float32(trained, imagenet_val, tmp_path, to, image):
+    made = export(trained, tmp_path / "ti", to=to, image=image, check=str(imagenet_val))
+    assert (made.comparison.same, made.comparison.pictures) == (1000, 1000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+def test_int8_stays_within_a_point_of_float32(trained, imagenet_val, tmp_path, to):
+    spec = str(imagenet_val)
+    made = export(trained, tmp_path / "ti", to=to, precision="int8", calibrate=spec, check=spec)
+    print(made.comparison.to_dict())
+    assert abs(made.comparison.change.value) <= 0.010
+    assert made.size < 0.5 * made.weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["pt2", "openvino"])
+def test_bfloat16_stays_within_half_a_point_of_float32(trained, imagenet_val, tmp_path, to):
+    made = export(trained, tmp_path / "ti", to=to, precision="bfloat16", check=str(imagenet_val))
+    print(made.comparison.to_dict())
+    assert abs(made.comparison.change.value) <= 0.005
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["onnx", "openvino", "pt2"])
+def test_a_large_network_has_the_same_numbers(tmp_path, to):
+    config = config_for("ViT-B/16")
+    made = export(model_of(config), tmp_path / "b16", to=to)
+    assert made.comparison.relative <= 1e-5
+
+
+def model_of(config: vitrail.ViTConfig) -> vitrail.Model:
+    from vitrail.weights.card import Card, usual_preprocess
+
+    return vitrail.Model(randomized(build(config)), Card(config=config, preprocess=usual_preprocess("ViT", config)))
