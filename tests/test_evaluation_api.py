@@ -238,22 +238,25 @@ def test_data_without_pictures_is_refused(vit: vitrail.Model, tmp_path: Path):
         evaluated(vit, tmp_path / "labels.csv")
 
 
-def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path):
+def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wide = model(small(classes=1000))
     folder = tmp_path / "val" / "n01440764"
     folder.mkdir(parents=True)
     for i in (1, 2, 3):
         gradient(30 + i).save(folder / f"ILSVRC2012_val_{i:08d}.png")
     said = wide.logits(sorted(folder.iterdir())).argmax(1).tolist()
-    (tmp_path / "real.json").write_text(json.dumps([[said[0], 0], [(said[1] + 1) % 1000], []]))
-    synset = [f"n{k:08d}" for k in range(1000)]
-    synset[7] = "n01440764"
-    named = vitrail.Model(wide.net, wide.card.but(labels=tuple(synset)))
+    # Output k is class 999 - k: ReaL's labels are classes, in the order of their numbers.
+    classes = [999 - k for k in said]
+    (tmp_path / "real.json").write_text(json.dumps([[classes[0], 0], [(classes[1] + 1) % 1000], []]))
+    synset = [f"n{1_440_764 + k:08d}" for k in range(1000)]
+    for place in ("real", "matching"):
+        monkeypatch.setattr(f"vitrail.evaluate.{place}.listed", lambda: tuple(synset))
+    named = vitrail.Model(wide.net, wide.card.but(labels=tuple(reversed(synset))))
     found = evaluated(named, tmp_path / "val", real=tmp_path / "real.json")
     assert found.matched == "synset"
     assert (found.first.real.count, found.first.real.left_out) == (2, 1)
     assert found.first.real.top1.value == 0.5
-    assert found.first.samples.truth.tolist() == [7, 7, 7]
+    assert found.first.samples.truth.tolist() == [999, 999, 999]
     (tmp_path / "other.json").write_text('{"nobody.jpg": [1]}')
     with pytest.raises(DataError, match="do not go with these pictures"):
         evaluated(named, tmp_path / "val", real=tmp_path / "other.json")

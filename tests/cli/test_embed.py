@@ -15,6 +15,7 @@ from conftest import ROOT
 from PIL import Image
 
 import vitrail as package
+from vitrail.api import embedding
 
 
 @pytest.fixture
@@ -53,6 +54,30 @@ def test_options_choose_what_is_kept(vitrail, weights, classes, tmp_path):
     assert (told["pictures"], told["width"], told["place"]) == (4, 512, "layer 1+2, token+mean")
     rows = np.stack(pq.read_table(out)["embedding"].to_pylist()).astype(np.float64)
     assert np.linalg.norm(rows, axis=1) == pytest.approx(np.ones(4), abs=1e-3)
+
+
+def test_minus_one_is_the_last_layer(vitrail, weights, classes, tmp_path):
+    for name, layer in (("a", "-1"), ("b", "2")):
+        result = vitrail(
+            "embed", "-m", weights, "--data", classes, "--out", tmp_path / name, "--layer", layer, "--json"
+        )
+        assert json.loads(result.out)["place"] == "layer 2, token"
+    assert pq.read_table(tmp_path / "a").equals(pq.read_table(tmp_path / "b"))
+
+
+def test_a_second_command_is_refused_while_one_is_writing(vitrail, weights, classes, tmp_path, monkeypatch):
+    out, write, seen = tmp_path / "f.parquet", embedding._write, []
+
+    def meanwhile(*arguments, **options):
+        command = [sys.executable, "-m", "vitrail", "embed", "-m", str(weights), "--data", str(classes), "-o", str(out)]
+        seen.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False))
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(embedding, "_write", meanwhile)
+    result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
+    assert (result.status, seen[0].returncode) == (0, 1)
+    assert f"another process is writing {out}" in " ".join(seen[0].stderr.split())
+    assert pq.read_metadata(out).num_rows == 11
 
 
 def test_a_folder_without_labels_will_do(vitrail, weights, photos, tmp_path):

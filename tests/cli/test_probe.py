@@ -82,16 +82,20 @@ def test_fewer_pictures_are_each_classs_share(vitrail, weights, colours):
     [
         (
             ("--method", "fewshot", "--shots", "13"),
-            "has 12 of class 'blue' and 13 shots want 13 of each; try --shots 12",
+            "13 shots want 13 of each class, and 'blue' has 12 pictures",
         ),
         (("--method", "knn", "--k", "37"), "k=37 neighbours of a bank of 36 entries; wanted 1 to 36."),
+        (("--k", "0"), "k=0: wanted 1 or more, such as 5 or 1,5."),
+        (("--shots", "5,-1"), "shots=5,-1: wanted 1 or more, such as 5 or 1,5."),
+        (("--c", "0"), "C=0: wanted a number above 0."),
         (("--method", "kmn"), "no way to probe is called 'kmn'; did you mean 'knn'?"),
         (("--layer", "13"), "there is no layer 13 of 2; wanted 0 to 2."),
         (("--vote", "loud"), "--vote wants weighted or uniform, got 'loud'."),
         (("--shots", "many"), "--shots wants whole numbers such as 5 or 1,5,10, got 'many'."),
     ],
 )
-def test_what_cannot_be_is_one_sentence(vitrail, weights, colours, options, sentence):
+def test_what_cannot_be_is_one_sentence_before_any_work(vitrail, weights, colours, options, sentence, monkeypatch):
+    monkeypatch.setattr("vitrail.api.probing.gather", None)
     result = vitrail("probe", "-m", weights, "--data", colours, *options)
     assert result.status == 1
     assert sentence in result.problems[0]
@@ -106,7 +110,43 @@ def test_one_class_is_one_sentence(vitrail, weights, tmp_path):
             (folder / split / name).rmdir()
     result = vitrail("probe", "-m", weights, "--data", folder)
     assert result.status == 1
-    assert "are 'blue'; wanted two classes or more" in result.problems[0]
+    assert "all 4 pictures are 'blue' (" in result.problems[0]
+    assert "wanted two classes or more" in result.problems[0]
+
+
+def test_what_was_not_asked_for_and_cannot_be_is_left_out_and_said(vitrail, weights, tmp_path):
+    folder = draw(tmp_path / "colours", train=4, test=2)
+    result = vitrail("probe", "-m", weights, "--data", folder, "--json")
+    found = json.loads(result.out)["scores"]
+    assert [s["shots"] for s in found if s["method"] == "fewshot"] == [1]
+    assert [s["k"] for s in found if s["method"] == "knn"] == [12]
+    assert any("5, 10 and 25 shots are left out: the class with the fewest pictures has 4" in n for n in result.notes)
+    assert any("all 12 pictures to learn from vote, where 20 neighbours would" in n for n in result.notes)
+
+
+def test_a_class_without_training_pictures_costs_few_shot_and_nothing_else(vitrail, weights, tmp_path):
+    folder = draw(tmp_path / "colours", train=8, test=2)
+    rows = [f"{path.relative_to(folder)},{path.parent.name},{path.parts[-3]}" for path in folder.rglob("*.png")]
+    rows = [row for row in rows if not row.endswith("red,train")]
+    (folder / "labels.csv").write_text("\n".join(["image,label,split", *rows]))
+    result = vitrail("probe", "-m", weights, "--data", folder / "labels.csv", "--k", "1", "--json")
+    assert {s["method"] for s in json.loads(result.out)["scores"]} == {"knn", "logistic"}
+    assert any("few-shot is left out: the class with the fewest pictures has 0" in n for n in result.notes)
+    alone = vitrail("probe", "-m", weights, "--data", folder / "labels.csv", "--method", "fewshot")
+    assert "'red' has no pictures" in alone.problems[0]
+
+
+def test_features_without_a_test_part_are_split_and_that_is_said(vitrail, weights, tmp_path):
+    folder = draw(tmp_path / "colours", train=12)
+    vitrail("embed", "-m", weights, "--data", folder / "train", "--out", tmp_path / "f.parquet")
+    result = vitrail("probe", "--features", tmp_path / "f.parquet", "--method", "knn", "--k", "1", "--json")
+    found = json.loads(result.out)
+    assert found["train"] + found["test"] == 36
+    assert any("there are no test pictures" in n and "held out to measure on" in n for n in result.notes)
+    direct = json.loads(
+        vitrail("probe", "-m", weights, "--data", folder / "train", "--method", "knn", "--k", "1", "--json").out
+    )
+    assert direct["scores"] == found["scores"]
 
 
 def test_an_unreadable_picture_is_an_error_unless_it_may_be_left_out(vitrail, weights, tmp_path):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 from sklearn.datasets import load_digits
 
 import vitrail as package
+from vitrail.api.vtab import TaskScore, Vtab
+from vitrail.cli.vtab import told
+from vitrail.evaluate.intervals import share
+from vitrail.evaluate.vtab import TASKS, means
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +94,15 @@ def test_fine_tuning_follows_the_protocol(vitrail, weights, tasks, tmp_path):
     said = learned.predict([tasks / "svhn" / path for path, _ in rows], top=1)
     assert score["value"] == np.mean([p[0].label == number for p, (_, number) in zip(said, rows, strict=True)])
     assert json.loads(vitrail(*command).out)["tasks"] == [score]
+
+
+def test_means_stand_beside_their_intervals():
+    scores = tuple(TaskScore(task, share(300 + i, 500), 500, {"C": 1.0}) for i, task in enumerate(TASKS.values()))
+    found = Vtab("linear", scores, (), means({s.task.name: (s.accuracy.value, s.count) for s in scores}))
+    console = Console(width=100, file=io.StringIO())
+    for part in told(found, Path("vtab-1k")):
+        console.print(part)
+    [line] = [line for line in console.file.getvalue().splitlines() if line.startswith("VTAB score")]
+    mean = found.means["VTAB"]
+    assert f"61.80 %   {100 * mean.low:.1f} to {100 * mean.high:.1f}" in line
+    assert found.to_dict()["means"]["VTAB"]["low"] == mean.low

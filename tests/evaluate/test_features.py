@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from compare import randomized
+from conftest import ROOT
 from picture_source import Pictures
 from small_models import model, small
 
 from vitrail.config import BiTConfig
 from vitrail.errors import ConfigError, DataError, ModelError, NotFound
 from vitrail.evaluate.feature_file import FeatureFile, about, read_features, table_of
-from vitrail.evaluate.features import Place, fingerprint, gather, read, settled
+from vitrail.evaluate.features import Features, Place, fingerprint, gather, read, settled
 from vitrail.models import build
 
 CPU = torch.device("cpu")
@@ -91,7 +96,33 @@ def test_a_bits_stages_are_averaged():
     assert torch.equal(features(net), net.features(images(), want="pooled").pooled)
 
 
-@pytest.mark.parametrize("layer", [-1, 3, 13])
+def test_a_number_below_zero_counts_from_the_end():
+    assert settled(Place(layers=(-1, -2)), build(small())).layers == (2, 1)
+    assert settled(Place(layers=(-1,), pool="mean"), bit()).layers == (2,)
+
+
+def test_only_wanted_layers_are_kept_and_none_after_the_last_computed():
+    net = randomized(build(small()))
+    ran: list[int] = []
+    for i, block in enumerate(net.blocks):
+        block.register_forward_hook(lambda *_, i=i: ran.append(i))
+    features(net, layers=(1,))
+    assert ran == [0]
+    features(net, layers=(0,))
+    assert ran == [0]
+
+
+@pytest.mark.parametrize("config", [{"position_at": "layers"}, {"position": "relative"}, {"position": "rope-2d"}])
+def test_layers_are_those_of_a_plain_pass_wherever_positions_enter(config: dict[str, object]):
+    net = randomized(build(small(**config)))
+    tokens = net.features(images(), want="tokens").tokens
+    assert torch.equal(
+        features(net, layers=(2, 0), norm=False, pool="mean"),
+        torch.cat([tokens[n][:, net.config.prefix :].mean(1) for n in (2, 0)], 1),
+    )
+
+
+@pytest.mark.parametrize("layer", [-3, 3, 13])
 def test_a_layer_that_does_not_exist_is_one_sentence(layer: int):
     with pytest.raises(ModelError, match=rf"there is no layer {layer} of 2; wanted 0 to 2\."):
         settled(Place(layers=(layer,)), build(small()))
@@ -151,9 +182,11 @@ def test_other_weights_have_another_fingerprint():
 SETTINGS = {"model": "small", "weights": "00000000", "place": "last", "labels": ["class 0", "class 1", "class 2"]}
 
 
-def written(path, count: int = 7, split: str = "train", width: int = 4, dtype: str = "float32", **changes: object):
+def written(
+    path, count: int = 7, split: str = "train", width: int = 4, dtype: str = "float32", targets=None, **changes: object
+):
     """A file of two parts."""
-    source = Pictures(pictures(count))
+    source = Pictures(pictures(count)) if targets is None else Pictures(pictures(count), targets)
     file = FeatureFile(path, SETTINGS | changes)
     file.begin()
     values = torch.arange(count * width).view(count, width).float()
@@ -202,9 +235,102 @@ def test_what_is_no_file_of_features_is_refused(tmp_path):
     (tmp_path / "x.parquet").write_bytes(b"something else")
     with pytest.raises(DataError, match="is no file of features"):
         about(tmp_path / "x.parquet")
-    written(tmp_path / "train.parquet")
-    with pytest.raises(DataError, match="has the splits train; wanted train and test"):
-        read_features([tmp_path / "train.parquet"])
+
+
+def test_of_training_pictures_alone_a_tenth_is_held_out_and_that_is_said(tmp_path, caplog):
+    values = written(tmp_path / "train.parquet", 200)
+    train, test = read_features([tmp_path / "train.parquet"])
+    assert 10 < len(test) < 35
+    assert sorted(torch.cat([train.values, test.values])[:, 0].tolist()) == values[:, 0].tolist()
+    assert f"there are no test pictures: {len(test)} of 200 are held out to measure on" in caplog.text
+    again = read_features([tmp_path / "train.parquet"])
+    assert torch.equal(again[1].values, test.values)
+
+
+def test_without_anything_to_learn_from_two_files_are_asked_for(tmp_path):
+    written(tmp_path / "test.parquet", split="test")
+    with pytest.raises(DataError, match="has only test pictures, and nothing to learn from; pass --features twice"):
+        read_features([tmp_path / "test.parquet"])
+    written(tmp_path / "few.parquet", targets=[0, 1, 2, -1, -1, -1, -1])
+    with pytest.raises(
+        DataError, match=r"few\.parquet has no test pictures, and nothing can be held out: .* one picture"
+    ):
+        read_features([tmp_path / "few.parquet"])
+
+
+def test_features_that_are_no_numbers_are_refused_whoever_wants_them():
+    values = torch.zeros(5, 3)
+    values[1, 2], values[4, 0] = torch.nan, torch.inf
+    with pytest.raises(DataError, match="2 of the 5 pictures of photos have features that are NaN or infinite"):
+        Features(values, torch.zeros(5, dtype=torch.int64), ("a",), "photos")
+
+
+MANY_PARTS = """
+import resource, sys
+from pathlib import Path
+import torch
+from picture_source import Pictures
+from vitrail.evaluate.feature_file import FeatureFile, table_of
+import numpy as np
+
+file = FeatureFile(Path(sys.argv[1]), {"labels": []})
+file.begin()
+source = Pictures([np.zeros((8, 8, 3), np.uint8)])
+for number in range(80):
+    bad = {str(number): "broken"} if number % 40 == 0 else {}
+    table = table_of(source, "train", torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2), "float32")
+    file.write_part(number, table, bad)
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+print(file.join(80))
+"""
+
+
+def test_more_parts_are_joined_than_files_may_be_open(tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-c", MANY_PARTS, str(tmp_path / "f.parquet")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'0': 'broken', '40': 'broken'}\n"
+    assert pq.read_metadata(tmp_path / "f.parquet").num_rows == 80
+
+
+def test_a_second_process_is_refused_while_one_is_writing(tmp_path):
+    file = FeatureFile(tmp_path / "f.parquet", SETTINGS)
+    file.begin()
+    code = "import sys; from pathlib import Path; from vitrail.evaluate.feature_file import FeatureFile\n"
+    code += "with FeatureFile(Path(sys.argv[1]), {}).alone(): print('mine')"
+    command = [sys.executable, "-c", code, str(file.path)]
+    options = {
+        "capture_output": True,
+        "text": True,
+        "timeout": 120,
+        "env": os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    }
+    with file.alone():
+        refused = subprocess.run(command, check=False, **options)
+    assert f"another process is writing {file.path}; wait for its end, or choose another --out." in refused.stderr
+    assert subprocess.run(command, check=True, **options).stdout == "mine\n"
+
+
+def test_parts_that_have_just_been_joined_are_another_processs(tmp_path):
+    file = FeatureFile(tmp_path / "f.parquet", SETTINGS)
+    with pytest.raises(ConfigError, match="another process is writing"), file.alone():
+        pass
+
+
+def test_two_processes_that_begin_at_once_share_the_parts(tmp_path, monkeypatch):
+    file = FeatureFile(tmp_path / "f.parquet", SETTINGS)
+    rename = Path.rename
+
+    def later(self, target):
+        monkeypatch.setattr(Path, "rename", rename)
+        FeatureFile(file.path, SETTINGS).begin()  # the other one is quicker
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", later)
+    monkeypatch.setattr(os, "getpid", iter(range(1, 9)).__next__)
+    assert file.begin()
+    assert [p.name for p in tmp_path.iterdir()] == ["f.parquet.parts"]
 
 
 def test_parts_of_other_settings_are_refused(tmp_path):

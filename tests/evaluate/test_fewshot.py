@@ -112,13 +112,15 @@ def test_another_seed_picks_other_shots():
 def test_too_few_of_a_class_is_one_sentence():
     train = clouds(4, 3, 6)
     train = train.some(torch.arange(len(train) - 2))
-    with pytest.raises(DataError, match="features has 2 of class 'class 2' and 5 shots want 5 of each; try --shots 2"):
+    with pytest.raises(
+        DataError, match="5 shots want 5 of each class, and 'class 2' has 2 pictures \\(features\\); try --shots 2"
+    ):
         few_shot(train, train, 5, 0, device=CPU)
 
 
 def test_one_class_is_one_sentence():
     train = clouds(9, 1, 6)
-    with pytest.raises(DataError, match="all 9 pictures of features are 'class 0'; wanted two classes"):
+    with pytest.raises(DataError, match="all 9 pictures are 'class 0' \\(features\\); wanted two classes"):
         few_shot(train, train, 5, 0, device=CPU)
 
 

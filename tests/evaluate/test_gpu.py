@@ -39,6 +39,26 @@ def test_the_same_neighbours(where: str, blocks: Blocks | None):
     torch.testing.assert_close(here.similarity, there.similarity.cpu())
 
 
+@pytest.mark.parametrize("allowed", ["older", "newer"])
+def test_the_same_neighbours_where_tf32_is_allowed(allowed: str):
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    bank, queries = torch.randn(20000, 64), torch.randn(500, 64)
+    here = nearest_neighbours(bank, queries, 20)
+    try:
+        if allowed == "older":
+            matmul.allow_tf32 = True
+        else:
+            matmul.fp32_precision = "tf32"
+        there = nearest_neighbours(bank, queries.cuda(), 20)
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        if allowed == "older":
+            matmul.allow_tf32 = False
+        matmul.fp32_precision = before
+    assert torch.equal(here.index, there.index.cpu())
+
+
 def test_the_same_few_shots():
     train, test = blobs(200), blobs(100, seed=1)
     here, there = (few_shot(train, test, 5, 0, device=torch.device(d)) for d in ("cpu", "cuda"))

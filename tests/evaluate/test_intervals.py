@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -117,3 +118,31 @@ def test_mean_average_precision_is_resampled_as_a_slow_loop_does_it(levels: int)
 def test_classes_that_nobody_has_have_no_mean_precision():
     found = intervals.mean_precision(np.zeros((5, 2), bool), np.ones((5, 2)), math.nan)
     assert math.isnan(found.low)
+
+
+def test_numbers_found_together_are_those_found_alone_and_pictures_are_drawn_once(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(0)
+    one, other = (rng.normal(size=(40, 1)), first), (rng.normal(size=(40, 3)), lambda sums: np.abs(sums).sum(-1))
+    alone = [intervals.of_sums(*one), intervals.of_sums(*other)]
+    passes, draws = list[int](), intervals.draws
+
+    def counted(*arguments: int) -> Iterator[np.ndarray]:
+        passes.append(1)
+        return draws(*arguments)
+
+    monkeypatch.setattr(intervals, "draws", counted)
+    for found, wanted in zip(intervals.together([one, other]), alone, strict=True):
+        assert (found.value, found.low, found.high) == pytest.approx((wanted.value, wanted.low, wanted.high), rel=1e-9)
+    assert len(passes) == 1
+
+
+def first(sums: np.ndarray) -> np.ndarray:
+    return sums[..., 0] / 40
+
+
+def test_the_interval_of_a_mean_of_shares_is_the_normal_one_for_many_pictures():
+    shares = [(0.3, 4000), (0.8, 1000), (0.5, 9000)]
+    found = intervals.mean_of_shares(shares)
+    spread = 1.96 * math.sqrt(sum(p * (1 - p) / n for p, n in shares)) / 3
+    assert found.value == pytest.approx(1.6 / 3)
+    assert (found.value - found.low, found.high - found.value) == pytest.approx((spread, spread), rel=0.08)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -157,6 +161,66 @@ def test_many_near_duplicates_do_not_pile_up():
 
 def test_the_usual_numbers_of_neighbours_are_in_order():
     assert list(knn.KS) == sorted(knn.KS)
+
+
+def test_threads_are_what_they_were_after_a_failure(monkeypatch: pytest.MonkeyPatch):
+    def broken(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(knn, "_search", broken)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with pytest.raises(MemoryError):
+            nearest_neighbours(features(9, 4), features(7, 4), 2)
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("allowed", ["ieee", "tf32"])
+def test_a_gpu_multiplies_whole_float32_whatever_is_allowed_outside(monkeypatch: pytest.MonkeyPatch, allowed: str):
+    matmul, seen = torch.backends.cuda.matmul, list[str]()
+
+    @contextmanager
+    def workers(threads: int) -> Iterator[None]:
+        seen.append(matmul.fp32_precision)
+        raise MemoryError
+        yield
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda")
+
+    monkeypatch.setattr(knn, "_workers", workers)
+    monkeypatch.setattr(knn, "_beside", lambda bank, queries: bank)
+    monkeypatch.setattr(knn, "unit", lambda rows: rows)
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = allowed
+        with pytest.raises(MemoryError):
+            nearest_neighbours(features(9, 4), features(7, 4).as_subclass(Elsewhere), 2)
+        assert (seen, matmul.fp32_precision) == (["ieee"], allowed)
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_pairs_are_compared_in_float64_where_there_is_one():
+    assert knn.exact(torch.device("mps")) == torch.float32
+    assert knn.exact(torch.device("cuda")) == torch.float64
+
+
+@pytest.mark.parametrize(("free", "moved"), [(2 * 36 * 4, True), (2 * 36 * 4 - 1, False)])
+def test_a_bank_goes_to_the_gpu_at_once_where_half_the_room_will_do(
+    monkeypatch: pytest.MonkeyPatch, free: int, moved: bool
+):
+    class Elsewhere:
+        device = torch.device("cuda")
+
+    bank = features(9, 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**9))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: "moved")
+    assert (knn._beside(bank, Elsewhere()) == "moved") is moved
 
 
 def test_threads_are_what_they_were_and_change_nothing():

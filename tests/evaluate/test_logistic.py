@@ -119,6 +119,13 @@ def test_one_class_is_one_sentence():
         fit(train, 1.0)
 
 
+def test_one_picture_of_each_class_leaves_c_at_one_and_says_so(caplog: pytest.LogCaptureFixture):
+    seen: list[int] = []
+    assert choose(overlapping(1, 3, 4), advance=seen.append) == 1.0
+    assert "none can be kept aside to choose C by: it is 1" in caplog.text
+    assert sum(seen) == logistic.FITS
+
+
 def test_c_is_above_zero():
     with pytest.raises(ConfigError, match="C=0: wanted a number above 0"):
         fit(overlapping(10, 2, 3), 0.0)

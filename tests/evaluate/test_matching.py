@@ -179,3 +179,13 @@ def test_the_shards_of_imagenet_have_theirs_beside_them(imagenet_val: Path):
     assert found[0] == "n01440764"
     if TIMM is not None:
         assert found == TIMM
+
+
+def test_outputs_in_another_order_are_called_what_their_numbers_say(monkeypatch: pytest.MonkeyPatch):
+    numbers = tuple(f"n{k:08d}" for k in range(1000))
+    monkeypatch.setattr("vitrail.evaluate.matching.listed", lambda: numbers)
+    monkeypatch.setattr("vitrail.evaluate.matching.imagenet_1k", lambda: tuple(f"thing {k}" for k in range(1000)))
+    found = match_classes(source(["n00000003"]), numbers[::-1], 1000)
+    assert (found.places.tolist(), found.names[996], found.names[0]) == ([996], "thing 3", "thing 999")
+    others = match_classes(source(["n90000003"]), [f"n{90000000 + k}" for k in range(1000)], 1000)
+    assert others.names[3] == "n90000003"

@@ -103,11 +103,42 @@ def test_a_larger_imagenet_knows_the_classes_by_their_numbers():
     if synsets.listed() is None:
         pytest.skip("timm is not installed; make test installs it")
     wider = (*reversed(synsets.listed()), "n99999999")
-    outputs = outputs_by_class(1001, wider)
-    assert outputs[0] == 999
-    assert outputs[999] == 0
+    outputs, note = outputs_by_class(1001, wider, None)
+    assert (outputs[0], outputs[999], note) == (999, 0, "")
     with pytest.raises(DataError, match="10 outputs"):
-        outputs_by_class(10, None)
+        outputs_by_class(10, None, None)
+
+
+def numbers() -> list[str]:
+    return [f"n{k:08d}" for k in range(1000)]
+
+
+def test_a_thousand_outputs_in_another_order_go_by_their_numbers(monkeypatch: pytest.MonkeyPatch):
+    shuffled = np.random.default_rng(0).permutation(1000).tolist()
+    own = tuple(numbers()[k] for k in shuffled)  # output i is class shuffled[i]
+    for listed in (tuple(numbers()), None):
+        monkeypatch.setattr("vitrail.evaluate.real.listed", lambda listed=listed: listed)
+        outputs, note = outputs_by_class(1000, own, own)
+        assert [shuffled[output] for output in outputs] == list(range(1000))
+        assert note == ("" if listed else "the outputs' 1,000 WordNet numbers are taken for ImageNet-1k's")
+
+
+def test_numbers_of_other_things_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vitrail.evaluate.real.listed", lambda: tuple(numbers()))
+    with pytest.raises(DataError, match="none of the model's 2 outputs is a class of ImageNet-1k"):
+        outputs_by_class(2, ("n90000001", "n90000002"), None)
+
+
+def test_without_numbers_the_names_decide_or_it_is_said_aloud(monkeypatch: pytest.MonkeyPatch):
+    usual = tuple(f"thing {k}, other name" for k in range(1000))
+    monkeypatch.setattr("vitrail.evaluate.synsets.imagenet_1k", lambda: usual)
+    assert outputs_by_class(1000, None, usual) == (list(range(1000)), "")
+    for unnamed in (None, tuple(map(str, range(1000)))):
+        outputs, note = outputs_by_class(1000, None, unnamed)
+        assert outputs == list(range(1000))
+        assert note == "for ImageNet-ReaL the model's 1,000 outputs are taken for ImageNet-1k's, in the usual order"
+    with pytest.raises(DataError, match=r"are not ImageNet-1k's in their order.*--labels FILE"):
+        outputs_by_class(1000, None, usual[::-1])
 
 
 def test_no_label_at_all_is_refused():

@@ -113,11 +113,12 @@ def test_data_without_a_test_part_is_one_sentence(tmp_path):
 
 
 def test_a_vtab_score_is_of_all_tasks_or_none():
-    scores = {name: i / 19 for i, name in enumerate(TASKS)}
+    scores = {name: (i / 19, 500) for i, name in enumerate(TASKS)}
     found = means(scores)
-    assert found["VTAB"] == pytest.approx(np.mean(list(scores.values())))
-    assert found["Specialized"] == pytest.approx(
-        np.mean([scores[n] for n, t in TASKS.items() if t.group == "Specialized"])
+    assert found["VTAB"].value == pytest.approx(np.mean([value for value, _ in scores.values()]))
+    assert found["Specialized"].value == pytest.approx(
+        np.mean([scores[n][0] for n, t in TASKS.items() if t.group == "Specialized"])
     )
+    assert found["VTAB"].high - found["VTAB"].low < found["Specialized"].high - found["Specialized"].low
     scores.pop("dmlab")
     assert set(means(scores)) == {"Natural", "Specialized"}

@@ -74,11 +74,12 @@ def embed(
     file = FeatureFile(Path(out).expanduser(), _settings(model, config, split, place, sources, dtype, normalise, batch))
     total = sum(len(source) for source in sources.values())
     if file.begin(overwrite):
-        missing = [n for n in range(len(pieces)) if not file.part(n).exists()]
-        if started is not None:
-            started(total, total - sum(len(pieces[n][1]) for n in missing))
-        _write(model, sources, pieces, missing, file, place, batch, dtype, normalise, advance)
-        file.join(len(pieces))
+        with file.alone():
+            missing = [n for n in range(len(pieces)) if not file.part(n).exists()]
+            if started is not None:
+                started(total, total - sum(len(pieces[n][1]) for n in missing))
+            _write(model, sources, pieces, missing, file, place, batch, dtype, normalise, advance)
+            file.join(len(pieces))
         fresh = True
     else:
         say([f"{file.path} is complete already"])

@@ -105,8 +105,10 @@ def evaluate(
         match = match_classes(
             source, vit.labels, vit.config.classes, synsets=beside(data, source.labels), imagenet=protocol == "imagenet"
         )
-        valid = _valid(source, match, real) if protocol == "real" or real is not None else None
-        notes = [*match.notes, *_about(source, vit)]
+        valid, assumed = None, list[str]()
+        if protocol == "real" or real is not None:
+            valid, assumed = _valid(source, match, real, vit.labels)
+        notes = [*match.notes, *assumed, *_about(source, vit)]
         say(notes, about=data)
         share = -(-len(source) // ranks.world)
         several = min(batch or BATCH.get(ranks.device.type, 256), share)
@@ -195,12 +197,16 @@ def _sizes(vit: Model, asked: Pair | Sequence[Pair] | None) -> list[tuple[int, i
     return sizes
 
 
-def _valid(source: Source, match: Match, real: str | Path | None) -> list[list[int] | None]:
+def _valid(
+    source: Source, match: Match, real: str | Path | None, names: Sequence[str] | None
+) -> tuple[list[list[int] | None], list[str]]:
+    """The outputs that are right for each picture, and what had to be assumed; `names` are the model's own."""
     if source.several:
         raise DataError(f"{source.name} has several labels to a picture already; ImageNet-ReaL is for ImageNet's own.")
     labels = read_real(real)
     keys = [source.key(i) for i in range(len(source))]
-    return valid_outputs(keys, labels, outputs_by_class(len(match.names), match.synsets))
+    outputs, note = outputs_by_class(len(match.names), match.synsets, names)
+    return valid_outputs(keys, labels, outputs), [note] if note else []
 
 
 def _about(source: Source, vit: Model) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,11 @@ class Asked:
     """Which classifiers are tried, and how."""
 
     methods: tuple[str, ...] = METHODS
-    shots: tuple[int, ...] = fewshot.SHOTS
+    shots: tuple[int, ...] | None = None
+    """None: the paper's, `fewshot.SHOTS`, as far as every class has so many pictures."""
     seeds: int = 3
-    ks: tuple[int, ...] = (20,)
+    ks: tuple[int, ...] | None = None
+    """None: 20, or all pictures where there are fewer."""
     vote: knn.Vote = "weighted"
     strength: float | None = None
     """Logistic regression's C; None: chosen."""
@@ -83,6 +85,13 @@ class Asked:
                 raise ConfigError(f"no way to probe is called {method!r}{nearest(method, METHODS)}")
         if self.seeds < 1:
             raise ConfigError(f"seeds={self.seeds}: wanted 1 choice of shots or more.")
+        for name, given in (("shots", self.shots), ("k", self.ks)):
+            if given is not None and (not given or min(given) < 1):
+                raise ConfigError(
+                    f"{name}={','.join(map(str, given)) or 'nothing'}: wanted 1 or more, such as 5 or 1,5."
+                )
+        if self.strength is not None:
+            logistic.check_strength(self.strength)
 
 
 def unwatched(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
@@ -108,10 +117,12 @@ def probe(
     splits = open_data(config)
     if hasattr(splits.train, "samples"):
         raise DataError(f"{config.source} is a stream, which cannot be probed with; try shards:.")
-    parts = [splits.train, splits.test if splits.test is not None else splits.validation]
+    tested = splits.test if splits.test is not None else splits.validation
+    parts = [limited(part, most) for part in (splits.train, tested)]
+    plan(_unseen(parts[0]), asked)  # what cannot be is refused before anything is computed
+    _unseen(parts[1])
     place, found, bad = settled(place or Place(), model.net), [], 0
     for name, part in zip(("to learn from", "to measure on"), parts, strict=True):
-        part = limited(part, most)
         with watch(f"features {name}", len(part)) as advance:
             options: dict[str, Any] = {"preprocess": model.preprocess, "place": place, "batch": batch}
             features, unread = gather(model.net, part, device=model.device, advance=advance, **options)
@@ -141,6 +152,42 @@ def limited(source: Source, most: int | None) -> Source:
     return Part(source, chosen)
 
 
+def _unseen(source: Source) -> Features:
+    """The classes of a source's pictures, with no features yet."""
+    if source.several:
+        raise DataError(f"{source.name} has several labels to a picture; features are probed with one each.")
+    targets = torch.from_numpy(np.asarray(source.targets, dtype=np.int64))
+    targets = targets[targets >= 0]
+    if not len(targets):
+        raise DataError(f"none of the {len(source):,} pictures of {source.name} has a label.")
+    return Features(torch.empty(len(targets), 0), targets, source.labels, source.name)
+
+
+def plan(train: Features, asked: Asked) -> Asked:
+    """What can be tried: of what was not asked for by number the possible, the rest said aloud; else refused."""
+    fewshot.check_classes(train)
+    methods, notes = asked.methods, list[str]()
+    shots = fewshot.SHOTS if asked.shots is None else asked.shots
+    ks = (20,) if asked.ks is None else asked.ks
+    if "fewshot" in methods:
+        least = int(torch.bincount(train.targets, minlength=len(train.labels)).min())
+        possible = tuple(n for n in shots if n <= least)
+        if possible != shots and asked.shots is None and (possible or set(methods) != {"fewshot"}):
+            *most, last = map(str, shots[len(possible) :])
+            what = f"{', '.join(most)}{' and ' * bool(most)}{last} shots are" if possible else "few-shot is"
+            notes.append(f"{what} left out: the class with the fewest pictures has {least}")
+            shots, methods = possible, methods if possible else tuple(m for m in methods if m != "fewshot")
+        for n in shots:
+            fewshot.check_shots(train, n)
+    if "knn" in methods and max(ks) > len(train):
+        if asked.ks is not None:
+            knn.check_k(max(ks), len(train))
+        notes.append(f"all {len(train)} pictures to learn from vote, where 20 neighbours would")
+        ks = (len(train),)
+    say(notes, about=train.name)
+    return replace(asked, methods=methods, shots=shots or None, ks=ks)
+
+
 def probe_features(
     train: Features,
     test: Features,
@@ -156,7 +203,7 @@ def probe_features(
             f"{train.name} has {train.values.shape[1]} features and {test.name} {test.values.shape[1]}; wanted "
             "those of one model, layer and pooling."
         )
-    fewshot.check_classes(train)
+    asked = plan(train, asked)
     ways = {"fewshot": _fewshot, "knn": _knn, "logistic": _logistic}
     scores = [s for method in asked.methods for s in ways[method](train, test, asked, device, watch)]
     there = len(train.targets.unique())
@@ -164,8 +211,7 @@ def probe_features(
 
 
 def _fewshot(train: Features, test: Features, asked: Asked, device: torch.device, watch: Watch) -> Iterator[Score]:
-    for shots in asked.shots:
-        fewshot.check_shots(train, shots)
+    assert asked.shots is not None
     with watch("few-shot", len(asked.shots) * asked.seeds) as advance:
         for shots in asked.shots:
             rights = []
@@ -179,6 +225,7 @@ def _fewshot(train: Features, test: Features, asked: Asked, device: torch.device
 
 
 def _knn(train: Features, test: Features, asked: Asked, device: torch.device, watch: Watch) -> Iterator[Score]:
+    assert asked.ks is not None
     with watch("neighbours", len(test)) as advance:
         near = knn.nearest_neighbours(train.values, test.values.to(device), max(asked.ks), advance=advance)
     for k in asked.ks:

@@ -54,7 +54,7 @@ class Vtab:
     method: str
     scores: tuple[TaskScore, ...]
     missing: tuple[Task, ...]
-    means: dict[str, float] = field(default_factory=dict)
+    means: dict[str, Estimate] = field(default_factory=dict)
     """Of each group that is whole, and of all 19 as "VTAB"."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Vtab:
             "method": self.method,
             "tasks": [score.to_dict() for score in self.scores],
             "missing": [task.name for task in self.missing],
-            "means": self.means,
+            "means": {name: mean.to_dict() for name, mean in self.means.items()},
         }
 
 
@@ -104,7 +104,7 @@ def vtab(
             scores.append(_linear(vit, task, data, batch, watch))
         else:
             scores.append(_finetuned(str(model), task, data, rates, steps, image, device, Path(out) / task.name))
-    found = {score.task.name: score.accuracy.value for score in scores}
+    found = {score.task.name: (score.accuracy.value, score.count) for score in scores}
     missing = tuple(task for task in TASKS.values() if task.name not in there)
     return Vtab(method, tuple(scores), missing, means(found))
 

@@ -26,7 +26,7 @@ Layer = Annotated[
         "--layer",
         "--layers",
         metavar="N,...",
-        help="Blocks to take features after (0: before the first), one after the other; or last.",
+        help="Blocks to take features after (0: before the first, -1: the last), one after the other; or last.",
     ),
 ]
 Pool = Annotated[

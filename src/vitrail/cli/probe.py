@@ -39,9 +39,16 @@ def probe(
         ),
     ] = None,
     method: Annotated[str, typer.Option(metavar="NAME,...", help="fewshot, knn, logistic, or all.")] = "all",
-    shots: Annotated[str, typer.Option(metavar="N,...", help="Few-shot: pictures of each class.")] = "1,5,10,25",
+    shots: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...", help="Few-shot: pictures of each class; without it 1,5,10,25, where there are so many."
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Few-shot: choices of them to average over.")] = 3,
-    k: Annotated[str, typer.Option("--k", metavar="N,...", help="Neighbours that vote.")] = "20",
+    k: Annotated[
+        str | None, typer.Option("--k", metavar="N,...", help="Neighbours that vote; without it 20, or all there are.")
+    ] = None,
     vote: Annotated[
         str, typer.Option(metavar="HOW", help="weighted: by exp(cosine / 0.07), as DINO; or uniform.")
     ] = "weighted",
@@ -75,7 +82,10 @@ def probe(
     if vote not in ("weighted", "uniform"):
         raise ConfigError(f"--vote wants weighted or uniform, got {vote!r}.")
     layers, told = numbers(layer, "--layer"), settings(changes)
-    given = {"shots": numbers(shots, "--shots"), "ks": numbers(k, "--k")}
+    given = {
+        name: None if text is None else numbers(text, option)
+        for name, text, option in (("shots", shots, "--shots"), ("ks", k, "--k"))
+    }
     with err.status("starting"):
         from vitrail.api.probing import METHODS, Asked, probe_files
         from vitrail.api.probing import probe as run

@@ -21,6 +21,7 @@ from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
     from vitrail.api.vtab import Vtab
+    from vitrail.evaluate.intervals import Estimate
 
 
 def vtab(
@@ -85,12 +86,11 @@ def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
     for score in found.scores:
         value, group = score.accuracy, score.task.group
         chosen = ", ".join(f"{name} {number:.3g}" for name, number in score.chosen.items())
-        interval = Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")
-        row = (f"{100 * value.value:.2f} %", interval, f"{score.count:,}", Text(chosen, style="dim"))
+        row = (*cells(value), f"{score.count:,}", Text(chosen, style="dim"))
         table.add_row(group if group != before else "", score.task.title, *row)
         before = group
     for name, mean in found.means.items():
-        table.add_row(Text("VTAB score" if name == "VTAB" else name, style="bold"), "mean", f"{100 * mean:.2f} %")
+        table.add_row(Text("VTAB score" if name == "VTAB" else name, style="bold"), "mean", *cells(mean))
     yield table
     if found.missing:
         names = ", ".join(task.name for task in found.missing)
@@ -100,3 +100,8 @@ def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
             "line) with the pictures, or train/ and test/ with a folder for each class.",
             style="dim",
         )
+
+
+def cells(value: Estimate) -> tuple[str, Text]:
+    """A share and its interval."""
+    return f"{100 * value.value:.2f} %", Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.evaluate.intervals import Estimate, of_sums
+from vitrail.evaluate.intervals import Estimate, Statistic, of_sums
 from vitrail.evaluate.scores import Floats, Ints
 
 # N pictures, M bins
@@ -57,19 +57,32 @@ class Calibration:
         return {"ece": error, "worst": plain(self.worst), "lean": plain(self.lean), "bins": bins}
 
 
-def calibration(score: Floats, right: npt.NDArray[np.bool_], bins: int = BINS) -> Calibration:
-    """From N scores of the answers, 0 to 1, and whether each is right."""
+def calibration(
+    score: Floats, right: npt.NDArray[np.bool_], bins: int = BINS, error: Estimate | None = None
+) -> Calibration:
+    """From N scores of the answers, 0 to 1, and whether each is right; `error`, if it is known already."""
     score = np.asarray(score, np.float64)
     edges = np.linspace(0, 1, bins + 1)
-    place = np.searchsorted(edges[1:-1], score, side="left")  # a score on an edge is in the lower bin
+    place = _bins(score, bins)
     counts = np.bincount(place, minlength=bins)
     with np.errstate(invalid="ignore"):
         certainty = np.bincount(place, score, bins) / counts
         accuracy = np.bincount(place, right, bins) / counts
-    gaps = np.zeros((len(score), bins))
-    gaps[np.arange(len(score)), place] = score - right  # their sums over pictures are all that an ECE needs
-    error = of_sums(gaps, lambda sums: np.abs(sums).sum(-1) / len(score))
+    error = error or of_sums(*gaps(score, right, bins))
     return Calibration(error=error, edges=edges, counts=counts, certainty=certainty, accuracy=accuracy)
+
+
+def gaps(score: Floats, right: npt.NDArray[np.bool_], bins: int = BINS) -> tuple[Floats, Statistic]:
+    """N M, each picture's score less 1 or 0, in its bin; and the ECE, which needs only sums of that over pictures."""
+    score = np.asarray(score, np.float64)
+    found = np.zeros((len(score), bins))
+    found[np.arange(len(score)), _bins(score, bins)] = score - right
+    return found, lambda sums: np.abs(sums).sum(-1) / len(score)
+
+
+def _bins(score: Floats, bins: int) -> Ints:
+    """N: the bin of each score; one on an edge is in the lower bin."""
+    return np.searchsorted(np.linspace(0, 1, bins + 1)[1:-1], score, side="left")
 
 
 def plain(value: Any) -> Any:

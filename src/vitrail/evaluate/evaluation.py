@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.evaluate.calibration import Calibration, calibration, plain
-from vitrail.evaluate.intervals import Estimate, difference, mean, mean_precision, share
+from vitrail.evaluate.calibration import Calibration, calibration, gaps, plain
+from vitrail.evaluate.intervals import Estimate, difference, mean, mean_precision, share, together
 from vitrail.evaluate.per_class import PerClass, confused_pairs, mistaken_for, per_class
 from vitrail.evaluate.real import Real
 from vitrail.evaluate.scores import Samples, Scores
@@ -154,7 +154,12 @@ def summarise(
     asked = samples.truth.any(1) if precisions is not None else np.ones(len(samples), bool)
     right = samples.rank < 1
     map_: Estimate | None = None
-    if precisions is not None:
+    error: Estimate | None = None
+    if precisions is None:
+        losses = samples.loss[:, None], lambda sums: sums[..., 0] / len(samples)
+        loss, error = together([losses, gaps(samples.score, right, bins)])
+    else:
+        loss = mean(samples.loss)
         assert samples.scores is not None
         value = scores.mean_average_precision
         map_ = mean_precision(samples.truth, samples.scores, np.nan if value is None else value)
@@ -162,8 +167,8 @@ def summarise(
         image=image,
         top1=share(int(right.sum()), int(asked.sum())),
         top5=share(int((samples.rank < 5).sum()), int(asked.sum())) if outputs > 5 else None,
-        loss=mean(samples.loss),
-        calibration=calibration(samples.score, right, bins) if precisions is None else None,
+        loss=loss,
+        calibration=calibration(samples.score, right, bins, error) if precisions is None else None,
         mean_average_precision=map_,
         real=real,
         change=None if before is None else _change(samples, before),

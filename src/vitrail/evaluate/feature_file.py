@@ -8,6 +8,7 @@ kinds are never joined.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -25,9 +26,17 @@ import torch
 from torch import Tensor
 
 from vitrail.data.sources.base import Source
+from vitrail.data.sources.opening import SHARE
+from vitrail.data.sources.split import hold_out
 from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.evaluate.features import Features
+from vitrail.runtime import say
 from vitrail.weights.write import explained, sync, write_json
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 KEY = b"vitrail"
 """Of the file's own metadata: a JSON object."""
@@ -56,14 +65,38 @@ class FeatureFile:
             shutil.rmtree(self.folder, ignore_errors=True)  # killed after joining
             return False
         if self.folder.exists():
-            self._check(json.loads((self.folder / "settings.json").read_text()), self.folder)
+            self._check(self._begun(), self.folder)
             return True
         with explained(self.path):
             fresh = self.folder.with_name(f".{self.folder.name}.{os.getpid()}")
             fresh.mkdir(parents=True)
             write_json(fresh / "settings.json", dict(self.settings))
-            fresh.rename(self.folder)  # never there without its settings
+            try:
+                fresh.rename(self.folder)  # never there without its settings
+            except OSError:
+                shutil.rmtree(fresh, ignore_errors=True)
+                if not self.folder.exists():
+                    raise
+                self._check(self._begun(), self.folder)  # another process was quicker
         return True
+
+    def _begun(self) -> dict[str, Any]:
+        """What the parts that are there are made with."""
+        return dict(json.loads((self.folder / "settings.json").read_text()))
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The parts for this process alone: two would do everything twice, and one take the other's away."""
+        taken = f"another process is writing {self.path}; wait for its end, or choose another --out."
+        with explained(self.path):
+            try:
+                file = (self.folder / ".lock").open("a")
+            except FileNotFoundError:  # it has just joined them
+                raise ConfigError(taken) from None
+        with file:
+            if not _locked(file.fileno()) or not self.folder.exists():
+                raise ConfigError(taken)
+            yield
 
     def _check(self, there: Mapping[str, Any], where: Path) -> None:
         for name, value in self.settings.items():
@@ -83,18 +116,16 @@ class FeatureFile:
 
     def join(self, count: int) -> dict[str, str]:
         """All parts in one file, in order; which pictures could not be read, and why."""
-        files = [pq.ParquetFile(self.part(n)) for n in range(count)]
         bad: dict[str, str] = {}
-        for file in files:
-            bad |= json.loads(file.schema_arrow.metadata[KEY])["unreadable"]
-        said = dict(self.settings) | {"unreadable": bad}
-        schema = files[0].schema_arrow.with_metadata({KEY: json.dumps(said)})
+        for n in range(count):  # one open at a time: there may be more of them than files may be open
+            schema = pq.read_schema(self.part(n))
+            bad |= json.loads(schema.metadata[KEY])["unreadable"]
+        schema = schema.with_metadata({KEY: json.dumps(dict(self.settings) | {"unreadable": bad})})
         with _new(self.path, self.folder) as temporary, pq.ParquetWriter(temporary, schema, **WRITTEN) as writer:
-            for file in files:
-                for group in range(file.num_row_groups):
-                    writer.write_table(file.read_row_group(group).replace_schema_metadata(schema.metadata))
-        for file in files:
-            file.close()
+            for n in range(count):
+                with pq.ParquetFile(self.part(n)) as file:
+                    for group in range(file.num_row_groups):
+                        writer.write_table(file.read_row_group(group).replace_schema_metadata(schema.metadata))
         shutil.rmtree(self.folder)
         return bad
 
@@ -132,7 +163,7 @@ def _labels(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa.Array]
 @contextmanager
 def _new(path: Path, folder: Path) -> Iterator[Path]:
     """A file in the folder of parts to write, which becomes `path` when it is complete and on the disk."""
-    temporary = folder / f".{path.name}.tmp"
+    temporary = folder / f".{path.name}.{os.getpid()}.tmp"
     with explained(path):
         try:
             yield temporary
@@ -142,6 +173,17 @@ def _new(path: Path, folder: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
             raise
         sync(path.absolute().parent)
+
+
+def _locked(file: int) -> bool:
+    """Whether it is this process's now; where nothing can be locked, it is."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a forked worker does not inherit
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -158,7 +200,10 @@ def about(path: Path) -> dict[str, Any]:
 
 
 def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
-    """What to learn from and what to measure on: the splits of one file, or two files in this order."""
+    """What to learn from and what to measure on: the splits of one file, or two files in this order.
+
+    Of a file that has nothing but a train split, a tenth is held out.
+    """
     if not 1 <= len(paths) <= 2:
         raise ConfigError(f"got {len(paths)} files of features; wanted one with its splits, or two.")
     said = [about(path) for path in paths]
@@ -171,25 +216,47 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
     names = tuple(said[0].get("labels") or ())
     if said[0].get("labels") != said[-1].get("labels"):
         raise DataError(f"{paths[-1]} has other classes than {paths[0]}; embed the parts of one data set.")
-    tables = [pq.read_table(path, columns=["split", "target", "embedding"]) for path in paths]
+    tables = [pq.read_table(path, columns=["key", "split", "target", "embedding"]) for path in paths]
     if len(tables) == 2:
         return _features(tables[0], names, paths[0].name), _features(tables[1], names, paths[1].name)
-    splits = tables[0]["split"].unique().to_pylist()
+    splits, name = tables[0]["split"].unique().to_pylist(), paths[0].name
+    if splits == ["train"]:
+        return _held_out(tables[0], names, name)
     measured = next((s for s in ("test", "validation") if s in splits), None)
     if measured is None or "train" not in splits:
         raise DataError(
-            f"{paths[0]} has the splits {', '.join(splits) or 'of nothing'}; wanted train and test. "
-            "Use vitrail embed --split all, or pass --features twice."
+            f"{paths[0]} has {'only ' * bool(splits)}{', '.join(splits) or 'no'} pictures, and nothing to learn from; "
+            f"pass --features twice, a file of training pictures first: --features train.parquet --features {name}."
         )
     column = tables[0]["split"].to_numpy(zero_copy_only=False)
     parts = [tables[0].filter(pa.array(column == split)) for split in ("train", measured)]
-    name = paths[0].name
     return _features(parts[0], names, f"{name}/train"), _features(parts[1], names, f"{name}/{measured}")
 
 
-def _features(table: pa.Table, labels: tuple[str, ...], name: str) -> Features:
+def _held_out(table: pa.Table, labels: tuple[str, ...], name: str) -> tuple[Features, Features]:
+    """Training pictures in two, by a hash of their names, as data without a test part is."""
+    _check_single(table, name)
+    table = table.filter(table["target"].is_valid())
+    targets = table["target"].to_numpy().astype(np.int64)
+    mask, notes = hold_out(table["key"].to_pylist(), targets, SHARE, labels)
+    if not mask.any():
+        raise DataError(
+            f"{name} has no test pictures, and nothing can be held out: {'; '.join(notes) or 'too few pictures'}; "
+            "pass --features twice, a file of test pictures second."
+        )
+    said = f"there are no test pictures: {int(mask.sum()):,} of {len(mask):,} are held out to measure on, by a hash of "
+    say([f"{said}their names", *notes], about=name)
+    parts = [table.filter(pa.array(which)) for which in (~mask, mask)]
+    return _features(parts[0], labels, f"{name}, but those held out"), _features(parts[1], labels, f"{name}, held out")
+
+
+def _check_single(table: pa.Table, name: str) -> None:
     if not pa.types.is_integer(table["target"].type):
         raise DataError(f"{name} has several labels to a picture; features are probed with one each.")
+
+
+def _features(table: pa.Table, labels: tuple[str, ...], name: str) -> Features:
+    _check_single(table, name)
     table = table.filter(table["target"].is_valid())
     if not len(table):
         raise DataError(f"{name} has no labelled pictures.")

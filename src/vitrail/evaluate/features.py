@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from vitrail.runtime import arithmetic
 # b pictures of a batch, N of all, T tokens, D features
 
 POOLS = ("pooled", "token", "mean", "token+mean")
+ROWS = 65536
+"""Features that are looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Place:
 
     layers: tuple[int, ...] = ()
     """Numbers of blocks (of stages, in a BiT), whose vectors follow one another: 1 is what leaves the
-    first one, 0 what enters it. None: what the head sees, or the last one."""
+    first one, 0 what enters it, -1 what leaves the last. None: what the head sees, or the last one."""
     pool: str = "pooled"
     """pooled: what the head sees; token: the class token; mean: of the patches; token+mean: both."""
     norm: bool = True
@@ -49,8 +51,12 @@ class Place:
 
 
 def settled(place: Place, net: Net) -> Place:
-    """The same place with its pooling chosen, where a layer's number leaves it open; refused where it cannot be."""
+    """The same place with its pooling chosen, where a layer's number leaves it open; refused where it cannot be.
+
+    Numbers below 0 count from the end: -1 is the last.
+    """
     depth = net.config.depth if isinstance(net, ViT) else len(net.config.layers)
+    place = replace(place, layers=tuple(depth + 1 + n if -depth <= n < 0 else n for n in place.layers))
     what = "layer" if isinstance(net, ViT) else "stage"
     for layer in place.layers:
         if not (0 if isinstance(net, ViT) else 1) <= layer <= depth:
@@ -64,7 +70,7 @@ def settled(place: Place, net: Net) -> Place:
     if place.pool.startswith("token") and not net.config.class_token:
         raise ModelError(f"this network has no class token for {place.pool!r}; wanted pooled or mean.")
     if place.pool == "pooled" and place.layers:
-        return Place(layers=place.layers, pool="token" if net.config.class_token else "mean", norm=place.norm)
+        return replace(place, pool="token" if net.config.class_token else "mean")
     return place
 
 
@@ -78,10 +84,22 @@ def read(net: Net, images: Tensor, place: Place) -> Tensor:
         maps = net.features(images, want="maps").maps
         assert maps is not None
         return torch.cat([maps[layer - 1].mean((2, 3)) for layer in place.layers or (len(maps),)], dim=1)
-    tokens = net.features(images, want="tokens").tokens
-    assert tokens is not None
     layers = place.layers or (net.config.depth,)
-    return torch.cat([_vector(net, tokens[layer], place) for layer in layers], dim=1)
+    found = {layer: _vector(net, tokens, place) for layer, tokens in _tokens(net, images, layers)}
+    return torch.cat([found[layer] for layer in layers], dim=1)
+
+
+def _tokens(net: ViT, images: Tensor, layers: Collection[int]) -> Iterator[tuple[int, Tensor]]:
+    """The layers that are wanted with their tokens, b T D; no others are kept, and none after the last computed."""
+    x, grid = net.embed(images)
+    if 0 in layers:
+        yield 0, x
+    within = None
+    for i, block in enumerate(list(net.blocks)[: max(layers)]):
+        x, within = net.before(i, x, grid, within)
+        x = block(x, within)
+        if i + 1 in layers:
+            yield i + 1, x
 
 
 def _vector(net: ViT, tokens: Tensor, place: Place) -> Tensor:
@@ -134,6 +152,15 @@ class Features:
     """Names of the classes."""
     name: str = "features"
     """What people call the pictures."""
+
+    def __post_init__(self) -> None:
+        finite = [part.isfinite().all(1) for part in self.values.split(ROWS)] or [torch.ones(0, dtype=torch.bool)]
+        bad = len(self.values) - int(torch.cat(finite).sum())
+        if bad:
+            raise DataError(
+                f"{bad:,} of the {len(self.values):,} pictures of {self.name} have features that are NaN or infinite, "
+                "which no classifier can use; look for broken weights."
+            )
 
     def __len__(self) -> int:
         return len(self.targets)

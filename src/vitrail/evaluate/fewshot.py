@@ -96,8 +96,9 @@ def check_shots(train: Features, shots: int) -> None:
     check_classes(train)
     if (least := int(counts.min())) < shots:
         label = train.labels[int(counts.argmin())]
+        many = "picture" if least == 1 else "pictures"
         raise DataError(
-            f"{train.name} has {least} of class {label!r} and {shots} shots want {shots} of each; "
+            f"{shots} shots want {shots} of each class, and {label!r} has {least or 'no'} {many} ({train.name}); "
             f"try --shots {least or 1}{'' if least else ' and remove the class'}, or add pictures."
         )
 
@@ -107,7 +108,7 @@ def check_classes(train: Features) -> None:
     there = train.targets.unique()
     if len(there) < 2:
         which = train.labels[int(there[0])] if len(there) else "no class"
-        raise DataError(f"all {len(train):,} pictures of {train.name} are {which!r}; wanted two classes or more.")
+        raise DataError(f"all {len(train):,} pictures are {which!r} ({train.name}); wanted two classes or more.")
 
 
 def few_shot(train: Features, test: Features, shots: int, seed: int, *, device: torch.device) -> Tensor:

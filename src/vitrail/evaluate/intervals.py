@@ -3,6 +3,7 @@
     share          of 0 and 1: the bootstrap's distribution is a binomial one, and its quantiles are exact
     mean, sums     other numbers: pictures drawn again, with replacement, by their counts
     difference     of two models on the same pictures
+    mean_of_shares of several sets of pictures, such as tasks
 
 The bootstrap of a share that is nearly nothing or nearly all says too little: three of three right
 would be 100 % to 100 %. Wilson's interval takes its place there.
@@ -11,7 +12,7 @@ would be 100 % to 100 %. Wilson's interval takes its place there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ PRECISIONS = 500_000_000
 """Pictures times classes times resamples of average precisions, which takes seconds; of more, fewer resamples."""
 
 How = Literal["bootstrap", "wilson"]
+Statistic = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
+"""S sums, or R S, -> a number, or R of them."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,24 @@ def mean(values: Floats, *, resamples: int = RESAMPLES, seed: int = SEED) -> Est
     return of_sums(values[:, None], lambda sums: sums[..., 0] / len(values), resamples=resamples, seed=seed)
 
 
-def of_sums(
-    columns: Floats,
-    statistic: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]],
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-) -> Estimate:
-    """Of a number that depends on the sums of N S alone: `statistic` takes S sums, or many times S, R S."""
-    whole = np.asarray(columns, np.float64)
-    value = float(statistic(whole.sum(0)))
-    drawn = np.concatenate([statistic(counts @ whole) for counts in draws(len(whole), resamples, seed)])
-    return around(value, drawn)
+def of_sums(columns: Floats, statistic: Statistic, *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
+    """Of a number that depends on the sums of N S alone."""
+    return together([(columns, statistic)], resamples=resamples, seed=seed)[0]
+
+
+def together(
+    asked: Sequence[tuple[Floats, Statistic]], *, resamples: int = RESAMPLES, seed: int = SEED
+) -> list[Estimate]:
+    """Several such numbers of the same N pictures: they are drawn again once, which takes most of the time."""
+    whole = np.concatenate([np.asarray(columns, np.float64) for columns, _ in asked], axis=1)
+    ends = np.cumsum([columns.shape[1] for columns, _ in asked])[:-1]
+    drawn: list[list[npt.NDArray[np.float64]]] = [[] for _ in asked]
+    for counts in draws(len(whole), resamples, seed):
+        parts = np.split(counts @ whole, ends, axis=1)
+        for kept, part, (_, statistic) in zip(drawn, parts, asked, strict=True):
+            kept.append(statistic(part))
+    values = [float(statistic(np.asarray(columns, np.float64).sum(0))) for columns, statistic in asked]
+    return [around(value, np.concatenate(kept)) for value, kept in zip(values, drawn, strict=True)]
 
 
 def around(value: float, drawn: npt.NDArray[np.float64]) -> Estimate:
@@ -123,6 +132,13 @@ def difference(
     shares = np.array([up, down, count - up - down]) / count
     drawn = np.random.default_rng(seed).multinomial(count, shares, resamples)  # what N draws of pictures come to
     return around((up - down) / count, (drawn[:, 0] - drawn[:, 1]) / count)
+
+
+def mean_of_shares(shares: Sequence[tuple[float, int]], *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
+    """The mean of shares of separate sets of pictures, each given with its count; each set is drawn again by itself."""
+    chances, counts = (np.array(column) for column in zip(*shares, strict=True))
+    drawn = np.random.default_rng(seed).binomial(counts, chances, (resamples, len(shares))) / counts
+    return around(float(chances.mean()), drawn.mean(1))
 
 
 def mean_precision(

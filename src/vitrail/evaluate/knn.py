@@ -36,6 +36,8 @@ NEVER = -4.0
 """Stands where there is no entry: less than any cosine."""
 PAIRS = 256
 """Pairs compared at a time: they stay in a core's cache."""
+MANY = 2**24
+"""Numbers of such pairs at a time on a GPU."""
 
 Vote = Literal["weighted", "uniform"]
 
@@ -71,11 +73,10 @@ def nearest_neighbours(
 ) -> Neighbours:
     """N D and Q D features -> the k bank entries of largest cosine for each query.
 
-    They are compared where the bank lies; a bank on the CPU is moved block by block where the
-    queries are elsewhere. `advance` hears of queries that are done.
+    They are compared where the queries lie. A bank that is elsewhere is moved there, at once or, where
+    a GPU has too little room, block by block. `advance` hears of queries that are done.
     """
-    if not 1 <= k <= len(bank):
-        raise ConfigError(f"k={k} neighbours of a bank of {len(bank):,} entries; wanted 1 to {len(bank):,}.")
+    check_k(k, len(bank))
     if bank.shape[1] != queries.shape[1]:
         raise DataError(
             f"the bank's features have {bank.shape[1]} numbers and the queries' {queries.shape[1]}; wanted those of "
@@ -85,19 +86,32 @@ def nearest_neighbours(
     if queries.device.type == "cpu":
         keep_heap()
     bank, queries = unit(bank), unit(queries)
+    bank = _beside(bank, queries)
     if not len(queries):
         return Neighbours(queries.new_empty(0, k), torch.empty(0, k, dtype=torch.int64, device=queries.device))
     threads = torch.get_num_threads() if queries.device.type == "cpu" else 1
     rounds = -(-len(queries) // (threads * blocks.queries))
     size = -(-len(queries) // (threads * rounds))  # all threads have the same to do
     found = []
-    with _workers(threads) as workers:
+    with _whole_float32(queries.device), _workers(threads) as workers:
         for result in workers.map(lambda part: _search(bank, part, k, blocks.bank), queries.split(size)):
             found.append(result)
             if advance is not None:
                 advance(len(result[0]))
     similarity, index = zip(*found, strict=True)
     return Neighbours(torch.cat(similarity), torch.cat(index))
+
+
+def check_k(k: int, entries: int) -> None:
+    if not 1 <= k <= entries:
+        raise ConfigError(f"k={k} neighbours of a bank of {entries:,} entries; wanted 1 to {entries:,}.")
+
+
+def _beside(bank: Tensor, queries: Tensor) -> Tensor:
+    """The bank where the queries are, if half of a GPU's free memory holds it; else where it is."""
+    if queries.device.type != "cuda" or bank.device.type == "cuda":
+        return bank
+    return bank.to(queries.device) if bank.nbytes <= torch.cuda.mem_get_info(queries.device)[0] // 2 else bank
 
 
 def unit(features: Tensor) -> Tensor:
@@ -112,10 +126,26 @@ def unit(features: Tensor) -> Tensor:
 @contextmanager
 def _workers(threads: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that each compute alone: nothing is shared, and small steps need not wait for each other."""
-    with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1) if threads > 1 else None) as pool:
-        yield pool
-    if threads > 1:
-        torch.set_num_threads(threads)  # threads that start later would else have what these had
+    try:
+        with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1) if threads > 1 else None) as pool:
+            yield pool
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)  # threads that start later would else have what these had
+
+
+@contextmanager
+def _whole_float32(device: torch.device) -> Iterator[None]:
+    """Inside, a GPU multiplies float32 as it is, whatever was allowed outside: TF32 rounds by more than the slack."""
+    if device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul  # not allow_tf32, which cannot be read where both have been used
+    before, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @dataclass
@@ -250,16 +280,22 @@ def _contenders(found: _Candidates, count: int, k: int, slack: float) -> Tensor:
 
 def _compared(found: _Candidates, bank: Tensor, queries: Tensor) -> Tensor:
     """Cosines, each computed in the same way wherever its pair stands."""
-    pairs = list(zip(found.query.split(PAIRS), found.entry.split(PAIRS), strict=True))
+    size = PAIRS if queries.device.type == "cpu" else max(MANY // queries.shape[1], PAIRS)
+    pairs = list(zip(found.query.split(size), found.entry.split(size), strict=True))
     if queries.device.type == "cpu":  # NumPy multiplies and adds in one go
         known, asked = bank.numpy(), queries.numpy()
         sums = [np.einsum("pd,pd->p", known.take(entry, axis=0), asked.take(query, axis=0)) for query, entry in pairs]
         return torch.from_numpy(np.concatenate(sums))
     parts = []
     for query, entry in pairs:
-        near = bank.index_select(0, entry.to(bank.device)).to(queries.device, torch.float64)
+        near = bank.index_select(0, entry.to(bank.device)).to(queries.device, exact(queries.device))
         parts.append(near.mul_(queries.index_select(0, query)).sum(1).float())
     return torch.cat(parts)
+
+
+def exact(device: torch.device) -> torch.dtype:
+    """float64; Apple's GPUs have none."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def votes(
@@ -277,7 +313,7 @@ def votes(
     """
     if not 1 <= k <= neighbours.index.shape[1]:
         raise ConfigError(f"k={k}: the nearest {neighbours.index.shape[1]} were looked for.")
-    similarity, index = neighbours.similarity[:, :k].double().cpu(), neighbours.index[:, :k].cpu()
+    similarity, index = neighbours.similarity[:, :k].cpu().double(), neighbours.index[:, :k].cpu()
     weights = (similarity / temperature).exp() if vote == "weighted" else torch.ones_like(similarity)
     shares = torch.zeros(len(index), classes, dtype=torch.float64)
     return shares.scatter_add_(1, targets.cpu()[index], weights)

@@ -23,6 +23,7 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 from vitrail.evaluate.features import Features
 from vitrail.evaluate.fewshot import check_classes
+from vitrail.runtime import say
 
 # N pictures of D features, K classes; R rows of weights: K, or 1 for two classes
 
@@ -77,8 +78,7 @@ def objective(x: Tensor, targets: Tensor, weights: Tensor, bias: Tensor, strengt
 
 def fit(train: Features, strength: float, *, solver: Solver = "auto", device: torch.device | str = "cpu") -> Logistic:
     """The best weights for this C."""
-    if not strength > 0:
-        raise ConfigError(f"C={strength:g}: wanted a number above 0.")
+    check_strength(strength)
     check_classes(train)
     device = torch.device(device)
     if solver == "auto":
@@ -93,6 +93,11 @@ def fit(train: Features, strength: float, *, solver: Solver = "auto", device: to
     solve = _with_sklearn if solver == "scikit-learn" else _with_torch
     weights, bias = solve(x, targets.to(device), len(present), strength)
     return Logistic(weights, bias, mean, deviation, present.to(device), strength, solver)
+
+
+def check_strength(strength: float) -> None:
+    if not 0 < strength < math.inf:
+        raise ConfigError(f"C={strength:g}: wanted a number above 0.")
 
 
 def _with_sklearn(x: Tensor, targets: Tensor, classes: int, strength: float) -> tuple[Tensor, Tensor]:
@@ -151,9 +156,17 @@ def choose(
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] | None = None,
 ) -> float:
-    """The C that does best on `validation`, else on a fifth of the training pictures; of equals the smallest."""
+    """The C that does best on `validation`, else on a fifth of the training pictures; of equals the smallest.
+
+    Where each class has one picture only, none can be kept aside, and C is 1.
+    """
     if validation is None:
         aside = held_out(train.targets)
+        if not aside.any():
+            say(["each class has one picture, and none can be kept aside to choose C by: it is 1"], about=train.name)
+            if advance is not None:
+                advance(FITS)
+            return 1.0
         train, validation = train.some(~aside), train.some(aside)
     right: dict[float, float] = {}
 

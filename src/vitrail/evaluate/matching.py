@@ -17,7 +17,7 @@ import numpy.typing as npt
 from vitrail.data.sources.base import Sample, Source, Targets
 from vitrail.errors import DataError
 from vitrail.evaluate.scores import Ints
-from vitrail.evaluate.synsets import IMAGENET, Synsets, in_names, of_outputs, plain_name
+from vitrail.evaluate.synsets import IMAGENET, Synsets, in_names, listed, of_outputs, plain_name
 from vitrail.weights.labels import imagenet_1k
 
 # N pictures, C classes of the data, K outputs of the model
@@ -96,7 +96,7 @@ def match_classes(
             place = {number: k for k, number in enumerate(own)}
             places = np.array([place.get(number, -1) for number in numbers], np.int64)
             _check(source, places, labels, outputs)
-            names = _names(labels, places, source.labels, outputs, imagenet=True)
+            names = _names(labels, places, source.labels, own)
             return Match(places, "synset", names, (note,) if note else (), own)
     if imagenet:
         raise DataError(_no_imagenet(source, outputs, numbers))
@@ -157,15 +157,15 @@ def _check(source: Source, places: Ints, labels: Sequence[str] | None, outputs: 
     )
 
 
-def _names(
-    labels: Sequence[str] | None, places: Ints, data: Sequence[str], outputs: int, *, imagenet: bool
-) -> tuple[str, ...]:
-    """What people read: the model's own names, else ImageNet's, else the data's."""
+def _names(labels: Sequence[str] | None, places: Ints, data: Sequence[str], own: Synsets) -> tuple[str, ...]:
+    """What people read: the model's own names, else those of its outputs' WordNet numbers, else the data's."""
     if labels is not None and in_names(labels) is None:
         return tuple(labels)
-    if imagenet and outputs == IMAGENET and (known := imagenet_1k()):
-        return known
-    names = list(labels) if labels is not None else [f"class {k}" for k in range(outputs)]
+    known = imagenet_1k()
+    if known and len(own) == IMAGENET and set(own) == set(listed() or own):
+        named = dict(zip(sorted(own), known, strict=True))  # ImageNet-1k's order
+        return tuple(named[number] for number in own)
+    names = list(labels) if labels is not None else [f"class {k}" for k in range(len(own))]
     for label, k in zip(data, places.tolist(), strict=True):
         if k >= 0:
             names[k] = label

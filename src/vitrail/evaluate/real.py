@@ -21,7 +21,7 @@ import numpy.typing as npt
 from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.evaluate.intervals import Estimate, share
 from vitrail.evaluate.scores import Samples
-from vitrail.evaluate.synsets import IMAGENET, Synsets, listed, published_real
+from vitrail.evaluate.synsets import IMAGENET, Synsets, listed, names_agree, published_real
 
 # N pictures, K outputs
 
@@ -78,19 +78,39 @@ def _are_classes(row: Any) -> bool:
     )
 
 
-def outputs_by_class(outputs: int, synsets: Synsets | None) -> list[int]:
-    """ImageNet-1k's class number -> the model's output; -1 where it has none."""
-    if synsets is None or outputs == IMAGENET:
-        if outputs != IMAGENET:
-            raise DataError(
-                f"ImageNet-ReaL's labels are ImageNet-1k's classes, and which of the model's {outputs:,} outputs those "
-                "are, nobody knows."
-            )
-        return list(range(IMAGENET))
-    place, known = {number: k for k, number in enumerate(synsets)}, listed()
+def outputs_by_class(outputs: int, synsets: Synsets | None, labels: Sequence[str] | None) -> tuple[list[int], str]:
+    """ImageNet-1k's class number -> the model's output, -1 where it has none; and what had to be assumed.
+
+    `synsets` are the outputs' WordNet numbers, where they are known; else their names, `labels`, decide.
+    """
+    if synsets is not None:
+        return _by_number(synsets)
+    if outputs != IMAGENET:
+        raise DataError(
+            f"ImageNet-ReaL's labels are ImageNet-1k's classes, and which of the model's {outputs:,} outputs those "
+            "are, nobody knows."
+        )
+    agree = names_agree(labels)
+    if agree is False:
+        raise DataError(
+            "the names of the model's 1,000 outputs are not ImageNet-1k's in their order, and ImageNet-ReaL's labels "
+            "are numbers in it; name the outputs with --labels FILE, one WordNet number on each line."
+        )
+    note = "for ImageNet-ReaL the model's 1,000 outputs are taken for ImageNet-1k's, in the usual order"
+    return list(range(IMAGENET)), "" if agree else note
+
+
+def _by_number(synsets: Synsets) -> tuple[list[int], str]:
+    """Where each class of ImageNet-1k, whose order is that of its sorted numbers, is among the outputs."""
+    known, note = listed(), ""
     if known is None:
-        raise NotFound("which outputs are ImageNet-1k's classes, timm's files tell: `pip install timm`.")
-    return [place.get(number, -1) for number in known]
+        if len(synsets) != IMAGENET:
+            raise NotFound("which outputs are ImageNet-1k's classes, timm's files tell: `pip install timm`.")
+        known, note = tuple(sorted(synsets)), "the outputs' 1,000 WordNet numbers are taken for ImageNet-1k's"
+    place = {number: k for k, number in enumerate(synsets)}
+    if not place.keys() & set(known):
+        raise DataError(f"none of the model's {len(synsets):,} outputs is a class of ImageNet-1k, which ReaL is about.")
+    return [place.get(number, -1) for number in known], note
 
 
 def valid_outputs(keys: Sequence[str], labels: Labels, outputs: Sequence[int]) -> list[list[int] | None]:

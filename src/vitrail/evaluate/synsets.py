@@ -82,11 +82,20 @@ def of_outputs(labels: Sequence[str] | None, count: int, data: Synsets | None = 
     if labels is None:
         usual = "ImageNet-1k" if count == IMAGENET else f"the ImageNet of {count:,} classes"
         return known, f"the checkpoint does not name its outputs: they are taken for {usual}'s, in the usual order"
-    names = imagenet_1k() if count == IMAGENET else None
+    return (known, "") if names_agree(labels) else (None, "")
+
+
+def names_agree(labels: Sequence[str] | None) -> bool | None:
+    """Whether names of outputs are ImageNet-1k's, in its order; None where nothing is named, or nobody knows."""
+    if labels is None or all(label.isdecimal() for label in labels):
+        return None
+    if len(labels) != IMAGENET:
+        return False
+    names = imagenet_1k()
     if names is None:
-        return None, ""
+        return None
     alike = sum(_first(mine) == _first(usual) for mine, usual in zip(labels, names, strict=True))
-    return (known, "") if alike >= AGREE * count else (None, "")
+    return alike >= AGREE * IMAGENET
 
 
 def listed(count: int = IMAGENET) -> Synsets | None:

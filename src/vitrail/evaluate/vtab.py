@@ -29,6 +29,7 @@ from vitrail.data.sources.packed import Strings
 from vitrail.data.sources.part import Part
 from vitrail.data.sources.split import hashes
 from vitrail.errors import DataError, NotFound, nearest
+from vitrail.evaluate.intervals import Estimate, mean_of_shares
 from vitrail.runtime import say
 
 GROUPS = ("Natural", "Specialized", "Structured")
@@ -178,15 +179,18 @@ def _lines(path: Path, task: Task) -> list[tuple[str, int]]:
     return found
 
 
-def means(scores: Mapping[str, float]) -> dict[str, float]:
-    """Of each group that is whole; and "VTAB", the mean of all tasks, where all 19 are there."""
+def means(scores: Mapping[str, tuple[float, int]]) -> dict[str, Estimate]:
+    """Of each group that is whole; and "VTAB", the mean of all tasks, where all 19 are there.
+
+    `scores` has each task's accuracy and its number of test pictures.
+    """
     found = {}
     for group in GROUPS:
         tasks = [name for name, task in TASKS.items() if task.group == group]
         if all(name in scores for name in tasks):
-            found[group] = sum(scores[name] for name in tasks) / len(tasks)
+            found[group] = mean_of_shares([scores[name] for name in tasks])
     if all(name in scores for name in TASKS):
-        found["VTAB"] = sum(scores[name] for name in TASKS) / len(TASKS)
+        found["VTAB"] = mean_of_shares([scores[name] for name in TASKS])
     return found
 
 
