@@ -57,12 +57,12 @@ def test_options_choose_what_is_kept(vitrail, weights, classes, tmp_path):
 
 
 def test_minus_one_is_the_last_layer(vitrail, weights, classes, tmp_path):
-    for name, layer in (("a", "-1"), ("b", "2")):
+    for name, layer in (("a.parquet", "-1"), ("b.parquet", "2")):
         result = vitrail(
             "embed", "-m", weights, "--data", classes, "--out", tmp_path / name, "--layer", layer, "--json"
         )
         assert json.loads(result.out)["place"] == "layer 2, token"
-    assert pq.read_table(tmp_path / "a").equals(pq.read_table(tmp_path / "b"))
+    assert pq.read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "b.parquet"))
 
 
 def test_a_second_command_is_refused_while_one_is_writing(vitrail, weights, classes, tmp_path, monkeypatch):
@@ -130,14 +130,19 @@ def test_what_cannot_be_is_one_sentence(vitrail, weights, classes, tmp_path, opt
 
 
 def test_a_split_the_data_has_not_is_one_sentence(vitrail, weights, classes, tmp_path):
-    result = vitrail("embed", "-m", weights, "--data", classes, "--out", tmp_path / "f", "--split", "validation")
+    result = vitrail(
+        "embed", "-m", weights, "--data", classes, "--out", tmp_path / "f.parquet", "--split", "validation"
+    )
     assert result.problems == [f"{classes} has no validation split; it has train, test."]
 
 
 def test_embed_says_what_it_needs(vitrail, weights):
     result = vitrail("embed", "-m", weights)
-    assert result.status == 2
-    assert "embed needs --model, --data and --out" in result.problems[0]
+    assert result.status == 1
+    assert "embed needs --data SPEC too" in result.problems[0]
+    assert "embed needs --out FILE too" in vitrail("embed", "-m", weights, "--data", "digits").problems[0]
+    result = vitrail("embed", "-m", weights, "--data", "digits", "--out", "features.csv")
+    assert result.problems == ["--out features.csv: features are written as Parquet; call it features.parquet."]
 
 
 def test_killed_at_any_part_it_goes_on_to_the_same_bytes(tmp_path):

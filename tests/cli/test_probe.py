@@ -160,7 +160,9 @@ def test_an_unreadable_picture_is_an_error_unless_it_may_be_left_out(vitrail, we
 
 
 def test_probe_wants_data_or_features(vitrail, weights):
-    assert vitrail("probe", "-m", weights).status == 2
+    result = vitrail("probe", "-m", weights)
+    assert result.status == 1
+    assert "probe needs --data SPEC, or --features FILE" in result.problems[0]
 
 
 @pytest.mark.slow

@@ -146,3 +146,12 @@ def test_the_interval_of_a_mean_of_shares_is_the_normal_one_for_many_pictures():
     spread = 1.96 * math.sqrt(sum(p * (1 - p) / n for p, n in shares)) / 3
     assert found.value == pytest.approx(1.6 / 3)
     assert (found.value - found.low, found.high - found.value) == pytest.approx((spread, spread), rel=0.08)
+
+
+def test_shares_that_are_nearly_all_the_same_have_wilsons_interval():
+    all_right = intervals.of_shares(np.ones(22))
+    assert (all_right.value, all_right.how) == (1.0, "wilson")
+    assert (all_right.low, all_right.high) == pytest.approx(wilson(22, 22))
+    mixed = intervals.of_shares(np.tile([0.0, 1 / 3, 2 / 3, 1.0], 50))
+    assert mixed.how == "bootstrap"
+    assert mixed == intervals.mean(np.tile([0.0, 1 / 3, 2 / 3, 1.0], 50))

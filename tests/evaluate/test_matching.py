@@ -189,3 +189,12 @@ def test_outputs_in_another_order_are_called_what_their_numbers_say(monkeypatch:
     assert (found.places.tolist(), found.names[996], found.names[0]) == ([996], "thing 3", "thing 999")
     others = match_classes(source(["n90000003"]), [f"n{90000000 + k}" for k in range(1000)], 1000)
     assert others.names[3] == "n90000003"
+
+
+def test_numbers_that_are_names_are_not_matched_by_order():
+    """Handwritten digits are no aeroplanes, though there are ten of both."""
+    digits = source([str(i) for i in range(10)])
+    words = [f"thing {chr(97 + i)}" for i in range(10)]
+    assert match_classes(digits, words, 10).how == "order"
+    with pytest.raises(DataError, match="the model knows none of the 10 classes"):
+        match_classes(digits, words, 10, named=True)

@@ -17,6 +17,7 @@ from vitrail.data.loader import evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import Stream, open_data, open_parts
 from vitrail.data.sources.base import Source
+from vitrail.data.sources.spec import parse
 from vitrail.errors import ConfigError, DataError, ModelError, VitrailError, nearest
 from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.calibration import BINS
@@ -103,7 +104,12 @@ def evaluate(
         _check_model(vit, ranks.device)
         sizes = _sizes(vit, image)
         match = match_classes(
-            source, vit.labels, vit.config.classes, synsets=beside(data, source.labels), imagenet=protocol == "imagenet"
+            source,
+            vit.labels,
+            vit.config.classes,
+            synsets=beside(data, source.labels),
+            imagenet=protocol == "imagenet",
+            named=parse(data).kind == "builtin",
         )
         valid, assumed = None, list[str]()
         if protocol == "real" or real is not None:

@@ -22,7 +22,7 @@ from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evaluate import fewshot, knn, logistic
 from vitrail.evaluate.feature_file import read_features
 from vitrail.evaluate.features import Features, Place, gather, settled
-from vitrail.evaluate.intervals import Estimate, mean, share
+from vitrail.evaluate.intervals import Estimate, of_shares, share
 from vitrail.runtime import say
 
 METHODS = ("fewshot", "knn", "logistic")
@@ -146,6 +146,9 @@ def limited(source: Source, most: int | None) -> Source:
     """So many of the pictures, with each class's share of them, chosen by a hash of their names."""
     if most is None or len(source) <= most:
         return source
+    classes = len(np.unique(source.targets[source.targets >= 0]))
+    if most < classes:
+        raise ConfigError(f"--most {most} is less than a picture of each of the {classes} classes of {source.name}.")
     keys = (source.key(i) for i in range(len(source)))
     chosen = np.flatnonzero(stratified(keys, source.targets, most / len(source)))
     say([f"{len(chosen):,} of {len(source):,} pictures are used, each class's share of them"], about=source.name)
@@ -221,7 +224,8 @@ def _fewshot(train: Features, test: Features, asked: Asked, device: torch.device
             right = torch.stack(rights).double()  # seeds Q
             spread = float(right.mean(1).std()) if asked.seeds > 1 else None
             name = f"{shots} {'shot' if shots == 1 else 'shots'}"
-            yield Score("fewshot", name, mean(right.mean(0).numpy()), spread, {"shots": shots, "seeds": asked.seeds})
+            settings = {"shots": shots, "seeds": asked.seeds}
+            yield Score("fewshot", name, of_shares(right.mean(0).numpy()), spread, settings)
 
 
 def _knn(train: Features, test: Features, asked: Asked, device: torch.device, watch: Watch) -> Iterator[Score]:

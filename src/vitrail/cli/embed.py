@@ -75,12 +75,18 @@ def embed(
 
     Interrupted or killed, the same command goes on where it stopped.
     """
-    if data is None or to is None:
-        raise typer.BadParameter("embed needs --model, --data and --out")
+    for name, value in (("--data SPEC", data), ("--out FILE", to)):
+        if value is None:
+            raise ConfigError(f"embed needs {name} too: vitrail embed --data photos/ --out features.parquet.")
+    assert data is not None
+    assert to is not None
+    if to.suffix.lower() not in (".parquet", ".pq"):
+        raise ConfigError(f"--out {to}: features are written as Parquet; call it {to.with_suffix('.parquet').name}.")
     own: dict[str, Any] = {"image": size(image), "channels": channels}
     told = settings(changes)
     layers = numbers(layer, "--layer")
     vit = open_model(model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own)
+    from vitrail.api.embedding import PART
     from vitrail.api.embedding import embed as run
     from vitrail.config import DataConfig
 
@@ -108,7 +114,10 @@ def embed(
                 advance=advance,
             )
         except KeyboardInterrupt:
-            problem(f"stopped after {done:,} pictures more; the same command goes on from the last part that is whole.")
+            saved = done // PART * PART
+            problem(
+                f"stopped after {done:,} more pictures, {saved:,} of them saved; the same command goes on from there."
+            )
             raise typer.Exit(130) from None
     if as_json:
         report = {"file": str(made.path), "pictures": made.pictures, "width": made.width, "place": made.place}

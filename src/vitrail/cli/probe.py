@@ -78,7 +78,8 @@ def probe(
     vitrail probe --model MODEL --data cifar10 --method knn
     """
     if (data is None) == (not features):
-        raise typer.BadParameter("probe needs --model and --data, or --features")
+        got = "neither" if data is None else "both"
+        raise ConfigError(f"probe needs --data SPEC, or --features FILE that vitrail embed wrote; got {got}.")
     if vote not in ("weighted", "uniform"):
         raise ConfigError(f"--vote wants weighted or uniform, got {vote!r}.")
     layers, told = numbers(layer, "--layer"), settings(changes)

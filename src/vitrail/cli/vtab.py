@@ -49,8 +49,10 @@ def vtab(
 
     vitrail vtab --model MODEL --root vtab-1k/ --method linear
     """
-    if model is None or root is None:
-        raise typer.BadParameter("vtab needs --model and --root")
+    if root is None:
+        raise ConfigError("vtab needs --root DIR: a folder that holds one for each task, as docs/evaluation.md says.")
+    if model is None:
+        raise ConfigError("vtab needs --model MODEL: what ships with vitrail is too small to learn these tasks from.")
     try:
         chosen = tuple(float(text) for text in rates.split(","))
     except ValueError:

@@ -76,6 +76,14 @@ def mean(values: Floats, *, resamples: int = RESAMPLES, seed: int = SEED) -> Est
     return of_sums(values[:, None], lambda sums: sums[..., 0] / len(values), resamples=resamples, seed=seed)
 
 
+def of_shares(values: Floats, *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
+    """Of N numbers from 0 to 1, such as how many of a few tries were right: Wilson's where nearly all are the same."""
+    right = float(np.sum(values))
+    if min(right, len(values) - right) < ENOUGH:
+        return Estimate(right / len(values), *wilson(right, len(values)), "wilson")
+    return mean(values, resamples=resamples, seed=seed)
+
+
 def of_sums(columns: Floats, statistic: Statistic, *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
     """Of a number that depends on the sums of N S alone."""
     return together([(columns, statistic)], resamples=resamples, seed=seed)[0]

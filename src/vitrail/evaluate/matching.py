@@ -82,10 +82,12 @@ def match_classes(
     *,
     synsets: Synsets | None = None,
     imagenet: bool = False,
+    named: bool = False,
 ) -> Match:
     """The output of each class of the data. `labels` are the model's, `synsets` what lies beside the data.
 
-    imagenet: only WordNet's numbers will do.
+    imagenet: only WordNet's numbers will do. named: the data's names are known to be its own, even where
+    they are numbers, as those of handwritten digits.
     """
     if not source.labels:
         raise DataError(f"the pictures of {source.name} have no labels to be right or wrong about.")
@@ -102,7 +104,7 @@ def match_classes(
         raise DataError(_no_imagenet(source, outputs, numbers))
     if labels is not None:
         places = _by_name(source.labels, labels)
-        counted = _numbered(source.labels) or _numbered(labels)
+        counted = (_numbered(source.labels) and not named) or _numbered(labels)
         if (places >= 0).any() or len(labels) != len(source.labels) or not counted:
             _check(source, places, labels, outputs)
             return Match(places, "name", tuple(labels))
