@@ -29,7 +29,7 @@ from vitrail.cli.console import notes_to_stderr, problem
 from vitrail.errors import VitrailError
 
 app = typer.Typer(
-    help="Vision Transformers: train one, load any public checkpoint exactly, fine-tune it, use it.",
+    help="Vision Transformers: train one, or load any public checkpoint exactly; measure it, look inside it, serve it.",
     epilog="Every command takes --debug, which shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
@@ -38,18 +38,18 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("finetune")(finetune.finetune)
-app.command("eval")(eval.evaluate)
-app.command("models")(models.models)
-app.command("datasets")(datasets.datasets)
 app.command("predict")(predict.predict)
-app.command("embed")(embed.embed)
-app.command("probe")(probe.probe)
-app.command("vtab")(vtab.vtab)
 app.command("explain")(explain.explain)
 app.command("figures")(figures.figures)
+app.command("eval")(eval.evaluate)
+app.command("probe")(probe.probe)
+app.command("vtab")(vtab.vtab)
+app.command("embed")(embed.embed)
 app.command("convert")(convert.convert)
 app.command("export")(export.export)
 app.command("serve")(serve.serve)
+app.command("models")(models.models)
+app.command("datasets")(datasets.datasets)
 
 
 def _version(asked: bool) -> None:
