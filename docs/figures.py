@@ -37,7 +37,7 @@ def photographs() -> dict[str, np.ndarray]:
         "flower": load_sample_image("flower.jpg"),
         "pagoda": load_sample_image("china.jpg"),
         "astronaut": skimage.data.astronaut(),
-        "motorcycle": skimage.data.stereo_motorcycle()[0],
+        "camera": skimage.data.camera(),
         "admiral": admiral,
         "coins": skimage.data.coins(),
         "galaxies": skimage.data.hubble_deep_field(),
