@@ -8,7 +8,6 @@ kinds are never joined.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -31,12 +30,8 @@ from vitrail.data.sources.split import hold_out
 from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.evaluate.features import Features
 from vitrail.runtime import say
+from vitrail.runtime.locks import locked
 from vitrail.weights.write import explained, sync, write_json
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 KEY = b"vitrail"
 """Of the file's own metadata: a JSON object."""
@@ -94,7 +89,7 @@ class FeatureFile:
             except FileNotFoundError:  # it has just joined them
                 raise ConfigError(taken) from None
         with file:
-            if not _locked(file.fileno()) or not self.folder.exists():
+            if not locked(file.fileno()) or not self.folder.exists():
                 raise ConfigError(taken)
             yield
 
@@ -173,17 +168,6 @@ def _new(path: Path, folder: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
             raise
         sync(path.absolute().parent)
-
-
-def _locked(file: int) -> bool:
-    """Whether it is this process's now; where nothing can be locked, it is."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a forked worker does not inherit
-    except OSError as error:
-        return error.errno not in (errno.EAGAIN, errno.EACCES)
-    return True
 
 
 def about(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Walk:
     """A forward pass that can be watched: `for attention in Walk(net, images)`, B H T T each, in order.
 
     A layer's attention is gone when the next one is computed, unless the caller keeps it (the variable
-    of a `for` loop does: `map` and `del` do not), so that any network needs the memory of one layer.
+    of a `for` loop does: `map` and `del` do not), so that memory does not grow with the network's depth.
     Afterwards the other fields are filled in.
     """
 

@@ -6,7 +6,7 @@ after negative parts are dropped, and relevance is added to what flows past the 
     A' = mean over heads of max(dscore/dA * A, 0)        R <- R + A' R,   from the identity
 
 Only the head's row of R is wanted, and that can be built from the last layer down. So the pass back
-goes block by block, each computed once more from its input, and needs one layer's attention at a time.
+goes block by block, each computed once more from its input, and has one layer's attention at a time.
 """
 
 from __future__ import annotations

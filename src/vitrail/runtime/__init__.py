@@ -1,6 +1,7 @@
 """Where and how things run: device, precision, what is said aloud.
 
     heap     freed memory that stays with the process
+    locks    a file for one process alone
     tiles    bfloat16 on a CPU that only announces it
 
 Assumptions and choices made for the user go to the logger "vitrail", at level WARNING, so that a

@@ -10,7 +10,6 @@ figures/ report.html
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -22,12 +21,8 @@ from pathlib import Path
 from vitrail.config import TrainConfig
 from vitrail.errors import CheckpointError, TrainError
 from vitrail.runtime import say
+from vitrail.runtime.locks import locked
 from vitrail.weights.write import write_json
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class RunFolder:
         with ExitStack() as stack:
             with suppress(OSError):
                 file = stack.enter_context((self.checkpoints / ".lock").open("a"))
-                if not _locked(file.fileno()):
+                if not locked(file.fileno()):
                     raise TrainError(
                         f"another process is training in {self.path}; wait for its end, or choose another folder."
                     )
@@ -130,17 +125,6 @@ def read_config(path: Path) -> TrainConfig:
         raise TrainError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (TypeError, ValueError) as error:
         raise TrainError(f"{path} does not hold the settings of a run: {error}") from error
-
-
-def _locked(file: int) -> bool:
-    """Whether it is this process's now; where nothing can be locked, it is."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a forked worker does not inherit
-    except OSError as error:
-        return error.errno not in (errno.EAGAIN, errno.EACCES)
-    return True
 
 
 def free_folder(wanted: Path) -> Path:
