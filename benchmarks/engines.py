@@ -3,7 +3,8 @@
     python benchmarks/engines.py [--model ViT-Ti/16] [--batch 8] [--rounds 7] [--calibrate DATA]
 
 All are given the same pixels, B H W C of uint8, and give logits; timm gets them normalised by one
-multiply and add. Files are exported and compared with the model first; `--calibrate` adds int8.
+multiply and add. Files are exported and compared with the model first. `--calibrate` lets auto take its
+int8 scales from those pictures; without it they are found token by token.
 Printed are medians, and medians of each round's ratio to timm: a machine that is slow for a while
 is slow for all. `cpu` is the time of all cores that a picture takes, which other work disturbs less.
 """
@@ -22,10 +23,13 @@ import torch
 
 import vitrail
 from vitrail.api.exporting import running
-from vitrail.export import choose
+from vitrail.export.choose import candidates
 from vitrail.export.engines import Engine, open_engine
+from vitrail.export.kept import kept_engine
 from vitrail.export.pictures import samples
 
+PAUSE = 0.3
+"""Seconds before each turn: threads of the one before go on spinning for a while."""
 TIMM = {"ViT-Ti/16": "vit_tiny_patch16_224", "ViT-S/16": "vit_small_patch16_224", "ViT-B/16": "vit_base_patch16_224"}
 
 
@@ -49,6 +53,7 @@ def timm_eager(name: str) -> Callable[[np.ndarray], object]:
 
 def timed(work: Callable[[np.ndarray], object], batch: np.ndarray, seconds: float) -> tuple[float, float]:
     """Pictures a second, and milliseconds of all cores a picture."""
+    time.sleep(PAUSE)
     count, start, cpu = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds or not count:
         work(batch)
@@ -71,8 +76,8 @@ def main() -> None:
         vit = vitrail.load(options.model)
         engines: dict[str, Engine] = {"torch float32": open_engine(vit, device="cpu")}
         chosen = running(vit, "auto", device="cpu", calibrate=options.calibrate).engine  # type: ignore[attr-defined]
-        for name, precision in choose._candidates(False):
-            engines[f"{name} {precision}"] = choose.engine_of(vit.net, vit.card, name, precision)
+        for name, precision in candidates(False):
+            engines[f"{name} {precision}"] = kept_engine(vit.net, vit.card, name, precision)
         engines["auto"] = chosen
         works = {name: engine.logits for name, engine in engines.items()} | {"timm": timm_eager(options.like)}
         pixels = [vit.preprocess.pixels(picture) for picture in samples()]

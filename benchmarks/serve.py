@@ -116,9 +116,10 @@ async def load(port: int, files: Sequence[bytes], clients: int, seconds: float) 
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process and of its children that have ended, since it began."""
+    """Of a process and of its workers, since they began."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return (int(fields[11]) + int(fields[12])) / TICKS + sum(processor_seconds(int(child)) for child in children)
 
 
 def own_seconds() -> float:
@@ -134,11 +135,12 @@ class Plain:
 
         import vitrail
         from vitrail.export.engines import open_engine
+        from vitrail.runtime.cores import cores
 
         vit = vitrail.load(model)
         self.files, self.preprocess = files, vit.preprocess
         self.engine = open_engine(vit, engine)
-        self.cores = os.cpu_count() or 1
+        self.cores = cores()
         self.pool = ThreadPoolExecutor(self.cores, initializer=torch.set_num_threads, initargs=(1,))
         self.pool.submit(int).result()
         torch.set_num_threads(self.cores)
@@ -173,11 +175,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("options", nargs="*")
-    given = parser.parse_args()
+    given, options = parser.parse_known_args()
     files = pictures(given.data)
     rows = []
-    with service(given.model, given.engine, given.options) as (port, pid, _):
+    with service(given.model, given.engine, [word for word in options if word != "--"]) as (port, pid, _):
         plain = Plain(given.model, given.engine, files)
         asyncio.run(load(port, files, given.clients, 1))
         for _ in range(given.rounds):

@@ -3,12 +3,15 @@
     python benchmarks/soak.py [MODEL] [--requests 20000] [--hostile 0.05] [--clients 16] [--seed 0] [-- ...]
 
 Good requests are pictures of several kinds and sizes in all three kinds of body, and each answer is
-compared with `Model.predict` on the same bytes. Hostile ones are random bytes, decompression bombs,
-truncated files, wrong types, nonsense where a form or JSON should be, clients that send slowly, clients
-that hang up halfway and clients that do not wait for their answer. A hostile request must be answered
-4xx, or not at all where nobody listens. It ends with status 1 if an answer was wrong, if there was
-any 5xx but 503, if the server's memory grew by more than a twentieth after the first fifth of the
-requests, or if it did not end with status 0. Options after -- go to `vitrail serve`.
+compared with `Model.predict` on the same bytes. Hostile ones are random bytes, decompression bombs, JPEGs
+of many scans, several pictures of 49 million pixels at once, truncated files, wrong types, nonsense
+where a form or JSON should be, lists of millions, headers without end, clients that send slowly,
+nothing, or half a request, clients that hang up halfway or after a large body, and clients that do not
+wait for their answer. A hostile request must be answered 4xx, or not at all where nobody listens; the
+large pictures are only large, and may be answered 200. It ends with status 1 if an answer was wrong, if
+there was any 5xx but 503, if the server's memory grew by more than a twentieth between the second and the
+last fifth of the requests, or if it did not end with status 0. Beside it another process asks /healthz all the time,
+and the longest that took is told. Options after -- go to `vitrail serve`.
 """
 
 from __future__ import annotations
@@ -16,16 +19,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import io
 import json
+import multiprocessing
 import random
+import socket
 import struct
 import sys
 import time
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from serve import service
@@ -33,9 +41,17 @@ from serve import service
 SCORE = 1e-4
 """How far a score may be from the one computed alone: batches round differently."""
 GROWTH = 0.05
-SLOW = 0.3
+SAMPLES = 25
+"""Looks at the server's memory in each twentieth."""
+SLOW = 2.2
 """Seconds between the pieces that a slow client sends."""
-HOSTILE = ("random", "bomb", "jpeg bomb", "truncated", "kind", "form", "json", "value", "slow", "halfway", "impatient")
+SENT = ("random", "bomb", "jpeg bomb", "scans", "large", "truncated", "kind", "form", "json", "lists", "escapes")
+"""Hostile by what they send."""
+BEHAVED = ("slow", "halfway", "impatient", "large and gone", "headers", "silent", "half-closed")
+"""Hostile by how."""
+HOSTILE = (*SENT, "value", *BEHAVED)
+SILENT = 10
+"""Connections that a silent client opens, and leaves to the server."""
 
 
 @dataclass
@@ -57,7 +73,17 @@ class Tally:
     statuses: Counter[str] = field(default_factory=Counter)
     hostile: Counter[str] = field(default_factory=Counter)
     memory: list[tuple[int, int]] = field(default_factory=list)
-    """Requests so far, and the server's resident MiB."""
+    """Requests so far, and the server's resident MiB: the least of some, since large pictures come and go."""
+    peak: int = 0
+    silent: list[asyncio.StreamWriter] = field(default_factory=list)
+    """Connections on which nothing more is sent."""
+
+    def add(self, count: int, mib: int) -> None:
+        """What the server holds, in the twentieth that began with this request."""
+        self.peak = max(self.peak, mib)
+        if self.memory and self.memory[-1][0] == count:
+            mib = min(mib, self.memory.pop()[1])
+        self.memory.append((count, mib))
 
 
 def good_ones(model: str | None, count: int = 96) -> list[Good]:
@@ -105,7 +131,43 @@ def good_request(one: Good, way: int) -> bytes:
     return request(part + one.data + b"\r\n--edge--\r\n", "multipart/form-data; boundary=edge")
 
 
+@lru_cache(maxsize=1)
+def many_scans() -> bytes:
+    """A progressive JPEG of 49 million pixels whose last scan comes a hundred times."""
+    out = io.BytesIO()
+    Image.new("L", (7000, 7000), 100).save(out, "JPEG", progressive=True)
+    data = out.getvalue()
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + 100 * data[last:-2] + data[-2:]
+
+
+@lru_cache(maxsize=1)
+def large_ones() -> bytes:
+    """A form with three pictures of 49 million pixels, each a small file."""
+    out = io.BytesIO()
+    Image.new("RGB", (7000, 7000), (9, 99, 199)).save(out, "PNG")
+    part = b'--edge\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n' + out.getvalue() + b"\r\n"
+    return request(3 * part + b"--edge--\r\n", "multipart/form-data; boundary=edge")
+
+
+@lru_cache(maxsize=4)
+def list_bomb(number: int) -> bytes:
+    """Nine megabytes of JSON that are next to nothing."""
+    item = (b"[]", b"{}", b"1", b'""')[number]
+    name = b"images" if number == 3 else b"hide"
+    inside = item + (b"," + item) * (9_000_000 // (len(item) + 1))
+    return request(b'{"image": "AAAA", "%s": [%s]}' % (name, inside), "application/json")
+
+
 def hostile_request(name: str, one: Good, chance: random.Random) -> bytes:
+    if name == "scans":
+        return request(many_scans(), "image/jpeg")
+    if name == "large":
+        return large_ones()
+    if name == "lists":
+        return list_bomb(chance.randrange(4))
+    if name == "escapes":
+        return request(b'{"image": "' + rb"\n" * 4_000_000 + b'"}', "application/json")
     if name == "bomb":
         return request(png(50_000, 50_000), "image/png")
     if name == "jpeg bomb":
@@ -118,7 +180,7 @@ def hostile_request(name: str, one: Good, chance: random.Random) -> bytes:
     if name == "truncated":
         return request(one.data[: chance.randint(1, int(0.9 * len(one.data)))], f"image/{one.kind}")
     if name == "kind":
-        return request(one.data, chance.choice(["text/plain", "application/x-www-form-urlencoded", "video/mp4"]))
+        return request(one.data, chance.choice(["text/plain", "text/html", "video/mp4"]))
     if name == "form":
         return request(chance.randbytes(2000), "multipart/form-data; boundary=edge")
     if name == "json":
@@ -184,11 +246,11 @@ class Client:
 
     async def hostile(self, name: str, one: Good, chance: random.Random) -> None:
         self.tally.hostile[name] += 1
-        if name in ("slow", "halfway", "impatient"):
+        if name in BEHAVED:
             await self.badly(name, good_request(one, chance.randrange(3)))
             return
         status, body = await self.ask(hostile_request(name, one, chance))
-        if not 400 <= status < 500 and status != 503:
+        if not 400 <= status < 500 and status != 503 and not (name == "large" and status == 200):
             self.tally.wrong.append(f"{name} was answered {status}: {body[:200]!r}")
 
     async def badly(self, name: str, data: bytes) -> None:
@@ -196,7 +258,20 @@ class Client:
         other = Client(self.port, self.tally)
         await other.open()
         assert other.writer is not None
-        if name == "slow":
+        if name == "silent":
+            for number in range(SILENT):
+                self.tally.silent.append((await asyncio.open_connection("127.0.0.1", self.port))[1])
+                self.tally.silent[-1].write(data[: 20 * (number % 2)])
+        elif name == "headers":
+            await other.flood()
+        elif name == "half-closed":
+            other.writer.write(data)
+            other.writer.write_eof()
+            await other.reader.read()  # type: ignore[union-attr]
+        elif name == "large and gone":
+            other.writer.write(request(bytes(15_000_000), "image/png"))
+            await other.writer.drain()
+        elif name == "slow":
             for piece in (data[:100], data[100 : len(data) // 2], data[len(data) // 2 :]):
                 other.writer.write(piece)
                 await other.writer.drain()
@@ -208,6 +283,33 @@ class Client:
             other.writer.write(data[: len(data) // 2] if name == "halfway" else data)
             await other.writer.drain()
         other.close()
+
+    async def flood(self) -> None:
+        """Headers until nobody takes them."""
+        assert self.writer is not None
+        self.writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: ")
+        with contextlib.suppress(OSError):
+            for _ in range(512):
+                self.writer.write(b"a" * 65_536)
+                await self.writer.drain()
+            self.tally.wrong.append("32 MiB of headers were taken")
+
+
+def watch(port: int, longest: Any, asked: Any) -> None:
+    """Ask /healthz for ever, and keep the longest that it took; in a process of its own."""
+    request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    while True:
+        start = time.perf_counter()
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as sock:
+                sock.sendall(request)
+                answer = sock.recv(100)
+        except OSError:
+            answer = b""
+        if answer.startswith(b"HTTP/1.1 200"):
+            longest.value = max(longest.value, time.perf_counter() - start)
+            asked.value += 1
+        time.sleep(0.05)
 
 
 def resident(pid: int) -> int:
@@ -222,8 +324,8 @@ async def soak(port: int, pid: int, goods: list[Good], given: argparse.Namespace
     async def client(number: int) -> None:
         chance, mine = random.Random(given.seed * 1000 + number), Client(port, tally)
         for count in turn:
-            if count % max(given.requests // 20, 1) == 0:
-                tally.memory.append((count, resident(pid)))
+            if count % max(given.requests // (20 * SAMPLES), 1) == 0:
+                tally.add(count * 20 // given.requests * given.requests // 20, resident(pid))
             one = chance.choice(goods)
             if chance.random() < given.hostile:
                 await mine.hostile(chance.choice(HOSTILE), one, chance)
@@ -232,7 +334,9 @@ async def soak(port: int, pid: int, goods: list[Good], given: argparse.Namespace
         mine.close()
 
     await asyncio.gather(*(client(number) for number in range(given.clients)))
-    tally.memory.append((given.requests, resident(pid)))
+    for writer in tally.silent:
+        writer.close()
+    tally.add(given.requests, resident(pid))
     return tally
 
 
@@ -249,18 +353,25 @@ def main() -> None:
     goods = good_ones(given.model)
     problems = []
     with service(given.model or "vitrail/cifar10", given.engine, given.options) as (port, pid, ended):
+        context = multiprocessing.get_context("spawn")
+        longest, asked = context.Value("d", 0.0), context.Value("i", 0)
+        watcher = context.Process(target=watch, args=(port, longest, asked), daemon=True)
+        watcher.start()
         start = time.perf_counter()
         tally = asyncio.run(soak(port, pid, goods, given))
         took = time.perf_counter() - start
+        watcher.terminate()
     if ended != [0]:
         problems.append(f"the server ended with {ended}")
     print(f"{given.requests} requests in {took:.0f} s; {tally.good} good ones answered, {len(tally.wrong)} wrong")
     print("statuses", dict(sorted(tally.statuses.items())))
     print("hostile", dict(sorted(tally.hostile.items())))
-    print("memory, MiB", " ".join(f"{count}:{mib}" for count, mib in tally.memory))
-    settled = [mib for count, mib in tally.memory if count >= given.requests / 5]
-    if max(settled) > settled[0] * (1 + GROWTH):
-        problems.append(f"memory grew from {settled[0]} to {max(settled)} MiB")
+    print(f"/healthz, asked {asked.value} times, took at most {1000 * longest.value:.0f} ms")
+    print("memory, MiB", " ".join(f"{count}:{mib}" for count, mib in tally.memory), "peak", tally.peak)
+    early = min(mib for count, mib in tally.memory if 0.2 <= count / given.requests < 0.4)
+    late = min(mib for count, mib in tally.memory if count / given.requests >= 0.8)
+    if late > early * (1 + GROWTH):
+        problems.append(f"memory grew from {early} to {late} MiB")
     if any(status.startswith("5") and status != "503" for status in tally.statuses):
         problems.append("there were errors of the server's own")
     problems += tally.wrong[:10]

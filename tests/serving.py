@@ -50,10 +50,14 @@ def served(vit: vitrail.Model | None = None) -> Served:
 
 @contextmanager
 def running(
-    what: Served, limits: Limits | None = None, work: Work = QUICK, token: str | None = None
+    what: Served,
+    limits: Limits | None = None,
+    work: Work = QUICK,
+    token: str | None = None,
+    hosts: tuple[str, ...] | None = None,
 ) -> Iterator[tuple[httpx.Client, Service]]:
     """A server in a thread: a client of it, and what stands behind it."""
-    app = create_app(what, limits, work, token)
+    app = create_app(what, limits, work, token, hosts)
     server = uvicorn.Server(configured(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()

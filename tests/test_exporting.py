@@ -49,9 +49,9 @@ def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
 
 def test_what_needs_the_network_is_refused_by_a_file(tiny, tmp_path):
     vit = running(export(tiny, tmp_path / "tiny", to="pt2", check=[gradient()]).path)
-    with pytest.raises(ModelError, match="load the model itself"):
+    with pytest.raises(ModelError, match="load the checkpoint it was made from"):
         vit.explain(gradient())
-    with pytest.raises(ModelError, match="gives no features"):
+    with pytest.raises(ModelError, match="gives classes and no features"):
         vit.embed(gradient())
     with pytest.raises(ConfigError, match="image cannot be changed any more"):
         running(tmp_path / "tiny.pt2", image=64)
@@ -125,6 +125,15 @@ def test_int8_stays_within_a_point_of_float32(trained, imagenet_val, tmp_path, t
     print(made.comparison.to_dict())
     assert abs(made.comparison.change.value) <= 0.010
     assert made.size < 0.5 * made.weights
+
+
+@pytest.mark.slow
+def test_int8_without_calibration_stays_within_a_point_too(trained, imagenet_val, tmp_path):
+    made = export(trained, tmp_path / "ti", to="openvino", precision="int8", check=str(imagenet_val))
+    print(made.comparison.to_dict())
+    assert abs(made.comparison.change.value) <= 0.010
+    assert made.comparison.same >= 970
+    assert made.size < 0.4 * made.weights
 
 
 @pytest.mark.slow

@@ -5,6 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,14 +35,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_file_predicts_as_the_model_does(vitrail, tiny, photos, tmp_path):
     result = vitrail("export", tiny, tmp_path / "tiny.onnx")
     assert result.status == 0
-    assert result.err == ""
-    name, about, _, *rest = result.out.splitlines()
+    assert result.err.splitlines() == ["tracing ...", "writing ...", "comparing ...", "timing ..."]
+    name, about, prepared, _, *rest = result.out.splitlines()
     assert name == str(tmp_path / "tiny.onnx")
     assert about == "ONNX, float32, 32 px, any batch, pixels to probabilities"
     text = "\n".join(rest)
     assert "16 of 16" in text
     assert "0.0001 is allowed in float32" in text
-    assert f"{tmp_path / 'tiny.json'} has these numbers" in text
+    assert prepared.startswith("pictures: ")
+    assert f"{tmp_path / 'tiny.onnx.json'} has these numbers, class names and preprocessing" in text
     wanted = vitrail("predict", photos, "-m", tiny)
     tables = [
         vitrail("predict", photos, "-m", tmp_path / "tiny.onnx", *more) for more in ([], ["--engine", "openvino"])
@@ -56,8 +62,8 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 def test_json_has_everything(vitrail, tiny, photos, tmp_path):
-    options = ["--to", "pt2", "--batch", 2, "--raw", "--image", "32x48", "--check", photos, "--json"]
-    result = vitrail("export", tiny, tmp_path / "tiny", *options)
+    options = ["--batch", 2, "--raw", "--image", "32x48", "--check", photos, "--json"]
+    result = vitrail("export", tiny, tmp_path / "tiny.pt2", *options)
     assert result.status == 0
     said = json.loads(result.out)
     assert said["path"] == str(tmp_path / "tiny.pt2")
@@ -78,8 +84,9 @@ def test_an_engine_for_a_checkpoint_is_made_once(vitrail, tiny, photos):
     [
         (["--to", "onix"], "nothing is exported to 'onix'; did you mean 'onnx'?"),
         (
-            ["--precision", "int8"],
-            "int8 needs pictures to calibrate on, like those it will see: pass --calibrate FOLDER.",
+            ["--precision", "i8"],
+            "int8 in ONNX needs pictures to calibrate on, like those it will see: "
+            "pass --calibrate FOLDER, or --to openvino, which can do without.",
         ),
         (["--batch", "many"], "--batch wants a number of pictures such as 8, or dynamic for any number, got 'many'."),
         (["--image", "30"], "patch=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."),
@@ -95,8 +102,75 @@ def test_a_file_that_is_there_is_not_replaced_unasked(vitrail, tiny, tmp_path):
     (tmp_path / "tiny.pt2").write_text("mine")
     result = vitrail("export", "no such model", tmp_path / "tiny.pt2", "--to", "pt2")
     assert result.status == 1
-    assert "tiny.pt2 exists already" in result.problems[0]
-    assert vitrail("export", tiny, tmp_path / "tiny.pt2", "--to", "pt2", "--overwrite").status == 0
+    assert result.problems[0].endswith("tiny.pt2 exists already; choose another name, or overwrite it (--overwrite).")
+    assert vitrail("export", tiny, tmp_path / "tiny.pt2", "--overwrite").status == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "problem"),
+    [
+        ("tiny.pt2", ["--to", "onnx"], r"ends in \.onnx; try .*tiny\.onnx, or leave --to out for pt2"),
+        ("no/tiny.pt2", [], "there is no folder"),
+        ("tiny.pt2", ["--labels", "none.txt"], "no such file of class names"),
+        ("tiny.pt2", ["--check", "nowhere"], "no data 'nowhere'"),
+        ("tiny.xml", ["--precision", "i8", "--calibrate", "nowhere"], "no data 'nowhere'"),
+    ],
+)
+def test_a_slip_is_found_before_a_model_is_looked_for(vitrail, tmp_path, name, options, problem):
+    result = vitrail("export", "no such model", tmp_path / name, *options)
+    assert result.status == 1
+    assert re.search(problem, result.problems[0])
+
+
+def test_names_of_files_are_checked_without_torch(tmp_path):
+    code = (
+        "import sys; from vitrail.cli import main; "
+        "status = main(['export', 'model', 'no/model.onnx']); print(status, 'torch' in sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert found.stdout == "1 False\n"
+
+
+def test_classes_without_names_are_told(vitrail, tmp_path):
+    model(small(width=32, depth=1, mlp=48), labels=None).save(tmp_path / "nameless")
+    result = vitrail("export", tmp_path / "nameless", tmp_path / "n.pt2")
+    *_, report, names = result.out.splitlines()
+    assert report.endswith("n.pt2.json has these numbers and the preprocessing")
+    assert names == "its classes have no names: pass --labels FILE"
+
+
+def test_the_numbers_of_the_speed_line_agree(vitrail, tiny, tmp_path, monkeypatch):
+    from vitrail.export import export as exporting
+    from vitrail.export.compare import Speed
+
+    speed = Speed(export=7.04, model=9.449, ratio=0.95, batch=8)
+    monkeypatch.setattr(exporting, "in_turns", lambda *_: speed)
+    lines = vitrail("export", tiny, tmp_path / "t.pt2").out.splitlines()
+    [line] = [line for line in lines if line.startswith("pictures a second")]
+    found = re.fullmatch(r"pictures a second +(\S+) +(\S+) x the model's (\S+), batches of 8, medians", line)
+    assert found is not None
+    ours, ratio, own = map(float, found.groups())
+    assert (ours, own) == (7.04, 9.45)
+    assert ratio == pytest.approx(ours / own, abs=0.005)
+
+
+def test_calibrating_and_comparing_on_the_same_pictures_is_told(vitrail, tiny, photos, tmp_path):
+    options = ["--precision", "int8", "--calibrate", photos, "--check", photos, "--batch", 8]
+    same = vitrail("export", tiny, tmp_path / "a.onnx", *options)
+    assert same.status == 0, same.err  # six pictures for batches of eight
+    assert "calibrated and compared on the same pictures: others may agree less." in same.notes
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no such signals")
+def test_an_export_that_is_asked_to_end_leaves_nothing(tiny, tmp_path):
+    code = (
+        "import os, signal, sys; from vitrail.export import formats; from vitrail.cli import main\n"
+        "formats.write = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "export", str(tiny), str(tmp_path / "t.pt2")]
+    assert subprocess.run(command, capture_output=True).returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_precision_is_for_torch(vitrail, tiny, photos):

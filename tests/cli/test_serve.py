@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from serving import photo
 
 from vitrail.errors import ConfigError
-from vitrail.serve import server
+from vitrail.serve import workers
 
 
 @pytest.fixture
@@ -19,13 +20,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the server would be started with; it is not."""
     given: dict[str, Any] = {}
 
-    def serve(opener: Any, sock: socket.socket, settings: Any, workers: int, tell: Any) -> int:
+    def serve(opener: Any, sock: socket.socket, settings: Any, workers: int, tell: Any, stopping: Any) -> None:
         given.update(opener=opener, settings=settings, workers=workers, name=sock.getsockname())
         sock.close()
-        tell("small")
-        return 0
+        tell("small", "torch in float32, 2 cores, batches of up to 4")
+        stopping()
 
-    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(workers, "serve", serve)
     return given
 
 
@@ -36,7 +37,9 @@ def test_it_says_where_it_is_and_how_to_stop(vitrail, weights, started):
     assert host == "127.0.0.1"
     lines = result.out.splitlines()
     assert lines[0] == f"small at http://127.0.0.1:{port}"
+    assert lines[1] == "  runs on      torch in float32, 2 cores, batches of up to 4"
     assert f"http://127.0.0.1:{port}/docs" in result.out
+    assert "stopping: answering what is open" in result.err
     assert "Ctrl-C" in lines[-1]
     assert max(map(len, lines)) < 80
 
@@ -50,6 +53,7 @@ def test_options_reach_the_server(vitrail, weights, started, monkeypatch):
     assert (settings.limits.bytes, settings.limits.pixels, settings.limits.images) == (1000, 2000, 3)
     assert settings.work == {"queue": 4, "batch": 5, "wait": 0.006}
     assert (settings.token, started["workers"]) == ("a-token", 2)
+    assert "; 2 such processes" in result.out
     assert isinstance(started["opener"], partial)
 
 
@@ -79,6 +83,44 @@ def test_reached_from_elsewhere_without_a_token_is_worth_a_note(vitrail, weights
     result = vitrail("serve", weights, "--port", 0, "--host", "0.0.0.0")
     assert [note for note in result.notes if "whoever can reach 0.0.0.0 can use this: pass --token" in note]
     assert not [note for note in vitrail("serve", weights, "--port", 0).notes if "whoever" in note]
+    port = started["name"][1]
+    assert "0.0.0.0" not in result.out  # no browser goes there
+    assert "small at http://127.0.0.1:" in result.out
+    assert f"  elsewhere    http://{socket.gethostname()}:" in result.out
+    assert f":{port}" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts"),
+    [
+        ([], ()),
+        (["--host", "0.0.0.0"], None),
+        (["--allow-host", "a.example", "--allow-host", "b.example"], ("a.example", "b.example")),
+        (["--host", "0.0.0.0", "--allow-host", "a.example"], ("a.example",)),
+    ],
+)
+def test_on_loopback_only_its_own_names_are_answered_to(vitrail, weights, started, options, hosts):
+    assert vitrail("serve", weights, "--port", 0, *options).status == 0
+    assert started["settings"].hosts == hosts
+
+
+def test_pictures_to_calibrate_on_reach_the_engine(vitrail, weights, started, monkeypatch, tmp_path):
+    from vitrail.export import engines
+
+    given = {}
+
+    def open_engine(source, engine, *rest, **options):
+        given.update(options, engine=engine)
+        return engines.torch_engine(source.net, source.card)
+
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(3):
+        (pictures / f"{number}.jpg").write_bytes(photo(number))
+    vitrail("serve", weights, "--port", 0, "--engine", "auto", "--calibrate", pictures)
+    monkeypatch.setattr(engines, "open_engine", open_engine)
+    started["opener"]()
+    assert (given["engine"], len(given["calibrate"])) == ("auto", 3)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +128,8 @@ def test_reached_from_elsewhere_without_a_token_is_worth_a_note(vitrail, weights
     [
         (["a", "--model", "b"], "got a and --model b, wanted one of them"),
         (["--engine", "torsch"], "no engine is called 'torsch'; did you mean 'torch'"),
+        (["--engine", "openvino", "--dtype", "bfloat16"], "--dtype bfloat16 is for torch alone: openvino has its own"),
+        (["--calibrate", "pictures"], "--calibrate lets --engine auto try int8"),
         (["--token", "nothing-of-that-name"], "no such file and no environment variable"),
         (["--image", "huge"], "--image wants 384"),
         (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),

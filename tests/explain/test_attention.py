@@ -152,8 +152,8 @@ def test_a_patch_is_asked_by_its_row_and_column():
 
 def test_special_tokens_have_names():
     net = build(small(distilled=True, registers=2))
-    assert special_names(net) == ("class", "distill", "register 1", "register 2")
-    assert [token_number(net, name, (4, 4)) for name in special_names(net)] == [0, 1, 2, 3]
+    assert special_names(net.config) == ("class", "distill", "register 1", "register 2")
+    assert [token_number(net, name, (4, 4)) for name in special_names(net.config)] == [0, 1, 2, 3]
     assert token_number(net, (1, 1), (4, 4)) == 4
 
 

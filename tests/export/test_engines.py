@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from vitrail.errors import CheckpointError, ConfigError
-from vitrail.export import choose, engines
+from vitrail.export import choose, engines, kept
 from vitrail.export.engines import open_engine
 from vitrail.runtime import tiles
 
@@ -64,7 +65,7 @@ def test_threads_are_counted_from_one(tiny):
 def test_auto_takes_what_was_fastest_says_so_and_remembers(tiny, own, pictures, monkeypatch, caplog):
     speeds = {"torch": 50.0, "onnxruntime": 120.0, "openvino": 80.0}
     monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: speeds[engine.name])
-    monkeypatch.setattr(choose, "_candidates", lambda calibrated: [("onnxruntime", "float32")])
+    monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
     engine = open_engine(tiny, "auto", device="cpu")
     assert (engine.name, engine.precision) == ("onnxruntime", "float32")
     assert "takes onnxruntime in float32: 120 pictures a second (torch 50)" in caplog.text
@@ -73,7 +74,8 @@ def test_auto_takes_what_was_fastest_says_so_and_remembers(tiny, own, pictures, 
     monkeypatch.setattr(choose, "_raced", None)  # not again
     assert open_engine(tiny, "auto", device="cpu").name == "onnxruntime"
     assert open_engine(tiny, "onnxruntime", device="cpu").name == "onnxruntime"  # the file is there, too
-    [choice] = Path(os.environ["VITRAIL_ENGINES"]).glob("*/choice.json")
+    assert "remembered in" in caplog.text
+    [choice] = Path(os.environ["VITRAIL_ENGINES"]).glob("*/choice-*.json")
     assert json.loads(choice.read_text())["pictures_per_second"] == {"torch float32": 50, "onnxruntime float32": 120}
 
 
@@ -81,7 +83,7 @@ def test_auto_takes_nothing_that_does_not_agree(tiny, monkeypatch, caplog):
     def disagrees(*arguments: object, **options: object) -> None:
         raise CheckpointError("float32.xml does not agree with the model: its logits are off.")
 
-    monkeypatch.setattr(choose, "export", disagrees)
+    monkeypatch.setattr(kept, "export", disagrees)
     assert open_engine(tiny, "auto", device="cpu").name == "torch"
     assert "did not agree with the model" in caplog.text
 
@@ -92,25 +94,103 @@ def test_auto_without_other_engines_is_torch(tiny, monkeypatch, caplog):
     assert "pip install 'vitrail[export]'" in caplog.text
 
 
-def test_int8_is_a_candidate_only_with_pictures_to_calibrate_on():
-    assert not any(precision == "int8" for _, precision in choose._candidates(False))
-    assert sum(precision == "int8" for _, precision in choose._candidates(True)) == 2
+def test_auto_leaves_out_what_is_far_from_the_model(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: 1.0 if engine.name == "torch" else 9.0)
+    monkeypatch.setattr(choose, "candidates", lambda calibrated: [("openvino", "int8")])
+    assert open_engine(tiny, "auto", device="cpu").precision == "int8"
+    assert "differ from float32's by" in caplog.text
+    for choice in Path(os.environ["VITRAIL_ENGINES"]).glob("*/choice-*.json"):
+        choice.unlink()
+    monkeypatch.setitem(choose.CLOSE, "int8", 1e-9)
+    assert open_engine(tiny, "auto", device="cpu").name == "torch"
+    assert "1 did not agree" in caplog.text
 
 
-def test_another_model_has_another_digest(tiny):
-    plain = choose.digest(tiny.net, tiny.card, None)
-    assert plain == choose.digest(tiny.net, tiny.card.but(origin="elsewhere"), None)
-    assert plain != choose.digest(tiny.net, tiny.card, 2)
-    assert plain != choose.digest(tiny.net, tiny.card.but(labels=None), None)
-    other = tiny.net.with_classes(5)
-    assert plain != choose.digest(other, tiny.card, None)
+def test_int8_needs_pictures_in_onnx_alone():
+    assert [c for c in choose.candidates(False) if c[1] == "int8"] == [("openvino", "int8")]
+    assert [c for c in choose.candidates(True) if c[1] == "int8"] == [("onnxruntime", "int8"), ("openvino", "int8")]
+
+
+def test_another_model_has_another_digest_and_other_names_do_not(tiny):
+    plain = kept.digest(tiny.net, tiny.card)
+    assert plain == kept.digest(tiny.net, tiny.card.but(origin="elsewhere", labels=None))
+    assert plain != kept.digest(tiny.net, tiny.card.but(several=True))
+    assert plain != kept.digest(tiny.net.with_classes(5), tiny.card)
+
+
+def test_a_kept_file_has_the_names_of_the_card_at_hand(tiny):
+    first = kept.kept_engine(tiny.net, tiny.card, "onnxruntime")
+    names = tuple(f"other {i}" for i in range(tiny.config.classes))
+    again = kept.kept_engine(tiny.net, tiny.card.but(labels=names), "onnxruntime")
+    assert (first.card.labels, again.card.labels) == (tiny.card.labels, names)
+
+
+def test_a_damaged_kept_file_is_made_anew(tiny, own, pictures):
+    kept.kept_engine(tiny.net, tiny.card, "onnxruntime")
+    path = kept.folder_of(tiny.net, tiny.card) / "float32.onnx"
+    path.write_bytes(path.read_bytes()[:1000])
+    engine = open_engine(tiny, "onnxruntime", device="cpu")
+    np.testing.assert_allclose(engine.logits(np.stack(pictures)), own.logits(np.stack(pictures)), atol=1e-4)
+
+
+def test_where_nothing_can_be_kept_engines_run_all_the_same(tiny, pictures, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("VITRAIL_ENGINES", str(tmp_path / "file"))
+    assert open_engine(tiny, "onnxruntime", device="cpu").logits(np.stack(pictures)).shape == (12, tiny.config.classes)
+    assert "are not kept" in caplog.text
+
+
+def test_openvinos_files_are_made_from_the_onnx_that_is_there(tiny, monkeypatch):
+    kept.kept_engine(tiny.net, tiny.card, "onnxruntime")
+    monkeypatch.setattr("vitrail.export.export.traced", None)  # not again
+    assert kept.kept_engine(tiny.net, tiny.card, "openvino").precision == "float32"
+
+
+def test_auto_tries_both_engines_of_an_onnx_file_and_says_which(onnx_file, monkeypatch, caplog):
+    monkeypatch.setattr(
+        choose, "rate", lambda engine, batch, seconds: {"onnxruntime": 20.0, "openvino": 30.0}[engine.name]
+    )
+    assert open_engine(onnx_file.path, "auto").name == "openvino"
+    assert "takes openvino in float32: 30 pictures a second (onnxruntime 20)" in caplog.text
+    assert open_engine(onnx_file.path).name == "onnxruntime"  # which it was compared in
+
+
+def test_a_fixed_batch_is_never_parted(openvino_file, own, pictures):
+    batch = np.stack(pictures[:7])
+    for lanes in (1, 2):
+        opened = open_engine(openvino_file.path, threads=2, lanes=lanes)
+        np.testing.assert_allclose(opened.logits(batch), own.logits(batch), atol=1e-4)
+
+
+def test_an_engine_that_makes_something_else_of_a_file_is_refused(onnx_file, monkeypatch):
+    monkeypatch.setitem(choose.TOLERANCE, "float32", -1)
+    with pytest.raises(CheckpointError, match=r"openvino gives other outputs for .* than onnxruntime"):
+        open_engine(onnx_file.path, "openvino")
+
+
+@pytest.mark.parametrize("engine", ["torch", "onnxruntime", "openvino"])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_batch_shared_out_among_lanes_gives_each_picture_its_own_row(tiny, own, pictures, engine, lanes):
+    threads = torch.get_num_threads()
+    opened = open_engine(tiny, engine, device="cpu", threads=3, lanes=lanes)
+    try:
+        for count in (12, 1, 5, 2):
+            batch = np.stack(pictures[:count])
+            np.testing.assert_allclose(opened.logits(batch), own.logits(batch), atol=1e-4)
+        with ThreadPoolExecutor(6) as pool:  # more callers than lanes, batches of every size
+            jobs = [(i, 1 + i % 5, pool.submit(opened.logits, np.stack(pictures[: 1 + i % 5]))) for i in range(40)]
+            wanted = own.logits(np.stack(pictures))
+            for _, count, job in jobs:
+                np.testing.assert_allclose(job.result(), wanted[:count], atol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_openvino_is_told_of_a_cpu_without_tiles_even_where_torch_has_begun(monkeypatch):
     def too_late() -> None:
         raise ConfigError("products in bfloat16 end with an illegal instruction")
 
-    monkeypatch.setattr(engines, "check_bfloat16", too_late)
+    monkeypatch.setattr(engines, "leave_tiles", too_late)
     monkeypatch.setenv(tiles.SETTING, "")
     monkeypatch.delenv(tiles.SETTING)
     engines.openvino_core()

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
-from small_models import LABELS, model, small
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import LABELS, gradient, model, small
 
-from vitrail.errors import CheckpointError, ConfigError, FormatError
+from vitrail.config import PreprocessConfig
+from vitrail.errors import CheckpointError, ConfigError, FormatError, ModelError
 from vitrail.export import compare, extras, formats
 from vitrail.export import export as exporting
 from vitrail.export.engines import FileEngine, TorchEngine, open_engine, open_file
-from vitrail.export.export import destination, export
+from vitrail.export.export import calibrating, export
+from vitrail.export.names import destination, format_of, precision_of
 from vitrail.export.pictures import samples
 from vitrail.export.sheet import Sheet
+
+
+@pytest.fixture(scope="module")
+def tiny_sheet(tiny) -> str:
+    return Sheet(card=tiny.card, to="onnx", batch=3, parameters=9).to_json()
 
 
 def test_a_file_says_what_goes_in_and_what_comes_out(onnx_file, tiny):
@@ -40,13 +52,13 @@ def test_the_report_beside_a_file_has_what_was_found(onnx_file):
     assert found["pictures"] == found["same_top1"]["count"] == 12
     assert 0 <= found["relative_error"] <= 1e-5 < found["relative_error_allowed"]
     assert found["speed"]["ratio"] > 0
-    assert sorted(p.name for p in onnx_file.path.parent.iterdir()) == ["tiny.json", "tiny.onnx"]
+    assert sorted(p.name for p in onnx_file.path.parent.iterdir()) == ["tiny.onnx", "tiny.onnx.json"]
     assert report["bytes"] == onnx_file.path.stat().st_size
 
 
 def test_openvino_is_two_files_and_a_fixed_batch_is_filled_up(openvino_file, own, pictures):
     names = sorted(p.name for p in openvino_file.path.parent.iterdir())
-    assert names == ["tiny.bin", "tiny.json", "tiny.xml"]
+    assert names == ["tiny.bin", "tiny.xml", "tiny.xml.json"]
     engine = open_file(openvino_file.path)
     assert (engine.name, engine.sheet.batch) == ("openvino", 3)
     for count in (1, 3, 4, 7):
@@ -90,8 +102,122 @@ def test_a_name_gets_the_formats_ending(tmp_path, given, to, wanted):
 
 
 def test_a_name_with_another_ending_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"ends in \.xml; try .*model\.xml"):
+    with pytest.raises(CheckpointError, match=r"ends in \.xml; try .*model\.xml, or leave --to out for onnx\.$"):
         destination(tmp_path / "model.onnx", "openvino")
+    with pytest.raises(CheckpointError, match=r"ends in \.onnx; try .*model\.onnx\.$"):
+        destination(tmp_path / "model.safetensors", "onnx")
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "wanted"),
+    [
+        ("a.pt2", None, "pt2"),
+        ("a.XML", None, "openvino"),
+        ("a.onnx", None, "onnx"),
+        ("a", None, "onnx"),
+        ("a.b", None, "onnx"),
+        ("a.onnx", "pt2", "pt2"),
+    ],
+)
+def test_an_ending_tells_the_format_unless_one_is_asked_for(name, to, wanted):
+    assert format_of(Path(name), to) == wanted
+
+
+def test_precisions_go_by_their_short_names_too():
+    assert [precision_of(name) for name in ("bf16", "BF16", "fp32", "i8")] == [
+        "bfloat16",
+        "bfloat16",
+        "float32",
+        "int8",
+    ]
+    assert precision_of("int4") == "int4"
+
+
+def test_the_pages_snippet_prepares_pictures_as_vitrail_does(pictures, tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "export.md").read_text()
+    [snippet] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "onnxruntime" in code]
+    code, replaced = re.subn(r"^(import vitrail|vitrail\.export.*)$", "", snippet, flags=re.MULTILINE)
+    assert (replaced, "vitrail." in code) == (2, False)
+    how = PreprocessConfig(image=32, resize="short", resize_to=36)
+    vit = model(small(image=32, width=32, depth=1, mlp=48), preprocess=how)
+    sheet = Sheet(card=vit.card, to="onnx", answer="probabilities")
+    monkeypatch.chdir(tmp_path)
+    export(vit.net, sheet, Path("model.onnx"), [vit.preprocess.pixels(picture) for picture in samples()], timed=False)
+    for size in ((90, 41), (37, 64), (20, 50)):
+        gradient(*size).rotate(20).save("cat.jpg")
+        names: dict[str, Any] = {}
+        exec(compile(code, "docs/export.md", "exec"), names)
+        np.testing.assert_array_equal(names["pixels"][0], vit.preprocess.pixels("cat.jpg"))
+        wanted = {p.label: p.score for p in vit.predict("cat.jpg", top=5)}
+        found = dict(zip(names["card"]["labels"], names["probabilities"][0], strict=True))
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_formats_of_one_name_lie_side_by_side(tiny, pictures, tmp_path):
+    for suffix, to in (("pt2", "pt2"), ("onnx", "onnx")):
+        export(tiny.net, Sheet(card=tiny.card, to=to), tmp_path / f"tiny.{suffix}", pictures, timed=False)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["tiny.onnx", "tiny.onnx.json", "tiny.pt2", "tiny.pt2.json"]
+
+
+def test_a_file_says_what_it_was_made_from_and_not_where_that_lay(tiny, pictures, tmp_path):
+    (tmp_path / "mine.safetensors").touch()
+    for origin, wanted in (
+        (str(tmp_path / "mine.safetensors"), "mine.safetensors"),
+        ("timm/vit_tiny", "timm/vit_tiny"),
+    ):
+        sheet = Sheet(card=tiny.card.but(origin=origin), to="onnx")
+        made = export(tiny.net, sheet, tmp_path / "tiny.onnx", pictures, timed=False, overwrite=True)
+        assert open_file(made.path).card.origin == made.sheet.card.origin == wanted
+        everything = made.path.read_bytes() + made.report.read_bytes()
+        assert str(tmp_path).encode() not in everything
+        assert b"packaged.py" not in everything
+
+
+@pytest.mark.parametrize(("to", "parts"), [("onnx", ["t.onnx", "t.onnx.data"]), ("openvino", ["t.bin", "t.xml"])])
+def test_a_network_too_large_for_one_file_gets_two(tiny, pictures, own, tmp_path, monkeypatch, to, parts):
+    monkeypatch.setattr(formats, "LARGEST", 1000)
+    path = destination(tmp_path / "t", to)
+    made = export(tiny.net, Sheet(card=tiny.card, to=to), path, pictures, timed=False)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == parts
+    assert made.size == sum((tmp_path / name).stat().st_size for name in parts) >= made.weights
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for name in parts:
+        (tmp_path / name).rename(moved / name)
+    batch = np.stack(pictures)
+    np.testing.assert_allclose(open_file(moved / path.name).logits(batch), own.logits(batch), atol=1e-5)
+
+
+def test_size_is_told_by_the_weights_where_protobuf_cannot(onnx_file, monkeypatch):
+    """Above two gigabytes `ByteSize` fails."""
+    found = onnx.load(str(onnx_file.path))
+    assert 0.9 * onnx_file.weights <= formats.bytes_of(found) <= found.ByteSize()
+
+
+def test_int8_of_a_network_that_cannot_be_calibrated_is_refused_before_the_work(tiny, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "LARGEST", 1000)
+    monkeypatch.setattr(exporting, "traced", lambda *_: pytest.fail("traced"))
+    sheet = Sheet(card=tiny.card, to="onnx", precision="int8")
+    with pytest.raises(ModelError, match=r"too many to be calibrated for int8.*openvino without pictures"):
+        export(tiny.net, sheet, tmp_path / "t.onnx", pictures, calibration=pictures)
+
+
+@pytest.mark.parametrize(("batch", "shapes"), [(8, [8, 8]), (16, [16]), (None, [4, 4, 4])])
+def test_a_fixed_batch_to_calibrate_on_is_filled_with_the_first_pictures_again(tiny, pictures, batch, shapes):
+    sheet = Sheet(card=tiny.card, to="onnx", precision="int8", batch=batch)
+    found = calibrating(sheet, pictures)
+    assert [len(part) for part in found] == shapes
+    given = np.concatenate(found)
+    np.testing.assert_array_equal(given, np.stack([pictures[i % 12] for i in range(len(given))]))
+    assert calibrating(sheet, []) == []
+
+
+def test_the_tokens_that_are_no_patches_are_known(tiny):
+    assert Sheet(card=tiny.card, to="onnx").special == ("class",)
+    config = small(image=(32, 48), distilled=True, registers=2)
+    wanted = ("class", "distill", "register 1", "register 2")
+    assert Sheet(card=tiny.card.but(config=config), to="onnx").special == wanted
 
 
 @pytest.mark.parametrize(
@@ -129,6 +255,58 @@ def test_somebody_elses_file_is_refused(tmp_path, onnx_file):
             open_engine(tmp_path / name)
 
 
+SHEET = {"format": "vitrail-export", "version": 1}
+
+
+@pytest.mark.parametrize("text", ["not json", "[]", "{}", "3", json.dumps(SHEET), json.dumps(SHEET | {"card": None})])
+def test_damaged_metadata_are_a_sentence_about_the_file(tmp_path, onnx_file, text):
+    damaged = onnx.load(str(onnx_file.path))
+    damaged.metadata_props[0].value = text
+    onnx.save(damaged, str(tmp_path / "damaged.onnx"))
+    for engine in ("onnxruntime", "openvino"):
+        with pytest.raises(FormatError, match=r"damaged\.onnx: "):
+            open_file(tmp_path / "damaged.onnx", engine)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_any_part_of_a_sheet_may_be_wrong(tiny_sheet, data):
+    values = json.loads(tiny_sheet)
+    where = values
+    while True:
+        key = data.draw(st.sampled_from(sorted(where)))
+        if not isinstance(where[key], dict) or data.draw(st.booleans()):
+            break
+        where = where[key]
+    where[key] = data.draw(JSON)
+    try:
+        found = Sheet.from_json(json.dumps(values))
+    except FormatError:
+        return
+    assert Sheet.from_json(found.to_json()) == found  # what is taken is whole
+
+
+def test_networks_for_other_channels_have_pictures_to_compare_on(tmp_path):
+    found = samples(5)
+    assert len({picture.tobytes() for picture in found}) == 16
+    assert all(picture.dtype == np.uint8 and picture.shape[2] == 5 for picture in found)
+    bands = found[0].transpose(2, 0, 1)
+    assert len({band.tobytes() for band in bands}) == 5
+
+
+def test_the_photographs_are_scikit_learns():
+    from sklearn.datasets import load_sample_images
+
+    for found, wanted in zip((samples()[0], samples()[8]), load_sample_images().images, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_the_pictures_to_compare_on_are_all_different():
     found = samples()
     assert len(found) == len({picture.tobytes() for picture in found}) == 16
@@ -156,6 +334,13 @@ def test_errors_and_agreement_are_counted_by_hand(tiny):
     assert found.top1 == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     assert found.change.value == pytest.approx(1 / 3)
     assert "off by 0.13 of their size" in found.problem
+
+
+def test_a_model_that_says_the_same_of_every_picture_proves_little(tiny):
+    same = np.tile([0.0, 1, 0, 0, 0], (4, 1))
+    assert "shows little" in compare.measured(same, same, None, engine_of(tiny)).notes[0]
+    other = same + np.eye(4, 5)
+    assert compare.measured(other, other, None, engine_of(tiny)).notes == []
 
 
 def test_a_tie_within_the_error_is_no_disagreement_in_float32(tiny):

@@ -39,3 +39,27 @@ def test_another_libc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap.platform, "libc_ver", lambda: ("", ""))
     monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: pytest.fail("asked"))
     assert not heap.keep_heap()
+    assert not heap.trim_heap()
+
+
+TRIM = """
+from pathlib import Path
+from vitrail.runtime.heap import keep_heap, trim_heap
+held = lambda: int(Path("/proc/self/statm").read_text().split()[1])
+assert keep_heap()
+before = held()
+blocks = [bytearray(b"x" * 1_000_000) for _ in range(100)]
+last = bytearray(b"x" * 1_000_000)
+del blocks
+kept = held()
+trim_heap()
+print(kept - before, held() - before)
+"""
+
+
+@pytest.mark.skipif(heap.platform.libc_ver()[0] != "glibc", reason="only glibc is told")
+def test_freed_memory_goes_back_when_told() -> None:
+    said = subprocess.run([sys.executable, "-c", TRIM], capture_output=True, check=True).stdout
+    kept, left = (pages * 4096 for pages in map(int, said.split()))
+    assert kept > 80_000_000
+    assert left < 20_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from serving import photo, running
 from small_models import model, small
 
 import vitrail
+from vitrail.api.exporting import export
 from vitrail.cli import main
-from vitrail.export.engines import open_engine
+from vitrail.export.engines import FileEngine, open_engine
+from vitrail.export.sheet import Sheet
 from vitrail.serve.served import Served
 
 
@@ -36,6 +39,7 @@ def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, e
         about = client.get("/v1/model").json()
         assert (about["engine"], about["attention"], about["methods"]) == (engine, False, [])
         assert about["grid"] == {"rows": 4, "columns": 4}
+        assert about["parameters"] == sum(p.numel() for p in vit.net.parameters())
         files = [("images", photo(i)) for i in range(5)]
         results = client.post("/v1/predict", files=files).json()["results"]
         for result, wanted in zip(results, vit.predict([data for _, data in files]), strict=True):
@@ -43,9 +47,12 @@ def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, e
             assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in wanted], abs=1e-4)
         hidden = client.post("/v1/predict", files=files[:1], data={"hide": "[0,1,2,3]", "fill": "zero"})
         assert hidden.json()["results"] != results[:1]
+        reasons = {"embed": "gives classes and no features", "explain": "cannot be looked into"}
         for path, code in (("embed", "no_features"), ("explain", "no_network")):
             refused = client.post(f"/v1/{path}", files=files[:1])
             assert (refused.status_code, refused.json()["error"]["code"]) == (501, code)
+            message = f"an exported file {reasons[path]}; serve the checkpoint it was made from."
+            assert refused.json()["error"]["message"] == message
         assert client.get("/v1/positions").status_code == 404
 
 
@@ -56,3 +63,28 @@ def test_another_engine_beside_the_network_explains_too(vit: vitrail.Model, expo
         assert found.status_code == 200
         assert found.json()["layers"] == [1, 2]
         assert client.post("/v1/embed", files={"image": photo()}).json()["dimension"] == 128
+
+
+def test_a_file_that_was_written_before_parameters_were_kept_is_served(exported: Path) -> None:
+    engine = open_engine(exported, threads=1)
+    assert isinstance(engine, FileEngine)
+    sheet = engine.sheet.to_dict()
+    del sheet["parameters"]
+    engine.sheet = Sheet.from_json(json.dumps(sheet))
+    assert Served(engine, name="small").parameters is None
+
+
+def test_an_exported_file_of_features_embeds_without_the_hidden_patches(tmp_path: Path) -> None:
+    vit = model(small(classes=0), task="embed")
+    path = export(vit, tmp_path / "features.pt2", to="pt2").path
+    with running(Served(open_engine(path, threads=1), name="small")) as (client, _):
+        plain = client.post("/v1/embed", files={"image": photo()}).json()["results"][0]["embedding"]
+        assert plain == pytest.approx(vit.embed(photo())[0].tolist(), abs=1e-4)
+        hidden = client.post("/v1/embed", files={"image": photo()}, data={"hide": "[0,1,2,3]", "fill": "zero"})
+        image = vit.preprocess.prepare(photo())
+        image[:, :8] = 0
+        with torch.no_grad():
+            wanted = vit.net.features(image[None], want="pooled").pooled
+        assert hidden.json()["results"][0]["embedding"] == pytest.approx(wanted[0].tolist(), abs=0.02)
+        assert hidden.json()["results"][0]["embedding"] != pytest.approx(plain, abs=0.02)
+        assert client.get("/v1/model").json()["task"] == "embed"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,15 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
-from serving import photo, running, served
+from serving import QUICK, photo, running, served, until
 from small_models import model, small
 
 import vitrail
+from vitrail.api.looking import METHODS
+from vitrail.config import pair
 from vitrail.explain import attention_distance, class_view, gradient_view, occlusion, position_similarity
 from vitrail.explain.distance import uniform_distance
+from vitrail.explain.occlusion import windows
 from vitrail.serve import looking
 from vitrail.serve.limits import Limits
-from vitrail.serve.looking import Looker, packed_attention, packed_map
+from vitrail.serve.looking import Asked, Looker, packed_attention, packed_map
 from vitrail.serve.pictures import Pictures
 from vitrail.serve.problems import Problem
 from vitrail.serve.served import Served
@@ -89,6 +95,76 @@ def test_maps_are_those_of_explain(client: httpx.Client, vit: vitrail.Model, ima
     for name, values in wanted.items():
         step = float(values.max() - values.min()) / 255
         assert np.allclose(map_of(found["maps"][name], (4, 6)), values[0], atol=step), name
+
+
+def test_occlusion_is_done_a_few_squares_at_a_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "AT_A_TIME", 1)
+    what = served(vit)
+    looker = Looker(what, Pictures(vit.preprocess, Limits(), what.grid))
+    turns = {
+        method: len(list(looker.steps(vit.preprocess.pixels(photo()), Asked(methods=(method,)))))
+        for method in ("rollout", "occlusion")
+    }
+    assert turns["occlusion"] == turns["rollout"] + 2 * 3  # squares of two patches on a grid of 4 x 6
+
+
+def test_occlusion_of_a_model_with_several_classes_to_a_picture(vit: vitrail.Model, images: torch.Tensor) -> None:
+    several = vitrail.Model(vit.net, vit.card.but(several=True))
+    with running(served(several)) as (client, _):
+        found = explained(client, methods='["occlusion"]', target="bird")
+    wanted = occlusion(vit.net, images, torch.tensor([2]), stride=2, several=True)[0].numpy()
+    assert np.allclose(map_of(found["maps"]["occlusion"], (4, 6)), wanted, atol=np.ptp(wanted) / 255)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"image": (8, 48)},  # a single row of patches
+        {"image": 40},  # an odd number of them: the last square ends at the edge
+        {"image": 36, "uncovered": "ignore"},  # the last 4 pixels belong to no patch
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("turn", [0.0, 10.0])
+def test_occlusion_in_steps_is_occlusion(
+    changes: dict[str, Any], several: bool, turn: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(looking, "TURN", turn)
+    torch.manual_seed(1)
+    net = model(small(**changes)).net
+    images, target = torch.randn(1, 3, *pair(changes.get("image", 32))), torch.tensor([3])
+    wanted = METHODS["occlusion"](net, images, target, several)[0]
+    steps = looking.occluded(net, images, target, several)
+    count, found = 0, None
+    while found is None:
+        try:
+            next(steps)
+            count += 1
+        except StopIteration as end:
+            found = end.value
+    assert torch.allclose(found.float(), wanted, atol=1e-6)
+    size = min(2, *wanted.shape)
+    places = len(windows(wanted.shape, size, size))
+    assert count == (places if turn == 0 else places.bit_length())  # one at a time, or 1, 2, 4, ...
+
+
+def test_predictions_have_their_turn_within_an_occlusion(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "TURN", 0.0)
+    with running(served(vit), work=replace(QUICK, batch=1)) as (client, service), ThreadPoolExecutor(2) as pool:
+        order: list[str] = []
+        step, run = service.batcher._step, service.batcher._run
+        service.batcher._step = lambda ticket: (order.append("look"), time.sleep(0.05), step(ticket))[-1]  # type: ignore[func-returns-value, method-assign]
+        service.batcher._run = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[func-returns-value, method-assign]
+        asked = {"params": {"methods": "occlusion"}, "content": photo(), "headers": JPEG}
+        look = pool.submit(client.post, "/v1/explain", **asked)
+        until(lambda: len(order) >= 6)  # two layers, the rest of the network, and then the squares
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
+        assert not look.done()
+        late = client.post("/v1/explain", **asked | {"headers": JPEG | {"x-deadline-ms": "200"}})
+        assert late.status_code == 504
+        assert look.result().status_code == 200
+        assert order.count("look") < 2 * 12  # the late one was given up on the way
 
 
 def test_distances_are_those_of_the_figure(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:

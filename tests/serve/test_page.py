@@ -30,6 +30,7 @@ from browsing import (
 from PIL import Image
 
 import vitrail
+from vitrail.api.looking import METHODS
 from vitrail.explain import attention_views
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
@@ -45,7 +46,7 @@ def test_it_opens_with_a_sample_and_says_what_the_model_says(opened: Opened, cif
     expect(page.locator(".label")).to_have_text(capital(best[0].label))
     wait_for_bars(page, as_bars((p.label, p.score) for p in best))
     expect(page.locator("#model")).to_contain_text("8 × 8 patches")
-    expect(page.locator("#live")).to_contain_text(f"{best[0].label}, {round(100 * best[0].score)} percent")
+    expect(page.locator("#live")).to_contain_text(f"{capital(best[0].label)}, {round(100 * best[0].score)} percent")
 
 
 @pytest.mark.parametrize("how", ["drop", "paste"])
@@ -68,12 +69,16 @@ def test_the_camera_takes_a_picture(opened: Opened) -> None:
 
 
 def test_what_is_no_picture_is_refused_in_words_and_the_page_goes_on(opened: Opened, cifar10: vitrail.Model) -> None:
-    page = answered(opened(allowed=AWAY))
-    drop(page, b"not a picture at all")
-    expect(page.locator("#banner-text")).not_to_be_empty()
-    page.locator("#banner-close").click()
-    drop(page, b"words", name="words.txt")
-    expect(page.locator("#banner-text")).to_contain_text("no picture")
+    page = answered(opened("#picture=coffee&hide=9", allowed=AWAY))
+    said = settled(page, lambda: bars(page))
+    for data, name in ((b"not a picture at all", "mine.png"), (b"words", "words.txt")):
+        drop(page, data, name=name)
+        expect(page.locator("#banner-text")).to_contain_text("That is no picture that can be read here")
+        expect(page.locator(".glass.waiting")).to_have_count(0)
+        expect(page.locator("#words")).to_contain_text("looks most at")  # the last good picture is still there
+        assert bars(page) == said
+        assert {**query(page), "show": ""}.items() >= {"picture": "coffee", "hide": "9"}.items()
+        page.locator("#banner-close").click()
     drop(page, drawing(1))
     wait_for_bars(page, as_bars((p.label, p.score) for p in cifar10.predict(drawing(1))))
     expect(page.locator("#banner")).to_be_hidden()
@@ -91,7 +96,8 @@ def test_hovering_a_patch_lights_what_it_attends_to(opened: Opened, cifar10: vit
     assert share == pytest.approx(100 * float(row.max()), abs=0.6)
     order = row.flatten().argsort().tolist()
     plain = opened("#picture=cat&show=plain")
-    expect(plain.locator("#words")).to_contain_text("as the model gets it")
+    expect(plain.locator("figcaption")).to_contain_text("as the model gets it")
+    expect(plain.locator("#words")).to_have_text("32 × 32 pixels.")
     lit, unlit = (settled(one, lambda one=one: lights(one)) for one in (page, plain))
     assert all(lit[place] < 0.5 * unlit[place] for place in order[:3])
     assert lit[order[-1]] > 0.9 * unlit[order[-1]]
@@ -175,6 +181,7 @@ def test_a_picture_of_ones_own_is_restored_here_and_explained_elsewhere(opened: 
     wait_for_bars(again, said)
     stranger = opened(fragment)
     expect(stranger.locator("#banner-text")).to_contain_text("stayed in the browser")
+    assert query(stranger).items() >= {"picture": query(page)["picture"], "hide": "0"}.items()  # the link stays whole
     drop(stranger, drawing(2))
     wait_for_bars(stranger, said)  # with the patch hidden, as the link has it
 
@@ -196,6 +203,7 @@ def test_the_keyboard_alone_is_enough(opened: Opened, site: httpx.Client) -> Non
     wait_for_bars(page, hiding(site, [9], CAT.read_bytes()))
     cell = page.locator(f"#{page.locator('.glass').get_attribute('aria-activedescendant')}")
     expect(cell).to_contain_text("row 2, column 2, hidden")
+    expect(page.locator("#live")).to_contain_text("With 1 patch hidden: Cat, ")
     page.keyboard.press("u")
     expect(page.locator("#hidden-count")).to_contain_text("drag over an area")
     page.keyboard.press("]")
@@ -231,7 +239,12 @@ def test_single_keys_can_be_switched_off(opened: Opened) -> None:
 def test_two_layers_and_two_pictures_stand_side_by_side(opened: Opened, cifar10: vitrail.Model) -> None:
     page = answered(opened("#picture=cat&layer=8"))
     page.locator("#compare").click()
-    expect(page.locator(".pane figcaption")).to_contain_text(["Layer 8", "Layer 4"])
+    expect(page.locator(".pane figcaption")).to_contain_text(["ALayer 8", "BLayer 8"])
+    expect(page.locator("#invite")).to_contain_text("The controls are for B")
+    expect(page.locator("#words")).to_contain_text("B: The mean of all patches looks most at")
+    for _ in range(4):
+        page.keyboard.press("[")
+    expect(page.locator(".pane figcaption")).to_contain_text(["ALayer 8", "BLayer 4"])
     expect(page.locator(".block")).to_have_count(1)
     page.mouse.move(*patch(page, 1, 1, pane=1))  # asked in both
     here, there = (settled(page, lambda pane=pane: lights(page, pane)) for pane in (0, 1))
@@ -251,13 +264,20 @@ def test_two_layers_and_two_pictures_stand_side_by_side(opened: Opened, cifar10:
 
 def test_maps_distances_and_places_are_those_of_the_model(opened: Opened, cifar10: vitrail.Model) -> None:
     page = answered(opened("#picture=cat&layer=2&paint=heat"))
-    for name in ("Rollout", "Gradient", "Occlusion"):
+    told = {"Rollout": "%", "Gradient": "of the most", "Occlusion": re.compile("points (lost|won) when covered")}
+    for name, unit in told.items():
         page.get_by_role("button", name=name).click()
-        x, y = patch(page, 3, 3)
-        page.mouse.move(x, y)
-        expect(page.locator("#words")).to_contain_text("of the most")
+        page.mouse.move(*patch(page, 3, 3))
+        expect(page.locator("#words")).to_contain_text("Row 4, column 4: ")
+        expect(page.locator("#words")).to_contain_text(unit)
         page.mouse.move(2, 2)
-        expect(page.locator("#words")).not_to_contain_text("of the most")
+        expect(page.locator("#words")).to_contain_text("Most at row ")
+    images = cifar10.preprocess(CAT)
+    lost = METHODS["occlusion"](cifar10.net, images, cifar10.net(images).argmax(1), False)[0]
+    best = divmod(int(lost.argmax()), 8)
+    where = f"Most at row {best[0] + 1}, column {best[1] + 1}: {100 * float(lost.max()):.1f} points lost"
+    expect(page.locator("#words")).to_contain_text(where)
+    expect(page.locator("figcaption")).to_contain_text("What “Cat” loses by covering 2 × 2 patches.")
     page.get_by_role("button", name="Attention", exact=True).click()
     expect(page.locator("#distance-plot circle")).to_have_count(9 * 3)
     expect(page.locator("#distance-plot .band")).to_have_count(1)

@@ -14,7 +14,21 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from browsing import AWAY, CAT, answered, as_bars, drawing, drop, hiding, patch, query, wait_for_bars
+from browsing import (
+    AWAY,
+    CAT,
+    SAMPLES,
+    answered,
+    as_bars,
+    drawing,
+    drop,
+    hiding,
+    lights,
+    patch,
+    query,
+    settled,
+    wait_for_bars,
+)
 from small_models import LABELS, model, small
 
 import vitrail
@@ -25,9 +39,10 @@ pytest.importorskip("playwright", reason="the page is tested with it: pip instal
 pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
 import uvicorn
 from playwright.sync_api import expect
-from serving import QUICK, running, served, until
+from serving import QUICK, Held, running, served, until
 
 from vitrail.serve.app import create_app
+from vitrail.serve.served import Served
 
 Opened = Callable[..., Any]
 
@@ -48,6 +63,12 @@ def listening(vit: vitrail.Model, port: int) -> Iterator[str]:
         thread.join(20)
 
 
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
 def test_it_says_what_it_waits_for_when_the_model_is_slow(opened: Opened, cifar10: vitrail.Model) -> None:
     what = served(cifar10)
     with running(what) as (client, _):
@@ -62,9 +83,7 @@ def test_it_says_what_it_waits_for_when_the_model_is_slow(opened: Opened, cifar1
 
 
 def test_a_server_that_went_away_is_awaited_and_nothing_is_lost(opened: Opened, cifar10: vitrail.Model) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    port = free_port()
     with listening(cifar10, port) as where:
         page = answered(opened(at=where, allowed=AWAY))
         drop(page, drawing(3))
@@ -82,6 +101,60 @@ def test_a_server_that_went_away_is_awaited_and_nothing_is_lost(opened: Opened, 
         expect(page.locator("#banner-text")).to_have_text("The server is back.")
         expect(page.locator("#banner")).to_be_hidden()
         page.wait_for_timeout(500)
+
+
+def test_a_sample_chosen_while_the_server_is_away_comes_with_it(opened: Opened, cifar10: vitrail.Model) -> None:
+    port = free_port()
+    with listening(cifar10, port) as where:
+        page = answered(opened(at=where, allowed=AWAY))
+        page.wait_for_timeout(300)
+    page.locator(".sample[data-name=coffee]").click()
+    expect(page.locator("#banner-text")).to_contain_text("The server is away")
+    expect(page.locator(".sample[data-name=coffee]")).to_have_attribute("aria-pressed", "true")
+    assert query(page)["picture"] == "coffee"  # reloading would not forget it either
+    with listening(cifar10, port):
+        wait_for_bars(page, as_bars((p.label, p.score) for p in cifar10.predict(SAMPLES / "coffee.jpg")))
+        page.wait_for_timeout(500)
+
+
+def test_a_server_that_comes_back_with_another_model_is_not_taken_for_the_old_one(
+    opened: Opened, cifar10: vitrail.Model
+) -> None:
+    """Patch 63 of 8 x 8 is nowhere in 4 x 4, and patch 9 is elsewhere: what was hidden is shown, and it says why."""
+    port = free_port()
+    with listening(cifar10, port) as where:
+        page = answered(opened("#picture=coffee&layer=9&hide=9.63&ask=8.8", at=where, allowed=AWAY))
+        page.wait_for_timeout(300)
+    page.mouse.click(*patch(page, 4, 4))
+    expect(page.locator("#banner-text")).to_contain_text("The server is away")
+    with listening(model(small()), port):
+        expect(page.locator("#banner-text")).to_have_text("The server is back, with another model: small.")
+        answered(page)
+        expect(page.locator("#model")).to_contain_text("4 × 4 patches")
+        expect(page.locator("#hidden-count")).to_contain_text("Nothing is hidden")
+        words = query(page)
+        assert words["picture"] == "coffee"
+        assert {"hide", "ask"}.isdisjoint(words)
+        page.close()
+
+
+def test_an_exported_file_is_drawn_as_it_sees(opened: Opened) -> None:
+    """The grid lies over the pixels that the model gets: the same with the network and without it."""
+    vit = model(small(image=64), preprocess=vitrail.PreprocessConfig(image=64, resize="short", resize_to=96))
+    seen = []
+    for inside in (vit, None):
+        with running(Served(Held(vit), inside, name="small")) as (client, _):
+            page = opened("#picture=cat&show=plain", at=str(client.base_url))
+            expect(page.locator("#words")).to_contain_text("64 × 64 pixels." if inside else "cannot be looked into")
+            seen.append(settled(page, lambda page=page: lights(page)))
+            if inside is None:
+                expect(page.locator("#invite")).to_contain_text("Click patches to hide them")
+                expect(page.locator("#modes")).to_be_hidden()  # nobody can be asked
+                page.mouse.click(*patch(page, 3, 3))
+                expect(page.locator("#hidden-count")).to_have_text("1 of 64 hidden")
+                expect(page.locator(".tick").first).to_be_visible()
+            page.close()
+    np.testing.assert_allclose(*seen, atol=2)
 
 
 def test_the_token_is_asked_for_once(opened: Opened) -> None:
@@ -147,7 +220,7 @@ def test_models_without_attention_or_classes_say_so(opened: Opened) -> None:
     bit = model(BiTConfig(image=32, layers=(1, 1, 1, 1), width=0.5, classes=len(LABELS)))
     with running(served(bit)) as (client, _):
         page = opened(at=str(client.base_url))
-        expect(page.locator("#words")).to_contain_text("the class loses when the patch is covered")
+        expect(page.locator("figcaption")).to_contain_text("loses by covering 2 × 2 patches")
         expect(page.locator("#shows button")).to_have_text(["Occlusion", "Picture"])
         page.get_by_role("button", name="Picture").click()
         expect(page.locator("#words")).to_contain_text("no attention to look at")

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from vitrail.serve.problems import told
 LIMITS = Limits(bytes=200_000, pixels=1_000_000, images=3, seconds=1.0)
 JPEG = {"content-type": "image/jpeg"}
 PART = b"--x\r\nContent-Disposition: form-data; name=image; filename=a.jpg\r\n\r\n" + photo()
+AS_JSON = {"headers": {"content-type": "application/json"}}
 CUT_OFF = PART + b"\r\n" + PART[:-100]
 SECRETS = re.compile(
     r"/(srv|usr|home|root|tmp|opt|lib)\b|site-packages|\.py\b|Traceback|0x[0-9a-f]{6,}|[Pp]ython|PIL\b|pip "
@@ -88,7 +90,7 @@ def test_too_many_pictures_are_refused(client: httpx.Client) -> None:
     assert reason(client.post("/v1/predict", json={"images": texts}), 413) == "too_many_images"
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "image/", "video/mp4"])
+@pytest.mark.parametrize("kind", ["text/plain", "image/", "video/mp4"])
 def test_other_kinds_of_body_are_refused(client: httpx.Client, kind: str) -> None:
     answer = client.post("/v1/predict", content=photo(), headers={"content-type": kind} if kind else {})
     assert reason(answer, 415) == "unsupported_body"
@@ -106,7 +108,9 @@ def test_other_kinds_of_body_are_refused(client: httpx.Client, kind: str) -> Non
         ({"content": b"nonsense", "headers": {"content-type": "multipart/form-data; boundary=x"}}, "bad_form"),
         ({"content": CUT_OFF, "headers": {"content-type": "multipart/form-data; boundary=x"}}, "bad_form"),
         ({"content": b"{", "headers": {"content-type": "application/json"}}, "bad_json"),
-        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, "bad_json"),
+        ({"content": b"[" * 19_000, "headers": {"content-type": "application/json"}}, "bad_json"),
+        ({"content": b'{"image":' + b"[" * 9000 + b"]" * 9000 + b"}", **AS_JSON}, "bad_json"),
+        ({"content": b'{"image": "' + b"\\n" * 90_000 + b'"}', **AS_JSON}, "bad_json"),
         ({"content": b"\xff\xfe\0", "headers": {"content-type": "application/json"}}, "bad_json"),
         ({"json": [1]}, "bad_json"),
         ({"json": {"images": "abc"}}, "bad_json"),
@@ -125,21 +129,29 @@ def test_a_body_without_pictures_is_refused(client: httpx.Client, body: dict[str
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [
-        ("predict", {"top": "0"}, "top"),
+        ("predict", {"top": "0"}, "top wants a whole number, 1 or more; got 0."),
         ("predict", {"top": "two"}, "'top' is not JSON"),
-        ("predict", {"top": "true"}, "top"),
-        ("predict", {"Top": "3"}, "no value called 'Top' here; there is top, hide, fill"),
+        ("predict", {"top": "true"}, "top wants a whole number, 1 or more; got true."),
+        ("predict", {"top": "1.5"}, "got 1.5"),
+        ("predict", {"top": "null"}, "got null"),
+        ("predict", {"top": "[" * 300 + "]" * 300}, "top wants a whole number, 1 or more; got a list."),
+        ("predict", {"hide": "[" * 300 + "]" * 300}, "row by row from 0; got a list"),
+        ("predict", {"Top": "3"}, "no value called 'Top' here; there is hide, fill, top"),
         ("predict", {"hide": "[99]"}, "there is no patch 99: wanted 0 to 15"),
         ("predict", {"hide": "[-1]"}, "no patch -1"),
-        ("predict", {"hide": '["a"]'}, "hide"),
+        ("predict", {"hide": '["a"]'}, 'hide wants a list of patches: whole numbers, row by row from 0; got "a".'),
+        ("predict", {"hide": '{"a": 1}'}, "got an object"),
         ("predict", {"hide": ["[1,2]", "5"]}, "hide"),
         ("predict", {"top": ["1", "2"]}, "'top' is given twice"),
         ("predict", {"hide": "one"}, "'hide' is not JSON"),
-        ("predict", {"fill": "red"}, "fill"),
+        ("predict", {"fill": "red"}, 'fill wants mean, zero or blur; got "red".'),
+        ("predict", {"fill": "r" * 500}, "rrr..."),
         ("embed", {"top": "3"}, "no value called 'top'"),
         ("explain", {"layers": "[3]"}, "there is no layer 3: this network has layers 1 to 2"),
         ("explain", {"layers": "[0]"}, "no layer 0"),
         ("explain", {"methods": '["lime"]'}, "no explanation 'lime' here; there is rollout, gradient"),
+        ("explain", {"methods": "[1]"}, "methods wants a list of words; got 1."),
+        ("explain", {"layers": str([1] * 1001)}, "layers has 1,001 values, wanted at most 1,000."),
         ("explain", {"target": "horse"}, "no class is called 'horse'"),
         ("explain", {"target": "5"}, "there is no class 5"),
         ("explain", {"hide": "[16]"}, "no patch 16"),
@@ -168,7 +180,7 @@ def test_explain_takes_one_picture(client: httpx.Client) -> None:
 def test_other_methods_are_refused_and_told_which_are_allowed(client: httpx.Client, method: str, path: str) -> None:
     answer = client.request(method, path)
     assert reason(answer, 405) == "method_not_allowed"
-    assert answer.headers["allow"] in ("GET", "POST")
+    assert answer.headers["allow"] in ("GET, HEAD", "POST")
 
 
 @pytest.mark.parametrize(
@@ -200,6 +212,85 @@ def test_a_slow_body_is_given_up(client: httpx.Client) -> None:
         raw.settimeout(10)
         answer = b"".join(iter(lambda: raw.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 408")
+
+
+def test_a_deadline_counts_while_the_body_arrives(client: httpx.Client) -> None:
+    head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: 1000\r\n"
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
+        start = time.monotonic()
+        raw.sendall(head + b"X-Deadline-Ms: 200\r\n\r\nabc")
+        raw.settimeout(10)
+        answer = b"".join(iter(lambda: raw.recv(65536), b""))
+        took = time.monotonic() - start
+    assert answer.startswith(b"HTTP/1.1 504")
+    assert 0.15 < took < 0.9  # the body itself may take a second
+
+
+@pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"])
+def test_a_picture_that_nobody_says_is_one_is_known_by_its_first_bytes(
+    client: httpx.Client, kind: str, form: str
+) -> None:
+    headers = {"content-type": kind} if kind else {}
+    assert client.post("/v1/predict", content=photo(kind=form), headers=headers).status_code == 200
+    pieces = iter([photo(kind=form)[:3], photo(kind=form)[3:]])
+    assert client.post("/v1/predict", content=pieces, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"image=cat.jpg", b"\xff\xd8\xff", b"image=" + photo()])
+@pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
+def test_other_bodies_that_nobody_names_are_refused_with_a_hint(client: httpx.Client, kind: str, body: bytes) -> None:
+    answer = client.post("/v1/predict", content=body, headers={"content-type": kind} if kind else {})
+    assert reason(answer, 415) == "unsupported_body"
+    assert "for a picture, send Content-Type: image/jpeg" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1/cat.jpg", "HTTPS://example.org", "file:///etc/passwd"])
+def test_an_address_is_never_opened_and_that_is_said(client: httpx.Client, address: str) -> None:
+    good = base64.b64encode(photo()).decode()
+    answer = client.post("/v1/predict", json={"images": [good, address]})
+    assert reason(answer, 400) == "not_base64"
+    message = answer.json()["error"]["message"]
+    assert message.startswith("picture 2 of 2: this is an address, and addresses are never opened")
+
+
+def test_base64_with_escaped_strokes_is_read(client: httpx.Client) -> None:
+    text = base64.b64encode(photo()).decode()
+    assert "/" in text
+    body = json.dumps({"image": text}).replace("/", r"\/")
+    assert client.post("/v1/predict", content=body, **AS_JSON).status_code == 200
+
+
+LISTS = {
+    "lists": b'{"image": "AAAA", "top": [' + b"[]," * 3_000_000 + b"1]}",
+    "numbers": b'{"image": "AAAA", "hide": [' + b"1," * 4_500_000 + b"1]}",
+    "objects": b'{"image": "AAAA", "top": [' + b"{}," * 3_000_000 + b"1]}",
+    "pictures": b'{"images": [' + b'"",' * 3_000_000 + b'""]}',
+    "escapes": b'{"image": "' + rb"\/" * 4_500_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("name", sorted(LISTS))
+def test_a_bomb_of_values_is_refused_and_stops_nobody(name: str) -> None:
+    with running(served()) as (client, _):
+
+        def longest() -> float:
+            """A bomb, and the longest wait for /healthz while it is dealt with."""
+            found: list[httpx.Response] = []
+            thread = threading.Thread(
+                target=lambda: found.append(httpx.post(f"{client.base_url}/v1/predict", content=LISTS[name], **AS_JSON))
+            )
+            thread.start()
+            waits = []
+            while thread.is_alive():
+                start = time.monotonic()
+                assert client.get("/healthz").status_code == 200
+                waits.append(time.monotonic() - start)
+            thread.join()
+            assert reason(found[0], found[0].status_code) in ("too_many_values", "bad_json")
+            return max(waits)
+
+        assert min(longest() for _ in range(3)) < 0.2  # the machine may have bad moments
 
 
 @settings(max_examples=60)

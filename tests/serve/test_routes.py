@@ -106,6 +106,33 @@ def test_hidden_patches_are_hidden_from_the_network(client: httpx.Client, vit: v
     assert max(abs(scores[i] - whole[i]) for i in range(5)) > 0.001
 
 
+@pytest.mark.parametrize("fill", ["mean", "zero", "blur"])
+@pytest.mark.parametrize("kind", ["raw", "form", "json"])
+def test_features_are_those_of_the_picture_without_the_hidden_patches(
+    client: httpx.Client, vit: vitrail.Model, kind: str, fill: str
+) -> None:
+    files = [photo(i) for i in range(1 if kind == "raw" else 3)]
+    found = client.post("/v1/embed", **bodies(files, hide=[0, 5, 15], fill=fill)[kind]).json()["results"]
+    whole = vit.embed(files).numpy()
+    for number, data in enumerate(files):
+        pixels = torch.from_numpy(vit.preprocess.pixels(data)).permute(2, 0, 1)
+        image = vit.preprocess.normalise(pixels)
+        instead = filling(image[None], fill)[0]
+        for patch in (0, 5, 15):  # by hand: rows and columns of 8 pixels
+            row, column = 8 * (patch // 4), 8 * (patch % 4)
+            image[:, row : row + 8, column : column + 8] = instead[:, row : row + 8, column : column + 8]
+        with torch.no_grad():
+            wanted = vit.net.features(image[None], want="pooled").pooled[0].numpy()
+        got = np.array(found[number]["embedding"])
+        assert np.abs(got - wanted).max() < 0.25 * np.abs(whole[number] - wanted).max()  # pixels are rounded to bytes
+        assert np.abs(got - wanted).max() < 0.01
+
+
+def test_a_patch_that_is_not_there_has_no_features(client: httpx.Client) -> None:
+    refused = client.post("/v1/embed", **bodies([photo()], hide=[16])["raw"])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_such_patch")
+
+
 def test_a_value_in_the_body_counts_over_one_in_the_address(client: httpx.Client) -> None:
     found = client.post("/v1/predict", params={"top": 5}, **bodies([photo()], top=2)["json"]).json()
     assert len(found["results"][0]["predictions"]) == 2
@@ -161,6 +188,17 @@ def test_metrics_count_requests_batches_and_seconds(live: tuple[httpx.Client, Se
     assert rose("vitrail_engine_seconds_count") >= 1
     assert rose('vitrail_request_seconds_count{route="/v1/predict"}') == 2
     assert after["vitrail_queue_pictures"] == 0
+
+
+def test_metrics_say_what_is_served_what_is_refused_and_what_the_process_takes(client: httpx.Client) -> None:
+    before = _numbers(client).get('vitrail_refusals_total{code="image_unreadable"}', 0)
+    client.post("/v1/predict", content=b"no", headers={"content-type": "image/png"})
+    after = _numbers(client)
+    assert after['vitrail_refusals_total{code="image_unreadable"}'] == before + 1
+    build = f'engine="torch",model="small",precision="float32",version="{vitrail.__version__}"'
+    assert after[f"vitrail_build_info{{{build}}}"] == 1
+    assert after["process_resident_memory_bytes"] > 1e7
+    assert after["process_open_fds"] > 3
 
 
 def _numbers(client: httpx.Client) -> dict[str, float]:

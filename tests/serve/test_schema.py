@@ -15,15 +15,18 @@ from hypothesis import strategies as st
 from PIL import Image
 from schemathesis import GenerationMode
 from serving import QUICK, photo, running, served
+from small_models import LABELS
 
 from vitrail.serve.app import create_app
+from vitrail.serve.pictures import FORMATS
+from vitrail.serve.schema import KINDS
 
 PICTURES = st.sampled_from([photo(0), photo(1), photo(2, "PNG"), photo(3, "WEBP")])
 schemathesis.openapi.format("binary", PICTURES)
 schemathesis.openapi.format("byte", PICTURES.map(lambda data: base64.b64encode(data).decode()))
-REFUSED = ["400", "405", "408", "413", "415"]
+REFUSED = ["400", "403", "405", "408", "413", "415", "431"]
 EXAMPLES = int(os.environ.get("VITRAIL_EXAMPLES", "25"))
-RAW = ("image/jpeg", "image/png", "application/octet-stream")
+RAW = (*KINDS, "application/octet-stream")
 for kind in RAW:
     schemathesis.openapi.media_type(kind, PICTURES)
 
@@ -35,7 +38,7 @@ def description() -> dict[str, Any]:
 
 def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -> None:
     routes = {(path, method) for path, methods in description["paths"].items() for method in methods}
-    posts = {(f"/v1/{name}", "post") for name in ("predict", "embed", "explain")}
+    posts = {(f"/v1/{name}", "post") for name in ("predict", "embed", "explain", "picture")}
     gets = {(f"/v1/{name}", "get") for name in ("model", "positions", "samples")}
     assert routes == posts | gets | {("/healthz", "get"), ("/readyz", "get"), ("/metrics", "get")}
 
@@ -43,14 +46,39 @@ def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -
 def test_every_body_and_value_is_described_with_an_example(description: dict[str, Any]) -> None:
     predict = description["paths"]["/v1/predict"]["post"]
     content = predict["requestBody"]["content"]
-    assert {"image/jpeg", "application/octet-stream", "multipart/form-data", "application/json"} <= set(content)
+    assert set(content) == {*KINDS, "application/octet-stream", "multipart/form-data", "application/json"}
+    assert {kind.rpartition("/")[2].replace("x-portable-pixmap", "ppm").upper() for kind in KINDS} == set(FORMATS)
+    fields = [kind["required"] for kind in content["multipart/form-data"]["schema"]["anyOf"]]
+    assert fields == [["images"], ["image"], ["file"]]
     assert {p["name"] for p in predict["parameters"]} == {"X-Deadline-Ms", "top", "hide", "fill"}
+    embed = {p["name"]: p for p in description["paths"]["/v1/embed"]["post"]["parameters"]}
+    assert set(embed) == {"X-Deadline-Ms", "hide", "fill"}
+    assert embed["hide"]["schema"]["examples"] == [[0, 1, 2]]
+    assert embed["hide"]["schema"]["maxItems"] == 20_000
+    assert embed["hide"]["schema"]["items"] == {"type": "integer", "minimum": 0, "maximum": 15}
     picture = Image.open(io.BytesIO(base64.b64decode(content["application/json"]["example"]["image"])))
     assert picture.size == (1, 1)
-    refusals = {"400", "408", "413", "415", "503", "504"}
+    refusals = {"400", "403", "408", "413", "415", "503", "504"}
     assert refusals <= set(predict["responses"])
     schema = description["components"]["schemas"]["Prediction"]["properties"]
     assert all(field["examples"] for field in schema.values())
+
+
+def test_where_names_and_tokens_are_asked_for_it_says_so() -> None:
+    paths = create_app(served(), work=QUICK, token="t", hosts=()).openapi()["paths"]
+    for path, methods in paths.items():
+        statuses = set(next(iter(methods.values()))["responses"])
+        assert ("401" in statuses) == path.startswith(("/v1", "/metrics"))
+        assert "421" in statuses
+
+
+def test_examples_are_of_the_model_that_is_served(description: dict[str, Any]) -> None:
+    schemas = description["components"]["schemas"]
+    assert schemas["PredictAnswer"]["properties"]["model"]["examples"] == ["small"]
+    assert schemas["Prediction"]["properties"]["label"]["examples"] == [LABELS[0]]
+    assert schemas["ModelAnswer"]["examples"][0]["name"] == "small"
+    assert schemas["Alive"]["properties"]["status"]["const"] == "alive"
+    assert schemas["Ready"]["properties"]["status"]["const"] == "ready"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +88,7 @@ def api() -> Any:
         yield schemathesis.openapi.from_url(f"{client.base_url}/openapi.json", config=config)
 
 
-ROUTES = [(f"/v1/{name}", "POST") for name in ("predict", "embed", "explain")]
+ROUTES = [(f"/v1/{name}", "POST") for name in ("predict", "embed", "explain", "picture")]
 ROUTES += [(path, "GET") for path in ("/v1/model", "/v1/positions", "/v1/samples", "/healthz", "/readyz", "/metrics")]
 
 

@@ -42,6 +42,86 @@ def test_with_the_token_there_is(client: httpx.Client) -> None:
     files = {"image": photo()}
     assert client.post("/v1/predict", files=files).status_code == 401
     assert client.post("/v1/predict", files=files, headers=headers).status_code == 200
+    lower = {"authorization": f"bearer  {TOKEN}"}  # schemes are the same in any case
+    assert client.get("/v1/model", headers=lower).status_code == 200
+
+
+def test_a_refused_token_is_counted_where_it_was_given(client: httpx.Client) -> None:
+    def count() -> float:
+        text = client.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
+        name = 'vitrail_requests_total{route="/v1/embed",status="401"}'
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+    before = count()
+    assert client.post("/v1/embed").status_code == 401
+    assert client.get("/v1/embed").status_code == 401
+    assert count() == before + 2
+
+
+@pytest.fixture(scope="module")
+def named() -> Iterator[httpx.Client]:
+    with running(served(), hosts=("vitrail.example.org",)) as (client, _):
+        yield client
+
+
+OWN = ["localhost", "localhost:8000", "LOCALHOST:1", "127.0.0.1", "127.0.0.1:80", "127.1.2.3:9", "[::1]", "[::1]:8000"]
+OWN += ["vitrail.example.org", "Vitrail.Example.org:443", "localhost."]
+OTHER = ["evil.example.com", "127.0.0.1.evil.example.com", "localhost.evil.example", "evil.example:127", "10.0.0.1", ""]
+OTHER += ["[::2]", "localhost@evil.example", "127.0.0.1:80:90"]
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/model", "/healthz"])
+def test_only_names_of_its_own_are_answered_to(named: httpx.Client, path: str) -> None:
+    for host in OWN:
+        assert named.get(path, headers={"host": host}).status_code == 200, host
+    for host in OTHER:
+        answer = named.get(path, headers={"host": host})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (421, "wrong_host"), host
+        assert "--allow-host" in answer.json()["error"]["message"]
+
+
+def test_where_anybody_may_come_every_name_will_do() -> None:
+    with running(served()) as (client, _):
+        assert client.get("/v1/model", headers={"host": "evil.example.com"}).status_code == 200
+
+
+HERE = {"host": "localhost:8000"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),  # no browser
+        ({"sec-fetch-site": "same-origin", "origin": "http://localhost:8000"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site", "origin": "http://localhost:3000"}, 403),
+        ({"sec-fetch-site": "cross-site", "origin": "http://localhost:8000"}, 403),
+        ({"origin": "http://localhost:8000"}, 200),
+        ({"origin": "http://localhost:3000"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "https://vitrail.example.org", "host": "vitrail.example.org"}, 200),  # behind a proxy with TLS
+        ({"origin": "https://vitrail.example.org", "host": "vitrail.example.org:443"}, 200),
+    ],
+)
+def test_what_pages_from_elsewhere_send_is_not_computed(
+    named: httpx.Client, headers: dict[str, str], status: int
+) -> None:
+    answer = named.post("/v1/predict", files={"image": photo()}, headers=HERE | headers)
+    assert answer.status_code == status
+    if status == 403:
+        assert answer.json()["error"]["code"] == "other_site"
+        assert named.get("/v1/model", headers=HERE | headers).status_code == 200  # which they cannot read
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_head_is_get_without_the_body(client: httpx.Client, path: str) -> None:
+    head, get = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    own = {name: value for name, value in get.headers.items() if name != "date"}
+    assert {name: value for name, value in head.headers.items() if name != "date"} == own
+    assert client.head("/v1/predict", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 405
 
 
 @pytest.mark.parametrize("path", OPEN)

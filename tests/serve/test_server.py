@@ -20,7 +20,9 @@ from serving import photo, until
 from small_models import model, small
 
 from vitrail.errors import ConfigError
-from vitrail.serve.server import address, listening
+from vitrail.serve.served import Served
+from vitrail.serve.server import AGAIN, address, listening
+from vitrail.serve.workers import _quietly
 
 SLOWLY = """
 import sys, time
@@ -28,7 +30,8 @@ from vitrail.export.engines import TorchEngine
 from vitrail.cli import main
 quick = TorchEngine.logits
 TorchEngine.logits = lambda self, pixels: (time.sleep(0.7), quick(self, pixels))[1]
-sys.exit(main(sys.argv[1:]))
+if __name__ == "__main__":  # a worker imports this too, and is slow as well
+    sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -42,9 +45,13 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(weights: Path, *options: str, slowly: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`vitrail serve` in a process of its own, and where it says it is."""
-    run = ["-c", SLOWLY] if slowly else ["-m", "vitrail"]
+    script = weights.with_name("slowly.py")
+    script.write_text(SLOWLY)
+    run = [str(script)] if slowly else ["-m", "vitrail"]
     command = [sys.executable, *run, "serve", str(weights), "--port", "0", "--batch", "4", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -55,7 +62,7 @@ def serving(weights: Path, *options: str, slowly: bool = False) -> Iterator[tupl
         yield process, found[0]
     finally:
         if process.poll() is None:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
         process.stderr.close()
@@ -87,13 +94,77 @@ def test_a_signal_drains_open_requests_are_answered_and_the_status_is_0(weights:
             httpx.get(f"{where}/healthz")
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_signal_to_the_whole_group_drains_like_one_to_the_first_process(weights: Path, workers: str) -> None:
+    with serving(weights, "--workers", workers, slowly=True) as (process, where):
+        answers: list[httpx.Response] = []
+        threads = [ask(where, answers) for _ in range(4)]
+        until(lambda: "vitrail_queue_pictures 4.0" in httpx.get(f"{where}/metrics").text)
+        process.terminate()  # as `timeout` does it: the process, and then its group
+        os.killpg(process.pid, signal.SIGTERM)
+        for worker in children(process.pid):
+            os.kill(worker, signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+        assert [a.status_code for a in answers] == [200] * 4
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines() == ["stopping: answering what is open; once more to end at once"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.5, 2.5])
+def test_a_signal_to_the_group_while_workers_load_is_an_orderly_end(weights: Path, after: float) -> None:
+    command = [sys.executable, "-m", "vitrail", "serve", str(weights), "--port", "0", "--workers", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        until(lambda: len(children(process.pid)) == 2, 60)
+        time.sleep(after)
+        os.killpg(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert not [line for line in err.splitlines() if not line.startswith(("stopping", "note"))]
+
+
+def test_an_idle_server_ends_soon(weights: Path) -> None:
+    with serving(weights) as (process, where), httpx.Client(base_url=where) as kept:
+        assert kept.get("/healthz").status_code == 200  # a connection that stays open
+        start = time.monotonic()
+        process.terminate()
+        assert process.wait(20) == 0
+        assert time.monotonic() - start < 2  # taking apart all that torch has loaded took as long
+
+
+@pytest.mark.slow
+def test_a_dead_worker_is_named_and_when_none_can_start_all_is_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    model(small()).save(path)
+    with serving(path, "--workers", "2") as (process, where):
+        assert httpx.get(f"{where}/healthz").status_code == 200
+        for file in path.rglob("*"):
+            file.unlink()
+        worker = children(process.pid)[0]
+        os.kill(worker, signal.SIGKILL)
+        assert process.wait(200) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert f"(process {worker}) died of SIGKILL; another is started in 1 s" in said
+    for seconds in (1, 2, 4, 8):
+        assert re.search(rf"ended with status 1: .*; another is started in {seconds} s", said)
+    assert re.search(
+        r"^error: 5 workers in a row could not start; the last, worker \d .* ended with status 1: .*small", said, re.M
+    )
+    assert "Traceback" not in said
+
+
 def test_a_second_signal_ends_at_once(weights: Path) -> None:
     with serving(weights, slowly=True) as (process, where):
         thread = threading.Thread(target=ask_in_vain, args=(where,))
         thread.start()
         until(lambda: "vitrail_queue_pictures 1.0" in httpx.get(f"{where}/metrics").text)
         process.terminate()
-        time.sleep(0.1)
+        time.sleep(AGAIN + 0.1)
         start = time.monotonic()
         process.terminate()
         assert process.wait(5) == 128 + signal.SIGTERM
@@ -126,6 +197,33 @@ def test_several_workers_answer_at_one_address_add_up_their_metrics_and_are_repl
         process.terminate()
         assert process.wait(30) == 0
         assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow
+def test_what_is_said_about_the_model_is_said_once() -> None:
+    command = [sys.executable, "-m", "vitrail", "serve", "--port", "0", "--workers", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert "vitrail/cifar10 at http" in process.stdout.readline()
+        process.terminate()
+        said = process.stderr.read().splitlines()
+    assert process.returncode == 0
+    about = ["note: no --model, so this is vitrail/cifar10", "note: it knows airplane", "stopping: answering"]
+    for words in about:
+        assert len([line for line in said if line.startswith(words)]) == 1, said
+    assert len(said) == len(about)
+
+
+def test_a_quiet_worker_says_nothing_and_still_fails_aloud(capfd: pytest.CaptureFixture[str]) -> None:
+    def opener() -> Served:
+        os.write(2, b"a note\n")
+        raise ConfigError("no such model.")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        _quietly(opener)
+    os.write(2, b"afterwards\n")
+    assert capfd.readouterr().err == "afterwards\n"
 
 
 def answers(where: str) -> bool:
@@ -164,8 +262,15 @@ def test_an_address_that_is_taken_is_said_so() -> None:
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
 def test_a_host_that_is_not_here_is_said_so(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot listen at {host}"):
+    with pytest.raises(ConfigError, match=rf"cannot listen at {host} port 0: .*; try --host 127\.0\.0\.1"):
         listening(host, 0)
+
+
+def test_the_address_of_all_addresses_is_one_that_a_browser_finds() -> None:
+    with listening("0.0.0.0", 0) as sock:
+        sock.listen()
+        assert address(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+        socket.create_connection(("127.0.0.1", sock.getsockname()[1])).close()
 
 
 def test_an_address_of_six_groups_has_brackets() -> None:

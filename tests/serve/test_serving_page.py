@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from serving import photo, running, served
 
+import vitrail.serve as serving
 from vitrail.cli import serve
 from vitrail.serve.limits import Limits, Work
 from vitrail.serve.metrics import Metrics
@@ -23,16 +25,30 @@ def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     for number, name in enumerate(("cat.jpg", "dog.jpg")):
         Path(name).write_bytes(photo(number))
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     with running(served()) as (client, _):
         names: dict[str, object] = {}
         for snippet in snippets:
             code = snippet.replace("http://127.0.0.1:8000", str(client.base_url).rstrip("/"))
             exec(compile(code, "serving.md", "exec"), names)
-        *_, last = snippets[-1].strip().splitlines()
-        expression, _, value = last.partition("  # ")
-        assert eval(expression, names) == eval(value)
+            *_, last = snippet.strip().splitlines()
+            expression, _, value = last.partition("  # ")
+            if not last.startswith("print"):
+                assert eval(expression, names) == eval(value)
+        assert names["light"].shape == (4, 4)  # type: ignore[attr-defined]
     assert "label" in capsys.readouterr().out
+    imported = {
+        word for line in re.findall(r"^import (.*)", "".join(snippets), re.MULTILINE) for word in line.split(", ")
+    }
+    assert imported - {"numpy as np"} <= {*sys.stdlib_module_names, "urllib.request"}
+
+
+def test_every_status_on_the_page_is_one_that_is_answered_and_every_code_has_one() -> None:
+    table = PAGE.partition("| status | when |")[2].partition("\n\n")[0]
+    said = {int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    source = "".join(path.read_text() for path in Path(serving.__file__).parent.glob("*.py"))
+    raised = {int(status) for status in re.findall(r"Problem\(\s*(\d{3}),", source)}
+    assert said == raised | {404, 405}  # which the router finds out
 
 
 def test_options_on_the_page_exist() -> None:
@@ -52,7 +68,7 @@ def test_numbers_on_the_page_are_the_defaults() -> None:
 
 def test_metrics_and_formats_on_the_page_are_all_there_are() -> None:
     text = Metrics().text().decode()
-    exist = {m for m in re.findall(r"^# TYPE (\w+)", text, re.MULTILINE) if not m.endswith("_created")}
+    exist = {m for m in re.findall(r"^# TYPE (vitrail_\w+)", text, re.MULTILINE) if not m.endswith("_created")}
     assert set(re.findall(r"`(vitrail_\w+)`", PAGE)) == exist
     said = re.search(r"- (.*?) are read, and no other", PAGE)
     assert said

@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vitrail.api.exporting import Running
 from vitrail.api.model import Model
 from vitrail.config import DataConfig
+from vitrail.data.loader import Loader
 from vitrail.data.sources import open_parts
 from vitrail.data.sources.base import Parts, Source
 from vitrail.data.sources.part import Part
@@ -69,7 +71,8 @@ def embed(
     if dtype not in DTYPES:
         raise ConfigError(f"features cannot be kept as {dtype!r}{nearest(dtype, DTYPES)}")
     config = DataConfig(source=data) if isinstance(data, str) else data
-    place, sources = settled(place or Place(), model.net), _sources(open_parts(config, labelled=False), config, split)
+    place = _settled(place or Place(), model)
+    sources = _sources(open_parts(config, labelled=False), config, split)
     pieces = list(_pieces(sources, max(part // batch, 1) * batch))
     file = FeatureFile(Path(out).expanduser(), _settings(model, config, split, place, sources, dtype, normalise, batch))
     total = sum(len(source) for source in sources.values())
@@ -85,6 +88,26 @@ def embed(
         say([f"{file.path} is complete already"])
         fresh = False
     return _done(file.path, place, fresh)
+
+
+def _settled(place: Place, model: Model) -> Place:
+    """Where features are taken; an exported file gives its own or none."""
+    if not isinstance(model, Running):
+        return settled(place, model.net)
+    model.check_features()
+    if place != Place():
+        model.check_inside()
+    return place
+
+
+def _streamed(model: Model, batches: Loader, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each batch the numbers of its readable pictures, and their features."""
+    if not isinstance(model, Running):
+        yield from stream(model.net, batches, preprocess=model.preprocess, place=place)
+        return
+    for batch in batches:
+        kept = (batch.weights > 0).cpu()
+        yield batch.indices[kept], model.outputs(batch.images)[kept]
 
 
 def _done(path: Path, place: Place, fresh: bool) -> Embedded:
@@ -141,7 +164,7 @@ def _write(
         seen, waiting = 0, list[tuple[Tensor, Tensor]]()
         told: set[str] = set()
         with feature_batches(rest, model.preprocess, batch=batch, device=model.device) as batches:
-            for indices, values in stream(model.net, batches, preprocess=model.preprocess, place=place):
+            for indices, values in _streamed(model, batches, place):
                 waiting.append(
                     (torch.from_numpy(numbers)[indices], F.normalize(values, dim=1) if normalise else values)
                 )
@@ -174,7 +197,7 @@ def _settings(
     first = next(iter(sources.values()))
     said = {
         "model": model.card.origin or model.card.family,
-        "weights": fingerprint(model.net),
+        "weights": model.fingerprint if isinstance(model, Running) else fingerprint(model.net),
         "place": str(place),
         "preprocess": model.card.preprocess.to_dict(),
         "data": config.source,

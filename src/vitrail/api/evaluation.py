@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import nn
 
+from vitrail.api.exporting import AsTheyAre, Called, Running
 from vitrail.api.model import Model, load
 from vitrail.config import DataConfig, Pair, ViTConfig, pair
 from vitrail.data.loader import evaluation_batches
@@ -27,11 +29,9 @@ from vitrail.evaluate.real import Real, outputs_by_class, read_real, real_accura
 from vitrail.evaluate.scores import Samples
 from vitrail.evaluate.speed import Stopwatch
 from vitrail.evaluate.synsets import beside
-from vitrail.models import Net
 from vitrail.runtime import first_speaks, say
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.train.parallel import Ranks
-from vitrail.weights.card import Card
 from vitrail.weights.opening import adapted
 
 PROTOCOLS = ("auto", "imagenet", "real")
@@ -195,6 +195,8 @@ def _sizes(vit: Model, asked: Pair | Sequence[Pair] | None) -> list[tuple[int, i
     if not sizes:
         raise ConfigError("image names no size; wanted such as 224, or several: 160,224,288.")
     for size in sizes:
+        if size != pair(vit.card.preprocess.image):
+            vit.check_inside()
         config = vit.config.but(image=size)
         if isinstance(config, ViTConfig) and config.position == "relative" and size != own:
             raise ModelError(
@@ -236,13 +238,13 @@ def _at_size(
 ) -> tuple[Measured, dict[str, str]]:
     """All pictures at one size, and those that could not be read."""
     ranks, source = task.ranks, task.source
-    net, card = _resized(vit, size)
+    net, preprocess = _resized(vit, size)
     net = net.to(ranks.device)
     several = ranks.world > 1
     with Stopwatch(net) as watch:
         batches = evaluation_batches(
             source,
-            preprocess=card.preprocess,
+            preprocess=preprocess.config,
             batch=task.batch,
             device=ranks.device,
             rank=ranks.rank,
@@ -253,10 +255,10 @@ def _at_size(
             scores = measure(
                 net,
                 batches,
-                preprocess=Preprocess(card.preprocess),
+                preprocess=preprocess,
                 classes=len(task.match.names),
                 several=source.several,
-                loss="sigmoid" if card.several else "softmax",
+                loss="sigmoid" if vit.card.several else "softmax",
                 reduce=ranks.sum if several else None,
                 gather=ranks.gather if several else None,
                 flip=task.flip,
@@ -275,13 +277,15 @@ def _real(samples: Samples, valid: list[list[int] | None]) -> Real:
     return real_accuracy(samples, [valid[i] for i in samples.index])
 
 
-def _resized(vit: Model, size: tuple[int, int]) -> tuple[Net, Card]:
-    """The model for another size, prepared for that; the model itself stays as it is."""
+def _resized(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
+    """The model for another size, and what prepares for that; the model itself stays as it is."""
+    if isinstance(vit, Running):
+        return Called(vit), AsTheyAre(vit.card.preprocess)
     if size == pair(vit.card.preprocess.image):
-        return vit.net, vit.card
+        return vit.net, Preprocess(vit.card.preprocess)
     net, card = adapted(vit.net, vit.card.but(notes=()), image=size)
     say(card.notes, about=vit.card.origin)
-    return net, card
+    return net, Preprocess(card.preprocess)
 
 
 def _spelled(size: tuple[int, int]) -> str:

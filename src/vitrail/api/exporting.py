@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.api.model import Model, Pixels, Want, load
 from vitrail.config import BiTConfig, DataConfig, Pair, ViTConfig
@@ -21,15 +22,17 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import open_parts
 from vitrail.data.sources.base import Source
 from vitrail.errors import ConfigError, DataError, ModelError
+from vitrail.evaluate.features import fingerprint
 from vitrail.evaluate.matching import Mapped, match_classes
 from vitrail.evaluate.synsets import beside
 from vitrail.export import export as exporting
 from vitrail.export.engines import Engine, open_engine, openvino_core
 from vitrail.export.export import Exported
 from vitrail.export.extras import need
-from vitrail.export.formats import is_exported
+from vitrail.export.formats import parts_of
+from vitrail.export.names import NEEDS, is_exported, requested
 from vitrail.export.pictures import samples
-from vitrail.export.sheet import NEEDS, Answer, Sheet, refuse
+from vitrail.export.sheet import Answer, Sheet
 from vitrail.runtime import say
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.weights.labels import read_labels
@@ -45,7 +48,7 @@ def export(
     model: str | Path | Model,
     path: str | Path,
     *,
-    to: str = "onnx",
+    to: str | None = None,
     image: Pair | None = None,
     batch: int | None = None,
     raw: bool = False,
@@ -61,14 +64,14 @@ def export(
 ) -> Exported:
     """Write a model as "onnx", "pt2" (torch.export) or "openvino": `export("ViT-Ti/16", "model.onnx")`.
 
-    The file takes pixels as they are, B H W C, 0 to 255, and gives probabilities; `raw`: normalised
-    images, B C H W, and logits. `image` is another size, `batch` a fixed number of pictures. int8 is
-    calibrated on the pictures of `calibrate`. Before it is called done the file is run beside the model
-    on the pictures of `check` (data as `vitrail.evaluate` takes them, or a list; without it, parts of
-    two photographs), and one that does not agree is not left behind. A name, a file or a hub id is
-    loaded with `options`, which are those of `load`.
+    Without `to` the name's ending tells which. The file takes pixels as they are, B H W C, 0 to 255, and
+    gives probabilities; `raw`: normalised images, B C H W, and logits. `image` is another size, `batch` a
+    fixed number of pictures. int8 is calibrated on the pictures of `calibrate`. Before it is called done
+    the file is run beside the model on the pictures of `check` (data as `vitrail.evaluate` takes them, or
+    a list; without it, parts of two photographs), and one that does not agree is not left behind. A name,
+    a file or a hub id is loaded with `options`, which are those of `load`.
     """
-    target = check_request(path, to, precision, calibrate is not None, overwrite)
+    target, to, precision = check_request(path, to, precision, calibrate is not None, overwrite)
     vit = model if isinstance(model, Model) else load(model, **options)
     net, card = adapted(vit.net, vit.card.but(config=vit.net.config, notes=()), image)
     say(card.notes, about=card.origin)
@@ -81,6 +84,8 @@ def export(
         batch=batch,
     )
     pictures, targets = _checked(check, vit, root)
+    if precision == "int8" and calibrate and _same(calibrate, check):
+        say(["calibrated and compared on the same pictures: others may agree less"], about=str(target))
     started(len(pictures))
     found = exporting.export(
         net,
@@ -88,7 +93,7 @@ def export(
         target,
         exporting.prepared(sheet, pictures),
         targets=targets,
-        calibration=exporting.prepared(sheet, _calibrating(calibrate, root)) if precision == "int8" else (),
+        calibration=exporting.prepared(sheet, calibration_pictures(calibrate, root)) if precision == "int8" else (),
         overwrite=overwrite,
         step=step,
         advance=advance,
@@ -97,20 +102,29 @@ def export(
     return found
 
 
-def check_request(path: str | Path, to: str, precision: str, calibrated: bool, overwrite: bool) -> Path:
-    """The file to write, once all is known that could be in its way."""
-    refuse(to, precision)
-    target = exporting.destination(path, to)
-    exporting.free(target, overwrite)
+def check_request(
+    path: str | Path, to: str | None, precision: str, calibrated: bool, overwrite: bool
+) -> tuple[Path, str, str]:
+    """The file to write, its format and its precision, once all is known that could be in their way."""
+    target, to, precision = requested(path, to, precision, calibrated=calibrated, overwrite=overwrite)
     for name in NEEDS[to]:
         need(name)
-    if precision == "int8" and not calibrated:
-        raise ConfigError("int8 needs pictures to calibrate on, like those it will see: pass --calibrate FOLDER.")
     if precision == "bfloat16":
         check_bfloat16()  # before torch has computed anything
     if to == "openvino":
         openvino_core()  # which must be told of the CPU before it is used
-    return target
+    return target, to, precision
+
+
+def check_pictures(calibrate: str | None, check: str | None, root: str | None = None) -> None:
+    """Raise DataError where there are none."""
+    for data in filter(None, dict.fromkeys((calibrate, check))):
+        _some(data, 1, root)
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether this is one data set, or the very same list."""
+    return one is other or (isinstance(one, str) and one == other)
 
 
 def _answer(vit: Model, raw: bool) -> Answer:
@@ -140,7 +154,8 @@ def _checked(
     return pictures, Mapped(source, match).targets.astype(np.int64)[places]
 
 
-def _calibrating(calibrate: str | Sequence[Picture] | None, root: str | None) -> list[Any]:
+def calibration_pictures(calibrate: str | Sequence[Picture] | None, root: str | None = None) -> list[Any]:
+    """What int8 has its scales from: data as `vitrail.evaluate` takes them, or pictures; none of None."""
     if not isinstance(calibrate, str):
         return list(calibrate or ())[:CALIBRATED]
     source, places = _some(calibrate, CALIBRATED, root)
@@ -158,8 +173,8 @@ def _some(data: str, most: int, root: str | None) -> tuple[Source, npt.NDArray[n
 class Running(Model):
     """A model that an engine runs: it predicts as any other, and cannot be looked into."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.card = engine, engine.card
+    def __init__(self, engine: Engine, source: Path | Model) -> None:
+        self.engine, self.card, self.source = engine, engine.card, source
         self.preprocess = Preprocess(engine.card.preprocess)
 
     @property
@@ -176,21 +191,66 @@ class Running(Model):
 
     def __getattr__(self, name: str) -> NoReturn:
         if name == "net":
-            what = f"{self.engine.name} runs {self.card.origin or 'this model'}"
-            raise ModelError(f"{what}: what happens inside is not to be had; load the model itself for that.")
+            raise self._refusal("it can be run, but not looked into, changed or trained")
         raise AttributeError(name)
 
+    @property
+    def fingerprint(self) -> str:
+        """Eight letters that differ for other weights."""
+        if isinstance(self.source, Model):
+            return fingerprint(self.source.net)
+        found = 0
+        for part in parts_of(self.source):
+            found = zlib.crc32(part.read_bytes(), found)
+        return f"{found:08x}"
+
+    def outputs(self, pixels: Tensor) -> Tensor:
+        """B C H W, 0 to 255 -> B outputs, on the CPU."""
+        return torch.from_numpy(self.engine.logits(pixels.permute(0, 2, 3, 1).cpu().numpy()))
+
+    def check_features(self) -> None:
+        """Raise ModelError where the outputs are classes."""
+        if self.card.task == "classify" and self.config.classes:
+            raise self._refusal("it gives classes and no features")
+
     def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
-        if want == "pooled" and self.card.task == "classify":
-            raise ModelError("an exported classifier gives no features; load the model itself to embed with it.")
+        if want == "pooled":
+            self.check_features()
         return torch.from_numpy(self.engine.logits(np.stack(pixels)))
 
+    def _refusal(self, why: str) -> ModelError:
+        """Why not, and what to load instead."""
+        origin = self.card.origin
+        if isinstance(self.source, Model):
+            return ModelError(f"{self.engine.name} runs {origin or 'this model'}: {why}; load it without an engine.")
+        made_from = f" ({origin})" * bool(origin)
+        return ModelError(f"{self.source} is exported: {why}; load the checkpoint it was made from{made_from}.")
+
     def _width(self, want: Want) -> int:
-        return self.config.classes or super()._width(want)
+        own = self.config.pooled_width if isinstance(self.config, ViTConfig) else 0
+        return self.config.classes or own or super()._width(want)
 
     def __repr__(self) -> str:
         name = self.card.origin or self.card.family
         return f"<vitrail.Model {name}, run by {self.engine.name} in {self.engine.precision}>"
+
+
+class Called(nn.Module):
+    """Such a model for those who call a network: its images are pixels, B C H W, 0 to 255."""
+
+    def __init__(self, vit: Running) -> None:
+        super().__init__()
+        self.vit = vit
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.vit.outputs(pixels).to(pixels.device)
+
+
+class AsTheyAre(Preprocess):
+    """Pictures prepared as ever, and not normalised."""
+
+    def normalise(self, batch: Tensor) -> Tensor:
+        return batch
 
 
 def running(
@@ -198,20 +258,38 @@ def running(
     engine: str | None = None,
     *,
     labels: str | Path | Sequence[str] | None = None,
-    device: str = "auto",
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype | None = "float32",
     threads: int | None = None,
     calibrate: str | Sequence[Picture] | None = None,
     root: str | None = None,
     **options: Any,
 ) -> Model:
-    """A model run by an engine, which `open_engine` describes: `running("model.onnx").predict("cat.jpg")`."""
-    if is_exported(source):
-        given = sorted(name for name, value in options.items() if value is not None)
-        if given:
-            raise ConfigError(f"{source} is exported already: {', '.join(given)} cannot be changed any more.")
+    """A model run by an engine, which `open_engine` describes: `running("ViT-B/16", "auto").predict("cat.jpg")`."""
+    if isinstance(source, Running):
+        labels = source.labels if labels is None else labels
+        source = source.source
+    if isinstance(source, str | Path) and is_exported(Path(source).expanduser()):
+        source = Path(source).expanduser()
+        _check_unchanged(source, device, dtype, options)
     elif not isinstance(source, Model):
-        source = load(source, **options)
-    vit = Running(open_engine(source, engine, device, threads, _calibrating(calibrate, root)))
+        source = load(source, dtype=dtype, **options)
+    vit = Running(open_engine(source, engine, device, threads, calibration_pictures(calibrate, root)), source)
     if labels is not None:
         vit.card = vit.card.but(labels=read_labels(labels, vit.card.config.classes))
     return vit
+
+
+def _check_unchanged(
+    path: Path, device: str | torch.device, dtype: str | torch.dtype | None, options: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError where something else is wanted than what was exported."""
+    given = sorted(name for name, value in options.items() if value is not None)
+    if given:
+        raise ConfigError(f"{path} is exported already: {', '.join(given)} cannot be changed any more.")
+    if str(device) not in ("auto", "cpu"):
+        raise ConfigError(
+            f"{path} is exported and runs on the CPU; for {device}, load the checkpoint it was made from."
+        )
+    if dtype not in (None, "float32", torch.float32):
+        raise ConfigError(f"{path} has its precision already; for {dtype}, export it anew or load the checkpoint.")

@@ -216,7 +216,7 @@ def explain(
         maps={method: _array(found) for method, found in maps.items()},
         attention=views,
         special=special,
-        special_names=special_names(attentive_net) if attentive_net is not None else (),
+        special_names=special_names(attentive_net.config) if attentive_net is not None else (),
         query=query,
         faithful=trusted,
     )

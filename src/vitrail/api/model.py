@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,10 +18,12 @@ from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.data.preprocess import Preprocess, are_several
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
+from vitrail.export.names import is_exported
 from vitrail.models import Net, ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.variants import config_for, find
 from vitrail.runtime import pick_device, pick_dtype, say
+from vitrail.runtime.cores import cores
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, usual_preprocess
@@ -133,7 +134,7 @@ class Model:
         """
         if batch < 1:
             raise ConfigError(f"batch={batch}: wanted 1 picture at a time or more.")
-        pool = ThreadPoolExecutor(min(batch, os.cpu_count() or 1, 16), thread_name_prefix="decode")
+        pool = ThreadPoolExecutor(min(batch, cores(), 16), thread_name_prefix="decode")
         waiting: list[Future[Pixels | VitrailError]] = []
         try:
             for group in chain(_groups(pictures, batch), [()]):
@@ -166,6 +167,10 @@ class Model:
                 f"{self.card.origin or 'this model'} has no classes: it gives features. "
                 "Use embed, or load it with classes=... and train the new head."
             )
+
+    def check_inside(self) -> None:
+        """Raise ModelError where there is no network to look into, change or train: an engine runs an exported file."""
+        _ = self.net
 
     def save(
         self, path: str | Path, *, to: str = "vitrail", overwrite: bool = False, approximate: bool = False
@@ -242,8 +247,21 @@ def load(
     `classes` puts a new head of zeros, `labels` names the classes ("imagenet-1k", a file, a list),
     `family` says what a bare file cannot (DeiT, DINO, ...), `section` chooses a part of a training
     file, `dtype=None` keeps the type that is stored, and further keywords override fields of the
-    config (activation="gelu-quick").
+    config (activation="gelu-quick"). A file that `vitrail export` wrote is run by its own engine: it
+    predicts as any other model does, and cannot be changed or looked into.
     """
+    where = Path(source.path if isinstance(source, Found) else source).expanduser()
+    if is_exported(where):
+        from vitrail.api.exporting import running  # which needs this module
+
+        asked: dict[str, Any] = {
+            "image": image,
+            "channels": channels,
+            "classes": classes,
+            "family": family,
+            "section": section,
+        }
+        return running(where, labels=labels, device=device, dtype=dtype, **asked, **changes)
     target = pick_device(device)
     net, card = open_checkpoint(
         source,

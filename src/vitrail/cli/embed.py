@@ -85,7 +85,8 @@ def embed(
     own: dict[str, Any] = {"image": size(image), "channels": channels}
     told = settings(changes)
     layers = numbers(layer, "--layer")
-    vit = open_model(model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own)
+    own |= {"section": section, "family": family, "device": device, "dtype": dtype}
+    vit = open_model(model, told=told, classes=False, inside=False, **own)
     from vitrail.api.embedding import PART
     from vitrail.api.embedding import embed as run
     from vitrail.config import DataConfig

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, progress, show
-from vitrail.cli.opening import Device, Dtype, Labels, Source, open_model
+from vitrail.cli.opening import Device, Dtype, Labels, Source
 from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError
 from vitrail.runtime import first_speaks, speaks
 
@@ -74,6 +75,8 @@ def evaluate(
     bins: Bins = 15,
     device: Device = "auto",
     dtype: Dtype = "float32",
+    engine: Engine = None,
+    calibrate: Calibrate = None,
     worst: Worst = 10,
     to: Out = None,
     formats: Formats = "png",
@@ -96,8 +99,15 @@ def evaluate(
         check_formats(kinds)  # before the work, not after it
     with first_speaks():
         alone = sizes[0] if sizes is not None and len(sizes) == 1 else None
-        options = {"image": alone, "labels": labels, "section": section, "family": family, "dtype": dtype}
-        vit = open_model(model, told=own, classes=False, **options)
+        options: dict[str, Any] = {
+            "image": alone,
+            "labels": labels,
+            "section": section,
+            "family": family,
+            "dtype": dtype,
+        }
+        where = device if engine == "auto" else "cpu"  # it is moved to where it is measured
+        vit = open_running(model, engine, calibrate=calibrate, told=own, classes=False, device=where, **options)
     with err.status("starting"):
         from vitrail import api
 

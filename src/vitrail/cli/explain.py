@@ -56,7 +56,8 @@ def explain(
 ) -> None:
     """Show what a model looks at: rollout, attention of every head, what speaks for a class, what is missed."""
     kinds, endings, layers = listed(methods), listed(formats) or (), _numbers(layer or "-1")
-    told, own = settings(changes), {"image": size(image), "channels": channels, "labels": labels}
+    told = settings(changes)
+    own: dict[str, Any] = {"image": size(image), "channels": channels, "labels": labels}
     paths, _ = find_pictures(pictures)
     vit = open_model(model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own)
     from vitrail.explain.attention import attentive, layer_number, parse_query

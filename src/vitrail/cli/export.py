@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import progress, show
+from vitrail.cli.console import err, progress, show
 from vitrail.cli.opening import Image, Labels, open_model
 from vitrail.cli.options import Family, Json, Section, Settings, settings, size
 from vitrail.errors import ConfigError
@@ -23,12 +27,17 @@ CALLED = {"onnx": "ONNX", "pt2": "torch.export", "openvino": "OpenVINO"}
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A name, a file, a folder or a hub id.")]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="The file to write, such as model.onnx.")]
-To = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx, pt2 (torch.export) or openvino.")]
+To = Annotated[
+    str | None,
+    typer.Option(
+        "--to", metavar="FORMAT", help="onnx, pt2 (torch.export) or openvino.", show_default="as DST ends, else onnx"
+    ),
+]
 Batch = Annotated[str, typer.Option("--batch", metavar="N", help="A fixed number of pictures at a time, or dynamic.")]
 Raw = Annotated[
     bool, typer.Option("--raw", help="Normalised images in and logits out, instead of pixels and probabilities.")
 ]
-Precision = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16, or int8 with --calibrate.")]
+Precision = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or int8.")]
 Calibrate = Annotated[
     str | None, typer.Option(metavar="SPEC", help="Pictures for int8, like those it will see: a folder, shards, ...")
 ]
@@ -42,7 +51,7 @@ Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where b
 def export(
     model: Model,
     dst: Target,
-    to: To = "onnx",
+    to: To = None,
     image: Image = None,
     batch: Batch = "dynamic",
     raw: Raw = False,
@@ -66,17 +75,19 @@ def export(
     told = settings(changes)
     options: dict[str, Any] = {"image": size(image), "labels": labels, "section": section, "family": family}
     count = _count(batch)
-    from vitrail.api.exporting import check_request
-    from vitrail.api.exporting import export as run
+    target, to, precision = _checked(dst, to, precision, calibrate, labels, overwrite)  # before the work, not after it
+    with stoppable(), err.status("loading torch and the exporters"):
+        from vitrail.api.exporting import check_pictures, check_request
+        from vitrail.api.exporting import export as run
 
-    check_request(dst, to, precision, calibrate is not None, overwrite)  # before the work, not after it
+        check_pictures(calibrate, check, root)
+        check_request(target, to, precision, calibrate is not None, overwrite)
     vit = open_model(model, told=told, classes=False, **options)
 
-    with progress() as bar:
-        task = bar.add_task("preparing pictures", total=None)
+    with stoppable(), Steps() as steps:
         found = run(
             vit,
-            dst,
+            target,
             to=to,
             batch=count,
             raw=raw,
@@ -85,9 +96,9 @@ def export(
             check=check,
             root=root,
             overwrite=overwrite,
-            step=lambda what: bar.update(task, description=what),
-            started=lambda total: bar.update(task, total=total),
-            advance=lambda count: bar.advance(task, count),
+            step=steps.step,
+            started=steps.started,
+            advance=steps.advance,
         )
     if as_json:
         typer.echo(json.dumps({"path": str(found.path)} | found.to_dict(), indent=2, ensure_ascii=False))
@@ -95,7 +106,67 @@ def export(
     show(Text(str(found.path), style="bold"))
     show(Text(_summary(found), style="dim"))
     show(_table(found))
-    show(Text(f"\n{found.report} has these numbers, class names and preprocessing", style="dim"))
+    show(Text(f"\n{_report(found)}", style="dim"))
+
+
+def _checked(
+    dst: Path, to: str | None, precision: str, calibrate: str | None, labels: str | None, overwrite: bool
+) -> tuple[Path, str, str]:
+    """What is asked for, as far as it can be told without torch."""
+    from vitrail.export.names import requested
+    from vitrail.weights.labels import read_labels
+
+    found = requested(dst, to, precision, calibrated=calibrate is not None, overwrite=overwrite)
+    if labels is not None:
+        read_labels(labels)
+    return found
+
+
+class Steps:
+    """How far an export is: a bar on a terminal, elsewhere a line for each step."""
+
+    def __init__(self) -> None:
+        self.bar = progress()
+        self.task = self.bar.add_task("preparing pictures", total=None)
+        self.pictures: int | None = None
+
+    def __enter__(self) -> Steps:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def started(self, pictures: int) -> None:
+        self.pictures = pictures
+
+    def step(self, what: str) -> None:
+        # Only comparing goes picture by picture; the bar of the others moves to and fro.
+        self.bar.remove_task(self.task)
+        self.task = self.bar.add_task(what, total=self.pictures if what == "comparing" else None)
+        if not err.is_terminal:
+            err.print(Text(f"{what} ...", style="dim"))
+
+    def advance(self, count: int) -> None:
+        self.bar.advance(self.task, count)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does, so that nothing half-done stays behind."""
+
+    def stop(sig: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + sig)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # in a thread that is not the first
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _count(batch: str) -> int | None:
@@ -114,7 +185,15 @@ def _summary(found: Exported) -> str:
     goes = "pixels" if sheet.inside else "normalised images"
     size_ = f"{found.size / 1e6:.1f} MB, the weights alone {found.weights / 1e6:.1f} in float32"
     first = f"{CALLED[sheet.to]}, {sheet.precision}, {spelled(sheet.image)} px, {many}, {goes} to {sheet.answer}"
-    return f"{first}\n{size_}\n"
+    return f"{first}\npictures: {sheet.card.preprocess.summary()}\n{size_}\n"
+
+
+def _report(found: Exported) -> str:
+    """What lies beside the file."""
+    card = found.sheet.card
+    if card.task == "classify" and card.config.classes and card.labels is None:
+        return f"{found.report} has these numbers and the preprocessing\nits classes have no names: pass --labels FILE"
+    return f"{found.report} has these numbers, {'class names and ' * (card.labels is not None)}preprocessing"
 
 
 def _table(found: Exported) -> Table:
@@ -132,9 +211,15 @@ def _table(found: Exported) -> Table:
         table.add_row(*row)
     speed = compared.speed
     if speed is not None:
-        about = f"{speed.ratio:.2f} x the model's {speed.model:,.0f}, batches of {speed.batch}, in turns"
-        table.add_row("pictures a second", f"{speed.export:,.0f}", about)
+        ours, model = (rounded(rate) for rate in (speed.export, speed.model))
+        about = f"{ours / model:.2f} x the model's {model:,g}, batches of {speed.batch}, medians"
+        table.add_row("pictures a second", f"{ours:,g}", about)
     return table
+
+
+def rounded(rate: float) -> float:
+    """To three digits, so that what is printed can be divided."""
+    return float(f"{rate:.3g}")
 
 
 def _agreement(compared: Comparison) -> list[tuple[str, str, str]]:

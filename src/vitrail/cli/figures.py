@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -56,10 +56,8 @@ def figures(
             raise ConfigError(f"{option} does not go with --timeline, which takes the run's own settings and pictures.")
         written = _timeline(model, out, names)
     else:
-        told, own = settings(changes), {"image": size(image), "channels": channels}
-        vit = open_model(
-            model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own
-        )
+        own: dict[str, Any] = {"image": size(image), "channels": channels, "section": section, "family": family}
+        vit = open_model(model, told=settings(changes), classes=False, device=device, dtype=dtype, **own)
         with err.status("looking for pictures"):
             from vitrail.api.portrait import FIGURES, NEED_PICTURES, Portrait, pictures_of, pictures_of_run
 

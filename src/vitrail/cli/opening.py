@@ -27,10 +27,18 @@ Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or mp
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")]
 
 
-def open_model(model: str | None, *, told: dict[str, Any] | None = None, classes: bool = True, **options: Any) -> Model:
+def open_model(
+    model: str | None,
+    *,
+    told: dict[str, Any] | None = None,
+    classes: bool = True,
+    inside: bool = True,
+    **options: Any,
+) -> Model:
     """The model of `--model`, or the one that ships; `options` are those of `vitrail.load`, `told` what `--set` gave.
 
     classes: refuse a model that has none, and say where they have no names.
+    inside: refuse an exported file, which can be run and not looked into.
     """
     told = told or {}
     for name in told.keys() & options.keys():
@@ -42,6 +50,8 @@ def open_model(model: str | None, *, told: dict[str, Any] | None = None, classes
     found = Found(DEFAULT.path, DEFAULT.name) if model is None else locate(model)  # which shows how far a download is
     with err.status(f"loading {model or DEFAULT.name}"):
         vit = load(found, **options, **told)
+        if inside:
+            vit.check_inside()
     if model is None:
         _introduce(DEFAULT)
     if classes:
@@ -63,6 +73,10 @@ def _check_classes(vit: Model, model: str) -> None:
     try:
         vit.check_classes()
     except ModelError:
+        from vitrail.export.names import is_exported
+
+        if is_exported(model):
+            raise ModelError(f"{model} has no classes: it gives features, which vitrail embed writes.") from None
         teach = f"vitrail finetune --model {shlex.quote(model)} --data DATA"
         raise ModelError(f"{model} has no classes yet; teach it some: {teach}.") from None
     if vit.labels is None:

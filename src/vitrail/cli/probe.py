@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import RenderableType
@@ -99,7 +99,7 @@ def probe(
     else:
         from vitrail.config import DataConfig
 
-        own = {"image": size(image), "channels": channels, "section": section, "family": family}
+        own: dict[str, Any] = {"image": size(image), "channels": channels, "section": section, "family": family}
         vit = open_model(model, told=told, classes=False, device=device, dtype=dtype, **own)
         config = DataConfig(source=str(data), root=root, skip_bad=skip_bad)
         found = run(vit, config, asked=asked, place=place(layers, pool, norm), most=most, batch=batch, watch=watch)

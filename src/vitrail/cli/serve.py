@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import note
+from vitrail.cli.console import note, notes_to_stderr
 from vitrail.cli.opening import Channels, Device, Dtype, Image, Labels, open_model
 from vitrail.cli.options import Family, Section, Settings, settings, size
+from vitrail.cli.running import Calibrate
 from vitrail.errors import ConfigError, nearest
+from vitrail.runtime.cores import cores as own_cores
 
 if TYPE_CHECKING:
     from vitrail.serve.served import Served
 
 LOOPBACK = ("127.", "::1", "localhost")
 ENGINES = ("torch", "onnxruntime", "openvino", "auto")
-ONE_CORE = (".onnx", ".pt2")
-"""Exported files that can be run side by side, a core each; OpenVINO shares out its work itself."""
 
 
 def serve(
@@ -36,12 +37,17 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(metavar="NAME", help="torch, onnxruntime, openvino or auto; else the file's own.")
     ] = None,
+    calibrate: Calibrate = None,
     token: Annotated[
         str | None, typer.Option(metavar="WHERE", help="A file or an environment variable that holds the token.")
     ] = None,
     max_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="Of a request's body.")] = 16 * 2**20,
     max_pixels: Annotated[int, typer.Option(min=1, metavar="N", help="Of one picture.")] = 50_000_000,
     max_images: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures in one request.")] = 16,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="Another name it is asked by; give it again for more."),
+    ] = None,
     queue: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures that may wait.")] = 256,
     batch: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Pictures at a time; left out, a short timing finds it.")
@@ -63,67 +69,82 @@ def serve(
         raise ConfigError(f"got {source} and --model {model}, wanted one of them.")
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"no engine is called {engine!r}{nearest(engine, ENGINES)}")
+    if engine not in (None, "torch") and dtype != "float32":
+        raise ConfigError(f"--dtype {dtype} is for torch alone: {engine} has its own.")
+    if calibrate is not None and engine != "auto":
+        raise ConfigError("--calibrate lets --engine auto try int8; pass both, or neither.")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: no spinning where others work
     own: dict[str, Any] = {"image": size(image), "channels": channels, "labels": labels, "device": device}
-    own |= {"told": settings(changes), "section": section, "family": family, "dtype": dtype}
-    modules = _parts()
+    own |= {"told": settings(changes), "section": section, "family": family, "dtype": dtype, "calibrate": calibrate}
+    server, several = _parts()
     from vitrail.serve.limits import Limits
     from vitrail.serve.security import read_token
 
-    cores = max((os.cpu_count() or 1) // workers, 1)
-    how = modules.Settings(
+    _log_to_stderr()
+    cores, near = max(own_cores() // workers, 1), host.startswith(LOOPBACK)
+    how = server.Settings(
         limits=Limits(bytes=max_bytes, pixels=max_pixels, images=max_images),
         work={"queue": queue, "batch": batch, "wait": wait / 1000},
         cores=cores,
         token=None if token is None else read_token(token),
+        hosts=tuple(allow_host or ()) if allow_host or near else None,
     )
-    sock = modules.listening(host, port)
-    if token is None and not host.startswith(LOOPBACK):
+    sock = server.listening(host, port)
+    if token is None and not near:
         note(f"whoever can reach {host} can use this: pass --token, or put something before it that asks who they are.")
     opener = partial(opened, source or model, engine, cores, **own)
-    status = modules.serve(opener, sock, how, workers, partial(_started, modules.address(sock)))
-    if status:
-        raise typer.Exit(status)
+    started = partial(_started, server.address(sock), workers, None if near else sock.getsockname()[1])
+    several.serve(opener, sock, how, workers, started, _stopping)
 
 
-def opened(model: str | None, engine: str | None, cores: int, **options: Any) -> Served:
+def opened(model: str | None, engine: str | None, cores: int, calibrate: str | None = None, **options: Any) -> Served:
     """The model and the engine that runs it, in the process that will serve it."""
     _log_to_stderr()
+    notes_to_stderr()  # a worker is a process of its own
+    from vitrail.api.exporting import calibration_pictures
     from vitrail.export.engines import open_engine
-    from vitrail.export.formats import is_exported
+    from vitrail.export.names import is_exported
     from vitrail.serve.served import Served
 
     if model is not None and is_exported(model):
-        for name in ("image", "channels", "labels", "section", "family", "told"):
-            if options.get(name):
+        for name in ("image", "channels", "labels", "section", "family", "told", "calibrate"):
+            if (options | {"calibrate": calibrate}).get(name):
                 raise ConfigError(f"{model} is exported already: --{'set' if name == 'told' else name} comes too late.")
-        runs = open_engine(model, engine, threads=1 if Path(model).suffix.lower() in ONE_CORE else cores)
-        return Served(runs, name=Path(model).stem, alone=Path(model).suffix.lower() in ONE_CORE)
+        return Served(open_engine(model, engine, threads=cores, lanes=cores), name=Path(model).stem, alone=True)
     vit = open_model(model, classes=False, **options)
-    alone = engine == "onnxruntime" or (engine in (None, "torch") and vit.device.type == "cpu")
-    runs = open_engine(vit, engine, vit.device, threads=1 if alone else cores)
-    return Served(runs, vit, alone=alone or (runs.name == "torch" and vit.device.type == "cpu"))
+    alone = vit.device.type == "cpu"
+    pictures = calibration_pictures(calibrate)
+    runs = open_engine(vit, engine, vit.device, threads=cores, calibrate=pictures, lanes=cores if alone else 1)
+    return Served(runs, vit, alone=alone)
 
 
-def _started(where: str, name: str) -> None:
+def _started(where: str, workers: int, open_port: int | None, name: str, how: str) -> None:
+    """`open_port`: where it is reached from elsewhere."""
     typer.echo(f"{name} at {where}")
+    typer.echo(f"  runs on      {how}{f'; {workers} such processes' * (workers > 1)}")
+    if open_port is not None:
+        typer.echo(f"  elsewhere    http://{socket.gethostname()}:{open_port}/")
     typer.echo(f"  look inside  {where}/\n  the API      {where}/docs\n  to stop      Ctrl-C")
     sys.stdout.flush()
 
 
-def _parts() -> Any:
-    """The server, if what it needs is installed."""
+def _stopping() -> None:
+    typer.echo("stopping: answering what is open; once more to end at once", err=True)
+
+
+def _parts() -> tuple[Any, Any]:
+    """The server and its workers, if what they need is installed."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
         import python_multipart  # noqa: F401
 
-        from vitrail.serve import server
+        from vitrail.serve import server, workers
     except ImportError as error:
         raise ConfigError(
             f"serving needs {error.name}, which is not installed; try pip install 'vitrail[serve]'."
         ) from None
-    return server
+    return server, workers
 
 
 def _log_to_stderr() -> None:

@@ -39,6 +39,7 @@ from vitrail.data.view import Cropped, Evaluated, Native, Reading, View
 from vitrail.data.workers import Pool, Work, make_pool
 from vitrail.errors import ConfigError, DataError
 from vitrail.runtime import say
+from vitrail.runtime.cores import cores
 from vitrail.runtime.heap import keep_heap
 
 # N pictures in the source, B in a global batch, b of them this process's
@@ -403,8 +404,7 @@ def count_workers(config: DataConfig, world: int) -> int:
     """As asked for, else this process's share of the cores."""
     if config.workers is not None:
         return config.workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores // _local(world), MOST_WORKERS))
+    return max(1, min(cores() // _local(world), MOST_WORKERS))
 
 
 def _local(world: int) -> int:

@@ -50,7 +50,7 @@ class Stopwatch:
             hook.remove()
 
     def _now(self) -> Any:
-        if next(self.net.parameters()).device.type != "cuda":
+        if next((p.device.type for p in self.net.parameters()), "cpu") != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitrail.config import ViTConfig
 from vitrail.errors import ModelError
 from vitrail.models import BiT, Net, ViT
 from vitrail.models.base import evaluating
@@ -104,9 +105,8 @@ def head_number(net: ViT, head: int) -> int:
     return head - 1
 
 
-def special_names(net: ViT) -> tuple[str, ...]:
+def special_names(config: ViTConfig) -> tuple[str, ...]:
     """The tokens that are no patches, in order."""
-    config = net.config
     names = ["class"] if config.class_token else []
     names += ["distill"] if config.distilled else []
     return (*names, *(f"register {i + 1}" for i in range(config.registers)))
@@ -114,7 +114,7 @@ def special_names(net: ViT) -> tuple[str, ...]:
 
 def token_number(net: ViT, query: Query, grid: tuple[int, int]) -> int:
     """The place among all tokens of the one that asks."""
-    names = special_names(net)
+    names = special_names(net.config)
     if isinstance(query, str):
         if query not in names:
             have = f"it has {', '.join(names)} and patches" if names else "it has patches only"

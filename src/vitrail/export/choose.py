@@ -1,14 +1,9 @@
-"""The fastest engine that agrees with the model, found once and remembered.
-
-Files and choices lie in $VITRAIL_ENGINES, else beside vitrail's other caches, under a digest of the
-weights, the preprocessing, the versions and the machine: what was found there holds here.
-"""
+"""The fastest engine that agrees with the model, found once for a machine and remembered."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,87 +13,130 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitrail.data.sources import places
-from vitrail.errors import VitrailError
-from vitrail.export.compare import BATCH, ROUNDS, rate
-from vitrail.export.engines import Engine, TorchEngine, open_file, openvino_core, torch_engine
-from vitrail.export.export import export, prepared
+from vitrail.errors import CheckpointError, VitrailError
+from vitrail.export.compare import BATCH, ROUNDS, TOLERANCE, rate
+from vitrail.export.engines import RUNS, Engine, FileEngine, open_file, openvino_core, torch_engine
+from vitrail.export.export import prepared
 from vitrail.export.extras import installed
+from vitrail.export.kept import WRITTEN, alone, folder_of, kept_engine
 from vitrail.export.pictures import Pixels, samples
-from vitrail.export.sheet import SUFFIXES, Answer, Precision, Sheet, To
+from vitrail.export.sheet import Precision, Sheet
 from vitrail.models import Net
 from vitrail.runtime import say
+from vitrail.runtime.cores import cores
 from vitrail.weights.card import Card
 from vitrail.weights.write import write_json
 
 SECONDS = 0.15
 """Each candidate's turn in a round."""
-WRITTEN: dict[str, To] = {"onnxruntime": "onnx", "openvino": "openvino"}
-"""What an engine reads."""
+CLOSE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.1}
+"""How far the outputs of an engine that nobody has named may be off, as a share of their size."""
+
+Found = dict[str, Any]
+"""What is remembered of a race."""
 
 
 def fastest(
-    net: Net, card: Card, device: torch.device, threads: int | None = None, calibrate: Sequence[Any] = ()
+    net: Net,
+    card: Card,
+    device: torch.device,
+    threads: int | None = None,
+    calibrate: Sequence[Any] = (),
+    lanes: int = 1,
 ) -> Engine:
-    """Of torch, ONNX Runtime and OpenVINO in float32 and OpenVINO in bfloat16: the fastest that agrees.
+    """Of torch, ONNX Runtime and OpenVINO in float32 and OpenVINO in bfloat16 and int8: the fastest that agrees.
 
-    int8 joins them only where there are pictures to calibrate it on: like those it will see. Beside
-    a GPU it is torch.
+    With pictures to calibrate on, int8 has its scales from them, and ONNX Runtime has it too. Beside a
+    GPU it is torch.
     """
-    own = torch_engine(net, card, device, threads)
     if device.type != "cpu":
         say([f"engine auto takes torch: it is the one that runs on {device.type}"])
-        return own
-    known = [name for name in WRITTEN if installed(name) and installed("onnx") and installed("onnxscript")]
-    if not known:
+        return torch_engine(net, card, device, threads, lanes)
+    if not (installed("onnx") and installed("onnxscript") and any(map(installed, WRITTEN))):
         say(["engine auto takes torch: no other is installed (pip install 'vitrail[export]')"])
-        return own
-    folder = _folder(net, card, threads)
-    calibration = prepared(_any_sheet(card), calibrate)
-    if calibration:  # other pictures, other scales
-        folder = folder / hashlib.blake2b(b"".join(p.tobytes() for p in calibration), digest_size=8).hexdigest()
-        folder.mkdir(exist_ok=True)
-    found = _remembered(folder)
-    if found is None:
-        found = _raced(net, card, own, folder, threads, calibration)
-        with suppress(VitrailError, OSError):
-            write_json(folder / "choice.json", found, overwrite=True)
-    say([f"engine auto takes {_told(found)}"])
+        return torch_engine(net, card, device, threads, lanes)
+    calibration = prepared(Sheet(card=card, to="onnx"), calibrate)
+    folder = folder_of(net, card, calibration)
+    place = folder / f"choice-{_machine(threads)}.json"
+    with alone(folder / ".race"):
+        found = _remembered(place)
+        again = found is not None
+        if found is None:
+            say(["trying the engines that are installed, which takes up to a minute, once"], about=str(place))
+            found = _raced(net, card, threads, calibration)
+            with suppress(VitrailError, OSError):
+                write_json(place, found, overwrite=True)
+    say([f"engine auto takes {told(found)}{f'; remembered in {place}' * again}"])
     if found["engine"] == "torch":
-        return own
-    return open_file(folder / _name(found["engine"], found["precision"]), found["engine"], threads)
+        return torch_engine(net, card, device, threads, lanes)
+    return kept_engine(net, card, found["engine"], found["precision"], threads, lanes, calibration)
 
 
-def engine_of(net: Net, card: Card, name: str, precision: Precision = "float32", threads: int | None = None) -> Engine:
-    """This engine for this network: exported and compared once, then kept."""
-    return open_file(_exported(net, card, name, precision, _folder(net, card, threads)), name, threads)
+def opened(path: Path, engine: str | None = None, threads: int | None = None, lanes: int = 1) -> FileEngine:
+    """An exported file, run by the engine it was compared in; by another, or the fastest, if that gives the same."""
+    able = [name for name in RUNS[path.suffix.lower()] if name == "torch" or installed(name)]
+    usual = RUNS[path.suffix.lower()][0]
+    if engine in (None, usual) or usual not in able or (engine == "auto" and len(able) == 1):
+        first = able[0] if usual not in able and engine == "auto" and able else engine
+        return open_file(path, None if first == "auto" else first, threads, lanes)
+    if engine != "auto":
+        other = open_file(path, engine, threads, lanes)
+        _check_same(other, open_file(path, usual, threads, lanes), path)
+        return other
+    racing: dict[tuple[str, str], Engine] = {}
+    refused = {}
+    for name in able:
+        try:
+            one = open_file(path, name, threads)
+            if racing:
+                _check_same(one, next(iter(racing.values())), path)
+            racing[name, one.precision] = one
+        except VitrailError as error:
+            refused[name] = str(error)
+    batch = _batch(next(iter(racing.values())).card)
+    found = {**_timed(racing, batch), "refused": refused}
+    say([f"engine auto takes {told(found)}"])
+    return open_file(path, found["engine"], threads, lanes)
 
 
-def _exported(
-    net: Net, card: Card, name: str, precision: Precision, folder: Path, calibration: Sequence[Pixels] = ()
-) -> Path:
-    path = folder / _name(name, precision)
-    if not path.exists():
-        answer: Answer = "logits" if card.task == "classify" else "features"
-        sheet = Sheet(card=card.but(config=net.config), to=WRITTEN[name], precision=precision, answer=answer)
-        pictures = prepared(sheet, samples(card.config.channels))
-        export(net, sheet, path, pictures, calibration=calibration, timed=False, overwrite=True)
-    return path
+def _check_same(one: FileEngine, other: Engine, path: Path) -> None:
+    """Raise CheckpointError where two engines make different things of one file."""
+    assert isinstance(other, FileEngine)
+    batch = _batch(one.card)
+    got, wanted = one.outputs(batch), other.outputs(batch)
+    off = float(np.linalg.norm(got - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30)
+    if not off <= TOLERANCE[one.precision]:
+        raise CheckpointError(
+            f"{one.name} gives other outputs for {path} than {other.name}, by {off:.2g} of their size; "
+            f"try --engine {other.name}."
+        )
 
 
-def _raced(
-    net: Net, card: Card, own: TorchEngine, folder: Path, threads: int | None, calibration: Sequence[Pixels]
-) -> dict[str, Any]:
+def _raced(net: Net, card: Card, threads: int | None, calibration: Sequence[Pixels]) -> Found:
     """Every candidate that agrees, timed in turns."""
+    own = torch_engine(net, card, "cpu", threads)
     racing: dict[tuple[str, str], Engine] = {("torch", "float32"): own}
     refused: dict[str, str] = {}
-    for name, precision in _candidates(bool(calibration)):
+    batch = _batch(card)
+    wanted = own.logits(batch)
+    off: dict[str, float] = {}
+    for name, precision in candidates(bool(calibration)):
+        who = f"{name} {precision}"
         try:
-            path = _exported(net, card, name, precision, folder, calibration)
-            racing[name, precision] = open_file(path, name, threads)
+            engine = kept_engine(net, card, name, precision, threads, 1, calibration)
         except VitrailError as error:
-            refused[f"{name} {precision}"] = str(error)
-    batch = np.stack(prepared(_any_sheet(card), samples(card.config.channels))[:BATCH])
+            refused[who] = str(error)
+            continue
+        off[who] = float(np.linalg.norm(engine.logits(batch) - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30)
+        if off[who] <= CLOSE[precision]:
+            racing[name, precision] = engine
+        else:
+            refused[who] = f"its outputs are off by {off[who]:.2g} of their size, {CLOSE[precision]:g} is allowed"
+    return {**_timed(racing, batch), "refused": refused, "off": off}
+
+
+def _timed(racing: dict[tuple[str, str], Engine], batch: Pixels) -> Found:
+    """Pictures a second, in turns: a machine that is slow for a while is slow for all."""
     for engine in racing.values():
         engine.logits(batch)
     rates: dict[tuple[str, str], list[float]] = {who: [] for who in racing}
@@ -111,80 +149,59 @@ def _raced(
         "engine": best[0],
         "precision": best[1],
         "pictures_per_second": {" ".join(who): found for who, found in middle.items()},
-        "refused": refused,
     }
 
 
-def _candidates(calibrated: bool) -> Iterator[tuple[str, Precision]]:
+def candidates(calibrated: bool) -> Iterator[tuple[str, Precision]]:
+    """Engines and precisions besides torch; ONNX first, which OpenVINO's files are made from."""
     for name in WRITTEN:
         if installed(name):
             yield name, "float32"
             if calibrated and installed("onnxruntime"):
                 yield name, "int8"
-    if installed("openvino") and "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        yield "openvino", "bfloat16"
+    if installed("openvino"):
+        if not calibrated:
+            yield "openvino", "int8"
+        if "BF16" in openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+            yield "openvino", "bfloat16"
 
 
-def _any_sheet(card: Card) -> Sheet:
-    return Sheet(card=card, to="onnx")
+def _batch(card: Card) -> Pixels:
+    return np.stack(prepared(Sheet(card=card, to="onnx"), samples(card.config.channels))[:BATCH])
 
 
-def _told(found: dict[str, Any]) -> str:
+def told(found: Found) -> str:
+    """What was chosen, and why."""
     rates = dict(found["pictures_per_second"])
     best = f"{found['engine']} {found['precision']}"
     own = rates.pop(best)
     others = ", ".join(f"{who.removesuffix(' float32')} {value:.0f}" for who, value in rates.items())
-    why = f"{own:.0f} pictures a second (torch {others.removeprefix('torch ')})" if others else "nothing else agrees"
+    why = f"{own:.0f} pictures a second ({others})" if others else "nothing else agrees"
     what = f"{found['engine']} in {found['precision']}"
-    refused = f"; {len(found['refused'])} did not agree with the model" if found["refused"] else ""
-    return f"{what}: {why}{refused}"
+    refused = f"; {len(found['refused'])} did not agree with the model or could not be run" if found["refused"] else ""
+    off = found.get("off", {}).get(best, 0)
+    little = f"; its outputs differ from float32's by {100 * off:.1f} % of their size" if off > CLOSE["float32"] else ""
+    return f"{what}: {why}{refused}{little}"
 
 
-def _remembered(folder: Path) -> dict[str, Any] | None:
+def _remembered(place: Path) -> Found | None:
     try:
-        found = json.loads((folder / "choice.json").read_text())
-        there = found["engine"] == "torch" or (folder / _name(found["engine"], found["precision"])).exists()
-        return found if there and found["pictures_per_second"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+        found: Found = json.loads(place.read_text())
+        told(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    return found if found["engine"] in ("torch", *WRITTEN) else None
 
 
-def _name(engine: str, precision: str) -> str:
-    return f"{precision}{SUFFIXES[WRITTEN[engine]]}"
-
-
-def _folder(net: Net, card: Card, threads: int | None) -> Path:
-    given, data = os.environ.get("VITRAIL_ENGINES"), places.cache()
-    usual = data / "engines" if os.environ.get("VITRAIL_DATA") else data.with_name("engines")
-    folder = (Path(given).expanduser() if given else usual) / digest(net, card, threads)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def digest(net: Net, card: Card, threads: int | None) -> str:
-    """Sixteen letters that differ where anything does that a file or a choice depends on."""
-    found = hashlib.blake2b(digest_size=8)
-    machine = [platform.machine(), _processor(), str(os.cpu_count()), str(threads)]
-    versions = [_version(name) for name in ("vitrail", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")]
-    told = card.but(config=net.config).to_dict() | {"origin": ""}
-    found.update(json.dumps([told, machine, versions], sort_keys=True).encode())
-    for name, tensor in sorted(net.state_dict().items()):
-        found.update(name.encode())
-        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
-
-
-def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
+def _machine(threads: int | None) -> str:
+    """What a choice holds for, beside the model: this kind of processor and so many of its cores."""
+    kind = json.dumps([platform.machine(), _processor(), threads or cores()])
+    return hashlib.blake2b(kind.encode(), digest_size=4).hexdigest()
 
 
 def _processor() -> str:
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        return next((line for line in lines if line.startswith("model name")), "")
+        found = [line.partition(":")[2] for line in lines if line.startswith(("model name", "flags"))]
+        return " ".join(found[:2])
     return platform.processor()

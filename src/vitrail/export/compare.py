@@ -68,6 +68,8 @@ class Comparison:
     top1: tuple[float, float] | None
     """Of the export and of the model."""
     speed: Speed | None = None
+    alike: bool = False
+    """Whether the model gives the same for every picture, so that agreeing with it says little."""
 
     @property
     def agreement(self) -> Estimate | None:
@@ -84,6 +86,13 @@ class Comparison:
             wanted = f"{100 * AGREEMENT[self.precision]:.0f} %"
             return f"it names the same class in {self.same} of {self.pictures} pictures, wanted {wanted}"
         return ""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the numbers should know."""
+        if not self.alike:
+            return []
+        return ["the model gives the same for every picture, so the comparison shows little: has its head learned yet?"]
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -157,6 +166,7 @@ def measured(
         change=change,
         top1=top1,
         speed=speed,
+        alike=len(wanted) > 1 and bool(np.ptp(wanted, axis=0).max() <= 1e-6 * max(float(np.abs(wanted).max()), 1e-30)),
     )
 
 
@@ -180,7 +190,8 @@ def in_turns(engine: Engine, model: Engine, batch: Pixels) -> Speed:
 
 
 def rate(engine: Engine, batch: Pixels, seconds: float) -> float:
-    """Pictures a second over about so many seconds."""
+    """Pictures a second over about so many seconds, after a pause: threads of the last one asked spin for a while."""
+    time.sleep(seconds / 2)
     count, start = 0, time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds or not count:
         engine.logits(batch)

@@ -3,15 +3,17 @@
     engine = open_engine("model.onnx")
     engine.logits(pixels)    # B H W C, as Preprocess.pixels gives them -> B outputs
 
-Engines may be called from several threads. torch and ONNX Runtime then run side by side; OpenVINO
-takes one call after the other, since one call uses all of its cores.
+Engines may be called from several threads. Where that is the rule (`lanes`), each call computes on its
+own share of the cores; else one call uses all of them.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -21,12 +23,14 @@ import torch
 
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, nearest
+from vitrail.export.compress import group_of
 from vitrail.export.extras import need, quiet
-from vitrail.export.formats import first_line, is_exported, read_program, sheet_of
+from vitrail.export.formats import first_line, read_program, sheet_of
+from vitrail.export.names import is_exported
 from vitrail.export.sheet import KEY, Sheet
 from vitrail.models import Net
 from vitrail.runtime import pick_device
-from vitrail.runtime.tiles import SETTING, WITHOUT_TILES, check_bfloat16
+from vitrail.runtime.tiles import SETTING, WITHOUT_TILES, check_bfloat16, leave_tiles
 from vitrail.weights.card import Card
 from vitrail.weights.locate import Found
 from vitrail.weights.opening import open_checkpoint
@@ -115,6 +119,13 @@ class FileEngine:
         parts = [self.run(_filled(given[i : i + size], size))[: len(given) - i] for i in range(0, len(given), size)]
         return np.concatenate(parts)
 
+    def named(self, card: Card) -> FileEngine:
+        """The same file, for a card that has other names for its classes."""
+        return FileEngine(self.name, replace(self.sheet, card=card), self.run)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} in {self.precision}: {self.card.origin or self.card.family}>"
+
     def prepared(self, pixels: Pixels) -> Pixels:
         """B H W C, 0 to 255 -> what goes into the file."""
         if self.sheet.inside:
@@ -135,55 +146,65 @@ def open_engine(
     device: str | torch.device = "auto",
     threads: int | None = None,
     calibrate: Sequence[Any] = (),
+    lanes: int = 1,
     **options: Any,
 ) -> Engine:
     """What runs a model: an exported file, a model, or whatever `vitrail.load` takes.
 
     engine: "torch" (the default), "onnxruntime", "openvino", or "auto": the fastest that is installed
-    and agrees with the model; it considers int8 only where it is given pictures to `calibrate` on. An
+    and agrees with the model, with int8 scales from the pictures of `calibrate` where there are any. An
     exported file brings its own. For another engine than torch a model is exported first, once: the
-    files are kept. `options` are those of `open_checkpoint`.
+    files are kept. `threads` are all cores it may use, `lanes` how many calls will be made side by side.
+    `options` are those of `open_checkpoint`.
     """
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"no engine {engine!r}{nearest(engine, ENGINES)}")
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: wanted 1 or more.")
     if is_exported(source):
-        return open_file(Path(source), engine, threads)
+        from vitrail.export import choose  # which opens files itself
+
+        return choose.opened(Path(source), engine, threads, lanes)
     if isinstance(source, str | Path | Found):
         net, card = open_checkpoint(source, **options)
     else:
         net, card = source.net, source.card
     target = pick_device(device)
     if engine in (None, "torch"):
-        return torch_engine(net, card, target, threads)
-    from vitrail.export import choose  # which makes engines itself
+        return torch_engine(net, card, target, threads, lanes)
+    from vitrail.export import choose, kept  # which make engines themselves
 
     if engine == "auto":
-        return choose.fastest(net, card, target, threads, calibrate)
-    return choose.engine_of(net, card, engine, "float32", threads)
+        return choose.fastest(net, card, target, threads, calibrate, lanes)
+    return kept.kept_engine(net, card, engine, "float32", threads, lanes)
 
 
-def torch_engine(net: Net, card: Card, device: str | torch.device = "cpu", threads: int | None = None) -> TorchEngine:
-    if threads is not None:
-        torch.set_num_threads(threads)
+def torch_engine(
+    net: Net, card: Card, device: str | torch.device = "cpu", threads: int | None = None, lanes: int = 1
+) -> TorchEngine:
+    _use(threads, lanes)
     return TorchEngine(net, card, device)
 
 
-def open_file(path: Path, engine: str | None = None, threads: int | None = None) -> FileEngine:
-    """An exported file, run by its own engine or by another that can."""
+def _use(threads: int | None, lanes: int) -> None:
+    """torch's cores for one call."""
+    if threads is not None or lanes > 1:
+        torch.set_num_threads(max((threads or torch.get_num_threads()) // lanes, 1))
+
+
+def open_file(path: Path, engine: str | None = None, threads: int | None = None, lanes: int = 1) -> FileEngine:
+    """An exported file, run by the first engine that can, or by another."""
     able = RUNS[path.suffix.lower()]
-    if engine not in (None, "auto", *able):
+    if engine not in (None, *able):
         raise ConfigError(f"{path} is run by {' or '.join(able)}, not by {engine}.")
-    name = able[0] if engine in (None, "auto") else engine
+    name = engine or able[0]
     if name == "torch":
-        return _open_program(path, threads)
-    return _open_onnx(path, threads) if name == "onnxruntime" else _open_openvino(path, threads)
+        return _open_program(path, threads, lanes)
+    return _open_onnx(path, threads, lanes) if name == "onnxruntime" else _open_openvino(path, threads, lanes)
 
 
-def _open_program(path: Path, threads: int | None) -> FileEngine:
-    if threads is not None:
-        torch.set_num_threads(threads)
+def _open_program(path: Path, threads: int | None, lanes: int) -> FileEngine:
+    _use(threads, lanes)
     module, sheet = read_program(path)
     if sheet.precision == "bfloat16":
         check_bfloat16()
@@ -195,11 +216,11 @@ def _open_program(path: Path, threads: int | None) -> FileEngine:
     return FileEngine("torch", sheet, run)
 
 
-def _open_onnx(path: Path, threads: int | None) -> FileEngine:
+def _open_onnx(path: Path, threads: int | None, lanes: int) -> FileEngine:
     runtime = need("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
-    options.intra_op_num_threads = threads or 0
+    options.intra_op_num_threads = max((threads or torch.get_num_threads()) // lanes, 1) if lanes > 1 else threads or 0
     try:
         with quiet():
             session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -214,7 +235,7 @@ def _open_onnx(path: Path, threads: int | None) -> FileEngine:
     return FileEngine("onnxruntime", sheet, run)
 
 
-def _open_openvino(path: Path, threads: int | None) -> FileEngine:
+def _open_openvino(path: Path, threads: int | None, lanes: int) -> FileEngine:
     core = openvino_core()
     try:
         with quiet():
@@ -223,18 +244,72 @@ def _open_openvino(path: Path, threads: int | None) -> FileEngine:
             sheet = sheet_of(text or _onnx_sheet(path), path)
             # Left to itself it computes in bfloat16 wherever the CPU has that.
             settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "bf16" if sheet.precision == "bfloat16" else "f32"}
-            settings |= {"PERFORMANCE_HINT": "LATENCY"}
             settings |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
-            request = core.compile_model(model, "CPU", settings).create_infer_request()
+            settings |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": group_of(model)} if sheet.precision == "int8" else {}
+            compiled = Compiled(lambda how: core.compile_model(model, "CPU", settings | how), lanes, sheet.batch)
     except RuntimeError as error:
         raise CheckpointError(f"{path} cannot be run by OpenVINO: {first_line(error)}.") from error
-    lock = threading.Lock()  # a request holds its inputs and outputs
+    return FileEngine("openvino", sheet, compiled)
 
-    def run(given: Pixels) -> Floats:
-        with lock:
-            return np.array(request.infer([given], share_inputs=True)[0])
 
-    return FileEngine("openvino", sheet, run)
+class Compiled:
+    """OpenVINO's model, compiled for all cores on one picture or for a batch shared out among them.
+
+    Cores that each have their own pictures never wait for each other, which is worth a tenth on two;
+    a lone picture is faster with all of them. What is asked for first is compiled first, and a lone
+    picture later goes where there is something compiled already.
+    """
+
+    def __init__(self, compile_for: Callable[[dict[str, Any]], Any], lanes: int, batch: int | None) -> None:
+        self.compile_for, self.lanes, self.batch = compile_for, lanes, batch
+        self.lock = threading.Lock()
+        self.alone: queue.SimpleQueue[Any] | None = None
+        """The one request that has all cores."""
+        self.shared: queue.SimpleQueue[Any] | None = None
+        """Requests that have a share each, those that are free."""
+        if lanes > 1:
+            self._share()
+
+    def __call__(self, given: Pixels) -> Floats:
+        most = len(given) if self.batch is None else 1  # a fixed batch is never parted
+        idle = self._requests(most)
+        requests = [idle.get()]
+        try:
+            while len(requests) < most:  # nobody waits while he holds one
+                requests.append(idle.get_nowait())
+        except queue.Empty:
+            pass
+        try:
+            parts = np.array_split(given, len(requests))
+            for request, part in zip(requests, parts, strict=True):
+                request.start_async([part], share_inputs=True)
+            found = []
+            for request in requests:
+                request.wait()
+                found.append(np.array(request.get_output_tensor(0).data))
+        finally:
+            for request in requests:
+                idle.put(request)
+        return np.concatenate(found)
+
+    def _requests(self, most: int) -> queue.SimpleQueue[Any]:
+        with self.lock:
+            if self.shared is not None and (most > 1 or self.alone is None):
+                return self.shared
+            if most > 1:
+                return self._share()
+            if self.alone is None:
+                self.alone = queue.SimpleQueue()
+                self.alone.put(self.compile_for({"PERFORMANCE_HINT": "LATENCY"}).create_infer_request())
+            return self.alone
+
+    def _share(self) -> queue.SimpleQueue[Any]:
+        hint = {"NUM_STREAMS": self.lanes} if self.lanes > 1 else {"PERFORMANCE_HINT": "THROUGHPUT"}
+        compiled = self.compile_for(hint)
+        self.shared = queue.SimpleQueue()
+        for _ in range(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")):
+            self.shared.put(compiled.create_infer_request())
+        return self.shared
 
 
 def _onnx_sheet(path: Path) -> str | None:
@@ -249,7 +324,7 @@ def openvino_core() -> Any:
     """OpenVINO, told beforehand where a CPU only announces tiles: it asks once, when first used."""
     openvino = need("openvino")
     try:
-        check_bfloat16()
+        leave_tiles()
     except ConfigError:  # too late for torch, which has begun already
         os.environ.setdefault(SETTING, WITHOUT_TILES)
     return openvino.Core()

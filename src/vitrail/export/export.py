@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,14 @@ import numpy.typing as npt
 import torch
 
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import CheckpointError
+from vitrail.errors import ModelError
 from vitrail.export import formats
-from vitrail.export.compare import Comparison, check, compare
+from vitrail.export.compare import BATCH, Comparison, check, compare, in_turns
 from vitrail.export.engines import FileEngine, Pixels, TorchEngine, open_file
+from vitrail.export.names import finished, free, report_of
 from vitrail.export.packaged import traced
-from vitrail.export.sheet import SUFFIXES, Sheet
+from vitrail.export.sheet import Sheet
+from vitrail.export.workplace import workplace
 from vitrail.models import Net
 from vitrail.weights.write import explained, sync, write_json
 
@@ -36,13 +36,16 @@ class Exported:
     comparison: Comparison
     size: int
     """Bytes, with the file beside it where there are two."""
-    weights: int
-    """Bytes of the model's own weights, in float32."""
     notes: tuple[str, ...] = ()
 
     @property
+    def weights(self) -> int:
+        """Bytes of the model's own weights, in float32."""
+        return 4 * (self.sheet.parameters or 0)
+
+    @property
     def report(self) -> Path:
-        return self.path.with_suffix(".json")
+        return report_of(self.path)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -55,26 +58,6 @@ class Exported:
         }
 
 
-def destination(path: str | Path, to: str) -> Path:
-    """A file as the format calls it; a name without an ending, or a folder, gets one."""
-    path = Path(path).expanduser()
-    suffix = SUFFIXES[to]
-    if path.suffix == suffix:
-        return path
-    if path.is_dir() or not path.suffix:
-        return path / f"model{suffix}" if path.is_dir() else path.with_name(path.name + suffix)
-    raise CheckpointError(f"{path}: a file for {to} ends in {suffix}; try {path.with_suffix(suffix)}.")
-
-
-def free(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError where files of this name are there already, or the folder is not."""
-    if not path.parent.is_dir():
-        raise CheckpointError(f"could not write {path}: there is no folder {path.parent}; make it first.")
-    there = [part for part in reversed(_finished(path)) if part.exists()]
-    if there and not overwrite:
-        raise CheckpointError(f"{there[0]} exists already; choose another name, or pass overwrite=True (--overwrite).")
-
-
 def export(
     net: Net,
     sheet: Sheet,
@@ -83,36 +66,54 @@ def export(
     *,
     targets: npt.NDArray[np.int64] | None = None,
     calibration: Sequence[Pixels] = (),
+    bridge: Path | None = None,
     overwrite: bool = False,
     timed: bool = True,
     step: Callable[[str], None] = lambda what: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Exported:
-    """Write, run, compare with the model on `pictures` (each H W C), and only then move into place."""
+    """Write, run, compare with the model on `pictures` (each H W C), and only then move into place.
+
+    bridge: the same network in ONNX, where it is there already, to make OpenVINO's file from.
+    """
     free(path, overwrite)
-    with explained(path):
-        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
+    parameters = sum(p.numel() for p in net.parameters())
+    sheet = replace(sheet, parameters=parameters, card=sheet.card.but(origin=_shown(sheet.card.origin)))
+    if calibration and sheet.precision == "int8" and 4 * parameters > formats.LARGEST:
+        raise ModelError(
+            f"{4 * parameters / 1e9:.1f} GB of weights are too many to be calibrated for int8, {formats.LARGEST / 1e9} "
+            "is the most; try bfloat16, or int8 for openvino without pictures."
+        )
+    with workplace(path) as folder:
         there = folder / path.name
         step("tracing")
-        program = traced(net, sheet)
+        program = bridge or traced(net, sheet)
         step("calibrating and writing" if calibration else "writing")
         with explained(path):
             notes = formats.write(program, sheet, there, calibrating(sheet, calibration))
         del program
         step("comparing")
-        engine = open_file(there)
-        found = compare(engine, model_of(net, sheet), pictures, targets, timed=timed, advance=advance)
+        engine, model = open_file(there), model_of(net, sheet)
+        found = compare(engine, model, pictures, targets, timed=False, advance=advance)
         check(found, path.name)
+        if timed:
+            step("timing")
+            count = sheet.batch or BATCH
+            many = np.stack([pictures[i % len(pictures)] for i in range(count)])
+            found = replace(found, speed=in_turns(engine, model, many))
         size = sum(part.stat().st_size for part in formats.parts_of(there))
-        made = Exported(path, sheet, found, size, _weights(net), tuple(notes))
-        write_json(there.with_suffix(".json"), made.to_dict())
+        made = Exported(path, sheet, found, size, (*notes, *found.notes))
+        write_json(report_of(there), made.to_dict())
         del engine
         with explained(path):
             _move(there, path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return made
+
+
+def _shown(origin: str) -> str:
+    """Where a model is from, without the folders of this machine: files are for others, too."""
+    path = Path(origin)
+    return path.name if origin and (path.is_absolute() or path.exists()) else origin
 
 
 def calibrating(sheet: Sheet, pictures: Sequence[Pixels]) -> list[Pixels]:
@@ -121,8 +122,10 @@ def calibrating(sheet: Sheet, pictures: Sequence[Pixels]) -> list[Pixels]:
         return []
     size = sheet.batch or CALIBRATED
     shaped = FileEngine("onnxruntime", sheet, lambda given: given)
-    full = len(pictures) // size * size if sheet.batch else len(pictures)
-    return [shaped.prepared(np.stack(pictures[i : i + size])) for i in range(0, full, size)]
+    count = len(pictures)
+    full = -(-count // size) * size if sheet.batch else count  # the first again, up to a full batch
+    places = [range(i, min(i + size, full)) for i in range(0, full, size)]
+    return [shaped.prepared(np.stack([pictures[i % count] for i in part])) for part in places]
 
 
 def model_of(net: Net, sheet: Sheet) -> TorchEngine:
@@ -138,18 +141,9 @@ def prepared(sheet: Sheet, pictures: Sequence[Any]) -> list[Pixels]:
     return [pixels(picture) for picture in pictures]
 
 
-def _weights(net: Net) -> int:
-    return sum(4 * p.numel() for p in net.parameters())
-
-
-def _finished(path: Path) -> list[Path]:
-    beside = path.with_suffix(".bin") if path.suffix == ".xml" else path.with_name(f"{path.name}.data")
-    return [beside, path.with_suffix(".json"), path]
-
-
 def _move(there: Path, path: Path) -> None:
     """The file that is opened comes last: what it needs is there before it."""
-    for new, final in zip(_finished(there), _finished(path), strict=True):
+    for new, final in zip(finished(there), finished(path), strict=True):
         if new.exists():
             sync(new)
             new.replace(final)

@@ -31,6 +31,10 @@ LOSS = 0.04
 ROWS = 512
 """Rows of activations that this is measured on, at most, for each product."""
 LEVELS = 255
+NO_PICTURES = (
+    "int8 in ONNX needs pictures to calibrate on, like those it will see: "
+    "pass --calibrate FOLDER, or --to openvino, which can do without."
+)
 
 
 @dataclass
@@ -83,7 +87,7 @@ class Product:
 def quantise(model: Any, pictures: Sequence[npt.NDArray[Any]]) -> tuple[Any, list[str]]:
     """The same model with its products in integers, calibrated on what goes into it; and what to say of it."""
     if not pictures:
-        raise ConfigError("int8 needs pictures to calibrate on, like those it will see: pass --calibrate FOLDER.")
+        raise ConfigError(NO_PICTURES)
     _plain_products(model)
     products = _products(model)
     if not products:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from vitrail.config import Pair, pair
+from vitrail.config import Pair, ViTConfig, pair
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, FormatError, nearest
+from vitrail.errors import ConfigError, FormatError
+from vitrail.explain.attention import special_names
+from vitrail.export.names import SUFFIXES as SUFFIXES
+from vitrail.export.names import refuse
 from vitrail.weights.card import Card
 
 To = Literal["onnx", "pt2", "openvino"]
 Precision = Literal["float32", "bfloat16", "int8"]
 Answer = Literal["logits", "probabilities", "features"]
 
-SUFFIXES: dict[str, str] = {"onnx": ".onnx", "pt2": ".pt2", "openvino": ".xml"}
-NEEDS: dict[str, tuple[str, ...]] = {
-    "onnx": ("onnx", "onnxscript", "onnxruntime"),
-    "pt2": (),
-    "openvino": ("onnx", "onnxscript", "openvino"),
-}
-"""Packages that writing and comparing take."""
-PRECISIONS = ("float32", "bfloat16", "int8")
 KEY = "vitrail"
 """Under which the sheet lies in a file's own metadata."""
 
@@ -41,9 +36,13 @@ class Sheet:
     """What comes out."""
     batch: int | None = None
     """Pictures at a time; None: any number."""
+    parameters: int | None = None
+    """Of the network; files that were written before this was kept do not say."""
 
     def __post_init__(self) -> None:
         refuse(self.to, self.precision)
+        if self.answer not in get_args(Answer):
+            raise ConfigError(f"answer={self.answer!r}: wanted {', '.join(get_args(Answer))}.")
         if self.batch is not None and self.batch < 1:
             raise ConfigError(f"batch={self.batch}: wanted 1 picture at a time or more, or dynamic for any number.")
 
@@ -62,6 +61,11 @@ class Sheet:
         """Whether uint8 goes in: not where a model's own preprocessing never rounds its pixels."""
         return self.inside and Preprocess(self.card.preprocess).dtype.__name__ == "uint8"
 
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The network's tokens that are no patches, in order."""
+        return special_names(self.card.config) if isinstance(self.card.config, ViTConfig) else ()
+
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
 
@@ -74,40 +78,43 @@ class Sheet:
             "preprocessing_inside": self.inside,
             "input": {"shape": [self.batch, *self.shape], "type": "uint8" if self.bytes_in else "float32"},
             "output": self.answer,
+            "parameters": self.parameters,
             "card": self.card.to_dict(),
         }
 
     @classmethod
     def from_json(cls, text: str) -> Sheet:
-        values = json.loads(text)
+        """What `to_json` wrote; FormatError for anything else."""
+        try:
+            return cls._from_values(json.loads(text))
+        except FormatError:
+            raise
+        except ConfigError as error:
+            raise FormatError(f"what it says of itself cannot be: {error}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise FormatError("what it says of itself is not what vitrail export writes.") from error
+
+    @classmethod
+    def _from_values(cls, values: Any) -> Sheet:
         if values.get("format") != "vitrail-export" or values.get("version") != 1:
             got = f"format={values.get('format')!r}, version={values.get('version')!r}"
             raise FormatError(f"wanted what vitrail export writes, version 1, got {got}; a newer vitrail may read it.")
+        batch, parameters = values["input"]["shape"][0], values.get("parameters")
+        for number in (batch, parameters):
+            if number is not None and type(number) is not int:
+                raise TypeError(number)
+        card = Card.from_dict(values["card"])
+        if not isinstance(card.origin, str) or any(not isinstance(name, str) for name in card.labels or ()):
+            raise TypeError(card.origin, card.labels)
         return cls(
-            card=Card.from_dict(values["card"]),
+            card=card,
             to=values["to"],
             precision=values["precision"],
-            inside=values["preprocessing_inside"],
+            inside=bool(values["preprocessing_inside"]),
             answer=values["output"],
-            batch=values["input"]["shape"][0],
+            batch=batch,
+            parameters=parameters,
         )
-
-
-REFUSED = {
-    ("onnx", "bfloat16"): "ONNX Runtime has no products in bfloat16 on a CPU; try openvino or pt2, or int8",
-    ("pt2", "int8"): "torch runs such a program no faster; try onnx or openvino, or bfloat16",
-}
-"""What would be of no use, and why."""
-
-
-def refuse(to: str, precision: str) -> None:
-    """Raise ConfigError where there is no such format or precision, or one is of no use in the other."""
-    if to not in SUFFIXES:
-        raise ConfigError(f"nothing is exported to {to!r}{nearest(to, SUFFIXES)}")
-    if precision not in PRECISIONS:
-        raise ConfigError(f"no precision {precision!r} to export in{nearest(precision, PRECISIONS)}")
-    if (to, precision) in REFUSED:
-        raise ConfigError(f"{to} is not written in {precision}: {REFUSED[to, precision]}.")
 
 
 def spelled(image: Pair) -> str:

@@ -1,5 +1,6 @@
 """Where and how things run: device, precision, what is said aloud.
 
+    cores    how many of them this process may use
     heap     freed memory that stays with the process
     locks    a file for one process alone
     tiles    bfloat16 on a CPU that only announces it

@@ -24,3 +24,10 @@ def keep_heap() -> bool:
         return False
     libc = ctypes.CDLL(None)
     return bool(libc.mallopt(M_MMAP_THRESHOLD, LARGEST)) and bool(libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+def trim_heap() -> bool:
+    """Give freed memory back to the system now; False where that cannot be told."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    return bool(ctypes.CDLL(None).malloc_trim(0))

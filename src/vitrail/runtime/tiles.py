@@ -26,12 +26,18 @@ PATIENCE = 20
 @lru_cache(maxsize=1)
 def check_bfloat16() -> None:
     """Before this process computes in bfloat16 on its CPU: make sure that it survives that, or say why it cannot."""
+    if leave_tiles():
+        say([f"this CPU announces AMX and has none: bfloat16 goes without ({SETTING}={WITHOUT_TILES})"])
+
+
+@lru_cache(maxsize=1)
+def leave_tiles() -> bool:
+    """Whether tiles are announced that are not there; from now on they are left alone."""
     if SETTING in os.environ or not _announced() or _survives():
-        return
+        return False
     os.environ[SETTING] = WITHOUT_TILES
     if _survives():
-        say([f"this CPU announces AMX and has none: bfloat16 goes without ({SETTING}={WITHOUT_TILES})"])
-        return
+        return True
     del os.environ[SETTING]
     raise ConfigError(
         "products in bfloat16 end with an illegal instruction on this CPU, which announces AMX and has none; "

@@ -51,7 +51,7 @@ def description(served: Served, limits: Limits) -> dict[str, Any]:
         "several": card.several,
         "classes": config.classes if served.classifies else 0,
         "labels": None if card.labels is None else list(card.labels),
-        "parameters": None if net is None else sum(p.numel() for p in net.parameters()),
+        "parameters": served.parameters,
         "image": {"height": height, "width": width, "channels": channels},
         "grid": {"rows": rows, "columns": columns},
         "depth": getattr(config, "depth", None),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from vitrail import __version__
 from vitrail.errors import ModelError, VitrailError
 from vitrail.serve import schema, web
 from vitrail.serve.answers import description, ranked
-from vitrail.serve.batching import Batcher, late
+from vitrail.serve.batching import Batcher, Want, late
 from vitrail.serve.bodies import Body, deadline_of, read_body, swallow
 from vitrail.serve.limits import Limits, Work
 from vitrail.serve.looking import Asked, Looker, positions
@@ -26,7 +27,7 @@ from vitrail.serve.metrics import Metrics
 from vitrail.serve.pictures import Pictures, Pixels
 from vitrail.serve.problems import CODES, Gone, Problem, told
 from vitrail.serve.security import Guard
-from vitrail.serve.served import Served
+from vitrail.serve.served import Floats, Served
 
 LINGER = 1.0
 """Seconds for which the rest of a refused body is still taken in: who is sending does not listen."""
@@ -38,10 +39,12 @@ class Service:
     """One model and everything that answers for it."""
 
     def __init__(self, served: Served, limits: Limits, work: Work) -> None:
+        limits = replace(limits, images=min(limits.images, work.queue))  # more could never be let in
         self.served, self.limits, self.work = served, limits, work
         self.metrics = Metrics()
+        self.metrics.build.labels(served.name, served.engine.name, served.engine.precision, __version__).set(1)
         self.batcher = Batcher(served, work, self.metrics)
-        self.pictures = Pictures(served.preprocess, limits, served.grid)
+        self.pictures = Pictures(served.preprocess, limits, served.grid, work.decoders)
         self.looker = Looker(served, self.pictures)
         self.draining = False
         self._uploads = 0
@@ -58,11 +61,15 @@ class Service:
 
     async def embed(self, request: Request) -> Response:
         """Numbers to compare pictures by: what the model's head would read."""
-        return await self._post(request, schema.NoValues, self._embed)
+        return await self._post(request, schema.HideValues, self._embed)
 
     async def explain(self, request: Request) -> Response:
         """What happens inside for one picture: maps, attention of every token, how far heads look."""
         return await self._post(request, schema.ExplainValues, self._explain)
+
+    async def picture(self, request: Request) -> Response:
+        """One picture as the network sees it: resized, cut, and without what is hidden."""
+        return await self._post(request, schema.HideValues, self._picture)
 
     async def positions(self) -> Response:
         """How alike the positions of any two patches are."""
@@ -103,7 +110,7 @@ class Service:
         start = time.monotonic()
         deadline = deadline_of(request, start)
         try:
-            body = await self._read(request)
+            body = await self._read(request, deadline)
             values = schema.read_values(kind, body.values)
             if deadline is not None and time.monotonic() > deadline:
                 raise late()
@@ -119,7 +126,7 @@ class Service:
             raise Problem(400, "bad_value", told(error, "this model cannot do that.")) from None
         return JSONResponse({**answer, "ms": round(1000 * (time.monotonic() - start), 2)})
 
-    async def _read(self, request: Request) -> Body:
+    async def _read(self, request: Request, deadline: float | None) -> Body:
         """The body, if there is room for it; a refused one is taken in for a moment, so that the refusal is heard."""
         self._uploads += 1
         try:
@@ -127,7 +134,7 @@ class Service:
                 message = f"{self._uploads} requests are being read already."
                 raise Problem(503, "queue_full", message, {"Retry-After": "1", "Connection": "close"})
             self.batcher.check_room()
-            return await read_body(request, self.limits)
+            return await read_body(request, self.limits, deadline)
         except Problem as problem:
             if problem.status in (413, 415, 503) and "expect" not in request.headers:
                 with contextlib.suppress(TimeoutError):
@@ -142,26 +149,45 @@ class Service:
     ) -> Answer:
         if not self.served.classifies:
             raise Problem(400, "no_classes", "this model has no classes: it gives features; try /v1/embed.")
-        self.pictures.check_hidden(values.hide)
-        rows = await self.batcher.answer(
-            body.pictures, partial(self._prepared, values=values), "logits", deadline, gone
-        )
+        rows = await self._answered(body, values, "logits", deadline, gone)
         results = [{"predictions": ranked(self.served.card, row, values.top)} for row in rows]
         return {"model": self.served.name, "engine": self.served.engine.name, "results": results}
 
-    def _prepared(self, picture: bytes | str, values: schema.PredictValues) -> Pixels:
+    async def _answered(
+        self,
+        body: Body,
+        values: schema.HideValues,
+        want: Want,
+        deadline: float | None,
+        gone: asyncio.Future[None],
+    ) -> list[Floats]:
+        """What the engine makes of each picture, without the patches that are to be hidden."""
+        self.pictures.check_hidden(values.hide)
+        return await self.batcher.answer(body.pictures, partial(self._prepared, values=values), want, deadline, gone)
+
+    def _prepared(self, picture: bytes | str, values: schema.HideValues) -> Pixels:
         pixels = self.pictures.pixels(picture)
         return self.pictures.without(pixels, values.hide, values.fill) if values.hide else pixels
 
     async def _embed(
-        self, body: Body, values: schema.NoValues, deadline: float | None, gone: asyncio.Future[None]
+        self, body: Body, values: schema.HideValues, deadline: float | None, gone: asyncio.Future[None]
     ) -> Answer:
         if not self.served.embeds:
-            name = self.served.engine.name
-            raise Problem(501, "no_features", f"{name} runs an exported graph that gives classes and no features.")
-        rows = await self.batcher.answer(body.pictures, self.pictures.pixels, "features", deadline, gone)
+            message = "an exported file gives classes and no features; serve the checkpoint it was made from."
+            raise Problem(501, "no_features", message)
+        rows = await self._answered(body, values, "features", deadline, gone)
         results = [{"embedding": row.tolist()} for row in rows]
         return {"model": self.served.name, "dimension": len(rows[0]), "results": results}
+
+    async def _picture(
+        self, body: Body, values: schema.HideValues, deadline: float | None, gone: asyncio.Future[None]
+    ) -> Answer:
+        if len(body.pictures) > 1:
+            raise Problem(400, "one_image", f"got {len(body.pictures)} pictures, wanted one to show.")
+        self.pictures.check_hidden(values.hide)
+        prepare = partial(self._prepared, values=values)
+        found = await self.batcher.look(body.pictures[0], prepare, self.looker.only_seen, deadline, gone)
+        return {"model": self.served.name, **found}
 
     async def _explain(
         self, body: Body, values: schema.ExplainValues, deadline: float | None, gone: asyncio.Future[None]
@@ -188,9 +214,16 @@ async def _gone(request: Request) -> None:
 
 
 def create_app(
-    served: Served, limits: Limits | None = None, work: Work | None = None, token: str | None = None
+    served: Served,
+    limits: Limits | None = None,
+    work: Work | None = None,
+    token: str | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> FastAPI:
-    """The whole service as an ASGI app; `app.state.service` is what stands behind it."""
+    """The whole service as an ASGI app; `app.state.service` is what stands behind it.
+
+    hosts: the names it is asked by, beside those of loopback; None: any.
+    """
     service = Service(served, limits or Limits(), work or Work())
 
     @contextlib.asynccontextmanager
@@ -210,30 +243,39 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.service = service
-    _add_routes(app, service, bool(token))
-    app.add_exception_handler(Problem, _refused)
-    app.add_exception_handler(HTTPException, _unrouted)
-    app.add_middleware(Guard, metrics=service.metrics, token=token)
+    _add_routes(app, service, token is not None, hosts is not None)
+    for kind in (Problem, HTTPException):
+        app.add_exception_handler(kind, partial(_refused, service.metrics))
+    app.add_middleware(Guard, metrics=service.metrics, token=token, hosts=hosts, routes=app.router.routes)
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema.add_examples(plain(), service.about)
+        return plain()
+
+    app.openapi = openapi
     return app
 
 
-def _add_routes(app: FastAPI, service: Service, closed: bool) -> None:
-    locked = (401,) if closed else ()
+def _add_routes(app: FastAPI, service: Service, closed: bool, named: bool) -> None:
+    locked = (401,) * closed + (421,) * named
     posts: list[tuple[str, Any, Any, Any, bool, tuple[int, ...]]] = [
         ("/v1/predict", service.predict, schema.PredictAnswer, schema.PredictValues, True, ()),
-        ("/v1/embed", service.embed, schema.EmbedAnswer, schema.NoValues, True, (501,)),
+        ("/v1/embed", service.embed, schema.EmbedAnswer, schema.HideValues, True, (501,)),
         ("/v1/explain", service.explain, schema.ExplainAnswer, schema.ExplainValues, False, (501,)),
+        ("/v1/picture", service.picture, schema.PictureAnswer, schema.HideValues, False, ()),
     ]
     for path, route, answer, values, several, errors in posts:
-        responses = {200: {"model": answer}, **schema.problems(400, *locked, 408, 413, 415, *errors, 503, 504)}
+        refusals = schema.problems(400, *locked, 403, 408, 413, 415, 431, *errors, 503, 504)
         extra = schema.posted(values, several, service.about)
-        app.post(path, responses=responses, response_model=None, openapi_extra=extra)(route)
+        app.post(path, responses={200: {"model": answer}, **refusals}, response_model=None, openapi_extra=extra)(route)
     gets: list[tuple[str, Any, Any, tuple[int, ...]]] = [
         ("/v1/model", service.model, schema.ModelAnswer, locked),
         ("/v1/positions", service.positions, schema.PositionsAnswer, (*locked, 404)),
         ("/v1/samples", service.samples, list[schema.Sample], locked),
-        ("/healthz", service.alive, schema.State, ()),
-        ("/readyz", service.ready, schema.State, (503,)),
+        ("/healthz", service.alive, schema.Alive, (421,) * named),
+        ("/readyz", service.ready, schema.Ready, (*(421,) * named, 503)),
     ]
     for path, route, answer, errors in gets:
         app.get(path, responses={200: {"model": answer}, **schema.problems(*errors)}, response_model=None)(route)
@@ -263,14 +305,18 @@ async def _sample(request: Request, name: str) -> Response:
     return web.page(request, f"samples/{name}")
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Problem)
-    return error.response()
+async def _refused(metrics: Metrics, request: Request, error: Exception) -> Response:
+    problem = error if isinstance(error, Problem) else _unrouted(request, error)
+    metrics.refused.labels(problem.code).inc()
+    return problem.response()
 
 
-async def _unrouted(request: Request, error: Exception) -> Response:
+def _unrouted(request: Request, error: Exception) -> Problem:
     """What the router refuses: no such address, or not with this method."""
     assert isinstance(error, HTTPException)
     words = {404: "there is nothing at this address.", 405: f"{request.method[:10]} is not answered at this address."}
     message = words.get(error.status_code, "this request cannot be answered.")
-    return Problem(error.status_code, CODES.get(error.status_code, "bad_request"), message, error.headers).response()
+    headers = dict(error.headers or {})
+    if headers.get("Allow") == "GET":
+        headers["Allow"] = "GET, HEAD"
+    return Problem(error.status_code, CODES.get(error.status_code, "bad_request"), message, headers)

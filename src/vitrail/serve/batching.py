@@ -4,6 +4,8 @@ A request's pictures are decoded by a pool of threads and put into one line; an 
 free takes what stands there, up to a batch. It waits for company only while pictures are being
 decoded, and then only a few milliseconds, so that a lone request is answered at once. Whoever has
 gone, or whose deadline has passed, is stepped over: before decoding, before the engine, and after.
+What a request brought belongs to its ticket, which drops it when the request is answered or given up,
+wherever it then stands.
 
 Explanations (`look`) take turns with batches, one step at a time, so that neither starves the other.
 """
@@ -34,30 +36,55 @@ Steps = Generator[None, None, Any]
 """Work in pieces; what it returns is the answer."""
 SIZES = (1, 2, 4, 8, 16, 32)
 """Batches that are tried."""
-GAIN = 0.04
-"""A larger batch must save so much of the time of one picture."""
+ROUNDS = 4
+"""Times each is tried."""
+GAIN, LOSS = 0.02, 0.15
+"""A larger batch must save so much of a picture's time; one that has twice been so much slower is not tried again."""
 
 log = logging.getLogger("vitrail.serve")
 
 
 class Ticket:
-    """One request on its way. All but `dead` belongs to the event loop."""
+    """One request on its way, and all that is held for it."""
 
-    __slots__ = ("count", "dead", "deadline", "future", "left", "outputs", "size", "want")
+    __slots__ = ("count", "dead", "deadline", "future", "held", "left", "looks", "outputs", "size", "spent", "want")
 
-    def __init__(self, future: asyncio.Future[Any], count: int, size: int, deadline: float | None, want: Want) -> None:
-        self.future, self.count, self.size, self.deadline, self.want = future, count, size, deadline, want
-        self.outputs: list[Any] = [None] * count
-        self.left = count
+    def __init__(
+        self, future: asyncio.Future[Any], given: Sequence[bytes | str], deadline: float | None, want: Want, looks: int
+    ) -> None:
+        self.deadline, self.want, self.looks = deadline, want, looks
+        self.count, self.size = len(given), sum(map(len, given))
+        self.future: asyncio.Future[Any] | None = future
+        """Of the event loop; None when it has been waited for."""
+        self.held: list[Any] = list(given)
+        """Of each picture its bytes, then the pixels or the explanation made of them; None while somebody has it."""
+        self.outputs: list[Any] = [None] * self.count
+        self.left = self.count
+        self.spent = 0.0
+        """Seconds of the engine's thread, where it is explained."""
         self.dead = False
         """Nobody waits for it any more."""
 
     def late(self) -> bool:
         return self.dead or (self.deadline is not None and time.monotonic() > self.deadline)
 
+    def take(self, number: int) -> Any:
+        """What is held of a picture; it is the caller's from now on."""
+        found, self.held[number] = self.held[number], None
+        return found
 
+    def drop(self) -> None:
+        """Nothing is kept, whoever still has the ticket: an error in the future would hold the whole request."""
+        self.dead = True
+        self.held = [None] * self.count
+        self.outputs = []
+        self.future = None
+
+
+Place = tuple[Ticket, int]
+"""A picture in line: whose it is, and which of them."""
 Waiting = tuple[Ticket, int, Pixels]
-"""A picture in line, and which of its request's it is."""
+"""A picture whose turn it is."""
 
 
 class Batcher:
@@ -72,8 +99,12 @@ class Batcher:
         self.waiting_bytes = 0
         self.speed = 10.0
         """Pictures a second, of late."""
-        self._line: deque[Waiting] = deque()
-        self._looks: deque[tuple[Ticket, Steps]] = deque()
+        self.looking = 0
+        """Explanations that wait or are worked on."""
+        self.look_seconds = 1.0
+        """An engine's thread has taken for one, of late."""
+        self._line: deque[Place] = deque()
+        self._looks: deque[Ticket] = deque()
         self._coming = 0  # pictures that are being decoded
         self._ready = threading.Condition()
         self._stopping = False
@@ -107,10 +138,10 @@ class Batcher:
         gone: asyncio.Future[Any] | None = None,
     ) -> list[npt.NDArray[np.float32]]:
         """One row for each picture. `gone` is done when the client is."""
-        ticket = self._admit(len(pictures), sum(map(len, pictures)), deadline, want)
+        ticket = self._admit(pictures, deadline, want)
         try:
-            for number, picture in enumerate(pictures):
-                self._submit(self._decode, ticket, number, picture, prepare)
+            for number in range(ticket.count):
+                self._submit(self._decode, ticket, number, prepare)
             return await self._outcome(ticket, gone)
         finally:
             self._leave(ticket)
@@ -124,11 +155,12 @@ class Batcher:
         gone: asyncio.Future[Any] | None = None,
     ) -> Any:
         """What the steps return, run where the engine runs."""
-        if len(self._looks) >= self.work.looks:
-            raise self._full()
-        ticket = self._admit(1, len(picture), deadline, "logits")
+        if self.looking >= self.work.looks:
+            seconds = self.looking * self.look_seconds / self.work.lanes
+            raise _full(f"{self.looking} explanations are being made already", seconds)
+        ticket = self._admit([picture], deadline, "logits", looks=1)
         try:
-            self._submit(self._decode, ticket, 0, picture, prepare, steps)
+            self._submit(self._decode, ticket, 0, prepare, steps)
             return (await self._outcome(ticket, gone))[0]
         finally:
             self._leave(ticket)
@@ -140,29 +172,37 @@ class Batcher:
 
     # On the event loop
 
-    def _admit(self, count: int, size: int, deadline: float | None, want: Want) -> Ticket:
-        if self.waiting + count > self.work.queue or self.waiting_bytes + size > self.work.queue_bytes:
-            raise self._full()
+    def _admit(self, given: Sequence[bytes | str], deadline: float | None, want: Want, looks: int = 0) -> Ticket:
         assert self._loop is not None
-        self.waiting += count
-        self.waiting_bytes += size
-        self.metrics.queue.set(self.waiting)
-        return Ticket(self._loop.create_future(), count, size, deadline, want)
+        ticket = Ticket(self._loop.create_future(), given, deadline, want, looks)
+        if ticket.count > self.work.queue:
+            message = f"got {ticket.count} pictures, more than may ever wait here: at most {self.work.queue}."
+            raise Problem(413, "too_many_images", message)
+        if ticket.size > self.work.queue_bytes:
+            message = f"the pictures have more bytes than may ever wait here: at most {self.work.queue_bytes:,}."
+            raise Problem(413, "body_too_large", message)
+        if self.waiting + ticket.count > self.work.queue or self.waiting_bytes + ticket.size > self.work.queue_bytes:
+            raise self._full()
+        self._count(ticket, 1)
+        return ticket
 
     def _leave(self, ticket: Ticket) -> None:
-        ticket.dead = True
-        self.waiting -= ticket.count
-        self.waiting_bytes -= ticket.size
+        self._count(ticket, -1)
+        ticket.drop()
+
+    def _count(self, ticket: Ticket, sign: int) -> None:
+        self.waiting += sign * ticket.count
+        self.waiting_bytes += sign * ticket.size
+        self.looking += sign * ticket.looks
         self.metrics.queue.set(self.waiting)
 
     def _full(self) -> Problem:
-        seconds = min(max(math.ceil(self.waiting / max(self.speed, 0.1)), 1), 60)
-        message = f"{self.waiting} pictures are waiting already; try again in {seconds} s."
-        return Problem(503, "queue_full", message, {"Retry-After": str(seconds)})
+        return _full(f"{self.waiting} pictures are waiting already", self.waiting / max(self.speed, 0.1))
 
     async def _outcome(self, ticket: Ticket, gone: asyncio.Future[Any] | None) -> Any:
         """The ticket's outputs, unless the client goes or its deadline passes before."""
         assert self._loop is not None
+        assert ticket.future is not None
         alarm = None
         if ticket.deadline is not None:
             left = ticket.deadline - time.monotonic()
@@ -177,6 +217,8 @@ class Batcher:
 
     def _deliver(self, results: Sequence[tuple[Ticket, int, Any]]) -> None:
         for ticket, number, row in results:
+            if ticket.future is None:
+                continue
             ticket.outputs[number] = row
             ticket.left -= 1
             if not ticket.left and not ticket.future.done():
@@ -193,25 +235,28 @@ class Batcher:
         self,
         ticket: Ticket,
         number: int,
-        picture: bytes | str,
         prepare: Callable[[bytes | str], Pixels],
         steps: Callable[[Pixels], Steps] | None = None,
     ) -> None:
-        pixels: Pixels | None = None
+        found: Pixels | Steps | None = None
         error: Exception | None = None
-        if not ticket.late():
+        picture = ticket.take(number)
+        if picture is not None and not ticket.late():
             start = time.perf_counter()
             try:
                 pixels = prepare(picture)
-            except Exception as found:
-                error = found.about(number, ticket.count) if isinstance(found, Problem) else found
+                found = pixels if steps is None else steps(pixels)
+            except Exception as problem:
+                error = problem.about(number, ticket.count) if isinstance(problem, Problem) else problem
             self.metrics.decode.observe(time.perf_counter() - start)
         with self._ready:
             self._coming -= 1
-            if pixels is not None and steps is not None:
-                self._looks.append((ticket, steps(pixels)))
-            elif pixels is not None:
-                self._line.append((ticket, number, pixels))
+            if found is not None and not ticket.dead:
+                ticket.held[number] = found
+                if steps is None:
+                    self._line.append((ticket, number))
+                else:
+                    self._looks.append(ticket)
             self._ready.notify()
         if error is not None:
             self._tell(_fail, ticket, error)
@@ -228,13 +273,13 @@ class Batcher:
             found = self._next(looked)
             if found is None:
                 return
-            looked = isinstance(found, tuple)
-            if isinstance(found, tuple):
-                self._step(*found)
+            looked = isinstance(found, Ticket)
+            if isinstance(found, Ticket):
+                self._step(found)
             elif found:
                 self._run(found)
 
-    def _next(self, looked: bool) -> tuple[Ticket, Steps] | list[Waiting] | None:
+    def _next(self, looked: bool) -> Ticket | list[Waiting] | None:
         """A step of an explanation or a batch, in turn where both wait; None: it is time to stop."""
         with self._ready:
             while not (self._line or self._looks):
@@ -257,9 +302,10 @@ class Batcher:
             ticket = self._line[0][0]
             if group and ticket.want != group[0][0].want:
                 break
-            found = self._line.popleft()
-            if not ticket.late():
-                group.append(found)
+            _, number = self._line.popleft()
+            pixels = ticket.take(number)
+            if pixels is not None and not ticket.late():
+                group.append((ticket, number, pixels))
         return group
 
     def _run(self, group: list[Waiting]) -> None:
@@ -277,19 +323,26 @@ class Batcher:
         self.speed += 0.1 * (self.work.lanes * len(group) / max(took, 1e-6) - self.speed)
         self._tell(self._deliver, [(ticket, number, row) for (ticket, number, _), row in zip(group, rows, strict=True)])
 
-    def _step(self, ticket: Ticket, steps: Steps) -> None:
+    def _step(self, ticket: Ticket) -> None:
         """One step of an explanation; it goes back into line unless that was the last."""
-        if ticket.late():
+        steps = ticket.take(0)
+        if steps is None or ticket.late():
             return
+        start = time.perf_counter()
         try:
             next(steps)
         except StopIteration as end:
+            ticket.spent += time.perf_counter() - start
+            self.look_seconds += 0.2 * (ticket.spent - self.look_seconds)
             self._tell(self._deliver, [(ticket, 0, end.value)])
         except Exception as error:
             self._tell(_fail, ticket, error)
         else:
+            ticket.spent += time.perf_counter() - start
             with self._ready:
-                self._looks.append((ticket, steps))
+                if not ticket.dead:
+                    ticket.held[0] = steps
+                    self._looks.append(ticket)
 
     def _try_out(self) -> None:
         """Find the batch that suits the engine; afterwards it is warm."""
@@ -306,33 +359,40 @@ class Batcher:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def best_batch(served: Served, sizes: Sequence[int], seconds: float = 2.0) -> int:
+def best_batch(served: Served, sizes: tuple[int, ...], seconds: float = 3.0) -> int:
     """The smallest batch that no larger one beats by much; trying ends after so many seconds."""
-    best, fastest = sizes[0], math.inf
-    until = time.monotonic() + seconds
-    for size in sizes:
+    clock = time.thread_time if served.alone else time.perf_counter  # what else runs here does not count
+
+    def tried(size: int) -> float:
         pixels = np.zeros((size, *served.shape), served.preprocess.dtype)
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            served.outputs(pixels, "logits")
-            times.append((time.perf_counter() - start) / size)
-            if time.monotonic() > until:
-                break
-        if min(times) < fastest * (1 - GAIN):
-            best, fastest = size, min(times)
-        if time.monotonic() > until:
+        start = clock()
+        served.outputs(pixels, "logits")
+        return (clock() - start) / size
+
+    until = time.monotonic() + seconds
+    tried(sizes[0])  # the first time takes longer
+    times: dict[int, float] = {}
+    for number, size in enumerate(sizes * ROUNDS):  # in turn, so that a bad moment falls on all of them
+        if times and time.monotonic() > until:
             break
-    return best
+        if number < 2 * len(sizes) or times[size] <= (1 + LOSS) * min(times.values()):
+            times[size] = min(tried(size), times.get(size, math.inf))
+    return next(size for size in sizes if size in times and times[size] * (1 - GAIN) <= min(times.values()))
 
 
 def late() -> Problem:
     return Problem(504, "deadline_passed", "the deadline passed before there was an answer.")
 
 
+def _full(what: str, seconds: float) -> Problem:
+    """Not now: and when it is worth another try."""
+    after = min(max(math.ceil(seconds), 1), 60)
+    return Problem(503, "queue_full", f"{what}; try again in {after} s.", {"Retry-After": str(after)})
+
+
 def _fail(ticket: Ticket, error: Exception) -> None:
     ticket.dead = True
-    if not ticket.future.done():
+    if ticket.future is not None and not ticket.future.done():
         ticket.future.set_exception(error)
 
 

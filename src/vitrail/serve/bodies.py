@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
+from vitrail.serve.batching import late
 from vitrail.serve.limits import Limits
 from vitrail.serve.problems import Gone, Problem
 
@@ -25,6 +27,17 @@ LISTS = ("hide", "layers", "methods")
 """Values that are lists: as JSON in one piece, or a field for each."""
 FIELDS = 5000
 """Of a form, which may have one for each patch that is hidden."""
+MANY = 20_000
+"""Values in one request: all that is not a picture. They are counted before they are parsed, since nobody else is
+answered meanwhile."""
+ESCAPES = 32
+"""One character in so many of a JSON body may be escaped: some clients write base64's / as \\/, one in 64."""
+SNIFFED = ("", "application/x-www-form-urlencoded")
+"""What clients say who say nothing, curl among them: such a body is a picture if it begins like one."""
+BEGINNING = re.compile(
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|BM.{4}\0\0\0\0|II\*\0|MM\0\*|P[36]\s|....ftypavi[fs]", re.S
+)
+ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]{0,20}://", re.I)
 DEADLINE = re.compile(r"[1-9]\d{0,8}")
 
 
@@ -63,20 +76,21 @@ class _Parser(MultiPartParser):
             file.close()
 
 
-async def read_body(request: Request, limits: Limits) -> Body:
-    """The whole of it, by its content type."""
+async def read_body(request: Request, limits: Limits, deadline: float | None = None) -> Body:
+    """The whole of it, by its content type; no longer than it is of use, on `time.monotonic`'s clock."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not (kind in ("multipart/form-data", "application/json", "application/octet-stream") or _is_image(kind)):
-        raise Problem(
-            415,
-            "unsupported_body",
-            f"got a body of type {kind[:80] or 'none'!r}, wanted multipart/form-data, application/json, image/* or "
-            "application/octet-stream.",
-        )
+    known = ("multipart/form-data", "application/json", "application/octet-stream", *SNIFFED)
+    if kind not in known and not _is_image(kind):
+        raise _unknown(kind)
+    left = limits.seconds if deadline is None else max(deadline - time.monotonic(), 0)
     try:
-        async with asyncio.timeout(limits.seconds):
+        async with asyncio.timeout(min(limits.seconds, left)):
             body = await _parsed(request, kind, limits)
     except TimeoutError:
+        if left < limits.seconds:
+            problem = late()
+            problem.headers["Connection"] = "close"
+            raise problem from None
         message = f"the body did not arrive within {limits.seconds:g} seconds."
         raise Problem(408, "too_slow", message, {"Connection": "close"}) from None
     if not body.pictures:
@@ -92,10 +106,24 @@ async def _parsed(request: Request, kind: str, limits: Limits) -> Body:
     elif kind == "application/json":
         body = _from_json(b"".join([chunk async for chunk in _chunks(request, limits)]))
     else:
-        whole = b"".join([chunk async for chunk in _chunks(request, limits)])
+        whole = await _raw(request, kind, limits)
         body = Body([whole] if whole else [])
     body.values = _values(request.query_params.multi_items()) | body.values  # what the body says counts
     return body
+
+
+async def _raw(request: Request, kind: str, limits: Limits) -> bytes:
+    """A picture as it is; where nobody says that it is one, its first bytes do."""
+    found, unsure = bytearray(), kind in SNIFFED
+    async for chunk in _chunks(request, limits):
+        found += chunk
+        if unsure and len(found) >= 16:
+            unsure = False
+            if not BEGINNING.match(found):
+                raise _unknown(kind)
+    if unsure:
+        raise _unknown(kind)
+    return bytes(found)
 
 
 async def _chunks(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
@@ -159,6 +187,9 @@ def _filled(form: FormData, whole: bool) -> Body:
 
 
 def _from_json(data: bytes) -> Body:
+    _check_many(sum(map(data.count, (b",", b"[", b"{"))))
+    if data.count(b"\\") > len(data) // ESCAPES + MANY:
+        raise Problem(400, "bad_json", "too much of the body is escaped; wanted pictures as plain base64.")
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):
@@ -170,7 +201,16 @@ def _from_json(data: bytes) -> Body:
     found = [values.pop("image")] if "image" in values else values.pop("images", [])
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise Problem(400, "bad_json", "images wants a list of pictures, each as base64.")
+    for number, text in enumerate(found):
+        if ADDRESS.match(text):
+            message = "this is an address, and addresses are never opened; send the picture itself, as base64."
+            raise Problem(400, "not_base64", message).about(number, len(found))
     return Body(found, values)
+
+
+def _check_many(count: int) -> None:
+    if count > MANY:
+        raise Problem(413, "too_many_values", f"more values than a request may have: at most {MANY:,}.")
 
 
 def deadline_of(request: Request, now: float) -> float | None:
@@ -186,6 +226,7 @@ def deadline_of(request: Request, now: float) -> float | None:
 def _values(given: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """Of a form or an address: words, numbers, and lists of them."""
     found: dict[str, list[Any]] = {}
+    _check_many(sum(text.count(",") + text.count("[") + text.count("{") for _, text in given))
     for name, text in given:
         found.setdefault(name, []).append(_value(name, text))
     values = {}
@@ -215,6 +256,15 @@ def _is_image(kind: str) -> bool:
 
 def _short(name: str) -> str:
     return repr(name if len(name) <= 40 else f"{name[:40]}...")
+
+
+def _unknown(kind: str) -> Problem:
+    return Problem(
+        415,
+        "unsupported_body",
+        f"got a body of type {kind[:80] or 'none'!r}, wanted multipart/form-data, application/json, image/* or "
+        "application/octet-stream; for a picture, send Content-Type: image/jpeg.",
+    )
 
 
 def _too_long(limits: Limits) -> Problem:

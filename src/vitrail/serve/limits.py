@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.errors import ConfigError
+from vitrail.runtime.cores import cores as own_cores
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one request may bring; more is answered 413 before any of it is decoded."""
+    """What one request may bring, and how slowly; more is answered 413 before any of it is decoded."""
 
     bytes: int = 16 * 2**20
     """Of the body."""
@@ -20,10 +20,14 @@ class Limits:
     images: int = 16
     """Pictures in one request."""
     seconds: float = 30.0
-    """For the body to arrive; a slower client is answered 408."""
+    """For the body to arrive; a slower client is answered 408. As long may nothing of an answer be read."""
+    headers: float = 20.0
+    """Seconds for a request's headers to arrive, from when the connection is opened or the first byte came."""
+    connections: int = 768
+    """At a time, below the 1,024 files that a process may usually have open; past it the idlest is closed."""
 
     def __post_init__(self) -> None:
-        for name in ("bytes", "pixels", "images", "seconds"):
+        for name in ("bytes", "pixels", "images", "seconds", "headers", "connections"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"a limit of {getattr(self, name)} {name} lets nothing in; wanted 1 or more.")
 
@@ -39,7 +43,7 @@ class Work:
     uploads: int = 256
     """Bodies that are read at a time."""
     looks: int = 8
-    """Explanations that may wait."""
+    """Explanations at a time, from when their pictures come until they are answered."""
     batch: int | None = None
     """Pictures the engine is given at a time, at most; None: what a short timing finds best."""
     wait: float = 0.004
@@ -48,7 +52,7 @@ class Work:
     """Threads that run the engine, each on a batch of its own."""
     threads: int | None = None
     """Cores each of them computes on; None: as torch has it."""
-    decoders: int = field(default_factory=lambda: os.cpu_count() or 1)
+    decoders: int = field(default_factory=own_cores)
     """Threads that decode."""
 
     def __post_init__(self) -> None:

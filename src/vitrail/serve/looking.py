@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,8 @@ from vitrail.api import Model
 from vitrail.api.looking import METHODS, class_number
 from vitrail.explain.attention import Walk
 from vitrail.explain.distance import mean_distances, patch_distances, uniform_distance
-from vitrail.explain.hiding import Fill, filling, hidden, scores
+from vitrail.explain.gradient import check_targets
+from vitrail.explain.hiding import Fill, filling, hidden, scores, seen
 from vitrail.explain.occlusion import grid_of, windows
 from vitrail.explain.panes import enlarged, shown
 from vitrail.explain.positions import MEANING, position_similarity
@@ -38,10 +40,13 @@ SMALL = 4_000_000
 """Values of attention in all layers that are sent unasked."""
 LARGEST = 32_000_000
 """Values of attention that are sent at all."""
-WINDOW, AT_A_TIME = 2, 4
-"""Occlusion: patches along a side of the square that is hidden, and squares between which others have their turn."""
+WINDOW, AT_A_TIME = 2, 32
+"""Occlusion: patches along a side of the square that is hidden, and at how many places at a time, at most."""
+TURN = 0.15
+"""Seconds of occlusion after which others have their turn."""
 SHORT = 256
 """Pixels of the picture's short side, at least."""
+CLOSED = "an exported file cannot be looked into; serve the checkpoint it was made from."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +69,7 @@ class Looker:
     @property
     def model(self) -> Model:
         if self.served.model is None:
-            raise Problem(
-                501, "no_network", f"{self.served.engine.name} runs an exported graph that cannot be looked into."
-            )
+            raise Problem(501, "no_network", CLOSED)
         return self.served.model
 
     def check(self, asked: Asked) -> None:
@@ -105,9 +108,12 @@ class Looker:
             number = class_number(model, asked.target)
             target = next(p for p in ranked(self.served.card, row, len(row)) if p["index"] == number)
         maps = {}
-        for method in asked.methods or self.served.methods[:1]:
+        for method in self.served.methods[:1] if asked.methods is None else asked.methods:
             meant = torch.tensor([target["index"] if target else 0], device=model.device)
-            found = METHODS[method](model.net, images, meant, model.card.several)[0]
+            if method == "occlusion":
+                found = yield from occluded(model.net, images, meant, model.card.several)
+            else:
+                found = METHODS[method](model.net, images, meant, model.card.several)[0]
             maps[method] = packed_map(found.float().cpu().numpy())
             yield
         rows, columns = self.served.grid
@@ -121,6 +127,12 @@ class Looker:
             "layers": [layer + 1 for layer in layers],
             **answer,
         }
+
+    def only_seen(self, pixels: npt.NDArray[Any]) -> Generator[None, None, dict[str, Any]]:
+        """H W C -> the picture and its grid, for which no network is needed."""
+        yield
+        rows, columns = self.served.grid
+        return {"grid": {"rows": rows, "columns": columns}, "picture": picture(pixels)}
 
     def _layers(self, asked: Asked) -> tuple[int, ...]:
         """Those whose attention is sent, from 0."""
@@ -164,15 +176,23 @@ def _walked(net: ViT, images: Tensor, layers: Sequence[int], answer: dict[str, A
     return walk.logits
 
 
-def _occluded(net: Net, images: Tensor, target: int) -> Generator[None, None, Tensor]:
-    """What METHODS has as occlusion, a few pictures at a time: h w."""
-    masks = windows(grid_of(net, images), WINDOW, WINDOW)
+def occluded(net: Net, images: Tensor, targets: Tensor, several: bool) -> Generator[None, None, Tensor]:
+    """What METHODS has as occlusion, for one picture, a few squares at a time: 1 C H W -> h w."""
+    check_targets(net, targets, len(images))
+    grid, target = grid_of(net, images), int(targets[0])
+    images = seen(net, images)
+    size = min(WINDOW, *grid)
+    masks = windows(grid, size, size)
     instead = filling(images, "mean")[0]
-    whole = scores(net, images, target).double()
-    left = []
-    for at in range(0, len(masks), AT_A_TIME):
-        places = hidden(images[0], instead, masks[at : at + AT_A_TIME].to(images.device))
-        left.append(scores(net, places, target).double())
+    whole = scores(net, images, target, several=several).double()
+    left: list[Tensor] = []
+    at, count = 0, 1
+    while at < len(masks):
+        start = time.perf_counter()
+        places = hidden(images[0], instead, masks[at : at + count].to(images.device))
+        left.append(scores(net, places, target, several=several).double())
+        at += count
+        count = min(max(int(count * TURN / (time.perf_counter() - start)), 1), 2 * count, AT_A_TIME)
         yield
     cover = masks.double()
     return ((whole - torch.cat(left))[:, None, None] * cover).sum(0) / cover.sum(0)
@@ -208,7 +228,7 @@ def picture(pixels: npt.NDArray[Any]) -> str:
 def positions(served: Served) -> dict[str, Any]:
     """How alike the places of any two patches are; ModelError where there are none."""
     if served.model is None:
-        raise Problem(404, "no_positions", f"{served.engine.name} runs an exported graph that cannot be looked into.")
+        raise Problem(404, "no_positions", CLOSED)
     height, width, _ = served.shape
     alike = position_similarity(served.model.net, image=(height, width))  # h w h w
     rows, columns = alike.shape[:2]

@@ -10,6 +10,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     generate_latest,
 )
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -32,7 +33,7 @@ class Metrics:
         )
         self.latency = Histogram(
             "vitrail_request_seconds",
-            "From a request's first byte to its answer.",
+            "From a request's complete headers to the end of its answer.",
             ("route",),
             buckets=SECONDS,
             registry=own,
@@ -49,6 +50,16 @@ class Metrics:
         )
         self.engine = Histogram("vitrail_engine_seconds", "One batch in the engine.", buckets=SECONDS, registry=own)
         self.gone = Counter("vitrail_clients_gone", "Clients that hung up before their answer.", registry=own)
+        self.refused = Counter("vitrail_refusals", "Errors that were answered, by their code.", ("code",), registry=own)
+        self.build = Gauge(
+            "vitrail_build_info",
+            "1; its labels say what is served.",
+            ("model", "engine", "precision", "version"),
+            registry=own,
+            multiprocess_mode="livemax",
+        )
+        if FOLDER not in os.environ:  # of several processes it would be the numbers of whichever is asked
+            ProcessCollector(registry=own)
 
     def text(self) -> bytes:
         """In Prometheus' format."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,8 @@ from vitrail.data import jpeg
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ImageError
 from vitrail.explain.hiding import Fill, filling, hidden
+from vitrail.runtime.heap import trim_heap
+from vitrail.serve.budget import Budget
 from vitrail.serve.limits import Limits
 from vitrail.serve.problems import Problem, told
 
@@ -29,25 +33,48 @@ Bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Kinds of files that are read for strangers: what browsers and cameras write. Pillow knows some forty more."""
-SCANS = 128
-"""Passes of a progressive JPEG, at most: an honest one has about ten, and each costs a walk over the whole."""
+SCANS, LARGEST_SCANS = 128, 20
+"""Passes of a progressive JPEG, at most, and those of the largest picture that is taken: each costs a walk over the
+whole. libjpeg makes ten of a photograph and eighteen of one in CMYK."""
+MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.S)
+"""In a JPEG: anything but data, padding and the restarts within them."""
+START_OF_SCAN, END, LONE = 0xDA, 0xD9, (0x01, 0xD8)
+AT_A_TIME = 12_500_000
+"""Pixels that are unpacked at a time for each decoder, if no single picture has more: about ten bytes each."""
+SMALL, LARGE = 1_000_000, 16_000_000
+"""Pixels up to which a picture's memory is not worth a count, and from which it is given back at once."""
 
 
 class Pictures:
     """Bytes -> pixels as the network wants them; every refusal is a `Problem`."""
 
-    def __init__(self, preprocess: Preprocess, limits: Limits, grid: tuple[int, int] | None) -> None:
+    def __init__(self, preprocess: Preprocess, limits: Limits, grid: tuple[int, int] | None, decoders: int = 1) -> None:
+        """`decoders`: threads that will ask for pixels."""
         self.preprocess, self.limits, self.grid = preprocess, limits, grid
+        self.budget = Budget(max(limits.pixels, decoders * AT_A_TIME))
 
     def pixels(self, data: bytes | str) -> Pixels:
         """H W C, 0 to 255; text is base64."""
         whole = _unwrapped(data) if isinstance(data, str) else data
         try:
-            return self.preprocess.pixels(self._opened(whole))
+            opened, size = self._opened(whole)
+            with self._room(size):
+                return self.preprocess.pixels(opened)
         except ImageError as error:
             raise Problem(400, "image_unreadable", told(error, "the picture cannot be read: it is damaged.")) from None
         except Bombs:
             raise self._too_large() from None
+
+    @contextmanager
+    def _room(self, size: int) -> Iterator[None]:
+        """Inside, so many pixels may be unpacked."""
+        if size <= SMALL:
+            yield
+            return
+        with self.budget.taken(size):
+            yield
+        if size >= LARGE:
+            trim_heap()
 
     def without(self, pixels: Pixels, hide: Sequence[int], fill: Fill) -> Pixels:
         """The same with some patches hidden."""
@@ -73,14 +100,11 @@ class Pictures:
         mask[list(hide)] = True
         return mask.view(self.grid)
 
-    def _opened(self, data: bytes) -> bytes | Image.Image:
-        """What is safe to unpack: a usual JPEG as it is, all else opened and not yet read."""
-        if data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > SCANS:
-            raise Problem(400, "image_unreadable", f"the picture comes in more than {SCANS} scans.")
+    def _opened(self, data: bytes) -> tuple[bytes | Image.Image, int]:
+        """What is safe to unpack, and its pixels' number: a usual JPEG as it is, all else opened and not yet read."""
         found = jpeg.header(data)
         if found is not None:
-            self._check(found.width, found.height)
-            return data
+            return data, self._checked(data, found.width, found.height)
         try:
             image = Image.open(io.BytesIO(data), formats=_formats())
         except UnidentifiedImageError:
@@ -89,15 +113,39 @@ class Pictures:
             raise self._too_large() from None
         except Exception as error:  # damaged data can make a parser raise anything
             raise Problem(400, "image_unreadable", "the picture cannot be read: its header is damaged.") from error
-        self._check(*image.size)
-        return cast(Image.Image, image)
+        return image, self._checked(data, *image.size)
 
-    def _check(self, width: int, height: int) -> None:
-        if width * height > self.limits.pixels:
+    def _checked(self, data: bytes, width: int, height: int) -> int:
+        """How many pixels there are, if they are not too many, and a JPEG not in too many scans."""
+        size = width * height
+        if size > self.limits.pixels:
             raise self._too_large(f"{width} x {height} pixels")
+        if data.startswith(b"\xff\xd8"):
+            most = min(SCANS, LARGEST_SCANS * self.limits.pixels // max(size, 1))
+            if scans(data, most) > most:
+                raise Problem(400, "image_unreadable", f"the picture comes in more than {most} scans.")
+        return size
 
     def _too_large(self, what: str = "too many pixels") -> Problem:
         return Problem(413, "too_many_pixels", f"the picture has {what}: at most {self.limits.pixels:,} are taken.")
+
+
+def scans(data: bytes, most: int) -> int:
+    """Of a JPEG's main picture, up to its end, counted no further than past `most`.
+
+    What lies in its metadata (a thumbnail) or follows its end (a phone's video) is not of it.
+    """
+    if data.count(b"\xff\xda") <= most:  # what is looked for, and perhaps more: most pictures need no closer look
+        return 0
+    at, count = 2, 0
+    while count <= most and (found := MARKER.search(data, at)) is not None:
+        at, marker = found.end(), data[found.end() - 1]
+        if marker == END:
+            break
+        if marker not in LONE:  # all others say how long they are
+            count += marker == START_OF_SCAN
+            at += max(int.from_bytes(data[at : at + 2], "big"), 2)
+    return count
 
 
 def bound_pillow(pixels: int) -> None:

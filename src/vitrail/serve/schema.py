@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal, TypeVar
+import json
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vitrail.serve.bodies import FILES
 from vitrail.serve.problems import Problem
 
+KINDS = tuple(f"image/{name}" for name in ("jpeg", "png", "webp", "gif", "bmp", "tiff", "x-portable-pixmap", "avif"))
+"""Bodies that are a picture as it is; what one really is its bytes say."""
 FEW = 100
 """So many names of classes are listed."""
 Word = Literal["mean", "zero", "blur"]
 
 
-class NoValues(BaseModel):
-    """A route that takes pictures and nothing else."""
+class HideValues(BaseModel):
+    """What every route that takes pictures may be told, and /v1/embed no more than that."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    hide: list[int] = Field(
+        [],
+        max_length=20_000,
+        fail_fast=True,
+        description="Patches to hide, counted row by row from 0: left to right, then down.",
+        examples=[[0, 1, 2]],
+    )
+    fill: Word = Field("mean", description="What stands where a patch is hidden.", examples=["mean"])
 
-class PredictValues(NoValues):
+
+class PredictValues(HideValues):
     """What /v1/predict may be told."""
 
     top: int = Field(5, ge=1, description="How many classes to name.", examples=[5])
-    hide: list[int] = Field([], description="Patches to hide, row by row from 0.", examples=[[0, 1, 2]])
-    fill: Word = Field("mean", description="What stands where a patch is hidden.")
 
 
-class ExplainValues(NoValues):
+class ExplainValues(HideValues):
     """What /v1/explain may be told."""
 
-    layers: list[int] | None = Field(
+    layers: Annotated[list[int], Field(max_length=1000, fail_fast=True)] | None = Field(
         None, description="Layers, from 1, whose attention is sent; absent: all where that is little.", examples=[[1]]
     )
-    methods: list[str] | None = Field(None, description="Kinds of explanation.", examples=[["rollout"]])
+    methods: Annotated[list[str], Field(max_length=100, fail_fast=True)] | None = Field(
+        None, description="Kinds of explanation.", examples=[["rollout"]]
+    )
     target: int | str | None = Field(
         None, description="The class to explain, by number or name; absent: the likeliest.", examples=[0]
     )
-    hide: list[int] = Field([], description="Patches to hide, row by row from 0.", examples=[[0, 1, 2]])
-    fill: Word = Field("mean", description="What stands where a patch is hidden.")
 
 
 class Prediction(BaseModel):
@@ -76,7 +87,9 @@ class Grid(BaseModel):
 
 
 class Map(BaseModel):
-    values: str = Field(description="base64 of rows x columns bytes; value = low + byte / 255 * (high - low)")
+    values: str = Field(
+        description="base64 of rows x columns unsigned bytes, row by row; value = low + byte / 255 * (high - low)"
+    )
     low: float
     high: float
 
@@ -85,8 +98,11 @@ class Attention(BaseModel):
     layer: int
     heads: int
     tokens: int
-    values: str = Field(description="base64 of heads x tokens x tokens bytes; a row is byte / 255 * its peak")
-    peaks: str = Field(description="base64 of heads x tokens float32, little endian")
+    values: str = Field(
+        description="base64 of heads x tokens x tokens unsigned bytes, the last counted fastest: of each head, for "
+        "each token that asks, all that it looks at; weight = byte / 255 * the peak of that row"
+    )
+    peaks: str = Field(description="base64 of heads x tokens float32, little endian: the largest weight of each row")
 
 
 class ExplainAnswer(BaseModel):
@@ -101,6 +117,13 @@ class ExplainAnswer(BaseModel):
     layers: list[int] = Field(description="Those in attention.")
     distance: list[list[float]] = Field(description="Pixels, of each head of each layer.")
     uniform_distance: float | None
+    ms: float
+
+
+class PictureAnswer(BaseModel):
+    model: str
+    grid: Grid
+    picture: str = Field(description="As the network sees it: a data address of a JPEG.")
     ms: float
 
 
@@ -141,8 +164,8 @@ class ModelAnswer(BaseModel):
 
 class PositionsAnswer(BaseModel):
     grid: Grid
-    values: str = Field(description="base64 of N x N signed bytes; similarity = byte / 127")
-    meaning: str
+    values: str = Field(description="base64 of N x N signed bytes, row by row; similarity = byte / 127")
+    meaning: str = Field(description="What the similarity is, in words.")
 
 
 class Sample(BaseModel):
@@ -150,10 +173,15 @@ class Sample(BaseModel):
     url: str
     alt: str
     credit: str
+    point: tuple[float, float] = Field(description="A place worth asking from: shares of its width and height.")
 
 
-class State(BaseModel):
-    status: Literal["alive", "ready"]
+class Alive(BaseModel):
+    status: Literal["alive"]
+
+
+class Ready(BaseModel):
+    status: Literal["ready"]
 
 
 class Reason(BaseModel):
@@ -167,13 +195,24 @@ class ProblemAnswer(BaseModel):
 
 Values = TypeVar("Values", bound=BaseModel)
 
+WANTED = {
+    "hide": "a list of patches: whole numbers, row by row from 0",
+    "fill": "mean, zero or blur",
+    "top": "a whole number, 1 or more",
+    "layers": "a list of layers: whole numbers, from 1",
+    "methods": "a list of words",
+    "target": "a class, by number or name",
+}
 WORDS = {
     400: "A picture or a value that will not do.",
     401: "The token is missing or wrong.",
+    403: "A page from another site has sent it.",
     404: "There is no such thing.",
     408: "The body came too slowly.",
     413: "Too large: the body, a picture's pixels, or the number of pictures.",
     415: "A kind of body that is not read.",
+    421: "The server is not called by that name.",
+    431: "The headers, or the address, are too long.",
     501: "This model cannot do that.",
     503: "The queue is full (see Retry-After), or the server is not ready.",
     504: "The deadline passed.",
@@ -185,19 +224,31 @@ def read_values(kind: type[Values], values: dict[str, Any]) -> Values:
     try:
         return kind.model_validate({name: _whole(value) for name, value in values.items()})
     except ValidationError as error:
-        found = error.errors()[0]
-    name = ".".join(str(part)[:40] for part in found["loc"][:2])
+        found = error.errors(include_url=False)[0]
+    name, value = str(found["loc"][0]), found["input"]
     if found["type"] == "extra_forbidden":
         known = ", ".join(kind.model_fields) or "none"
-        raise Problem(400, "bad_value", f"there is no value called {name!r} here; there is {known}.")
-    said = found["msg"][:1].lower() + found["msg"][1:]
-    raise Problem(400, "bad_value", f"{name}: {said}.")
+        raise Problem(400, "bad_value", f"there is no value called {name[:40]!r} here; there is {known}.")
+    if found["type"] == "too_long":
+        most = found["ctx"]["max_length"]
+        raise Problem(400, "bad_value", f"{name} has {len(value):,} values, wanted at most {most:,}.")
+    raise Problem(400, "bad_value", f"{name} wants {WANTED[name]}; got {_shown(value)}.")
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON has it, if it is short."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value[:41] if isinstance(value, str) else value, ensure_ascii=False)
+    return text if len(text) <= 42 else f"{text[:40]}..."
 
 
 def _whole(value: Any) -> Any:
     """JSON has one kind of number: 3.0 is 3."""
-    if isinstance(value, list):
-        return [_whole(one) for one in value]
+    return [_number(one) for one in value] if isinstance(value, list) else _number(value)
+
+
+def _number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -231,30 +282,51 @@ def posted(values: type[BaseModel], several: bool, about: dict[str, Any]) -> dic
     picture = {"type": "string", "format": "binary"}
     text = {"type": "string", "format": "byte", "contentEncoding": "base64"}
     many = {"type": "array", "items": picture, "minItems": 1, "maxItems": about["limits"]["images"] if several else 1}
-    several_texts = {**many, "items": text}
-    form = {
-        "type": "object",
-        "required": ["images"],
-        "properties": {"images": many, **{name: _plain(schema) for name, schema in properties.items()}},
-        "additionalProperties": False,
-    }
-    one = {"properties": {"image": text, **properties}, "required": ["image"]}
-    list_of = {"properties": {"images": several_texts, **properties}, "required": ["images"]}
-    either = {"anyOf": [{"type": "object", "additionalProperties": False, **kind} for kind in (one, list_of)]}
-    encoding = {"images": {"contentType": "image/jpeg, image/png, image/webp"}}
+    plain = {name: _plain(schema) for name, schema in properties.items()}
+    encoding = {name: {"contentType": ", ".join(KINDS)} for name in FILES}
     return {
         "parameters": [DEADLINE, *(_in_query(name, schema) for name, schema in properties.items())],
         "requestBody": {
             "required": True,
             "content": {
-                "image/jpeg": {"schema": picture},
-                "image/png": {"schema": picture},
-                "application/octet-stream": {"schema": picture},
-                "multipart/form-data": {"schema": form, "encoding": encoding},
-                "application/json": {"schema": either, "example": {"image": DOT}},
+                **{kind: {"schema": picture} for kind in (*KINDS, "application/octet-stream")},
+                "multipart/form-data": {
+                    "schema": {"anyOf": [_with(name, many, plain) for name in FILES]},
+                    "encoding": encoding,
+                },
+                "application/json": {
+                    "schema": {
+                        "anyOf": [_with("image", text, properties), _with("images", many | {"items": text}, properties)]
+                    },
+                    "example": {"image": DOT},
+                },
             },
         },
     }
+
+
+def _with(name: str, pictures: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """An object that has pictures under this name, and values beside them."""
+    return {
+        "type": "object",
+        "required": [name],
+        "properties": {name: pictures, **values},
+        "additionalProperties": False,
+    }
+
+
+def add_examples(described: dict[str, Any], about: dict[str, Any]) -> None:
+    """To the examples of /openapi.json: this model's own name, classes and sizes."""
+    labels = about["labels"] or ["class 0"]
+    own = {"model": about["name"], "engine": about["engine"], "label": labels[0], "index": 0}
+    own |= about["grid"] | {"heads": about["heads"], "special": about["special"]}
+    schemas = described["components"]["schemas"]
+    for schema in schemas.values():
+        for name, value in schema.get("properties", {}).items():
+            if own.get(name) is not None:
+                value["examples"] = [own[name]]
+    few = about["labels"] and about["labels"][:3]
+    schemas["ModelAnswer"]["examples"] = [about | {"labels": few}]
 
 
 def _plain(schema: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import logging
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.errors import ConfigError
@@ -32,22 +34,40 @@ RAW = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items(
 CLOSED = ("/v1/", "/metrics")
 """What needs the token, where there is one."""
 TOKEN = re.compile(r"[\x21-\x7e]+")
+LOCAL = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
+"""What a machine calls itself: names that no stranger can let point here."""
+PORT = re.compile(r":\d*$")
+USUAL = re.compile(r":(80|443)$")
 
 log = logging.getLogger("vitrail.serve")
 
 
 class Guard:
-    """Around the routes: the token, the headers, the count, and a plain 500 for what nobody foresaw."""
+    """Around the routes: names, tokens, the headers, the count, and a plain 500 for what nobody foresaw.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, token: str | None = None) -> None:
-        self.app, self.metrics = app, metrics
-        self.wanted = None if token is None else b"Bearer " + token.encode()
+    It turns HEAD into GET, of whose answer the server sends no body.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        token: str | None = None,
+        hosts: Sequence[str] | None = None,
+        routes: Sequence[BaseRoute] = (),
+    ) -> None:
+        """`hosts`: names it is asked by, beside those of loopback; None: any."""
+        self.app, self.metrics, self.routes = app, metrics, routes
+        self.wanted = None if token is None else token.encode()
+        self.hosts = None if hosts is None else {name.lower() for name in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         start, status = time.perf_counter(), 0
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -57,14 +77,16 @@ class Guard:
             await send(message)
 
         try:
+            self.check_host(scope)
+            self.check_site(scope)
             self.check(scope)
             await self.app(scope, receive, sending)
         except Exception as error:
             if status:
                 raise
-            await _answer(error, sending)
+            await self._answer(error, sending)
         finally:
-            route = _route(scope)
+            route = _route(scope, self.routes)
             self.metrics.requests.labels(route, str(status)).inc()
             self.metrics.latency.labels(route).observe(time.perf_counter() - start)
 
@@ -72,27 +94,57 @@ class Guard:
         """Raise Problem unless the token is there, where one is needed."""
         if self.wanted is None or not scope["path"].startswith(CLOSED):
             return
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if not hmac.compare_digest(given, self.wanted):
+        scheme, _, given = next(iter(_all(scope, b"authorization")), b"").partition(b" ")
+        if not hmac.compare_digest(given.strip(), self.wanted) or scheme.lower() != b"bearer":
             message = "this needs a token: send Authorization: Bearer TOKEN."
             raise Problem(401, "token_wanted", message, {"WWW-Authenticate": "Bearer"})
 
+    def check_host(self, scope: Scope) -> None:
+        """Raise Problem where it is asked by another's name: that page's owner has let the name point here."""
+        if self.hosts is None:
+            return
+        for raw in _all(scope, b"host"):
+            name = PORT.sub("", raw.decode("latin-1").lower()).rstrip(".")
+            if not LOCAL.fullmatch(name) and name not in self.hosts:
+                message = f"this server is not called {name[:80]!r}; whoever runs it can pass --allow-host with a name."
+                raise Problem(421, "wrong_host", message)
 
-async def _answer(error: Exception, send: Send) -> None:
-    if not isinstance(error, Problem):
-        log.error("a request failed in a way nobody foresaw", exc_info=error)
-        error = Problem(500, "internal_error", "something went wrong here; it has been written down.")
-    headers = {"Content-Type": "application/json", **error.headers}
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    body = error.body()
-    raw.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
+    def check_site(self, scope: Scope) -> None:
+        """Raise Problem where a page from elsewhere makes somebody's browser send something here."""
+        if scope["method"] in ("GET", "OPTIONS"):
+            return
+        site, origin, host = (b"".join(_all(scope, name)).lower() for name in (b"sec-fetch-site", b"origin", b"host"))
+        if site:
+            own = site in (b"same-origin", b"none")
+        else:
+            sender = origin.decode("latin-1").partition("://")[2]
+            own = not origin or USUAL.sub("", sender) == USUAL.sub("", host.decode("latin-1"))
+        if not own:
+            raise Problem(403, "other_site", "this was sent by a page from another site; only its own are answered.")
+
+    async def _answer(self, error: Exception, send: Send) -> None:
+        if not isinstance(error, Problem):
+            log.error("a request failed in a way nobody foresaw", exc_info=error)
+            error = Problem(500, "internal_error", "something went wrong here; it has been written down.")
+        self.metrics.refused.labels(error.code).inc()
+        headers = {"Content-Type": "application/json", **error.headers}
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        body = error.body()
+        raw.append((b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.start", "status": error.status, "headers": raw})
+        await send({"type": "http.response.body", "body": body})
 
 
-def _route(scope: Scope) -> str:
-    """As it was declared, so that no client can make up names for the metrics."""
+def _all(scope: Scope, wanted: bytes) -> list[bytes]:
+    """The values of a header."""
+    return [value for name, value in scope["headers"] if name == wanted]
+
+
+def _route(scope: Scope, routes: Sequence[BaseRoute]) -> str:
+    """As it was declared, so that no client can make up names for the metrics; also where no route was asked."""
     found: Any = scope.get("route")
+    if found is None:
+        found = next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
     return getattr(found, "path", "other")
 
 

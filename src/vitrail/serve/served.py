@@ -66,7 +66,9 @@ class Served:
 
     @property
     def special(self) -> tuple[str, ...]:
-        return special_names(self.model.net) if self.model is not None and isinstance(self.model.net, ViT) else ()
+        if self.model is None:
+            return self.engine.sheet.special if isinstance(self.engine, FileEngine) else ()
+        return special_names(self.model.net.config) if isinstance(self.model.net, ViT) else ()
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -75,6 +77,19 @@ class Served:
             return ()
         able = (m for m in METHODS if m == "occlusion" or not isinstance(self.model.net, BiT))
         return tuple(m for m in able if self.classifies or m not in NEEDS_CLASSES)
+
+    @property
+    def parameters(self) -> int | None:
+        """How many, where the network is here or its file says."""
+        if self.model is not None:
+            return sum(p.numel() for p in self.model.net.parameters())
+        return self.engine.sheet.parameters if isinstance(self.engine, FileEngine) else None
+
+    def how(self, cores: int) -> str:
+        """What runs it, in words: `openvino in int8, 2 cores`."""
+        device = "cpu" if self.model is None else self.model.device.type
+        where = f"{cores} core{'s' * (cores > 1)}" if device == "cpu" else f"on {device}"
+        return f"{self.engine.name} in {self.engine.precision}, {where}"
 
     def outputs(self, pixels: npt.NDArray[Any], want: Literal["logits", "features"]) -> Floats:
         """B H W C -> B outputs, or B features."""

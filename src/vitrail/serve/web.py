@@ -36,10 +36,8 @@ def page(request: Request, name: str) -> Response:
 def samples() -> list[dict[str, Any]]:
     """Openly licensed pictures to try, with what is on them and whose they are."""
     listed: list[dict[str, Any]] = json.loads((WEB / "samples" / "samples.json").read_text(encoding="utf-8"))
-    return [
-        {"name": one["name"], "url": f"/samples/{one['file']}", "alt": one["alt"], "credit": one["credit"]}
-        for one in listed
-    ]
+    told = ("name", "alt", "credit", "point")
+    return [{"url": f"/samples/{one['file']}", **{key: one[key] for key in told}} for one in listed]
 
 
 @lru_cache(maxsize=256)

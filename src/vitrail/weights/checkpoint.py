@@ -38,6 +38,8 @@ FORMATS: tuple[Format, ...] = (
     *google_bit.FORMATS,
 )
 """In the order they are tried."""
+EXPORTED = (".onnx", ".pt2", ".xml")
+"""What `vitrail export` writes; no weights can be had from it."""
 
 
 def recognise(archive: Archive) -> tuple[Format, Archive]:
@@ -79,6 +81,11 @@ def read(
     `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
     file cannot tell (heads=4, image=(224, 448)).
     """
+    if Path(path).suffix.lower() in EXPORTED and Path(path).is_file():
+        raise CheckpointError(
+            f"{path} is exported: it can be run, but not looked into, changed or trained; "
+            "take the checkpoint it was made from."
+        )
     with closing(open_archive(path, section=section)) as opened:
         form, archive = recognise(_headed(opened))
         archive.told.update(changes or {})

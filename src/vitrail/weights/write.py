@@ -161,7 +161,7 @@ def _check_file(path: Path, overwrite: bool) -> None:
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder; give the name of a file in it.")
     if not overwrite and os.path.lexists(path):
-        raise CheckpointError(f"{path} exists already; choose another name, or pass overwrite=True (--overwrite).")
+        raise CheckpointError(f"{path} exists already; choose another name, or overwrite it (--overwrite).")
 
 
 def _check_folder(path: Path, overwrite: bool) -> None:
@@ -173,7 +173,7 @@ def _check_folder(path: Path, overwrite: bool) -> None:
         inside = sorted(path.iterdir())
     if inside and not overwrite:
         raise CheckpointError(
-            f"{path} exists already and is not empty; choose another name or pass overwrite=True (--overwrite)."
+            f"{path} exists already and is not empty; choose another name, or overwrite it (--overwrite)."
         )
     strange = [f.name for f in inside if f.suffix not in REPLACEABLE or not f.is_file()]
     if strange:

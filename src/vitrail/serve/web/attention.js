@@ -52,11 +52,16 @@ export function placesOf({ grid, values, meaning }) {
   return { grid, alike, low, meaning };
 }
 
-/** The same numbers between 0 (nothing, or the least) and 1 (the most). Few very bright patches do not darken the rest. */
-export function scaled(values) {
+/** Which value is dark and which is full light. Few very bright patches do not darken the rest. */
+export function scale(values) {
   const sorted = Float32Array.from(values).sort(), at = (share) => sorted[Math.floor(share * (sorted.length - 1))];
   const least = Math.min(at(0), 0), high = Math.max(at(0.965), least + 0.3 * (at(1) - least));
-  const low = Math.min(at(0.2), least + 0.4 * (high - least));  // an even map is even light, not its own noise
+  return { low: Math.min(at(0.2), least + 0.4 * (high - least)), high, most: at(1) };  // an even map is even light, not its own noise
+}
+
+/** The same numbers between 0 (dark) and 1 (full light). */
+export function scaled(values) {
+  const { low, high } = scale(values);
   return values.map((value) => Math.min(1, Math.max(0, (value - low) / (high - low || 1))));
 }
 

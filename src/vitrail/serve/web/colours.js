@@ -12,8 +12,8 @@ export function viridis(value) {
   return `rgb(${a.map((from, i) => Math.round(from + (b[i] - from) * part)).join(" ")})`;
 }
 
-/** How dark a patch of glass is: nearly night where there is nothing, clear where there is most. */
-export const night = (value) => 0.82 * (1 - Math.min(Math.max(value, 0), 1) ** 0.7);
+/** How dark a patch of glass is: dusk where there is nothing, so that the picture is still seen, and clear where there is most. */
+export const night = (value) => 0.74 * (1 - Math.min(Math.max(value, 0), 1) ** 0.7);
 
 export const NIGHT = "14 12 24";
 export const LEAD = "rgb(14 12 24 / .5)";

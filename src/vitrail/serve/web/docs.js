@@ -41,6 +41,18 @@ function word(schema) {
   return schema.type || "value";
 }
 
+// What the parts of an answer mean, by their place in it.
+function meanings(given, whole, place = "") {
+  const schema = follow(given, whole);
+  const found = given?.description && place ? [[place, given.description]] : [];
+  if (schema.type === "array") return [...found, ...meanings(schema.items, whole, `${place}[]`)];
+  if (schema.additionalProperties?.$ref) return [...found, ...meanings(schema.additionalProperties, whole, `${place}.*`)];
+  for (const [name, one] of Object.entries(schema.properties || {})) {
+    found.push(...meanings(one, whole, place ? `${place}.${name}` : name));
+  }
+  return found;
+}
+
 function command(method, path, operation) {
   const address = `${location.origin}${path}`;
   const shell = QUOTED.test(address) ? address : `'${address}'`;
@@ -92,6 +104,9 @@ function section(method, path, operation, whole) {
   part(".answer code").textContent = kind === "application/json"
     ? JSON.stringify(sample(media.schema, whole), null, 2)
     : `${kind || "nothing"}`;
+  const means = media.schema ? meanings(media.schema, whole) : [];
+  part(".fields").hidden = !means.length;
+  part(".fields tbody").append(...means.map((pair) => row(...pair)));
   for (const [status, about] of Object.entries(operation.responses)) {
     if (status === "200") continue;
     part(".errors").hidden = false;
@@ -102,7 +117,7 @@ function section(method, path, operation, whole) {
 
 async function main() {
   const whole = await (await fetch("/openapi.json")).json();
-  document.getElementById("title").textContent = "The API";
+  document.getElementById("name").textContent = whole.components.schemas.ModelAnswer.examples[0].name;
   document.getElementById("summary").textContent =
     `${whole.info.summary} ${whole.info.description} Version ${whole.info.version}.`;
   for (const [path, methods] of Object.entries(whole.paths)) {
@@ -117,6 +132,13 @@ async function main() {
   }
   if (location.hash) document.getElementById(location.hash.slice(1))?.scrollIntoView();
 }
+
+document.getElementById("theme").addEventListener("click", () => {
+  const root = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+  root.dataset.theme = (root.dataset.theme || system) === "dark" ? "light" : "dark";
+  try { localStorage.setItem("vitrail-theme", root.dataset.theme); } catch { /* a private window */ }
+});
 
 main().catch(() => {
   document.getElementById("summary").textContent = "The server does not answer; reload this page when it is back.";

@@ -50,9 +50,10 @@ export function writeLink({ panes, sheets, ask, paint, fill }, model) {
   const words = new URLSearchParams();
   panes.forEach((pane, i) => {
     const end = i ? String(i + 1) : "", sheet = sheets[pane.sheet];
-    if ((!i || pane.sheet !== panes[0].sheet) && sheet?.source) {
-      words.set(`picture${end}`, sheet.source);
-      if (sheet.hide.size) words.set(`hide${end}`, writeRanges(sheet.hide));
+    const source = pane.wanted ?? sheet?.source;  // what is on its way already counts
+    if ((!i || pane.wanted || pane.sheet !== panes[0].sheet) && source) {
+      words.set(`picture${end}`, source);
+      if (sheet.hide.size && !pane.wanted) words.set(`hide${end}`, writeRanges(sheet.hide));
     }
     words.set(`show${end}`, pane.show);
     if (pane.show === "attention") {
@@ -82,7 +83,7 @@ export function readLink(text, model, shows) {
     panes.push({
       sheet: sources.length - 1,
       show: among(words.get(`show${end}`), shows),
-      layer: within(words.get(`layer${end}`), 1, model.depth ?? 1, Math.ceil(0.75 * (model.depth ?? 1))),
+      layer: within(words.get(`layer${end}`), 1, model.depth ?? 1, Math.max(1, Math.round((5 / 12) * (model.depth ?? 1)))),
       head: within(words.get(`head${end}`), 0, model.heads ?? 0, 0),
     });
   }

@@ -32,14 +32,16 @@ export class Pane {
     this.empty = document.createElement("p");
     this.empty.className = "empty";
     this.empty.setAttribute("aria-hidden", "true");  // it is in the label
-    this.grid.append(this.canvas, this.row, this.empty);
+    this.tags = ["row", "column"].map((kind) => Object.assign(document.createElement("span"), { className: `tag ${kind}`, hidden: true }));
+    this.tags.forEach((tag) => tag.setAttribute("aria-hidden", "true"));
+    this.grid.append(this.canvas, this.row, this.empty, ...this.tags);
     this.root.append(this.grid, this.caption);
     new ResizeObserver(() => this.draw()).observe(this.canvas);
     this.listen();
   }
 
   /** What to show: a sheet, a value for each patch (or null: the picture alone), who asks, what is told. */
-  show({ sheet, values, asker, paint, caption, label, empty }) {
+  show({ sheet, values, asker, pointed, paint, caption, label, pending, empty }) {
     const target = values ? scaled(values) : null;
     const glide = this.motion && !still.matches && this.shown && target && this.sheet === sheet && this.shown.length === target.length;
     Object.assign(this, { sheet, target, raw: values, asker, paint });
@@ -52,9 +54,21 @@ export class Pane {
     this.grid.setAttribute("aria-colcount", columns);
     const image = sheet?.image;
     this.root.style.setProperty("--ratio", image ? image.width / image.height : 1);
-    this.grid.classList.toggle("waiting", Boolean(sheet?.blob && !image));
+    this.grid.classList.toggle("waiting", Boolean(sheet?.blob && (!image || pending)));
     if (this.unsaid) this.say();
+    this.number(image ? pointed ?? (asker === null ? null : asker - sheet.model.special.length) : null);
     this.request();
+  }
+
+  /** The row and the column of a patch, at the edge of the picture. */
+  number(patch) {
+    const { rows, columns } = this.sheet?.grid ?? { rows: 1, columns: 1 }, [row, column] = this.tags, known = patch !== null && patch >= 0;
+    row.hidden = column.hidden = !known;
+    if (!known) return;
+    const [down, right] = [Math.floor(patch / columns), patch % columns];
+    [row.textContent, column.textContent] = [down + 1, right + 1];
+    row.style.top = `${(100 * (down + 0.5)) / rows}%`;
+    column.style.left = `${(100 * (right + 0.5)) / columns}%`;
   }
 
   request() { this.frame ||= requestAnimationFrame(() => this.draw()); }
@@ -135,6 +149,7 @@ export class Pane {
       else this.wants.pin(first);
     });
     grid.addEventListener("pointercancel", end);
+    grid.addEventListener("pointerenter", (event) => { if (event.pointerType === "mouse") this.wants.ask(this.patchAt(event)); });  // WebKit leaves and comes back with every click
     grid.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse" && from === null) this.wants.ask(null); });
     grid.addEventListener("contextmenu", (event) => { if (pressed) event.preventDefault(); });
     grid.addEventListener("focus", () => { if (this.sheet?.image && grid.matches(":focus-visible")) { this.wants.active(); this.move(0, 0); } });
@@ -178,7 +193,7 @@ export class Pane {
 }
 
 /** Everything on the canvas, so that the same can be painted larger for a file. */
-export function paint(context, width, height, { sheet, shown, asker, box, cursor, paint: way, focus, ratio }) {
+export function paint(context, width, height, { sheet, shown, raw, asker, box, cursor, paint: way, focus, ratio }) {
   const { rows, columns } = sheet.grid, special = sheet.model.special.length;
   const x = (column) => Math.round((column * width) / columns), y = (row) => Math.round((row * height) / rows);
   const cell = (patch) => {
@@ -200,6 +215,8 @@ export function paint(context, width, height, { sheet, shown, asker, box, cursor
   if (sheet.hide.size) covers(context, width, height, sheet, cell, ratio);
   lines(context, width, height, { rows, columns, x, y, ratio });
   for (const patch of box ?? []) ring(context, cell(patch), ratio, "rgb(255 255 255 / .75)", 1.25);
+  const most = raw ? largest(raw) : null;
+  if (most !== null && most + special !== asker && !sheet.hide.has(most)) best(context, cell(most), ratio);
   if (typeof asker === "number" && asker >= special) mark(context, cell(asker - special), ratio);
   if (focus && cursor !== null) {
     context.setLineDash([4 * ratio, 3 * ratio]);
@@ -250,6 +267,18 @@ function covers(context, width, height, sheet, cell, ratio) {
 function mark(context, area, ratio) {
   ring(context, area, ratio, "rgb(14 12 24 / .85)", 5, 1);
   ring(context, area, ratio, "#ffd479", 2.5, 1);
+}
+
+/** Where most light is. */
+function best(context, [left, top, width, height], ratio) {
+  const radius = 0.36 * Math.min(width, height);
+  for (const [colour, thick] of [["rgb(14 12 24 / .7)", 3.5], ["#fff", 1.75]]) {
+    context.strokeStyle = colour;
+    context.lineWidth = Math.min(thick * ratio, radius / 2);
+    context.beginPath();
+    context.arc(left + width / 2, top + height / 2, radius, 0, 2 * Math.PI);
+    context.stroke();
+  }
 }
 
 function ring(context, [left, top, width, height], ratio, colour, thick, grow = 0) {

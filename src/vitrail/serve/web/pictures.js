@@ -36,8 +36,10 @@ const result = (request) => new Promise((resolve, reject) => {
 /** Keep it for links; the oldest are forgotten. False where the browser keeps nothing (a private window). */
 export async function remember(key, blob) {
   try {
+    const when = Date.now(), put = async (record) => result((await store("readwrite")).put(record));
+    const bare = async () => put({ key, data: await blob.arrayBuffer(), type: blob.type, when });
+    await put({ key, blob, when }).catch(bare);  // WebKit keeps no blobs in a private window
     const pictures = await store("readwrite");
-    await result(pictures.put({ key, blob, when: Date.now() }));
     const all = await result(pictures.getAll());
     all.sort((a, b) => b.when - a.when).slice(KEPT).forEach((old) => pictures.delete(old.key));
     return true;
@@ -47,7 +49,10 @@ export async function remember(key, blob) {
 }
 
 export async function recall(key) {
-  try { return (await result((await store("readonly")).get(key)))?.blob ?? null; } catch { return null; }
+  try {
+    const { blob, data, type } = await result((await store("readonly")).get(key));
+    return blob ?? new Blob([data], { type });
+  } catch { return null; }
 }
 
 /** The picture, made smaller where the server would not take it; and what was done, in words. */
@@ -65,14 +70,11 @@ export async function fitting(blob, limits) {
   return { blob: smaller, note: `The picture is larger than the server takes: it was sent ${canvas.width} × ${canvas.height} pixels in size.` };
 }
 
-/** Fills the dialog with what the camera sees; resolves with a picture, or null. */
+/** Fills the dialog with what the camera sees; resolves with a picture, or null. However it ends, the camera is off. */
 export async function takePicture(box) {
   const stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment", width: { ideal: 1280 } } });
   const video = box.querySelector("video");
-  video.srcObject = stream;
-  box.showModal();
-  await video.play();
-  return new Promise((resolve) => {
+  const taken = new Promise((resolve) => {
     const end = (blob) => {
       stream.getTracks().forEach((track) => track.stop());
       video.srcObject = null;
@@ -83,10 +85,15 @@ export async function takePicture(box) {
     box.onclose = () => end(null);
     box.querySelector("#camera-stop").onclick = () => end(null);
     box.querySelector("#camera-take").onclick = () => {
+      if (!video.videoWidth) return;  // it has shown nothing yet
       const canvas = document.createElement("canvas");
       [canvas.width, canvas.height] = [video.videoWidth, video.videoHeight];
       canvas.getContext("2d").drawImage(video, 0, 0);
       canvas.toBlob(end, "image/jpeg", 0.95);
     };
   });
+  video.srcObject = stream;
+  box.showModal();
+  video.play().catch(() => {});  // called off before it began
+  return taken;
 }

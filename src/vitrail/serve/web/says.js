@@ -3,7 +3,17 @@
 import { cosine } from "./attention.js";
 
 const ROW = 44;  // pixels between two bars
+const MANY = 5, FEW = 3;  // bars for one picture, and for each of two
 export const percent = (share) => (share < 0.0005 ? "<\u00a00.1\u00a0%" : `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}\u00a0%`);
+/** Numbers with a true minus. */
+export const minus = (text) => String(text).replace("-", "−");
+/** A difference of two shares, in points of a hundred. */
+export const points = (value) => minus((100 * value).toFixed(1).replace(/^-0\.0$/, "0.0"));
+/** By how many whole points it rose or fell; nothing where it did not. */
+export function change(now, before) {
+  const far = Math.round(100 * (now - before));
+  return far ? `${far > 0 ? "+" : "−"}${Math.abs(far)}` : "";
+}
 export const tidy = (label) => capital(label.split(",")[0].replaceAll("_", " "));
 export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
@@ -51,12 +61,12 @@ class Block {
     this.label.textContent = best ? tidy(best.label) : sheet.blob ? "…" : "";
     this.label.title = best?.label ?? "";
     this.score.textContent = best ? percent(best.score) : "";
-    this.draw(sheet);
-    this.note.textContent = sheet.hide.size ? "The tick is where it stood with nothing hidden." : best ? known(model) : "";
+    this.draw(sheet, letter ? FEW : MANY);
+    this.note.textContent = sheet.hide.size ? "The tick is where it stood with nothing hidden." : best && !letter ? known(model) : "";
   }
 
-  draw(sheet) {
-    const now = sheet.now ?? [], seen = new Set();
+  draw(sheet, count) {
+    const now = (sheet.now ?? []).slice(0, count), seen = new Set();
     now.forEach((prediction, place) => {
       seen.add(prediction.index);
       const row = this.rows.get(prediction.index) ?? this.row(prediction, place);
@@ -66,8 +76,7 @@ class Block {
       row.much.textContent = percent(prediction.score);
       row.tick.hidden = before === undefined;
       row.tick.style.left = `${100 * (before ?? 0)}%`;
-      const change = before === undefined ? 0 : Math.round(100 * (prediction.score - before));
-      row.change.textContent = change ? `${change > 0 ? "+" : "−"}${Math.abs(change)}` : "";
+      row.change.textContent = before === undefined ? "" : change(prediction.score, before);
       row.root.classList.toggle("first", place === 0);
       this.bars.append(row.root);
     });
@@ -112,7 +121,7 @@ function known({ classes, labels, several }) {
 /** One sentence for a screen reader. */
 export function spoken(sheet) {
   if (!sheet.now) return "";
-  const [best, next] = sheet.now, part = (p) => `${p.label.split(",")[0]}, ${Math.round(100 * p.score)} percent`;
+  const [best, next] = sheet.now, part = (p) => `${tidy(p.label)}, ${Math.round(100 * p.score)} percent`;
   const hidden = sheet.hide.size ? `With ${sheet.hide.size} ${sheet.hide.size === 1 ? "patch" : "patches"} hidden: ` : "";
   return `${hidden}${part(best)}${next ? `; then ${part(next)}` : ""}.`;
 }

@@ -1,6 +1,7 @@
 // Asking the server: says when it is slow, waits when it is busy, and asks again when it has been away.
 
 const WAITS = [400, 800, 1600, 3000, 5000];  // milliseconds between attempts
+const AGAIN = [429, 502, 503, 504];  // of the server or of a proxy before it: the page itself sets no deadline
 const SLOW = 300, LONG = 3000;
 
 export class Refused extends Error {
@@ -31,10 +32,8 @@ export async function ask(path, { body, what = "", signal, as = "json" } = {}) {
   try {
     for (let attempt = 0; ; attempt++) {
       const answer = await once(path, body, signal, as);
-      if (answer.ok) {
-        if (trouble) { trouble = false; listeners.state("fine", 0); }
-        return answer.found;
-      }
+      if (trouble && !answer.again) { trouble = false; listeners.state("fine", 0); }  // whatever it answers, it is back
+      if (answer.ok) return answer.found;
       if (!answer.again) throw answer.error;
       const wait = answer.after ?? WAITS[Math.min(attempt, WAITS.length - 1)];
       await pause(wait, answer.kind, signal);
@@ -57,9 +56,9 @@ async function once(path, body, signal, as) {
   }
   if (signal?.aborted) throw new DOMException("", "AbortError");
   if (response.ok && found !== null) return { ok: true, found };
-  if (response.ok || [502, 503].includes(response.status)) {
+  if (response.ok || AGAIN.includes(response.status)) {
     const after = Number(response.headers.get("Retry-After")) * 1000 || undefined;
-    return { again: true, kind: found?.error?.code === "queue_full" ? "busy" : "away", after };
+    return { again: true, kind: found?.error?.code === "queue_full" || response.status === 429 ? "busy" : "away", after };
   }
   const error = new Refused(response.status, found?.error);
   if (response.status !== 401) return { error };
@@ -78,16 +77,20 @@ async function pause(ms, kind, signal) {
   listeners.doing("", 0);
   say();
   const counting = setInterval(say, 1000);
-  let wake = () => {};
+  let wake, stop, timer = 0;
   try {
     await new Promise((resolve, reject) => {
       wake = resolve;
+      stop = () => reject(new DOMException("", "AbortError"));
       waiting.add(wake);
-      setTimeout(resolve, ms);
-      signal?.addEventListener("abort", () => reject(new DOMException("", "AbortError")), { once: true });
+      timer = setTimeout(resolve, ms);
+      signal?.addEventListener("abort", stop);
+      if (signal?.aborted) stop();
     });
   } finally {
     waiting.delete(wake);
+    signal?.removeEventListener("abort", stop);
+    clearTimeout(timer);
     clearInterval(counting);
   }
 }

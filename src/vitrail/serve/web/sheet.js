@@ -4,6 +4,7 @@ import { bytes, cosine, layerOf, mapOf } from "./attention.js";
 import { ask, form, latest } from "./server.js";
 
 const SHOWN = 5, KNOWN = 50;  // classes in the bars; classes whose earlier score is remembered
+const KEPT = ["source", "blob", "name", "hide", "past", "image", "before", "now", "whole", "kept", "embedding", "distance", "uniform", "grid", "stale", "layers", "maps"];
 
 export class Sheet {
   constructor(model, changed, failed) {
@@ -20,20 +21,25 @@ export class Sheet {
     Object.assign(this, { before: null, now: null, whole: null, kept: null, distance: [], uniform: 0, grid: this.model.grid, stale: true });
     this.layers = new Map();
     this.maps = new Map();
+    this.lost = new Set();  // what was asked for and refused
   }
 
   get patches() { return this.grid ? this.grid.rows * this.grid.columns : 0; }
   get values() { return { hide: this.hide.size ? [...this.hide].sort((a, b) => a - b) : undefined, fill: this.hide.size ? this.fill : undefined }; }
 
-  /** Another picture; what is hidden stays hidden where the caller says so. */
+  /** Another picture; what is hidden stays hidden where the caller says so. The one before is kept until this one is known to be good. */
   put(source, blob, name, hide = new Set()) {
     this.stop();
+    if (this.image || !this.last) this.last = Object.fromEntries(KEPT.map((key) => [key, this[key]]));
     Object.assign(this, { source, blob, name, hide: new Set(hide), past: [], image: null });
     this.forget();
     this.send();
   }
 
-  stop() { this.predicting.cancel(); this.explaining.cancel(); this.fetching.cancel(); }
+  stop() {
+    clearTimeout(this.later);
+    for (const work of [this.predicting, this.explaining, this.fetching]) work.cancel();
+  }
 
   /** Hide exactly these from now on. */
   cover(patches, remember = true) {
@@ -58,9 +64,13 @@ export class Sheet {
     this.later = setTimeout(() => this.explaining.start().catch(tell), soon ? 220 : 0);
   }
 
-  /** A picture that will not do is put aside, so that nothing waits for it. */
+  /** A picture that will not do is put aside for the one before it. */
   fail(error) {
-    if (!this.image) { this.stop(); this.blob = null; }
+    if (!this.image) {
+      this.stop();
+      Object.assign(this, this.last);
+      if (this.blob && this.stale) this.send();
+    }
     this.failed(this, error);
   }
 
@@ -101,15 +111,17 @@ export class Sheet {
     if (signal.aborted) return;
     this.layers = new Map();
     this.maps = new Map();
+    this.lost = new Set();
     if (!this.now && answer.predictions.length) this.tell(answer.predictions);
     Object.assign(this, { image, stale: false, grid: answer.grid ?? this.grid, distance: answer.distance ?? [], uniform: answer.uniform_distance });
     this.take(answer);
     this.changed(this);
   }
 
-  /** Where nothing can be explained: the picture, cut to the shape of what the model gets. */
+  /** Where nothing can be explained: the picture as the model gets it. */
   async show(signal) {
-    const image = this.image ?? (await cut(this.blob, this.model.image));
+    const seen = async () => picture((await ask("/v1/picture", { body: form(this.blob, {}), what: "The model is looking", signal })).picture);
+    const image = this.image ?? (await seen());
     if (signal.aborted) return;
     Object.assign(this, { image, stale: false });
     this.changed(this);
@@ -122,8 +134,8 @@ export class Sheet {
 
   /** A layer or map that did not come with the first answer. */
   want({ layer, method }) {
-    if (!this.image || this.stale || (layer ? this.layers.has(layer) : this.maps.has(method))) return;
-    this.fetching.start({ layer, method }).catch((error) => this.fail(error));
+    if (!this.image || this.stale || (layer ? this.layers.has(layer) : this.maps.has(method)) || this.lost.has(layer ?? method)) return;
+    this.fetching.start({ layer, method }).catch((error) => { this.lost.add(layer ?? method); this.fail(error); });
   }
 
   async more(signal, { layer, method }) {
@@ -137,12 +149,6 @@ export class Sheet {
 }
 
 const scores = (predictions) => new Map(predictions.map((p) => [p.index, p.score]));
-
-async function cut(blob, { width, height }) {
-  const whole = await createImageBitmap(blob), scale = Math.min(whole.width / width, whole.height / height);
-  const [across, down] = [Math.round(width * scale), Math.round(height * scale)];
-  return createImageBitmap(whole, (whole.width - across) >> 1, (whole.height - down) >> 1, across, down);
-}
 
 async function picture(url) {
   const [kind, data] = url.split(";base64,");

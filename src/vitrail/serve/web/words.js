@@ -3,7 +3,7 @@
 const $ = (id) => document.getElementById(id);
 let fading = 0;
 
-/** A sentence across the page; after `ms` it goes, with 0 it stays. `act` names a button, `count` is not read aloud. */
+/** A sentence in the header, over nothing that one might want to press; after `ms` it goes, with 0 it stays. `act` names a button, `count` is not read aloud. */
 export function banner(text, ms = 0, act = "", count = "") {
   clearTimeout(fading);
   if ($("banner-text").textContent !== text) $("banner-text").textContent = text;
@@ -11,29 +11,34 @@ export function banner(text, ms = 0, act = "", count = "") {
   $("banner-act").textContent = act;
   $("banner-act").hidden = !act;
   $("banner").hidden = false;
+  document.body.classList.add("told");
   if (ms) fading = setTimeout(hideBanner, ms);
 }
 
-export function hideBanner() { $("banner").hidden = true; }
+export function hideBanner() {
+  $("banner").hidden = true;
+  document.body.classList.remove("told");
+}
 
 export function onBanner(act) {
   $("banner-act").onclick = act;
   $("banner-close").onclick = hideBanner;
 }
 
-/** The quiet line beside the prediction; `count` is not read aloud. */
+/** The quiet line on the picture; `count` is not read aloud. */
 export function say(text, count = "") {
   if ($("doing").textContent !== text) $("doing").textContent = text;
   if ($("doing-count").textContent !== count) $("doing-count").textContent = count;
+  $("status").classList.toggle("quiet", !text);
 }
 
-/** Buttons of which one is chosen; `options` are [value, text], or null where they stand in the page. */
+/** Buttons of which one is chosen; `options` are [value, text, what it is], or null where they stand in the page. */
 export function segments(root, options, chosen, choose, key = "value") {
   const signature = JSON.stringify(options);
   if (options && root.dataset.made !== signature) {
     root.dataset.made = signature;
-    root.replaceChildren(...options.map(([value, text]) => {
-      const button = Object.assign(document.createElement("button"), { type: "button", textContent: text });
+    root.replaceChildren(...options.map(([value, text, title = ""]) => {
+      const button = Object.assign(document.createElement("button"), { type: "button", textContent: text, title });
       button.dataset[key] = value;
       return button;
     }));

@@ -1,0 +1,123 @@
+"""Exports that engines run, made once for a network and kept.
+
+They lie in $VITRAIL_ENGINES, else beside vitrail's other caches, under a digest of the weights, the
+preprocessing and the versions: what was written there holds here. A file that is damaged is made
+anew, and where nothing can be kept they last as long as the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from vitrail.data.sources import places
+from vitrail.errors import CheckpointError, FormatError
+from vitrail.export.engines import FileEngine, open_file
+from vitrail.export.export import export, prepared
+from vitrail.export.pictures import Pixels, samples
+from vitrail.export.sheet import SUFFIXES, Answer, Precision, Sheet, To
+from vitrail.models import Net
+from vitrail.runtime import say
+from vitrail.runtime.locks import locked
+from vitrail.weights.card import Card
+
+WRITTEN: dict[str, To] = {"onnxruntime": "onnx", "openvino": "openvino"}
+"""What an engine reads."""
+PACKAGES = ("vitrail", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
+"""Whose versions a file depends on."""
+
+
+def kept_engine(
+    net: Net,
+    card: Card,
+    name: str,
+    precision: Precision = "float32",
+    threads: int | None = None,
+    lanes: int = 1,
+    calibration: Sequence[Pixels] = (),
+) -> FileEngine:
+    """This engine for this network: exported and compared once, then kept."""
+    folder = folder_of(net, card, calibration)
+    path = folder / f"{precision}{SUFFIXES[WRITTEN[name]]}"
+    card = card.but(config=net.config)
+    with alone(folder / ".lock"):
+        if path.exists():
+            with suppress(CheckpointError, FormatError):  # damaged
+                return open_file(path, name, threads, lanes).named(card)
+        answer: Answer = "logits" if card.task == "classify" else "features"
+        sheet = Sheet(card=card.but(notes=()), to=WRITTEN[name], precision=precision, answer=answer)
+        bridge = folder / f"float32{SUFFIXES['onnx']}"
+        export(
+            net,
+            sheet,
+            path,
+            prepared(sheet, samples(card.config.channels)),
+            calibration=calibration,
+            bridge=bridge if bridge.exists() and bridge != path and not calibration else None,
+            timed=False,
+            overwrite=True,
+        )
+    return open_file(path, name, threads, lanes).named(card)
+
+
+def folder_of(net: Net, card: Card, calibration: Sequence[Pixels] = ()) -> Path:
+    """Where a network's files lie; other pictures to calibrate on have other scales, and a place of their own."""
+    folder = _top() / digest(net, card)
+    if calibration:
+        folder = folder / hashlib.blake2b(b"".join(p.tobytes() for p in calibration), digest_size=8).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """While one process has this file, others wait, and then find what it has made."""
+    with open(lock, "w") as file:
+        while not locked(file.fileno()):
+            time.sleep(0.1)
+        yield
+
+
+def _top() -> Path:
+    given, data = os.environ.get("VITRAIL_ENGINES"), places.cache()
+    usual = data / "engines" if os.environ.get("VITRAIL_DATA") else data.with_name("engines")
+    folder = Path(given).expanduser() if given else usual
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        say([f"{folder} cannot be written ({error.strerror or error}): engines' files are not kept"], about=str(folder))
+        return Path(_for_now().name)
+
+
+@lru_cache(maxsize=1)
+def _for_now() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes when the process does."""
+    return tempfile.TemporaryDirectory(prefix="vitrail-engines-")
+
+
+def digest(net: Net, card: Card) -> str:
+    """Sixteen letters that differ where anything does that a file depends on: not the names of its classes."""
+    found = hashlib.blake2b(digest_size=8)
+    told = card.but(config=net.config, notes=(), labels=None).to_dict() | {"origin": ""}
+    found.update(json.dumps([told, [_version(name) for name in PACKAGES]], sort_keys=True).encode())
+    for name, tensor in sorted(net.state_dict().items()):
+        found.update(name.encode())
+        found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,145 @@
+"""Connections that do not wait for ever: for a request's headers, for an answer to be read, for room.
+
+uvicorn has a limit for connections that are silent between two requests and none for these: a client that
+sends a byte now and then, or opens many connections, could hold them all, and one that sends thousands of
+requests without waiting for answers would have them all kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from vitrail.serve.limits import Limits
+from vitrail.serve.problems import Problem
+
+HEADERS = 64 * 2**10
+"""Bytes of a request's headers; one of uvicorn's two protocols would take any number."""
+AHEAD = 64
+"""Requests that may wait for the answer to one before them on the same connection."""
+
+
+class Bounded(asyncio.Protocol):
+    """What stands before uvicorn's own protocol, whichever that is."""
+
+    cycle: Any
+    connections: set[Any]
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+
+    limits = Limits()
+    began = False
+    """Whether anything has been sent."""
+    since = 0.0
+    """When it began to have nothing to do, on the loop's clock."""
+    overfull = False
+    """Whether it sent too many requests at once; it is closed after the answer to the one that runs."""
+    heard = 0
+    """Bytes of headers that are not complete."""
+    _headers: asyncio.TimerHandle | None = None
+    _reading: asyncio.TimerHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request of it is being answered."""
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._wait()
+        if len(self.connections) > self.limits.connections:
+            self._make_room()
+
+    def data_received(self, data: bytes) -> None:
+        before, self.began = self.cycle, True
+        body = before is not None and before.more_body
+        super().data_received(data)
+        if self.cycle is not before:  # the headers are complete
+            self._stop_waiting()
+            self.heard = 0
+        elif not body and self._too_much(len(data)):
+            return
+        elif self._headers is None and self.idle:  # the first bytes of another request, or the rest of a refused one
+            self._wait()
+        ahead: deque[Any] = getattr(self, "pipeline", deque())  # h11 reads no further than the next request
+        if len(ahead) > AHEAD:
+            ahead.clear()
+            self.overfull = True
+            self.transport.pause_reading()
+
+    def _too_much(self, count: int) -> bool:
+        """Whether headers that are still not complete have become too long; then the connection is closed."""
+        self.heard += count
+        if self.heard <= HEADERS or self.transport.is_closing() or not hasattr(self, "pipeline"):  # h11 has its own
+            return False
+        if self.idle:
+            self._refuse(
+                Problem(431, "headers_too_large", f"the headers have more than {HEADERS:,} bytes."),
+                "Request Header Fields Too Large",
+            )
+        self.transport.close()
+        return True
+
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        if self.overfull:
+            self.transport.close()
+        else:
+            super().on_response_complete()  # type: ignore[misc]
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(self.limits.seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_watching()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        self.since = self.loop.time()
+        self._headers = self.loop.call_later(self.limits.headers, self._too_slow)
+
+    def _stop_waiting(self) -> None:
+        if self._headers is not None:
+            self._headers.cancel()
+            self._headers = None
+
+    def _stop_watching(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _too_slow(self) -> None:
+        if self.began and self.cycle is None:
+            seconds = f"{self.limits.headers:g} seconds"
+            self._refuse(Problem(408, "too_slow", f"the headers did not arrive within {seconds}."), "Request Timeout")
+        self.transport.close()
+
+    def _make_room(self) -> None:
+        """Close the connection that has been idle for longest; where none is, this one."""
+        others = [one for one in self.connections if one is not self and one.idle and not one.transport.is_closing()]
+        if others:
+            min(others, key=lambda one: one.since).transport.abort()
+            return
+        self._refuse(Problem(503, "too_many_connections", "too many connections are open."), "Service Unavailable")
+        self.transport.close()
+
+    def _refuse(self, problem: Problem, phrase: str) -> None:
+        """Written here, since there is no request that could be answered."""
+        body = problem.body()
+        lines = [f"HTTP/1.1 {problem.status} {phrase}", "content-type: application/json"]
+        lines += [f"content-length: {len(body)}", "retry-after: 1", "connection: close", "", ""]
+        self.transport.write("\r\n".join(lines).encode() + body)
+
+
+def within(limits: Limits) -> type[Any]:
+    """The protocol with these limits, as uvicorn takes it."""
+    return type("Protocol", (Bounded, AutoHTTPProtocol), {"limits": limits})

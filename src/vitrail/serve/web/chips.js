@@ -1,0 +1,36 @@
+// The tokens that are no patches, as chips below the picture: asked and looked at like them.
+
+import { percent } from "./says.js";
+
+let before;  // who asked before the mouse came over a chip
+
+/** `row`: what each token gets of the attention shown, or null; `shown`: whether attention is shown at all. */
+export function drawChips(box, { model, view, row, shown, asker, render }) {
+  const alone = model.special.length === 1 && model.pool === "token";
+  const readers = alone ? [] : [[null, model.pool === "token" ? "what the head reads" : "all patches"]];
+  const names = shown ? [...readers, ...model.special.map((name, i) => [i, name])] : [];
+  while (box.children.length > names.length) box.lastChild.remove();
+  while (box.children.length < names.length) {
+    const chip = Object.assign(document.createElement("button"), { type: "button", className: "chip" });
+    chip.append(document.createElement("i"), document.createElement("span"), document.createElement("b"));
+    box.append(chip);
+  }
+  const current = asker ?? (alone ? 0 : null);
+  const peek = (token) => {
+    if (token !== null) { before ??= { ask: view.ask }; view.ask = token; }
+    else if (before) { view.ask = before.ask; before = undefined; }
+    render();
+  };
+  names.forEach(([token, name], i) => {
+    const chip = box.children[i], [light, label, much] = chip.children, share = row && token !== null ? row[token] : null;
+    label.textContent = name;
+    much.textContent = share === null ? "" : percent(share);
+    light.style.opacity = share === null ? 0 : Math.min(1, 0.15 + Math.sqrt(share));
+    light.hidden = share === null;
+    chip.setAttribute("aria-pressed", String(current === token));
+    chip.title = token === null ? "Ask for all of them together" : `Ask from the ${name} token; it gets ${share === null ? "…" : percent(share)} of the attention shown`;
+    chip.onclick = () => { before = undefined; view.ask = token; render(); };
+    chip.onpointerenter = (event) => { if (event.pointerType === "mouse" && token !== null) peek(token); };
+    chip.onpointerleave = (event) => { if (event.pointerType === "mouse") peek(null); };
+  });
+}

@@ -1,0 +1,146 @@
+// Which picture lies in which pane: samples, files, the clipboard, the camera and links put it there. The latest wish counts.
+
+import { isOwn, own, readLink } from "./link.js";
+import { fitting, keyOf, pictureIn, recall, remember, takePicture } from "./pictures.js";
+import { ask } from "./server.js";
+import { banner, hideBanner, say } from "./words.js";
+
+const $ = (id) => document.getElementById(id);
+export const NO_PICTURE = "That is no picture that can be read here; JPEG, PNG, WebP, GIF, BMP, AVIF and TIFF will do.";
+
+/** `page`: view, model, shows, samples; newSheet(), newPane(words), pane(), dropSheets(), render(). */
+export class Choosing {
+  constructor(page) { Object.assign(this, { page, restoring: 0 }); }
+
+  get pane() { return this.page.pane(); }
+
+  /** The patch of a sample that is worth asking from; null for other pictures. */
+  point(source) {
+    const { model, samples } = this.page, found = samples.find(({ name }) => name === source)?.point;
+    if (!found || !model.attention || !model.grid) return null;
+    const { rows, columns } = model.grid;
+    return model.special.length + Math.floor(found[1] * rows) * columns + Math.floor(found[0] * columns);
+  }
+
+  /** Begins a wish for a pane; what is returned says whether it is still the latest. */
+  wish(one, wanted = null) {
+    const mine = (one.turn = (one.turn ?? 0) + 1);
+    one.wanted = wanted;  // the address has it already
+    this.page.render();
+    return () => one.turn === mine && this.page.view.panes.includes(one);
+  }
+
+  /** Another picture into a pane; a second pane that shared the first one's gets a sheet of its own. */
+  put(one, source, blob, name) {
+    const { view, newSheet, dropSheets } = this.page, before = view.sheets[one.sheet];
+    const shared = view.panes.some((other) => other !== one && other.sheet === one.sheet);
+    if (shared) one.sheet = newSheet();
+    const sheet = view.sheets[one.sheet], awaited = !before.blob && before.source && isOwn(before.source) && isOwn(source);  // a link came without it
+    if (shared) sheet.refused = () => { one.sheet = view.sheets.indexOf(before); dropSheets(); };
+    if (!shared && before.source && view.ask !== null && view.ask === this.point(before.source)) view.ask = this.point(source);
+    one.wanted = null;
+    hideBanner();
+    sheet.put(source, blob, name, awaited ? before.hide : new Set());
+    this.page.render();
+  }
+
+  async file(file, one = this.pane) {
+    if (!file) return banner(NO_PICTURE);
+    const latest = this.wish(one), { blob, note } = await fitting(file, this.page.model.limits), key = await keyOf(blob);
+    const kept = await remember(key, blob);
+    if (!latest()) return;
+    this.put(one, own(key), blob, file.name?.replace(/\.\w+$/, "") || "your picture");
+    if (note) banner(note);
+    if (!kept) say("This browser keeps no pictures: a link to this view will not restore it.");
+  }
+
+  async fetched(source) {
+    if (isOwn(source)) return recall(source.slice(4));
+    const sample = this.page.samples.find(({ name }) => name === source);
+    return sample ? ask(sample.url, { as: "blob", what: "Fetching the sample" }) : null;
+  }
+
+  async sample(name) {
+    const one = this.pane, latest = this.wish(one, name), blob = await this.fetched(name).catch(() => null);
+    if (!latest()) return;
+    if (blob) return this.put(one, name, blob, name);
+    one.wanted = null;
+    banner("The sample could not be fetched; try again in a moment.");
+  }
+
+  /** The view an address stands for; with none, the first sample and something to see in it. */
+  async restore(text) {
+    const { view, model, shows, samples, newSheet, newPane, render } = this.page;
+    const wanted = readLink(text, model, shows), mine = ++this.restoring;
+    if (text.length < 2) wanted.ask = this.point(samples[0]?.name);
+    hideBanner();
+    view.sheets.forEach((sheet) => sheet.stop());
+    document.body.classList.remove("two");
+    Object.assign(view, { panes: [], sheets: [], active: 0, hover: null, ask: wanted.ask, paint: wanted.paint, fill: wanted.fill });
+    $("panes").replaceChildren();
+    for (let i = 0; i < wanted.sources.length; i++) newSheet();
+    wanted.panes.forEach(newPane);
+    const sheets = [...view.sheets], panes = [...view.panes];
+    wanted.sources.forEach(({ source, hide }, i) => Object.assign(sheets[i], { source: source ?? samples[0]?.name ?? null, hide }));
+    render();
+    await Promise.all(sheets.map(async (sheet, i) => {
+      const { source, hide } = sheet;
+      if (!source) return;
+      const blob = await this.fetched(source).catch(() => null);
+      if (mine !== this.restoring || panes.some((one) => one.sheet === i && one.turn)) return;  // something else was wished for meanwhile
+      if (blob) sheet.put(source, blob, isOwn(source) ? "your picture" : source, hide);
+      else banner(isOwn(source) ? "This link shows a picture that stayed in the browser it was opened in. Drop the same picture here and the view is restored." : `There is no sample called “${source}” here; choose another or drop a picture.`);
+    }));
+    if (mine === this.restoring) render();
+  }
+
+  async camera() {
+    if (!navigator.mediaDevices?.getUserMedia) return $("snap").click();
+    const one = this.pane;
+    try {
+      const blob = await takePicture($("camera-box"));
+      if (blob) await this.file(new File([blob], "camera.jpg", { type: blob.type }), one);
+    } catch { banner("The camera cannot be used: it is not there, or this page may not use it."); }
+  }
+
+  listen() {
+    const { view } = this.page;
+    $("open").onclick = () => $("file").click();
+    $("camera").onclick = () => this.camera();
+    for (const id of ["file", "snap"]) $(id).onchange = ({ target }) => { if (target.files.length) this.file(pictureIn(target)); target.value = ""; };
+    addEventListener("paste", (event) => { const file = pictureIn(event.clipboardData); if (file) { event.preventDefault(); this.file(file); } });
+    addEventListener("hashchange", () => this.restore(location.hash));
+    let depth = 0;
+    addEventListener("dragenter", (event) => { event.preventDefault(); depth++; $("drop").hidden = false; });
+    addEventListener("dragleave", () => { depth = Math.max(0, depth - 1); $("drop").hidden = depth === 0; });
+    addEventListener("dragover", (event) => event.preventDefault());
+    addEventListener("drop", (event) => {
+      event.preventDefault();
+      depth = 0;
+      $("drop").hidden = true;
+      const at = view.panes.findIndex(({ view: { root } }) => root.contains(event.target));
+      if (at >= 0) view.active = at;
+      this.file(pictureIn(event.dataTransfer));
+    });
+    $("samples").replaceChildren(...this.page.samples.map(({ name, url, alt }) => {
+      const button = Object.assign(document.createElement("button"), { type: "button", className: "sample", title: alt, onclick: () => this.sample(name) });
+      button.dataset.name = name;
+      button.append(Object.assign(document.createElement("img"), { src: url, alt, loading: "lazy", width: 64, height: 64 }));
+      return button;
+    }));
+  }
+
+  /** Marks the sample that the chosen pane shows, or waits for. */
+  mark(one, sheet) {
+    for (const button of $("samples").children) {
+      const chosen = button.dataset.name === (one.wanted ?? sheet.source);
+      if (chosen && button.getAttribute("aria-pressed") !== "true") {
+        const strip = document.querySelector(".sources");
+        strip.scrollLeft = button.offsetLeft - strip.offsetLeft - strip.clientWidth / 2 + button.offsetWidth / 2;
+      }
+      button.setAttribute("aria-pressed", String(chosen));
+    }
+    const sample = this.page.samples.find(({ name }) => name === sheet.source);
+    $("credit").textContent = sample ? `Sample “${sample.name}”: ${sample.credit}` : "";
+  }
+}

@@ -1,0 +1,96 @@
+// What a pane shows, in words: its name, what it means, who looks where, how bright is how much.
+
+import { largest, scale } from "./attention.js";
+import { capital, percent, points, tidy } from "./says.js";
+
+export const NAMES = { attention: "Attention", rollout: "Rollout", gradient: "Gradient", occlusion: "Occlusion", pool: "Pool", plain: "Picture" };
+
+/** For those who rest on a button. */
+export const TIPS = {
+  attention: "What one patch gathers from, in one layer",
+  rollout: "Attention through all layers: how much of each patch reaches the answer",
+  gradient: "Attention through all layers, weighed by what speaks for the class",
+  occlusion: "Squares are covered in turn: what does the class lose?",
+  pool: "Where the attention pool looks",
+  plain: "The picture as the model gets it",
+};
+
+export const place = (patch, { columns }) => `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}`;
+
+export function titleOf({ show, layer, head }, model) {
+  if (show !== "attention") return NAMES[show];
+  return `Layer ${layer}, ${head ? `head ${head}` : model.heads > 1 ? "all heads" : "its head"}`;
+}
+
+/** Who asks: a token's number, or null for whatever the head reads. */
+export function whoAsks(from, model, grid) {
+  if (from === null) return model.pool === "token" ? (model.special.length === 1 ? "the class token" : "what the head reads") : "the mean of all patches";
+  return from < model.special.length ? `the ${model.special[from]} token` : place(from - model.special.length, grid);
+}
+
+/** One line below the picture: what light means here. */
+export function meaning({ show, head }, sheet, model, from) {
+  const [best] = sheet.now ?? [], named = best ? `“${tidy(best.label)}”` : "the class", side = Math.min(2, model.grid.rows, model.grid.columns);
+  if (show === "attention") {
+    const who = from !== null && from >= model.special.length ? "the framed patch" : whoAsks(from, model, model.grid);
+    return `What ${who} attends to${head ? ` in head ${head}` : ""}.`;
+  }
+  return {
+    rollout: "How much of each patch reaches the answer, through all layers.",
+    gradient: `Attention through all layers, for ${named}.`,
+    occlusion: `What ${named} loses by covering ${side > 1 ? `${side} × ${side} patches` : "a patch"}.`,
+    pool: "Where the attention pool looks.",
+    plain: "The picture as the model gets it.",
+  }[show];
+}
+
+/** What is dark and what is full light, for the scale beside it; null where there is none. */
+export function legend(show, values) {
+  if (!values) return null;
+  const { low, high, most } = scale(values), share = (value) => (value <= 0 ? "0" : percent(value)), more = most > high ? "≥ " : "";
+  if (show === "gradient") return ["least", "most"];
+  if (show === "occlusion") return [points(low), more + points(high)];
+  return [share(low), more + share(high)];
+}
+
+/** The numbers behind what is seen, in a sentence. */
+export function sentence({ show }, sheet, model, { values, row, from, hover }) {
+  if (!sheet.image || !sheet.grid) return "";
+  if (!model.methods.length) return "This server runs an exported file: it predicts, and cannot be looked into.";
+  if (show === "plain") return model.attention ? `${model.image.width} × ${model.image.height} pixels.` : "This model has convolutions and no attention to look at; occlusion shows what it needs.";
+  if (!values) return "";
+  if (show !== "attention") return valueOf(show, values, hover ?? largest(values), hover === null, sheet.grid);
+  const special = model.special.length, best = largest(values), token = largest(row.subarray(0, special)), me = from ?? (whoAsks(null, model, sheet.grid) === "the class token" ? 0 : null);
+  const where = me === best + special ? "itself" : place(best, sheet.grid), much = (at) => `(${percent(row[at])})`;
+  const corner = from === null || from < special ? cornered(best, sheet.grid) : "";
+  const who = capital(whoAsks(from, model, sheet.grid));
+  if (special && row[token] > values[best]) {
+    const whom = me === token ? "itself" : `the ${model.special[token]} token`;
+    return `${who} looks most at ${whom} ${much(token)}, then at ${where} ${much(best + special)}.${corner}`;
+  }
+  return `${who} looks most at ${where} ${much(best + special)}.${corner}`;
+}
+
+/** Seen with many networks: in late layers a corner gets more than its due in every picture. */
+function cornered(patch, { rows, columns }) {
+  const [row, column] = [Math.floor(patch / columns), patch % columns];
+  const corner = (row === 0 || row === rows - 1) && (column === 0 || column === columns - 1);
+  return corner ? " Corners often draw attention, whatever is on them." : "";
+}
+
+function valueOf(show, values, patch, best, grid) {
+  const where = place(patch, grid), value = values[patch], most = values[largest(values)];
+  const start = best ? `Most at ${where}: ` : `${capital(where)}: `;
+  if (show === "occlusion") return `${start}${points(Math.abs(value))} points ${value < 0 ? "won" : "lost"} when covered.`;
+  if (show === "gradient") return `${start}${most > 0 ? (value / most).toFixed(2) : "0"} of the most.`;
+  return `${start}${percent(Math.max(value, 0))}.`;
+}
+
+/** What can be done here, above the picture. */
+export function invitation({ model, mode, touch, compared }) {
+  const click = touch ? "Tap" : "Click";
+  if (compared) return `The controls are for ${compared}: give it another layer, map or picture.`;
+  if (!model.attention) return `${click} patches to hide them, and watch the ${model.classes ? "prediction" : "features"} change.`;
+  if (touch) return mode === "ask" ? "Tap a patch to see what it attends to. Press long to hide it." : "Tap patches to hide them, and watch the prediction change.";
+  return mode === "ask" ? "Click a patch to keep seeing what it attends to. Shift and click hides it." : "Point at a patch to see what it attends to. Click to hide it.";
+}

@@ -1,0 +1,223 @@
+"""Connections over real sockets: slow, silent, unread, too many; and those that behave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+from serving import photo, running, served, until
+
+from vitrail.errors import ConfigError
+from vitrail.serve import connections
+from vitrail.serve.limits import Limits
+
+SHORT = Limits(headers=0.4, seconds=0.5, connections=8)
+GET = b"GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n"
+
+
+@pytest.fixture(scope="module", params=["httptools.HttpToolsProtocol", "h11.H11Protocol"])
+def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    """Of a server with either of uvicorn's protocols: an installation may have only the second."""
+    module, _, name = request.param.partition(".")
+    found = pytest.importorskip(f"uvicorn.protocols.http.{module}_impl")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(connections, "AutoHTTPProtocol", getattr(found, name))
+        with running(served(), SHORT) as (client, _):
+            yield client
+
+
+@contextmanager
+def connected(client: httpx.Client, **options: int) -> Iterator[socket.socket]:
+    with socket.socket() as sock:
+        for name, value in options.items():
+            sock.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+        sock.settimeout(10)
+        sock.connect((client.base_url.host, client.base_url.port))
+        yield sock
+
+
+def rest(sock: socket.socket) -> bytes:
+    """All that comes until the connection is closed."""
+    found = b""
+    try:
+        while piece := sock.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_headers_without_end_are_not_kept(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nhost: here\r\nx: ")
+        sent = 0
+        try:
+            while sent < 2**22:
+                sent += sock.send(bytes(2**14).replace(b"\0", b"a"))
+        except OSError:
+            pass
+        assert sent < 2**22
+        answer = rest(sock)
+    assert answer[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")  # who still sends may not hear it
+
+
+def test_long_bodies_and_requests_behind_them_are_no_headers(client: httpx.Client) -> None:
+    body = bytes(300_000)
+    head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n"
+    with connected(client) as sock:
+        sock.sendall(head % len(body) + body + GET)
+        until_all = b""
+        while b"alive" not in until_all:
+            until_all += sock.recv(65536)
+    assert until_all.count(b"HTTP/1.1 ") == 2
+
+
+def drip(sock: socket.socket, data: bytes) -> float:
+    """A byte every 50 ms until there is an answer or nobody to take them; how long that was."""
+    start = time.monotonic()
+    sock.setblocking(False)
+    for i in range(200):
+        try:
+            sock.send(data[i % len(data) :][:1])
+            sock.recv(1, socket.MSG_PEEK)
+            break
+        except BlockingIOError:
+            time.sleep(0.05)
+        except (BrokenPipeError, ConnectionResetError):
+            break
+    sock.settimeout(10)
+    return time.monotonic() - start
+
+
+def test_headers_that_come_a_byte_at_a_time_are_answered_408_and_closed(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        took = drip(sock, b"GET /healthz HTTP/1.1\r\nx-slow: " + 1000 * b"a")
+        head, _, body = rest(sock).partition(b"\r\n\r\n")
+    assert 0.3 < took < 3
+    assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+    assert b"connection: close" in head
+    assert json.loads(body)["error"] == {
+        "code": "too_slow",
+        "message": "the headers did not arrive within 0.4 seconds.",
+    }
+
+
+def test_a_connection_that_says_nothing_is_closed_without_a_word(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        start = time.monotonic()
+        assert rest(sock) == b""
+        assert 0.3 < time.monotonic() - start < 3
+
+
+def test_a_second_request_may_not_be_slow_either(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(GET)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        assert 0.3 < drip(sock, b"GET /healthz HTTP/1.1\r\nx-slow: " + 1000 * b"a") < 3
+        assert rest(sock) == b""
+
+
+def test_the_rest_of_a_refused_body_does_not_hold_the_connection(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(b"POST /nothing HTTP/1.1\r\nhost: here\r\ncontent-length: 100000\r\n\r\n")
+        assert sock.recv(4096).startswith(b"HTTP/1.1 404")
+        assert 0.3 < drip(sock, b"a") < 3
+
+
+def test_between_requests_a_connection_may_be_silent_for_longer(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        for _ in range(3):
+            sock.sendall(GET)
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
+            time.sleep(0.6)
+
+
+def test_headers_in_two_pieces_and_a_body_that_takes_longer_are_answered(client: httpx.Client) -> None:
+    data = photo()
+    head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/jpeg\r\n"
+    with connected(client) as sock:
+        sock.sendall(head)
+        time.sleep(0.2)
+        sock.sendall(b"content-length: %d\r\n\r\n" % len(data) + data[:100])
+        time.sleep(0.35)  # longer than headers may take, all in all
+        sock.sendall(data[100:])
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_client_that_does_not_read_is_left(client: httpx.Client) -> None:
+    with connected(client, SO_RCVBUF=4096) as sock:
+        until(lambda: not taken(sock, 20 * b"GET /openapi.json HTTP/1.1\r\nhost: here\r\n\r\n"))
+    assert client.get("/healthz").status_code == 200
+
+
+def taken(sock: socket.socket, data: bytes) -> bool:
+    sock.settimeout(0.1)
+    try:
+        sock.sendall(data)
+    except TimeoutError:  # nobody reads what it asks any more
+        return True
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    time.sleep(0.05)
+    return True
+
+
+def test_a_few_requests_at_once_are_answered_in_order(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(10 * GET + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        assert rest(sock).count(b"HTTP/1.1 200 OK") == 11
+
+
+def test_thousands_of_requests_at_once_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = pytest.importorskip("uvicorn.protocols.http.httptools_impl")  # h11 reads no further than one of them
+    monkeypatch.setattr(connections, "AutoHTTPProtocol", tools.HttpToolsProtocol)
+    with running(served(), SHORT) as (client, _):
+        with connected(client) as sock:
+            sock.sendall(3000 * GET)
+            assert 1 <= rest(sock).count(b"HTTP/1.1 200 OK") < 100
+        assert client.get("/healthz").status_code == 200
+
+
+def test_too_many_connections_cost_the_idlest_its_own_and_no_request(client: httpx.Client) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(connected(client))
+        first.sendall(GET)
+        assert first.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        for _ in range(12):
+            sock = stack.enter_context(connected(client))
+            sock.sendall(GET)
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        assert rest(first) == b""  # the keep-alive of 75 seconds is not over
+        sock.sendall(GET)
+        assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_where_all_are_busy_another_is_answered_503() -> None:
+    what = served()
+    with running(what, Limits(connections=3)) as (client, service), ExitStack() as stack:
+        client.get("/healthz", headers={"connection": "close"})
+        what.engine.go.clear()
+        data = photo()
+        head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/jpeg\r\ncontent-length: %d\r\n\r\n"
+        busy = [stack.enter_context(connected(client)) for _ in range(3)]
+        for sock in busy:
+            sock.sendall(head % len(data) + data)
+        until(lambda: service.batcher.waiting == 3)
+        with connected(client) as another:
+            head_, _, body = rest(another).partition(b"\r\n\r\n")
+        assert head_.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"retry-after: 1" in head_
+        assert json.loads(body)["error"]["code"] == "too_many_connections"
+        what.engine.go.set()
+        assert all(sock.recv(4096).startswith(b"HTTP/1.1 200 OK") for sock in busy)
+
+
+@pytest.mark.parametrize("name", ["headers", "connections"])
+def test_a_limit_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        Limits(**{name: 0})

@@ -1,0 +1,40 @@
+"""POST /v1/picture: what the network sees, of a picture and without one's network."""
+
+from __future__ import annotations
+
+import base64
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_models import model, small
+
+import vitrail
+
+pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
+from serving import Held, photo, running
+
+from vitrail.serve.served import Served
+
+PREPROCESS = vitrail.PreprocessConfig(image=32, resize="short", resize_to=40)
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["network", "exported"])
+def test_it_is_the_crop_that_the_network_gets(closed: bool) -> None:
+    torch.manual_seed(0)
+    vit = model(small(), preprocess=PREPROCESS)
+    with running(Served(Held(vit), None if closed else vit, name="small")) as (client, service):
+        answer = client.post("/v1/picture", files={"image": photo()}).json()
+        assert answer["grid"] == {"rows": 4, "columns": 4}
+        data = base64.b64decode(answer["picture"].removeprefix("data:image/jpeg;base64,"))
+        with Image.open(io.BytesIO(data)) as image:
+            seen = np.asarray(image.resize((32, 32), Image.Resampling.BOX), dtype=float)
+        pixels = service.pictures.pixels(photo())
+        assert np.abs(seen - pixels).mean() < 3
+        assert np.abs(seen - np.asarray(Image.open(io.BytesIO(photo())).resize((32, 32)), dtype=float)).mean() > 6
+        hidden = client.post("/v1/picture", files={"image": photo()}, data={"hide": "[0]"}).json()
+        assert hidden["picture"] != answer["picture"]
+        refused = client.post("/v1/picture", files=[("images", photo()), ("images", photo(1))])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "one_image")

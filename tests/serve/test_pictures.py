@@ -1,0 +1,142 @@
+"""What a picture costs to unpack is known before it is: pixels, scans, and how many others are being unpacked."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from serving import photo, png_of
+from small_models import model, small
+
+from vitrail.serve import pictures as module
+from vitrail.serve.limits import Limits
+from vitrail.serve.pictures import Pictures, scans
+from vitrail.serve.problems import Problem
+
+
+def progressive(mode: str = "RGB", size: tuple[int, int] = (64, 48)) -> bytes:
+    out = io.BytesIO()
+    Image.effect_noise(size, 40).convert(mode).save(out, "JPEG", progressive=True)
+    return out.getvalue()
+
+
+def with_scans(data: bytes, more: int) -> bytes:
+    """The same picture, its last scan repeated."""
+    last = data.rindex(b"\xff\xda")
+    return data[:-2] + data[last:-2] * more + b"\xff\xd9"
+
+
+def reader(limits: Limits | None = None, decoders: int = 1) -> Pictures:
+    preprocess = model(small()).preprocess
+    return Pictures(preprocess, limits or Limits(), (4, 4), decoders)
+
+
+@pytest.mark.parametrize(("mode", "count"), [("RGB", 10), ("L", 6), ("CMYK", 18)])
+@pytest.mark.parametrize("more", [0, 3])
+def test_scans_are_those_of_libjpeg(mode: str, count: int, more: int) -> None:
+    data = with_scans(progressive(mode), more)
+    assert [most for most in range(30) if scans(data, most) > most] == list(range(count + more))
+    assert scans(data, 5) == 6  # counted no further
+
+
+@given(st.binary(max_size=300), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_what_follows_the_end_or_lies_in_the_metadata_is_not_counted(extra: bytes, copies: int) -> None:
+    data = progressive()
+    noise = (extra + b"\xff\xda") * copies
+    comment = b"\xff\xfe" + (len(noise) + 2).to_bytes(2, "big") + noise
+    assert scans(data[:2] + comment + data[2:] + noise, 10) <= 10
+    assert scans(data[:2] + comment + with_scans(data, 1)[2:] + noise, 10) == 11
+
+
+def test_a_photograph_with_a_video_behind_it_is_read() -> None:
+    video = np.random.default_rng(0).bytes(12_000_000)
+    assert video.count(b"\xff\xda") > module.SCANS
+    assert np.array_equal(reader().pixels(photo() + video), reader().pixels(photo()))
+
+
+def test_large_pictures_may_come_in_fewer_scans() -> None:
+    many = with_scans(progressive(), 90)  # 100 scans of 3,072 pixels
+    assert reader(Limits(pixels=50_000)).pixels(many).shape == (32, 32, 3)
+    with pytest.raises(Problem, match="more than 21 scans") as refused:
+        reader(Limits(pixels=3_300)).pixels(many)
+    assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
+    with pytest.raises(Problem, match="more than 128 scans"):
+        reader().pixels(with_scans(progressive(), 150))
+    for mode in ("RGB", "L", "CMYK"):  # the largest picture, as libjpeg writes it
+        assert reader(Limits(pixels=64 * 48)).pixels(progressive(mode)).shape == (32, 32, 3)
+
+
+def test_scans_of_a_kind_that_pillow_reads_are_counted_too() -> None:
+    with pytest.raises(Problem, match="scans"):
+        reader(Limits(pixels=64 * 48)).pixels(with_scans(progressive("CMYK"), 10))
+
+
+def test_a_file_full_of_markers_is_counted_quickly() -> None:
+    head = photo()[: photo().index(b"\xff\xda")]
+    scan = b"\xff\xda\0\x02"
+    start = time.perf_counter()
+    assert scans(head + scan + b"\xff\0" * 4_000_000 + scan * 3, 3) == 4
+    assert scans(head + b"\xff" * 8_000_000 + b"\xda\0\x02" + scan * 200, 128) == 129
+    assert time.perf_counter() - start < 3
+
+
+class Counted:
+    """A preprocessing that says how many pixels are being unpacked, and takes its time."""
+
+    def __init__(self) -> None:
+        self.lock, self.now, self.most, self.together = threading.Lock(), 0, 0, 0
+
+    def pixels(self, picture: Any) -> Any:
+        size = picture.width * picture.height
+        with self.lock:
+            self.now += size
+            self.most, self.together = max(self.most, self.now), max(self.together, self.now // size)
+        time.sleep(0.02)
+        with self.lock:
+            self.now -= size
+
+
+@pytest.mark.parametrize(
+    ("size", "decoders", "together"),
+    [
+        ((7000, 7000), 4, 1),  # two of them would be more than 50 million
+        ((5000, 4000), 4, 2),
+        ((5000, 4000), 8, 5),  # 8 decoders may have 100 million
+        ((900, 900), 4, 4),  # not worth a count
+    ],
+)
+def test_only_so_many_pixels_are_unpacked_at_a_time(size: tuple[int, int], decoders: int, together: int) -> None:
+    found, counted = reader(decoders=decoders), Counted()
+    found.preprocess = counted  # type: ignore[assignment]
+    with ThreadPoolExecutor(decoders) as pool:
+        list(pool.map(found.pixels, [png_of(*size)] * 3 * decoders))
+    assert counted.together == together
+    assert counted.most <= max(50_000_000, 12_500_000 * decoders)
+    assert found.budget.left == found.budget.total
+
+
+def test_a_picture_that_cannot_be_unpacked_gives_back_its_room() -> None:
+    found = reader()
+    with pytest.raises(Problem, match="cannot be read"):
+        found.pixels(png_of(2000, 1000, bytes(10)))
+    assert found.budget.left == found.budget.total
+
+
+def test_memory_of_a_large_picture_is_given_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(module, "trim_heap", lambda: trimmed.append(1))
+    found, counted = reader(), Counted()
+    found.preprocess = counted  # type: ignore[assignment]
+    found.pixels(png_of(3000, 2000))
+    assert trimmed == []
+    found.pixels(png_of(5000, 4000))
+    assert trimmed == [1]

@@ -1,0 +1,207 @@
+"""Exported files are models like any other: loaded, asked, measured; and what they cannot do is said."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from small_models import LABELS, gradient, model, small
+
+import vitrail
+from vitrail.api.embedding import embed
+from vitrail.api.exporting import export, running
+from vitrail.errors import ConfigError, FormatError, ModelError
+from vitrail.evaluate.features import Place
+
+for name in ("onnx", "onnxscript", "onnxruntime", "openvino"):
+    pytest.importorskip(name, reason="the extra `export` is not installed")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _soon() -> Any:
+    """How fast a file is does not matter here."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("vitrail.export.compare.SECONDS", 0.01)
+        yield
+
+
+@pytest.fixture(scope="module")
+def vit() -> vitrail.Model:
+    """It gives probabilities that are far from each other, and its pictures are not square."""
+    return model(small(image=(32, 40), width=32, depth=1, mlp=48), origin="somebody/small")
+
+
+@pytest.fixture(scope="module")
+def files(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Pixels to probabilities; normalised images to logits, four at a time; with its own preprocessing."""
+    folder = tmp_path_factory.mktemp("exported")
+    made = {
+        "onnx": export(vit, folder / "a.onnx", check=[gradient()]),
+        "pt2": export(vit, folder / "b.pt2", to="pt2", raw=True, batch=4, check=[gradient()]),
+        "xml": export(vit, folder / "c.xml", to="openvino", check=[gradient()]),
+    }
+    return {kind: one.path for kind, one in made.items()}
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> tuple[vitrail.Model, Path]:
+    vit = model(small(width=32, depth=1, mlp=48, classes=0), task="embed", labels=None)
+    return vit, export(vit, tmp_path_factory.mktemp("exported") / "f.onnx", check=[gradient()]).path
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten pictures of three of the model's five classes."""
+    folder, rng = tmp_path_factory.mktemp("album") / "album", np.random.default_rng(5)
+    for label, count in {"bird": 3, "cat": 5, "dog": 2}.items():
+        (folder / label).mkdir(parents=True)
+        for i in range(count):
+            noise = rng.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+            Image.fromarray(noise).resize((40, 36)).save(folder / label / f"{i}.png")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["onnx", "pt2", "xml"])
+def test_load_gives_a_model_that_predicts(vit, files, kind):
+    exported = vitrail.load(str(files[kind]))
+    pictures = [gradient(), gradient(30, 60), gradient(20), gradient(70), gradient(33)]
+    for got, wanted in zip(exported.predict(pictures), vit.predict(pictures), strict=True):
+        assert [p.label for p in got] == [p.label for p in wanted]
+        assert [p.score for p in got] == pytest.approx([p.score for p in wanted], abs=1e-5)
+    assert exported.labels == LABELS
+    assert exported.predict([]) == []
+
+
+def test_a_home_directory_is_expanded(files, monkeypatch):
+    monkeypatch.setenv("HOME", str(files["pt2"].parent))
+    assert vitrail.load("~/b.pt2").predict(gradient(), top=1)
+
+
+def test_classes_can_be_named_anew(files):
+    exported = vitrail.load(files["onnx"], labels=list("abcde"))
+    assert exported.labels == tuple("abcde")
+    assert running(exported, "openvino").labels == tuple("abcde")
+
+
+@pytest.mark.parametrize("kind", ["onnx", "pt2", "xml"])
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_file_is_measured_as_its_model_is(vit, files, album, kind, flip):
+    options: dict[str, Any] = {"workers": 0, "batch": 3, "flip": flip}
+    got = vitrail.evaluate(str(files[kind]), str(album), device="cpu", **options)
+    wanted = vitrail.evaluate(vit, str(album), **options)
+    ours, theirs = got.first.samples, wanted.first.samples
+    np.testing.assert_array_equal(ours.prediction, theirs.prediction)
+    np.testing.assert_allclose(ours.score, theirs.score, atol=1e-5)
+    assert got.top1.value == wanted.top1.value
+    assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-4)
+    assert got.first.speed.network > 0
+
+
+def test_pixels_that_are_never_rounded_reach_the_file_as_they_are(tmp_path, album):
+    plain = model(small(width=32, depth=1, mlp=48))
+    card = plain.card.but(preprocess=plain.card.preprocess.but(antialias=False))
+    vit = vitrail.Model(plain.net, card)
+    path = export(vit, tmp_path / "a.onnx", check=[gradient()]).path
+    options: dict[str, Any] = {"workers": 0, "device": "cpu"}
+    got, wanted = (vitrail.evaluate(one, str(album), **options) for one in (path, vit))
+    assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-5)
+
+
+def test_another_size_is_refused_before_anything_is_measured(files, album):
+    watched: list[str] = []
+
+    def watch(what: str, total: int) -> Any:
+        watched.append(what)
+
+    with pytest.raises(ModelError, match="is exported: it can be run, but not looked into, changed"):
+        vitrail.evaluate(files["onnx"], str(album), image=[(32, 40), 64], device="cpu", watch=watch)
+    assert watched == []
+
+
+def test_a_file_that_gives_features_embeds(features, album, tmp_path):
+    vit, path = features
+    exported = vitrail.load(path)
+    pictures = [gradient(), gradient(30, 60)]
+    torch.testing.assert_close(exported.embed(pictures), vit.embed(pictures), atol=1e-4, rtol=1e-4)
+    assert exported.embed([]).shape == (0, 32)
+    made = embed(exported, str(album), tmp_path / "f.parquet", batch=4)
+    assert (made.pictures, made.width) == (10, 32)
+    table = pq.read_table(made.path)
+    wanted = vit.embed([album / key for key in table["key"].to_pylist()])
+    assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-4)
+    with pytest.raises(ModelError, match="has no classes"):
+        exported.predict(gradient())
+    with pytest.raises(ModelError, match="load the checkpoint"):
+        embed(exported, str(album), tmp_path / "layer.parquet", place=Place(layers=(1,)))
+
+
+def test_features_are_told_apart_by_the_file_they_came_from(files, tmp_path):
+    for part in files["xml"].parent.glob("c.*"):
+        shutil.copy(part, tmp_path)
+    assert vitrail.load(files["xml"]).fingerprint == vitrail.load(tmp_path / "c.xml").fingerprint
+    assert vitrail.load(files["xml"]).fingerprint != vitrail.load(files["onnx"]).fingerprint
+    weights = tmp_path / "c.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")  # OpenVINO's weights lie beside
+    assert vitrail.load(files["xml"]).fingerprint != vitrail.load(tmp_path / "c.xml").fingerprint
+
+
+def test_what_needs_the_network_says_what_to_load_instead(files, tmp_path):
+    exported = vitrail.load(files["onnx"])
+    inside = (
+        r"^\S+/a\.onnx is exported: it can be run, but not looked into, changed or trained; "
+        r"load the checkpoint it was made from \(somebody/small\)\.$"
+    )
+    for use in (
+        lambda: exported.explain(gradient()),
+        lambda: exported.save(tmp_path / "again"),
+        lambda: exported.to("cpu"),
+        lambda: export(exported, tmp_path / "again.onnx"),
+        lambda: export(files["onnx"], tmp_path / "again.onnx"),
+    ):
+        with pytest.raises(ModelError, match=inside):
+            use()
+    with pytest.raises(ModelError, match="it gives classes and no features; load the checkpoint it was made from"):
+        exported.embed(gradient())
+    with pytest.raises(ModelError, match=r"^torch runs somebody/small: .*; load it without an engine\.$"):
+        running(model(small(), origin="somebody/small"), device="cpu").explain(gradient())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"image": 64}, "exported already: image cannot be changed any more"),
+        ({"classes": 3, "channels": 1}, "channels, classes cannot be changed"),
+        ({"activation": "gelu-quick"}, "activation cannot be changed"),
+        ({"device": "cuda"}, "runs on the CPU; for cuda"),
+        ({"dtype": "bfloat16"}, "has its precision already; for bfloat16"),
+    ],
+)
+def test_what_was_settled_when_it_was_exported_cannot_be_changed(files, options, words):
+    with pytest.raises(ConfigError, match=words):
+        vitrail.load(files["pt2"], **options)
+
+
+def test_another_engine_that_can_run_the_file_takes_over(vit, files):
+    theirs = running(vitrail.load(files["onnx"]), "openvino")
+    assert "run by openvino" in repr(theirs)
+    torch.testing.assert_close(
+        theirs.logits(gradient()).softmax(-1), vit.logits(gradient()).softmax(-1), atol=1e-5, rtol=1e-4
+    )
+
+
+def test_somebody_elses_file_is_named(tmp_path):
+    import onnx
+
+    value = onnx.helper.make_tensor_value_info
+    node = onnx.helper.make_node("Relu", ["x"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", [value("x", 1, [1])], [value("y", 1, [1])])
+    made = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    onnx.save_model(made, str(tmp_path / "theirs.onnx"))
+    with pytest.raises(FormatError, match=r"theirs\.onnx was not written by vitrail export"):
+        vitrail.load(tmp_path / "theirs.onnx")
