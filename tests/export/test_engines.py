@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import vitrail
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.export import choose, engines, kept
 from vitrail.export.engines import open_engine
@@ -125,12 +127,60 @@ def test_a_kept_file_has_the_names_of_the_card_at_hand(tiny):
     assert (first.card.labels, again.card.labels) == (tiny.card.labels, names)
 
 
-def test_a_damaged_kept_file_is_made_anew(tiny, own, pictures):
-    kept.kept_engine(tiny.net, tiny.card, "onnxruntime")
-    path = kept.folder_of(tiny.net, tiny.card) / "float32.onnx"
-    path.write_bytes(path.read_bytes()[:1000])
-    engine = open_engine(tiny, "onnxruntime", device="cpu")
-    np.testing.assert_allclose(engine.logits(np.stack(pictures)), own.logits(np.stack(pictures)), atol=1e-4)
+@pytest.mark.parametrize(("engine", "name"), [("onnxruntime", "float32.onnx"), ("openvino", "float32.bin")])
+@pytest.mark.parametrize("how", ["cut", "changed"])
+def test_a_damaged_kept_file_is_made_anew(tiny, own, pictures, engine, name, how):
+    kept.kept_engine(tiny.net, tiny.card, engine)
+    path = kept.folder_of(tiny.net, tiny.card) / name
+    data = path.read_bytes()
+    middle = len(data) // 2
+    path.write_bytes(data[:1000] if how == "cut" else data[:middle] + bytes(64) + data[middle + 64 :])
+    again = open_engine(tiny, engine, device="cpu")
+    np.testing.assert_allclose(again.logits(np.stack(pictures)), own.logits(np.stack(pictures)), atol=1e-4)
+
+
+def test_threads_take_turns_too(tmp_path):
+    inside: list[int] = []
+
+    def work(number: int) -> None:
+        with kept.alone(tmp_path / "lock"):
+            inside.append(number)
+            assert len(inside) == 1
+            time.sleep(0.01)
+            inside.remove(number)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(8)))
+
+
+def test_a_model_in_bfloat16_is_held_against_float32(tiny, monkeypatch, caplog):
+    monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
+    monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: 1.0 if engine.name == "torch" else 2.0)
+    rough = vitrail.Model(tiny.net.rebuilt(tiny.net.config, {}).to(torch.bfloat16), tiny.card)
+    assert open_engine(rough, "auto", device="cpu").name == "onnxruntime"
+    assert "did not agree" not in caplog.text
+
+
+def test_auto_on_a_file_that_nothing_reads_is_one_sentence(tmp_path):
+    (tmp_path / "bad.onnx").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="cannot be read as ONNX"):
+        open_engine(tmp_path / "bad.onnx", "auto")
+
+
+def test_an_interrupted_call_leaves_the_engine_usable(onnx_file, own, pictures, monkeypatch):
+    opened = open_engine(onnx_file.path, "openvino", lanes=2, threads=2)
+    batch = np.stack(pictures)
+    wanted = opened.logits(batch)
+
+    def interrupted(request: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "_waited", interrupted)
+        for _ in range(5):
+            with pytest.raises(KeyboardInterrupt):
+                opened.logits(batch)
+    np.testing.assert_allclose(opened.logits(batch), wanted, atol=1e-6)
 
 
 def test_where_nothing_can_be_kept_engines_run_all_the_same(tiny, pictures, tmp_path, monkeypatch, caplog):

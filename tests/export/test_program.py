@@ -174,6 +174,8 @@ def operator(values: Any, name: str) -> None:
         lambda values: expression(values, "9**9**9**9"),
         lambda values: operator(values, "torch.os.system"),
         lambda values: operator(values, "torch.ops.aten.from_file.default"),
+        lambda values: operator(values, "torch.ops.aten.save.default"),
+        lambda values: operator(values, "torch.ops.aten.segment_reduce.default"),
         lambda values: operator(values, "_operator.methodcaller"),
         lambda values: values["guards_code"].append("__import__('pathlib').Path('mark').touch()"),
         lambda values: values["graph_module"]["module_call_graph"][0]["signature"].update(

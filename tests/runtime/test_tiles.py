@@ -21,10 +21,10 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(SETTING)
     monkeypatch.setattr(tiles, "_announced", lambda: True)
     check_bfloat16.cache_clear()
-    tiles.leave_tiles.cache_clear()
+    tiles._found.cache_clear()
     yield
     check_bfloat16.cache_clear()
-    tiles.leave_tiles.cache_clear()
+    tiles._found.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is announced")

@@ -211,15 +211,9 @@ def _table(found: Exported) -> Table:
         table.add_row(*row)
     speed = compared.speed
     if speed is not None:
-        ours, model = (rounded(rate) for rate in (speed.export, speed.model))
-        about = f"{ours / model:.2f} x the model's {model:,g}, batches of {speed.batch}, medians"
-        table.add_row("pictures a second", f"{ours:,g}", about)
+        about = f"{speed.ratio:.2f} x the model in turns, batches of {speed.batch}"
+        table.add_row("pictures a second", f"{speed.export:,.3g}", about)
     return table
-
-
-def rounded(rate: float) -> float:
-    """To three digits, so that what is printed can be divided."""
-    return float(f"{rate:.3g}")
 
 
 def _agreement(compared: Comparison) -> list[tuple[str, str, str]]:

@@ -24,7 +24,11 @@ Engine = Annotated[
 ]
 Calibrate = Annotated[
     str | None,
-    typer.Option("--calibrate", metavar="SPEC", help="Pictures that let --engine auto try int8: a folder, shards, ..."),
+    typer.Option(
+        "--calibrate",
+        metavar="SPEC",
+        help="Pictures that int8 of --engine auto has its scales from: a folder, shards, ...",
+    ),
 ]
 
 

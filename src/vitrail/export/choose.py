@@ -16,7 +16,7 @@ import torch
 from vitrail.errors import CheckpointError, VitrailError
 from vitrail.export.compare import BATCH, ROUNDS, TOLERANCE, rate
 from vitrail.export.engines import RUNS, Engine, FileEngine, open_file, openvino_core, torch_engine
-from vitrail.export.export import prepared
+from vitrail.export.export import exact, prepared
 from vitrail.export.extras import installed
 from vitrail.export.kept import WRITTEN, alone, folder_of, kept_engine
 from vitrail.export.pictures import Pixels, samples
@@ -52,6 +52,7 @@ def fastest(
     if device.type != "cpu":
         say([f"engine auto takes torch: it is the one that runs on {device.type}"])
         return torch_engine(net, card, device, threads, lanes)
+    net = exact(net)
     if not (installed("onnx") and installed("onnxscript") and any(map(installed, WRITTEN))):
         say(["engine auto takes torch: no other is installed (pip install 'vitrail[export]')"])
         return torch_engine(net, card, device, threads, lanes)
@@ -93,6 +94,8 @@ def opened(path: Path, engine: str | None = None, threads: int | None = None, la
             racing[name, one.precision] = one
         except VitrailError as error:
             refused[name] = str(error)
+    if not racing:
+        raise CheckpointError(next(iter(refused.values())))
     batch = _batch(next(iter(racing.values())).card)
     found = {**_timed(racing, batch), "refused": refused}
     say([f"engine auto takes {told(found)}"])

@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -30,6 +31,7 @@ from vitrail.export.names import is_exported
 from vitrail.export.sheet import KEY, Sheet
 from vitrail.models import Net
 from vitrail.runtime import pick_device
+from vitrail.runtime.cores import cores
 from vitrail.runtime.tiles import SETTING, WITHOUT_TILES, check_bfloat16, leave_tiles
 from vitrail.weights.card import Card
 from vitrail.weights.locate import Found
@@ -189,7 +191,12 @@ def torch_engine(
 def _use(threads: int | None, lanes: int) -> None:
     """torch's cores for one call."""
     if threads is not None or lanes > 1:
-        torch.set_num_threads(max((threads or torch.get_num_threads()) // lanes, 1))
+        torch.set_num_threads(_share(threads, lanes))
+
+
+def _share(threads: int | None, lanes: int) -> int:
+    """Cores of one call among several."""
+    return max((threads or cores()) // lanes, 1)
 
 
 def open_file(path: Path, engine: str | None = None, threads: int | None = None, lanes: int = 1) -> FileEngine:
@@ -220,7 +227,7 @@ def _open_onnx(path: Path, threads: int | None, lanes: int) -> FileEngine:
     runtime = need("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3
-    options.intra_op_num_threads = max((threads or torch.get_num_threads()) // lanes, 1) if lanes > 1 else threads or 0
+    options.intra_op_num_threads = _share(threads, lanes) if lanes > 1 else threads or 0
     try:
         with quiet():
             session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -279,18 +286,18 @@ class Compiled:
                 requests.append(idle.get_nowait())
         except queue.Empty:
             pass
+        parts, started = np.array_split(given, len(requests)), []
         try:
-            parts = np.array_split(given, len(requests))
             for request, part in zip(requests, parts, strict=True):
+                started.append(request)
                 request.start_async([part], share_inputs=True)
-            found = []
-            for request in requests:
-                request.wait()
-                found.append(np.array(request.get_output_tensor(0).data))
+            return np.concatenate([_waited(request) for request in requests])
         finally:
+            for request in started:  # an interrupted call leaves none at work on pixels that are gone
+                with suppress(RuntimeError):
+                    request.wait()
             for request in requests:
                 idle.put(request)
-        return np.concatenate(found)
 
     def _requests(self, most: int) -> queue.SimpleQueue[Any]:
         with self.lock:
@@ -310,6 +317,11 @@ class Compiled:
         for _ in range(compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")):
             self.shared.put(compiled.create_infer_request())
         return self.shared
+
+
+def _waited(request: Any) -> Floats:
+    request.wait()
+    return np.array(request.get_output_tensor(0).data)
 
 
 def _onnx_sheet(path: Path) -> str | None:

@@ -130,9 +130,15 @@ def calibrating(sheet: Sheet, pictures: Sequence[Pixels]) -> list[Pixels]:
 
 def model_of(net: Net, sheet: Sheet) -> TorchEngine:
     """What an export is held against: the network itself, in float32, on the CPU."""
-    if next(net.parameters()).dtype != torch.float32 or next(net.parameters()).device.type != "cpu":
-        net = net.rebuilt(net.config, {}).to("cpu", torch.float32)
-    return TorchEngine(net, sheet.card)
+    return TorchEngine(exact(net), sheet.card)
+
+
+def exact(net: Net) -> Net:
+    """The network in float32 on the CPU: itself, where it is that."""
+    first = next(net.parameters())
+    if first.dtype == torch.float32 and first.device.type == "cpu":
+        return net
+    return net.rebuilt(net.config, {}).to("cpu", torch.float32)
 
 
 def prepared(sheet: Sheet, pictures: Sequence[Any]) -> list[Pixels]:

@@ -11,7 +11,9 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -22,6 +24,7 @@ from vitrail.data.sources import places
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.export.engines import FileEngine, open_file
 from vitrail.export.export import export, prepared
+from vitrail.export.formats import parts_of
 from vitrail.export.pictures import Pixels, samples
 from vitrail.export.sheet import SUFFIXES, Answer, Precision, Sheet, To
 from vitrail.models import Net
@@ -49,8 +52,8 @@ def kept_engine(
     path = folder / f"{precision}{SUFFIXES[WRITTEN[name]]}"
     card = card.but(config=net.config)
     with alone(folder / ".lock"):
-        if path.exists():
-            with suppress(CheckpointError, FormatError):  # damaged
+        if path.exists() and _sum_of(path) == _sum_kept(path):
+            with suppress(CheckpointError, FormatError):  # of another kind of machine, perhaps
                 return open_file(path, name, threads, lanes).named(card)
         answer: Answer = "logits" if card.task == "classify" else "features"
         sheet = Sheet(card=card.but(notes=()), to=WRITTEN[name], precision=precision, answer=answer)
@@ -65,7 +68,28 @@ def kept_engine(
             timed=False,
             overwrite=True,
         )
+        _sum_place(path).write_text(_sum_of(path))
     return open_file(path, name, threads, lanes).named(card)
+
+
+def _sum_place(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sum")
+
+
+def _sum_kept(path: Path) -> str:
+    with suppress(OSError, ValueError):
+        return _sum_place(path).read_text()
+    return ""
+
+
+def _sum_of(path: Path) -> str:
+    """By which a file that was damaged since is known: an engine would run it."""
+    found = 0
+    for part in parts_of(path):
+        with part.open("rb") as file:
+            while block := file.read(2**22):
+                found = zlib.crc32(block, found)
+    return f"{found:08x}"
 
 
 def folder_of(net: Net, card: Card, calibration: Sequence[Pixels] = ()) -> Path:
@@ -79,11 +103,15 @@ def folder_of(net: Net, card: Card, calibration: Sequence[Pixels] = ()) -> Path:
 
 @contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """While one process has this file, others wait, and then find what it has made."""
-    with open(lock, "w") as file:
+    """While somebody has this file, others wait, in this process or in another, and then find what was made."""
+    with _LOCKS.setdefault(lock, threading.Lock()), open(lock, "w") as file:
         while not locked(file.fileno()):
             time.sleep(0.1)
         yield
+
+
+_LOCKS: dict[Path, threading.Lock] = {}
+"""A file keeps out other processes, not other threads."""
 
 
 def _top() -> Path:

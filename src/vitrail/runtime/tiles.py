@@ -14,6 +14,7 @@ import sys
 import warnings
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from vitrail.errors import ConfigError
 from vitrail.runtime import say
@@ -30,19 +31,27 @@ def check_bfloat16() -> None:
         say([f"this CPU announces AMX and has none: bfloat16 goes without ({SETTING}={WITHOUT_TILES})"])
 
 
-@lru_cache(maxsize=1)
 def leave_tiles() -> bool:
     """Whether tiles are announced that are not there; from now on they are left alone."""
+    found = _found()
+    if found == "too late":
+        raise ConfigError(
+            "products in bfloat16 end with an illegal instruction on this CPU, which announces AMX and has none; "
+            f"set {SETTING}={WITHOUT_TILES} before Python starts, or compute in float32."
+        )
+    return found == "without"
+
+
+@lru_cache(maxsize=1)
+def _found() -> Literal["fine", "without", "too late"]:
+    """Asked once: what is set later changes nothing about a library that has begun."""
     if SETTING in os.environ or not _announced() or _survives():
-        return False
+        return "fine"
     os.environ[SETTING] = WITHOUT_TILES
     if _survives():
-        return True
+        return "without"
     del os.environ[SETTING]
-    raise ConfigError(
-        "products in bfloat16 end with an illegal instruction on this CPU, which announces AMX and has none; "
-        f"set {SETTING}={WITHOUT_TILES} before Python starts, or compute in float32."
-    )
+    return "too late"
 
 
 def _announced() -> bool:

@@ -1,10 +1,12 @@
 """A model behind HTTP: requests in, batches through the engine, answers out; and a page to look inside.
 
-server.py      processes and signals: listen, drain, stop
+server.py      one process: listen, drain, stop;   workers.py: several
+connections.py connections that do not wait for ever
 app.py         the routes
 bodies.py      a request's body -> pictures and values, within limits
 pictures.py    a picture's bytes -> pixels, judged by its header first
 batching.py    pictures of many requests -> batches -> each request's outputs
+limits.py      what a client may ask for, how work is shared out;   budget.py: pixels in flight
 served.py      the engine, the network beside it, what they are called
 answers.py     outputs -> JSON;   looking.py: the same for what happens inside
 security.py    token, headers;    metrics.py: what Prometheus reads
