@@ -2,16 +2,16 @@
 
     python benchmarks/soak.py [MODEL] [--requests 20000] [--hostile 0.05] [--clients 16] [--seed 0] [-- ...]
 
-Good requests are pictures of several kinds and sizes in all three kinds of body, and each answer is
-compared with `Model.predict` on the same bytes. Hostile ones are random bytes, decompression bombs, JPEGs
-of many scans, several pictures of 49 million pixels at once, truncated files, wrong types, nonsense
-where a form or JSON should be, lists of millions, headers without end, clients that send slowly,
-nothing, or half a request, clients that hang up halfway or after a large body, and clients that do not
-wait for their answer. A hostile request must be answered 4xx, or not at all where nobody listens; the
-large pictures are only large, and may be answered 200. It ends with status 1 if an answer was wrong, if
-there was any 5xx but 503, if the server's memory grew by more than a twentieth between the second and the
-last fifth of the requests, or if it did not end with status 0. Beside it another process asks /healthz all the time,
-and the longest that took is told. Options after -- go to `vitrail serve`.
+Good requests are pictures of several kinds and sizes in all three kinds of body, and each answer is compared
+with `Model.predict` on the same bytes. Hostile ones are random bytes, decompression bombs, JPEGs of many
+scans, several pictures of 49 million pixels at once, truncated files, wrong types, nonsense where a form or
+JSON should be, lists of millions, headers without end, clients that send slowly, nothing, or half a request,
+clients that send many large bodies but for the last byte, that hang up halfway or after a large body, and
+clients that do not wait for their answer. A hostile request must be answered 4xx, or not at all where nobody
+listens; the large pictures are only large, and may be answered 200. It ends with status 1 if an answer was
+wrong, if there was any 5xx but 503, if the server's memory grew by more than a twentieth between the second
+and the last fifth of the requests, or if it did not end with status 0. Beside it another process asks
+/healthz all the time, and the longest that took is told. Options after -- go to `vitrail serve`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ SLOW = 2.2
 """Seconds between the pieces that a slow client sends."""
 SENT = ("random", "bomb", "jpeg bomb", "scans", "large", "truncated", "kind", "form", "json", "lists", "escapes")
 """Hostile by what they send."""
-BEHAVED = ("slow", "halfway", "impatient", "large and gone", "headers", "silent", "half-closed")
+BEHAVED = ("slow", "halfway", "impatient", "large and gone", "headers", "silent", "half-closed", "stalled")
 """Hostile by how."""
 HOSTILE = (*SENT, "value", *BEHAVED)
+STALLED = 40
+"""Bodies of 15 million bytes that a stalling client all but ends: together they are more than the server holds."""
 SILENT = 10
 """Connections that a silent client opens, and leaves to the server."""
 
@@ -264,6 +266,8 @@ class Client:
                 self.tally.silent[-1].write(data[: 20 * (number % 2)])
         elif name == "headers":
             await other.flood()
+        elif name == "stalled":
+            await self.stall(request(bytes(15_000_000), "image/jpeg")[:-1])
         elif name == "half-closed":
             other.writer.write(data)
             other.writer.write_eof()
@@ -283,6 +287,19 @@ class Client:
             other.writer.write(data[: len(data) // 2] if name == "halfway" else data)
             await other.writer.drain()
         other.close()
+
+    async def stall(self, data: bytes) -> None:
+        """Many requests at once that do not end, for a while."""
+        others = [Client(self.port, self.tally) for _ in range(STALLED)]
+        for other in others:
+            await other.open()
+            assert other.writer is not None
+            with contextlib.suppress(OSError):  # refused
+                other.writer.write(data)
+                await other.writer.drain()
+        await asyncio.sleep(SLOW)
+        for other in others:
+            other.close()
 
     async def flood(self) -> None:
         """Headers until nobody takes them."""
@@ -348,11 +365,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", default="torch")
-    parser.add_argument("options", nargs="*")
-    given = parser.parse_args()
+    given, options = parser.parse_known_args()
+    options = [word for word in options if word != "--"]
     goods = good_ones(given.model)
     problems = []
-    with service(given.model or "vitrail/cifar10", given.engine, given.options) as (port, pid, ended):
+    with service(given.model or "vitrail/cifar10", given.engine, options) as (port, pid, ended):
         context = multiprocessing.get_context("spawn")
         longest, asked = context.Value("d", 0.0), context.Value("i", 0)
         watcher = context.Process(target=watch, args=(port, longest, asked), daemon=True)

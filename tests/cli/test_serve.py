@@ -175,6 +175,24 @@ def test_an_exported_file_is_served_by_its_own_engine(vitrail, weights, started,
     served = started["opener"]()
     assert (served.engine.name, served.alone, served.model, served.name) == (runs, alone, None, "small")
     assert (served.classifies, served.embeds, served.methods) == (True, False, ())
-    vitrail("serve", path, "--port", 0, "--image", 64)
-    with pytest.raises(ConfigError, match="is exported already: --image comes too late"):
+    (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
+    result = vitrail("serve", path, "--port", 0, "--labels", tmp_path / "labels.txt", "--device", "cpu")
+    assert started["opener"]().card.labels == ("a", "b", "c", "d", "e")
+    assert "  the page     http://127.0.0.1:" in result.out
+    assert "look inside" not in result.out  # it cannot be
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--image", 64], "is exported already: --image comes too late"),
+        (["--device", "cuda"], "is exported and runs on the CPU; for cuda, serve the checkpoint it was made from"),
+        (["--dtype", "bfloat16"], "has its precision already; for bfloat16, export it anew or serve the checkpoint"),
+    ],
+)
+def test_what_comes_too_late_for_an_exported_file_is_refused(vitrail, started, tmp_path, options, words):
+    path = tmp_path / "small.onnx"
+    path.write_bytes(b"it is not opened")
+    vitrail("serve", path, "--port", 0, *options)
+    with pytest.raises(ConfigError, match=words):
         started["opener"]()

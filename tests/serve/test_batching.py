@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ import vitrail
 from vitrail.serve import batching
 from vitrail.serve.app import Service
 from vitrail.serve.batching import best_batch
-from vitrail.serve.limits import shares
+from vitrail.serve.limits import Limits, shares
 from vitrail.serve.served import Served
 
 JPEG = {"content-type": "image/jpeg"}
@@ -121,6 +122,10 @@ def test_bytes_in_line_are_bounded_too(vit: vitrail.Model, senders: Any) -> None
     with running(served(vit), work=replace(QUICK, queue_bytes=len(photo()) + 10)) as (client, service):
         busy = Busy(client, service, senders)
         assert busy.send().result().status_code == 503
+        busy.engine.go.set()
+        assert busy.first.result().status_code == 200
+        until(lambda: service.room.taken == 0)
+        assert busy.send().result().status_code == 200
 
 
 def test_bodies_that_are_read_at_a_time_are_bounded(vit: vitrail.Model) -> None:
@@ -133,6 +138,44 @@ def test_bodies_that_are_read_at_a_time_are_bounded(vit: vitrail.Model) -> None:
             assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 503
         until(lambda: service._uploads == 0)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
+
+
+def test_refused_bodies_are_not_counted_among_those_that_are_read(vit: vitrail.Model) -> None:
+    head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 9\r\n\r\n"
+    with running(served(vit), work=replace(QUICK, uploads=1)) as (client, service), ExitStack() as stack:
+        where = (client.base_url.host, client.base_url.port)
+        slow, *others = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
+        slow.sendall(head)
+        until(lambda: service._uploads == 1)
+        for sock in others:  # what is left of them is swallowed for a second
+            sock.sendall(head)
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 503
+        assert service._uploads == 1
+        slow.close()
+        until(lambda: service._uploads == 0, seconds=0.7)
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["image/jpeg", "application/json", "multipart/form-data; boundary=x"])
+def test_bytes_of_bodies_that_are_half_read_are_bounded_together(vit: vitrail.Model, kind: str) -> None:
+    starts = {"i": b"", "a": b'{"image": "', "m": b"--x\r\nContent-Disposition: form-data; name=image\r\n\r\n"}
+    start = starts[kind[0]]
+    head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 90000\r\n\r\n".encode()
+    with running(served(vit), work=replace(QUICK, queue_bytes=100_000)) as (client, service), ExitStack() as stack:
+        where = (client.base_url.host, client.base_url.port)
+        for number in range(1, 4):
+            sock = stack.enter_context(socket.create_connection(where))
+            sock.sendall(head + start + bytes(30_000))
+            until(lambda n=number: service.room.taken == n * (30_000 + len(start)))
+        refused = client.post("/v1/predict", content=bytes(20_000), headers=JPEG)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        assert refused.headers["retry-after"] == "1"
+        assert service.room.taken == 3 * (30_000 + len(start))
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200  # which has room
+        sock.close()
+        until(lambda: service.room.taken == 2 * (30_000 + len(start)))
+        assert client.post("/v1/predict", content=bytes(20_000), headers=JPEG).status_code == 400  # no picture
+    assert service.room.taken == 0
 
 
 def test_a_deadline_passes_and_the_picture_never_reaches_the_engine(vit: vitrail.Model, senders: Any) -> None:
@@ -273,6 +316,7 @@ def test_more_pictures_than_may_ever_wait_are_too_many_not_too_early(vit: vitrai
     with running(served(vit), work=replace(QUICK, queue_bytes=100)) as (client, _):
         answer = client.post("/v1/predict", content=photo(), headers=JPEG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert client.get("/v1/model").json()["limits"]["bytes"] == 100
 
 
 def test_explanations_and_predictions_take_turns(vit: vitrail.Model, senders: Any) -> None:
@@ -333,16 +377,57 @@ def test_several_lanes_give_the_same_answers(vit: vitrail.Model, senders: Any) -
             assert (best["index"], best["score"]) == (wanted.index, pytest.approx(wanted.score, abs=1e-6))
 
 
+@pytest.mark.parametrize("where", ["pool", "metrics", "prepare"])
+def test_whatever_fails_before_the_line_is_a_500_and_the_server_still_stops(
+    vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no more")
+
+    with running(served(vit)) as (client, service):
+        with monkeypatch.context() as patched:
+            parts = {"pool": (service.batcher._pool, "submit"), "metrics": (service.metrics.decode, "observe")}
+            patched.setattr(*parts.get(where, (service.pictures, "pixels")), broken)
+            assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 500
+        assert service.batcher._coming == 0
+        assert service.batcher.waiting == 0
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
+
+
+def test_speed_counts_batches_that_run_side_by_side_and_no_others(
+    vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    what, now = served(vit), [0.0]
+    batcher = batching.Batcher(what, replace(QUICK, lanes=4), Service(what, Limits(), QUICK).metrics)
+    batcher._tell = lambda *_: None  # type: ignore[method-assign]
+    monkeypatch.setattr(batching, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
+    group = [(batching.Ticket(None, [b""], None, "logits", 0), 0, np.zeros(what.shape, np.uint8))] * 2  # type: ignore[arg-type]
+
+    def outputs(pixels: np.ndarray, want: str) -> np.ndarray:
+        now[0] += 0.1
+        return np.zeros((len(pixels), 5), np.float32)
+
+    what.outputs = outputs  # type: ignore[method-assign]
+    for beside, speed in ((0, 20), (2, 60)):  # two pictures in a tenth of a second, alone or beside two others
+        batcher._running = beside
+        for _ in range(100):
+            batcher._run(group)
+        assert batcher.speed == pytest.approx(speed, rel=0.01)
+        assert batcher._running == beside
+
+
 class Timed:
     """An engine that takes so long for a batch, on clocks of its own; sometimes others keep it waiting."""
 
-    def __init__(self, seconds: Callable[[int], float], vit: vitrail.Model, waits: Sequence[float] = ()) -> None:
-        self.seconds, self.card, self.name, self.precision = seconds, vit.card, "torch", "float32"
+    def __init__(
+        self, seconds: Callable[[int], float], vit: vitrail.Model, waits: Sequence[float] = (), name: str = "torch"
+    ) -> None:
+        self.seconds, self.card, self.name, self.precision = seconds, vit.card, name, "float32"
         self.waits, self.wall, self.own, self.batches = iter(waits), 0.0, 0.0, []
 
     def logits(self, pixels: np.ndarray) -> np.ndarray:
         self.batches.append(len(pixels))
-        self.own += self.seconds(len(pixels))
+        self.own += 0.001 if self.name == "openvino" else self.seconds(len(pixels))  # which has threads of its own
         self.wall += self.seconds(len(pixels)) + next(self.waits, 0)
         return np.zeros((len(pixels), 5), np.float32)
 
@@ -372,6 +457,7 @@ def test_the_batch_is_the_smallest_that_no_other_beats(
     assert Timed(seconds, vit).best(monkeypatch) == best
     assert Timed(seconds, vit, waits=[0.5] * 7).best(monkeypatch) == best  # the first time something is in the way
     assert Timed(seconds, vit, waits=[0.5] * 99).best(monkeypatch, alone=True) == best  # it always is, on this core
+    assert Timed(seconds, vit, name="openvino").best(monkeypatch, alone=True) == best
 
 
 def test_trying_batches_ends_in_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:

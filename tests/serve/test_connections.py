@@ -10,10 +10,11 @@ from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
+from fastapi.responses import Response
 from serving import photo, running, served, until
 
 from vitrail.errors import ConfigError
-from vitrail.serve import connections
+from vitrail.serve import connections, web
 from vitrail.serve.limits import Limits
 
 SHORT = Limits(headers=0.4, seconds=0.5, connections=8)
@@ -153,6 +154,22 @@ def test_a_client_that_does_not_read_is_left(client: httpx.Client) -> None:
     with connected(client, SO_RCVBUF=4096) as sock:
         until(lambda: not taken(sock, 20 * b"GET /openapi.json HTTP/1.1\r\nhost: here\r\n\r\n"))
     assert client.get("/healthz").status_code == 200
+
+
+def test_a_client_that_reads_slowly_gets_its_whole_answer(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = b"x" * 3_000_000
+    monkeypatch.setattr(web, "page", lambda request, name: Response(whole))
+    with connected(client, SO_RCVBUF=2**16) as sock:
+        sock.sendall(GET.replace(b"/healthz", b"/static/long").replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        start, found, slow = time.monotonic(), b"", 1.6  # three times as long as nothing may be read
+        while piece := sock.recv(2**14):
+            found += piece
+            if time.monotonic() < start + slow:
+                time.sleep(0.03)
+    assert time.monotonic() - start > slow
+    assert found.endswith(b"\r\n\r\n" + whole)
 
 
 def taken(sock: socket.socket, data: bytes) -> bool:

@@ -206,6 +206,8 @@ def test_the_keyboard_alone_is_enough(opened: Opened, site: httpx.Client) -> Non
     expect(page.locator("#live")).to_contain_text("With 1 patch hidden: Cat, ")
     page.keyboard.press("u")
     expect(page.locator("#hidden-count")).to_contain_text("drag over an area")
+    cell = page.locator(f"#{page.locator('.glass').get_attribute('aria-activedescendant')}")
+    expect(cell).not_to_contain_text("hidden")
     page.keyboard.press("]")
     page.keyboard.press("]")
     page.keyboard.press("[")
@@ -268,14 +270,16 @@ def test_maps_distances_and_places_are_those_of_the_model(opened: Opened, cifar1
     for name, unit in told.items():
         page.get_by_role("button", name=name).click()
         page.mouse.move(*patch(page, 3, 3))
-        expect(page.locator("#words")).to_contain_text("Row 4, column 4: ")
+        here = "Rows 3 and 4, columns 3 and 4: " if name == "Occlusion" else "Row 4, column 4: "
+        expect(page.locator("#words")).to_contain_text(here)
         expect(page.locator("#words")).to_contain_text(unit)
         page.mouse.move(2, 2)
-        expect(page.locator("#words")).to_contain_text("Most at row ")
+        expect(page.locator("#words")).to_contain_text("Most at row")
     images = cifar10.preprocess(CAT)
     lost = METHODS["occlusion"](cifar10.net, images, cifar10.net(images).argmax(1), False)[0]
-    best = divmod(int(lost.argmax()), 8)
-    where = f"Most at row {best[0] + 1}, column {best[1] + 1}: {100 * float(lost.max()):.1f} points lost"
+    down, right = (2 * (at // 2) + 1 for at in divmod(int(lost.argmax()), 8))
+    square = f"rows {down} and {down + 1}, columns {right} and {right + 1}"
+    where = f"Most at {square}: {100 * float(lost.max()):.1f} points lost"
     expect(page.locator("#words")).to_contain_text(where)
     expect(page.locator("figcaption")).to_contain_text("What “Cat” loses by covering 2 × 2 patches.")
     page.get_by_role("button", name="Attention", exact=True).click()

@@ -14,6 +14,7 @@ from small_models import model, small
 import vitrail
 from vitrail.explain import attention_views
 from vitrail.explain.attention import Walk
+from vitrail.explain.occlusion import windows
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
 pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
@@ -82,30 +83,127 @@ def test_the_scale_says_how_bright_is_how_much(opened: Opened, cifar10: vitrail.
 
 def test_maps_of_nothing_and_below_nothing_are_told_in_numbers(opened: Opened) -> None:
     page = answered(opened())
-    script = """async ([show, values]) => {
+    script = """async ([show, values, alone = false]) => {
         const { sentence } = await import('/static/telling.js');
         const sheet = { image: true, grid: { rows: 1, columns: 2 } }, model = { special: [], methods: [show] };
-        return sentence({ show }, sheet, model, { values, row: null, from: null, hover: 1 });
+        return sentence({ show }, sheet, model, { values, row: null, from: null, hover: alone ? null : 1 });
     }"""
     assert page.evaluate(script, ["gradient", [0, 0]]) == "Row 1, column 2: 0 of the most."
+    assert page.evaluate(script, ["gradient", [0, 0], True]) == "Nothing speaks for it anywhere."
+    assert page.evaluate(script, ["gradient", [1, 0.25]]) == "Row 1, column 2: 0.25 of the most."
+    assert page.evaluate(script, ["gradient", [0.5, 1]]).startswith("Row 1, column 2: the most of all.")
+    assert page.evaluate(script, ["gradient", [0.5, 1], True]).startswith("Most at row 1, column 2. ")
     assert page.evaluate(script, ["occlusion", [-0.3, -0.02]]) == "Row 1, column 2: 2.0 points won when covered."
     assert page.evaluate(script, ["occlusion", [0, 0.125]]) == "Row 1, column 2: 12.5 points lost when covered."
 
 
 def test_a_bright_corner_is_not_taken_for_more_than_it_is(opened: Opened) -> None:
     page = answered(opened())
-    script = """async (best) => {
+    script = """async ([show, best, from, hover]) => {
         const { sentence } = await import('/static/telling.js'), row = new Float32Array(9).fill(0.05);
         row[best] = 0.6;
         const sheet = { image: true, grid: { rows: 3, columns: 3 } };
         const model = { special: [], methods: ['rollout'], attention: true, pool: 'gap' };
-        return sentence({ show: 'attention' }, sheet, model, { values: row, row, from: null, hover: null });
+        return sentence({ show }, sheet, model, { values: row, row, from, hover });
     }"""
-    assert [("Corners often draw attention" in page.evaluate(script, best)) for best in range(9)] == [
-        *(True, False, True),
-        *(False, False, False),
-        *(True, False, True),
-    ]
+
+    def remarked(show: str, best: int, asks: int | None = None, pointed: int | None = None) -> bool:
+        return "Corners often draw attention" in page.evaluate(script, [show, best, asks, pointed])
+
+    corners = [0, 2, 6, 8]
+    for show in ("attention", "rollout", "gradient"):
+        assert [best for best in range(9) if remarked(show, best)] == corners
+    assert [best for best in range(9) if remarked("attention", best, asks=4)] == corners
+    assert not remarked("attention", 8, asks=8)  # itself
+    assert remarked("rollout", 8, pointed=8)
+    assert not remarked("rollout", 8, pointed=4)
+    assert not remarked("occlusion", 8)  # what the class needs, not what attention does
+
+
+def test_the_invitation_says_what_pointing_tells_in_each_map(opened: Opened) -> None:
+    page = answered(opened(**DESK))
+    invite, high = page.locator("#invite"), page.locator("#invite").bounding_box()["height"]
+    for name, said in {
+        "Rollout": "Point at a patch to see its share. Click to hide it.",
+        "Gradient": "Point at a patch to see its weight. Click to hide it.",
+        "Occlusion": "Point at a square to see its worth. Click to hide a patch.",
+        "Picture": "Click patches to hide them, and watch the prediction change.",
+    }.items():
+        page.get_by_role("button", name=name).click()
+        expect(invite).to_have_text(said)
+        assert invite.bounding_box()["height"] == high  # the picture stays where it is
+        caption = page.locator(".means")
+        assert caption.evaluate("(one) => one.scrollWidth <= one.clientWidth")
+    page.get_by_role("button", name="Click asks").click()
+    expect(invite).to_have_text("Shift and click a patch to hide it, and watch the prediction change.")
+
+
+def test_a_finger_reads_the_value_of_a_map(opened: Opened) -> None:
+    page = answered(opened(**PHONE))
+    page.get_by_role("button", name="Rollout").click()
+    expect(page.locator("#invite")).to_have_text("Tap a patch to see its share. Press long to hide it.")
+    page.touchscreen.tap(*patch(page, 2, 3))
+    expect(page.locator("#words")).to_contain_text("Row 3, column 4: ")
+
+
+def test_occlusion_speaks_of_the_square_that_is_covered(opened: Opened) -> None:
+    page = answered(opened("#picture=cat&layer=4"))
+    page.get_by_role("button", name="Occlusion").click()
+    page.mouse.move(*patch(page, 3, 4))
+    expect(page.locator("#words")).to_contain_text("Rows 3 and 4, columns 5 and 6: ")
+    expect(page.locator(".tag.row")).to_have_text("3–4")
+    expect(page.locator(".tag.column")).to_have_text("5–6")
+    script = """() => {
+        const canvas = document.querySelector('.glass canvas'), side = canvas.width / 8;
+        const copy = Object.assign(document.createElement('canvas'), { width: 8, height: 1 }).getContext('2d');
+        copy.drawImage(canvas, Math.round(6 * side) - 4, Math.round(2.5 * side), 8, 1, 0, 0, 8, 1);
+        return [...copy.getImageData(0, 0, 8, 1).data];
+    }"""  # the right edge of the square, in the row above
+    edge = settled(page, lambda: page.evaluate(script))
+    pixels = [edge[i : i + 3] for i in range(0, len(edge), 4)]
+    assert any(red > 230 and 180 < green < 230 and blue < 150 for red, green, blue in pixels)  # the amber frame
+    page.locator(".glass").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".glass [role=gridcell]").filter(has_text="most light on rows")).to_have_count(1)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (5, 7), (1, 3), (3, 2)])
+def test_squares_are_those_that_the_model_is_shown(opened: Opened, grid: tuple[int, int]) -> None:
+    page = opened()
+    rows, columns = grid
+    side = min(2, *grid)
+    masks = windows(grid, side, side).flatten(1)  # M N
+    script = """async ([rows, columns]) => {
+        const { covered } = await import('/static/attention.js');
+        return Array.from({ length: rows * columns }, (_, patch) => covered(patch, { rows, columns }));
+    }"""
+    for patch_number, found in enumerate(page.evaluate(script, [rows, columns])):
+        mine = masks[masks[:, patch_number]]
+        places = [divmod(int(at), columns) for at in mine.any(0).nonzero()]
+        down, right = ([min(at), max(at)] for at in zip(*places, strict=True))
+        assert found == {"down": down, "right": right, "count": len(mine)}
+
+
+def test_what_the_class_wins_by_is_dark(opened: Opened) -> None:
+    page = opened()
+    script = """async (values) => {
+        const { lost, scaled } = await import('/static/attention.js'), { legend } = await import('/static/telling.js');
+        const found = Float32Array.from(values);
+        return [[...scaled(lost(found))], legend('occlusion', found)];
+    }"""
+    light, ends = page.evaluate(script, [-0.5, -0.1, 0, 0.05, 0.1, 0.2])
+    assert light == pytest.approx([0, 0, 0, 0.5, 1, 1])
+    assert ends[0] == "≤ 0"
+
+
+def test_the_place_that_is_compared_is_named(opened: Opened) -> None:
+    page = answered(opened("#picture=cat&layer=4&ask=4.7"))
+    note = page.locator("#places-note")
+    expect(note).to_contain_text("Row 4, column 7: ")
+    page.get_by_role("button", name="Rollout").click()  # where nobody asks
+    expect(note).to_contain_text("The middle, in the frame: ")
+    page.mouse.move(*patch(page, 0, 7))
+    expect(note).to_contain_text("Row 1, column 8: ")
 
 
 def test_row_column_and_the_brightest_patch_are_marked(opened: Opened, cifar10: vitrail.Model) -> None:
@@ -203,18 +301,40 @@ def test_help_speaks_of_fingers_where_there_are_no_keys(opened: Opened) -> None:
     expect(page.locator("#help-box")).to_be_hidden()
 
 
+WRITTEN = """() => {
+    const { prototype } = CanvasRenderingContext2D, draw = prototype.fillText;
+    window.written = [];
+    prototype.fillText = function (text, x, y, room) {
+        written.push(room === undefined ? text : 'squeezed');
+        draw.call(this, text, x, y);
+    };
+}"""
+
+
+def test_the_download_has_letters_a_scale_and_whose_the_pictures_are(opened: Opened) -> None:
+    page = answered(opened("#picture=cat&layer=4&picture2=flower&show2=rollout"))
+    expect(page.locator(".block")).to_have_count(2)
+    expect(page.locator(".label").nth(1)).not_to_have_text("…")
+    expect(page.locator("figcaption .ramp")).to_have_count(2)
+    page.evaluate(WRITTEN)
+    with page.expect_download():
+        page.locator("#save").click()
+    written = page.evaluate("written")
+    shown = [text for text in written if text.startswith(("A: ", "B: "))]
+    assert [text for text in shown if "looks most" not in text] == [
+        *("A: Layer 4, all heads", "B: Rollout"),
+        *(f"{letter}: {label}" for letter, label in zip("AB", page.locator(".label").all_inner_texts(), strict=True)),
+    ]
+    assert set(page.locator("figcaption .ramp span").all_inner_texts()) <= set(written)
+    assert page.locator("#credit").inner_text() in " ".join(written)
+    assert all(f"ample “{name}”" in " ".join(written) for name in ("cat", "flower"))
+    assert "squeezed" not in written
+
+
 def test_the_download_says_what_is_hidden_and_what_it_changed(opened: Opened) -> None:
     page = answered(opened("#picture=cat&layer=4&hide=18-22.26-30&fill=blur"))
     expect(page.locator(".change").first).not_to_be_empty()
-    script = """() => {
-        const { prototype } = CanvasRenderingContext2D, draw = prototype.fillText;
-        window.written = [];
-        prototype.fillText = function (text, ...rest) {
-            written.push(text);
-            draw.call(this, text, ...rest);
-        };
-    }"""
-    page.evaluate(script)
+    page.evaluate(WRITTEN)
     with page.expect_download():
         page.locator("#save").click()
     written = page.evaluate("written")

@@ -293,6 +293,30 @@ def test_a_bomb_of_values_is_refused_and_stops_nobody(name: str) -> None:
         assert min(longest() for _ in range(3)) < 0.2  # the machine may have bad moments
 
 
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+
+
+def form_of(inside: bytes) -> bytes:
+    return b'--x\r\nContent-Disposition: form-data; name="image"; filename=a\r\n\r\n' + inside + b"\r\n--x--\r\n"
+
+
+def test_a_form_full_of_false_boundaries_is_refused_before_it_costs_much() -> None:
+    with running(served()) as (client, _):
+        start = time.process_time()
+        answer = client.post("/v1/predict", content=form_of(b"\r\n--xy" * 2_000_000), headers=FORM)
+        assert reason(answer, 400) == "bad_form"
+        assert time.process_time() - start < 0.6  # it would be more than a second
+        assert "boundary is in it too often" in answer.json()["error"]["message"]
+        few = client.post("/v1/predict", content=form_of(photo() + b"\r\n--xy" * 100), headers=FORM)
+        assert few.status_code == 200
+
+
+def test_a_form_of_as_many_fields_as_there_may_be_is_read(client: httpx.Client) -> None:
+    fields = b"".join(b'--x\r\nContent-Disposition: form-data; name="hide"\r\n\r\n0\r\n' for _ in range(2000))
+    answer = client.post("/v1/predict", content=fields + form_of(photo()), headers=FORM)
+    assert answer.status_code == 200
+
+
 @settings(max_examples=60)
 @given(st.binary(max_size=300), st.sampled_from(["/v1/predict", "/v1/embed", "/v1/explain"]), st.integers(0, 3))
 def test_no_bytes_bring_more_than_a_refusal(client: httpx.Client, data: bytes, path: str, kind: int) -> None:

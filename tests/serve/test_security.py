@@ -32,8 +32,10 @@ OPEN = ["/", "/docs", "/openapi.json", "/healthz", "/readyz", "/static/docs.js",
 def test_without_the_token_there_is_no_answer(client: httpx.Client, path: str, given: str | None) -> None:
     answer = client.get(path, headers={} if given is None else {"authorization": given})
     assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == "Bearer"
-    assert answer.json()["error"]["code"] == "token_wanted"
+    wrong = given in ("Bearer wrong", f"Bearer {TOKEN}x")  # not missing
+    assert answer.headers["www-authenticate"] == ('Bearer error="invalid_token"' if wrong else "Bearer")
+    assert answer.json()["error"]["code"] == ("token_wrong" if wrong else "token_wanted")
+    assert ("this token is wrong" if wrong else "this needs a token") in answer.json()["error"]["message"]
 
 
 def test_with_the_token_there_is(client: httpx.Client) -> None:

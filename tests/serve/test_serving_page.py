@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import ROOT
@@ -13,9 +14,12 @@ from serving import photo, running, served
 
 import vitrail.serve as serving
 from vitrail.cli import serve
+from vitrail.explain.hiding import Fill
+from vitrail.serve.app import create_app
 from vitrail.serve.limits import Limits, Work
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.pictures import FORMATS
+from vitrail.serve.schema import PredictValues
 
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 
@@ -51,9 +55,20 @@ def test_every_status_on_the_page_is_one_that_is_answered_and_every_code_has_one
     assert said == raised | {404, 405}  # which the router finds out
 
 
+def test_every_route_and_every_fill_is_on_the_page_with_the_defaults() -> None:
+    table = PAGE.partition("| route | gives |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(?:GET|POST) (/\S+)`", table)) == set(create_app(served()).openapi()["paths"])
+    values = PredictValues()
+    assert f"`top` of them ({values.top})" in PAGE
+    said = re.search(r"`fill` is what stands there instead: (.*?)\. Layers", PAGE, re.DOTALL)
+    assert said
+    assert set(re.findall(r"`(\w+)`", said[1])) == set(get_args(Fill))
+    assert f"`{values.fill}`, the picture's mean colour (the default)" in said[1]
+
+
 def test_options_on_the_page_exist() -> None:
     names = {f"--{name.replace('_', '-')}" for name in inspect.signature(serve.serve).parameters}
-    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {"--data-binary", "--json", "--data"}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - {"--data-binary", "--json", "--data", "--clients"}
     assert used
     assert used <= names
 

@@ -77,6 +77,7 @@ def serve(
     own: dict[str, Any] = {"image": size(image), "channels": channels, "labels": labels, "device": device}
     own |= {"told": settings(changes), "section": section, "family": family, "dtype": dtype, "calibrate": calibrate}
     server, several = _parts()
+    from vitrail.export.names import is_exported
     from vitrail.serve.limits import Limits
     from vitrail.serve.security import read_token
 
@@ -93,7 +94,8 @@ def serve(
     if token is None and not near:
         note(f"whoever can reach {host} can use this: pass --token, or put something before it that asks who they are.")
     opener = partial(opened, source or model, engine, cores, **own)
-    started = partial(_started, server.address(sock), workers, None if near else sock.getsockname()[1])
+    inside = not is_exported(source or model or "")
+    started = partial(_started, server.address(sock), workers, inside, None if near else sock.getsockname()[1])
     several.serve(opener, sock, how, workers, started, _stopping)
 
 
@@ -102,15 +104,17 @@ def opened(model: str | None, engine: str | None, cores: int, calibrate: str | N
     _log_to_stderr()
     notes_to_stderr()  # a worker is a process of its own
     from vitrail.api.exporting import calibration_pictures
-    from vitrail.export.engines import open_engine
+    from vitrail.export.engines import FileEngine, open_engine
     from vitrail.export.names import is_exported
     from vitrail.serve.served import Served
+    from vitrail.weights.labels import read_labels
 
     if model is not None and is_exported(model):
-        for name in ("image", "channels", "labels", "section", "family", "told", "calibrate"):
-            if (options | {"calibrate": calibrate}).get(name):
-                raise ConfigError(f"{model} is exported already: --{'set' if name == 'told' else name} comes too late.")
-        return Served(open_engine(model, engine, threads=cores, lanes=cores), name=Path(model).stem, alone=True)
+        _check_unchanged(model, **options | {"calibrate": calibrate})
+        found, labels = open_engine(model, engine, threads=cores, lanes=cores), options.get("labels")
+        if labels is not None and isinstance(found, FileEngine):
+            found = found.named(found.card.but(labels=read_labels(labels, found.card.config.classes)))
+        return Served(found, name=Path(model).stem, alone=True)
     vit = open_model(model, classes=False, **options)
     alone = vit.device.type == "cpu"
     pictures = calibration_pictures(calibrate)
@@ -118,13 +122,27 @@ def opened(model: str | None, engine: str | None, cores: int, calibrate: str | N
     return Served(runs, vit, alone=alone)
 
 
-def _started(where: str, workers: int, open_port: int | None, name: str, how: str) -> None:
-    """`open_port`: where it is reached from elsewhere."""
+def _check_unchanged(model: str, *, device: str = "auto", dtype: str = "float32", **options: Any) -> None:
+    """Raise ConfigError where something else is wanted than what was exported."""
+    for name in ("image", "channels", "section", "family", "told", "calibrate"):
+        if options.get(name):
+            raise ConfigError(f"{model} is exported already: --{'set' if name == 'told' else name} comes too late.")
+    if device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"{model} is exported and runs on the CPU; for {device}, serve the checkpoint it was made from."
+        )
+    if dtype != "float32":
+        raise ConfigError(f"{model} has its precision already; for {dtype}, export it anew or serve the checkpoint.")
+
+
+def _started(where: str, workers: int, inside: bool, open_port: int | None, name: str, how: str) -> None:
+    """`inside`: it can be looked into; `open_port`: where it is reached from elsewhere."""
     typer.echo(f"{name} at {where}")
     typer.echo(f"  runs on      {how}{f'; {workers} such processes' * (workers > 1)}")
     if open_port is not None:
         typer.echo(f"  elsewhere    http://{socket.gethostname()}:{open_port}/")
-    typer.echo(f"  look inside  {where}/\n  the API      {where}/docs\n  to stop      Ctrl-C")
+    typer.echo(f"  {'look inside' if inside else 'the page   '}  {where}/")
+    typer.echo(f"  the API      {where}/docs\n  to stop      Ctrl-C")
     sys.stdout.flush()
 
 

@@ -20,7 +20,7 @@ from vitrail.errors import ModelError, VitrailError
 from vitrail.serve import schema, web
 from vitrail.serve.answers import description, ranked
 from vitrail.serve.batching import Batcher, Want, late
-from vitrail.serve.bodies import Body, deadline_of, read_body, swallow
+from vitrail.serve.bodies import Body, Room, Share, deadline_of, read_body, swallow
 from vitrail.serve.limits import Limits, Work
 from vitrail.serve.looking import Asked, Looker, positions
 from vitrail.serve.metrics import Metrics
@@ -39,7 +39,8 @@ class Service:
     """One model and everything that answers for it."""
 
     def __init__(self, served: Served, limits: Limits, work: Work) -> None:
-        limits = replace(limits, images=min(limits.images, work.queue))  # more could never be let in
+        most = {"images": min(limits.images, work.queue), "bytes": min(limits.bytes, work.queue_bytes)}
+        limits = replace(limits, **most)  # more could never be let in
         self.served, self.limits, self.work = served, limits, work
         self.metrics = Metrics()
         self.metrics.build.labels(served.name, served.engine.name, served.engine.precision, __version__).set(1)
@@ -48,6 +49,7 @@ class Service:
         self.looker = Looker(served, self.pictures)
         self.draining = False
         self._uploads = 0
+        self.room = Room(work.queue_bytes)
         self.about = description(served, limits)
         self._positions: Answer | None = None
 
@@ -108,9 +110,9 @@ class Service:
     ) -> Response:
         """What all POSTs share: time, room, the body, its values; and a client that may hang up."""
         start = time.monotonic()
-        deadline = deadline_of(request, start)
+        deadline, share = deadline_of(request, start), Share(self.room)
         try:
-            body = await self._read(request, deadline)
+            body = await self._read(request, deadline, share)
             values = schema.read_values(kind, body.values)
             if deadline is not None and time.monotonic() > deadline:
                 raise late()
@@ -124,23 +126,31 @@ class Service:
             return Response(status_code=499)  # nobody reads it
         except VitrailError as error:
             raise Problem(400, "bad_value", told(error, "this model cannot do that.")) from None
+        finally:
+            share.leave()
         return JSONResponse({**answer, "ms": round(1000 * (time.monotonic() - start), 2)})
 
-    async def _read(self, request: Request, deadline: float | None) -> Body:
+    async def _read(self, request: Request, deadline: float | None, share: Share) -> Body:
         """The body, if there is room for it; a refused one is taken in for a moment, so that the refusal is heard."""
+        try:
+            return await self._admitted(request, deadline, share)
+        except Problem as problem:
+            refusal = problem.with_traceback(None)  # which would keep what has been read
+        share.leave()
+        if refusal.status in (413, 415, 503) and "expect" not in request.headers:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER):
+                    await swallow(request, 4 * self.limits.bytes)
+        raise refusal
+
+    async def _admitted(self, request: Request, deadline: float | None, share: Share) -> Body:
+        if self._uploads >= self.work.uploads:
+            message = f"{self._uploads} requests are being read already."
+            raise Problem(503, "queue_full", message, {"Retry-After": "1", "Connection": "close"})
+        self.batcher.check_room()
         self._uploads += 1
         try:
-            if self._uploads > self.work.uploads:
-                message = f"{self._uploads} requests are being read already."
-                raise Problem(503, "queue_full", message, {"Retry-After": "1", "Connection": "close"})
-            self.batcher.check_room()
-            return await read_body(request, self.limits, deadline)
-        except Problem as problem:
-            if problem.status in (413, 415, 503) and "expect" not in request.headers:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LINGER):
-                        await swallow(request, 4 * self.limits.bytes)
-            raise
+            return await read_body(request, self.limits, share, deadline)
         finally:
             self._uploads -= 1
 

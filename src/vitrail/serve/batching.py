@@ -47,13 +47,13 @@ log = logging.getLogger("vitrail.serve")
 class Ticket:
     """One request on its way, and all that is held for it."""
 
-    __slots__ = ("count", "dead", "deadline", "future", "held", "left", "looks", "outputs", "size", "spent", "want")
+    __slots__ = ("count", "dead", "deadline", "future", "held", "left", "looks", "outputs", "spent", "want")
 
     def __init__(
         self, future: asyncio.Future[Any], given: Sequence[bytes | str], deadline: float | None, want: Want, looks: int
     ) -> None:
         self.deadline, self.want, self.looks = deadline, want, looks
-        self.count, self.size = len(given), sum(map(len, given))
+        self.count = len(given)
         self.future: asyncio.Future[Any] | None = future
         """Of the event loop; None when it has been waited for."""
         self.held: list[Any] = list(given)
@@ -96,7 +96,6 @@ class Batcher:
         self.warm = False
         """Whether the model has answered once."""
         self.waiting = 0
-        self.waiting_bytes = 0
         self.speed = 10.0
         """Pictures a second, of late."""
         self.looking = 0
@@ -106,6 +105,7 @@ class Batcher:
         self._line: deque[Place] = deque()
         self._looks: deque[Ticket] = deque()
         self._coming = 0  # pictures that are being decoded
+        self._running = 0  # batches
         self._ready = threading.Condition()
         self._stopping = False
         self._threads: list[threading.Thread] = []
@@ -178,10 +178,7 @@ class Batcher:
         if ticket.count > self.work.queue:
             message = f"got {ticket.count} pictures, more than may ever wait here: at most {self.work.queue}."
             raise Problem(413, "too_many_images", message)
-        if ticket.size > self.work.queue_bytes:
-            message = f"the pictures have more bytes than may ever wait here: at most {self.work.queue_bytes:,}."
-            raise Problem(413, "body_too_large", message)
-        if self.waiting + ticket.count > self.work.queue or self.waiting_bytes + ticket.size > self.work.queue_bytes:
+        if self.waiting + ticket.count > self.work.queue:
             raise self._full()
         self._count(ticket, 1)
         return ticket
@@ -192,7 +189,6 @@ class Batcher:
 
     def _count(self, ticket: Ticket, sign: int) -> None:
         self.waiting += sign * ticket.count
-        self.waiting_bytes += sign * ticket.size
         self.looking += sign * ticket.looks
         self.metrics.queue.set(self.waiting)
 
@@ -229,7 +225,12 @@ class Batcher:
     def _submit(self, *call: Any) -> None:
         with self._ready:
             self._coming += 1
-        self._pool.submit(*call)
+        try:
+            self._pool.submit(*call)
+        except BaseException:  # it never will
+            with self._ready:
+                self._coming -= 1
+            raise
 
     def _decode(
         self,
@@ -241,23 +242,23 @@ class Batcher:
         found: Pixels | Steps | None = None
         error: Exception | None = None
         picture = ticket.take(number)
-        if picture is not None and not ticket.late():
-            start = time.perf_counter()
-            try:
-                pixels = prepare(picture)
-                found = pixels if steps is None else steps(pixels)
-            except Exception as problem:
-                error = problem.about(number, ticket.count) if isinstance(problem, Problem) else problem
-            self.metrics.decode.observe(time.perf_counter() - start)
-        with self._ready:
-            self._coming -= 1
-            if found is not None and not ticket.dead:
-                ticket.held[number] = found
-                if steps is None:
-                    self._line.append((ticket, number))
-                else:
-                    self._looks.append(ticket)
-            self._ready.notify()
+        try:
+            if picture is not None and not ticket.late():
+                with self.metrics.decode.time():
+                    pixels = prepare(picture)
+                    found = pixels if steps is None else steps(pixels)
+        except Exception as problem:
+            error = problem.about(number, ticket.count) if isinstance(problem, Problem) else problem
+        finally:  # whatever happens: who stops waits until none is coming
+            with self._ready:
+                self._coming -= 1
+                if found is not None and error is None and not ticket.dead:
+                    ticket.held[number] = found
+                    if steps is None:
+                        self._line.append((ticket, number))
+                    else:
+                        self._looks.append(ticket)
+                self._ready.notify()
         if error is not None:
             self._tell(_fail, ticket, error)
 
@@ -309,6 +310,8 @@ class Batcher:
         return group
 
     def _run(self, group: list[Waiting]) -> None:
+        with self._ready:
+            self._running += 1
         start = time.perf_counter()
         try:
             pixels = np.stack([found[2] for found in group])
@@ -317,10 +320,13 @@ class Batcher:
             log.exception("the engine failed on a batch of %d", len(group))
             self._tell(_fail_all, [ticket for ticket, _, _ in group], error)
             return
-        took = time.perf_counter() - start
+        finally:
+            took, beside = time.perf_counter() - start, self._running
+            with self._ready:
+                self._running -= 1
         self.metrics.engine.observe(took)
         self.metrics.batch.observe(len(group))
-        self.speed += 0.1 * (self.work.lanes * len(group) / max(took, 1e-6) - self.speed)
+        self.speed += 0.1 * (beside * len(group) / max(took, 1e-6) - self.speed)  # a lone one may have had all cores
         self._tell(self._deliver, [(ticket, number, row) for (ticket, number, _), row in zip(group, rows, strict=True)])
 
     def _step(self, ticket: Ticket) -> None:
@@ -361,7 +367,8 @@ class Batcher:
 
 def best_batch(served: Served, sizes: tuple[int, ...], seconds: float = 3.0) -> int:
     """The smallest batch that no larger one beats by much; trying ends after so many seconds."""
-    clock = time.thread_time if served.alone else time.perf_counter  # what else runs here does not count
+    # What else runs here does not count, where the thread that asks is the one that computes.
+    clock = time.thread_time if served.alone and served.engine.name != "openvino" else time.perf_counter
 
     def tried(size: int) -> float:
         pixels = np.zeros((size, *served.shape), served.preprocess.dtype)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import Request
 from python_multipart.multipart import parse_options_header
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from vitrail.serve.batching import late
@@ -39,6 +39,8 @@ BEGINNING = re.compile(
 )
 ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]{0,20}://", re.I)
 DEADLINE = re.compile(r"[1-9]\d{0,8}")
+Chunks = AsyncGenerator[bytes, None]
+"""A body as it comes."""
 
 
 @dataclass
@@ -52,6 +54,32 @@ class Body:
     @property
     def size(self) -> int:
         return sum(map(len, self.pictures))
+
+
+class Room:
+    """Bytes of all bodies that are here at a time, half read or whole."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.taken = total, 0
+
+
+class Share:
+    """What one request has of it, until it leaves."""
+
+    def __init__(self, room: Room) -> None:
+        self.room, self.size = room, 0
+
+    def take(self, count: int) -> None:
+        """Raise Problem where there is no room for so many bytes more."""
+        if self.room.taken + count > self.room.total:
+            message = f"{self.room.taken:,} bytes of requests are here already; try again in 1 s."
+            raise Problem(503, "queue_full", message, {"Retry-After": "1", "Connection": "close"})
+        self.size += count
+        self.room.taken += count
+
+    def leave(self) -> None:
+        self.room.taken -= self.size
+        self.size = 0
 
 
 class _Parser(MultiPartParser):
@@ -76,7 +104,7 @@ class _Parser(MultiPartParser):
             file.close()
 
 
-async def read_body(request: Request, limits: Limits, deadline: float | None = None) -> Body:
+async def read_body(request: Request, limits: Limits, share: Share, deadline: float | None = None) -> Body:
     """The whole of it, by its content type; no longer than it is of use, on `time.monotonic`'s clock."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     known = ("multipart/form-data", "application/json", "application/octet-stream", *SNIFFED)
@@ -85,7 +113,7 @@ async def read_body(request: Request, limits: Limits, deadline: float | None = N
     left = limits.seconds if deadline is None else max(deadline - time.monotonic(), 0)
     try:
         async with asyncio.timeout(min(limits.seconds, left)):
-            body = await _parsed(request, kind, limits)
+            body = await _parsed(kind, request, limits, share)
     except TimeoutError:
         if left < limits.seconds:
             problem = late()
@@ -100,22 +128,23 @@ async def read_body(request: Request, limits: Limits, deadline: float | None = N
     return body
 
 
-async def _parsed(request: Request, kind: str, limits: Limits) -> Body:
+async def _parsed(kind: str, request: Request, limits: Limits, share: Share) -> Body:
+    chunks = _chunks(request, limits, share)
     if kind == "multipart/form-data":
-        body = await _form(request, limits)
+        body = await _form(request.headers, chunks, limits)
     elif kind == "application/json":
-        body = _from_json(b"".join([chunk async for chunk in _chunks(request, limits)]))
+        body = _from_json(b"".join([chunk async for chunk in chunks]))
     else:
-        whole = await _raw(request, kind, limits)
+        whole = await _raw(kind, chunks)
         body = Body([whole] if whole else [])
     body.values = _values(request.query_params.multi_items()) | body.values  # what the body says counts
     return body
 
 
-async def _raw(request: Request, kind: str, limits: Limits) -> bytes:
+async def _raw(kind: str, chunks: Chunks) -> bytes:
     """A picture as it is; where nobody says that it is one, its first bytes do."""
     found, unsure = bytearray(), kind in SNIFFED
-    async for chunk in _chunks(request, limits):
+    async for chunk in chunks:
         found += chunk
         if unsure and len(found) >= 16:
             unsure = False
@@ -126,8 +155,8 @@ async def _raw(request: Request, kind: str, limits: Limits) -> bytes:
     return bytes(found)
 
 
-async def _chunks(request: Request, limits: Limits) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, up to the limit."""
+async def _chunks(request: Request, limits: Limits, share: Share) -> Chunks:
+    """The body as it comes, up to the limit, and while there is room."""
     promised = request.headers.get("content-length", "")
     if promised.isdecimal() and int(promised) > limits.bytes:
         raise _too_long(limits)
@@ -141,6 +170,7 @@ async def _chunks(request: Request, limits: Limits) -> AsyncGenerator[bytes, Non
         request.state.whole = not message.get("more_body")
         if got > limits.bytes:
             raise _too_long(limits)
+        share.take(len(chunk))
         if chunk:
             yield chunk
         if request.state.whole:
@@ -157,8 +187,9 @@ async def swallow(request: Request, most: int) -> None:
             return
 
 
-async def _form(request: Request, limits: Limits) -> Body:
-    parser = _Parser(request.headers, _chunks(request, limits), max_files=limits.images, max_fields=FIELDS)
+async def _form(headers: Headers, chunks: Chunks, limits: Limits) -> Body:
+    most = FIELDS + limits.images + 1
+    parser = _Parser(headers, _parted(headers, chunks, most), max_files=limits.images, max_fields=FIELDS)
     try:
         return _filled(await parser.parse(), parser.ended)
     except MultiPartException as error:
@@ -169,6 +200,17 @@ async def _form(request: Request, limits: Limits) -> Body:
         raise Problem(400, "bad_form", "the form cannot be read: a part's headers are damaged.") from None
     finally:
         parser.close()
+
+
+async def _parted(headers: Headers, chunks: Chunks, most: int) -> Chunks:
+    """The same, unless it has too much that looks like the end of a part: each costs a hundred times its bytes."""
+    _, options = parse_options_header(headers["content-type"])
+    edge, found = b"\r\n--" + options.get(b"boundary", b""), 0
+    async for chunk in chunks:
+        found += chunk.count(edge)
+        if found > most:
+            raise Problem(400, "bad_form", "the form cannot be read: its boundary is in it too often.")
+        yield chunk
 
 
 def _filled(form: FormData, whole: bool) -> Body:

@@ -8,6 +8,7 @@ requests without waiting for answers would have them all kept.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from typing import Any
 
@@ -20,6 +21,10 @@ HEADERS = 64 * 2**10
 """Bytes of a request's headers; one of uvicorn's two protocols would take any number."""
 AHEAD = 64
 """Requests that may wait for the answer to one before them on the same connection."""
+
+
+UNSENT = 64 * 2**10
+"""Bytes that the system keeps unsent: with more, megabytes, it would be long before a slow client is seen to read."""
 
 
 class Bounded(asyncio.Protocol):
@@ -41,6 +46,7 @@ class Bounded(asyncio.Protocol):
     """Bytes of headers that are not complete."""
     _headers: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
+    _unread = 0
 
     @property
     def idle(self) -> bool:
@@ -49,6 +55,9 @@ class Bounded(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            own = transport.get_extra_info("socket")
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         self._wait()
         if len(self.connections) > self.limits.connections:
             self._make_room()
@@ -92,7 +101,7 @@ class Bounded(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading = self.loop.call_later(self.limits.seconds, self.transport.abort)
+        self._watch()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -111,6 +120,17 @@ class Bounded(asyncio.Protocol):
         if self._headers is not None:
             self._headers.cancel()
             self._headers = None
+
+    def _watch(self) -> None:
+        self._unread = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(self.limits.seconds, self._check_reading)
+
+    def _check_reading(self) -> None:
+        """Leave a client that has read nothing since it was last looked at; a slow one goes on."""
+        if self.transport.get_write_buffer_size() < self._unread:
+            self._watch()
+        else:
+            self.transport.abort()
 
     def _stop_watching(self) -> None:
         if self._reading is not None:

@@ -39,7 +39,7 @@ class Work:
     queue: int = 256
     """Pictures that may wait; past it the answer is 503."""
     queue_bytes: int = 512 * 2**20
-    """Their bytes, together."""
+    """Of all bodies that are here, from their first byte until their requests are answered; past it, 503 too."""
     uploads: int = 256
     """Bodies that are read at a time."""
     looks: int = 8
@@ -68,7 +68,7 @@ class Work:
 def shares(cores: int, alone: bool, **options: Any) -> Work:
     """So many cores, shared by decoders and engine.
 
-    An engine that computes on one core (`alone`) has a lane for each: threads that work together on one
-    batch would wait for each other whenever a decoder has one of the cores.
+    An engine that takes calls side by side (`alone`) has a lane for each core: threads that work together on
+    one batch would wait for each other whenever a decoder has one of the cores.
     """
     return Work(lanes=cores if alone else 1, threads=1 if alone else cores, decoders=cores, **options)

@@ -91,13 +91,17 @@ class Guard:
             self.metrics.latency.labels(route).observe(time.perf_counter() - start)
 
     def check(self, scope: Scope) -> None:
-        """Raise Problem unless the token is there, where one is needed."""
+        """Raise Problem unless the token is there and right, where one is needed."""
         if self.wanted is None or not scope["path"].startswith(CLOSED):
             return
         scheme, _, given = next(iter(_all(scope, b"authorization")), b"").partition(b" ")
-        if not hmac.compare_digest(given.strip(), self.wanted) or scheme.lower() != b"bearer":
+        given = given.strip()
+        if scheme.lower() != b"bearer" or not given:
             message = "this needs a token: send Authorization: Bearer TOKEN."
             raise Problem(401, "token_wanted", message, {"WWW-Authenticate": "Bearer"})
+        if not hmac.compare_digest(given, self.wanted):
+            message = "this token is wrong: send the one that whoever runs this server has given to it."
+            raise Problem(401, "token_wrong", message, {"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
     def check_host(self, scope: Scope) -> None:
         """Raise Problem where it is asked by another's name: that page's owner has let the name point here."""

@@ -28,7 +28,11 @@ class Served:
     def __init__(
         self, engine: Engine, model: Model | None = None, *, name: str | None = None, alone: bool = False
     ) -> None:
-        """`alone`: a call computes on the core it is made from, so that several can be made side by side."""
+        """`alone`: as many calls are made side by side as there are cores.
+
+        torch and ONNX Runtime compute each on the core it is made from; OpenVINO has threads of its own, and
+        shares a call out among those that are free.
+        """
         self.engine, self.model, self.card, self.alone = engine, model, engine.card, alone
         self.preprocess = Preprocess(self.card.preprocess)
         self.name = name or (short_name(model) if model is not None else self.card.origin or self.card.family)

@@ -1,7 +1,8 @@
 """Several processes at one socket: started, watched, replaced when they die, told to stop.
 
-Only the parent listens to signals: it tells the workers through a pipe, so that a signal to the whole group
-of processes, as systemd and `timeout` send it, means no more than one to the parent.
+The parent tells the workers through a pipe when to stop. Of signals, a worker that serves heeds SIGTERM alone,
+and drains as at the parent's word, so that a signal to the whole group of processes, as systemd and
+`timeout` send it, means no more than one to the parent.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class Workers:
 def _work(opener: Opener, sock: socket.socket, settings: Settings, pipe: Connection) -> None:
     """A worker: it stops when its parent says so, or is no more."""
     for sig in SIGNALS:
-        signal.signal(sig, signal.SIG_IGN)  # what reaches all processes reaches the parent, which passes it on
+        signal.signal(sig, signal.SIG_IGN)  # what is sent to all reaches the parent, which passes it on
     made: list[Server] = []
     threading.Thread(target=_obey, args=(pipe, made), daemon=True).start()
 

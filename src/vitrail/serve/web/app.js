@@ -58,6 +58,7 @@ function draw() {
     one.view.show({
       sheet,
       values: found,
+      squares: one.show === "occlusion",
       asker: attending ? asker() : view.hover === null ? null : view.hover + special(),
       pointed: view.hover,
       paint: view.paint,
@@ -132,7 +133,7 @@ function controls() {
   drawChips($("chips"), { model, view, row, shown: attending && model.attention, asker: asker(), render });
   const told = sentence(one, sheet, model, { values: row ? row.slice(special()) : values(one, sheet), row, from: asker(), hover: view.hover });
   $("words").textContent = letter && told ? `${letter}: ${told}` : told;
-  $("invite").textContent = invitation({ model, mode: view.mode, touch: touch.matches, compared: letter });
+  $("invite").textContent = invitation({ show: one.show, model, mode: view.mode, touch: touch.matches, compared: letter });
   choosing.mark(one, sheet);
 }
 
@@ -141,17 +142,18 @@ function beside() {
   says.show(used, model);
   speak(spoken(sheet));
   $("distance").hidden = !sheet.distance.length;
+  $("distance-of").textContent = used.length > 1 ? `, in ${letterOf(one)}` : "";
   if (sheet.distance.length) {
     const attending = one.show === "attention";
     distancePlot($("distance-plot"), $("distance-note"), { ...sheet, layer: attending ? one.layer : 0, head: one.head }, (layer, head) => set({ show: "attention", layer, head }));
   }
   $("places").hidden = !places;
   if (places) {
-    const from = asker(), { rows, columns } = places.grid, middle = Math.floor(rows / 2) * columns + Math.floor(columns / 2);
-    const patch = from !== null && from >= special() ? from - special() : middle;
+    const asked = view.panes.some(({ show }) => show === "attention") ? asker() : null, { rows, columns } = places.grid;
+    const chosen = view.hover ?? (asked !== null && asked >= special() ? asked - special() : null), patch = chosen ?? Math.floor(rows / 2) * columns + Math.floor(columns / 2);
     placesMap($("places-map"), places, patch);
     $("places-map").setAttribute("aria-label", `Similarity of the position of ${place(patch, places.grid)} to all others`);
-    $("places-note").textContent = `${capital(place(patch, places.grid))}: ${places.meaning}.`;
+    $("places-note").textContent = `${chosen === null ? "The middle, in the frame" : capital(place(patch, places.grid))}: ${places.meaning}.`;
     [$("places-low").textContent, $("places-high").textContent] = [minus(places.low.toFixed(2)), "1"];
   }
 }
@@ -186,7 +188,12 @@ function newPane(words) {
   const made = { sheet: 0, show: shows[0], layer: 1, head: 0, ...words };
   made.view = new Pane({
     ask: (patch) => { if (view.hover !== patch) { view.hover = patch; render(); } },
-    pin: (patch) => { const token = patch + special(); view.ask = view.ask === token ? null : token; view.hover = null; render(); },
+    pin: (patch) => {
+      const token = patch + special();
+      if (view.panes.some(({ show }) => show === "attention")) { view.ask = view.ask === token ? null : token; view.hover = null; }
+      else view.hover = patch;  // nobody asks in a map: a finger reads its value
+      render();
+    },
     toggle: (sheet, patches, first = patches[0]) => toggle(sheet, patches, !sheet.hide.has(first)),
     active: () => { const at = view.panes.indexOf(made); if (at !== view.active && at >= 0) { view.active = at; render(); } },
     mode: () => view.mode,
@@ -251,8 +258,8 @@ async function copyLink() {
 
 function download() {
   if (!sheetOf(pane()).image) return;
-  const panes = view.panes.map((one) => ({ view: one.view, title: titleOf(one, model), means: meaning(one, sheetOf(one), model, asker()) }));
-  savePng({ panes, sheets: [...new Set(view.panes.map(sheetOf))], model, words: $("words").textContent });
+  const panes = view.panes.map((one) => ({ view: one.view, title: `${letterOf(one) && `${letterOf(one)}: `}${titleOf(one, model)}`, means: meaning(one, sheetOf(one), model, asker()), ends: legend(one.show, one.view.raw) }));
+  savePng({ panes, sheets: [...new Set(view.panes.map(sheetOf))], model, words: $("words").textContent, credit: $("credit").textContent });
 }
 
 function dark() {
@@ -290,7 +297,7 @@ function describe() {
 
 function askToken(wrong) {
   return new Promise((resolve) => {
-    $("token-note").textContent = wrong ? "That token was not accepted; it is kept until this tab is closed." : "It is kept until this tab is closed.";
+    $("token-note").textContent = wrong ? "That token was not accepted; try another." : "It is kept until this tab is closed.";
     $("token-box").oncancel = (event) => event.preventDefault();
     $("token-form").onsubmit = (event) => { event.preventDefault(); $("token-box").close(); resolve($("token").value); };
     $("token-box").showModal();

@@ -65,10 +65,29 @@ export function scaled(values) {
   return values.map((value) => Math.min(1, Math.max(0, (value - low) / (high - low || 1))));
 }
 
+/** What covering costs; where it costs nothing, or the class wins by it, there is no light. */
+export const lost = (values) => values.map((value) => Math.max(value, 0));
+
 export function largest(values) {
   let best = 0;
   for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;
   return best;
+}
+
+const SQUARE = 2;  // occlusion covers so many patches along a side
+export const sideOf = ({ rows, columns }) => Math.min(SQUARE, rows, columns);
+
+/** The rows and columns, each first and last, that occlusion covers together with a patch: those of one square, or of `count` where some overlap at the edge. */
+export function covered(patch, { rows, columns }) {
+  const side = sideOf({ rows, columns });
+  const along = (at, size) => {
+    const last = size - side, starts = at >= last ? [last] : [];  // the last square ends at the edge
+    const even = at - (at % side);
+    if (even < last) starts.unshift(even);
+    return { span: [starts[0], starts.at(-1) + side - 1], count: starts.length };
+  };
+  const down = along(Math.floor(patch / columns), rows), right = along(patch % columns, columns);
+  return { down: down.span, right: right.span, count: down.count * right.count };
 }
 
 export function cosine(a, b) {

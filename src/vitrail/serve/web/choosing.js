@@ -140,7 +140,7 @@ export class Choosing {
       }
       button.setAttribute("aria-pressed", String(chosen));
     }
-    const sample = this.page.samples.find(({ name }) => name === sheet.source);
-    $("credit").textContent = sample ? `Sample “${sample.name}”: ${sample.credit}` : "";
+    const { samples, view } = this.page, seen = samples.filter(({ name }) => view.panes.some((other) => view.sheets[other.sheet].source === name));
+    $("credit").textContent = seen.map(({ name, credit }, i) => `${i ? "sample" : "Sample"} “${name}”: ${credit}`).join("; ");
   }
 }

@@ -1,12 +1,46 @@
 // What is on the page, as one PNG: the panes, what they show, and what the model says.
 
+import { viridis } from "./colours.js";
 import { paint } from "./pane.js";
 import { change, percent, tidy } from "./says.js";
 
-const SIDE = 720, GAP = 36, BARS = 380, SANS = "system-ui, sans-serif", SERIF = "Georgia, serif";
+const SIDE = 720, GAP = 36, BARS = 380, RAMP = 96, SANS = "system-ui, sans-serif", SERIF = "Georgia, serif";
 const FILLS = { mean: "mean colour", blur: "blurred", zero: "grey" };
 
-export async function savePng({ panes, sheets, model, words }) {
+/** A text in lines that are no wider than `room`; one word may be. */
+function inLines(context, text, font, room) {
+  context.font = font;
+  return text.split(" ").reduce((lines, word) => {
+    const longer = lines.length ? `${lines.at(-1)} ${word}` : word;
+    if (lines.length && context.measureText(longer).width > room) return [...lines, word];
+    return [...lines.slice(0, -1), longer];
+  }, []);
+}
+
+/** How bright is how much, with its end at `right`. */
+function ramp(write, context, way, [low, high], right, y) {
+  const font = `15px ${SANS}`, start = right - inked(context, high, font) - 10 - RAMP, steps = 16;
+  write(high, right, y, font, "--soft", "right");
+  write(low, start - 10, y, font, "--soft", "right");
+  for (let i = 0; i < steps; i++) {
+    const value = i / (steps - 1), [grey, clear] = [[43, 40, 51], [243, 227, 195]];
+    context.fillStyle = way === "heat" ? viridis(value) : `rgb(${grey.map((from, j) => Math.round(from + (clear[j] - from) * value)).join(" ")})`;
+    context.fillRect(start + (i * RAMP) / steps, y - 10, RAMP / steps, 9);
+  }
+}
+
+const inked = (context, text, font) => Object.assign(context, { font }).measureText(text).width;
+
+/** As much of a text as there is room for. */
+function cut(context, text, font, room) {
+  context.font = font;
+  if (context.measureText(text).width <= room) return text;
+  let kept = text;
+  while (kept && context.measureText(`${kept}…`).width > room) kept = kept.slice(0, -1);
+  return `${kept.trimEnd()}…`;
+}
+
+export async function savePng({ panes, sheets, model, words, credit }) {
   const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
   const sizes = panes.map(({ view }) => {
     const { width, height } = view.sheet.image, scale = SIDE / Math.max(width, height);
@@ -15,12 +49,16 @@ export async function savePng({ panes, sheets, model, words }) {
   const tall = Math.max(...sizes.map(([, height]) => height)), told = model.classes ? sheets : [];
   const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
   canvas.width = GAP + sizes.reduce((sum, [width]) => sum + width + GAP, 0) + (told.length ? BARS + GAP : 0);
-  canvas.height = Math.max(tall + 2 * GAP + 96, told.length * 360 + 2 * GAP);
+  const plain = `16px ${SANS}`, meant = panes.map(({ means }, i) => inLines(context, means, plain, sizes[i][0]));
+  const name = `vitrail · ${model.name}`, room = canvas.width - 3 * GAP - inked(context, name, `16px ${SERIF}`);
+  const foots = [words, credit].filter(Boolean).flatMap((text) => inLines(context, text, plain, room));
+  const under = 22 * (Math.max(...meant.map((lines) => lines.length)) + foots.length - 2);
+  canvas.height = Math.max(tall + 2 * GAP + 96 + under, told.length * 360 + 2 * GAP + 22 * foots.length);
   context.fillStyle = colour("--paper");
   context.fillRect(0, 0, canvas.width, canvas.height);
-  const write = (text, x, y, font, ink, align = "left", room = undefined) => Object.assign(context, { font, fillStyle: colour(ink), textAlign: align }).fillText(text, x, y, room);
+  const write = (text, x, y, font, ink, align = "left") => Object.assign(context, { font, fillStyle: colour(ink), textAlign: align }).fillText(text, x, y);
   let left = GAP;
-  panes.forEach(({ view, title, means }, i) => {
+  panes.forEach(({ view, title, ends }, i) => {
     const [width, height] = sizes[i];
     context.save();
     context.translate(left, GAP);
@@ -30,13 +68,14 @@ export async function savePng({ panes, sheets, model, words }) {
     paint(context, width, height, { ...view, box: null, focus: false, ratio: 1.5 });
     context.restore();
     write(title, left, GAP + height + 32, `600 19px ${SANS}`, "--ink");
-    write(means, left, GAP + height + 58, `16px ${SANS}`, "--soft", "left", width);
+    if (ends) ramp(write, context, view.paint, ends, left + width, GAP + height + 32);
+    meant[i].forEach((line, j) => write(line, left, GAP + height + 58 + 22 * j, plain, "--soft"));
     left += width + GAP;
   });
   const foot = canvas.height - GAP + 6;
-  write(words, GAP, foot, `16px ${SANS}`, "--soft");
-  write(`vitrail · ${model.name}`, canvas.width - GAP, foot, `16px ${SERIF}`, "--soft", "right");
-  told.forEach((sheet, i) => bars(write, context, colour, sheet, left, GAP + i * 360));
+  foots.forEach((line, i) => write(line, GAP, foot - 22 * (foots.length - 1 - i), plain, "--soft"));
+  write(name, canvas.width - GAP, foot, `16px ${SERIF}`, "--soft", "right");
+  told.forEach((sheet, i) => bars(write, context, colour, sheet, left, GAP + i * 360, told.length > 1 ? `${"AB"[i]}: ` : ""));
   const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
   const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `vitrail-${sheets[0].name || "picture"}.png` });
   link.click();
@@ -44,14 +83,16 @@ export async function savePng({ panes, sheets, model, words }) {
 }
 
 /** As beside the picture: the likeliest classes, where they stood before, and what is hidden. */
-function bars(write, context, colour, sheet, left, top) {
+function bars(write, context, colour, sheet, left, top, letter) {
   const [best] = sheet.now ?? [], count = sheet.hide.size;
   if (!best) return;
-  write(tidy(best.label), left, top + 30, `500 34px ${SERIF}`, "--ink", "left", BARS - 100);
+  const name = `${letter}${tidy(best.label)}`, size = Math.max(22, Math.min(34, Math.floor((34 * (BARS - 100)) / inked(context, name, `500 34px ${SERIF}`)))), large = `500 ${size}px ${SERIF}`;
+  write(cut(context, name, large, BARS - 100), left, top + 30, large, "--ink");
   write(percent(best.score), left + BARS, top + 30, `500 28px ${SERIF}`, "--accent", "right");
   sheet.now.forEach((prediction, i) => {
     const y = top + 78 + i * 46, before = count ? sheet.before?.get(prediction.index) : undefined;
-    write(tidy(prediction.label), left, y, `${i ? 400 : 600} 17px ${SANS}`, i ? "--soft" : "--ink", "left", BARS - 140);
+    const font = `${i ? 400 : 600} 17px ${SANS}`;
+    write(cut(context, tidy(prediction.label), font, BARS - (before === undefined ? 80 : 140)), left, y, font, i ? "--soft" : "--ink");
     write(percent(prediction.score), left + BARS, y, `600 17px ${SANS}`, "--ink", "right");
     if (before !== undefined) write(change(prediction.score, before), left + BARS - 66, y, `500 15px ${SANS}`, "--faint", "right");
     context.fillStyle = colour("--wash");
@@ -64,5 +105,5 @@ function bars(write, context, colour, sheet, left, top) {
     if (before !== undefined) context.fillRect(left + BARS * before - 1, y + 6, 2, 14);
   });
   const told = count ? [`${count} of ${sheet.patches} patches hidden, ${FILLS[sheet.fill]}.`, "The ticks are where it stood with nothing hidden."] : [];
-  told.forEach((text, i) => write(text, left, top + 78 + sheet.now.length * 46 + i * 22, `15px ${SANS}`, "--soft", "left", BARS));
+  told.forEach((text, i) => write(text, left, top + 78 + sheet.now.length * 46 + i * 22, `15px ${SANS}`, "--soft"));
 }

@@ -1,7 +1,8 @@
 // One picture with its patches: painted on a canvas, asked and hidden by mouse, finger and keys.
 
-import { largest, scaled } from "./attention.js";
+import { covered, largest, lost, scaled } from "./attention.js";
 import { LEAD, NIGHT, night, viridis } from "./colours.js";
+import { place, squareAt } from "./telling.js";
 
 const LONG_PRESS = 450, FAR = 10;  // milliseconds; pixels a finger may tremble
 const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -40,11 +41,11 @@ export class Pane {
     this.listen();
   }
 
-  /** What to show: a sheet, a value for each patch (or null: the picture alone), who asks, what is told. */
-  show({ sheet, values, asker, pointed, paint, caption, label, pending, empty }) {
-    const target = values ? scaled(values) : null;
+  /** What to show: a sheet, a value for each patch (or null: the picture alone) or for squares of them, who asks, what is told. */
+  show({ sheet, values, squares, asker, pointed, paint, caption, label, pending, empty }) {
+    const target = values ? scaled(squares ? lost(values) : values) : null;
     const glide = this.motion && !still.matches && this.shown && target && this.sheet === sheet && this.shown.length === target.length;
-    Object.assign(this, { sheet, target, raw: values, asker, paint });
+    Object.assign(this, { sheet, target, raw: values, squares, asker, paint });
     if (!glide) this.shown = target;
     this.caption.replaceChildren(...caption);
     this.grid.setAttribute("aria-label", empty || label);
@@ -55,20 +56,20 @@ export class Pane {
     const image = sheet?.image;
     this.root.style.setProperty("--ratio", image ? image.width / image.height : 1);
     this.grid.classList.toggle("waiting", Boolean(sheet?.blob && (!image || pending)));
-    if (this.unsaid) this.say();
+    if (this.unsaid || (this.cursor !== null && this.cursor === this.said?.patch && sheet.hide.has(this.cursor) !== this.said.hidden)) this.say();
     this.number(image ? pointed ?? (asker === null ? null : asker - sheet.model.special.length) : null);
     this.request();
   }
 
-  /** The row and the column of a patch, at the edge of the picture. */
+  /** The row and the column of a patch, or those of its square, at the edge of the picture. */
   number(patch) {
     const { rows, columns } = this.sheet?.grid ?? { rows: 1, columns: 1 }, [row, column] = this.tags, known = patch !== null && patch >= 0;
     row.hidden = column.hidden = !known;
     if (!known) return;
-    const [down, right] = [Math.floor(patch / columns), patch % columns];
-    [row.textContent, column.textContent] = [down + 1, right + 1];
-    row.style.top = `${(100 * (down + 0.5)) / rows}%`;
-    column.style.left = `${(100 * (right + 0.5)) / columns}%`;
+    const { down, right } = spans(patch, this.sheet.grid, this.squares), name = ([first, last]) => (first === last ? first + 1 : `${first + 1}–${last + 1}`);
+    [row.textContent, column.textContent] = [name(down), name(right)];
+    row.style.top = `${(50 * (down[0] + down[1] + 1)) / rows}%`;
+    column.style.left = `${(50 * (right[0] + right[1] + 1)) / columns}%`;
   }
 
   request() { this.frame ||= requestAnimationFrame(() => this.draw()); }
@@ -182,24 +183,32 @@ export class Pane {
   /** For a screen reader: the patch under the cursor. The two cells take turns, so that each move is heard. */
   say() {
     this.unsaid = false;
-    const { columns } = this.sheet.grid, place = (patch) => `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}`;
-    const cell = this.cells.reverse()[0];
-    const most = this.raw ? `; most light on ${place(largest(this.raw))}` : "";
+    this.said = { patch: this.cursor, hidden: this.sheet.hide.has(this.cursor) };
+    const { grid } = this.sheet, { columns } = grid, cell = this.cells.reverse()[0];
+    const best = this.raw ? largest(this.raw) : null, most = best === null ? "" : `; most light on ${this.squares ? squareAt(best, grid) : best === this.cursor ? "itself" : place(best, grid)}`;
     cell.setAttribute("aria-rowindex", Math.floor(this.cursor / columns) + 1);
     cell.setAttribute("aria-colindex", (this.cursor % columns) + 1);
-    cell.textContent = `${place(this.cursor)}${this.sheet.hide.has(this.cursor) ? ", hidden" : ""}${most}`;
+    cell.textContent = `${place(this.cursor, grid)}${this.said.hidden ? ", hidden" : ""}${most}`;
     this.grid.setAttribute("aria-activedescendant", cell.id);
   }
 }
 
+/** The first and last row and column of a patch, or of what is covered with it. */
+function spans(patch, grid, squares) {
+  if (squares) return covered(patch, grid);
+  const [row, column] = [Math.floor(patch / grid.columns), patch % grid.columns];
+  return { down: [row, row], right: [column, column] };
+}
+
 /** Everything on the canvas, so that the same can be painted larger for a file. */
-export function paint(context, width, height, { sheet, shown, raw, asker, box, cursor, paint: way, focus, ratio }) {
+export function paint(context, width, height, { sheet, shown, raw, squares, asker, box, cursor, paint: way, focus, ratio }) {
   const { rows, columns } = sheet.grid, special = sheet.model.special.length;
   const x = (column) => Math.round((column * width) / columns), y = (row) => Math.round((row * height) / rows);
-  const cell = (patch) => {
-    const [row, column] = [Math.floor(patch / columns), patch % columns];
-    return [x(column), y(row), x(column + 1) - x(column), y(row + 1) - y(row)];
+  const area = (patch, wide) => {
+    const { down: [top, bottom], right: [left, right] } = spans(patch, sheet.grid, wide);
+    return [x(left), y(top), x(right + 1) - x(left), y(bottom + 1) - y(top)];
   };
+  const cell = (patch) => area(patch, false);
   context.imageSmoothingEnabled = sheet.model.image.width >= 96;  // small pictures show their pixels
   context.imageSmoothingQuality = "high";
   context.drawImage(shown && way === "heat" ? grey(sheet.image) : sheet.image, 0, 0, width, height);
@@ -215,9 +224,11 @@ export function paint(context, width, height, { sheet, shown, raw, asker, box, c
   if (sheet.hide.size) covers(context, width, height, sheet, cell, ratio);
   lines(context, width, height, { rows, columns, x, y, ratio });
   for (const patch of box ?? []) ring(context, cell(patch), ratio, "rgb(255 255 255 / .75)", 1.25);
-  const most = raw ? largest(raw) : null;
-  if (most !== null && most + special !== asker && !sheet.hide.has(most)) best(context, cell(most), ratio);
-  if (typeof asker === "number" && asker >= special) mark(context, cell(asker - special), ratio);
+  const most = raw ? largest(raw) : null, asks = typeof asker === "number" && asker >= special ? asker - special : null;
+  const same = most !== null && asks !== null && String(area(most, squares)) === String(area(asks, squares));
+  if (most !== null && !same && !sheet.hide.has(most)) best(context, area(most, squares), ratio);
+  if (asks !== null) mark(context, area(asks, squares), ratio);
+  if (asks !== null && squares) ring(context, cell(asks), ratio, "rgb(255 255 255 / .75)", 1.25);  // the one that a click hides
   if (focus && cursor !== null) {
     context.setLineDash([4 * ratio, 3 * ratio]);
     ring(context, cell(cursor), ratio, "#fff", 2, -4);

@@ -65,7 +65,8 @@ export function placesMap(canvas, { grid: { rows, columns }, alike, low }, patch
     context.fillStyle = viridis((alike[patch * count + i] - low) / (1 - low || 1));
     context.fillRect(Math.floor(column * side), Math.floor(row * side), Math.ceil(side), Math.ceil(side));
   }
-  context.lineWidth = 2;
-  context.strokeStyle = "#fff";
-  context.strokeRect((patch % columns) * side + 1, Math.floor(patch / columns) * side + 1, side - 2, side - 2);
+  for (const [colour, thick] of [["#17151f", 5], ["#fff", 2]]) {  // the place itself is bright: white alone is not seen on it
+    Object.assign(context, { lineWidth: thick, strokeStyle: colour });
+    context.strokeRect((patch % columns) * side, Math.floor(patch / columns) * side, side, side);
+  }
 }

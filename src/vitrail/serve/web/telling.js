@@ -1,6 +1,6 @@
 // What a pane shows, in words: its name, what it means, who looks where, how bright is how much.
 
-import { largest, scale } from "./attention.js";
+import { covered, largest, lost, scale, sideOf } from "./attention.js";
 import { capital, percent, points, tidy } from "./says.js";
 
 export const NAMES = { attention: "Attention", rollout: "Rollout", gradient: "Gradient", occlusion: "Occlusion", pool: "Pool", plain: "Picture" };
@@ -17,6 +17,12 @@ export const TIPS = {
 
 export const place = (patch, { columns }) => `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}`;
 
+/** What occlusion covers with a patch; where squares overlap, the patch alone, for its value is that of none of them. */
+export function squareAt(patch, grid) {
+  const { down, right, count } = covered(patch, grid), span = (name, [first, last]) => (first === last ? `${name} ${first + 1}` : `${name}s ${first + 1} and ${last + 1}`);
+  return count > 1 ? place(patch, grid) : `${span("row", down)}, ${span("column", right)}`;
+}
+
 export function titleOf({ show, layer, head }, model) {
   if (show !== "attention") return NAMES[show];
   return `Layer ${layer}, ${head ? `head ${head}` : model.heads > 1 ? "all heads" : "its head"}`;
@@ -30,13 +36,13 @@ export function whoAsks(from, model, grid) {
 
 /** One line below the picture: what light means here. */
 export function meaning({ show, head }, sheet, model, from) {
-  const [best] = sheet.now ?? [], named = best ? `“${tidy(best.label)}”` : "the class", side = Math.min(2, model.grid.rows, model.grid.columns);
+  const [best] = sheet.now ?? [], named = best ? `“${tidy(best.label)}”` : "the class", side = sideOf(model.grid);
   if (show === "attention") {
     const who = from !== null && from >= model.special.length ? "the framed patch" : whoAsks(from, model, model.grid);
     return `What ${who} attends to${head ? ` in head ${head}` : ""}.`;
   }
   return {
-    rollout: "How much of each patch reaches the answer, through all layers.",
+    rollout: "How much of each patch reaches the answer.",
     gradient: `Attention through all layers, for ${named}.`,
     occlusion: `What ${named} loses by covering ${side > 1 ? `${side} × ${side} patches` : "a patch"}.`,
     pool: "Where the attention pool looks.",
@@ -47,9 +53,9 @@ export function meaning({ show, head }, sheet, model, from) {
 /** What is dark and what is full light, for the scale beside it; null where there is none. */
 export function legend(show, values) {
   if (!values) return null;
-  const { low, high, most } = scale(values), share = (value) => (value <= 0 ? "0" : percent(value)), more = most > high ? "≥ " : "";
+  const { low, high, most } = scale(show === "occlusion" ? lost(values) : values), share = (value) => (value <= 0 ? "0" : percent(value)), more = most > high ? "≥ " : "";
   if (show === "gradient") return ["least", "most"];
-  if (show === "occlusion") return [points(low), more + points(high)];
+  if (show === "occlusion") return [low > 0 ? points(low) : "≤ 0", more + points(high)];
   return [share(low), more + share(high)];
 }
 
@@ -62,7 +68,7 @@ export function sentence({ show }, sheet, model, { values, row, from, hover }) {
   if (show !== "attention") return valueOf(show, values, hover ?? largest(values), hover === null, sheet.grid);
   const special = model.special.length, best = largest(values), token = largest(row.subarray(0, special)), me = from ?? (whoAsks(null, model, sheet.grid) === "the class token" ? 0 : null);
   const where = me === best + special ? "itself" : place(best, sheet.grid), much = (at) => `(${percent(row[at])})`;
-  const corner = from === null || from < special ? cornered(best, sheet.grid) : "";
+  const corner = me === best + special ? "" : cornered(best, sheet.grid);
   const who = capital(whoAsks(from, model, sheet.grid));
   if (special && row[token] > values[best]) {
     const whom = me === token ? "itself" : `the ${model.special[token]} token`;
@@ -79,18 +85,35 @@ function cornered(patch, { rows, columns }) {
 }
 
 function valueOf(show, values, patch, best, grid) {
-  const where = place(patch, grid), value = values[patch], most = values[largest(values)];
-  const start = best ? `Most at ${where}: ` : `${capital(where)}: `;
-  if (show === "occlusion") return `${start}${points(Math.abs(value))} points ${value < 0 ? "won" : "lost"} when covered.`;
-  if (show === "gradient") return `${start}${most > 0 ? (value / most).toFixed(2) : "0"} of the most.`;
-  return `${start}${percent(Math.max(value, 0))}.`;
+  const value = values[patch], top = largest(values), most = values[top];
+  if (show === "occlusion") {
+    const where = squareAt(patch, grid), { count } = covered(patch, grid), much = `${points(Math.abs(value))} points ${value < 0 ? "won" : "lost"}`;
+    return `${best ? `Most at ${where}` : capital(where)}: ${much} ${count > 1 ? `on average when one of the ${count} squares with it is` : "when"} covered.`;
+  }
+  const where = place(patch, grid), corner = patch === top && most > 0 ? cornered(patch, grid) : "";
+  if (show !== "gradient") return `${best ? `Most at ${where}` : capital(where)}: ${percent(Math.max(value, 0))}.${corner}`;
+  if (best) return most > 0 ? `Most at ${where}.${corner}` : "Nothing speaks for it anywhere.";
+  if (patch === top && most > 0) return `${capital(where)}: the most of all.${corner}`;
+  return `${capital(where)}: ${most > 0 ? (value / most).toFixed(2) : "0"} of the most.`;
 }
 
+/** What pointing tells. */
+const POINTING = {
+  attention: "see what it attends to",
+  rollout: "see its share",
+  gradient: "see its weight",
+  occlusion: "see its worth",
+  pool: "see its share",
+};
+
 /** What can be done here, above the picture. */
-export function invitation({ model, mode, touch, compared }) {
-  const click = touch ? "Tap" : "Click";
+export function invitation({ show, model, mode, touch, compared }) {
   if (compared) return `The controls are for ${compared}: give it another layer, map or picture.`;
-  if (!model.attention) return `${click} patches to hide them, and watch the ${model.classes ? "prediction" : "features"} change.`;
-  if (touch) return mode === "ask" ? "Tap a patch to see what it attends to. Press long to hide it." : "Tap patches to hide them, and watch the prediction change.";
-  return mode === "ask" ? "Click a patch to keep seeing what it attends to. Shift and click hides it." : "Point at a patch to see what it attends to. Click to hide it.";
+  const watch = `, and watch the ${model.classes ? "prediction" : "features"} change.`, square = show === "occlusion" && sideOf(model.grid) > 1;
+  const what = POINTING[show], one = square ? "a square" : "a patch", it = square ? "a patch" : "it";
+  if (mode === "hide" && (touch || !what)) return `${touch ? "Tap" : "Click"} patches to hide them${watch}`;
+  if (!what) return touch ? `Press long on a patch to hide it${watch}` : `Shift and click a patch to hide it${watch}`;
+  if (touch) return `Tap ${one} to ${what}. Press long to hide ${it}.`;
+  if (mode === "hide") return `Point at ${one} to ${what}. Click to hide ${it}.`;
+  return show === "attention" ? "Click a patch to keep seeing what it attends to. Shift and click hides it." : `Point at ${one} to ${what}. Shift and click hides ${it}.`;
 }
