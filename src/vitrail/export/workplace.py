@@ -23,11 +23,13 @@ def workplace(path: Path) -> Iterator[Path]:
     with explained(path):
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.{os.getpid()}.", dir=path.parent))
     try:
+        new = folder / ("new.lock" if os.name == "posix" else LOCK)  # elsewhere an open file cannot be renamed
         with explained(path):
-            lock = (folder / "new.lock").open("wb")
+            lock = new.open("wb")
         with lock:
             locked(lock.fileno())
-            (folder / "new.lock").replace(folder / LOCK)  # never seen before it is held
+            if new.name != LOCK:
+                new.replace(folder / LOCK)  # never seen before it is held
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,75 @@
+"""How many pictures an engine is given at a time: found by trying, in little time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from small_models import model, small
+
+import vitrail
+from vitrail.serve import batching
+from vitrail.serve.batching import best_batch
+from vitrail.serve.served import Served
+
+
+@pytest.fixture(scope="module")
+def vit() -> vitrail.Model:
+    torch.manual_seed(0)
+    return model(small())
+
+
+class Timed:
+    """An engine that takes so long for a batch, on clocks of its own; sometimes others keep it waiting."""
+
+    def __init__(
+        self, seconds: Callable[[int], float], vit: vitrail.Model, waits: Sequence[float] = (), name: str = "torch"
+    ) -> None:
+        self.seconds, self.card, self.name, self.precision = seconds, vit.card, name, "float32"
+        self.waits, self.wall, self.own, self.batches = iter(waits), 0.0, 0.0, []
+
+    def logits(self, pixels: np.ndarray) -> np.ndarray:
+        self.batches.append(len(pixels))
+        self.own += 0.001 if self.name == "openvino" else self.seconds(len(pixels))  # which has threads of its own
+        self.wall += self.seconds(len(pixels)) + next(self.waits, 0)
+        return np.zeros((len(pixels), 5), np.float32)
+
+    def best(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, alone: bool = False) -> int:
+        clocks = {"perf_counter": lambda: self.wall, "monotonic": lambda: self.wall, "thread_time": lambda: self.own}
+        monkeypatch.setattr(batching, "time", SimpleNamespace(**clocks))
+        return best_batch(Served(self, alone=alone), (1, 2, 4, 8, 16, 32), seconds)  # type: ignore[arg-type]
+
+
+SLOWER_PAST_8 = {1: 24.1, 2: 21.9, 4: 20.5, 8: 19.7, 16: 21.5, 32: 23.8}
+"""Milliseconds for a picture in batches of these sizes: ViT-Ti/16 on one core."""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        (lambda size: 0.004 * size, 1),  # nothing is gained by more
+        (lambda size: 0.02, 32),  # a batch costs what one picture does
+        (lambda size: 0.01 + 0.02 * max(size - 8, 0), 8),
+        (lambda size: SLOWER_PAST_8[size] * size / 1000, 8),  # 4 per cent better than 4, and worth it
+        (lambda size: size * (1 if size < 4 else 0.99), 1),  # 1 per cent is not
+    ],
+)
+def test_the_batch_is_the_smallest_that_no_other_beats(
+    vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], best: int
+) -> None:
+    assert Timed(seconds, vit).best(monkeypatch) == best
+    assert Timed(seconds, vit, waits=[0.5] * 7).best(monkeypatch) == best  # the first time something is in the way
+    assert Timed(seconds, vit, waits=[0.5] * 99).best(monkeypatch, alone=True) == best  # it always is, on this core
+    assert Timed(seconds, vit, name="openvino").best(monkeypatch, alone=True) == best
+
+
+def test_trying_batches_ends_in_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Timed(lambda size: 0.1, vit)
+    assert slow.best(monkeypatch, seconds=0.25) == 2
+    assert slow.batches == [1, 1, 2]  # once to get warm
+    worse = Timed(lambda size: 0.01 * size * size, vit)
+    assert worse.best(monkeypatch) == 1
+    assert (worse.batches.count(1), worse.batches.count(32)) == (1 + batching.ROUNDS, 2)  # seen to be slow
