@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import errno
 import logging
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -155,6 +156,7 @@ def address(sock: socket.socket) -> str:
 def leave(status: int) -> NoReturn:
     """End the process without taking apart what it has loaded, which takes seconds; what tidies up is run."""
     atexit._run_exitfuncs()
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined] # a worker's own are not among them
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
