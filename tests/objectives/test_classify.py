@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from objectives.learners import SMALL, WAY, net_of
 from torch import Tensor
+from torch.autograd.functional import hessian, jacobian
 
 from vitrail.config import ViTConfig
 from vitrail.config.train import ClassifyConfig, TrainConfig
@@ -123,15 +124,60 @@ def test_scikit_learn_balances_the_same() -> None:
     np.testing.assert_allclose(balanced_weights([1, 5, 10], 3), wanted, rtol=1e-6)
 
 
-def test_a_rare_class_weighs_more_and_a_mixture_as_its_parts() -> None:
-    goal = labels(3, counts=[1, 3, 8], weights="balanced")
-    torch.testing.assert_close(goal.rarity(torch.tensor([0, 1, 2])), torch.tensor([4.0, 4 / 3, 0.5]))
-    torch.testing.assert_close(goal.rarity(torch.tensor([[0.5, 0.0, 0.5]])), torch.tensor([2.25]))
-    learner = Classify(net_of(classes=3), goal)
-    images, targets = torch.randn(3, 3, 16, 16), torch.tensor([0, 1, 2])
-    logits = learner.net(images)
-    wanted = F.cross_entropy(logits, targets, weight=torch.tensor([4.0, 4 / 3, 0.5]), reduction="sum")
-    torch.testing.assert_close(learner(images, targets, torch.ones(3))["loss"], wanted)
+WEIGHTS = torch.tensor([4.0, 4 / 3, 0.5])
+"""Of three classes of 1, 3 and 8 images."""
+
+
+def test_weights_are_those_of_torch() -> None:
+    """Class numbers and mixtures, as `F.cross_entropy(weight=)` weighs them."""
+    learner = Classify(net_of(classes=3), labels(3, counts=[1, 3, 8], weights="balanced")).eval()
+    images, mixed = torch.randn(3, 3, 16, 16), torch.randn(3, 3).softmax(-1)
+    for targets in (torch.tensor([0, 1, 2]), mixed):
+        wanted = F.cross_entropy(learner.net(images), targets, weight=WEIGHTS, reduction="sum")
+        torch.testing.assert_close(learner(images, targets, torch.ones(3))["loss"], wanted)
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_weighted_mixture_is_the_sum_of_its_weighted_labels(loss: str, smoothing: float) -> None:
+    logits, share = torch.randn(3, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64).softmax(-1)
+    plain = labels(3, loss=loss, smoothing=smoothing)
+    goal = labels(3, counts=[1, 3, 8], weights="balanced", loss=loss, smoothing=smoothing)
+    each = [plain(logits, torch.full((3,), k)) * WEIGHTS[k].double() for k in range(3)]
+    for k in range(3):
+        torch.testing.assert_close(goal(logits, torch.full((3,), k)), each[k], rtol=1e-6, atol=0)
+    wanted = sum(share[:, k] * each[k] for k in range(3))
+    torch.testing.assert_close(goal(logits, share), wanted, rtol=1e-6, atol=0)
+
+
+def mixtures(counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Every pair of classes mixed in every proportion (mixup, alpha 1), and how often each comes."""
+    own, shares = torch.eye(len(counts)).double(), torch.tensor(counts).double() / sum(counts)
+    targets, often = [], []
+    for one in range(len(counts)):
+        for other in range(len(counts)):
+            for keep in (torch.arange(20) + 0.5) / 20:
+                targets.append(keep * own[one] + (1 - keep) * own[other])
+                often.append(shares[one] * shares[other] / 20)
+    return torch.stack(targets), torch.stack(often)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_balanced_classes_are_equally_likely_also_where_images_are_mixed(loss: str, smoothing: float) -> None:
+    """The constant logits at which the expected loss is lowest, by Newton's method."""
+    goal = labels(2, counts=[100, 5], weights="balanced", loss=loss, smoothing=smoothing)
+    targets, often = mixtures([100, 5])
+
+    def expected(logits: Tensor) -> Tensor:
+        return (goal(logits.expand(len(targets), 2), targets) * often).sum()
+
+    logits = torch.zeros(2, dtype=torch.float64)
+    for _ in range(8):
+        slope, bend = jacobian(expected, logits), hessian(expected, logits)
+        logits = logits - torch.linalg.pinv(bend) @ slope  # softmax has a direction without any slope
+    prior = logits.softmax(0) if loss == "softmax" else logits.sigmoid()
+    assert prior.tolist() == pytest.approx([0.5, 0.5], abs=1e-6)
 
 
 def test_a_distilled_network_is_trained_on_what_it_answers_with() -> None:

@@ -68,6 +68,34 @@ def test_agreeing_with_the_teacher_costs_nothing() -> None:
         assert float(taught_loss(said, said, DistillConfig(kind=kind)).abs().max()) < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_balanced_weights_make_the_teachers_classes_equally_likely(kind: str) -> None:
+    """A teacher sure of 100 images of one class and 5 of another, and of none of a third."""
+    said = torch.tensor([[40.0, 0.0, 0.0]] * 100 + [[0.0, 40.0, 0.0]] * 5, dtype=torch.float64)
+    weights = torch.tensor([0.525, 10.5, 0.0])
+    logits = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    config = DistillConfig(kind=kind, temperature=1.0)
+    loss = taught_loss(logits.expand(105, 3), said, config, weights).sum()
+    (slope,) = torch.autograd.grad(loss, logits)
+    assert slope[0].item() == pytest.approx(slope[1].item())
+    assert slope[0] < 0 < slope[2]
+    agreed = taught_loss(said, said, config, weights)
+    assert bool(agreed.isfinite().all())
+    assert float(agreed.abs().max()) < 1e-6
+
+
+def test_labels_and_teacher_are_weighed_each_by_its_own_classes() -> None:
+    learner = distill().double().eval()
+    weights = torch.tensor([2.0, 1.0, 0.5, 0.25, 4.0], dtype=torch.float64)
+    learner.labels.class_weights = weights
+    images, targets = torch.randn(6, 3, 16, 16, dtype=torch.float64), torch.randint(5, (6,))
+    one, two = learner.net.features(images, want="heads").heads
+    hard = learner.teacher(images).argmax(1)
+    by_labels = (F.cross_entropy(one, targets, reduction="none", label_smoothing=0.1) * weights[targets]).sum()
+    wanted = 0.5 * by_labels + 0.5 * F.cross_entropy(two, hard, weights, reduction="sum")
+    torch.testing.assert_close(learner(images, targets, torch.ones(6))["loss"], wanted)
+
+
 def test_the_teacher_sees_pictures_as_it_was_trained_to() -> None:
     """The same bytes prepared for the student and shown to the teacher, or prepared for the teacher."""
     pixels = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)

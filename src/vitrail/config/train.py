@@ -23,7 +23,7 @@ class ClassifyConfig(Config):
     smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
     weights: Literal["none", "balanced"] = "none"
-    """Weigh each picture by how rare its class is; the mean weight is 1."""
+    """balanced: weigh each class's term of the loss by how rare the class is; the mean weight is 1."""
 
     def check(self) -> None:
         if not 0 <= self.smoothing < 1:

@@ -24,8 +24,13 @@ class Labels(nn.Module):
     have the second. Smoothing takes its share of what a picture's labels sum to and spreads it
     evenly over all classes, which for one label is the usual (1 - s) and s / K in both losses.
 
-    Balanced weights multiply a picture's loss by its class's (a mixed picture's by the mixture of
-    both): N / (classes present * pictures of the class), whose mean over the data is 1.
+    Balanced weights w_k = N / (classes present * images of class k), whose mean over the data is 1, weigh
+    each class's term of a target t, as `F.cross_entropy(weight=)` does: softmax has
+    sum_k w_k t_k * -log p_k. A sigmoid loss is the mixture sum_k w_k t_k * loss(class k alone), since
+    weighing whole columns, as BCE's `weight=` does, would leave the optimum where it was. Targets are
+    weighed first and smoothed then, so that the weighed prior is uniform at any smoothing;
+    `F.cross_entropy(weight=, label_smoothing=)` weighs the smoothed part too, which with classes of 100
+    and 5 images and a smoothing of 0.1 puts the optimum for a certain image of the first class at 0.49.
     """
 
     class_weights: Tensor | None
@@ -49,24 +54,30 @@ class Labels(nn.Module):
         """b K; b int64 or b K -> b."""
         self._check(logits, targets)
         logits = exact(logits)
-        if self.several or self.config.loss == "sigmoid":
+        sigmoid, weights = self.several or self.config.loss == "sigmoid", self.class_weights
+        if weights is not None and (sigmoid or targets.ndim > 1):
+            return self._weighted(logits, targets, weights.to(logits.dtype), sigmoid)
+        if sigmoid:
             wanted = self.smoothed(targets).to(logits.dtype)
             return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(-1)
         if targets.ndim > 1:
             targets = targets.to(logits.dtype)
-        return F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.config.smoothing)
+        loss = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.config.smoothing)
+        return loss if weights is None else loss * weights.to(logits.dtype)[targets]
+
+    def _weighted(self, logits: Tensor, targets: Tensor, weights: Tensor, sigmoid: bool) -> Tensor:
+        soft = targets if targets.ndim > 1 else F.one_hot(targets, self.classes)
+        wanted = self.smoothed(soft * weights).to(logits.dtype)  # b K; a row sums to the image's weight
+        if not sigmoid:
+            return -(wanted * logits.log_softmax(-1)).sum(-1)
+        others = wanted.sum(-1, keepdim=True) - wanted
+        return -(wanted * F.logsigmoid(logits) + others * F.logsigmoid(-logits)).sum(-1)
 
     def smoothed(self, targets: Tensor) -> Tensor:
         """b int64 or b K -> b K, some of it spread over all classes."""
         soft = targets if targets.ndim > 1 else F.one_hot(targets, self.classes)
         soft, share = exact(soft), self.config.smoothing
         return soft * (1 - share) + share * soft.mean(-1, keepdim=True) if share else soft
-
-    def rarity(self, targets: Tensor) -> Tensor | float:
-        """b: what balanced weights multiply each picture by."""
-        if self.class_weights is None:
-            return 1.0
-        return self.class_weights[targets] if targets.ndim == 1 else (targets * self.class_weights).sum(-1)
 
     def correct(self, logits: Tensor, targets: Tensor) -> Tensor:
         """b: 1 where the likeliest class is the label (of a mixed picture, the larger one's).
@@ -97,8 +108,7 @@ class Classify(Objective):
 
     def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
         logits = self.net(images, keys)
-        loss = self.labels(logits, targets) * self.labels.rarity(targets)
-        return summed({"loss": loss, "correct": self.labels.correct(logits, targets)}, weights)
+        return summed({"loss": self.labels(logits, targets), "correct": self.labels.correct(logits, targets)}, weights)
 
 
 def balanced_weights(class_counts: npt.ArrayLike | None, classes: int, several: bool = False) -> Tensor:

@@ -69,8 +69,9 @@ class Distill(Objective):
     """Labels for one head, the teacher for the other; both for the one head of a plain network.
 
     hard: cross-entropy with the teacher's decision. soft: the Kullback-Leibler divergence from the
-    teacher's probabilities at a temperature T, times T * T / K, as DeiT's code scales it. Further
-    sums: "teacher_loss", and "agreed", the pictures where student and teacher decide alike.
+    teacher's probabilities at a temperature T, times T * T / K, as DeiT's code scales it. Balanced
+    weights are the labels' for the labels and the teacher's classes' for the teacher. Further sums:
+    "teacher_loss", and "agreed", the pictures where student and teacher decide alike.
     """
 
     def __init__(self, net: Net, labels: Labels, teacher: Teacher, config: DistillConfig) -> None:
@@ -87,22 +88,28 @@ class Distill(Objective):
             logits = (first + second) / 2
         else:
             logits = first = second = self.net(images, keys)
-        taught = taught_loss(second, said, self.config)
+        taught = taught_loss(second, said, self.config, self.labels.class_weights)
         share = self.config.share
-        loss = ((1 - share) * self.labels(first, targets) + share * taught) * self.labels.rarity(targets)
+        loss = (1 - share) * self.labels(first, targets) + share * taught
         agreed = (second.argmax(-1) == said.argmax(-1)).to(torch.float32)
         correct = self.labels.correct(logits, targets)
         return summed({"loss": loss, "correct": correct, "teacher_loss": taught, "agreed": agreed}, weights)
 
 
-def taught_loss(logits: Tensor, said: Tensor, config: DistillConfig) -> Tensor:
-    """b K, the teacher's b K -> b."""
+def taught_loss(logits: Tensor, said: Tensor, config: DistillConfig, class_weights: Tensor | None = None) -> Tensor:
+    """b K, the teacher's b K, K -> b. The teacher's probabilities are weighed before they are softened."""
     logits, said = exact(logits), exact(said)
+    weights = None if class_weights is None else class_weights.to(logits.dtype)
     if config.kind == "hard":
-        return F.cross_entropy(logits, said.argmax(-1), reduction="none")
+        return F.cross_entropy(logits, said.argmax(-1), weights, reduction="none")
     t = config.temperature
+    scale: Tensor | float = t * t / logits.shape[-1]
+    if weights is not None:
+        scale = scale * (said.softmax(-1) * weights).sum(-1)  # b: times the image's weight
+        said = said + weights.log()
     ours, theirs = (logits / t).log_softmax(-1), (said / t).log_softmax(-1)
-    return (theirs.exp() * (theirs - ours)).sum(-1) * (t * t / logits.shape[-1])
+    terms = theirs.exp() * (theirs.clamp(min=torch.finfo(theirs.dtype).min) - ours)  # 0, not NaN, for a weight of 0
+    return terms.sum(-1) * scale
 
 
 def load_teacher(
