@@ -29,10 +29,11 @@ from train.small_learner import (
     trained,
 )
 
-from vitrail.config import TrainConfig
+from vitrail.config import AugmentConfig, TrainConfig
 from vitrail.errors import ConfigError, TrainError
 from vitrail.train.optim import freeze
 from vitrail.train.parallel import Ranks, network, unwrap, wrap
+from vitrail.train.trainer import _shared
 
 EXACT, STEPPED = 1e-12, 1e-9
 
@@ -256,31 +257,6 @@ KINDS = [
 ]
 
 
-def exchanged(draws: int) -> list[tuple[np.ndarray, list[Tensor]]]:
-    with Ranks.start("cpu") as ranks:
-        slots, rng = ranks.slots(BATCH), np.random.default_rng(ranks.rank)
-        wishes = [
-            np.arange(BATCH)[::-1][slots.start : slots.stop],  # the mirror image, as flipped mixup has it
-            np.full(len(slots), ranks.world * len(slots) - 1),  # everyone wants the last
-            np.array(slots),  # nobody wants anything of another
-            *(rng.integers(0, BATCH, len(slots)) for _ in range(draws)),
-        ]
-        rows = [rows_of(dtype, shape, slots) for dtype, shape in KINDS]
-        rows[0] = rows[0].transpose(-1, -2)  # not contiguous
-        return [(w, [ranks.exchange(r, w) for r in rows]) for w in wishes]
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_rows_come_from_whoever_holds_them(processes: Processes, world: int) -> None:
-    every = [rows_of(dtype, shape, range(BATCH)) for dtype, shape in KINDS]
-    every[0] = every[0].transpose(-1, -2)
-    for answers in processes.run(exchanged, 5, world=world):
-        for wanted, got in answers:
-            for rows, table in zip(got, every, strict=True):
-                assert rows.dtype == table.dtype
-                assert torch.equal(rows, table[torch.from_numpy(wanted.copy())])
-
-
 def talked() -> dict[str, Any]:
     with Ranks.start("cpu") as ranks:
         many = torch.tensor([2**40 + ranks.rank, 1])
@@ -345,6 +321,11 @@ def test_one_process_has_no_group_and_is_told_what_it_says(
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ConfigError, match="batch=10 cannot be shared evenly by 4 processes; try batch=12"):
         Ranks(torch.device("cpu"), rank=1, world=4).slots(10)
+    config = settings("ddp").but(batch=24, augment=AugmentConfig(mixup=0.2).to_dict())
+    with pytest.raises(ConfigError, match=r"each of 4 processes 6 images, .* try batch=32, augment.mix_group=2 or"):
+        _shared(config, processes=4, images=100)
+    assert _shared(config, processes=3, images=100) == 24
+    assert _shared(config.but(augment=AugmentConfig().to_dict()), processes=4, images=100) == 24
 
 
 def dies(how: str, patience: float) -> None:

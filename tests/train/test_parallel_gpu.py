@@ -69,8 +69,6 @@ def on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str
         images = pictures(ranks.device)[0]
         with torch.inference_mode():
             logits = network(wrapped).eval()(images), alone.net.eval()(images)
-        rows = ranks.exchange(images, torch.arange(BATCH).flip(0).numpy())
-        assert torch.equal(rows, images.flip(0))
         whole = plain(got)
         # The gradient of a key's bias is 0, so what there is of it is rounding, and Adam makes steps of it.
         same_arithmetic = precision == "float32" and not compiled

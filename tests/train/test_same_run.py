@@ -47,6 +47,7 @@ def everything_on(**changes: Any) -> TrainConfig:
             mixup=0.5,
             cutmix=1.0,
             mix_chance=0.5,
+            mix_group=4,
         ),
         optim=OptimConfig(lr=2e-2, weight_decay=0.1, layer_decay=0.8),
         schedule=ScheduleConfig(warmup=steps(5)),

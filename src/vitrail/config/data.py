@@ -97,6 +97,9 @@ class AugmentConfig(Config):
     """alpha of the one that pastes a part of one picture into another; 0 for none."""
     mix_chance: float = 1.0
     """Chance that a picture is mixed at all; with both kinds on, each has half of it."""
+    mix_group: int = 8
+    """An image is mixed with another of its group: so many consecutive ones of the batch. It must divide
+    each process's share of the batch; the result does not depend on the number of processes."""
     unmixed: Duration = steps(0)
     """The end of the run that sees its pictures whole: mixed ones are not what it is measured on."""
 
@@ -112,6 +115,8 @@ class AugmentConfig(Config):
             raise ConfigError("scale and erase_scale are shares of the area: at most 1.")
         if min(*self.jitter, self.mixup, self.cutmix, self.magnitude_std, self.pad, self.layers) < 0:
             raise ConfigError("jitter, mixup, cutmix, magnitude_std, pad and layers are 0 or more.")
+        if self.mix_group < 2:
+            raise ConfigError(f"mix_group={self.mix_group}: two images or more, to mix one with another.")
         if self.jitter[3] > 0.5:
             raise ConfigError(f"jitter's hue {self.jitter[3]} is a share of the colour circle: at most 0.5.")
         if not 0 <= self.magnitude <= 10:

@@ -74,7 +74,7 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
         stopped = "patience" if journal.patience_is_out else None
 
         for batch in () if stopped else batches:
-            images, targets = augment(batch, ranks.exchange if ranks.world > 1 else None)
+            images, targets = augment(batch)
             total = ranks.sum(batch.weights.sum())
             sums = trainer.backward(images, targets, batch.weights, trainer.keys(batch), total)
             norm = optimizer.clip(config.optim.clip)

@@ -1,9 +1,9 @@
-"""More than one device: who this process is, what is summed and exchanged, and how the learner is spread.
+"""More than one device: who this process is, what is summed, and how the learner is spread.
 
 Under `torchrun` each process holds one device and its share of every batch. One process alone, the
 usual case, makes no group and talks to nobody: everything here is then the identity.
 
-    Ranks    who this process is, and every exchange: sums, rows, a word from the first process
+    Ranks    who this process is, and what it tells the others: sums, rows, a word from the first process
     wrap     a copy of the learner on each device (DDP), or a shard of it (FSDP2)
 
 Beside NCCL there is always a gloo group for what lies on the CPU, so that small talk about a step
@@ -22,8 +22,6 @@ from functools import cached_property
 from types import MethodType, TracebackType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -194,28 +192,6 @@ class Ranks:
         yield
         if self.first:
             self.barrier()
-
-    def exchange(self, rows: Tensor, wanted: npt.NDArray[np.int64]) -> Tensor:
-        """The rows of these slots of the global batch, from whichever processes hold them.
-
-        Each process holds b rows, those of slots [rank * b, (rank + 1) * b), and asks for equally many.
-        """
-        held = len(rows)
-        asked = torch.from_numpy(np.ascontiguousarray(wanted, dtype=np.int64))
-        if self.world == 1:
-            return rows[asked.to(rows.device)]
-        table = asked.new_empty(self.world, len(asked))
-        dist.all_gather(list(table), asked)  # everyone's wishes, on the CPU
-        owner = table // held
-        mine, theirs = (owner == self.rank).nonzero(as_tuple=True)
-        given = torch.bincount(mine, minlength=self.world).tolist()
-        order = owner[self.rank].argsort(stable=True)
-        taken = torch.bincount(owner[self.rank], minlength=self.world).tolist()
-        data = rows.contiguous().view(held, -1).view(torch.uint8)  # bytes: any dtype travels
-        send = data[(table[mine, theirs] - self.rank * held).to(rows.device)]
-        got = data.new_empty(len(asked), data.shape[1])
-        dist.all_to_all_single(got, send, taken, given)
-        return got[order.argsort().to(rows.device)].view(rows.dtype).view(len(asked), *rows.shape[1:])
 
 
 def wrap(learner: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:

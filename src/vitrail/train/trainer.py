@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import set_stance
 
 from vitrail import chance
-from vitrail.config import Duration, pair
+from vitrail.config import Duration, TrainConfig, pair
 from vitrail.data.augment import Augment
 from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader, evaluation_batches, learnable, training_batches
@@ -69,7 +70,7 @@ class Trainer:
         if config.batch == "auto":
             config = config.but(batch=self._found_batch())
             self.setup, self.config = replace(setup, config=config), config
-        self.batch = _shared(config.batch, ranks.world, config.accumulate, self.images)
+        self.batch = _shared(config, ranks.world, self.images)
         self.total = max(self.steps("duration"), 1)
         self.every = {name: max(self.steps(name), 1) for name in EVERY if getattr(config, name) is not None}
         graphs = config.compile == "graphs"
@@ -121,6 +122,7 @@ class Trainer:
             seed=self.config.seed,
             cropped=cropped,
             mixes_until=mixes_until,
+            repeats=self.config.data.repeats,
             compile=bool(self.config.compile) and self.device.type == "cuda",
         )
 
@@ -285,7 +287,8 @@ class Trainer:
         return (1.0 if self.config.optim.train == "head" else 3.0) * flops(self.learner.net.config)
 
 
-def _shared(batch: int | str, processes: int, parts: int, images: int) -> int:
+def _shared(config: TrainConfig, processes: int, images: int) -> int:
+    batch, parts, group = config.batch, config.accumulate, config.augment.mix_group
     assert isinstance(batch, int), "the batch was to be found before"
     shares = processes * parts
     if images and batch > images:
@@ -294,5 +297,13 @@ def _shared(batch: int | str, processes: int, parts: int, images: int) -> int:
         raise ConfigError(
             f"batch={batch} cannot be shared evenly by {processes} processes in {parts} parts each; "
             f"try batch={-(-batch // shares) * shares}."
+        )
+    share = batch // processes
+    if config.augment.mixes and processes > 1 and share % group:
+        more, smaller = math.lcm(group * processes, shares), math.gcd(share, group)
+        other = f", augment.mix_group={smaller}" if smaller > 1 else ""
+        raise ConfigError(
+            f"batch={batch} gives each of {processes} processes {share} images, which are no whole groups of "
+            f"augment.mix_group={group} to mix; try batch={-(-batch // more) * more}{other} or fewer processes."
         )
     return batch

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail import chance
 from vitrail.data.augment.draws import Drawn, Parameters, sent
-from vitrail.data.augment.mix import Mix, beta, blend, blend_targets, partners_of, soft
+from vitrail.data.augment.mix import Mix, beta, blend, blend_targets, groups_of, partners_of, soft
 
 UNLIKELY = 1e-4
 SIZE = (40, 56)
@@ -26,28 +26,53 @@ def here(drawn: Drawn) -> Parameters:
     return sent({"mix": drawn}, torch.device("cpu"), dense=False)["mix"]
 
 
-@given(st.integers(2, 3000), st.integers(0, 10**6))
-def test_partners_are_one_round_so_nobody_meets_themselves(batch: int, step: int):
-    partners = partners_of(0, step, batch)
-    at, seen = 0, []
-    for _ in range(batch):
-        seen.append(at)
-        at = int(partners[at])
-    assert at == 0
-    assert sorted(seen) == list(range(batch))
+def partners(batch: int, size: int, *, seed: int = 0, step: int = 0, repeats: int = 1) -> np.ndarray:
+    return partners_of(seed, step, np.arange(batch), batch=batch, size=size, repeats=repeats)
 
 
-def test_one_picture_alone_meets_itself():
-    assert partners_of(0, 0, 1).tolist() == [0]
+@given(st.integers(2, 300), st.integers(2, 20), st.integers(0, 10**6), st.integers(1, 4))
+def test_partners_are_one_cycle_through_each_group(batch: int, size: int, step: int, repeats: int):
+    found, group = partners(batch, size, step=step, repeats=repeats), groups_of(np.arange(batch), batch, size)
+    for number in range(group[-1] + 1):
+        members = np.flatnonzero(group == number)
+        assert members.tolist() == list(range(members[0], members[-1] + 1))
+        assert len(members) == size or (number == group[-1] and min(batch, size) <= len(members) < 2 * size)
+        at, seen = int(members[0]), []
+        for _ in members:
+            seen.append(at)
+            at = int(found[at])
+        assert at == members[0]
+        assert sorted(seen) == members.tolist()
 
 
-def test_partners_change_with_step_and_seed_and_are_anyone_alike():
-    assert not np.array_equal(partners_of(0, 1, 64), partners_of(0, 2, 64))
-    assert not np.array_equal(partners_of(0, 1, 64), partners_of(1, 1, 64))
-    np.testing.assert_array_equal(partners_of(0, 1, 64), partners_of(0, 1, 64))
-    met = np.bincount([partners_of(0, step, 9)[4] for step in range(4000)], minlength=9)
-    assert met[4] == 0
-    assert stats.chisquare(np.delete(met, 4)).pvalue > UNLIKELY
+def test_one_image_alone_is_its_own_partner():
+    assert partners(1, 8).tolist() == [0]
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 9), st.integers(0, 1000), st.integers(1, 3))
+def test_each_process_draws_what_one_process_does(world: int, groups: int, size: int, step: int, repeats: int):
+    batch, share = world * groups * size, groups * size
+    alone = partners(batch, size, step=step, repeats=repeats)
+    for rank in range(world):
+        slots = np.arange(rank * share, (rank + 1) * share)
+        mine = partners_of(0, step, slots, batch=batch, size=size, repeats=repeats)
+        np.testing.assert_array_equal(slots[mine], alone[slots])
+
+
+def test_partners_change_with_step_and_seed_and_every_other_one_of_the_group_is_equally_likely():
+    assert not np.array_equal(partners(64, 8, step=1), partners(64, 8, step=2))
+    assert not np.array_equal(partners(64, 8, step=1), partners(64, 8, seed=1, step=1))
+    np.testing.assert_array_equal(partners(64, 8, step=1), partners(64, 8, step=1))
+    met = np.bincount([partners(24, 8, step=step)[12] for step in range(2000)], minlength=24)
+    assert met[12] == met[:8].sum() == met[16:].sum() == 0
+    assert stats.chisquare(np.delete(met[8:16], 4)).pvalue > UNLIKELY
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 4])
+def test_a_repeated_image_is_not_mixed_with_its_own_copies(repeats: int):
+    for step in range(50):
+        found, image = partners(64, 8, step=step, repeats=repeats), (step * 64 + np.arange(64)) // repeats
+        assert not (image[found] == image).any()
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])

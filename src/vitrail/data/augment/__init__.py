@@ -18,6 +18,5 @@ picture has other bits than in a batch.
 
 from vitrail.data.augment.compose import Augment
 from vitrail.data.augment.crop import crop_boxes
-from vitrail.data.augment.mix import Exchange
 
-__all__ = ["Augment", "Exchange", "crop_boxes"]
+__all__ = ["Augment", "crop_boxes"]

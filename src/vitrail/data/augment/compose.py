@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,7 +14,7 @@ from vitrail.data.augment.crop import crop_boxes, flip, flips, resized_crop, shi
 from vitrail.data.augment.draws import Drawn, Parameters, only, sent
 from vitrail.data.augment.erase import Erase
 from vitrail.data.augment.jitter import Jitter
-from vitrail.data.augment.mix import Exchange, Mix, blend, blend_targets, partners_of, soft
+from vitrail.data.augment.mix import Mix, Slots, blend, blend_targets, partners_of, soft
 from vitrail.data.augment.rand import RandAugment
 from vitrail.data.augment.three import ThreeAugment
 from vitrail.data.batch import Batch
@@ -24,13 +22,12 @@ from vitrail.errors import ConfigError, DataError
 
 # b pictures of this process's part of the global batch, C channels, H W pixels, K classes
 
-Slots = npt.NDArray[np.int64]
 IN_CACHE = 1 << 20
 """Bytes of float32 pictures that operations on a CPU pass on to one another without going to memory."""
 
 
 class Augment:
-    """Training's half of the preprocessing: `images, targets = augment(batch, exchange)`.
+    """Training's half of the preprocessing: `images, targets = augment(batch)`.
 
     Three steps, of which the first is on the host and the other two may be compiled:
 
@@ -40,7 +37,8 @@ class Augment:
 
     `cropped` says that the loader's workers have made the resized crop already; shifts, which need
     no more than the picture, are always made here. From the step `mixes_until` on, pictures are left
-    whole and targets stay soft, in the same shapes. With `compile`, shapes are static and every
+    whole and targets stay soft, in the same shapes. `repeats` is how often in a row the batches show the
+    same image. With `compile`, shapes are static and every
     operation runs on the whole batch: right for a GPU and small pictures. Without it, each runs on
     the pictures it was drawn for.
     """
@@ -56,11 +54,12 @@ class Augment:
         seed: int,
         cropped: bool = False,
         mixes_until: int | None = None,
+        repeats: int = 1,
         compile: bool = False,
     ) -> None:
         _check(config, image, preprocess.channels)
         self.config, self.preprocess, self.image, self.classes = config, preprocess, image, classes
-        self.batch, self.seed, self.mixes_until = batch, seed, mixes_until
+        self.batch, self.seed, self.mixes_until, self.repeats = batch, seed, mixes_until, repeats
         self.resizes = config.crop == "resized" and not cropped
         self.policy: RandAugment | ThreeAugment | None = None
         if config.policy == "three":
@@ -79,30 +78,24 @@ class Augment:
             self._mix = torch.compile(self.mix, fullgraph=True, dynamic=False)
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, exchange: Exchange | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Float32 b C H W for the network, and targets: b class numbers, or b K where they are mixed or several.
 
         Chance is keyed by `batch.step` and `batch.slots`, which should lie on the CPU: reading them
-        from a GPU would make the host wait. `exchange` fetches partners from other processes.
+        from a GPU would make the host wait.
         """
-        self._check_batch(batch, exchange)
         slots = batch.slots.cpu().numpy()
+        self._check_batch(batch, slots)
         drawn = self.draw(batch.step, slots, (batch.images.shape[2], batch.images.shape[3]))
         device = batch.images.device
-        mixing: dict[str, Drawn] = {name: drawn.pop(name) for name in ("mix", "partners") if name in drawn}
+        mixing = drawn.pop("mix", None)
         if device.type == "cpu" and not self.dense:
             images = self._changed_by_parts(batch.images, drawn)
         else:
             images = self._changed(batch.images, drawn)
-        if self.mixer is None:
+        if mixing is None:
             return images, batch.targets
-        parameters = sent(mixing, device, self.dense)
-        fetch = _fetcher(exchange, mixing["partners"]["slots"], parameters["partners"]["rows"])
-        labels, weights = batch.targets, batch.weights[:, None]
-        if labels.ndim == 1:
-            labels, weights = labels[:, None], weights > 0
-        known = torch.cat([labels, weights.to(labels.dtype)], dim=1)  # one exchange for both
-        return self._mix(images, fetch(images), batch.targets, fetch(known), parameters["mix"])
+        return self._mix(images, batch.targets, batch.weights, sent({"mix": mixing}, device, self.dense)["mix"])
 
     def draw(self, step: int, slots: Slots, size: tuple[int, int]) -> dict[str, Drawn]:
         """Everything random about these places in the global batch; pictures are of `size`."""
@@ -118,15 +111,10 @@ class Augment:
         drawn |= {name: part.draw(keys) for name, part in parts.items() if part is not None}
         if self.mixer is not None:
             drawn["mix"] = self.mixer.draw(keys, rests=self.mixes_until is not None and step >= self.mixes_until)
-            drawn["partners"] = self._partners(step, slots, drawn["mix"]["own"] < 1)
+            drawn["mix"]["partners"] = partners_of(
+                self.seed, step, slots, batch=self.batch, size=config.mix_group, repeats=self.repeats
+            )
         return drawn
-
-    def _partners(self, step: int, slots: Slots, mixed: npt.NDArray[np.bool_]) -> Drawn:
-        """Whom each picture is mixed with, itself where with nobody: places in the global batch, and rows here."""
-        wanted = np.where(mixed, partners_of(self.seed, step, self.batch)[slots], slots)
-        order = np.argsort(slots)
-        near = np.searchsorted(slots, wanted, sorter=order).clip(max=len(slots) - 1)
-        return {"slots": wanted, "rows": order[near]}  # rows mean something only where all of the batch is here
 
     def _changed(self, images: Tensor, drawn: dict[str, Drawn], out: Tensor | None = None) -> Tensor:
         device = images.device
@@ -175,34 +163,31 @@ class Augment:
         images = images.sub_(drawn["normalise"]["mean"]).div_(drawn["normalise"]["std"])
         return images if self.erase is None else self.erase.apply(images, drawn["erase"])
 
-    def mix(
-        self, images: Tensor, partners: Tensor, targets: Tensor, partners_known: Tensor, drawn: Parameters
-    ) -> tuple[Tensor, Tensor]:
-        """Pictures and targets with those of their partners; `partners_known` is their targets and weights, b K + 1."""
-        alive, theirs = partners_known[:, -1] > 0, partners_known[:, :-1]
+    def mix(self, images: Tensor, targets: Tensor, weights: Tensor, drawn: Parameters) -> tuple[Tensor, Tensor]:
+        """Pictures and soft targets with those of their partners, which are rows of the same tensors."""
+        rows = drawn["partners"]
+        alive = weights.index_select(0, rows) > 0
         if targets.ndim == 1:
-            targets, theirs = soft(targets, self.classes), soft(theirs[:, 0], self.classes)
-        return blend(images, partners, alive, drawn), blend_targets(targets, theirs, alive, drawn)
+            targets = soft(targets, self.classes)
+        mixed = blend(images, images.index_select(0, rows), alive, drawn)
+        return mixed, blend_targets(targets, targets.index_select(0, rows), alive, drawn)
 
-    def _check_batch(self, batch: Batch, exchange: Exchange | None) -> None:
+    def _check_batch(self, batch: Batch, slots: Slots) -> None:
         size = tuple(batch.images.shape[2:])
         if not self.resizes and size != self.image:
             raise DataError(
                 f"got pictures of {size[0]} x {size[1]}, wanted {self.image[0]} x {self.image[1]}; "
                 "only crop='resized' changes their size."
             )
-        if self.mixer is not None and exchange is None and len(batch) != self.batch:
+        if self.mixer is None or len(slots) == self.batch:
+            return
+        group = self.config.mix_group
+        first, last = int(slots.min()), int(slots.max()) + 1
+        if first % group or len(slots) != last - first or len(slots) % group:
             raise DataError(
-                f"got {len(batch)} pictures of a batch of {self.batch}: the partners of some are in other "
-                "processes; pass the exchange that fetches them."
+                f"got {len(slots)} images of a batch of {self.batch}, which are no whole groups of {group} to mix; "
+                f"try augment.mix_group={math.gcd(group, len(slots), first)}."
             )
-
-
-def _fetcher(exchange: Exchange | None, slots: Slots, rows: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function from all rows of something to those of the partners."""
-    if exchange is None:
-        return lambda values: values.index_select(0, rows)
-    return lambda values: exchange(values, slots)
 
 
 def _check(config: AugmentConfig, image: tuple[int, int], channels: int) -> None:

@@ -1,13 +1,12 @@
-"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), picture by picture, over the global batch.
+"""Mixup (arXiv 1710.09412) and CutMix (arXiv 1905.04899), image by image, within groups of the batch.
 
-Partners are a round: a random cycle through all places of the global batch, made from (seed, step),
-so nobody meets themselves (unless alone) and every process knows every partner. A picture that could
-not be read is mixed into none.
+A global batch is cut into groups of consecutive slots that never span two processes. The partners in a
+group are a random cycle through it: no image is its own partner, every other one of the group is equally
+likely, and no process needs the images of another. Consecutive slots hold images in random order, so
+partners are random pairs of the data. An image that could not be read is mixed into none.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +19,33 @@ from vitrail.data.augment.erase import inside
 
 # b pictures, C channels, H W pixels, K classes
 
+Slots = npt.NDArray[np.int64]
+"""Places in the global batch."""
 MIX, PARTNERS = chance.stream("mix"), chance.stream("partners")
 
-Exchange = Callable[[Tensor, npt.NDArray[np.int64]], Tensor]
-"""Rows of this process's part of the batch, and places in the global batch -> the rows of those places."""
+
+def groups_of(slots: Slots, batch: int, size: int) -> Slots:
+    """The group of each slot: `size` consecutive ones; the last group takes the remainder of the batch too."""
+    found: Slots = np.minimum(slots // size, max(batch // size - 1, 0))
+    return found
 
 
-def partners_of(seed: int, step: int, batch: int) -> npt.NDArray[np.int64]:
-    """For each place in the global batch whom it is mixed with: a random cycle through all of them."""
-    circle = chance.shuffled(np.arange(batch), batch, chance.key_of(seed, step, PARTNERS))
-    partners = np.empty(batch, np.int64)
-    partners[circle] = np.roll(circle, -1)
+def partners_of(seed: int, step: int, slots: Slots, *, batch: int, size: int, repeats: int = 1) -> Slots:
+    """For each slot the row, in `slots`, of its partner; whole groups only.
+
+    With `repeats`, consecutive slots hold the same image: the cycle then goes through the first copy of
+    each image of the group, the second ones, and so on, so that the partner is another image.
+    """
+    group = groups_of(slots, batch, size)
+    places = step * batch + slots
+    first = np.maximum(slots - places % repeats, group * size)  # the slot of the first copy in this group
+    draws = chance.bits_np(chance.keys_of(seed, step, first), PARTNERS, 1)[:, 0]
+    circle = np.lexsort((draws, slots - first, group))  # group by group
+    starts = np.flatnonzero(np.diff(group[circle], prepend=-1))
+    following = np.arange(1, len(slots) + 1)
+    following[np.append(starts[1:], len(slots)) - 1] = starts
+    partners = np.empty_like(slots)
+    partners[circle] = circle[following]
     return partners
 
 
