@@ -140,7 +140,7 @@ def test_a_failure_while_writing_leaves_nothing(vitrail, weights, tmp_path, monk
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "save_file", fail)
+    monkeypatch.setattr(write, "_stored", fail)
     monkeypatch.setattr(write.torch, "save", fail)
     result = vitrail("convert", weights, tmp_path / "out", "--to", to)
     assert result.status == 1
@@ -158,7 +158,7 @@ def test_an_interrupt_while_writing_leaves_what_was_there(vitrail, weights, tmp_
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write, "save_file", interrupt)
+    monkeypatch.setattr(write, "_stored", interrupt)
     monkeypatch.setattr(write.torch, "save", interrupt)
     assert vitrail("convert", weights, target, "--to", to, "--overwrite").status == 130
     assert everything(tmp_path) == before

@@ -19,7 +19,7 @@ from vitrail.models.families import FAMILIES
 from vitrail.weights import google, google_bit
 from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.facebook import FACEBOOK
-from vitrail.weights.files import Archive, open_archive
+from vitrail.weights.files import Archive, aligned, open_archive
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.kinds import AGAIN, few, first_line
@@ -76,9 +76,9 @@ def read(
 ) -> tuple[Net, Card]:
     """Network (in evaluation mode) and card from a file or folder.
 
-    Tensors are mapped from the file where their layout allows. `dtype=None` keeps what is stored;
-    `finite=False` lets NaN and infinity pass; `family` settles what the file does not say;
-    `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
+    Tensors are mapped from the file where their layout and address allow, else copied. `dtype=None`
+    keeps what is stored; `finite=False` lets NaN and infinity pass; `family` settles what the file does
+    not say; `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
     file cannot tell (heads=4, image=(224, 448)).
     """
     if Path(path).suffix.lower() in EXPORTED and Path(path).is_file():
@@ -103,7 +103,7 @@ def read(
         if stored != {dtype}:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in stored))
             card = card.noting(f"stored as {kinds}, loaded as {str(dtype).removeprefix('torch.')}.")
-    net.load_state_dict({k: t.contiguous() for k, t in state.items()}, assign=True)
+    net.load_state_dict({name: aligned(t) for name, t in state.items()}, assign=True)
     return net.eval(), card.noting(*archive.notes)
 
 

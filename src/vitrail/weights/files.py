@@ -1,7 +1,7 @@
 """Files of tensors, whoever wrote them: names and shapes at once, the data when it is asked for.
 
 What a file is, its first bytes say and never its name: safetensors (whole or in shards), NumPy's
-npz, PyTorch's zip and the older pickles. Nothing here knows about models. Tensors of a safetensors
+npz, PyTorch's zip and the older pickles, TorchScript. Nothing here knows about models. Tensors of a safetensors
 file and of PyTorch's zip are views of the mapped file: they cost memory when they are touched, and
 writing to them changes a private copy, not the file.
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 from vitrail.errors import CheckpointError, NotFound, nearest
 from vitrail.weights.kinds import AGAIN, few, first_line, read_json, recognise, refuse_code
 from vitrail.weights.pickles import load_pickle, unwrap
+from vitrail.weights.torchscript import open_script
 
 # The names that repositories of Hugging Face, timm and open_clip give their weights, best first.
 USUAL = (
@@ -42,6 +43,9 @@ SIDECARS = ("config.json", "preprocessor_config.json", "processor_config.json", 
 
 TRAINING = re.compile(r"optimizer|scheduler|scaler|training_args|rng_state")  # files that hold no weights
 WRAPPERS = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
+
+ALIGNMENT = 64
+"""Bytes: what torch's own allocator gives."""
 
 READING = (OSError, EOFError, TypeError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, SafetensorError)
 SHARD = re.compile(r"-\d+-of-(\d+)\.\w+$")
@@ -119,10 +123,10 @@ class Archive:
     told: dict[str, Any] = field(default_factory=dict)
     """What the caller knows of the network, for where the file is silent: heads, image."""
     handles: list[Any] = field(default_factory=list)
-    """Files that stay open until everything wanted has been read: those of npz."""
+    """Files that stay open until everything wanted has been read: those of npz and TorchScript."""
 
     def close(self) -> None:
-        """Nothing more can be read from an npz; tensors that were, and mapped ones, stay."""
+        """Nothing more can be read from npz and TorchScript; tensors that were, and mapped ones, stay."""
         for handle in self.handles:
             handle.close()
 
@@ -171,6 +175,17 @@ def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
     )
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and at an address that is a multiple of ALIGNMENT; copied only where it is not.
+
+    A matrix product may add up its terms in another order where an operand begins between two such
+    addresses, and a mapped tensor begins wherever the file has it. At the addresses of memory that torch
+    has allocated, a model gives the same bits wherever its tensors lie in a file.
+    """
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
 def choose_weights(names: Iterable[str]) -> str | None:
     """Of the files of a folder or repository, the one to open; None where there is none.
 
@@ -200,6 +215,8 @@ def _read(path: Path, section: str | None) -> _Contents:
         return _npz(path)
     if kind == "index":
         return _index(path)
+    if kind == "torchscript":
+        return _torchscript(path)
     _refuse_shard(path)
     return _torch(path, section, mapped=kind == "torch")
 
@@ -218,6 +235,13 @@ def _safetensors(path: Path) -> _Contents:
 def _torch(path: Path, section: str | None, mapped: bool) -> _Contents:
     saved = unwrap(load_pickle(path, mapped), section, path)
     return _Contents(Tensors.of(saved.tensors).entries, extras=saved.extras, notes=saved.notes)
+
+
+def _torchscript(path: Path) -> _Contents:
+    script = open_script(path)
+    entries = {name: Entry(t.shape, _reader(script.read, name)) for name, t in script.tensors.items()}
+    notes = ["read the tensors of a TorchScript program; none of its code was executed"]
+    return _Contents(entries, extras={"modules": script.modules}, notes=notes, handles=[script])
 
 
 def _npz(path: Path) -> _Contents:

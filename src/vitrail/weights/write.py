@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import secrets
 import shutil
 import zipfile
@@ -20,14 +19,33 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.errors import CheckpointError
+from vitrail.weights.files import ALIGNMENT
 
 # What a folder may hold and still be replaced: a slip of the keyboard must not delete photographs.
 REPLACEABLE = {".json", ".jsonl", ".safetensors", ".npz", ".pth", ".pt", ".bin", ".md", ".txt"}
+
+# How safetensors calls torch's types.
+KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -36,23 +54,37 @@ FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, overwrite: bool = False
 ) -> None:
-    """Tensors of any type and layout; those that share memory are written one by one."""
-    with _new_file(path, overwrite) as temporary:
-        save_file(_independent(tensors), temporary, metadata=dict(metadata) if metadata else None)
-        if metadata and len(metadata) > 1:
-            _sort_metadata(temporary)
+    """Tensors of any layout; those that share memory are written one by one. Equal tensors give equal files.
+
+    The data begin at a multiple of ALIGNMENT, first the tensors whose sizes are multiples of it: these can be
+    used where they lie when the file is mapped, and only the few small ones after them are copied.
+    """
+    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT > 0, -tensors[name].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        kind, shape = _kind(name, tensors[name]), list(tensors[name].shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)  # the format lets spaces follow the header
+    with _new_file(path, overwrite) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            file.write(_stored(tensors[name]).data)
 
 
-def _sort_metadata(path: Path) -> None:
-    """safetensors writes it in another order each time; equal tensors should be equal files."""
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(length)
-        if len(text) == length:
-            file.seek(8)
-            file.write(text)
+def _kind(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in KINDS:
+        raise CheckpointError(f"{name} is of {tensor.dtype}, which safetensors has no name for.")
+    return KINDS[tensor.dtype]
+
+
+def _stored(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Its elements in order, as little-endian integers of the same size."""
+    flat = tensor.detach().cpu().reshape(-1).view(INTEGERS[tensor.itemsize])
+    array: np.ndarray[Any, Any] = flat.numpy()
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 def write_torch(path: Path, tensors: Mapping[str, Tensor], *, overwrite: bool = False) -> None:
@@ -145,9 +177,7 @@ def _new_file(path: Path, overwrite: bool) -> Iterator[Path]:
         try:
             # Made here and not by the writer, so that an existing file is never opened; O_EXCL says so.
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-            mode = temporary.stat().st_mode & 0o777
             yield temporary
-            temporary.chmod(mode)  # safetensors replaces the file by one that only its owner may read
             sync(temporary)
             _check_file(path, overwrite)
             os.replace(temporary, path)
@@ -250,7 +280,7 @@ def explained(path: Path) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:
         number = _errno(error)
         if number is None:
             raise
@@ -258,12 +288,10 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def _errno(error: BaseException | None) -> int | None:
-    """The system's error number, which torch and safetensors wrap in errors of their own."""
+    """The system's error number, which torch wraps in errors of its own."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error.errno
-        if isinstance(error, SafetensorError) and (match := re.search(r"os error (\d+)", str(error))):
-            return int(match[1])
         error = error.__cause__ or error.__context__
     return None
 
