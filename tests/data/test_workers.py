@@ -269,7 +269,7 @@ SCRIPT = """
 
     def work(indices, keys, out):
         if {busy} and os.getpid() != maker:
-            time.sleep(0.2)
+            time.sleep({busy})
         return []
 
     maker = os.getpid()
@@ -282,7 +282,7 @@ SCRIPT = """
 """
 
 
-def run(then: str, busy: bool = True) -> tuple[subprocess.Popen[str], list[int]]:
+def run(then: str, busy: float = 0.2) -> tuple[subprocess.Popen[str], list[int]]:
     code = textwrap.dedent(SCRIPT).format(then=then, busy=busy)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -306,8 +306,9 @@ def gone(pids: list[int], within: float = 8) -> bool:
 
 
 @forks
-@pytest.mark.parametrize("busy", [True, False])
-def test_workers_die_with_a_maker_that_is_killed(busy: bool) -> None:
+@pytest.mark.parametrize("busy", [60, 0.2, 0])
+def test_workers_die_with_a_maker_that_is_killed(busy: float) -> None:
+    """Also in the middle of a task that takes a minute, such as a download."""
     process, pids = run("time.sleep(60)", busy)
     assert len(pids) == 4
     process.kill()
@@ -330,7 +331,7 @@ def test_an_interrupted_maker_leaves_no_noise_of_its_workers() -> None:
 @forks
 @pytest.mark.parametrize("then", ["pass", "sys.exit(3)", "first.close(); second.take(); second.close()"])
 def test_a_maker_that_ends_by_itself_ends_its_workers_quietly(then: str) -> None:
-    process, pids = run(then, busy=False)
+    process, pids = run(then, busy=0)
     _, noise = process.communicate(timeout=20)
     assert gone(pids, within=1)
     assert noise == ""

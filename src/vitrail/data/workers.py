@@ -24,6 +24,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 import traceback
 import warnings
 import weakref
@@ -241,8 +242,8 @@ TASK = struct.Struct("<qqq")  # slot, first row, rows
 REPLY = struct.Struct("<qqqq")  # slot, first row, rows done (0: a problem), bytes of text that follow
 CRASH = -1  # in place of a slot: the text is a traceback
 LONGEST = 3500
-LOOK_UP = 2000
-"""Milliseconds between looks at whether the maker is still there: a stranger may hold the pipe open."""
+LOOK_UP = 1000
+"""Milliseconds between looks at whether the maker is still there: another process may hold its pipe open."""
 UNDERWAY = 1000
 """So many tasks are sent before some are done: far fewer than fill a pipe."""
 
@@ -259,29 +260,34 @@ class Processes(Pool):
         self.unread = b""
         take, self._give = os.pipe()
         self._hear, tell = os.pipe()
+        watched, self._alive = os.pipe()  # nothing is ever written: it closes when the maker ends, however it ends
         os.set_blocking(take, False)
         os.set_blocking(self._hear, False)
-        self.processes = _forked(workers, lambda: self._serve(take, tell))
-        os.close(take)
-        os.close(tell)
+        maker = os.getpid()
+        self.processes = _forked(workers, lambda: self._serve(take, tell, watched, maker))
+        for end in (take, tell, watched):
+            os.close(end)
         self._poll = select.poll()
         self._poll.register(self._hear, select.POLLIN)
         for process in self.processes:
             self._poll.register(process.sentinel, select.POLLIN)
         # Of multiprocessing's own kind, since it must come before multiprocessing waits for its children.
-        self._finish = Finalize(self, _end_all, (self.processes, (self._give, self._hear)), exitpriority=10)
+        self._finish = Finalize(
+            self, _end_all, (self.processes, (self._give, self._hear, self._alive)), exitpriority=10
+        )
 
-    def _serve(self, take: int, tell: int) -> None:
-        """A worker's life. It ends when nobody is left who could give it a task."""
-        os.close(self._give)
-        os.close(self._hear)
-        poll, maker = select.poll(), os.getppid()
+    def _serve(self, take: int, tell: int, watched: int, maker: int) -> None:
+        """A worker's life. It ends with its maker, even in the middle of a task that takes long."""
+        for end in (self._give, self._hear, self._alive):
+            os.close(end)
+        threading.Thread(target=_end_with, args=(watched, maker), daemon=True, name="maker").start()
+        poll = select.poll()
         poll.register(take, select.POLLIN)
-        while os.getppid() == maker:
+        while True:
             try:
                 task = os.read(take, TASK.size)
             except BlockingIOError:  # nothing there, or another worker was quicker
-                poll.poll(LOOK_UP)
+                poll.poll()
                 continue
             if not task:
                 return
@@ -359,7 +365,7 @@ class Processes(Pool):
         self._finish()
 
 
-DEAF = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP} if sys.platform != "win32" else set()
+DEAF = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} if sys.platform != "win32" else set()
 
 
 def _forked(count: int, serve: Callable[[], None]) -> list[BaseProcess]:
@@ -390,6 +396,15 @@ def _life(serve: Callable[[], None]) -> None:
     keep_heap()
     with contextlib.suppress(BrokenPipeError):  # nobody is left to hear of what was done
         serve()
+
+
+def _end_with(watched: int, maker: int) -> None:
+    """End this process when its maker has ended, which may have been killed before this is even called."""
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)
+    while os.getppid() == maker and not poll.poll(LOOK_UP):
+        pass
+    os._exit(1)  # nobody is left to hear of what was done
 
 
 def _end_all(processes: list[BaseProcess], pipes: tuple[int, ...]) -> None:
