@@ -10,10 +10,13 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from small_models import model, small
+
+from vitrail.runtime.cpu import cpu
 
 for name in ("onnx", "onnxscript", "onnxruntime", "openvino"):
     pytest.importorskip(name, reason="the extra `export` is not installed")
@@ -44,6 +47,7 @@ def test_a_file_predicts_as_the_model_does(vitrail, tiny, photos, tmp_path):
     assert "0.0001 is allowed in float32" in text
     assert prepared.startswith("pictures: ")
     assert f"{tmp_path / 'tiny.onnx.json'} has these numbers, class names and preprocessing" in text
+    assert f"compared in onnxruntime {version('onnxruntime')} on {cpu()}" in " ".join(text.split())
     wanted = vitrail("predict", photos, "-m", tiny)
     tables = [
         vitrail("predict", photos, "-m", tmp_path / "tiny.onnx", *more) for more in ([], ["--engine", "openvino"])

@@ -50,6 +50,14 @@ def onnx_file(tiny: vitrail.Model, pictures: list[Any], tmp_path_factory: pytest
 
 
 @pytest.fixture(scope="session")
+def int8_file(tiny: vitrail.Model, pictures: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Pixels to logits in ONNX, in 8-bit integers, any batch."""
+    sheet = Sheet(card=tiny.card, to="onnx", precision="int8", answer="logits")
+    path = tmp_path_factory.mktemp("exported") / "tiny.onnx"
+    return export(tiny.net, sheet, path, pictures, calibration=pictures, timed=False)
+
+
+@pytest.fixture(scope="session")
 def openvino_file(tiny: vitrail.Model, pictures: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Normalised images to logits, three at a time."""
     sheet = Sheet(card=tiny.card, to="openvino", inside=False, batch=3)

@@ -9,14 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 
 import vitrail
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.export import choose, engines, kept
-from vitrail.export.engines import open_engine
+from vitrail.export.engines import open_engine, open_file
+from vitrail.export.export import export
+from vitrail.export.sheet import Sheet
 from vitrail.runtime import tiles
+from vitrail.runtime.cpu import Cpu
 
 
 def test_torch_is_the_default_and_gives_the_networks_logits(tiny, pictures):
@@ -81,6 +85,48 @@ def test_auto_takes_what_was_fastest_says_so_and_remembers(tiny, own, pictures, 
     assert json.loads(choice.read_text())["pictures_per_second"] == {"torch float32": 50, "onnxruntime float32": 120}
 
 
+def test_a_choice_is_not_taken_over_by_another_cpu(tiny, monkeypatch):
+    raced = []
+    found = {"engine": "torch", "precision": "float32", "pictures_per_second": {"torch float32": 1.0}, "refused": {}}
+    monkeypatch.setattr(choose, "_raced", lambda *arguments: raced.append(1) or found)
+    cpus = [Cpu("a", "x86_64", features, ()) for features in (("avx2",), ("avx2", "avx_vnni"))]
+    cpus += [Cpu("b", "x86_64", ("avx2",), ()), Cpu("a", "aarch64", ("avx2",), ())]
+    for _ in range(2):  # the second time all of them are remembered
+        for one in cpus:
+            monkeypatch.setattr(choose, "cpu", lambda one=one: one)
+            open_engine(tiny, "auto", device="cpu")
+        assert len(raced) == len(cpus)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    open_engine(tiny, "auto", device="cpu")
+    assert len(raced) == len(cpus) + 1
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+def test_an_int8_file_of_an_older_version_warns_on_a_cpu_without_vnni(int8_file, engine, tmp_path, monkeypatch, caplog):
+    old = onnx.load(str(int8_file.path))
+    [entry] = [entry for entry in old.metadata_props if entry.key == "vitrail"]
+    said = json.loads(entry.value)
+    assert said.pop("saturates_without_vnni") is False
+    entry.value = json.dumps(said)
+    onnx.save(old, str(tmp_path / "old.onnx"))
+    for one in ((), ("AVX2", "AVX-512"), ("AVX2", "AVX-VNNI"), ("AVX2", "AVX-512", "AVX-512 VNNI")):
+        monkeypatch.setattr("vitrail.runtime._said", set())
+        monkeypatch.setattr(engines, "cpu", lambda one=one: Cpu("a", "x86_64", (), one))
+        caplog.clear()
+        open_file(int8_file.path, engine)
+        assert not caplog.text  # what is written now holds everywhere
+        open_file(tmp_path / "old.onnx", engine)
+        assert ("export the model anew" in caplog.text) == (not any("VNNI" in name for name in one))
+
+
+def test_openvinos_own_integers_hold_on_every_cpu(tiny, pictures, tmp_path, monkeypatch, caplog):
+    sheet = Sheet(card=tiny.card, to="openvino", precision="int8", saturates=True)  # as in a file that does not say
+    made = export(tiny.net, sheet, tmp_path / "old.xml", pictures, timed=False)
+    monkeypatch.setattr(engines, "cpu", lambda: Cpu("a", "x86_64", (), ("AVX2",)))
+    open_file(made.path)
+    assert "export the model anew" not in caplog.text
+
+
 def test_auto_takes_nothing_that_does_not_agree(tiny, monkeypatch, caplog):
     def disagrees(*arguments: object, **options: object) -> None:
         raise CheckpointError("float32.xml does not agree with the model: its logits are off.")
@@ -118,6 +164,12 @@ def test_another_model_has_another_digest_and_other_names_do_not(tiny):
     assert plain == kept.digest(tiny.net, tiny.card.but(origin="elsewhere", labels=None))
     assert plain != kept.digest(tiny.net, tiny.card.but(several=True))
     assert plain != kept.digest(tiny.net.with_classes(5), tiny.card)
+
+
+def test_files_that_were_written_another_way_are_not_taken_over(tiny, monkeypatch):
+    now = kept.digest(tiny.net, tiny.card)
+    monkeypatch.setattr(kept, "SCHEME", kept.SCHEME - 1)
+    assert now != kept.digest(tiny.net, tiny.card)
 
 
 def test_a_kept_file_has_the_names_of_the_card_at_hand(tiny):

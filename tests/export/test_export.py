@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from vitrail.export.export import calibrating, export
 from vitrail.export.names import destination, format_of, precision_of
 from vitrail.export.pictures import samples
 from vitrail.export.sheet import Sheet
+from vitrail.runtime.cores import cores
+from vitrail.runtime.cpu import cpu
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,10 @@ def test_the_report_beside_a_file_has_what_was_found(onnx_file):
     assert found["pictures"] == found["same_top1"]["count"] == 12
     assert 0 <= found["relative_error"] <= 1e-5 < found["relative_error_allowed"]
     assert found["speed"]["ratio"] > 0
+    here = found["ran_on"]
+    assert (here["cpu"], here["instructions"]) == (cpu().name, list(cpu().instructions))
+    assert (here["engine"], here["engine_version"]) == ("onnxruntime", version("onnxruntime"))
+    assert here["cores"] == cores()
     assert sorted(p.name for p in onnx_file.path.parent.iterdir()) == ["tiny.onnx", "tiny.onnx.json"]
     assert report["bytes"] == onnx_file.path.stat().st_size
 

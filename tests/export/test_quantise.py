@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
+import sys
+
 import numpy as np
 import onnx
 import pytest
@@ -11,9 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from vitrail.errors import ConfigError
 from vitrail.export.engines import open_file
-from vitrail.export.export import export
-from vitrail.export.quantise import Product, quantise
-from vitrail.export.sheet import Sheet
+from vitrail.export.quantise import PAIR, Product, quantise
 
 
 def product(weight: np.ndarray, rows: np.ndarray) -> Product:
@@ -35,7 +38,52 @@ def test_rounding_moves_a_number_by_half_a_step_at_most(seed: int, size: float, 
     weight, steps = made.rounded()
     assert weight.dtype == np.int8
     assert np.abs(weight * steps - made.weight).max() <= 0.501 * steps.max()
-    assert (np.abs(weight).max(0) == 127).all()  # each output uses its whole range
+    assert (largest_pair(weight) >= PAIR - 2).all()  # each output uses all of the range that is safe
+    assert (largest_pair(weight) <= PAIR).all()
+
+
+def largest_pair(weight: np.ndarray, axis: int = 1) -> np.ndarray:
+    """Of each output: the largest sum, in size, of one of its integer weights or of two with the same sign."""
+    flat = np.sort(np.moveaxis(weight.astype(np.int64), axis, 0).reshape(weight.shape[axis], -1))  # O I
+    return np.maximum(np.maximum(flat, 0)[:, -2:].sum(1), -np.minimum(flat, 0)[:, :2].sum(1))
+
+
+def without_vnni(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x times weight, N I by I O, as `vpmaddubsw` has it: sums of two products are cut off at 16 bits."""
+    pairs = x.astype(np.int64)[:, :, None] * weight.astype(np.int64)[None]  # N I O
+    pairs = pairs.reshape(len(x), -1, 2, weight.shape[1]).sum(2)
+    return np.clip(pairs, -(2**15), 2**15 - 1).sum(1)
+
+
+def full_range(weight: np.ndarray) -> np.ndarray:
+    """Integer weights that use all eight bits, as in files of vitrail 0.1.0."""
+    return np.round(weight / (np.abs(weight).max(0, keepdims=True) / 127)).astype(np.int8)
+
+
+@given(seed=st.integers(0, 999), outliers=st.sampled_from([1, 3, 30]))
+def test_no_activations_and_no_order_of_inputs_saturate_without_vnni(seed: int, outliers: int):
+    rng = np.random.default_rng(seed)
+    weight = rng.normal(size=(32, 6))
+    weight[rng.integers(0, 32, 4), rng.integers(0, 6, 4)] *= outliers
+    made, _ = product(weight, rng.normal(size=(4, 32))).rounded()
+    worst = np.concatenate([255 * (made.T > 0), 255 * (made.T < 0), rng.integers(0, 256, (8, 32))]).astype(np.uint8)
+    for order in (np.arange(32), rng.permutation(32), np.argsort(made[:, 0]), np.argsort(-made[:, 1])):
+        x, w = worst[:, order], made[order]
+        np.testing.assert_array_equal(without_vnni(x, w), x.astype(np.int64) @ w.astype(np.int64))
+
+
+def test_weights_of_all_eight_bits_saturate_without_vnni():
+    rng = np.random.default_rng(0)
+    weight = full_range(rng.normal(size=(32, 6)))
+    x = np.repeat(255 * (weight.T > 0), 2, axis=0).astype(np.uint8)
+    assert (without_vnni(x, weight) < x.astype(np.int64) @ weight.astype(np.int64)).any()
+    assert largest_pair(weight).max() > PAIR
+
+
+def test_an_output_of_one_input_and_one_of_zeros_are_rounded_too():
+    weight, steps = product(np.array([[0.5, 0.0]]), np.ones((4, 1))).rounded()
+    assert weight.tolist() == [[127, 0]]
+    np.testing.assert_allclose(weight * steps, [[0.5, 0.0]], rtol=1e-6)
 
 
 def test_one_giant_among_small_numbers_is_what_rounding_spoils():
@@ -80,7 +128,8 @@ def test_the_graph_computes_what_numpy_does_with_rounded_factors(gemm: bool):
     step = np.float32((high - low) / 255)
     zero = np.round(-low / step)
     near = (np.clip(np.round(x / step) + zero, 0, 255) - zero) * step
-    steps = np.abs(weight).max(0) / 127
+    high, low = (np.maximum(np.sort(sign * weight, axis=0)[-2:], 0).sum(0) for sign in (1, -1))
+    steps = np.maximum(high, low) / 127
     wanted = near @ (np.round(weight / steps) * steps) + 1
     session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, atol=2e-4)
@@ -102,14 +151,60 @@ def test_int8_without_pictures_is_refused():
         quantise(graph(np.eye(4, dtype=np.float32), False), [])
 
 
-def test_a_network_in_int8_is_smaller_and_runs_in_both_engines(tiny, own, pictures, tmp_path):
-    sheet = Sheet(card=tiny.card, to="onnx", precision="int8", answer="logits")
-    made = export(tiny.net, sheet, tmp_path / "tiny.onnx", pictures, calibration=pictures, timed=False)
-    assert made.comparison.relative > 1e-4  # it is another computation indeed
-    kinds = [node.op_type for node in onnx.load(str(made.path)).graph.node]
-    assert kinds.count("QuantizeLinear") >= 5
+def integer_weights(model: onnx.ModelProto) -> list[tuple[np.ndarray, int]]:
+    """Of every quantised product: its weights, and the axis of its outputs."""
+    values = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
+    found = []
+    for node in model.graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in values:
+            axis = next(a.i for a in node.attribute if a.name == "axis")
+            found.append((values[node.input[0]], axis))
+    return found
+
+
+def test_convolutions_cannot_saturate_either():
+    rng = np.random.default_rng(0)
+    weight, x = rng.normal(size=(8, 3, 4, 4)).astype(np.float32), rng.normal(size=(2, 3, 16, 16)).astype(np.float32)
+    node = helper.make_node("Conv", ["x", "w"], ["y"], name="patches", strides=[4, 4])
+    given_ = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 16, 16])
+    out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 8, 4, 4])
+    parts = helper.make_graph([node], "small", [given_], [out], [numpy_helper.from_array(weight, "w")])
+    made, _ = quantise(helper.make_model(parts, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), [x])
+    [(rounded, axis)] = integer_weights(made)
+    assert (rounded.shape, axis) == (weight.shape, 0)
+    assert largest_pair(rounded, axis).max() <= PAIR
+
+
+def test_a_network_in_int8_is_smaller_and_runs_in_both_engines(int8_file, own, pictures):
+    assert int8_file.comparison.relative > 1e-4  # it is another computation indeed
+    assert not int8_file.sheet.saturates
+    model = onnx.load(str(int8_file.path))
+    assert [node.op_type for node in model.graph.node].count("QuantizeLinear") == len(integer_weights(model)) >= 5
+    for weight, axis in integer_weights(model):
+        assert weight.dtype == np.int8
+        assert largest_pair(weight, axis).max() <= PAIR
     batch = np.stack(pictures)
     wanted = own.logits(batch)
     for engine in ("onnxruntime", "openvino"):
-        got = open_file(made.path, engine).logits(batch)
+        got = open_file(int8_file.path, engine).logits(batch)
         assert np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 0.05
+
+
+EMULATED = """
+import sys
+import numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+numpy.save(sys.argv[3], session.run(None, {"pixels": numpy.load(sys.argv[2])})[0])
+"""
+
+
+@pytest.mark.slow
+def test_a_cpu_without_vnni_gives_the_same_outputs(int8_file, pictures, tmp_path):
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None or platform.machine() != "x86_64":
+        pytest.skip("needs an x86-64 CPU and qemu-x86_64 (on Debian: apt install qemu-user)")
+    np.save(tmp_path / "in.npy", np.stack(pictures))
+    command = [emulator, "-cpu", "Haswell", sys.executable, "-c", EMULATED, int8_file.path]
+    subprocess.run([*command, tmp_path / "in.npy", tmp_path / "out.npy"], check=True, capture_output=True)
+    here = open_file(int8_file.path).outputs(np.stack(pictures))
+    np.testing.assert_allclose(np.load(tmp_path / "out.npy"), here, rtol=1e-4, atol=1e-5)

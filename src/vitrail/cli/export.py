@@ -106,7 +106,7 @@ def export(
     show(Text(str(found.path), style="bold"))
     show(Text(_summary(found), style="dim"))
     show(_table(found))
-    show(Text(f"\n{_report(found)}", style="dim"))
+    show(Text(f"\ncompared in {found.comparison.ran_on}\n{_report(found)}", style="dim"))
 
 
 def _checked(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from vitrail.export.sheet import Precision, Sheet
 from vitrail.models import Net
 from vitrail.runtime import say
 from vitrail.runtime.cores import cores
+from vitrail.runtime.cpu import cpu
 from vitrail.weights.card import Card
 from vitrail.weights.write import write_json
 
@@ -197,14 +197,6 @@ def _remembered(place: Path) -> Found | None:
 
 
 def _machine(threads: int | None) -> str:
-    """What a choice holds for, beside the model: this kind of processor and so many of its cores."""
-    kind = json.dumps([platform.machine(), _processor(), threads or cores()])
+    """What a choice holds for, beside the model: this CPU with its instruction sets, and the number of its cores."""
+    kind = json.dumps([cpu().key, threads or cores()])
     return hashlib.blake2b(kind.encode(), digest_size=4).hexdigest()
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        found = [line.partition(":")[2] for line in lines if line.startswith(("model name", "flags"))]
-        return " ".join(found[:2])
-    return platform.processor()

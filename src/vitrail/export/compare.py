@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from vitrail.errors import CheckpointError
 from vitrail.evaluate.intervals import Estimate, difference, share
 from vitrail.export.engines import Engine, FileEngine, Floats, Pixels, TorchEngine
 from vitrail.export.sheet import Answer
+from vitrail.runtime.cores import cores
+from vitrail.runtime.cpu import LIMIT, Cpu, cpu
 
 # N pictures, K outputs
 
@@ -48,6 +52,44 @@ class Speed:
         }
 
 
+@dataclass(frozen=True)
+class RanOn:
+    """Where a comparison was made: another CPU or version may round differently, and has another speed."""
+
+    cpu: Cpu
+    engine: str
+    version: str
+    """Of the engine; empty where it is not known."""
+    cores: int
+    """Cores that the engine could use."""
+    limit: str = ""
+    """Value of ONEDNN_MAX_CPU_ISA, which keeps instruction sets from being used; empty where it is not set."""
+
+    @classmethod
+    def here(cls, engine: str) -> RanOn:
+        try:
+            found = version(engine)
+        except PackageNotFoundError:
+            found = ""
+        return cls(cpu(), engine, found, cores(), os.environ.get(LIMIT, ""))
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "cpu": self.cpu.name,
+            "architecture": self.cpu.machine,
+            "instructions": list(self.cpu.instructions),
+            "cores": self.cores,
+            "engine": self.engine,
+            "engine_version": self.version,
+        }
+        return found | ({LIMIT: self.limit} if self.limit else {})
+
+    def __str__(self) -> str:
+        many = "1 core" if self.cores == 1 else f"{self.cores} cores"
+        limit = f", {LIMIT}={self.limit}" if self.limit else ""
+        return f"{self.engine} {self.version} on {self.cpu}, {many}{limit}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What was found."""
@@ -67,6 +109,7 @@ class Comparison:
     """Top-1 of the export less that of the model, where pictures have labels."""
     top1: tuple[float, float] | None
     """Of the export and of the model."""
+    ran_on: RanOn
     speed: Speed | None = None
     alike: bool = False
     """Whether the model gives the same for every picture, so that agreeing with it says little."""
@@ -101,6 +144,7 @@ class Comparison:
             "largest_error": self.error,
             "relative_error": self.relative,
             "relative_error_allowed": TOLERANCE[self.precision],
+            "ran_on": self.ran_on.to_dict(),
         }
         if self.agreement is not None:
             found["same_top1"] = {"count": self.same, **self.agreement.to_dict(), "wanted": AGREEMENT[self.precision]}
@@ -165,6 +209,7 @@ def measured(
         near=near if engine.precision == "float32" else 0,
         change=change,
         top1=top1,
+        ran_on=RanOn.here(engine.name),
         speed=speed,
         alike=len(wanted) > 1 and bool(np.ptp(wanted, axis=0).max() <= 1e-6 * max(float(np.abs(wanted).max()), 1e-30)),
     )

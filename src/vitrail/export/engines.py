@@ -30,8 +30,10 @@ from vitrail.export.formats import first_line, read_program, sheet_of
 from vitrail.export.names import is_exported
 from vitrail.export.sheet import KEY, Sheet
 from vitrail.models import Net
-from vitrail.runtime import pick_device
+from vitrail.models.base import evaluating
+from vitrail.runtime import pick_device, say
 from vitrail.runtime.cores import cores
+from vitrail.runtime.cpu import cpu
 from vitrail.runtime.tiles import SETTING, WITHOUT_TILES, check_bfloat16, leave_tiles
 from vitrail.weights.card import Card
 from vitrail.weights.locate import Found
@@ -46,6 +48,10 @@ Name = Literal["torch", "onnxruntime", "openvino"]
 ENGINES = ("torch", "onnxruntime", "openvino", "auto")
 RUNS: dict[str, tuple[Name, ...]] = {".onnx": ("onnxruntime", "openvino"), ".pt2": ("torch",), ".xml": ("openvino",)}
 """Which engines run which files; the first where none is named."""
+SATURATES = (
+    "this int8 file is from an older vitrail: its products can exceed the 16 bits in which this CPU, which has no VNNI "
+    "instructions, adds them, so its answers may be wrong here; export the model anew"
+)
 
 
 class Engine(Protocol):
@@ -72,7 +78,7 @@ class TorchEngine:
     name: Name = "torch"
 
     def __init__(self, net: Net, card: Card, device: str | torch.device = "cpu") -> None:
-        self.net, self.card, self.device = net.to(pick_device(device)).eval(), card, pick_device(device)
+        self.net, self.card, self.device = net.to(pick_device(device)), card, pick_device(device)
         self.preprocess = Preprocess(card.preprocess)
         self.dtype = next(net.parameters()).dtype
         if self.dtype == torch.bfloat16 and self.device.type == "cpu":
@@ -85,7 +91,8 @@ class TorchEngine:
     @torch.no_grad()
     def logits(self, pixels: Pixels) -> Floats:
         batch = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2)
-        out: torch.Tensor = self.net(self.preprocess.normalise(batch).to(self.dtype))
+        with evaluating(self.net):
+            out: torch.Tensor = self.net(self.preprocess.normalise(batch).to(self.dtype))
         return out.to("cpu", torch.float32).numpy()
 
 
@@ -234,6 +241,7 @@ def _open_onnx(path: Path, threads: int | None, lanes: int) -> FileEngine:
     except Exception as error:  # a class of its own for each kind of failure
         raise CheckpointError(f"{path} cannot be read as ONNX: {first_line(error)}.") from error
     sheet = sheet_of(session.get_modelmeta().custom_metadata_map.get(KEY), path)
+    warn_of_saturation(sheet, path)
     name = session.get_inputs()[0].name
 
     def run(given: Pixels) -> Floats:
@@ -252,11 +260,20 @@ def _open_openvino(path: Path, threads: int | None, lanes: int) -> FileEngine:
             # Left to itself it computes in bfloat16 wherever the CPU has that.
             settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "bf16" if sheet.precision == "bfloat16" else "f32"}
             settings |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
-            settings |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": group_of(model)} if sheet.precision == "int8" else {}
+            group = group_of(model) if sheet.precision == "int8" else None
+            settings |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": group} if group is not None else {}
+            if not group:  # else OpenVINO rounds activations only on a CPU with VNNI
+                warn_of_saturation(sheet, path)
             compiled = Compiled(lambda how: core.compile_model(model, "CPU", settings | how), lanes, sheet.batch)
     except RuntimeError as error:
         raise CheckpointError(f"{path} cannot be run by OpenVINO: {first_line(error)}.") from error
     return FileEngine("openvino", sheet, compiled)
+
+
+def warn_of_saturation(sheet: Sheet, path: Path) -> None:
+    """Say that an int8 file may answer wrongly on this CPU."""
+    if sheet.saturates and cpu().saturates:
+        say([SATURATES], about=str(path))
 
 
 class Compiled:

@@ -36,6 +36,8 @@ WRITTEN: dict[str, To] = {"onnxruntime": "onnx", "openvino": "openvino"}
 """What an engine reads."""
 PACKAGES = ("vitrail", "torch", "onnx", "onnxscript", "onnxruntime", "openvino")
 """Whose versions a file depends on."""
+SCHEME = 2
+"""Raised when the same network is written differently: 2, int8 weights that cannot saturate without VNNI."""
 
 
 def kept_engine(
@@ -137,7 +139,7 @@ def digest(net: Net, card: Card) -> str:
     """Sixteen letters that differ where anything does that a file depends on: not the names of its classes."""
     found = hashlib.blake2b(digest_size=8)
     told = card.but(config=net.config, notes=(), labels=None).to_dict() | {"origin": ""}
-    found.update(json.dumps([told, [_version(name) for name in PACKAGES]], sort_keys=True).encode())
+    found.update(json.dumps([told, SCHEME, [_version(name) for name in PACKAGES]], sort_keys=True).encode())
     for name, tensor in sorted(net.state_dict().items()):
         found.update(name.encode())
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())

@@ -38,6 +38,8 @@ class Sheet:
     """Pictures at a time; None: any number."""
     parameters: int | None = None
     """Of the network; files that were written before this was kept do not say."""
+    saturates: bool = False
+    """Whether sums of its 8-bit products can exceed 16 bits, which changes them on a CPU without VNNI."""
 
     def __post_init__(self) -> None:
         refuse(self.to, self.precision)
@@ -70,7 +72,7 @@ class Sheet:
         return json.dumps(self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        return {
+        found = {
             "format": "vitrail-export",
             "version": 1,
             "to": self.to,
@@ -81,6 +83,7 @@ class Sheet:
             "parameters": self.parameters,
             "card": self.card.to_dict(),
         }
+        return found | ({"saturates_without_vnni": self.saturates} if self.precision == "int8" else {})
 
     @classmethod
     def from_json(cls, text: str) -> Sheet:
@@ -114,6 +117,8 @@ class Sheet:
             answer=values["output"],
             batch=batch,
             parameters=parameters,
+            # Files that do not say are from before weights were kept small enough.
+            saturates=values["precision"] == "int8" and bool(values.get("saturates_without_vnni", True)),
         )
 
 

@@ -1,8 +1,10 @@
 """Where and how things run: device, precision, what is said aloud.
 
     cores    how many of them this process may use
+    cpu      its model and instruction sets
     heap     freed memory that stays with the process
     locks    a file for one process alone
+    peak     how fast a device multiplies matrices, measured
     tiles    bfloat16 on a CPU that only announces it
 
 Assumptions and choices made for the user go to the logger "vitrail", at level WARNING, so that a
@@ -66,6 +68,16 @@ def pick_device(name: str | torch.device = "auto") -> torch.device:
         reason = str(error).splitlines()[0].split(". ")[0].rstrip(".")
         raise ConfigError(f"device {str(name)!r} cannot be used here ({reason}); try cpu or auto.") from None
     return device
+
+
+def pick_precision(name: str, device: torch.device) -> str:
+    """`auto` is bfloat16 on a GPU of NVIDIA or AMD that has it, float32 elsewhere; anything else is meant as it is."""
+    import torch
+
+    if name != "auto":
+        return name
+    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if has_it else "float32"
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[object]:

@@ -1,0 +1,59 @@
+"""What the CPU is said to be, from what torch or Linux tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitrail.runtime import cpu as module
+from vitrail.runtime.cpu import SHOWN, Cpu, cpu
+
+X86 = "processor\t: 0\nmodel name\t: AMD EPYC 7763\nflags\t\t: fpu avx avx2\n\nprocessor\t: 1\nmodel name\t: other\n"
+ARM = "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm\nCPU part\t: 0xd40\n"
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> None:
+    cpu.cache_clear()
+    yield
+    cpu.cache_clear()
+
+
+def test_this_cpu_has_a_name_and_knows_what_torch_uses():
+    here = cpu()
+    assert here.name
+    assert here.key == cpu().key
+    if "avx2" in here.features:
+        assert "AVX2" in here.instructions
+    assert set(here.instructions) <= {words for _, words in SHOWN.values()}
+    assert here.name in str(here)
+
+
+@pytest.mark.parametrize(
+    ("text", "machine", "name", "instructions", "saturates"),
+    [
+        (X86, "x86_64", "AMD EPYC 7763", ("AVX2",), True),
+        (X86.replace("avx2", "avx2 avx_vnni"), "AMD64", "AMD EPYC 7763", ("AVX2", "AVX-VNNI"), False),
+        (ARM, "aarch64", "unknown CPU", ("NEON", "dot product", "I8MM"), False),
+        (None, "arm64", "unknown CPU", (), False),
+    ],
+)
+def test_without_torchs_word_linux_is_asked(monkeypatch, tmp_path: Path, text, machine, name, instructions, saturates):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr(module, "CPUINFO", tmp_path / "cpuinfo")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    here = cpu()
+    assert (here.name, here.instructions, here.saturates) == (name, instructions, saturates)
+
+
+def test_a_limit_on_instruction_sets_makes_another_key(monkeypatch):
+    one = Cpu("a", "x86_64", ("avx2",), ("AVX2",))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    free = one.key
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert one.key != free
