@@ -65,6 +65,7 @@ READABLE = {
     "npz": of_numpy(a=np.ones(2)),
     "torch": of_torch({"a": torch.ones(2)}),
     "legacy-torch": of_torch({"a": torch.ones(2)}, _use_new_zipfile_serialization=False),
+    "torchscript": of_script(),
     "index": json.dumps({"weight_map": {}}).encode(),
 }
 
@@ -84,7 +85,6 @@ FOREIGN = {
     "ONNX": b"\x08\x0e\x12\x07pytorch:3\n\x0c\n\xff",
     "msgpack": b"\x82\xa6params\x81\xa4head\xc7",
     "TensorFlow checkpoint": b"\x00\x01\xff\xfe" * 8 + b"\x57\xfb\x80\x8b\x24\x75\x47\xdb",
-    "TorchScript": of_script(),
     "zip archive": of_zip("model.weights.h5", "metadata.json"),
     "torch.save did not write": pickle.dumps({"a": 1}),
     "text file that begins 'epoch,loss'": b"epoch,loss\n1,0.5\n",

@@ -1,9 +1,9 @@
 """Files of tensors, whoever wrote them: names and shapes at once, the data when it is asked for.
 
 What a file is, its first bytes say and never its name: safetensors (whole or in shards), NumPy's
-npz, PyTorch's zip and the older pickles, TorchScript. Nothing here knows about models. Tensors of a safetensors
-file and of PyTorch's zip are views of the mapped file: they cost memory when they are touched, and
-writing to them changes a private copy, not the file.
+npz, PyTorch's zip and the older pickles, TorchScript. Nothing here knows about models. Tensors of a
+safetensors file and of PyTorch's zip are views of the mapped file: they cost memory when they are
+touched, and writing to them changes a private copy, not the file.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from vitrail.errors import CheckpointError
 
-Kind = Literal["safetensors", "npz", "torch", "legacy-torch", "index"]
+Kind = Literal["safetensors", "npz", "torch", "legacy-torch", "torchscript", "index"]
 
 LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 TENSORFLOW_END = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"
@@ -88,7 +88,7 @@ def _zip(path: Path) -> Kind:
         raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {AGAIN}.") from error
     leaves = {n.rsplit("/", 1)[-1] for n in names}
     if {"data.pkl", "constants.pkl"} <= leaves:
-        refuse_code(path, "it is a TorchScript program")
+        return "torchscript"
     if "data.pkl" in leaves:
         return "torch"
     if not names or any(n.endswith(".npy") for n in names):
