@@ -166,8 +166,9 @@ class TrainConfig(Config):
     """Parts a batch is computed in, one after the other, to save memory; changes nothing else."""
     ema: float | None = None
     """Keep an average of the weights that forgets at this rate a step (0.9999), and measure it."""
-    precision: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of the arithmetic; with bfloat16 the weights stay float32."""
+    precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Of the arithmetic; with bfloat16 the weights stay float32. auto: bfloat16 on a CUDA device that has it,
+    float32 elsewhere. A run's config.json holds what was chosen, and a resumed run keeps it."""
     compile: bool | Literal["graphs"] = False
     """torch.compile: slow to start, then faster. graphs: as CUDA graphs too, for networks so small that
     a GPU waits for the host between its kernels; without a GPU, nothing is compiled."""

@@ -29,6 +29,22 @@ def flops(config: ViTConfig | BiTConfig, image: Pair | None = None) -> int:
     return total + 2 * config.head_width * config.classes * (1 + config.distilled)
 
 
+def training_flops(config: ViTConfig | BiTConfig, train: str | int = "all") -> int:
+    """The same for an image in training, where `train` (everything, the "head", or so many of the last blocks) learns.
+
+    A backward pass takes two products for each one of the forward pass through what learns: the gradients of its
+    weights and of its inputs. What lies below is not gone through. Of a BiT's blocks, which differ, the mean is taken.
+    """
+    forward = flops(config)
+    if train == "all":
+        return 3 * forward
+    last = train if isinstance(train, int) else 0
+    if isinstance(config, BiTConfig):
+        return forward + 2 * forward * last // sum(config.layers)
+    head = 2 * config.head_width * config.classes * (1 + config.distilled)
+    return forward + 2 * (head + last * (flops(config.but(depth=config.depth + 1)) - forward))
+
+
 def _block(config: ViTConfig, tokens: int, patches: int) -> int:
     width = config.width
     projections = 2 * tokens * width * 4 * width

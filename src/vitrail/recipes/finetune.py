@@ -47,7 +47,6 @@ def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> Tr
         schedule=ScheduleConfig(kind="cosine", warmup=Duration(count=duration.count / 10, unit="epochs")),
         duration=duration,
         batch=batch,
-        precision="bfloat16" if device == "cuda" else "float32",
         log_every=steps(1 if device == "cpu" else 10),
     )
 
@@ -67,7 +66,6 @@ def paper(start: str, source: str, *, images: int, device: str = "cpu") -> Train
         schedule=ScheduleConfig(kind="cosine", warmup=steps(min(500, long // 5))),
         duration=steps(long),
         batch=_power_of_two(images, 512),
-        precision="bfloat16" if device == "cuda" else "float32",
     )
 
 

@@ -1,8 +1,9 @@
 """A run as it goes, for whoever watches: a panel in a terminal, plain aligned lines anywhere else.
 
 The training thread only stores numbers, which takes microseconds; a thread of the panel's own draws
-them four times a second. Lines are for logs: one for a logged step, at most one every few seconds,
-and one for each evaluation, `name value` all along, so that grep and awk find their way.
+them four times a second. Lines are for logs: one for a logged step, at most one every few seconds, one
+for a step that is not logged where nothing was printed for a while, and one for each evaluation, `name
+value` all along, so that grep and awk find their way.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from rich.text import Text
 
 from vitrail.evaluate.scores import Scores
 from vitrail.runtime import log
-from vitrail.train.panel import Drawn, plain_evaluation, plain_step
+from vitrail.train.panel import Drawn, plain_evaluation, plain_measuring, plain_progress, plain_step
 
 REFRESHES = 4
 """Drawings a second."""
@@ -32,6 +32,8 @@ MEMORY = 5.0
 """Seconds after which a measured speed is forgotten by half."""
 QUIET = 2.0
 """Seconds between two plain lines, at least."""
+SILENCE = 5.0, 60.0
+"""Seconds without a plain line after which progress is printed: in the first minutes, and from an hour on."""
 HISTORY = 1024
 """Losses kept for the sparkline; beyond that every other one goes."""
 
@@ -54,13 +56,15 @@ class Watched:
     """Of a step, smoothed."""
     aside: float = 0.0
     """Seconds spent on evaluations and the like."""
+    measuring: float | None = None
+    """The share of an evaluation that is done, while there is one."""
 
 
 class Display:
-    """`with Display(...) as display:`, then `update`, `evaluated` and `note` as the run goes on.
+    """`with Display(...) as display:`, then `update` each step, `evaluated` and `note` as the run goes on.
 
     `flops_per_image` is the arithmetic of one image in training, about three times that of a
-    forward pass; with `peak_flops` (see `measured_peak`) it tells how much of the device is used.
+    forward pass; with `peak_flops` (see `runtime.peak`) it tells how much of the device is used.
     With five `classes` or fewer, top5 is always all of them and not told.
     """
 
@@ -90,12 +94,12 @@ class Display:
         self.seen = Watched(step=start, begun=start)
         self.live: Live | None = None
         self._last = (start, 0.0)
-        self._spoken = -math.inf
+        self._told, self._printed = -math.inf, 0.0  # when a logged step was printed last, when any line was
         self._logged, self._stride, self._paced = 0, 1, 0
 
     def __enter__(self) -> Self:
         now = self.clock()
-        self.seen.started, self._last = now, (self.seen.step, now)
+        self.seen.started, self._last, self._printed = now, (self.seen.step, now), now
         if self.console.is_terminal and not self.console.quiet:
             self.live = Live(Drawn(self), console=self.console, refresh_per_second=REFRESHES, redirect_stdout=False)
             self.live.start()
@@ -112,20 +116,32 @@ class Display:
             log.handlers, log.propagate = self._logger
 
     def update(self, step: int, values: Mapping[str, float | None] | None = None) -> None:
-        """So many steps are done; what was logged of them (loss, accuracy, lr, grad_norm), where something was."""
+        """So many steps are done; what was logged of them (loss, accuracy, lr, grad_norm), where something was.
+
+        To be called after each step. Without values a GPU is still computing the last one.
+        """
         now = self.clock()
-        done, elapsed = step - self._last[0], now - self._last[1]
-        if done > 0 and elapsed > 0:
-            self._smooth(elapsed / done, elapsed)
-            self._last = (step, now)
         self.seen.step = step
+        self._pace(step - (values is None and self.device.type == "cuda"), now)
         if values is None:
+            self._print_if_silent(plain_progress, now)
             return
         self.seen.values = dict(values)
         self._remember(values.get("loss"))
-        if self.live is None and (now - self._spoken >= QUIET or step >= self.total):
-            self._spoken = now
-            self._say(plain_step(self))
+        if self.live is None and (now - self._told >= QUIET or step >= self.total):
+            self._told = now
+            self._print(plain_step(self), now)
+
+    def pause(self) -> None:
+        """All steps so far are done; what follows until `resumed` is no training, and its time does not count."""
+        self._pace(self.seen.step, self.clock())
+
+    def measuring(self, done: int, total: int) -> None:
+        """So many of an evaluation's batches are done; called with 0 first."""
+        if not done:
+            self.pause()
+        self.seen.measuring = done / max(total, 1)
+        self._print_if_silent(plain_measuring, self.clock())
 
     def evaluated(
         self, step: int, scores: Scores | Mapping[str, Any], *, ema: bool = False, best: bool | None = None
@@ -146,12 +162,13 @@ class Display:
         self.seen.evaluation = found | {"name": name}
         self.resumed()
         if self.live is None:
-            self._say(plain_evaluation(self))
+            self._print(plain_evaluation(self), self.clock())
 
     def resumed(self) -> None:
-        """Training goes on after something else (an evaluation, a checkpoint): its time does not count."""
+        """Training goes on after something else (an evaluation, a checkpoint) that began with `pause`."""
         now = self.clock()
         self.seen.aside += now - self._last[1]
+        self.seen.measuring = None
         self._last = (self._last[0], now)
 
     def note(self, text: str) -> None:
@@ -168,13 +185,26 @@ class Display:
         if len(self.seen.losses) >= HISTORY:
             self.seen.losses, self._stride = self.seen.losses[::2], 2 * self._stride
 
+    def _pace(self, done: int, now: float) -> None:
+        """So many steps are finished by now."""
+        steps, elapsed = done - self._last[0], now - self._last[1]
+        if steps > 0 and elapsed > 0:
+            self._smooth(elapsed / steps, elapsed)
+            self._last = (done, now)
+
     def _smooth(self, seconds: float, elapsed: float) -> None:
         self._paced += 1
         # What came first also warmed up and compiled: the second time replaces it.
         keep = 0.0 if self._paced <= 2 else 0.5 ** (elapsed / MEMORY)
         self.seen.seconds = keep * (self.seen.seconds or 0.0) + (1 - keep) * seconds
 
-    def _say(self, line: str) -> None:
+    def _print_if_silent(self, line: Callable[[Display], str], now: float) -> None:
+        patience = min(max(SILENCE[0], (now - self.seen.started) / 60), SILENCE[1])
+        if self.live is None and now - self._printed >= patience:
+            self._print(line(self), now)
+
+    def _print(self, line: str, now: float) -> None:
+        self._printed = now
         with suppress(OSError):  # a log on a full disk, a reader that has gone: no reason to stop
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -185,8 +215,9 @@ class Display:
 
     @property
     def share(self) -> float | None:
-        """Of the device's peak that training uses."""
-        return self.rate * self.flops / self.peak if self.rate and self.flops and self.peak else None
+        """Of the device's peak that training uses; None where it is not known, or the peak is shown to be wrong."""
+        found = self.rate * self.flops / self.peak if self.rate and self.flops and self.peak else None
+        return None if found is None or found > 1 else found
 
     @property
     def epoch(self) -> float | None:
@@ -223,25 +254,3 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.display.note(f"note: {getattr(record, 'note', record.getMessage())}")
-
-
-@cache
-def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product, the best of a blink (0.2 s): what the device gives, not its data sheet."""
-    wait = {"cuda": torch.cuda.synchronize, "mps": torch.mps.synchronize}.get(device.type, lambda: None)
-    on_cpu = 1024 if torch.get_num_threads() < 8 else 2048
-    side = {"cuda": 8192 if dtype.itemsize == 2 else 4096, "mps": 2048}.get(device.type, on_cpu)
-    # Numbers that differ, as a chip runs faster on equal ones; and no random ones, which would move a generator.
-    a = torch.arange(side * side, device=device, dtype=torch.float32).sin_().view(side, side).to(dtype)
-    torch.mm(a, a)  # loads what there is to load
-    wait()
-    end, best = time.perf_counter() + 0.2, 0.0
-    while not best or time.perf_counter() < end:
-        before = time.perf_counter()
-        torch.mm(a, a)
-        wait()
-        best = max(best, 2 * side**3 / max(time.perf_counter() - before, 1e-9))
-    del a
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return best

@@ -21,7 +21,8 @@ from vitrail.errors import DataError, VitrailError
 from vitrail.evaluate.guesses import Guesses
 from vitrail.evaluate.scores import Scores
 from vitrail.runtime import say
-from vitrail.train.display import Display, measured_peak
+from vitrail.runtime.peak import measured_peak
+from vitrail.train.display import Display
 from vitrail.train.log import Metrics
 from vitrail.train.meter import NORM, STEPS, WEIGHT, Meter
 from vitrail.train.run import RunFolder
@@ -123,6 +124,7 @@ class Journal:
             self.stack.callback(self.metrics.close)
         self.stack.callback(self.checkpoints.close)
         self.display = self.stack.enter_context(self._display())
+        self.trainer.watch = self.display.measuring
         if self.progress.best is not None and self.progress.best_step is not None:
             self.display.seen.best = abs(self.progress.best), self.progress.best_step  # of a loss, it is the negative
 
@@ -145,7 +147,8 @@ class Journal:
         )
 
     def count(self, sums: Tensors, weights: Tensor, norm: Tensor) -> None:
-        """One more step."""
+        """One more step: into the sums that `log` reads, and onto the display."""
+        self.display.update(self.progress.step)
         whole = norm / self.ranks.world  # every process has the same
         one = torch.ones((), device=norm.device) / self.ranks.world
         self.meter.add({**sums, WEIGHT: weights.sum(), NORM: whole, STEPS: one})
@@ -209,6 +212,7 @@ class Journal:
 
     def checkpoint(self, batches: Loader) -> None:
         """Everything needed to go on, from this very step; of a stream, its state in each process too."""
+        self.display.pause()
         self.gather_bad(batches)
         stream = batches.state()
         if self.metrics is not None:
@@ -249,9 +253,11 @@ class Journal:
         net = trainer.model(tensors)
         if trainer.labelled and self.scored_at != chosen:
             self.scores = trainer.scores(net=net)
+            self.display.resumed()
         splits = trainer.setup.splits
         if trainer.labelled and splits.test is not None and splits.measured_on != "test":
             self.test = trainer.scores(splits.test, net=net)
+            self.display.resumed()
             self._write(self._place() | {"test": self.test.to_dict(), "model_step": chosen})
         if self.ranks.first:
             card = trainer.setup.card.but(config=net.config)

@@ -118,6 +118,8 @@ def _results(display: Display) -> list[list[Span]]:
     lines = [_named("loss", (f"{number(values.get('loss')):<10}", "bold"), (sparkline(seen.losses, 16), "blue"))]
     if values.get("accuracy") is not None:
         lines.append(_named("accuracy", (f"{percent(values['accuracy']):<10}", ""), ("in training", "dim")))
+    if seen.measuring is not None:
+        lines.append(_named("evaluation", (f"{100 * seen.measuring:.0f} % done", "")))
     if seen.evaluation is not None:
         lines.append(_named("validation", *_validation(seen.evaluation)))
         if seen.best is not None:
@@ -161,11 +163,27 @@ def plain_step(display: Display) -> str:
         f"accuracy {percent(values['accuracy']):>7}" if values.get("accuracy") is not None else "",
         f"lr {number(values.get('lr'), 3):>8}",
         f"grad {number(values.get('grad_norm'), 3):>7}" if values.get("grad_norm") is not None else "",
+        *_speed(display),
+    ]
+    return "  ".join(p for p in parts if p)
+
+
+def plain_progress(display: Display) -> str:
+    """A step that is not logged: where the run is, and how fast."""
+    return "  ".join(p for p in (_where(display, display.seen.step), *_speed(display)) if p)
+
+
+def _speed(display: Display) -> tuple[str, ...]:
+    return (
         f"images/s {display.rate:>7,.0f}" if display.rate else "",
         f"peak {100 * display.share:>3.0f} %" if display.share is not None else "",
         f"left {clock(display.left)}" if display.left is not None else "",
-    ]
-    return "  ".join(p for p in parts if p)
+    )
+
+
+def plain_measuring(display: Display) -> str:
+    """An evaluation under way."""
+    return f"{_where(display, display.seen.step)}  evaluation {100 * (display.seen.measuring or 0):.0f} % done"
 
 
 def plain_evaluation(display: Display) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -26,9 +26,10 @@ from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.guesses import Guesses, guess
 from vitrail.evaluate.scores import Scores
 from vitrail.models import Net, build
-from vitrail.models.flops import flops
-from vitrail.objectives import make_objective
-from vitrail.runtime import arithmetic, say
+from vitrail.models.flops import flops, training_flops
+from vitrail.objectives import Distill, make_objective
+from vitrail.runtime import arithmetic, pick_precision, say
+from vitrail.runtime.peak import slowdown
 from vitrail.train.batch_size import LARGEST, find_batch
 from vitrail.train.ema import EMA, check_names
 from vitrail.train.optim import freeze, make_optimizer
@@ -48,8 +49,11 @@ class Trainer:
 
     def __init__(self, setup: Setup, ranks: Ranks) -> None:
         config, source = setup.config, setup.splits.train
+        config = config.but(precision=pick_precision(config.precision, ranks.device))
+        setup = replace(setup, config=config)
         self.setup, self.config, self.ranks, self.device = setup, config, ranks, ranks.device
         self.arithmetic()  # where it cannot be had, nothing has begun yet
+        self._warn_of_slow_precision()
         if config.patience is not None and setup.splits.measured_on == "test":
             say(["patience stops by the test pictures, which flatters their score; data.held_out=0.1 holds others out"])
         self.images = 0  # nobody knows how many a stream has
@@ -81,6 +85,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.learner, config.optim)
         self.schedule = Schedule(config.schedule, total=self.total, batch=self.batch, images=self.images)
         self.ema = EMA(self.learner, config.ema) if config.ema else None
+        self.watch: Callable[[int, int], None] = lambda done, total: None
+        """Told of each batch of a measurement how many are done, of how many."""
 
     def batches(self, progress: Progress) -> Loader:
         """This process's part of each step's pictures, from the next step on; use it in a `with`."""
@@ -153,6 +159,13 @@ class Trainer:
 
     def arithmetic(self) -> AbstractContextManager[Any]:
         return arithmetic(self.config.precision, self.device)
+
+    def _warn_of_slow_precision(self) -> None:
+        if self.config.precision != "bfloat16" or self.device.type != "cpu" or not self.ranks.first:
+            return
+        times = slowdown(self.device, torch.bfloat16)
+        if times > 1:
+            say([f"precision=bfloat16 is slow on this CPU: its products take {times:.1f} times as long as in float32"])
 
     @property
     def labelled(self) -> bool:
@@ -285,8 +298,10 @@ class Trainer:
 
     @property
     def arithmetic_per_image(self) -> float:
-        """Operations of one picture in training: forward, and where blocks learn about twice that backward."""
-        return (1.0 if self.config.optim.train == "head" else 3.0) * flops(self.learner.net.config)
+        """Operations of one image in training: forward, backward through what learns, and the teacher's."""
+        teacher = self.learner.teacher if isinstance(self.learner, Distill) else None
+        taught = flops(teacher.net.config, teacher.size) if teacher is not None else 0
+        return training_flops(self.learner.net.config, self.config.optim.train) + taught
 
 
 def _shared(config: TrainConfig, processes: int, images: int) -> int:
