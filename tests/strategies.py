@@ -34,8 +34,8 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
     heads, patch, stem = draw(SIDES), (draw(SIDES), draw(SIDES)), draw(stems()) if hybrids and draw(one_in(6)) else None
     token = draw(st.booleans())
     distilled = token and draw(one_in(5))
-    pools = ["token"] if distilled else ["gap", "map", "token", "token+gap"] if token else ["gap", "map"]
-    pool = draw(st.sampled_from(pools))
+    pools = ["token"] if distilled else ["gap", "map", "token", "token+gap", "coca"] if token else ["gap", "map"]
+    pool, norms = draw(st.sampled_from(pools)), {"token+gap": ["before", "none"], "coca": ["before"]}
     position = draw(st.sampled_from(kinds))
     inside = position in ("relative", "rope-2d")
     stride = stem.stride if stem else 1
@@ -71,7 +71,9 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
         "layer_scale": draw(st.sampled_from([None, 1e-5, 1.0])),
         "pre_norm": draw(st.booleans()),
         "pool": pool,
-        "pool_norm": draw(st.sampled_from(["before", "none"] if pool == "token+gap" else ["before", "after", "none"])),
+        "pool_norm": draw(st.sampled_from(norms.get(pool, ["before", "after", "none"]))),
+        "pool_width": draw(st.sampled_from([None, 6])) if pool == "coca" else None,
+        "pool_heads": draw(st.sampled_from([1, 2])) if pool == "coca" else None,
         "pre_logits": 0 if distilled else draw(st.sampled_from([0, 0, 6])),
         "head_bias": draw(st.booleans()),
         "head_bias_init": draw(st.sampled_from([0.0, -10.0])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,11 +65,12 @@ def test_another_class_can_be_asked_for_by_name_or_number():
         vit.explain(gradient(), methods=())
 
 
-def test_the_last_attention_of_an_attention_pool_is_the_pools():
-    vit = model(small(pool="map", class_token=False))
+@pytest.mark.parametrize("options", [{"pool": "map", "class_token": False}, {"pool": "coca", "pool_heads": 1}])
+def test_the_last_attention_of_an_attention_pool_is_the_pools(options: dict[str, Any]):
+    vit = model(small(**options))
     images = vit.preprocess(gradient())
     wanted = vit.net.features(images, want=("pool_attention",)).pool_attention.mean(1)
-    torch.testing.assert_close(last_view(vit.net, images).flatten(1), wanted)
+    torch.testing.assert_close(last_view(vit.net, images).flatten(1), wanted[:, vit.config.prefix :])
 
 
 @pytest.mark.parametrize("size", [(32, 48), (64, 24)])

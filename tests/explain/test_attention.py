@@ -35,6 +35,7 @@ KINDS = {
     "gap": small(pool="gap", class_token=False),
     "token+gap": small(pool="token+gap"),
     "map": small(pool="map", class_token=False),
+    "coca": small(pool="coca", pool_width=6, pool_heads=3),
     "relative": small(position="relative"),
     "rope": small(position="rope-2d"),
     "every layer": small(position="learned-1d", position_at="layers"),
@@ -52,7 +53,7 @@ def test_a_walk_sees_what_the_network_computes(name: str):
     config = KINDS[name]
     net = randomized(build(config)).eval()
     images = picture(config)
-    want = ("attention", "logits", *(["pool_attention"] if config.pool == "map" else []))
+    want = ("attention", "logits", *(["pool_attention"] if net.pool is not None else []))
     with torch.no_grad():
         out = net.features(images, want=want)
         plain = net(images)

@@ -19,7 +19,7 @@ def by_definition(net: ViT, images: Tensor, targets: Tensor) -> Tensor:
     """Chefer, Gur and Wolf's recursion R <- R + A' R with every gradient from one backward pass."""
     config, attention, look = net.config, [], []
     x = net.norm_before(net.encode(*net.embed(images), attention=attention))
-    logits = net.classify(*net.read(x, look if config.pool == "map" else None))
+    logits = net.classify(*net.read(x, look if net.pool is not None else None))
     grads = torch.autograd.grad(logits.gather(1, targets[:, None]).sum(), [*attention, *look])
     joint = torch.eye(x.shape[1], dtype=images.dtype).expand(len(images), -1, -1)
     for weights, grad in zip(attention, grads[: config.depth], strict=True):
@@ -27,7 +27,7 @@ def by_definition(net: ViT, images: Tensor, targets: Tensor) -> Tensor:
     special = config.prefix
     if look:
         pool = (look[0] * grads[-1]).clamp(min=0).mean(1)[:, 0]  # B N
-        row = torch.einsum("bn,bnt->bt", pool, joint[:, special:])
+        row = torch.einsum("bn,bnt->bt", pool, joint[:, -pool.shape[1] :])
     elif config.pool == "token":
         row = joint[:, : 1 + config.distilled].mean(1)
     elif config.pool == "gap":

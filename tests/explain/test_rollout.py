@@ -23,6 +23,7 @@ POOLS = {
     "gap": small(pool="gap", class_token=False),
     "token+gap": small(pool="token+gap"),
     "map": small(pool="map", class_token=False),
+    "coca": small(pool="coca", pool_width=6, pool_heads=3),
     "hybrid": small(image=64, patch=1, stem=StemConfig(layers=(1, 1), width=0.5)),
 }
 
@@ -81,7 +82,7 @@ def test_the_view_is_what_the_head_reads(name: str):
     config = POOLS[name]
     net = randomized(build(config))
     images = torch.randn(2, 3, *config.image)
-    out = net.features(images, want=("attention", "pool_attention") if config.pool == "map" else ("attention",))
+    out = net.features(images, want=("attention", "pool_attention") if net.pool is not None else ("attention",))
     joint, special = rollout(out.attention), config.prefix
     patches = joint[:, special:].mean(1)
     rows = {
@@ -92,8 +93,8 @@ def test_the_view_is_what_the_head_reads(name: str):
         "token+gap": (joint[:, 0] + patches) / 2,
         "hybrid": joint[:, 0],
     }
-    if config.pool == "map":
-        rows["map"] = (out.pool_attention.mean(1)[:, :, None] * joint).sum(1)
+    if out.pool_attention is not None:
+        rows[name] = (out.pool_attention.mean(1)[:, :, None] * joint).sum(1)
     view = class_view(net, images)
     assert view.shape == (2, *config.grid)
     torch.testing.assert_close(view.flatten(1), rows[name][:, special:])

@@ -21,7 +21,9 @@ KINDS: dict[str, ViTConfig | BiTConfig] = {
     "registers, rope, swiglu": small(**LITTLE, registers=2, position="rope-2d", activation="swiglu", layer_scale=0.1),
     "relative, gap": small(**LITTLE, position="relative", pool="gap", class_token=False),
     "map, sincos": small(**LITTLE, pool="map", class_token=False, position="sincos-2d"),
-    "clip": small(**LITTLE, pre_norm=True, activation="gelu-quick", patch_bias=False, head_bias=False),
+    "clip": small(
+        **LITTLE, pre_norm=True, activation="gelu-quick", patch_bias=False, head_bias=False, pool="coca", pool_width=6
+    ),
     "rms, qk-norm": small(**LITTLE, norm="rms", qk_norm=True, pool="token+gap"),
     "hybrid": small(**LITTLE | {"image": (32, 48), "patch": 1}, stem=StemConfig(layers=(1, 1), width=0.5)),
     "bit": BiTConfig(layers=(1, 1), width=0.5, classes=5, image=(32, 48)),

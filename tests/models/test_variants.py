@@ -218,6 +218,7 @@ PROOF = {
         "transformers": f"{W}/test_huggingface.py::Dinov2WithRegisters",
     },
     "CLIP": {
+        "golden": f"{W}/test_open_clip.py::openai.embedding",
         "timm": f"{W}/test_timm.py::vit_base_patch16_clip_quickgelu_224",
         "transformers": f"{W}/test_huggingface.py::CLIPVisionModelWithProjection",
     },

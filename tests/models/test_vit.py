@@ -155,6 +155,21 @@ def test_asking_for_attention_leaves_the_fused_path_to_everybody_else(monkeypatc
         assert len(calls) == 4
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool": "coca", "pool_heads": 3}, "pool_width=16 is not divisible into pool_heads=3"),
+        ({"pool": "coca", "pool_norm": "after"}, "pool_norm='before'"),
+        ({"pool": "coca", "class_token": False}, "class_token=true"),
+        ({"pool": "map", "pool_heads": 2}, "belong to pool='coca', not to pool='map'"),
+        ({"pool_width": 8}, "belong to pool='coca'"),
+    ],
+)
+def test_cocas_pool_says_what_it_needs(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        small(**options)
+
+
 def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> None:
     config = small(registers=2, pool="map", layer_scale=1e-4)
     one = ViT(config, seed=3)

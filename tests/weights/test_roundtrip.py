@@ -96,6 +96,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "no final norm": (vit(pool_norm="none"),                         "= = . . . . .", "without a (final )?norm"),
     "attention pool": (vit(class_token=False, pool="map"),           "= = . . . ~ .", "map|attention pool|class token"),
     "pool beside a token": (vit(pool="map"),                         "= . . . . . .", "attention pool|class token"),
+    "CoCa's pool": (vit(pool="coca", pool_width=24, pool_heads=3),   "= . . . . . .", "CoCa|coca|attention pool"),
     "tanh layer and head": (vit(pre_logits=24),                      "= . . = ~ . .", "tanh layer|with a position"),
     "tanh layer alone": (vit(pre_logits=24, classes=0),              "= . = . ~ . .", "tanh|position|without a head"),
     "no head": (vit(classes=0),                                      "= = = . ~ . =", "without a head|position"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ def last_view(net: Net, images: Tensor) -> Tensor:
     if net.pool is not None:
         walk = Walk(net, images, layers=()).run()
         assert walk.pool_attention is not None
-        return walk.pool_attention.mean(1).unflatten(1, walk.grid)
+        return walk.pool_attention.mean(1)[:, -math.prod(walk.grid) :].unflatten(1, walk.grid)
     return attention_views(net, images, layers=(len(net.blocks) - 1,))[0][0].mean(1)
 
 

@@ -11,7 +11,7 @@ from vitrail.errors import ConfigError
 PositionKind = Literal["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"]
 PositionPlace = Literal["stem", "layers", "shared"]
 Resample = Literal["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2"]
-Pool = Literal["token", "gap", "map", "token+gap"]
+Pool = Literal["token", "gap", "map", "token+gap", "coca"]
 Activation = Literal["gelu", "gelu-tanh", "gelu-quick", "swiglu"]
 
 
@@ -113,8 +113,13 @@ class ViTConfig(Config):
     """A norm before the first block (CLIP)."""
 
     pool: Pool = "token"
-    """What the head sees: the class token, the mean of the patches, an attention pool's answer, or
-    class token and mean side by side (DINOv2's classifier)."""
+    """What the head sees: the class token, the mean of the patches, the output of an attention pool over
+    the patches (big_vision's MAP) or over all tokens (CoCa's), or class token and mean side by side
+    (DINOv2's classifier)."""
+    pool_width: int | None = None
+    """Width of CoCa's pool; None: `width`."""
+    pool_heads: int | None = None
+    """Attention heads of CoCa's pool; None: `heads`."""
     pool_norm: Literal["before", "after", "none"] = "before"
     """Final norm before pooling (original) or after it (timm's fc_norm: MAE, DeiT-like gap models)."""
     pre_logits: int = 0
@@ -156,10 +161,22 @@ class ViTConfig(Config):
                 raise ConfigError("distilled=true needs class_token=true.")
         if self.pool == "token+gap" and self.pool_norm == "after":
             raise ConfigError("pool='token+gap' joins normalised tokens: pool_norm='before' or 'none', not 'after'.")
+        self._check_coca()
         if self.distilled and self.pool != "token":
             raise ConfigError(f"distilled=true reads two tokens: pool='token', not {self.pool!r}.")
         if self.distilled and self.pre_logits:
             raise ConfigError("distilled=true has two plain heads: pre_logits=0.")
+
+    def _check_coca(self) -> None:
+        if self.pool != "coca":
+            if self.pool_width is not None or self.pool_heads is not None:
+                raise ConfigError(f"pool_width and pool_heads belong to pool='coca', not to pool={self.pool!r}.")
+            return
+        if not self.class_token or self.pool_norm != "before":
+            raise ConfigError("pool='coca' pools normalised tokens: class_token=true and pool_norm='before'.")
+        width, heads = self.pooled_width, self.pool_heads or self.heads
+        if width < 1 or heads < 1 or width % heads:
+            raise ConfigError(f"pool_width={width} is not divisible into pool_heads={heads}.")
 
     def _check_position(self) -> None:
         if self.position in ("relative", "rope-2d") and self.position_at == "stem":
@@ -219,6 +236,8 @@ class ViTConfig(Config):
 
     @property
     def pooled_width(self) -> int:
+        if self.pool == "coca" and self.pool_width is not None:
+            return self.pool_width
         return self.width * (2 if self.pool == "token+gap" else 1)
 
 

@@ -143,7 +143,7 @@ def reading(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None 
     """B T: how the head mixes the tokens; each row sums to 1.
 
     The class token alone (half of it the distillation token's, which has half of the answer), the
-    mean of the patches, both halves of token+gap, or as the attention pool weighs the patches.
+    mean of the patches, both halves of token+gap, or as the attention pool weighs its tokens.
     """
     config = net.config
     weights = like.new_zeros(like.shape[0], config.prefix + patches)
@@ -158,9 +158,9 @@ def reading(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None 
         case "token+gap":
             weights[:, config.prefix :] = 0.5 / patches
             weights += token / 2
-        case "map":
+        case "map" | "coca":
             assert pool_attention is not None
-            weights[:, config.prefix :] = pool_attention.mean(1)
+            weights[:, -pool_attention.shape[-1] :] = pool_attention.mean(1)  # over the patches, or all tokens
     return weights
 
 

@@ -71,7 +71,7 @@ def _head(net: ViT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return grad, reading(net, grad.float(), x.shape[1] - net.config.prefix)
     grad, by_weight = torch.autograd.grad(score, (x, look[0]))
     pooled = _relevance(look[0], by_weight)[:, 0]  # B N: the pool's own query is nothing that could be kept
-    return grad, torch.nn.functional.pad(pooled, (net.config.prefix, 0))
+    return grad, torch.nn.functional.pad(pooled, (x.shape[1] - pooled.shape[1], 0))
 
 
 def _back(net: ViT, layer: int, x: Tensor, grid: tuple[int, int], grad: Tensor) -> tuple[Tensor, Tensor]:

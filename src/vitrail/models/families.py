@@ -122,7 +122,7 @@ FAMILIES: dict[str, Family] = {
         },
         preprocess=CLIP,
         crop=_all,
-        checked="timm; transformers",
+        checked="golden outputs of openai/CLIP and mlfoundations/open_clip; timm; transformers",
     ),
     "SigLIP": Family(
         "SigLIP's image towers (Zhai et al. 2023)",

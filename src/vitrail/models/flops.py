@@ -22,8 +22,8 @@ def flops(config: ViTConfig | BiTConfig, image: Pair | None = None) -> int:
     total = hybrid.flops(config.stem, size, config.channels) if config.stem else 0
     total += 2 * patches * channels * prod(pair(config.patch)) * config.width
     total += config.depth * _block(config, tokens, patches)
-    if config.pool == "map":
-        total += _pool(config, patches)
+    if config.pool in ("map", "coca"):
+        total += _pool(config, patches if config.pool == "map" else tokens)
     if config.pre_logits:
         total += 2 * config.pooled_width * config.pre_logits
     return total + 2 * config.head_width * config.classes * (1 + config.distilled)
@@ -58,10 +58,11 @@ def _mlp(config: ViTConfig, tokens: int) -> int:
     return 2 * matrices * tokens * config.width * config.mlp
 
 
-def _pool(config: ViTConfig, patches: int) -> int:
-    width = config.width
+def _pool(config: ViTConfig, tokens: int) -> int:
+    width = config.pooled_width
     query_once_per_batch_and_out = 2 * 2 * width * width
-    return query_once_per_batch_and_out + 2 * patches * width * 2 * width + 4 * patches * width + _mlp(config, 1)
+    attention = 2 * tokens * config.width * 2 * width + 4 * tokens * width
+    return query_once_per_batch_and_out + attention + (_mlp(config, 1) if config.pool == "map" else 0)
 
 
 def parameters(config: ViTConfig | BiTConfig) -> int:

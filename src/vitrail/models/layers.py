@@ -184,21 +184,26 @@ class Block(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """One learned query asks all tokens; an MLP reads the answer (big_vision's MAP head)."""
+    """Cross-attention of one learned query to the tokens, then a residual MLP (big_vision's MAP head) or a norm (CoCa).
+
+    CoCa's pool may have a width P and heads of its own. Its other queries, which only CoCa's text
+    decoder reads, are not here.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        width, self.heads = config.width, config.heads
+        width, self.heads = config.pooled_width, config.pool_heads or config.heads
         self.probe = nn.Parameter(torch.empty(width))
         self.q = nn.Linear(width, width)
-        self.kv = nn.Linear(width, 2 * width)
+        self.kv = nn.Linear(config.width, 2 * width)
         self.out = nn.Linear(width, width)
-        self.norm = make_norm(config)
-        self.mlp = MLP(config.but(dropout=0.0))
+        self.norm = make_norm(config, width)
+        self.mlp = MLP(config.but(dropout=0.0)) if config.pool == "map" else None
 
     def forward(self, x: Tensor, keep: list[Tensor] | None = None) -> Tensor:
-        """B N D -> B D."""
+        """B N D -> B P, where P is D but in CoCa."""
         q = self.q(self.probe).expand(x.shape[0], 1, -1).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # B H 1 K
         k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
-        x = self.out(attend(q, k, v, keep=keep).flatten(1))  # B D
-        return x + self.mlp(self.norm(x))
+        x = self.out(attend(q, k, v, keep=keep).flatten(1))  # B P
+        normed: Tensor = self.norm(x)
+        return normed if self.mlp is None else x + self.mlp(normed)

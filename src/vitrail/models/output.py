@@ -32,7 +32,7 @@ class Output:
     attention: tuple[Tensor, ...] | None = None
     """depth times B H T T: each row sums to 1."""
     pool_attention: Tensor | None = None
-    """B H N: where the attention pool looks (pool='map')."""
+    """The attention pool's weights: B H N over the patches (pool='map'), B H T over all tokens (pool='coca')."""
     maps: tuple[Tensor, ...] | None = None
     """Convolutional networks: B C h w after each stage."""
 

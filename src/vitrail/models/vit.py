@@ -52,7 +52,7 @@ class ViT(Network):
         rates = [config.path_dropout * i / max(config.depth - 1, 1) for i in range(config.depth)]
         self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
         self.norm = make_norm(config) if config.pool_norm != "none" else nn.Identity()
-        self.pool = AttentionPool(config) if config.pool == "map" else None
+        self.pool = AttentionPool(config) if config.pool in ("map", "coca") else None
         self.pre_logits = nn.Linear(config.pooled_width, config.pre_logits) if config.pre_logits else None
         self.head = _head(config)
         self.head_distill = _head(config) if config.distilled else None
@@ -183,9 +183,9 @@ class ViT(Network):
                 pooled = patches.mean(1)
             case "token+gap":
                 pooled = torch.cat([x[:, 0], patches.mean(1)], dim=-1)
-            case "map":
+            case "map" | "coca":
                 assert self.pool is not None
-                pooled = self.pool(patches, look)
+                pooled = self.pool(patches if config.pool == "map" else x, look)
         if config.pool_norm == "after":
             pooled = self.norm(pooled)
             second = None if second is None else self.norm(second)
@@ -300,7 +300,7 @@ class ViT(Network):
         lacking = {
             "class_token": not config.class_token,
             "heads": not config.distilled,
-            "pool_attention": config.pool != "map",
+            "pool_attention": self.pool is None,
             "maps": True,
         }
         reasons = {
@@ -353,4 +353,5 @@ def _init_pool(pool: AttentionPool, g: torch.Generator | None) -> None:
     for linear, parts in [(pool.q, 1), (pool.kv, 2), (pool.out, 1)]:
         init.xavier_uniform_(linear.weight, g, parts=parts)
         nn.init.zeros_(linear.bias)
-    _init_mlp(pool.mlp, g)
+    if pool.mlp is not None:
+        _init_mlp(pool.mlp, g)

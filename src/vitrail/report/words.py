@@ -78,7 +78,8 @@ def about_model(net: Net) -> Rows:
     rows, columns = config.grid
     kind = "ViT behind a ResNet stem" if config.stem else "ViT"
     size = f"width {config.width}, {counted(config.depth, 'block')}, {counted(config.heads, 'head')}, MLP {config.mlp}"
-    pool = {"token": "class token", "gap": "mean of the patches", "map": "attention pool"}.get(config.pool, config.pool)
+    pools = {"token": "class token", "gap": "mean of the patches", "map": "attention pool", "coca": "CoCa's pool"}
+    pool = pools.get(config.pool, config.pool)
     places = str(config.position)
     if config.place != "stem" and config.position != "none":
         places += {"layers": ", at each layer", "shared": ", one table for all layers"}[config.place]

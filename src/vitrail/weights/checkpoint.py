@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.errors import CheckpointError, FormatError, NotFound, nearest
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
-from vitrail.weights import google, google_bit
+from vitrail.weights import google, google_bit, open_clip
 from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.facebook import FACEBOOK
 from vitrail.weights.files import Archive, aligned, open_archive
@@ -34,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     TIMM_FORMAT,
     HUGGINGFACE,
     TORCHVISION,
+    *open_clip.FORMATS,
     *google.FORMATS,
     *google_bit.FORMATS,
 )

@@ -127,7 +127,7 @@ def cannot(card: Card) -> list[str]:
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": grid[0] != grid[1],
         "a network without class token": not config.class_token,
         "a hybrid's stem": config.stem is not None,
-        "an attention pool": config.pool == "map",
+        "an attention pool": config.pool in ("map", "coca"),
         "class token and mean side by side": config.pool == "token+gap",
         "the tanh layer before the head": bool(config.pre_logits),
         "a norm before the blocks": config.pre_norm,

@@ -353,7 +353,7 @@ def beyond_original(config: ViTConfig) -> list[str]:
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": learned and grid[0] != grid[1],
         "a norm after pooling": config.pool_norm == "after" and config.pool != "token",  # a token's is the same
         "a network without a final norm": config.pool_norm == "none",
-        f"pool={config.pool!r}": config.pool == "token+gap",
+        f"pool={config.pool!r}": config.pool in ("token+gap", "coca"),
         f"a class token beside pool={config.pool!r}": config.class_token and config.pool in ("gap", "map"),
     }
     return [name for name, there in parts.items() if there]

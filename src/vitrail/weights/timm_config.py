@@ -180,6 +180,7 @@ def cannot(config: ViTConfig | BiTConfig) -> list[str]:
         "positions added at the layers": config.position != "none" and config.place != "stem",
         "the tanh layer before the head": bool(config.pre_logits),
         "class token and mean side by side": config.pool == "token+gap",
+        "CoCa's attention pool": config.pool == "coca",
         "a head without bias": bool(config.classes) and not config.head_bias,
         "a norm after an attention pool": config.pool == "map" and config.pool_norm == "after",
         "an attention pool beside a class token": config.pool == "map" and config.class_token,
