@@ -159,8 +159,8 @@ def test_each_of_several_labels_has_a_probability_of_its_own(vit, tmp_path, phot
 
 
 def test_what_is_saved_is_the_network_as_it_is_now(vit, tmp_path):
-    other = vitrail.Model(vit.net.resized(64), vit.card)
-    other.save(tmp_path / "m")
+    net = vit.net.resized(64)
+    vitrail.Model(net, vit.card.but(config=net.config)).save(tmp_path / "m")
     assert vitrail.load(tmp_path / "m").config.image == (64, 64)
 
 

@@ -174,7 +174,7 @@ class Running(Model):
     """A model that an engine runs: it predicts as any other, and cannot be looked into."""
 
     def __init__(self, engine: Engine, source: Path | Model) -> None:
-        self.engine, self.card, self.source = engine, engine.card, source
+        self.engine, self._card, self.source = engine, engine.card, source
         self.preprocess = Preprocess(engine.card.preprocess)
 
     @property

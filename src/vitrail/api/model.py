@@ -20,6 +20,7 @@ from vitrail.data.preprocess import Preprocess, are_several
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.export.names import is_exported
 from vitrail.models import Net, ViT, build
+from vitrail.models.base import evaluating
 from vitrail.models.families import FAMILIES
 from vitrail.models.variants import config_for, find
 from vitrail.runtime import pick_device, pick_dtype, say
@@ -27,8 +28,10 @@ from vitrail.runtime.cores import cores
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, usual_preprocess
+from vitrail.weights.conversion import convert
 from vitrail.weights.labels import read_labels
 from vitrail.weights.locate import Found
+from vitrail.weights.native import NATIVE
 from vitrail.weights.opening import open_checkpoint
 from vitrail.weights.shipped import SHIPPED
 
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 
 Pixels = npt.NDArray[Any]
 Want = Literal["logits", "pooled"]
+
+TRAINING = {"dropout", "attention_dropout", "path_dropout", "position_std", "head_bias_init"}
+"""Fields of a config that change training or first values, and nothing that a loaded network computes."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,33 @@ class Model:
     """
 
     def __init__(self, net: Net, card: Card) -> None:
-        self.net = net
-        self.card = card
+        """Raise ModelError where the card is of another network: other classes, channels, sizes or conventions."""
+        check_fits(net.config, card)
+        self._net, self._card = net, card
         self.preprocess = Preprocess(card.preprocess)
         self._check_bfloat16()
+
+    @property
+    def net(self) -> Net:
+        """The network; another one must fit the card."""
+        return self._net
+
+    @net.setter
+    def net(self, net: Net) -> None:
+        check_fits(net.config, self.card)
+        self._net = net
+        self._check_bfloat16()
+
+    @property
+    def card(self) -> Card:
+        """The config, preprocessing and class names; another card must fit the network."""
+        return self._card
+
+    @card.setter
+    def card(self, card: Card) -> None:
+        check_fits(self.config, card)
+        self._card = card
+        self.preprocess = Preprocess(card.preprocess)
 
     @property
     def config(self) -> ViTConfig | BiTConfig:
@@ -175,11 +204,17 @@ class Model:
     def save(
         self, path: str | Path, *, to: str = "vitrail", overwrite: bool = False, approximate: bool = False
     ) -> None:
-        """Write in any format that can express this model."""
+        """Write in any format that can express this model.
+
+        What another library's format does not carry is logged, as `vitrail convert` prints it. Where that
+        library would compute slightly different numbers, Inexpressible is raised unless `approximate` is true.
+        """
         card = self.card.but(config=self.net.config)
-        say(
-            checkpoint.write(self.net, card, path, to=to, overwrite=overwrite, approximate=approximate), about=str(path)
-        )
+        if to == NATIVE.name:  # carries all of it
+            checkpoint.write(self.net, card, path, overwrite=overwrite)
+            return
+        found = convert(self.net, card, path, to=to, overwrite=overwrite, approximate=approximate)
+        say(found.notes, about=str(path))
 
     def _outputs(self, pictures: Picture | Iterable[Picture], batch: int, want: Want) -> Tensor:
         if not are_several(pictures):
@@ -209,8 +244,14 @@ class Model:
         batch = torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2)
         images = self.preprocess.normalise(batch).to(self.dtype)
         self._check_bfloat16()  # someone may have moved the network by itself
-        result = self.net(images) if want == "logits" else self.net.features(images, want=(want,)).pooled
+        with evaluating(self.net):
+            result = self.net(images) if want == "logits" else self.net.features(images, want=(want,)).pooled
         assert isinstance(result, Tensor)
+        if want == "logits" and self.config.classes not in (0, result.shape[-1]):
+            raise ModelError(
+                f"the network gives {result.shape[-1]} outputs, and its config says classes={self.config.classes}: its "
+                f"head was replaced. Use net.with_classes({result.shape[-1]}), which changes both."
+            )
         return result.to("cpu", torch.promote_types(result.dtype, torch.float32))
 
     def _width(self, want: Want) -> int:
@@ -223,6 +264,29 @@ class Model:
         what = f"{self.config.classes} classes" if self.card.task == "classify" else "features"
         name = self.card.origin or self.card.family
         return f"<vitrail.Model {name}: {count:.1f} M parameters, {_size(self.config.image)}, {what}>"
+
+
+def check_fits(config: ViTConfig | BiTConfig, card: Card) -> None:
+    """Raise ModelError where a card describes another network than the one of this config."""
+    ours, theirs = ({"kind": type(c).__name__, **c.to_dict()} for c in (config, card.config))
+    differ = [name for name in ours if ours[name] != theirs.get(name) and name not in TRAINING]
+    if "layer_scale" in differ and None not in (ours["layer_scale"], theirs["layer_scale"]):
+        differ.remove("layer_scale")  # the first value of what is learned
+    if "kind" in differ:
+        differ = ["kind"]
+    if differ:
+        has, says = (", ".join(f"{name}={of[name]}" for name in differ[:3]) for of in (ours, theirs))
+        also = ", preprocess=..." * bool({"image", "channels"} & {*differ}) + ", labels=None" * ("classes" in differ)
+        raise ModelError(
+            f"the network has {has}, and its card says {says}: the card is of another network. Load the checkpoint "
+            f"with these settings, or pass card.but(config=net.config{also})."
+        )
+    if config.channels != card.preprocess.channels:
+        raise ModelError(
+            f"the network takes images of {config.channels} channels, and its preprocessing gives "
+            f"{card.preprocess.channels}; load it with channels={card.preprocess.channels}, or pass a preprocessing "
+            f"whose mean and std have {config.channels}."
+        )
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 from vitrail.errors import ModelError
 from vitrail.models.layers import PatchProjection
 from vitrail.models.resnet import StandardizedConv
+
+_LOCK = threading.Lock()
+_EVALUATED: dict[nn.Module, tuple[int, list[nn.Module]]] = {}
+"""Networks inside `evaluating`: how many callers each has, and those of its parts that were in training mode."""
 
 MATRICES = (nn.Linear, PatchProjection, StandardizedConv)
 """What holds a kernel: a matrix or a convolution."""
@@ -96,11 +101,24 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
 
 @contextmanager
 def evaluating(net: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards every part is in the mode it was in."""
-    modes = [(module, module.training) for module in net.modules()]
-    net.eval()
+    """In evaluation mode; afterwards every part is in the mode it was in.
+
+    A network that is in evaluation mode is left alone. Threads may share a network: the last of them to
+    leave restores the modes.
+    """
+    with _LOCK:
+        users, before = _EVALUATED.get(net, (0, []))
+        training = [module for module in net.modules() if module.training]
+        if training:
+            net.eval()
+        _EVALUATED[net] = users + 1, before + training
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        with _LOCK:
+            users, training = _EVALUATED.pop(net)
+            if users > 1:
+                _EVALUATED[net] = users - 1, training
+            else:
+                for module in training:
+                    module.training = True

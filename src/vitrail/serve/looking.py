@@ -28,6 +28,7 @@ from vitrail.explain.occlusion import grid_of, windows
 from vitrail.explain.panes import enlarged, shown
 from vitrail.explain.positions import MEANING, position_similarity
 from vitrail.models import Net, ViT
+from vitrail.models.base import evaluating
 from vitrail.serve.answers import ranked
 from vitrail.serve.pictures import Pictures
 from vitrail.serve.problems import Problem
@@ -98,7 +99,7 @@ class Looker:
         if isinstance(model.net, ViT):
             logits = yield from _walked(model.net, images, layers, answer)
         else:
-            with torch.no_grad():
+            with torch.no_grad(), evaluating(model.net):
                 logits = model.net(images)
         yield
         row = logits[0].float().cpu().numpy()

@@ -16,6 +16,7 @@ from vitrail.explain.attention import special_names
 from vitrail.explain.occlusion import GRID, grid_of
 from vitrail.export.engines import Engine, FileEngine
 from vitrail.models import BiT, ViT
+from vitrail.models.base import evaluating
 
 # B images, H W C pixels
 
@@ -106,7 +107,8 @@ class Served:
 @torch.no_grad()  # not inference_mode: positions that are remembered must serve gradients too
 def features(model: Model, pixels: npt.NDArray[Any]) -> Floats:
     """B H W C -> B D: what the head reads."""
-    pooled = model.net.features(images_of(model, pixels), want=("pooled",)).pooled
+    with evaluating(model.net):
+        pooled = model.net.features(images_of(model, pixels), want=("pooled",)).pooled
     assert pooled is not None
     return np.asarray(pooled.float().cpu().numpy())
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import CheckpointError, FormatError, NotFound, nearest
+from vitrail.errors import CheckpointError, FormatError, ModelError, NotFound, nearest
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import google, google_bit, open_clip
@@ -120,6 +120,7 @@ def write(
     """Write in a format by name, or raise Inexpressible before anything is written; what to say aloud comes back."""
     form = format_for(to, card)
     form.check(card, approximate)
+    _check_shapes(net, card)
     theirs = form.table(card.config).write(net.state_dict(), card.config)
     assert form.write is not None
     try:
@@ -127,6 +128,17 @@ def write(
     except OSError as error:
         raise CheckpointError(f"could not make the folder for {path}: {error.strerror or error}.") from None
     return form.write(Path(path), theirs, card, overwrite) or []
+
+
+def _check_shapes(net: Net, card: Card) -> None:
+    """Raise ModelError where the network is not what its config says, and so could not be read again."""
+    wanted = build(card.config, skeleton=True).state_dict()
+    for name, tensor in net.state_dict().items():
+        if name in wanted and tensor.shape != wanted[name].shape:
+            raise ModelError(
+                f"the network's {name} is {tuple(tensor.shape)}, and its config says {tuple(wanted[name].shape)}: a "
+                "part was replaced. Use with_classes, with_channels or resized, which change both."
+            )
 
 
 def format_for(name: str, card: Card) -> Format:

@@ -62,7 +62,7 @@ class Format:
         if (drifts := self.drift(card)) and not approximate:
             raise Inexpressible(
                 f"{self.name}'s format cannot state {_and(drifts)}; its library would compute slightly "
-                "different numbers. Pass --approximate to write it all the same."
+                "different numbers. Pass --approximate (approximate=True) to write it all the same."
             )
 
 

@@ -1,0 +1,119 @@
+"""Writing a model in another library's format, and what its next reader will not know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vitrail.config import ViTConfig
+from vitrail.errors import CheckpointError, FormatError
+from vitrail.models import Net
+from vitrail.weights import checkpoint
+from vitrail.weights.card import Card
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A checkpoint that was written and reads back with the same tensors."""
+
+    to: str
+    """The format."""
+    tensors: int
+    """How many were compared."""
+    drift: tuple[str, ...]
+    """Conventions that the format cannot state: its library computes slightly different numbers."""
+    lost: tuple[str, ...]
+    """What the file does not say, so that its next reader assumes something else."""
+    written: tuple[str, ...] = ()
+    """Further notes of the writer, such as a type that was widened."""
+
+    @property
+    def notes(self) -> list[str]:
+        """All of it, as sentences for people."""
+        return [
+            *self.written,
+            *(
+                f"{self.to}'s format cannot state {what}; its library computes slightly different numbers."
+                for what in self.drift
+            ),
+            *(f"{self.to}'s format does not carry {what}; who reads it must be told." for what in self.lost),
+        ]
+
+
+def convert(
+    net: Net,
+    card: Card,
+    path: str | Path,
+    *,
+    to: str = "vitrail",
+    overwrite: bool = False,
+    approximate: bool = False,
+) -> Conversion:
+    """Write a checkpoint, read it back and compare every tensor.
+
+    Inexpressible is raised, before anything is written, where the format has no place for the model, or where
+    its library would compute slightly different numbers and `approximate` is false.
+    """
+    written = checkpoint.write(net, card, path, to=to, overwrite=overwrite, approximate=approximate)
+    again, back, unsaid = _read_back(Path(path).expanduser(), card)
+    return Conversion(
+        to=to,
+        tensors=_compared(net, again, path),
+        drift=tuple(checkpoint.format_for(to, card).drift(card)),
+        lost=(*unsaid, *lost(card, back)),
+        written=tuple(written),
+    )
+
+
+def lost(card: Card, back: Card) -> list[str]:
+    """What a card said before writing that the card read back does not say."""
+    found = []
+    if card.labels is not None and back.labels != card.labels:
+        found.append("class names")
+    if card.config.classes and back.task != card.task:
+        outputs = {"classify": "classes", "embed": "features"}
+        found.append(f"that its outputs are {outputs[card.task]} (read back, they are {outputs[back.task]})")
+    if card.several != back.several:
+        found.append("whether an image may have several classes (multi-label), or exactly one")
+    ours, theirs = card.preprocess.to_dict(), back.preprocess.to_dict()
+    if ours["resize"] == "squash" and not ours["resize_to"]:
+        ours.pop("centre")  # of a crop, and there is none
+    differ = [f"{name}={value}" for name, value in ours.items() if theirs[name] != value]
+    if differ:
+        found.append(f"preprocessing ({', '.join(differ)})")
+    before, after = (getattr(c.config, "resample", "") for c in (card, back))
+    if before != after and getattr(card.config, "position", "").startswith("learned"):
+        found.append(f"how positions are resampled for other sizes (it was {before}, there {after})")
+    return found
+
+
+def _read_back(path: Path, card: Card) -> tuple[Net, Card, list[str]]:
+    """The network and card as read from the file alone; where that is not enough, told its family, which is a loss."""
+    told = {"heads": card.config.heads} if isinstance(card.config, ViTConfig) else {}  # a bare file may not say
+    try:
+        net, back = checkpoint.read(path, dtype=None, finite=False, changes=told)
+    except FormatError:
+        net, back = checkpoint.read(path, dtype=None, finite=False, changes=told, family=card.family)
+        return net, back, [f"its family, without which it is not read (family={card.family})"]
+    return net, back, []
+
+
+def _compared(net: Net, again: Net, path: str | Path) -> int:
+    """How many tensors there are, all of them the same in both."""
+    ours, back = net.state_dict(), again.state_dict()
+    differ = sorted(ours.keys() ^ back.keys())
+    differ += [name for name in ours if name in back and not _same(ours[name], back[name])]
+    if differ:
+        raise CheckpointError(f"{path} reads back differently: {', '.join(differ[:8])}; please report this.")
+    return len(ours)
+
+
+def _same(ours: Tensor, back: Tensor) -> bool:
+    ours = ours.cpu()
+    back = back.to(ours.dtype)  # NumPy has no bfloat16: float32 holds the same values
+    if ours.shape != back.shape:
+        return False
+    return torch.allclose(ours, back, rtol=0, atol=0, equal_nan=True)
