@@ -36,6 +36,7 @@ from vitrail.models.bit import BiTUnit
 from vitrail.models.hybrid import StemUnit
 from vitrail.models.layers import Block
 from vitrail.runtime import pick_device, say
+from vitrail.train.rendezvous import new_store
 
 # W processes, B pictures in the global batch, b = B / W of them here
 
@@ -67,7 +68,8 @@ class Ranks:
         chosen = _own_device(device, local)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, rank=rank, world_size=world, timeout=patience)
+            store = new_store(rank, world, patience)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
             saving = dist.new_group(backend="gloo", timeout=patience)
         except (RuntimeError, ValueError) as error:
             raise TrainError(f"process {rank} of {world} could not reach the others: {reason_of(error)}.") from error
