@@ -10,7 +10,7 @@ import torch
 from cli.conftest import Command
 from PIL import Image
 from small_models import model, small
-from train.small_runs import lines, on_photos, one_thread, photos, same_bits, trained, weights
+from train.small_runs import at_step, lines, on_photos, one_thread, photos, same_bits, stop, trained, weights
 
 import vitrail as package
 from vitrail.config import override
@@ -86,6 +86,25 @@ def test_the_same_command_resumes(vitrail: Command, start: Path, album: Path, ha
         result = vitrail("finetune", "--resume", "--out", half, *other)
         assert result.status == 1
         assert words in result.problems[0]
+
+
+def test_one_command_starts_goes_on_and_says_when_it_is_finished(vitrail: Command, start: Path, album: Path):
+    command = ["finetune", "--model", start, "--data", album, "duration=8 steps", *QUICK, "--auto-resume", "--json"]
+    with at_step(6, stop):
+        cut = vitrail(*command)
+    assert cut.status == 143
+    assert "learns" in cut.err
+    done = vitrail(*command)
+    assert done.status == 0, done.err
+    assert lines(Path("runs/finetune-my-photos"))[-1]["step"] == 8
+    again = vitrail(*command)
+    assert again.notes == ["runs/finetune-my-photos is finished: there is nothing left to do."]
+    assert json.loads(again.out)["scores"] == json.loads(done.out)["scores"]
+    for other, words in {
+        ("--train", "head"): "optim.train is all and cannot change",
+        ("optim.lr=1",): "optim.lr is 0.0005 and cannot change",
+    }.items():
+        assert words in vitrail(*command, *other).problems[0]
 
 
 @pytest.mark.parametrize(("what", "moved"), [("head", {"head"}), ("1", {"head", "norm", "blocks.1"}), ("all", None)])

@@ -112,7 +112,7 @@ def test_the_same_command_may_be_given_again_with_resume(vitrail: Command, done:
 
 
 @pytest.mark.parametrize(
-    "settings", [["optim.lr=0.1"], ["seed=1"], ["duration=20 steps"], ["batch=32"], ["--data", "mnist"]]
+    "settings", [["optim.lr=0.1"], ["seed=1"], ["schedule.warmup=1 step"], ["batch=32"], ["--data", "mnist"]]
 )
 def test_a_run_cannot_change_what_it_computes(vitrail: Command, done: Path, settings: list[str]):
     result = vitrail("train", "--resume", "--out", done, *settings)
@@ -121,6 +121,34 @@ def test_a_run_cannot_change_what_it_computes(vitrail: Command, done: Path, sett
     name = "data.source" if "--data" in settings else settings[0].partition("=")[0]
     assert result.problems[0].startswith(f"{name} is ")
     assert "cannot change when a run is resumed, since its results would; what can is accumulate, " in result.err
+
+
+def test_a_finished_run_can_be_made_longer_and_not_shorter(vitrail: Command, done: Path):
+    shutil.copytree(done, "longer")
+    result = vitrail("train", "--resume", "--out", "longer", "duration=14 steps", "--no-report")
+    assert result.status == 0, result.err
+    assert any(note.startswith("the run is extended from 12 to 14 steps: from step 13 on") for note in result.notes)
+    assert lines(Path("longer"))[-1]["step"] == 14
+    result = vitrail("train", "--resume", "--out", "longer", "duration=13 steps")
+    assert result.problems == [
+        "duration=13 steps is 13 steps, fewer than the 14 of the run (14 steps), of which 14 are done: a run can be "
+        "made longer when it is resumed, not shorter."
+    ]
+
+
+def test_one_command_starts_a_run_and_says_when_it_is_finished(vitrail: Command):
+    command = ["train", "digits", *TINY, "batch=auto", "--no-report", "--json", "--auto-resume"]
+    first = vitrail(*command)
+    assert first.status == 0, first.err
+    before = contents(Path("runs"))
+    again = vitrail(*command)
+    assert again.status == 0
+    assert again.notes == ["runs/digits is finished: there is nothing left to do."]
+    assert json.loads(again.out) == json.loads(first.out)
+    assert contents(Path("runs")) == before
+    assert vitrail(*command, "--resume").problems == [
+        "resume and auto_resume exclude each other: auto_resume begins a run or goes on with it."
+    ]
 
 
 def test_a_run_cannot_become_another_network(vitrail: Command, done: Path):

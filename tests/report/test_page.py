@@ -134,12 +134,16 @@ def test_it_says_how_to_use_it_and_to_repeat_it(whole: Page, all_of_it: Whole):
     assert "--resume" not in whole.text
 
 
-@pytest.mark.parametrize("command", ["vitrail train --resume --out 'my run'", "vitrail finetune -o r --resume"])
+@pytest.mark.parametrize(
+    "command",
+    ["vitrail train --resume --out 'my run'", "vitrail finetune -o r --resume", "vitrail train digits --auto-resume"],
+)
 def test_a_resumed_run_is_repeated_from_its_settings(tmp_path: Path, net: Net, command: str):
     run = write_finished(tmp_path / "my run")
     page = report(run, net, command=command)
     assert f"Run it again vitrail train '{run / 'config.json'}'" in page.text
     assert "--resume" not in page.text
+    assert "--auto-resume" not in page.text
 
 
 def test_it_lists_pictures_that_could_not_be_read(whole: Page):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from train.commands import Commands
 from train.small_runs import photos
 
 
@@ -12,3 +14,10 @@ from train.small_runs import photos
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty pictures of three colours, one of them rare."""
     return photos(tmp_path_factory.mktemp("pictures") / "photos", {"red": 30, "green": 24, "blue": 6})
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[Commands]:
+    """Starts commands: importing everything, once, takes seconds."""
+    with Commands() as started:
+        yield started

@@ -47,12 +47,6 @@ SMALL = (
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
-@pytest.fixture(scope="module")
-def commands() -> Iterator[Commands]:
-    with Commands() as started:
-        yield started
-
-
 # Signals, to the command as a person runs it
 
 

@@ -131,7 +131,7 @@ def test_pictures_that_came_or_went_meanwhile_are_told(tmp_path: Path, caplog: p
         shutil.copy(album / "red" / "000.jpg", album / "red" / f"{name}.jpg")
     now = len(open_data(on_photos(album).data).train)
     resumed(tmp_path / "run")
-    assert f"had {had} pictures to learn from and has {now} now: the run goes on, but" in caplog.text
+    assert f"the training images of {album} are not those the run began with ({had} then, {now} now)" in caplog.text
 
 
 def test_a_finished_run_is_resumed_without_harm(whole: Result):

@@ -17,10 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from train.processes import Processes
-from train.small_runs import at_step, digits, same_bits, saved_steps, trained
+from train.small_runs import at_step, digits, on_photos, photos, same_bits, saved_steps, trained
 
 from vitrail import runtime
 from vitrail.config import TrainConfig
+from vitrail.errors import VitrailError
 from vitrail.train.journal import Journal
 from vitrail.train.parallel import Ranks
 from vitrail.train.state import TENSORS, Checkpoints, Progress, under
@@ -95,6 +96,43 @@ def test_a_damaged_shard_gives_way_to_the_checkpoint_before(
     assert "the one before it is used" in first[0]
     assert other == []
     assert same_bits(folder, whole)
+
+
+# Data
+
+
+@pytest.fixture
+def album(tmp_path: Path) -> Path:
+    return photos(tmp_path / "album", {"apple": 8, "bed": 8, "camel": 8}, side=16)
+
+
+def own_data(config: dict[str, Any], first: str, other: str) -> list[str]:
+    """Each process reads a folder of its own, as machines may that share no disk."""
+    config["data"]["source"] = first if os.environ["RANK"] == "0" else other
+    return run_or_fail(config, f"{first}-run")
+
+
+def run_or_fail(config: dict[str, Any], folder: str, resume: bool = False) -> list[str]:
+    try:
+        return run_here(config, folder, resume)
+    except VitrailError as error:
+        return [str(error)]
+
+
+def test_processes_must_read_the_same_data(processes: Processes, album: Path, tmp_path: Path):
+    shutil.copytree(album, tmp_path / "other")
+    (tmp_path / "other" / "apple").rename(tmp_path / "other" / "zebra")
+    words = "processes 0 and 1 read different data: the classes are apple, bed, camel and bed, camel, zebra."
+    found = processes.run(own_data, on_photos(album).to_dict(), str(album), str(tmp_path / "other"))
+    assert found == [[words], [words]]
+
+
+def test_a_sharded_run_refuses_other_classes(processes: Processes, album: Path, tmp_path: Path):
+    config = on_photos(album, 4, parallel="fsdp", checkpoint_every="2 steps").to_dict()
+    processes.run(run_here, config, str(tmp_path / "run"))
+    (album / "apple").rename(album / "zebra")
+    for said in processes.run(run_or_fail, config, str(tmp_path / "run"), True):
+        assert said[-1].startswith(f"{album} has other classes than the run began with")
 
 
 # A full disk: the kernel itself refuses

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from vitrail.api.model import Model, load
+from vitrail.api.resuming import CHANGEABLE as CHANGEABLE
+from vitrail.api.resuming import keep_shares, name_of, resumed, run_folder
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
 from vitrail.data.loader import learnable
 from vitrail.data.sources import open_data
@@ -22,18 +26,9 @@ from vitrail.recipes import finetune as tuning
 from vitrail.report import write_report
 from vitrail.runtime import first_speaks, pick_device, say
 from vitrail.train.loop import Result, fit
-from vitrail.train.run import RunFolder, free_folder, latest_folder, read_config
+from vitrail.train.run import RunFolder, read_config
 from vitrail.weights.card import sized
 from vitrail.weights.opening import open_checkpoint
-
-RUNS = Path("runs")
-
-# What may change when a run goes on: how it is watched and spread, never what it computes.
-CHANGEABLE = (
-    "accumulate", "checkpoint_every", "compile", "data.bad_share", "data.root", "data.skip_bad", "data.workers",
-    "device", "evaluate_every", "log_every", "on_nan", "parallel", "patience", "recompute", "snapshot_every",
-    "tensorboard",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,33 @@ class Run:
     def finished(self) -> bool:
         return RunFolder(self.path).finished
 
+    def to_dict(self) -> dict[str, Any]:
+        """How it ended, as result.json keeps it: plain numbers, nothing for each image."""
+        return {
+            "scores": None if self.scores is None else self.scores.to_dict(),
+            "test": None if self.test is None else self.test.to_dict(),
+            "stopped": self.stopped,
+            "baselines": {name: scores.to_dict() for name, scores in self.baselines.items()},
+            "compared": [{"run": other.path.name, **other.to_dict()} for other in self.compared],
+        }
+
+    @classmethod
+    def from_dict(cls, path: Path, config: TrainConfig, found: Mapping[str, Any]) -> Run:
+        """What `to_dict` gave; scores have their numbers and nothing for each image."""
+        test, compared = found["test"], []
+        for other in found["compared"]:
+            aside = RunFolder(path / "compare" / other["run"])
+            compared.append(cls.from_dict(aside.path, aside.read_config(), other))
+        return cls(
+            path,
+            config,
+            None if found["scores"] is None else Scores.from_dict(found["scores"]),
+            found["stopped"],
+            tuple(compared),
+            {name: Scores.from_dict(scores) for name, scores in found["baselines"].items()},
+            test=None if test is None else Scores.from_dict(test),
+        )
+
 
 def train(
     recipe: str | Path | TrainConfig = "digits",
@@ -77,6 +99,7 @@ def train(
     model: str | None = None,
     out: str | Path | None = None,
     resume: bool = False,
+    auto_resume: bool = False,
     report: bool = True,
     command: str | None = None,
 ) -> Run:
@@ -84,19 +107,25 @@ def train(
 
     `recipe` is a name, a run's config.json or settings of your own; `data` and `model` replace its
     data and network; the run goes to `out`, else to runs/NAME. With `resume` an interrupted run goes
-    on from its last checkpoint as if nothing had happened.
+    on from its last checkpoint as if nothing had happened; with a longer `duration` it is extended.
+    `auto_resume` begins where the folder holds no run, goes on where it holds an unfinished one, and
+    returns a finished one as it is: one call for start and restart.
     """
-    if resume and out is not None:  # what it was made from is in its folder
-        folder = RunFolder(Path(out).expanduser())
+    if resume and not auto_resume and out is not None:  # what it was made from is in its folder
+        folder = run_folder(out, "", resume=True)
     else:
         config = _settled(_chosen(recipe, data, model), overrides)
-        if str(recipe) in RECIPES and not any(_name(o) == "compare" for o in overrides):
+        if str(recipe) in RECIPES and not any(name_of(o) == "compare" for o in overrides):
             config = config.but(compare=tuple(change for change in config.compare if _compares(config, change)))
-        folder = RunFolder(_folder(out, config.name, resume))
-    if resume:
-        config = _resumed(folder, overrides, {"data.source": data})
+        folder = run_folder(out, config.name, resume=resume, auto_resume=auto_resume)
+    wanted = config if auto_resume and folder.started else None
+    if resume or wanted is not None:
+        resume = True
+        config = resumed(folder, overrides, {"data.source": data}, wanted)
         if model is not None and _network(model, config.model) != _headless(config.model):
             raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
+        if auto_resume and (done := _finished(folder, config)) is not None:
+            return done
     return run(config, folder, resume=resume, report=report, command=command)
 
 
@@ -111,24 +140,44 @@ def finetune(
     device: str = "auto",
     out: str | Path | None = None,
     resume: bool = False,
+    auto_resume: bool = False,
     report: bool = True,
     command: str | None = None,
 ) -> Run:
     """Teach a trained model new classes: `finetune("timm/vit_tiny_patch16_224...", "photos/")`.
 
     `recipe` is "finetune" (AdamW, layer-wise decay, the checkpoint's own resolution) or "paper" (SGD
-    at 384 px); `what` learns is "all", the "head" only, or the last so many blocks.
+    at 384 px); `what` learns is "all", the "head" only, or the last so many blocks. `resume` and
+    `auto_resume` are those of `train`.
     """
-    if resume:
-        folder = RunFolder(_folder(out, _tuned_name(data, recipe), resume))
-        if recipe != "finetune" and not folder.read_config().name.startswith(f"{recipe}-"):
+    folder = tuned_folder(data, recipe, overrides, out, resume=resume, auto_resume=auto_resume)
+    if resume or (auto_resume and folder.started):
+        usual = recipe == "finetune" and not auto_resume
+        if not (usual or _named(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
             raise ConfigError(f"--recipe {recipe} cannot change when a run is resumed. Start a new run instead.")
         asked: dict[str, Any] = {"start": model or None, "data.source": data or None, "image": image and pair(image)}
         if what != "all":
             asked["optim.train"] = what
-        return run(_resumed(folder, overrides, asked), folder, resume=True, report=report, command=command)
+        on = [f"device={device}"] if device != "auto" else []
+        config = resumed(folder, [*overrides, *on], asked)
+        if auto_resume and (done := _finished(folder, config)) is not None:
+            return done
+        return run(config, folder, resume=True, report=report, command=command)
     config = tuned(model, data, recipe=recipe, what=what, image=image, overrides=overrides, device=device)
-    return run(config, RunFolder(_folder(out, config.name, False)), report=report, command=command)
+    return run(config, folder, report=report, command=command)
+
+
+def tuned_folder(
+    data: str,
+    recipe: str,
+    overrides: Sequence[str],
+    out: str | Path | None,
+    *,
+    resume: bool = False,
+    auto_resume: bool = False,
+) -> RunFolder:
+    """Where `finetune` has its run."""
+    return run_folder(out, _named(overrides) or _tuned_name(data, recipe), resume=resume, auto_resume=auto_resume)
 
 
 def tuned(
@@ -171,13 +220,8 @@ def _settled(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
 
     In a run of another length, parts of it keep their share; pictures are prepared for the network.
     """
-    config = override(picked, overrides)
-    named = {_name(assignment) for assignment in overrides}
-    for name in SHARES:
-        part, length = _at(config, name), picked.duration
-        if name not in named and config.duration != length and part.unit == length.unit:
-            kept = config.duration.but(count=config.duration.count * part.count / length.count)
-            config = override(config, [f"{name}={kept}"])
+    named = {name_of(assignment) for assignment in overrides}
+    config = keep_shares(picked, override(picked, overrides), SHARES, named)
     if any(name.startswith("model.") for name in named) and not any(name.startswith("preprocess") for name in named):
         config = _prepared(config)
     return config
@@ -219,10 +263,39 @@ def run(
         others.append(Run(aside.path, other.setup.config, other.scores, other.stopped))
         if other.stopped not in (None, "patience"):
             return Run(folder.path, config, result.scores, other.stopped, tuple(others), saved=other.saved)
-    baselines = _baselines(result) if result.first else {}
-    done = Run(folder.path, config, result.scores, result.stopped, tuple(others), baselines, test=result.test)
-    if report and result.first:
-        _report(done, result, command)
+    with _told_when_stopped(folder):
+        baselines = _baselines(result) if result.first else {}
+        done = Run(folder.path, config, result.scores, result.stopped, tuple(others), baselines, test=result.test)
+        if report and result.first:
+            _report(done, result, command)
+    if result.first:
+        folder.write_result(done.to_dict())
+    return done
+
+
+@contextmanager
+def _told_when_stopped(folder: RunFolder) -> Iterator[None]:
+    """Ctrl-C while the report is made ends at once: the model is there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        again = f"vitrail train --resume --out {shlex.quote(str(folder.path))}"
+        raise KeyboardInterrupt(
+            f"stopped by Ctrl-C; the model is in {folder.model}; make the report with: {again}"
+        ) from None
+
+
+def _finished(folder: RunFolder, config: TrainConfig) -> Run | None:
+    """The run as it ended, where it is finished and its settings ask for no more."""
+    found = folder.read_result() if folder.standing == "finished" else None
+    if found is None or config.duration != folder.read_config().duration:
+        return None
+    try:
+        done = Run.from_dict(folder.path, config, found)
+    except (KeyError, TypeError, ValueError):
+        return None
+    with first_speaks():
+        say([f"{folder.path} is finished: there is nothing left to do"])
     return done
 
 
@@ -280,50 +353,9 @@ def _headless(network: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig | 
     return network.but(classes=0) if network is not None else None
 
 
-def _folder(out: str | Path | None, name: str, resume: bool) -> Path:
-    """Where the run is, or goes: without `out` a name that is free, or the latest run of that name."""
-    if out is not None:
-        return Path(out).expanduser()
-    wanted = RUNS / name
-    if resume:
-        return latest_folder(wanted)
-    found = free_folder(wanted)
-    if found != wanted:
-        say([f"{wanted} holds a run already; this one goes to {found}"])
-    return found
-
-
-def _same(one: Any, other: Any) -> bool:
-    """224 and (224, 224) are one size."""
-    if isinstance(one, int | tuple) and isinstance(other, int | tuple):
-        return pair(one) == pair(other)
-    return bool(one == other)
-
-
-def _resumed(folder: RunFolder, overrides: Sequence[str], asked: Mapping[str, Any]) -> TrainConfig:
-    """The run's own settings; only what does not change its results may be changed, or be `asked` for anew."""
-    before = folder.read_config()
-    config: TrainConfig = override(before, [o for o in overrides if o != "batch=auto"])  # it was found
-    names = {_name(assignment) for assignment in overrides}
-    changed = [name for name in sorted(names) if _at(config, name) != _at(before, name)]
-    changed += [name for name, value in asked.items() if value is not None and not _same(value, _at(before, name))]
-    for name in changed:
-        if name not in CHANGEABLE:
-            raise ConfigError(
-                f"{name} is {_at(before, name)} and cannot change when a run is resumed, since its results would; "
-                f"what can is {', '.join(CHANGEABLE)}. Start a new run instead."
-            )
-    return config
-
-
-def _name(assignment: str) -> str:
-    return assignment.partition("=")[0].strip()
-
-
-def _at(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        config = getattr(config, name)
-    return config
+def _named(overrides: Sequence[str]) -> str | None:
+    """The run's name, where it is given."""
+    return next((o.partition("=")[2].strip() for o in reversed(overrides) if name_of(o) == "name"), None)
 
 
 def _tuned_name(data: str, recipe: str) -> str:

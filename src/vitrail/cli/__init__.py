@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from vitrail.cli import (
     convert,
@@ -25,10 +31,37 @@ from vitrail.cli import (
     train,
     vtab,
 )
-from vitrail.cli.console import notes_to_stderr, problem
+from vitrail.cli.console import notes_to_stderr, problem, stopped
 from vitrail.errors import VitrailError
+from vitrail.runtime import speaks
+from vitrail.train.interrupt import heard
+
+AGAIN = 5.0
+"""Seconds after which another Ctrl-C means that the first did not help."""
+
+
+TELLING = ("train", "finetune")
+"""Commands that say that they were stopped; the others end quietly."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C, with what there is to say about it, which typer would drop."""
+
+
+class Commands(TyperGroup):
+    """All commands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise Interrupted(
+                str(error) or ("stopped by Ctrl-C" if ctx.invoked_subcommand in TELLING else "")
+            ) from None
+
 
 app = typer.Typer(
+    cls=Commands,
     help="Vision Transformers: train one, or load any public checkpoint exactly; measure it, look inside it, serve it.",
     epilog="Every command takes --debug, which shows the traceback of an error.",
     no_args_is_help=True,
@@ -74,12 +107,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     notes_to_stderr()
+    with _one_interrupt(arguments is None):
+        return _run([a for a in given if a != "--debug"], debug)
+
+
+def _run(arguments: list[str], debug: bool) -> int:
     try:
-        status = app(args=[a for a in given if a != "--debug"], prog_name="vitrail", standalone_mode=False)
+        status = app(args=arguments, prog_name="vitrail", standalone_mode=False)
         if sys.stdout is not None:  # it is closed where someone wrote >&-
             sys.stdout.flush()
         return status if isinstance(status, int) else 0
-    except KeyboardInterrupt:
+    except (Interrupted, KeyboardInterrupt) as error:
+        with suppress(ValueError):  # in another thread nobody listens
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if str(error) and speaks():  # of several processes that were all interrupted, one
+            with suppress(OSError):
+                stopped(f"{error}.")
         return 130
     except BrokenPipeError:  # the reader, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,6 +134,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if message:
             problem(message)
         return status
+
+
+@contextmanager
+def _one_interrupt(last: bool) -> Iterator[None]:
+    """Inside, Ctrl-C raises KeyboardInterrupt once: a second would interrupt what the first is clearing up.
+
+    One that comes more than AGAIN seconds after the first ends the process. `last`: the process ends after this,
+    and what comes then is not heard any more.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    heard.clear()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        heard.append(time.monotonic())
+        if len(heard) == 1:
+            raise KeyboardInterrupt
+        if heard[-1] - heard[0] > AGAIN:
+            os._exit(130)
+
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        deaf = last and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if not deaf and before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def _explained(error: Any) -> tuple[str, int]:

@@ -31,6 +31,11 @@ def problem(message: str) -> None:
     err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
+def stopped(message: str) -> None:
+    """One sentence about a command that was ended by a signal, which is no error."""
+    err.print(Text(message), soft_wrap=True)
+
+
 def note(message: str) -> None:
     """Something worth knowing that is no result."""
     err.print(Text(f"note: {message}", style="dim"), soft_wrap=True)

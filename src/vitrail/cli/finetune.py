@@ -8,7 +8,7 @@ import typer
 
 from vitrail.cli.console import err
 from vitrail.cli.options import Json, size
-from vitrail.cli.train import Device, Out, Report, Resume, SkipBad, picked, spelled, tell
+from vitrail.cli.train import AutoResume, Device, Out, Report, Resume, SkipBad, picked, spelled, tell
 from vitrail.runtime import speaks
 
 
@@ -35,6 +35,7 @@ def finetune(
     ] = None,
     out: Out = None,
     resume: Resume = False,
+    auto_resume: AutoResume = False,
     device: Device = None,
     report: Report = True,
     skip_bad: SkipBad = False,
@@ -47,16 +48,21 @@ def finetune(
     learning = int(what) if what.isdecimal() else what
     with err.status("starting"):
         from vitrail import api
-        from vitrail.api.training import tuned
-    if resume:
+        from vitrail.api.training import tuned, tuned_folder
+    goes_on = resume or auto_resume
+    if auto_resume and not resume:
+        goes_on = tuned_folder(data or "", recipe, overrides, out, auto_resume=True).started
+    if goes_on:
         done = api.finetune(
             model or "",
             data or "",
+            recipe=recipe,
             what=learning,
             image=size(image),
-            overrides=[*(overrides or []), *([f"device={device}"] if device else [])],
+            overrides=[*overrides, *([f"device={device}"] if device else [])],
             out=out,
-            resume=True,
+            resume=resume,
+            auto_resume=auto_resume,
             report=report,
             command=spelled(),
         )
@@ -70,9 +76,9 @@ def finetune(
         recipe=recipe,
         what=learning,
         image=size(image),
-        overrides=overrides or [],
+        overrides=overrides,
         device=device or "auto",
     )
     if speaks():
         err.print(picked(config))
-    tell(api.train(config, out=out, report=report, command=spelled()), as_json)
+    tell(api.train(config, out=out, auto_resume=auto_resume, report=report, command=spelled()), as_json)

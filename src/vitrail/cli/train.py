@@ -21,11 +21,18 @@ if TYPE_CHECKING:
     from vitrail.api import Run
     from vitrail.config import TrainConfig
 
-SIGNALS = {"SIGINT": 130, "SIGTERM": 143}
-"""The status of a run that a signal ended, as shells count it."""
+SIGNALS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "torchrun": 143}
+"""The status of a run that a signal ended, as shells count it; or the end of torchrun itself."""
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; without it, runs/NAME.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+AutoResume = Annotated[
+    bool,
+    typer.Option(
+        "--auto-resume",
+        help="Begin, or go on where the folder holds an unfinished run; a finished one is reported. For restarts.",
+    ),
+]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps or auto.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")]
 SkipBad = Annotated[
@@ -48,6 +55,7 @@ def train(
     ] = None,
     out_folder: Out = None,
     resume: Resume = False,
+    auto_resume: AutoResume = False,
     device: Device = None,
     report: Report = True,
     skip_bad: SkipBad = False,
@@ -77,6 +85,7 @@ def train(
         model=model,
         out=out_folder,
         resume=resume,
+        auto_resume=auto_resume,
         report=report,
         command=spelled(),
     )
@@ -94,7 +103,8 @@ def tell(done: Run, as_json: bool) -> None:
     if done.stopped in SIGNALS or done.stopped == "another process":
         saved = f"saved at step {done.saved}; " if done.saved is not None else ""
         again = f"go on with: vitrail train --resume --out {shlex.quote(str(done.path))}"
-        err.print(Text(f"stopped by {done.stopped}; {saved}{again}"), soft_wrap=True)
+        by = "the end of torchrun" if done.stopped == "torchrun" else done.stopped
+        err.print(Text(f"stopped by {by}; {saved}{again}"), soft_wrap=True)
         raise typer.Exit(SIGNALS.get(done.stopped, 1))
 
 

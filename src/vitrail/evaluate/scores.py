@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +90,15 @@ class Scores:
         if self.average_precisions is not None:
             found["map"] = self.mean_average_precision
         return found | {"low": self.low, "high": self.high, "count": self.count}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Scores:
+        """What `to_dict` gave: the numbers. Of the average precisions only their mean is left."""
+        numbers = {name: found[name] for name in ("top1", "top5", "loss", "low", "high", "count")}
+        numbers = {name: math.nan if value is None else value for name, value in numbers.items()}
+        mean = found.get("map", math.nan)
+        precisions = np.array([math.nan if mean is None else mean]) if "map" in found else None
+        return cls(**numbers, average_precisions=precisions)
 
 
 def wilson(right: float, count: float, z: float = Z95) -> tuple[float, float]:

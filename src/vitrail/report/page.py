@@ -274,7 +274,7 @@ def _commands(story: Story) -> Markup:
 
 def _again(command: str, folder: Path) -> str:
     """What repeats the run: a resumed one would only go on, so it is its settings that start anew."""
-    if "--resume" in command.split():
+    if not {"--resume", "--auto-resume"}.isdisjoint(command.split()):
         return f"vitrail train {shlex.quote(str(folder / 'config.json'))}"
     return command
 

@@ -51,6 +51,8 @@ class Journal:
             ran_on=here(trainer.device, self.ranks.world),
             began={"family": card.family, "origin": card.origin},
             pictures=trainer.images or None,
+            data=trainer.setup.data,
+            total=trainer.total,
         )
         self.checkpoints = Checkpoints(run.checkpoints, trainer.ranks)
         self.meter = Meter(trainer.device)
@@ -80,14 +82,13 @@ class Journal:
     def resume(self, saved: tuple[Path, Progress] | None) -> Progress:
         """From the newest checkpoint that is whole; from the beginning where there is none yet."""
         if self.ranks.first:
-            self.stack.enter_context(self.run.held())
             self.run.sweep()
         if saved is not None:
             path, progress = saved
             changed = differences(progress.ran_on, self.progress.ran_on)
             if changed:
                 say([f"resumed elsewhere ({'; '.join(changed)}): the same run, but not to the last bit"])
-            if progress.pictures not in (None, self.progress.pictures):
+            if not progress.data and progress.pictures not in (None, self.progress.pictures):  # an older checkpoint
                 say([
                     f"{self.config.data.source} had {progress.pictures:,} pictures to learn from and has "
                     f"{self.progress.pictures or 0:,} now: the run goes on, but its result will be another"
@@ -96,6 +97,7 @@ class Journal:
             self.trainer.load(tensors)
             self._resume_generators(tensors, progress)
             progress.ran_on, progress.pictures = self.progress.ran_on, self.progress.pictures
+            progress.data, progress.total = self.progress.data, self.progress.total
             self.progress = progress
             self.meter.take(progress.meter if self.ranks.first else {})
         else:
@@ -120,7 +122,8 @@ class Journal:
         board = self.run.path / "tensorboard" if self.config.tensorboard else None
         self.metrics = Metrics(self.run.metrics, board) if self.ranks.first else None
         if self.metrics is not None:
-            self.metrics.rewind(self.progress.step, self.progress.unwritten)
+            progress = self.progress
+            self.metrics.rewind(progress.step, progress.unwritten, evaluated=not progress.evaluation_due)
             self.stack.callback(self.metrics.close)
         self.stack.callback(self.checkpoints.close)
         self.display = self.stack.enter_context(self._display())

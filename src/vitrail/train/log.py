@@ -24,12 +24,15 @@ class Metrics:
         self.waiting: list[str] = []
         self.board = _board(tensorboard)
 
-    def rewind(self, step: int, unwritten: Sequence[str] = ()) -> None:
+    def rewind(self, step: int, unwritten: Sequence[str] = (), *, evaluated: bool = True) -> None:
         """Drop what was written after this step, and the half line a kill may have left.
 
         The test is the end's own, and comes again with it. `unwritten`: what `flush` gave at that step.
+        evaluated: False where this step's evaluation will be made again.
         """
         kept = [line for line in read_metrics(self.path) if line["step"] <= step and "test" not in line]
+        if not evaluated:
+            kept = [line for line in kept if line["step"] < step or "evaluation" not in line]
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         with temporary.open("w", encoding="utf-8") as file:
             file.writelines(dict.fromkeys([*map(_text, kept), *unwritten]))

@@ -6,16 +6,19 @@ killed anywhere, resumed, or spread over another number of processes, and comput
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from vitrail.config import TrainConfig
 from vitrail.data.loader import Loader
+from vitrail.errors import TrainError
 from vitrail.evaluate.scores import Scores
-from vitrail.runtime import first_speaks, same_bits
+from vitrail.runtime import first_speaks, same_bits, say
+from vitrail.train.extension import check_length, extended
 from vitrail.train.health import Health
-from vitrail.train.interrupt import Interrupt
+from vitrail.train.interrupt import Interrupt, StopRequested
 from vitrail.train.journal import Journal
 from vitrail.train.parallel import Ranks
 from vitrail.train.run import RunFolder
@@ -23,6 +26,8 @@ from vitrail.train.setup import Setup, prepare
 from vitrail.train.snapshots import Snapshots
 from vitrail.train.state import Checkpoints, Progress
 from vitrail.train.trainer import Trainer
+
+AT_ONCE = "at once by a second Ctrl-C"
 
 
 @dataclass(frozen=True)
@@ -50,28 +55,27 @@ class Result:
 
 
 def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
-    """Train as the settings say, into a run folder; with `resume`, go on from its last checkpoint."""
+    """Train as the settings say, into a run folder; with `resume`, go on from its last checkpoint.
+
+    Settings with a longer duration than the folder's extend the run.
+    """
     with ExitStack() as stack:
-        ranks = stack.enter_context(Ranks.start(config.device))
-        stack.enter_context(same_bits(config.deterministic))
-        with first_speaks():
-            saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
-            if not resume:
-                run.check_free()
-            trainer = Trainer(prepare(config, ranks, saved=saved and saved[1]), ranks)
-            stack.callback(trainer.close)
-            journal = stack.enter_context(Journal(run, trainer))
-            progress = journal.resume(saved) if resume else journal.begin()
+        interrupt = stack.enter_context(Interrupt())
+        stack.enter_context(_last_words(run, interrupt))
+        trainer, journal = _opened(stack, config, run, resume)
+        ranks, progress = trainer.ranks, journal.progress
         config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
         health = Health(ranks.device, config.on_nan, journal.last_words, alone=ranks.world == 1)
         batches = stack.enter_context(trainer.batches(progress))
         augment = trainer.augmentation(cropped=batches.cropped)
         trainer.look_ahead()
-        interrupt = stack.enter_context(Interrupt())  # before, there was nothing to save
+        interrupt.listen(journal.display.note, lambda: _left_behind(run, AT_ONCE))  # before, there was nothing to save
+        trainer.stopping = lambda: ranks.anywhere(interrupt.asked is not None)
         snapshots = Snapshots(run.snapshots, trainer)
         stack.callback(snapshots.close)
         snapshots.begin(progress.step)
-        stopped = "patience" if journal.patience_is_out else None
+        stopped = _evaluate(trainer, journal, batches, interrupt) if progress.evaluation_due else None
+        stopped = stopped or ("patience" if journal.patience_is_out else None)
 
         for batch in () if stopped else batches:
             images, targets = augment(batch)
@@ -95,8 +99,7 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
                 snapshots.take(step)
             if trainer.due(step, "evaluate_every"):
                 health.settle()
-                with journal.saved_if_it_fails(batches):
-                    journal.evaluated(trainer.evaluate())
+                stopped = _evaluate(trainer, journal, batches, interrupt)
                 if journal.patience_is_out and step < trainer.total:
                     stopped = "patience"
             stopped = _wish(interrupt, journal, batches) or stopped
@@ -109,10 +112,73 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
         if stopped in (None, "patience"):
             snapshots.take(progress.step)
             snapshots.wait()
-            scores = journal.finish(batches)
-            ended = _wish(interrupt, journal, batches) or stopped
-            return Result(run, trainer.setup, progress, scores, ended, ranks.first, test=journal.test)
+            with suppress(StopRequested):
+                scores = journal.finish(batches)
+                ended = _wish(interrupt, journal, batches) or stopped
+                return Result(run, trainer.setup, progress, scores, ended, ranks.first, test=journal.test)
+            stopped = _wish(interrupt, journal, batches)
         return Result(run, trainer.setup, progress, None, stopped, ranks.first, journal.leave())
+
+
+def _opened(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool) -> tuple[Trainer, Journal]:
+    """Everything that is ready before the first step, to be closed with the stack."""
+    ranks = stack.enter_context(Ranks.start(config.device))
+    stack.enter_context(same_bits(config.deterministic))
+    if len(set(ranks.all_told(resume))) > 1:
+        raise TrainError(f"some processes find a run in {run.path} and some do not: its disk must be one they share.")
+    with first_speaks():
+        if resume and ranks.first and run.started:
+            stack.enter_context(run.held())  # whoever trains there may be about to save once more
+        saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
+        if not resume:
+            run.check_free()
+        trainer = Trainer(prepare(config, ranks, saved=saved and saved[1]), ranks)
+        stack.callback(trainer.close)
+        journal = stack.enter_context(Journal(run, trainer))
+        if not resume:
+            journal.begin()
+            return trainer, journal
+        before: TrainConfig = ranks.told(run.read_config() if ranks.first else None)
+        say(check_length(before, trainer, saved[1].step if saved is not None else 0))
+        journal.resume(saved)
+        if ranks.first:
+            run.reopen(extended(before, trainer.config))
+        return trainer, journal
+
+
+def _evaluate(trainer: Trainer, journal: Journal, batches: Loader, interrupt: Interrupt) -> str | None:
+    """The evaluation that is due; one that a signal stops half-way is made when the run goes on. What stops it."""
+    progress = journal.progress
+    progress.evaluation_due = True
+    try:
+        with journal.saved_if_it_fails(batches):
+            scores = trainer.evaluate()
+        progress.evaluation_due = False
+        journal.evaluated(scores)
+    except StopRequested:
+        return _wish(interrupt, journal, batches)
+    return None
+
+
+@contextmanager
+def _last_words(run: RunFolder, interrupt: Interrupt) -> Iterator[None]:
+    """Ctrl-C that ends a run at once says what is left of it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if error.args:
+            raise
+        how = AT_ONCE if interrupt.at_once else "by Ctrl-C"
+        raise KeyboardInterrupt(_left_behind(run, how)) from None
+
+
+def _left_behind(run: RunFolder, how: str) -> str:
+    """What there is to go on from after a stop that saved nothing more."""
+    if not run.started:
+        return f"stopped {how} before the first step; nothing was saved"
+    saved = run.saved
+    last = "there is no checkpoint yet" if saved is None else f"the last checkpoint is of step {saved}"
+    return f"stopped {how}; {last}; go on with: vitrail train --resume --out {shlex.quote(str(run.path))}"
 
 
 def _wish(interrupt: Interrupt, journal: Journal, batches: Loader) -> str | None:

@@ -3,6 +3,7 @@
 config.json      the full, resolved settings: enough to run it again
 metrics.jsonl    one line per logged step and per evaluation
 checkpoint/      everything needed to go on; the last two, and the best weights
+result.json      written last: how the run ended, comparisons included
 snapshots/       with snapshot_every: the weights at moments of the run
 model/           what `vitrail.load` loads
 figures/ report.html
@@ -17,12 +18,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from vitrail.config import TrainConfig
 from vitrail.errors import CheckpointError, TrainError
 from vitrail.runtime import say
-from vitrail.runtime.locks import locked
+from vitrail.runtime.locks import locked_within
 from vitrail.weights.write import write_json
+
+SOON, RESTART = 2.0, 60.0
+"""Seconds that a run waits for another process to leave its folder: one that was killed a moment ago, and, where
+nobody is there to try again, one that still has to save and end."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,8 @@ class RunFolder:
     """Where a run's parts lie."""
 
     path: Path
+    wait: float = SOON
+    """Seconds to wait for another process that trains in it."""
 
     @property
     def config(self) -> Path:
@@ -52,12 +60,29 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
     def finished(self) -> bool:
         return os.path.exists(self.model / "config.json")
 
     @property
     def started(self) -> bool:
         return os.path.exists(self.config)  # which, unlike Path's own, is False where one may not look
+
+    @property
+    def standing(self) -> Literal["new", "unfinished", "finished"]:
+        """What starting it again would do. Finished is the whole command: the runs it is compared with as well."""
+        if not self.started:
+            return "new"
+        return "finished" if self.finished and os.path.exists(self.result) else "unfinished"
+
+    @property
+    def saved(self) -> int | None:
+        """The step of the newest checkpoint."""
+        names = [path.parent.name for path in self.checkpoints.glob("*/state.json")]
+        return max((int(name) for name in names if name.isdecimal()), default=None)
 
     def begin(self, config: TrainConfig) -> None:
         """A new run: its settings are on disk before anything is computed."""
@@ -78,11 +103,20 @@ class RunFolder:
         with ExitStack() as stack:
             with suppress(OSError):
                 file = stack.enter_context((self.checkpoints / ".lock").open("a"))
-                if not locked(file.fileno()):
+                if not locked_within(file.fileno(), self.wait, self._say_waiting):
                     raise TrainError(
                         f"another process is training in {self.path}; wait for its end, or choose another folder."
                     )
             yield
+
+    def _say_waiting(self) -> None:
+        say([f"another process is still training in {self.path}; waiting up to {self.wait:.0f} s for its end"])
+
+    def reopen(self, config: TrainConfig) -> None:
+        """A run that goes on, perhaps to a later end, has no result until it ends; the old model stays until then."""
+        if config != self.read_config():
+            self.write_config(config)
+        self.result.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """What killed writers left under temporary names."""
@@ -104,6 +138,22 @@ class RunFolder:
         if not self.started:
             raise TrainError(f"{self.path} holds no run to resume: there is no config.json in it.")
         return read_config(self.config)
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """The last thing a run writes; a number that is not finite becomes null."""
+        try:
+            finite = json.loads(json.dumps(result, default=float), parse_constant=lambda _: None)
+            write_json(self.result, finite, overwrite=True)
+        except (CheckpointError, OSError) as error:
+            say([f"the run is finished, but {self.result} could not be written: {error}"])
+
+    def read_result(self) -> dict[str, Any] | None:
+        """What `write_result` wrote; None where it cannot be read."""
+        try:
+            found = json.loads(self.result.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
 
     def restore(self, config: TrainConfig) -> None:
         """The folder itself, where someone took it away while the run went on."""

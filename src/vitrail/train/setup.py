@@ -14,6 +14,7 @@ from vitrail.errors import ConfigError, DataError, TrainError
 from vitrail.models import Net, ViT, build
 from vitrail.runtime import say
 from vitrail.train.parallel import Ranks
+from vitrail.train.same_data import Described, check_data, check_splits, describe_data
 from vitrail.train.state import Progress
 from vitrail.weights.card import Card, channels_for, sized
 from vitrail.weights.opening import adapted, open_checkpoint
@@ -30,6 +31,8 @@ class Setup:
     net: Net
     card: Card
     splits: Splits
+    data: Described
+    """What a checkpoint keeps of the data, to be compared with when the run goes on."""
 
     @property
     def counts(self) -> npt.NDArray[np.int64] | None:
@@ -53,6 +56,11 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
         raise TrainError(f"{config.data.source} has no labels to learn; try objective=masked-patch.")
     if learns_labels and len(labels) == 1 and not splits.train.several:
         raise DataError(f"{config.data.source} has one class, {labels[0]!r}, and there is nothing to tell it from.")
+    if learns_labels:
+        check_splits(splits, labels, config.data.source)
+    data = describe_data(splits, labels if learns_labels else (), learns_labels and splits.train.several, ranks)
+    if saved is not None:
+        say(check_data(saved.data, data, config.data.source))
     if config.start is not None and saved is None:
         net, card = _started(config, labels if learns_labels else ())
         config = config.but(model=net.config)
@@ -67,7 +75,7 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
     if config.preprocess is not None:
         card = card.but(preprocess=config.preprocess)
     _check_sizes(net, card.preprocess)
-    return Setup(config.but(preprocess=card.preprocess), net, card, splits)
+    return Setup(config.but(preprocess=card.preprocess), net, card, splits, data)
 
 
 def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:

@@ -73,6 +73,12 @@ class Progress:
     """The family and origin of the network, which nobody can tell from its weights."""
     pictures: int | None = None
     """How many there were to learn from: with another number their order is another."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The classes and digests of the images, as `same_data.describe_data` gives them; empty in older checkpoints."""
+    total: int | None = None
+    """Steps of the whole run, by its settings at that time."""
+    evaluation_due: bool = False
+    """The evaluation of this very step was stopped, and is made first when the run goes on."""
     ran_on: dict[str, Any] = field(default_factory=dict)
 
 

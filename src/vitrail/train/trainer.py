@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -32,6 +32,7 @@ from vitrail.runtime import arithmetic, pick_precision, say
 from vitrail.runtime.peak import slowdown
 from vitrail.train.batch_size import LARGEST, find_batch
 from vitrail.train.ema import EMA, check_names
+from vitrail.train.interrupt import StopRequested
 from vitrail.train.optim import freeze, make_optimizer
 from vitrail.train.parallel import Ranks, copy_into, network, part_of_step, unwrap, whole, wrap
 from vitrail.train.schedule import Schedule
@@ -85,6 +86,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.learner, config.optim)
         self.schedule = Schedule(config.schedule, total=self.total, batch=self.batch, images=self.images)
         self.ema = EMA(self.learner, config.ema) if config.ema else None
+        self.stopping: Callable[[], bool] = lambda: False
+        """Whether a measurement is to be given up; all processes get the same answer."""
         self.watch: Callable[[int, int], None] = lambda done, total: None
         """Told of each batch of a measurement how many are done, of how many."""
 
@@ -186,7 +189,7 @@ class Trainer:
                 stack.enter_context(self.averaged())
             scores = measure(
                 network(self.wrapped) if net is None else net.to(self.device, self.dtype),
-                found,
+                self._until_stopped(found),
                 preprocess=self.preprocess,
                 classes=len(source.labels),
                 several=source.several,
@@ -205,7 +208,7 @@ class Trainer:
         with self._measured(self.setup.splits.validation) as found, self.averaged(), set_stance("force_eager"):
             guesses = guess(
                 unwrap(self.wrapped),
-                found,
+                self._until_stopped(found),
                 preprocess=self.preprocess,
                 seed=chance.key_of(config.seed, 2),  # neither the network's chance nor the augmentation's
                 precision=config.precision,
@@ -213,6 +216,14 @@ class Trainer:
             )
             found.agree(ranks.all_told(found.bad))
             return guesses
+
+    def _until_stopped(self, batches: Loader) -> Iterator[Batch]:
+        total = len(batches)
+        for done, batch in enumerate(batches):
+            if self.stopping():
+                raise StopRequested
+            self.watch(done, total)
+            yield batch
 
     def _measured(self, source: Source) -> Loader:
         return evaluation_batches(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,3 +39,8 @@ class Arrays:
 
     def key(self, index: int) -> str:
         return f"{self.part}/{index:05d}"
+
+    def hash_keys(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+        """Feed what these keys are made of to a hash of hashlib's."""
+        numbers = np.arange(len(self)) if indices is None else indices
+        found.update(f"{self.part}/".encode() + numbers.astype("<i8").tobytes())

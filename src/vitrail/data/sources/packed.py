@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,3 +39,20 @@ class Strings:
 
     def take(self, indices: npt.ArrayLike) -> Strings:
         return Strings(self[int(i)] for i in np.asarray(indices))
+
+    def hash_keys(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+        """Feed these strings (all of them: None) to a hash of hashlib's, in order."""
+        lengths = np.diff(self._ends)
+        if indices is None:
+            found.update(lengths.astype("<i8").tobytes())
+            found.update(self._text)
+            return
+        found.update(lengths[indices].astype("<i8").tobytes())
+        text = memoryview(self._text)
+        # Neighbours in the block go together: what is left of a source after some are held out is mostly runs.
+        cuts = np.flatnonzero(np.diff(indices) != 1) + 1
+        starts, stops = np.append(0, cuts), np.append(cuts, len(indices))
+        if len(indices):
+            first, last = self._ends[indices[starts]].tolist(), self._ends[indices[stops - 1] + 1].tolist()
+            for start, stop in zip(first, last, strict=True):
+                found.update(text[start:stop])

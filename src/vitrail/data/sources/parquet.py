@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -89,6 +90,12 @@ class Rows:
         index = range(len(self))[index]
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return f"{self.files[file].name}:{index - int(self._firsts[file])}"
+
+    def hash_keys(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+        """Feed what these keys are made of to a hash of hashlib's: files' names, where each begins, rows."""
+        numbers = np.arange(len(self)) if indices is None else indices
+        names = "\0".join(file.name for file in self.files).encode("utf-8", "surrogateescape")
+        found.update(names + self._firsts.astype("<i8").tobytes() + numbers.astype("<i8").tobytes())
 
     @property
     def blocks(self) -> tuple[int, ...] | None:

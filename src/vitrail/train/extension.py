@@ -1,0 +1,48 @@
+"""A run that is given a longer duration when it goes on.
+
+From the step it goes on with, it is the longer run: the learning rate is what the schedule of the longer duration
+has at that step. What was learned before had the shorter schedule, so the rate may jump up (cosine and linear had
+come down, a cool-down had begun). With a constant rate and no cool-down nothing jumps, and the extended run ends with
+the same bits as one that had the longer duration from the start.
+"""
+
+from __future__ import annotations
+
+from vitrail.config import TrainConfig
+from vitrail.errors import ConfigError
+from vitrail.train.schedule import Schedule
+from vitrail.train.trainer import Trainer
+
+
+def check_length(before: TrainConfig, trainer: Trainer, step: int) -> list[str]:
+    """What a longer duration means for a run that has done `step` steps, as sentences; a shorter one is refused."""
+    config, total = trainer.config, trainer.total
+    if config.duration == before.duration:
+        return []
+    counted = {"batch": trainer.batch, "images": trainer.images}
+    old = max(before.duration.to_steps(**counted), 1)
+    if total < old:
+        raise ConfigError(
+            f"duration={config.duration} is {total:,} steps, fewer than the {old:,} of the run ({before.duration}), "
+            f"of which {step:,} are done: a run can be made longer when it is resumed, not shorter."
+        )
+    if total == old:
+        return []
+    rate = config.optim.lr
+    was = rate * Schedule(before.schedule, total=old, **counted)(max(step - 1, 0))
+    parts = [f"schedule.cooldown={config.schedule.cooldown}"] if config.schedule.cooldown else []
+    parts += [f"augment.unmixed={config.augment.unmixed}"] if config.augment.mixes and config.augment.unmixed else []
+    ends = f"; at its end {' and '.join(parts)}" if parts else ""
+    return [
+        f"the run is extended from {old:,} to {total:,} steps: from step {step + 1:,} on it has the learning rates of "
+        f"the longer run, {rate * trainer.schedule(step):.3g} next after {was:.3g}{ends}"
+    ]
+
+
+def extended(before: TrainConfig, config: TrainConfig) -> TrainConfig:
+    """The run's own settings with the length of others: what its folder keeps."""
+    return before.but(
+        duration=config.duration,
+        schedule=before.schedule.but(cooldown=config.schedule.cooldown).to_dict(),
+        augment=before.augment.but(unmixed=config.augment.unmixed).to_dict(),
+    )

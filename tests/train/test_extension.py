@@ -1,0 +1,120 @@
+"""A run can be made longer: from the step it goes on with, it is the longer run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from train.small_runs import at_step, digits, interrupted, lines, resumed, same_bits, stop, trained, weights
+
+from vitrail import runtime
+from vitrail.api.resuming import keep_shares
+from vitrail.api.resuming import resumed as settings_of
+from vitrail.config import TrainConfig, override, steps
+from vitrail.errors import ConfigError
+from vitrail.train.journal import Journal
+from vitrail.train.run import RunFolder
+from vitrail.train.state import TENSORS
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
+
+@pytest.fixture(autouse=True)
+def everything_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_said", set())
+
+
+def constant(length: int) -> TrainConfig:
+    """A warm-up, and then always the same learning rate."""
+    config = digits(length, ema=0.9, keep="last", evaluate_every=None, checkpoint_every="5 steps")
+    return override(config, ["schedule.kind=constant", "schedule.warmup=3 steps"])
+
+
+def same_state(one: Path, other: Path, step: int) -> bool:
+    """Of the checkpoints: weights, their average, the optimiser's memory, generators."""
+    left, right = (load_file(folder / "checkpoint" / f"{step:08d}" / TENSORS) for folder in (one, other))
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_at_a_constant_rate_an_extended_run_has_the_bits_of_the_longer_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool
+):
+    trained(constant(20), tmp_path / "whole")
+    if finished:
+        trained(constant(10), tmp_path / "run")
+    else:
+        interrupted(constant(10), tmp_path / "run", 7)
+    result = trained(constant(20), tmp_path / "run", resume=True)
+    done = 10 if finished else 7
+    assert result.progress.step == 20
+    assert (
+        f"the run is extended from 10 to 20 steps: from step {done + 1} on it has the learning rates of the longer "
+        "run, 0.01 next after 0.01."
+    ) in caplog.text
+    assert same_bits(tmp_path / "run", tmp_path / "whole")
+    assert same_state(tmp_path / "run", tmp_path / "whole", 20)
+
+
+def test_a_falling_rate_is_that_of_the_longer_run_from_there_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    config = digits(20, log_every="1 step", evaluate_every=None)
+    trained(config, tmp_path / "whole")
+    trained(config.but(duration=steps(10)), tmp_path / "run")
+    short = [line["lr"] for line in lines(tmp_path / "run") if "lr" in line]
+    trained(config, tmp_path / "run", resume=True)
+    longer, extended = ([line["lr"] for line in lines(tmp_path / name) if "lr" in line] for name in ("whole", "run"))
+    assert extended == short + longer[10:]
+    assert extended[9] < 3e-4 < 4e-3 < extended[10]
+    assert f"{longer[10]:.3g} next after {short[9]:.3g}" in caplog.text
+
+
+def test_an_extended_run_goes_on_to_its_new_end_and_keeps_its_old_model_until_then(tmp_path: Path):
+    trained(constant(20), tmp_path / "whole")
+    trained(constant(10), tmp_path / "run")
+    old = weights(tmp_path / "run")
+    seen: list[bool] = []
+
+    def look(journal: Journal) -> None:
+        seen.append(all(tensor.equal(old[name]) for name, tensor in weights(tmp_path / "run").items()))
+        stop(journal)
+
+    with at_step(15, look):
+        assert trained(constant(20), tmp_path / "run", resume=True).stopped == "SIGTERM"
+    assert seen == [True]
+    assert RunFolder(tmp_path / "run").read_config().duration == steps(20)
+    resumed(tmp_path / "run")
+    assert same_bits(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_run_cannot_be_made_shorter(tmp_path: Path):
+    interrupted(constant(10), tmp_path / "run", 7)
+    for shorter in ("9 steps", "5 steps", "0.2 epochs"):
+        with pytest.raises(ConfigError, match=r"fewer than the 10 of the run \(10 steps\), of which 7 are done"):
+            trained(constant(10).but(duration=shorter), tmp_path / "run", resume=True)
+    assert RunFolder(tmp_path / "run").read_config().duration == steps(10)
+
+
+def test_the_same_length_in_another_unit_is_no_extension(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    interrupted(constant(10), tmp_path / "run", 7)
+    trained(constant(10).but(duration="640 images"), tmp_path / "run", resume=True)
+    assert "extended" not in caplog.text
+
+
+def test_the_end_keeps_its_share_of_a_longer_run_and_the_start_stays(tmp_path: Path):
+    """Unless they are given: what comes at the end may change with the length, how it began may not."""
+    config = override(
+        digits(10),
+        ["schedule.warmup=2 steps", "schedule.cooldown=4 steps", "augment.mixup=0.2", "augment.unmixed=1 step"],
+    )
+    run = RunFolder(tmp_path / "run")
+    run.begin(config)
+    found = settings_of(run, ["duration=20 steps"], {})
+    assert [str(found.schedule.warmup), str(found.schedule.cooldown)] == ["2 steps", "8 steps"]
+    assert str(found.augment.unmixed) == "2 steps"
+    assert str(settings_of(run, ["duration=20 steps", "schedule.cooldown=3 steps"], {}).schedule.cooldown) == "3 steps"
+    for refused in (["schedule.cooldown=3 steps"], ["duration=20 steps", "schedule.warmup=3 steps"]):
+        with pytest.raises(ConfigError, match=r"schedule\.\w+ is \d steps and cannot change when a run is resumed"):
+            settings_of(run, refused, {})
+    assert keep_shares(config, config, ("schedule.cooldown",), set()) == config

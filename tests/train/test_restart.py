@@ -1,0 +1,128 @@
+"""The same command again after any end of a run: killed, interrupted, or restarted by torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from train.commands import Commands
+from train.small_runs import lines, same_bits, saved_steps
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "train", "digits", "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()",
+    "data.workers=1", "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=none",
+    "checkpoint_every=10 steps", "device=cpu", "--no-report", "--auto-resume",
+)  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
+
+def test_a_killed_command_goes_on_when_it_is_given_again(commands: Commands, tmp_path: Path):
+    """With SIGKILL, at once: nobody who is left of it keeps the next one out."""
+    settings = (*SMALL, "duration=60 steps")
+    assert commands.run(*settings, "--out", "whole", folder=tmp_path).status == 0
+    running = commands.start(*settings, folder=tmp_path)
+    run = tmp_path / "runs" / "digits"
+    running.until(lambda: (run / "checkpoint").exists() and saved_steps(run))
+    os.kill(running.pid, signal.SIGKILL)
+    again = commands.start(*settings, folder=tmp_path)
+    assert running.ended().status == 137
+    done = again.ended()
+    assert done.status == 0, done.err
+    assert same_bits(run, tmp_path / "whole")
+    assert lines(run) == lines(tmp_path / "whole")
+    last = commands.run(*settings, folder=tmp_path)
+    assert (last.status, last.err) == (0, "note: runs/digits is finished: there is nothing left to do.\n")
+    assert last.out.startswith("accuracy")
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits"]
+
+
+# Under torchrun itself
+
+
+DYING = """
+import os, signal
+from pathlib import Path
+from train.small_runs import at_step
+from vitrail.cli import main
+
+def die(journal):
+    if os.environ["RANK"] == os.environ["DYING"] and not Path("died").exists():
+        Path("died").touch()
+        journal.checkpoints.wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with at_step(25, die):
+    raise SystemExit(main())
+"""
+
+
+def torchrun(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *arguments]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "NO_COLOR": "1"} | environment
+    with (folder / "log.txt").open("a") as log:
+        return subprocess.Popen(
+            command, cwd=folder, stdout=log, stderr=log, text=True, env=environment, start_new_session=True
+        )
+
+
+def ended(running: subprocess.Popen[str], folder: Path) -> str:
+    status = running.wait(300)
+    said = (folder / "log.txt").read_text()
+    assert status == 0, said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dying", ["0", "1"])
+def test_torchrun_restarts_a_run_whose_process_died(tmp_path: Path, dying: str):
+    settings = (*SMALL[:-1], "duration=40 steps")
+    ended(torchrun(tmp_path, "-m", "vitrail", *settings, "--out", "whole"), tmp_path)
+    (tmp_path / "dying.py").write_text(DYING)
+    again = (*settings, "--auto-resume")
+    said = ended(torchrun(tmp_path, "--max-restarts=2", "dying.py", *again, DYING=dying), tmp_path)
+    run = tmp_path / "runs" / "digits"
+    assert (tmp_path / "died").exists()
+    assert same_bits(run, tmp_path / "whole")
+    assert lines(run) == lines(tmp_path / "whole")
+    assert "is finished" not in said
+    said = ended(torchrun(tmp_path, "-m", "vitrail", *again), tmp_path)
+    assert said.count("note: runs/digits is finished: there is nothing left to do.") == 1
+
+
+@pytest.mark.slow
+def test_processes_whose_torchrun_was_killed_end_and_let_the_next_one_go_on(tmp_path: Path):
+    settings = (*SMALL, "duration=100k steps", "--out", "run")
+    running = torchrun(tmp_path, "-m", "vitrail", *settings)
+    run = tmp_path / "run"
+    while not ((run / "checkpoint").exists() and saved_steps(run)):
+        assert running.poll() is None, (tmp_path / "log.txt").read_text()
+        time.sleep(0.05)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    running.kill()
+    running.wait()
+    again = torchrun(tmp_path, "-m", "vitrail", *settings)
+    try:
+        while not (left := STOPPED.search(said := (tmp_path / "log.txt").read_text())) or not beyond(run, int(left[1])):
+            assert again.poll() is None, said
+            time.sleep(0.05)
+    finally:
+        again.send_signal(signal.SIGTERM)
+        again.wait(120)
+    assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+STOPPED = re.compile(r"stopped by the end of torchrun; saved at step (\d+); go on with: vitrail train --resume")
+
+
+def beyond(run: Path, step: int) -> bool:
+    """Whether the run has gone on from this step, and saved since."""
+    return saved_steps(run)[-1] > step
