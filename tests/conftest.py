@@ -73,6 +73,20 @@ def import_peer(name: str) -> ModuleType:
     return pytest.importorskip(name, reason=f"{name} is not installed; make test installs it")
 
 
+EXTRAS = {
+    "cloud": ("fsspec", "aiohttp", "s3fs"),
+    "export": ("onnx", "onnxscript", "onnxruntime", "openvino"),
+    "serve": ("fastapi", "uvicorn", "python_multipart", "prometheus_client", "httptools"),
+}
+
+
+def need_extra(extra: str) -> None:
+    """Skip the test or file that calls this where an extra is not installed: `need_extra("export")`."""
+    for name in EXTRAS[extra]:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install 'vitrail[{extra}]'", allow_module_level=True)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")

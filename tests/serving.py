@@ -11,19 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import numpy as np
 import numpy.typing as npt
-import uvicorn
+from conftest import import_peer, need_extra
 from pictures import encoded
 from small_models import gradient, model, small
 
 import vitrail
 from vitrail.export.engines import TorchEngine
-from vitrail.serve.app import Service, create_app
-from vitrail.serve.limits import Limits, Work
-from vitrail.serve.served import Served
-from vitrail.serve.server import configured
+
+need_extra("serve")  # whoever imports this is skipped without it
+httpx = import_peer("httpx")
+
+import uvicorn  # noqa: E402
+
+from vitrail.serve.app import Service, create_app  # noqa: E402
+from vitrail.serve.limits import Limits, Work  # noqa: E402
+from vitrail.serve.served import Served  # noqa: E402
+from vitrail.serve.server import configured  # noqa: E402
 
 QUICK = Work(batch=4, lanes=1, threads=1, decoders=2)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compare import randomized
-from conftest import ROOT
+from conftest import ROOT, need_extra
 from PIL import Image
 
 from vitrail.models import build
@@ -46,7 +46,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("quick_disk")
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_run(page: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page == "docs/export.md":
+        need_extra("export")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)  # how fast a file is does not matter here
     monkeypatch.setattr(hub, "fetch", lambda name, *a, **k: repository)
     for name in ("cat.jpg", "dog.jpg"):
         Image.fromarray(np.random.randint(0, 255, (200, 300, 3), dtype=np.uint8)).save(name)

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from conftest import need_extra
 from PIL import Image
 from small_models import LABELS, gradient, model, small
 
@@ -19,8 +20,7 @@ from vitrail.api.exporting import export, running
 from vitrail.errors import ConfigError, FormatError, ModelError
 from vitrail.evaluate.features import Place
 
-for name in ("onnx", "onnxscript", "onnxruntime", "openvino"):
-    pytest.importorskip(name, reason="the extra `export` is not installed")
+need_extra("export")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -34,6 +34,7 @@ def photographs(imagenet_val: Path) -> list[tuple[bytes, int]]:
 
 @pytest.fixture(scope="module")
 def vit(real_checkpoint: Path) -> vitrail.Model:
+    import_peer("timm")  # has ImageNet's class names
     return vitrail.load(real_checkpoint, labels="imagenet-1k")
 
 

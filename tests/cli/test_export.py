@@ -14,12 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from conftest import need_extra
 from small_models import model, small
 
 from vitrail.runtime.cpu import cpu
 
-for name in ("onnx", "onnxscript", "onnxruntime", "openvino"):
-    pytest.importorskip(name, reason="the extra `export` is not installed")
+need_extra("export")
 
 
 @pytest.fixture(autouse=True)

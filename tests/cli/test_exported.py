@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import need_extra
 from PIL import Image
 from small_models import model, small
 
 from vitrail.api.exporting import export
 
-for name in ("onnx", "onnxscript", "onnxruntime", "openvino"):
-    pytest.importorskip(name, reason="the extra `export` is not installed")
+need_extra("export")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from conftest import need_extra
 from serving import photo
 
 from vitrail.errors import ConfigError
@@ -169,6 +170,8 @@ def test_help_needs_neither_torch_nor_fastapi():
 
 @pytest.mark.parametrize(("to", "runs", "alone"), [("onnx", "onnxruntime", True), ("pt2", "torch", True)])
 def test_an_exported_file_is_served_by_its_own_engine(vitrail, weights, started, tmp_path, to, runs, alone):
+    if to == "onnx":
+        need_extra("export")
     path = tmp_path / f"small.{to}"
     assert vitrail("export", weights, path, "--to", to).status == 0
     assert vitrail("serve", path, "--port", 0).status == 0

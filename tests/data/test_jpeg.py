@@ -20,7 +20,7 @@ from vitrail.data.decode import decode, open_image, open_jpeg
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ImageError
 
-simplejpeg = pytest.importorskip("simplejpeg")
+simplejpeg = pytest.importorskip("simplejpeg", reason="the extra `fast` is not installed: pip install 'vitrail[fast]'")
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import need_extra
 from small_models import gradient, model, small
 
 import vitrail
@@ -14,8 +16,17 @@ from vitrail.export.engines import TorchEngine
 from vitrail.export.export import Exported, export
 from vitrail.export.sheet import Sheet
 
-for name in ("onnx", "onnxscript", "onnxruntime", "openvino"):
-    pytest.importorskip(name, reason="the extra `export` is not installed")
+
+class FileOfExport(pytest.Module):
+    """A file of this folder: skipped, before its imports fail, where the extra is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        need_extra("export")
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return FileOfExport.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(autouse=True)

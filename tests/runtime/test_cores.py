@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import need_extra
 
 from vitrail.runtime import cores as module
 from vitrail.runtime.cores import cores, quota
@@ -63,7 +64,7 @@ def test_cores_are_those_a_process_may_use(
 
 
 def test_the_service_counts_them_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("uvicorn", reason="the server needs it: pip install 'vitrail[serve]'")
+    need_extra("serve")
     from vitrail.serve.limits import Work
     from vitrail.serve.server import Settings
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import import_peer, need_extra
 
 import vitrail
 
@@ -17,6 +19,19 @@ FLAGS = [
     *("--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"),  # a camera that sees a drawing
 ]
 Opened = Callable[..., Any]
+
+
+class FileOfServe(pytest.Module):
+    """A file of this folder: skipped, before its imports fail, where the extra is not installed."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        need_extra("serve")
+        import_peer("httpx")
+        return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    return FileOfServe.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +56,6 @@ def cifar10() -> vitrail.Model:
 @pytest.fixture(scope="module")
 def site(cifar10: vitrail.Model) -> Iterator[Any]:
     """A client of a server with the model that ships."""
-    pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
     from serving import running, served
 
     with running(served(cifar10)) as (client, _):

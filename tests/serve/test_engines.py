@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import need_extra
 from serving import photo, running
 from small_models import model, small
 
@@ -27,6 +28,7 @@ def vit() -> vitrail.Model:
 @pytest.fixture(scope="module")
 def exported(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `vitrail export` writes unless told otherwise: pixels in, probabilities out."""
+    need_extra("export")
     folder = tmp_path_factory.mktemp("exported")
     vit.save(folder / "weights")
     assert main(["export", str(folder / "weights"), str(folder / "small.onnx")]) == 0

@@ -12,12 +12,10 @@ import httpx
 import pytest
 from browsing import CAT, SAMPLES, as_bars, bars, drawing, hiding
 from driving import FIREFOX, MINI_BROWSER, Driven, firefox, webkit
+from serving import until
 
 import vitrail
 from vitrail.explain import attention_views
-
-pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
-from serving import until
 
 
 def _page(name: str, folder: Path) -> Iterator[Driven]:

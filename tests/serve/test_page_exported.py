@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from browsing import as_bars, bars, drawing, drop, hiding, patch, wait_for_bars
+from conftest import need_extra
 
 import vitrail
 
-pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
-for name in ("onnx", "onnxscript", "onnxruntime"):
-    pytest.importorskip(name, reason="the extra `export` is not installed")
+need_extra("export")
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,6 @@ from vitrail.config import BiTConfig
 from vitrail.explain.attention import Walk
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
-pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
 import uvicorn
 from playwright.sync_api import expect
 from serving import QUICK, Held, running, served, until

@@ -17,7 +17,6 @@ from vitrail.explain.attention import Walk
 from vitrail.explain.occlusion import windows
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
-pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
 from playwright.sync_api import expect
 from serving import running, served
 

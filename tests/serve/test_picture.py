@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from serving import Held, photo, running
 from small_models import model, small
 
 import vitrail
-
-pytest.importorskip("fastapi", reason="the server needs it: pip install 'vitrail[serve]'")
-from serving import Held, photo, running
-
 from vitrail.serve.served import Served
 
 PREPROCESS = vitrail.PreprocessConfig(image=32, resize="short", resize_to=40)

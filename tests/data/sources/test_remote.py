@@ -12,13 +12,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import need_extra
 
 from vitrail.config import DataConfig
 from vitrail.data.sources import index, open_parts, remote
 from vitrail.errors import ConfigError, DataError, NotFound
 
-pytest.importorskip("fsspec")
-pytest.importorskip("aiohttp")
+need_extra("cloud")
 
 
 def opened(spec, **settings):

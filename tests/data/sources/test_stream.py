@@ -8,6 +8,7 @@ import json
 import pickle
 
 import pytest
+from conftest import need_extra
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,7 +199,7 @@ def test_shards_without_pictures_do_not_turn_for_ever(tmp_path, tar_of):
 
 
 def test_a_stream_over_http_survives_a_connection_that_breaks(server, tar_of, draw):
-    pytest.importorskip("fsspec")
+    need_extra("cloud")
     members = [m for i in range(8) for m in ((f"{i}.png", draw(i, 60)), (f"{i}.cls", b"0"))]
     server.files["s.tar"] = tar_of(members)
     stream = open_parts(DataConfig(source=f"stream:{server.url}/s.tar", classes=["x"])).train

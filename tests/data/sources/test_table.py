@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import need_extra
 
 from vitrail.config import DataConfig
 from vitrail.data import decode
@@ -153,6 +154,7 @@ def test_no_table_and_no_text_are_one_sentence(images):
 
 
 def test_addresses_are_fetched(server, tmp_path, draw):
+    need_extra("cloud")
     server.files["a.png"] = draw(7)
     path = write(tmp_path / "t.csv", ["url", "label"], [(f"{server.url}/a.png", "x")])
     sample = opened(path).train[0]
