@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -16,6 +19,7 @@ import torch
 import vitrail
 from vitrail.errors import CheckpointError, ConfigError
 from vitrail.export import choose, engines, kept
+from vitrail.export.compare import RanOn
 from vitrail.export.engines import open_engine, open_file
 from vitrail.export.export import export
 from vitrail.export.sheet import Sheet
@@ -297,3 +301,42 @@ def test_openvino_is_told_of_a_cpu_without_tiles_even_where_torch_has_begun(monk
     monkeypatch.delenv(tiles.SETTING)
     engines.openvino_core()
     assert os.environ[tiles.SETTING] == tiles.WITHOUT_TILES
+
+
+AVX512 = ("AVX2", "AVX-512")
+
+
+@pytest.mark.parametrize(
+    ("given", "instructions", "limit"),
+    [
+        ("AVX2", AVX512, tiles.WITHOUT_TILES),
+        ("avx2_vnni", AVX512, tiles.WITHOUT_TILES),
+        ("AVX512_CORE", AVX512, "AVX512_CORE"),
+        ("AVX2", ("AVX2",), "AVX2"),
+    ],
+)
+def test_openvino_starts_under_a_limit_that_all_its_kernels_obey(given, instructions, limit, monkeypatch):
+    limits = []
+    monkeypatch.setenv(tiles.SETTING, given)
+    monkeypatch.setattr(engines, "cpu", lambda: Cpu("a", "x86_64", (), instructions))
+    started = SimpleNamespace(compile_model=lambda *arguments: limits.append(os.environ[tiles.SETTING]))
+    monkeypatch.setattr("openvino.Core", lambda: started)
+    engines._start_openvino.__wrapped__()
+    assert limits == ([limit] if limit != given else [])
+    assert os.environ[tiles.SETTING] == given  # for torch, and for processes that this one starts
+    assert (RanOn.here("openvino").limit, RanOn.here("torch").limit) == (limit, given)
+
+
+@pytest.mark.slow
+def test_openvino_survives_a_limit_below_avx512(tiny, pictures, tmp_path):
+    sheet = Sheet(card=tiny.card, to="openvino", precision="int8")
+    made = export(tiny.net, sheet, tmp_path / "tiny.xml", pictures, timed=False)
+    np.save(tmp_path / "pixels.npy", np.stack(pictures))
+    code = (
+        "import sys, numpy; from pathlib import Path; from vitrail.export.engines import open_file; "
+        "print(open_file(Path(sys.argv[1])).outputs(numpy.load(sys.argv[2])).shape)"
+    )
+    command = [sys.executable, "-c", code, made.path, tmp_path / "pixels.npy"]
+    limited = os.environ | {tiles.SETTING: "AVX2"}
+    done = subprocess.run(command, env=limited, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "(12, 5)\n"), done.stderr

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from vitrail.errors import CheckpointError
 from vitrail.evaluate.intervals import Estimate, difference, share
-from vitrail.export.engines import Engine, FileEngine, Floats, Pixels, TorchEngine
+from vitrail.export.engines import Engine, FileEngine, Floats, Pixels, TorchEngine, openvino_limit
 from vitrail.export.sheet import Answer
 from vitrail.runtime.cores import cores
-from vitrail.runtime.cpu import LIMIT, Cpu, cpu
+from vitrail.runtime.cpu import Cpu, cpu
+from vitrail.runtime.tiles import SETTING as LIMIT
 
 # N pictures, K outputs
 
@@ -71,7 +72,8 @@ class RanOn:
             found = version(engine)
         except PackageNotFoundError:
             found = ""
-        return cls(cpu(), engine, found, cores(), os.environ.get(LIMIT, ""))
+        limit = openvino_limit() if engine == "openvino" else os.environ.get(LIMIT, "")
+        return cls(cpu(), engine, found, cores(), limit)
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {

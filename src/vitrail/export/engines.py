@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -52,6 +53,8 @@ SATURATES = (
     "this int8 file is from an older vitrail: its products can exceed the 16 bits in which this CPU, which has no VNNI "
     "instructions, adds them, so its answers may be wrong here; export the model anew"
 )
+BELOW_AVX512 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2")
+"""Values of ONEDNN_MAX_CPU_ISA."""
 
 
 class Engine(Protocol):
@@ -350,10 +353,36 @@ def _onnx_sheet(path: Path) -> str | None:
 
 
 def openvino_core() -> Any:
-    """OpenVINO, told beforehand where a CPU only announces tiles: it asks once, when first used."""
+    """OpenVINO, with the limit on its instruction sets in place: it reads that once, when it first compiles."""
     openvino = need("openvino")
     try:
         leave_tiles()
     except ConfigError:  # too late for torch, which has begun already
         os.environ.setdefault(SETTING, WITHOUT_TILES)
+    _start_openvino()
     return openvino.Core()
+
+
+@lru_cache(maxsize=1)
+def _start_openvino() -> None:
+    """Compile a first, small model where OpenVINO needs another limit than torch and other processes."""
+    given, limit = os.environ.get(SETTING, ""), openvino_limit()
+    if given == limit:
+        return
+    openvino, operators = need("openvino"), need("openvino.opset13")
+    x = operators.parameter([-1, 16], np.float32)
+    os.environ[SETTING] = limit
+    try:
+        openvino.Core().compile_model(openvino.Model([operators.relu(x)], [x], "first"), "CPU")
+    finally:
+        os.environ[SETTING] = given
+
+
+def openvino_limit() -> str:
+    """The value of ONEDNN_MAX_CPU_ISA that OpenVINO runs under; empty where there is none.
+
+    On a CPU with AVX-512, only some of its kernels obey a limit below that: others then end the process with a
+    segmentation fault, or cannot be compiled (int8, bfloat16).
+    """
+    given = os.environ.get(SETTING, "")
+    return WITHOUT_TILES if given.upper() in BELOW_AVX512 and "AVX-512" in cpu().instructions else given
