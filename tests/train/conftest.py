@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from train.commands import Commands
-from train.small_runs import photos
+from train.small_runs import SMALL, photos
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +21,11 @@ def commands() -> Iterator[Commands]:
     """Starts commands: importing everything, once, takes seconds."""
     with Commands() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def undisturbed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of a command that nothing has happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert commands.run("train", "digits", *SMALL, "duration=48 steps", "--out", "run", folder=folder).status == 0
+    return folder / "run"

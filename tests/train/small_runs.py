@@ -21,6 +21,12 @@ from vitrail.train.run import RunFolder
 from vitrail.weights import checkpoint
 
 LENGTH = 20
+SMALL = (
+    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()", "data.workers=1",
+    "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=24 steps",
+    "checkpoint_every=10 steps", "--no-report",
+)  # fmt: skip
+"""Settings that make the command `vitrail train digits` a matter of seconds."""
 
 
 def digits(length: int = LENGTH, **changes: Any) -> TrainConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from train.small_runs import at_step, digits, interrupted, lines, resumed, same_bits, stop, trained, weights
+from train.small_runs import at_step, digits, interrupted, lines, one_thread, resumed, same_bits, stop, trained, weights
 
 from vitrail import runtime
 from vitrail.api.resuming import keep_shares
@@ -38,11 +38,19 @@ def same_state(one: Path, other: Path, step: int) -> bool:
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The longer run from the start."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with one_thread():
+        trained(constant(20), folder)
+    return folder
+
+
 @pytest.mark.parametrize("finished", [True, False])
 def test_at_a_constant_rate_an_extended_run_has_the_bits_of_the_longer_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, finished: bool
 ):
-    trained(constant(20), tmp_path / "whole")
     if finished:
         trained(constant(10), tmp_path / "run")
     else:
@@ -54,8 +62,8 @@ def test_at_a_constant_rate_an_extended_run_has_the_bits_of_the_longer_one(
         f"the run is extended from 10 to 20 steps: from step {done + 1} on it has the learning rates of the longer "
         "run, 0.01 next after 0.01."
     ) in caplog.text
-    assert same_bits(tmp_path / "run", tmp_path / "whole")
-    assert same_state(tmp_path / "run", tmp_path / "whole", 20)
+    assert same_bits(tmp_path / "run", whole)
+    assert same_state(tmp_path / "run", whole, 20)
 
 
 def test_a_falling_rate_is_that_of_the_longer_run_from_there_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -70,8 +78,7 @@ def test_a_falling_rate_is_that_of_the_longer_run_from_there_on(tmp_path: Path, 
     assert f"{longer[10]:.3g} next after {short[9]:.3g}" in caplog.text
 
 
-def test_an_extended_run_goes_on_to_its_new_end_and_keeps_its_old_model_until_then(tmp_path: Path):
-    trained(constant(20), tmp_path / "whole")
+def test_an_extended_run_goes_on_to_its_new_end_and_keeps_its_old_model_until_then(whole: Path, tmp_path: Path):
     trained(constant(10), tmp_path / "run")
     old = weights(tmp_path / "run")
     seen: list[bool] = []
@@ -85,7 +92,7 @@ def test_an_extended_run_goes_on_to_its_new_end_and_keeps_its_old_model_until_th
     assert seen == [True]
     assert RunFolder(tmp_path / "run").read_config().duration == steps(20)
     resumed(tmp_path / "run")
-    assert same_bits(tmp_path / "run", tmp_path / "whole")
+    assert same_bits(tmp_path / "run", whole)
 
 
 def test_a_run_cannot_be_made_shorter(tmp_path: Path):

@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from train.commands import Commands, Running
 from train.small_runs import (
     LENGTH,
+    SMALL,
     at_step,
     digits,
     interrupted,
@@ -36,25 +36,10 @@ from vitrail.train.journal import Journal
 from vitrail.train.loop import Result
 from vitrail.train.run import RunFolder
 
-SMALL = (
-    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()", "data.workers=1",
-    "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=24 steps",
-    "checkpoint_every=10 steps", "--no-report",
-)  # fmt: skip
-"""Settings that make the digits recipe a matter of seconds."""
-
-
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 # Signals, to the command as a person runs it
-
-
-@pytest.fixture(scope="module")
-def undisturbed(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert commands.run("train", "digits", *SMALL, "duration=48 steps", "--out", "run", folder=folder).status == 0
-    return folder / "run"
 
 
 def reached(running: Running, run: Path, step: int) -> None:
@@ -80,24 +65,6 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
     assert again.status == 0, again.err
     assert same_bits(tmp_path / "my run", undisturbed)
     assert lines(tmp_path / "my run") == lines(undisturbed)
-
-
-def test_a_second_interrupt_ends_at_once(commands: Commands, tmp_path: Path):
-    """In a step that never ends, since whoever reads its pictures sleeps. Nobody else may train there meanwhile."""
-    settings = [*SMALL, "duration=100k steps", "evaluate_every=none", "--out", "run"]
-    running = commands.start("train", "digits", *settings, folder=tmp_path)
-    reached(running, tmp_path / "run", 3)
-    for reader in Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split():
-        os.kill(int(reader), signal.SIGSTOP)
-    beside = commands.run("train", "--resume", "--out", "run", folder=tmp_path)
-    assert beside.status == 1
-    assert beside.problems == ["another process is training in run; wait for its end, or choose another folder."]
-    for _ in range(2):
-        os.kill(running.pid, signal.SIGINT)
-        time.sleep(0.2)
-    done = running.ended()
-    assert done.status == 130
-    assert "stopped by" not in done.err
 
 
 def test_an_interrupt_while_it_starts_ends_it(commands: Commands, tmp_path: Path):
@@ -373,15 +340,14 @@ def test_a_folder_that_becomes_a_file_stops_nothing_but_the_end(tmp_path: Path, 
     assert "is gone and cannot be made again, training goes on" in caplog.text
 
 
-def test_a_folder_that_may_not_be_written_and_one_that_is_a_file(commands: Commands, tmp_path: Path):
+def test_a_folder_that_may_not_be_written_and_one_that_is_a_file(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    done = commands.run("train", "digits", *SMALL, "--out", "file", folder=tmp_path)
-    assert (done.status, done.problems) == (1, ["cannot make the run folder file: Not a directory."])
-    done = commands.run("train", "--resume", "--out", "file", folder=tmp_path)
-    assert (done.status, done.problems) == (1, ["file holds no run to resume: there is no config.json in it."])
-    done = commands.run("train", "digits", *SMALL, "--out", "/proc/run", folder=tmp_path)
-    assert done.status == 1
-    assert done.problems[0].startswith("cannot make the run folder /proc/run: ")
+    with pytest.raises(TrainError, match=r"^cannot make the run folder .*file: Not a directory\.$"):
+        trained(digits(), tmp_path / "file")
+    with pytest.raises(TrainError, match=r"file holds no run to resume: there is no config\.json in it\.$"):
+        resumed(tmp_path / "file")
+    with pytest.raises(TrainError, match=r"^cannot make the run folder /proc/run: "):
+        trained(digits(), Path("/proc/run"))
 
 
 def test_a_folder_of_somebody_else(tmp_path: Path):

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from train.commands import Commands, Running
 from train.small_runs import (
+    SMALL,
     at_step,
     digits,
     lines,
@@ -259,11 +260,7 @@ def test_an_interrupt_while_the_report_is_made_says_where_the_model_is(tmp_path:
 # The command as a person runs it
 
 
-SMALL = (
-    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()", "data.workers=1",
-    "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=none",
-    "checkpoint_every=10 steps", "duration=100k steps", "--no-report",
-)  # fmt: skip
+ENDLESS = (*SMALL, "duration=100k steps", "evaluate_every=none", "--out", "run")
 
 
 def saved(running: Running, run: Path) -> None:
@@ -271,12 +268,14 @@ def saved(running: Running, run: Path) -> None:
 
 
 def test_two_interrupts_at_nearly_the_same_time_end_with_one_sentence(commands: Commands, tmp_path: Path):
-    """While a step waits for ever: whoever reads its images sleeps."""
-    running = commands.start("train", "digits", *SMALL, "--out", "run", folder=tmp_path)
+    """While a step waits for ever: whoever reads its images sleeps. Nobody else may train there meanwhile."""
+    running = commands.start("train", "digits", *ENDLESS, folder=tmp_path)
     saved(running, tmp_path / "run")
     for reader in Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split():
         os.kill(int(reader), signal.SIGSTOP)
-    time.sleep(0.1)  # until the step that has its images is over
+    beside = commands.run("train", "--resume", "--out", "run", folder=tmp_path)
+    assert beside.status == 1
+    assert beside.problems == ["another process is training in run; wait for its end, or choose another folder."]
     os.kill(running.pid, signal.SIGINT)
     time.sleep(0.02)
     os.kill(running.pid, signal.SIGINT)
@@ -293,7 +292,7 @@ def test_two_interrupts_at_nearly_the_same_time_end_with_one_sentence(commands: 
 
 
 def test_many_interrupts_leave_a_whole_checkpoint_and_no_traceback(commands: Commands, tmp_path: Path):
-    running = commands.start("train", "digits", *SMALL, "--out", "run", folder=tmp_path)
+    running = commands.start("train", "digits", *ENDLESS, folder=tmp_path)
     saved(running, tmp_path / "run")
     for _ in range(10):
         os.kill(running.pid, signal.SIGINT)

@@ -12,22 +12,17 @@ from pathlib import Path
 
 import pytest
 from train.commands import Commands
-from train.small_runs import lines, same_bits, saved_steps
+from train.small_runs import SMALL, lines, same_bits, saved_steps
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = (
-    "train", "digits", "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()",
-    "data.workers=1", "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=none",
-    "checkpoint_every=10 steps", "device=cpu", "--no-report", "--auto-resume",
-)  # fmt: skip
+COMMAND = ("train", "digits", *SMALL, "device=cpu", "duration=48 steps")
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
-def test_a_killed_command_goes_on_when_it_is_given_again(commands: Commands, tmp_path: Path):
+def test_a_killed_command_goes_on_when_it_is_given_again(commands: Commands, undisturbed: Path, tmp_path: Path):
     """With SIGKILL, at once: nobody who is left of it keeps the next one out."""
-    settings = (*SMALL, "duration=60 steps")
-    assert commands.run(*settings, "--out", "whole", folder=tmp_path).status == 0
+    settings = (*COMMAND, "--auto-resume")
     running = commands.start(*settings, folder=tmp_path)
     run = tmp_path / "runs" / "digits"
     running.until(lambda: (run / "checkpoint").exists() and saved_steps(run))
@@ -36,8 +31,8 @@ def test_a_killed_command_goes_on_when_it_is_given_again(commands: Commands, tmp
     assert running.ended().status == 137
     done = again.ended()
     assert done.status == 0, done.err
-    assert same_bits(run, tmp_path / "whole")
-    assert lines(run) == lines(tmp_path / "whole")
+    assert same_bits(run, undisturbed)
+    assert lines(run) == lines(undisturbed)
     last = commands.run(*settings, folder=tmp_path)
     assert (last.status, last.err) == (0, "note: runs/digits is finished: there is nothing left to do.\n")
     assert last.out.startswith("accuracy")
@@ -84,10 +79,9 @@ def ended(running: subprocess.Popen[str], folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("dying", ["0", "1"])
 def test_torchrun_restarts_a_run_whose_process_died(tmp_path: Path, dying: str):
-    settings = (*SMALL[:-1], "duration=40 steps")
-    ended(torchrun(tmp_path, "-m", "vitrail", *settings, "--out", "whole"), tmp_path)
+    ended(torchrun(tmp_path, "-m", "vitrail", *COMMAND, "--out", "whole"), tmp_path)
     (tmp_path / "dying.py").write_text(DYING)
-    again = (*settings, "--auto-resume")
+    again = (*COMMAND, "--auto-resume")
     said = ended(torchrun(tmp_path, "--max-restarts=2", "dying.py", *again, DYING=dying), tmp_path)
     run = tmp_path / "runs" / "digits"
     assert (tmp_path / "died").exists()
@@ -100,7 +94,7 @@ def test_torchrun_restarts_a_run_whose_process_died(tmp_path: Path, dying: str):
 
 @pytest.mark.slow
 def test_processes_whose_torchrun_was_killed_end_and_let_the_next_one_go_on(tmp_path: Path):
-    settings = (*SMALL, "duration=100k steps", "--out", "run")
+    settings = (*COMMAND, "duration=100k steps", "evaluate_every=none", "--auto-resume", "--out", "run")
     running = torchrun(tmp_path, "-m", "vitrail", *settings)
     run = tmp_path / "run"
     while not ((run / "checkpoint").exists() and saved_steps(run)):
