@@ -1,9 +1,6 @@
-"""A loss that is not finite stops the run with its samples named, or is left out; signals are wishes."""
+"""A loss that is not finite stops the run with its samples named, or is left out."""
 
 from __future__ import annotations
-
-import os
-import signal
 
 import pytest
 import torch
@@ -11,7 +8,6 @@ import torch
 from vitrail.data.batch import Batch
 from vitrail.errors import TrainError
 from vitrail.train.health import Health
-from vitrail.train.interrupt import Interrupt
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(1.0), torch.tensor(float("nan"))
@@ -54,20 +50,3 @@ def test_on_a_gpu_it_is_found_before_anything_is_saved():
     assert health.ok(BAD.cuda(), GOOD.cuda(), batch(5, "cuda"))
     with pytest.raises(TrainError, match="step 5"):
         health.settle()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_is_a_wish(number: signal.Signals):
-    before = signal.getsignal(number)
-    with Interrupt() as interrupt:
-        assert interrupt.asked is None
-        os.kill(os.getpid(), number)
-        assert interrupt.asked == number.name
-    assert signal.getsignal(number) is before
-
-
-def test_a_second_interrupt_ends_at_once():
-    with Interrupt():
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)

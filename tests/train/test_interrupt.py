@@ -137,6 +137,32 @@ def test_the_last_measurements_are_given_up_too_and_made_when_the_run_is_resumed
 # Signals
 
 
+def silent(words: str) -> None:
+    """An answer to nobody."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_a_request(number: signal.Signals):
+    before = signal.getsignal(number)
+    with Interrupt() as interrupt:
+        interrupt.listen(silent, str)
+        assert interrupt.asked is None
+        os.kill(os.getpid(), number)
+        assert interrupt.asked == number.name
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_after_a_signal_ends_at_once(number: signal.Signals):
+    with Interrupt() as interrupt:
+        interrupt.listen(silent, str)
+        os.kill(os.getpid(), number)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # would disturb what is being cleared up
+    assert interrupt.at_once
+
+
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
 def test_what_schedulers_and_terminals_send_is_a_request_to_stop(tmp_path: Path, name: str):
     with at_step(3, send(signal.Signals[name])):
