@@ -78,7 +78,15 @@ def dinov2(registers: int = 0, gated: int = 0) -> State:
 
 
 def mae() -> State:
-    return encoder()
+    return {**encoder(), "pos_embed": sines(4)}
+
+
+def sines(side: int) -> Tensor:
+    """MAE's fixed positions: sines and cosines of the column and of the row, and zeros for the class token."""
+    angles = torch.outer(torch.arange(side), 10000 ** -(torch.arange(D // 4) / (D // 4)))
+    waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # side, D / 2
+    table = torch.cat([waves.repeat(side, 1), waves.repeat_interleave(side, 0)], dim=1)
+    return torch.cat([torch.zeros(1, D), table])[None]
 
 
 def mae_full(width: int = 64) -> State:

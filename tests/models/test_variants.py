@@ -202,41 +202,42 @@ PROOF = {
     "ViT": {
         "golden": f"{W}/test_google.py::google_token",
         "timm": f"{W}/test_timm.py::vit_base_patch16_224",
-        "transformers": f"{W}/test_huggingface.py::ViTForImageClassification",
+        "transformers": "tests/transformers_peers.py::ViTForImageClassification",
         "torchvision": f"{W}/test_torchvision.py::vit_b_16",
     },
     "BV": {"golden": f"{W}/test_google.py::bigvision_gap_sincos"},
     "DeiT": {
         "timm": f"{W}/test_timm.py::deit_tiny_distilled_patch16_224",
-        "transformers": f"{W}/test_huggingface.py::DeiTForImageClassificationWithTeacher",
+        "transformers": "tests/transformers_peers.py::DeiTForImageClassificationWithTeacher",
     },
     "DeiT3": {"timm": f"{W}/test_timm.py::deit3_small_patch16_224"},
-    "MAE": {"timm": f"{W}/test_facebook.py::mae", "transformers": f"{W}/test_huggingface.py::ViTMAE"},
-    "DINO": {"timm": f"{W}/test_facebook.py::dino", "transformers": f"{W}/test_huggingface.py::ViTModel"},
+    "MAE": {"timm": f"{W}/test_facebook.py::mae", "transformers": "tests/transformers_peers.py::ViTMAE"},
+    "DINO": {"timm": f"{W}/test_facebook.py::dino", "transformers": "tests/transformers_peers.py::ViTModel"},
+    "IJEPA": {"transformers": "tests/recognition_transformers.py::IJepaModel"},
     "DINOv2": {
         "timm": f"{W}/test_timm.py::vit_small_patch14_reg4_dinov2",
-        "transformers": f"{W}/test_huggingface.py::Dinov2WithRegisters",
+        "transformers": "tests/transformers_peers.py::Dinov2WithRegisters",
     },
     "CLIP": {
         "golden": f"{W}/test_open_clip.py::openai.embedding",
         "timm": f"{W}/test_timm.py::vit_base_patch16_clip_quickgelu_224",
-        "transformers": f"{W}/test_huggingface.py::CLIPVisionModelWithProjection",
+        "transformers": "tests/transformers_peers.py::CLIPVisionModelWithProjection",
     },
     "SigLIP": {
         "timm": f"{W}/test_timm.py::vit_base_patch16_siglip_224",
-        "transformers": f"{W}/test_huggingface.py::SiglipVisionModel",
+        "transformers": "tests/transformers_peers.py::SiglipVisionModel",
     },
     "BiT": {
         "golden": f"{W}/test_google_bit.py::bigvision_bit_small",
         "timm": f"{W}/test_timm.py::resnetv2_50x1_bit",
-        "transformers": f"{W}/test_huggingface.py::BitForImageClassification",
+        "transformers": "tests/transformers_peers.py::BitForImageClassification",
     },
 }
 """Family, peer -> the test file that compares them, and a word of it that would go with the comparison."""
 
 
 def test_what_a_family_says_it_was_checked_against_is_tested() -> None:
-    assert {v.family for v in VARIANTS} == set(FAMILIES) == set(PROOF)
+    assert {v.family for v in VARIANTS} | {"IJEPA"} == set(FAMILIES) == set(PROOF), "I-JEPA's files are read by path"
     for name, family in FAMILIES.items():
         said = {claim.split()[0] for claim in family.checked.split("; ")}
         assert said == set(PROOF[name]), name

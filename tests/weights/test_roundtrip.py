@@ -199,6 +199,11 @@ def logits(net: nn.Module, config: Config) -> Tensor:
         return net(images)
 
 
+def family(config: Config, to: str) -> str | None:
+    """What a file in this format has to be told: DeiT-III's has the names of a ViT with rotary positions."""
+    return "DeiT3" if to == "facebook" and config == TABLE["DeiT-III"][0] else None
+
+
 def fitting(marks: str) -> list[str]:
     return [name for name, mark in zip(FORMATS, marks.split(), strict=True) if mark != "."]
 
@@ -230,7 +235,7 @@ def test_there_and_back_through_every_pair(config: Config, marks: str, named: st
     for first in fitting(marks):
         path = write(net, card, tmp_path / first, first)
         wanted = stored(path)
-        read, heard = checkpoint.read(path)
+        read, heard = checkpoint.read(path, family=family(config, first))
         assert same(read.state_dict(), start), first
         if said[first] == "=":
             assert torch.equal(logits(read, config), answer), first
@@ -238,7 +243,8 @@ def test_there_and_back_through_every_pair(config: Config, marks: str, named: st
         for second in ["vitrail"] if config in ONE_WAY else fitting(marks):
             if second == first:
                 continue
-            away, heard_away = checkpoint.read(write(read, heard, tmp_path / f"{first} {second}", second))
+            there = write(read, heard, tmp_path / f"{first} {second}", second)
+            away, heard_away = checkpoint.read(there, family=family(config, second))
             assert same(away.state_dict(), start), (first, second)
             back = write(away, heard_away, tmp_path / f"{first} {second} {first}", first)
             # Where the number of heads was lost, as said, Google's tensors have it in their shapes.

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import recognition_timm
 import torch
 from compare import randomized, relative
-from conftest import import_peer
+from recognition_timm import is_read, timm
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import BiT, ViT, build
-from vitrail.weights import checkpoint, timm_config
+from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive, Tensors
 from vitrail.weights.timm import TIMM_FORMAT
 
-timm = import_peer("timm")
 pytestmark = pytest.mark.peer
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 7}
@@ -30,48 +31,42 @@ def saved(model: torch.nn.Module, folder: Path, **args: object) -> Path:
     return folder
 
 
-def architectures() -> list[str]:
-    """Those with public weights, one tag of each."""
-    modules = ("vision_transformer", "vision_transformer_hybrid", "deit")
-    names = {n for m in modules for n in timm.list_models(module=m, pretrained=True)}
-    names |= set(timm.list_models("resnetv2*_bit*", pretrained=True))
-    return sorted({name.partition(".")[0]: name for name in sorted(names)}.values())
-
-
-STRANGE = (
-    "aimv2",
-    "beit3",
-    "test_vit3",
-    "vit_dlittle",
-    "vit_dpwee",
-    "vit_dwee",
-    "vit_pwee",
-    "vit_base_mci",
-    "vit_base_patch16_rpn_224",
-)
-"""Architectures that compute something else: refused by name."""
-
-
-def test_every_pretrained_vit_of_timm_is_built_alike_or_refused() -> None:
-    """All of timm's architectures with weights: names, shapes, conventions, on skeletons without storage."""
-    refused, wrong = [], {}
-    for name in architectures():
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        archive = repository(model, name)
-        try:
-            if TIMM_FORMAT.recognise(archive) != "":
-                raise FormatError("not recognised")
-            card = TIMM_FORMAT.describe(archive)
-            net = build(card.config, skeleton=True)
-            TIMM_FORMAT.table(card.config).read(archive.tensors, net, card.config)
-        except FormatError:
-            refused.append(name)
+def test_every_vit_of_timm_is_described_at_its_own_size_as_timm_builds_it() -> None:
+    """Widths, heads and positions as published, one block deep, on skeletons without storage: names, shapes, config."""
+    wrong = {}
+    for case in recognition_timm.cases():
+        if not is_read(case.name):
             continue
-        if expected(model) != said(card.config):
-            wrong[name] = set(expected(model).items()) ^ set(said(card.config).items())
+        depth = {} if "resnetv2" in case.group else {"depth": 1}
+        with torch.device("meta"):
+            model = timm.create_model(case.name, num_classes=7, **depth)
+        truth = recognition_timm.truth(case.name, model)
+        folder = repository(model, case.name)
+        for form, archive, family in (("folder", folder, None), ("bare", bare(folder, truth), truth["family"])):
+            recognised, archive = checkpoint.recognise(archive, family)
+            config = recognised.describe(archive).config
+            recognised.table(config).read(archive.tensors, build(config, skeleton=True), config)
+            if expected(model) != said(config):
+                wrong[case.name, form] = set(expected(model).items()) ^ set(said(config).items())
     assert wrong == {}
-    assert refused == [name for name in architectures() if name.startswith(STRANGE)]
+
+
+def bare(folder: Archive, truth: dict[str, Any]) -> Archive:
+    """The weights alone, and what their reader asks for."""
+    alone = Archive(folder.source, folder.tensors)
+    for option in ("activation", "heads"):
+        if asks(alone, option):
+            alone.told[option] = truth[option]
+    return alone
+
+
+def asks(archive: Archive, option: str) -> bool:
+    """Whether a bare file is refused for want of this option."""
+    try:
+        TIMM_FORMAT.describe(archive)
+    except FormatError as error:
+        return f"{option}=" in str(error)
+    return False
 
 
 def repository(model: torch.nn.Module, name: str) -> Archive:
@@ -236,22 +231,35 @@ def test_another_size_is_resampled_as_timm_does_it(size: tuple[int, int], tmp_pa
         assert relative(net.resized(size)(images), rebuilt(images)) <= 1e-5
 
 
+def test_an_architecture_that_nobody_knows_is_not_taken_for_a_vit(tmp_path: Path) -> None:
+    """Its tensors may look like a ViT's: xcit's, or those of one's own."""
+    theirs = randomized(timm.create_model("vit_base_patch16_224", **SMALL))
+    folder = saved(theirs, tmp_path / "timm", **SMALL)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architecture": "my_own_vit"}))
+    with pytest.raises(FormatError, match=r"my_own_vit is not an architecture that vitrail reads.*pass family='ViT'"):
+        checkpoint.read(folder)
+    images = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        assert relative(checkpoint.read(folder, family="ViT")[0](images), theirs(images)) <= 1e-5
+
+
 @pytest.mark.parametrize(
-    "arch", ["vit_small_patch16_rope_ape_224", "vit_pe_core_small_patch16_384", "eva02_tiny_patch14_224"]
+    ("args", "named"),
+    [
+        ({"pool_include_prefix": True}, "pool_include_prefix=True"),
+        ({"norm_layer": "batchnorm2d"}, "norm_layer='batchnorm2d'"),
+        ({"global_pool": "avgmax"}, "global_pool='avgmax'"),
+        ({"act_layer": "relu"}, "act_layer='relu'"),
+    ],
 )
-def test_timms_other_classes_are_refused_by_name(arch: str) -> None:
-    """Their tensors look like a ViT's: only the architecture's name tells."""
+def test_arguments_that_change_the_network_are_refused_by_name(args: dict[str, object], named: str) -> None:
     with torch.device("meta"):
-        model = timm.create_model(arch)
-    archive = repository(model, arch)
-    with pytest.raises(FormatError, match=r"another class|which vitrail does not build"):
+        model = timm.create_model("vit_base_patch16_224", **SMALL)
+    archive = repository(model, "vit_base_patch16_224")
+    archive.sidecars["config.json"]["model_args"] = SMALL | args
+    with pytest.raises(FormatError, match=named):
         TIMM_FORMAT.describe(archive)
-
-
-def test_every_class_of_timm_that_is_not_its_vit_is_refused() -> None:
-    names = timm.list_models(module="eva") + timm.list_models("naflexvit*")
-    vits = [n for n in names if not timm_config.OTHER_CLASS.search(n) and timm.models.model_entrypoint(n)]
-    assert [n for n in vits if not n.startswith("eva_large")] == []
 
 
 @pytest.mark.parametrize(
@@ -289,11 +297,9 @@ def test_registers_with_positions_are_folded_and_said() -> None:
     theirs = randomized(timm.create_model("vit_base_patch16_224", **SMALL, reg_tokens=2))
     assert theirs.pos_embed.shape[1] == 16 + 3
     assert theirs.pos_embed[0, 1:3].abs().sum() > 0
-    card = TIMM_FORMAT.describe(
-        Archive(
-            "x", Tensors.of(theirs.state_dict()), sidecars={"config.json": {"architecture": "x", "model_args": SMALL}}
-        )
-    )
+    archive = repository(theirs, "vit_base_patch16_224")
+    archive.sidecars["config.json"]["model_args"] = SMALL
+    card = TIMM_FORMAT.describe(archive)
     assert card.config.registers == 2
     assert card.config.placed_prefix == 1
 

@@ -101,6 +101,13 @@ FAMILIES: dict[str, Family] = {
         crop=_mae,
         checked="timm; transformers",
     ),
+    "IJEPA": Family(
+        "I-JEPA (Assran et al. 2023)",
+        _TORCH | {"classes": 0, "class_token": False, "pool": "gap"},
+        preprocess=DEIT,
+        crop=_eighths,
+        checked="transformers",
+    ),
     "DINO": Family("DINO (Caron et al. 2021)", _DINO, preprocess=DEIT, crop=_eighths, checked="timm; transformers"),
     "DINOv2": Family(
         "DINOv2, with and without registers (Oquab et al. 2023, Darcet et al. 2023)",

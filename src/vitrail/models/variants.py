@@ -39,14 +39,17 @@ SIZES = {
 # fmt: on
 DINOV2_G = Size(1536, 40, 24, 4096)
 """DINOv2's own g, with SwiGLU."""
+SIGLIP2_G = Size(1536, 40, 16, 6144)
+_PUBLISHED = {(size.width, size.mlp): size.heads for size in (SIGLIP2_G, DINOV2_G, *SIZES.values())}
 
 
 def heads_for(width: int, mlp: int) -> int | None:
     """Heads of a network whose file does not say: a published size's at any depth, else 64 numbers each."""
-    for size in (*SIZES.values(), DINOV2_G, Size(1536, 40, 16, 6144)):  # the last is SigLIP 2's giant
-        if (size.width, size.mlp) == (width, mlp):
-            return size.heads
-    return width // 64 if width % 64 == 0 else None
+    return _PUBLISHED.get((width, mlp)) or (width // 64 if width % 64 == 0 else None)
+
+
+def is_published(width: int, mlp: int) -> bool:
+    return (width, mlp) in _PUBLISHED
 
 
 STEMS = {

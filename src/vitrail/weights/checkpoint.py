@@ -22,11 +22,14 @@ from vitrail.weights.facebook import FACEBOOK
 from vitrail.weights.files import Archive, aligned, open_archive
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
+from vitrail.weights.huggingface_config import refuse_type
 from vitrail.weights.kinds import AGAIN, few, first_line
 from vitrail.weights.native import NATIVE
 from vitrail.weights.rules import listed
+from vitrail.weights.sidecars import named
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.torchvision import TORCHVISION
+from vitrail.weights.unsupported import refuse_architecture, refuse_tensors
 
 FORMATS: tuple[Format, ...] = (
     NATIVE,
@@ -41,11 +44,28 @@ FORMATS: tuple[Format, ...] = (
 """In the order they are tried."""
 EXPORTED = (".onnx", ".pt2", ".xml")
 """What `vitrail export` writes; no weights can be had from it."""
+_ELSEWHERE = "if that belongs to other weights, move these to a folder of their own."
 
 
-def recognise(archive: Archive) -> tuple[Format, Archive]:
-    """The format of these tensors, and the tensors under the names its table uses; the rest is said aloud."""
+def recognise(archive: Archive, family: str | None = None) -> tuple[Format, Archive]:
+    """The format of these tensors, and the tensors under the names its table uses; what was left aside is noted.
+
+    A sidecar that names a model decides. Without one the tensors do, and `family` settles what they leave open.
+    """
+    said = named(archive)
+    try:
+        if said.library == "timm":
+            refuse_architecture(said.model)
+        elif said.library == "huggingface":
+            refuse_type(said.model)
+        elif not said.library:
+            refuse_tensors(archive.tensors, family)
+    except FormatError as error:
+        raise FormatError(f"{archive.source}: {error}") from None
+    allowed = {said.library, "open_clip" if "open_clip_config.json" in archive.sidecars else ""}
     for form in FORMATS:
+        if said.library and form.name not in allowed:
+            continue
         prefix = form.recognise(archive)
         if prefix is None:
             continue
@@ -60,10 +80,26 @@ def recognise(archive: Archive) -> tuple[Format, Archive]:
         inside = archive.tensors.under(prefix).renamed(form.spelling)
         return form, replace(archive, tensors=inside, notes=[*archive.notes, *aside])
     names = list(archive.tensors)
+    shown = f"({', '.join(names[:4])}, ... {len(names)} in all)"
+    if said.library:
+        raise FormatError(
+            f"{archive.source}: {said.file} says that this is {said.library}'s {said.model}, and vitrail reads none "
+            f"of {said.library}'s models whose tensors have these names {shown}; {_ELSEWHERE}"
+        )
+    known = ", ".join(dict.fromkeys(f.name for f in FORMATS))
     raise FormatError(
-        f"{archive.source}: the names are of no known format ({', '.join(names[:4])}, ... {len(names)} in all); "
-        f"known are {', '.join(dict.fromkeys(f.name for f in FORMATS))}."
+        _hinted(archive, f"{archive.source}: the names are of no known format {shown}; known are {known}.")
     )
+
+
+def _hinted(archive: Archive, said: str) -> str:
+    """With what to do about a sidecar that belongs to another file, or is missing beside a file of transformers."""
+    stated = named(archive)
+    beside = stated.library in ("timm", "huggingface") and stated.file not in archive.metadata
+    if beside and "left over" in said:
+        return f"{said} {stated.file} says that this is {stated.library}'s {stated.model}; {_ELSEWHERE}"
+    bare = not stated.library and any("embeddings.patch_embed" in name for name in archive.tensors)
+    return f"{said.rstrip('.')}; its config.json, put beside it, would say what model it is." if bare else said
 
 
 def read(
@@ -87,9 +123,10 @@ def read(
             f"{path} is exported: it can be run, but not looked into, changed or trained; "
             "take the checkpoint it was made from."
         )
+    family = _known(family)
     with closing(open_archive(path, section=section)) as opened:
-        form, archive = recognise(_headed(opened))
-        archive.told.update(changes or {})
+        form, archive = recognise(_headed(opened), family)
+        archive.told.update(changes or {}, **({"family": family} if family else {}))
         with _reading(form, archive):
             card = form.describe(archive)
         card = _settled(card, family, changes or {})
@@ -164,7 +201,8 @@ def _reading(form: Format, archive: Archive) -> Iterator[None]:
     try:
         yield
     except FormatError as error:
-        said = str(error) if str(error).startswith("read as") else f"read as {form.name}: {error}"
+        said = _hinted(archive, str(error))
+        said = said if said.startswith("read as") else f"read as {form.name}: {said}"
         raise FormatError(str(error) if archive.source in said else f"{archive.source}: {said}") from error
     except CheckpointError:
         raise
@@ -176,21 +214,26 @@ def _reading(form: Format, archive: Archive) -> Iterator[None]:
         ) from error
 
 
+def _known(family: str | None) -> str | None:
+    """A family as FAMILIES spells it."""
+    found = next((known for known in FAMILIES if known.lower() == str(family).lower()), family)
+    if found is not None and found not in FAMILIES:
+        raise NotFound(f"no family is called {family!r}{nearest(found, FAMILIES)}")
+    return found
+
+
 def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card:
+    """With what the caller says, which goes before what was assumed."""
     if changes:
         card = card.but(config=card.config.but(**changes))
     if family is None:
         return card
-    family = next((known for known in FAMILIES if known.lower() == family.lower()), family)
-    if family not in FAMILIES:
-        raise NotFound(f"no family is called {family!r}{nearest(family, FAMILIES)}")
+    card = card.but(notes=tuple(n for n in card.notes if "preprocessing" not in n))
     if family == card.family:  # nothing new
         return card
     fixed = {k: v for k, v in conventions_of(family, card.config).items() if k not in changes}
     config = card.config.but(**fixed)
-    notes = tuple(n for n in card.notes if "preprocessing" not in n)
-    preprocess = usual_preprocess(family, config)
-    return card.but(config=config, family=family, preprocess=preprocess, notes=notes)
+    return card.but(config=config, family=family, preprocess=usual_preprocess(family, config))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Hugging Face's repositories: ViT, DeiT, DINO, DINOv2, MAE, CLIP, SigLIP and BiT as `transformers` keeps them."""
+"""Hugging Face's repositories: ViT, DeiT, DINO, DINOv2, MAE, I-JEPA, CLIP, SigLIP, BiT as `transformers` keeps them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from vitrail.weights.huggingface_config import (
 )
 from vitrail.weights.huggingface_names import spelling, table
 from vitrail.weights.rules import AnyConfig
+from vitrail.weights.sidecars import named
 from vitrail.weights.write import new_folder, write_json, write_safetensors
 
 ANCHORS = {
     "embeddings.patch_embeddings.projection.weight": "embeddings.cls_token",
     "embeddings.patch_embedding.weight": "embeddings.position_embedding.weight",
     "embedder.convolution.weight": "encoder.stages.0.layers.0.conv1.weight",
+    "embeddings.position_embeddings": "encoder.layer.0.attention.attention.query.weight",
 }
 """Pairs of names that only transformers gives."""
 STRANGERS = {
@@ -42,6 +44,11 @@ STRANGERS = {
     "encoder.layer.0.attention.attention.relative_position_bias.*": "relative position biases (BEiT)",
     "encoder.layers.0.self_attn.qkv.weight": "queries, keys and values in one matrix (BLIP)",
     "embedder.norm.weight": "post-activation units (layer_type 'bottleneck')",
+    "embeddings.detection_tokens": "tokens of objects (YOLOS)",
+    "embeddings.text_embeddings.": "words among its tokens (ViLT)",
+    "embeddings.time_embeddings": "positions in time (TimeSformer)",
+    "encoder.layers.0.message_fc.": "messages between frames (X-CLIP)",
+    "pre_layernorm.": "OWL-ViT's first norm",
 }
 """Tensors that tell a neighbour, which computes something else."""
 
@@ -92,6 +99,10 @@ def _refuse_strangers(archive: Archive) -> None:
     for pattern, what in STRANGERS.items():
         if any(n.startswith(pattern.removesuffix("*")) for n in archive.tensors):
             raise FormatError(f"read as huggingface, this network has {what}, which vitrail does not build from it.")
+    if _shape(archive, "embeddings.cls_token", (1, 1))[1] > 1:
+        raise FormatError("read as huggingface, this network has several class tokens (Pixio): vitrail builds one.")
+    if len(_shape(archive, "embeddings.patch_embeddings.projection.weight", (0,) * 4)) == 5:
+        raise FormatError("this is a network for video (ViViT, VideoMAE), which vitrail does not read yet.")
     if len(_shape(archive, "embeddings.patch_embedding.weight", (0,) * 4)) == 2:
         raise FormatError("this is SigLIP 2 for any aspect (NaFlex); vitrail reads SigLIP 2 of a fixed size only.")
 
@@ -105,6 +116,8 @@ def _kind_in(archive: Archive) -> str:
         return "clip" if "embeddings.class_embedding" in names else "siglip"
     if "encoder.layer.0.layer_scale1.lambda1" in names:
         return "dinov2_with_registers" if "embeddings.register_tokens" in names else "dinov2"
+    if "embeddings.cls_token" not in names and named(archive).model in ("", "ijepa"):
+        return "ijepa"
     return "deit" if "embeddings.distillation_token" in names else "vit"
 
 
@@ -123,7 +136,7 @@ def _vit_config(archive: Archive, kind: str, said: Said) -> tuple[ViTConfig, lis
     width, channels, *patch = _shape(archive, f"{first}.weight")
     depth = 1 + max((int(n.removeprefix(block).split(".")[0]) for n in names if n.startswith(block)), default=-1)
     gated = f"{block}0.mlp.weights_out.weight" in names
-    down = {"vit": "output.dense", "deit": "output.dense"}.get(kind, "mlp.weights_out" if gated else "mlp.fc2")
+    down = dict.fromkeys(("vit", "deit", "ijepa"), "output.dense").get(kind, "mlp.weights_out" if gated else "mlp.fc2")
     mlp = _shape(archive, f"{block}0.{down}.weight")[1]
     said.agrees(hidden_size=width, num_hidden_layers=depth, patch_size=tuple(patch), num_channels=channels)
     if kind not in ("dinov2", "dinov2_with_registers"):
@@ -134,7 +147,7 @@ def _vit_config(archive: Archive, kind: str, said: Said) -> tuple[ViTConfig, lis
         "mlp": mlp,
         "patch": tuple(patch),
         "channels": channels,
-        "class_token": kind != "siglip",
+        "class_token": kind not in ("siglip", "ijepa"),
         "registers": _shape(archive, "embeddings.register_tokens", (1, 0))[1],
         "patch_bias": kind != "clip",
         "qkv_bias": tower or any(n.endswith((".query.bias", ".key.bias", ".value.bias")) for n in names),
@@ -143,13 +156,16 @@ def _vit_config(archive: Archive, kind: str, said: Said) -> tuple[ViTConfig, lis
     }
     options |= said.conventions() | _ending(archive, kind, said)
     options["activation"] = "swiglu" if gated else options["activation"]
-    special = {"siglip": 0, "deit": 2}.get(kind, 1)
+    special = {"siglip": 0, "ijepa": 0, "deit": 2}.get(kind, 1)
     rows = _shape(archive, "embeddings.position_embedding.weight" if tower else "embeddings.position_embeddings")[-2]
     options["image"] = said.image(pair(options["patch"]), rows - special)
     if _leaves_an_edge(options["image"], options["patch"]):
         options["uncovered"] = "ignore"
     options["heads"], assumed = said.heads(width, depth, mlp)
-    silent = f"there is no config.json: activation and epsilon are {KINDS[kind].models[0]}'s defaults."
+    silent = (
+        f"there is no config.json: activation and epsilon are {KINDS[kind].models[0]}'s defaults; put it beside the "
+        "weights, or pass activation=..., norm_eps=... if they are others."
+    )
     return ViTConfig(**options), [n for n in (assumed, "" if said.type else silent) if n]
 
 
@@ -176,6 +192,8 @@ def _ending(archive: Archive, kind: str, said: Said) -> dict[str, Any]:
             return {"classes": classes, "pool": "gap", "pool_norm": "none"}
         case "clip":
             return {"classes": _shape(archive, "visual_projection.weight", (0,))[0], "head_bias": False}
+        case "ijepa":
+            return {"classes": classes, "pool": "gap"}
         case "siglip":
             mapped = "head.probe" in archive.tensors and not classes
             return {"classes": classes, "pool": "map" if mapped else "gap"}

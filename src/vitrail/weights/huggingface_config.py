@@ -77,6 +77,7 @@ KINDS = {
         "vision_model.",
         activation="gelu_pytorch_tanh",
     ),
+    "ijepa": Kind("IJEPA", ("ijepa",), ("IJepaModel", "IJepaForImageClassification"), "ijepa.", eps=1e-12),
     "bit": Kind("BiT", ("bit",), ("BitModel", "BitForImageClassification"), "bit."),
 }
 
@@ -89,6 +90,15 @@ BIT = {
     "output_stride": 32,
 }
 """What BitConfig can say and BiT's own network does not vary."""
+
+
+def refuse_type(model_type: str) -> None:
+    """Raise FormatError for a `model_type` that is not one of KINDS."""
+    known = [t for kind in KINDS.values() for t in kind.types]
+    if model_type not in known:
+        raise FormatError(
+            f"config.json says model_type={model_type!r}, which vitrail does not read yet; it reads {', '.join(known)}."
+        )
 
 
 def kind_of(config: AnyConfig) -> str:
@@ -131,8 +141,8 @@ class Said:
         named = str(whole.get("model_type", kind.types[0]))
         if named not in kind.types:
             raise FormatError(
-                f"config.json says model_type={named!r}, the tensors look like {' or '.join(kind.types)}; "
-                f"vitrail reads {', '.join(t for k in KINDS.values() for t in k.types)}."
+                f"config.json says model_type={named!r}, the tensors look like {' or '.join(kind.types)}: "
+                "two models are mixed up."
             )
         fields = _vision(whole) if kind.family in ("CLIP", "SigLIP") else whole
         return cls(kind, fields, named, whole.get("id2label"), archive.told, whole.get("problem_type") == SEVERAL)
@@ -151,6 +161,12 @@ class Said:
 
     def conventions(self) -> dict[str, Any]:
         """Fields of ViTConfig that no tensor shows."""
+        told = {theirs for theirs, ours in ACTIVATIONS.items() if ours == self.told.get("activation")}
+        if not self.type and self.kind.family == "CLIP" and not told:
+            raise FormatError(
+                "its tensors are those of a CLIP image tower and do not show which GELU it computes; pass "
+                "activation='gelu-quick' for weights by OpenAI, MetaCLIP and DFN, activation='gelu' for the others."
+            )
         activation = self.get("hidden_act", default=self.kind.activation)
         if activation not in ACTIVATIONS:
             raise FormatError(f"config.json says hidden_act={activation!r}; vitrail has {', '.join(ACTIVATIONS)}.")

@@ -152,9 +152,14 @@ IGNORED = {
 
 @dataclass
 class HuggingFaceTable(Table):
-    """A table that also reads SwiGLU's gate and value apart, as version 5 names them in memory."""
+    """A table that also reads SwiGLU's gate and value apart, as version 5 names them in memory.
+
+    A network without a class token is written as SigLIP, and read from I-JEPA's names as well.
+    """
 
     def read(self, theirs: Mapping[str, Tensor], skeleton: nn.Module, config: AnyConfig) -> dict[str, Tensor]:
+        if kind_of(config) == "siglip" and "embeddings.position_embeddings" in theirs:
+            return Table(self.name, [*VIT, *PLACED], IGNORED["vit"]).read(theirs, skeleton, config)
         gates = [n for n in theirs if ".mlp.gate_proj." in n]
         if gates:
             joined = {n: theirs[n] for n in theirs}
@@ -188,7 +193,7 @@ def table(config: AnyConfig) -> Table:
 SPELLINGS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"^(vit|deit|dinov2|dinov2_with_registers|vision_model|bit)\.", ""),
+        (r"^(vit|deit|ijepa|dinov2|dinov2_with_registers|vision_model|bit)\.", ""),
         # version 5's names in memory -> the hub's
         (r"^layers\.(\d+)\.mlp\.fc1\.", r"encoder.layer.\1.intermediate.dense."),
         (r"^layers\.(\d+)\.mlp\.fc2\.", r"encoder.layer.\1.output.dense."),

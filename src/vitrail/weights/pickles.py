@@ -26,6 +26,7 @@ SECTIONS = (
     "state_dict",  # timm, Lightning
     "model",  # DeiT, MAE, DINOv2
     "teacher",  # DINO, DINOv2
+    "target_encoder",  # I-JEPA
     "student",
     "model_state_dict",
     "model_state",
@@ -41,7 +42,10 @@ DEEPEST = 4  # sections within sections; a dictionary can hold itself
 
 @dataclass
 class Saved:
-    """The tensors of a pickle, the plain values among and around them, and what was chosen."""
+    """The tensors of a pickle, the plain values among and around them, and what was chosen.
+
+    `extras["sections"]` lists the keys of the dictionaries around the tensors: which script wrote them shows there.
+    """
 
     tensors: dict[str, Tensor]
     extras: dict[str, Any]
@@ -88,6 +92,7 @@ def unwrap(loaded: Any, section: str | None, path: Path) -> Saved:
     """The dictionary of tensors inside what a training script saved."""
     extras: dict[str, Any] = {}
     notes: list[str] = []
+    sections: list[str] = []
     node = loaded
     asked = section
     for _ in range(DEEPEST):
@@ -101,6 +106,7 @@ def unwrap(loaded: Any, section: str | None, path: Path) -> Saved:
         if len(inner) > 1:
             notes.append(f"read {choice!r} of {', '.join(inner)}")
         extras.update({str(k): _plain(v) for k, v in node.items() if _is_plain(v)})
+        sections += map(str, node)
         node = node[choice]
     if not isinstance(node, Mapping):
         raise CheckpointError(f"{path} holds a {type(node).__name__}, wanted a dictionary of tensors.")
@@ -109,7 +115,7 @@ def unwrap(loaded: Any, section: str | None, path: Path) -> Saved:
     extras.update({str(k): _plain(v) for k, v in node.items() if k not in tensors and _is_plain(v)})
     if aside:
         notes.append(f"put aside {few(aside)}: not tensors")
-    return Saved(tensors, extras, notes)
+    return Saved(tensors, extras | {"sections": sections}, notes)
 
 
 def _choose_section(node: Mapping[Any, Any], inner: list[str], asked: str | None, path: Path) -> str | None:

@@ -29,6 +29,7 @@ from vitrail.weights.rules import (
     Via,
     both,
 )
+from vitrail.weights.timm_evidence import family_of
 from vitrail.weights.write import new_folder, write_json, write_safetensors
 
 # R registers, P special tokens with a position, N patches, D width
@@ -143,21 +144,10 @@ PREFIXES = (
     "module.backbone.",
     "visual.trunk.",
     "module.visual.trunk.",
+    "timm_model.",
 )
 ANCHORS = ("patch_embed.proj.weight", "blocks.0.norm1.weight", "blocks.0.attn.qkv.weight")
 BIT_ANCHORS = ("stem.conv.weight", "stages.0.blocks.0.norm1.weight", "stages.0.blocks.0.conv1.weight")
-STRANGERS = {
-    "blocks.0.attn.norm.weight": "a norm inside the attention (BEiT-3)",
-    "blocks.0.mlp.norm.weight": "a norm inside the MLP (BEiT-3, EVA)",
-    "blocks.0.mlp.fc1_g.weight": "a separate gate in the MLP (AIMv2, EVA)",
-    "blocks.0.attn.lambda_q1": "differential attention",
-    "blocks.0.in_proj.weight": "attention and MLP side by side (ViT-22B)",
-    "blocks.0.attns.0.qkv.weight": "parallel attentions",
-    "patch_embed.norm.weight": "a norm in the patch projection (AIMv2)",
-    "blocks.0.attn.relative_position_bias_table": "relative position biases (BEiT)",
-    "rel_pos_bias.relative_position_bias_table": "relative position biases (BEiT)",
-}
-"""Tensors that tell a neighbour of ViT, which computes something else."""
 
 
 def recognise(archive: Archive) -> str | None:
@@ -170,19 +160,19 @@ def recognise(archive: Archive) -> str | None:
 
 
 def describe(archive: Archive) -> Card:
-    for name, what in STRANGERS.items():
-        if name in archive.tensors:
-            raise FormatError(f"read as timm, this network has {what}, which vitrail does not build.")
     said = timm_config.Said.of(archive)
     if any(name in archive.tensors for name in BIT_ANCHORS):
         return _describe_bit(archive, said)
     config, notes = _vit_config(archive, said)
-    family = timm_config.family_of(archive, said, config)
-    if not said.arch:  # not timm's own repository: resized as the code that made it does
+    family = family_of(archive, f"{said.arch}.{said.tag}" if said.cfg else "", config)
+    if not said.cfg:  # not timm's own repository: resized as the code that made it does
         config = config.but(resample=conventions_of(family, config).get("resample", "timm"))
     preprocess, heard = said.preprocess(config, usual_preprocess(family, config, "timm"))
     if not heard:
-        notes.append(f"preprocessing is not in the file; as usual for {family}: {preprocess.summary()}.")
+        notes.append(
+            f"preprocessing is not in the file; as usual for {family}: {preprocess.summary()}. "
+            "Pass family=... if it is of another."
+        )
     labels = said.labels(config.classes)
     projects = family == "CLIP" and config.classes in CLIP_OUT.values() and not labels and not said.tag_has("ft")
     embeds = not config.classes or projects
@@ -234,11 +224,12 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     stated = ("qkv_bias", "proj_bias", "qk_norm")  # by the arguments, where a tensor is missing
     options |= {name: bool(said.args[name]) for name in stated if name in said.args}
     options |= _pooling(archive, said)
-    options |= said.conventions(swiglu=up == 2 * down, clip=options["pre_norm"])
-    options["layer_scale"] = options["layer_scale"] and (said.args.get("init_values") or options["layer_scale"])
-    options["heads"], note = said.heads(width, depth, down, archive)
-    notes += [note] if note else []
     options |= _positions(archive, said, options)
+    looks = _resembles(archive, options)
+    options |= said.conventions(swiglu=up == 2 * down, looks=looks)
+    options["layer_scale"] = options["layer_scale"] and (said.args.get("init_values") or options["layer_scale"])
+    options["heads"], note = said.heads(width, down, archive, looks)
+    notes += [note] if note else []
     config = ViTConfig(**options)
     rows = archive.shape("pos_embed")[1] if "pos_embed" in names else 0
     if config.registers and rows > config.placed_prefix + math.prod(config.grid):
@@ -250,6 +241,15 @@ def _shape(archive: Archive, name: str) -> tuple[int, ...]:
     if name not in archive.tensors:
         raise FormatError(f"read as timm, the tensors do not fit: missing {name}.")
     return archive.shape(name)
+
+
+def _resembles(archive: Archive, options: dict[str, Any]) -> str:
+    """Whose image tower these tensors fit as well: CLIP's, SigLIP's with or without its pool, or neither."""
+    if options["pre_norm"]:
+        return "CLIP"
+    plain = not (options["class_token"] or options["registers"] or options["layer_scale"] or options["stem"])
+    known = {"target_encoder", "predictor"} <= set(archive.extras.get("sections", ()))  # I-JEPA's own file
+    return "SigLIP" if plain and options["qkv_bias"] and options["pool_norm"] == "before" and not known else ""
 
 
 def _pooling(archive: Archive, said: timm_config.Said) -> dict[str, Any]:
@@ -269,8 +269,8 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
     if "pos_embed" not in archive.tensors:
         if said.told.get("position", said.args.get("pos_embed", "learn")) not in ("none", "", None):
             raise FormatError(
-                "read as timm, pos_embed is missing, and rotary positions are not read from timm; "
-                "pass position='none' only if the network has none."
+                "read as timm, pos_embed is missing, and networks with rotary or relative positions are not read; "
+                "pass position='none' if this one has no positions at all."
             )
         return {"image": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
     rows = archive.shape("pos_embed")[1]

@@ -9,25 +9,40 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.published import VARIANTS
-from vitrail.models.variants import BIT_LAYERS, heads_for, parse
+from vitrail.models.variants import BIT_LAYERS, heads_for, is_published, parse
 from vitrail.weights.card import Card, channels_for
 from vitrail.weights.files import Archive
 from vitrail.weights.labels import imagenet_1k
+from vitrail.weights.sidecars import named, open_clip_cfg, open_clip_tower
+from vitrail.weights.timm_evidence import PLAIN, trained
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
 TANH = re.compile(r"large_patch16_siglip.*_512$|so400m_patch16_siglip|giantopt|patch32_siglip")
 """Architectures whose code asks for the tanh form and whose weights cannot show it."""
-OTHER_CLASS = re.compile(r"dinov3|rope|_pe_|sapiens|lingbot|^eva02|^eva_giant|naflex|^beit_|^beitv2")
-"""Architectures that timm builds by other code: their tensors look like a ViT's and mean something else."""
+ARGUMENTS = re.compile(
+    "img_size|patch_size|in_chans|num_classes|embed_dim|depth|num_heads|mlp_ratio|global_pool|q(kv_bias|k_norm)"
+    "|proj_bias|init_values|class_token|pos_embed|no_embed_class|reg_tokens|(pre|final|fc)_norm|(act|norm)_layer"
+    "|weight_init|fix_init|dynamic_img_(size|pad)|strict_img_size|((pos|patch|proj|attn)_)?drop_rate|drop_path_rate"
+)
+"""Arguments of timm's VisionTransformer that are followed, or change nothing in evaluation."""
+NORMS = (None, "", "layernorm", "layernormfp32", "rmsnorm", "rmsnormfp32")
+POOLS = ("", "token", "avg", "map")
 ODD_HEADS = {"test_vit": 2, "test_vit2": 2, "test_vit4": 3, "vit_base_patch16_gap_224": 16}
 """Architectures of no published size whose heads are not 64 wide."""
 FILTERS: dict[str, Any] = {name: name for name in ("nearest", "bilinear", "bicubic", "lanczos")} | {"box": "area"}
+GELUS = {
+    "CLIP": "its tensors are those of a CLIP image tower and do not show which GELU it computes; pass "
+    "activation='gelu-quick' for weights by OpenAI, MetaCLIP and DFN, activation='gelu' for the others.",
+    "SigLIP": "its tensors are those of a SigLIP image tower, or of a ViT without a class token, and do not show which "
+    "GELU it computes; pass activation='gelu-tanh', as SigLIP was trained, or activation='gelu', as timm computes most "
+    "of these.",
+}
+"""Questions about bare files, by what they resemble."""
 NATIVE_QUICK = ("openai", "metaclip", "dfn")
 """Tags trained with QuickGELU, which timm's plain architectures compute with GELU."""
 
@@ -47,20 +62,34 @@ class Said:
 
     @classmethod
     def of(cls, archive: Archive) -> Said:
-        whole = archive.sidecars.get("config.json")
-        if not isinstance(whole, dict) or "architecture" not in whole:
-            return cls(told=archive.told)
-        cfg = whole.get("pretrained_cfg") or {k: v for k, v in whole.items() if k != "model_args"}
-        arch, _, tag = str(whole["architecture"]).partition(".")
-        args = dict(whole.get("model_args") or {})
-        said = cls(arch, str(cfg.get("tag") or tag), args, dict(cfg), whole, archive.told)
-        if OTHER_CLASS.search(arch):
+        said = named(archive)
+        if said.library != "timm":
+            return cls(*trained(archive), told=archive.told)
+        if said.file == "open_clip_config.json":
+            arch, tower = said.model, open_clip_tower(archive)
+            found = cls(arch, "", {"global_pool": tower.get("timm_pool")}, open_clip_cfg(archive), {}, archive.told)
+        else:
+            whole = archive.sidecars["config.json"]
+            cfg = whole.get("pretrained_cfg") or {k: v for k, v in whole.items() if k != "model_args"}
+            arch, _, tag = str(whole["architecture"]).partition(".")
+            args = dict(whole.get("model_args") or {})
+            found = cls(arch, str(cfg.get("tag") or tag), args, dict(cfg), whole, archive.told)
+        found._check()
+        return found
+
+    def _check(self) -> None:
+        """Raise FormatError for what the sidecar says and vitrail does not know."""
+        if not PLAIN.fullmatch(self.arch) and not self.told.get("family"):
             raise FormatError(
-                f"timm's {arch} is of another class (rotary positions, EVA), which vitrail does not read."
+                f"timm's {self.arch} is not an architecture that vitrail reads; if it is one of your own, and timm's "
+                "VisionTransformer with other sizes, pass family='ViT'."
             )
-        if re.match(r"test_vit3|vit_\w+_rpn_", arch) or "pool_include_prefix" in said.args:
-            raise FormatError(f"timm's {arch} pools or norms in a way vitrail does not build.")
-        return said
+        wrong = [name for name in self.args if not ARGUMENTS.fullmatch(name)]
+        wrong += ["norm_layer"] if self.args.get("norm_layer") not in NORMS else []
+        wrong += ["global_pool"] if self.global_pool not in POOLS else []
+        for name in wrong:
+            value = self.args.get(name, self.global_pool)
+            raise FormatError(f"timm's {self.arch} with {name}={value!r} is not a network that vitrail builds.")
 
     def tag_has(self, word: str) -> bool:
         return word in self.tag
@@ -79,8 +108,11 @@ class Said:
     def global_pool(self) -> str:
         return str(self.args.get("global_pool") or self.whole.get("global_pool") or self.cfg.get("global_pool") or "")
 
-    def conventions(self, swiglu: bool, clip: bool) -> dict[str, Any]:
-        """Activation and epsilon: in the arguments, else in the architecture's code."""
+    def conventions(self, swiglu: bool, looks: str) -> dict[str, Any]:
+        """Activation and epsilon: in the arguments, else in the architecture's code; a bare file may have to be told.
+
+        looks: whose image tower the tensors resemble, CLIP's or SigLIP's; "" for neither.
+        """
         asked = self.args.get("act_layer")
         if swiglu:
             activation = "swiglu"
@@ -88,26 +120,40 @@ class Said:
             if asked not in ACTIVATIONS:
                 raise FormatError(f"timm's act_layer={asked!r} is not one of {', '.join(ACTIVATIONS)}.")
             activation = ACTIVATIONS[asked]
-        else:
+        elif self.arch:
             activation = "gelu-quick" if "quickgelu" in self.arch else "gelu-tanh" if TANH.search(self.arch) else "gelu"
-        is_clip = "_clip_" in self.arch if self.arch else clip
-        if is_clip and activation == "gelu" and (not self.tag or self.tag.startswith(NATIVE_QUICK)):
+        else:
+            activation = self._told_activation(looks)
+        is_clip = "_clip_" in self.arch if self.arch else looks == "CLIP"
+        if self.arch and is_clip and activation == "gelu" and (not self.tag or self.tag.startswith(NATIVE_QUICK)):
             self.notes.append(
                 "CLIP weights by OpenAI, MetaCLIP and DFN were trained with QuickGELU; timm's plain architecture "
                 "computes GELU, and so does this. Pass activation='gelu-quick' for the original's numbers."
             )
-        return {"activation": activation, "norm_eps": 1e-5 if is_clip else 1e-6}
+        return {"activation": activation, "norm_eps": 1e-5 if is_clip and not self.args.get("norm_layer") else 1e-6}
 
-    def heads(self, width: int, depth: int, mlp: int, archive: Archive) -> tuple[int, str]:
+    def _told_activation(self, looks: str) -> str:
+        """The caller's, where the tensors fit networks with different ones; timm's ViT computes GELU."""
+        if looks in GELUS and "activation" not in self.told and self.told.get("family") in (None, looks):
+            raise FormatError(GELUS[looks])
+        return str(self.told.get("activation", "gelu"))
+
+    def heads(self, width: int, mlp: int, archive: Archive, looks: str) -> tuple[int, str]:
         if stated := self.told.get("heads") or self.args.get("num_heads"):
             return int(stated), ""
         if "blocks.0.attn.q_norm.weight" in archive.tensors:
             return width // archive.shape("blocks.0.attn.q_norm.weight")[0], ""
         heads = ODD_HEADS.get(self.arch) or heads_for(width, mlp)
-        if heads is None:
+        if heads is None or (heads == 1 and not self.arch):  # timm's test_vit has two of 32
             raise FormatError(f"the file does not say how many heads share width {width}; pass heads=...")
-        known = self.arch or width // heads == 64
-        return heads, "" if known else f"{heads} heads are assumed from the published size."
+        if not self.arch and looks == "SigLIP" and width == 768 and "attn_pool.latent" not in archive.tensors:
+            raise FormatError(
+                "the file does not say how many heads share width 768: pass heads=16 for timm's "
+                "vit_base_patch16_gap_224, heads=12 for the others."
+            )
+        if self.arch or (is_published(width, mlp) and width // heads == 64):
+            return heads, ""
+        return heads, f"{heads} heads of {width // heads} are assumed; pass heads=... if there are others."
 
     def preprocess(self, config: ViTConfig | BiTConfig, usual: PreprocessConfig) -> tuple[PreprocessConfig, bool]:
         """As the sidecar says, and whether it does."""
@@ -138,36 +184,6 @@ class Said:
         if classes == 1000 and re.search(r"(^|_)in1k(_\d+)?$", self.tag):
             return imagenet_1k()
         return None
-
-
-def family_of(archive: Archive, said: Said, config: ViTConfig) -> str:
-    """From the architecture and tag, else from what only one family has, else a hint in the file's name."""
-    args = archive.extras.get("args")
-    trained = str(args.get("model", "")) if isinstance(args, dict) else ""  # as DeiT's and MAE's scripts keep it
-    hints = f"{said.arch}.{said.tag}" if said.arch else f"{Path(archive.source).name} {trained}"
-    hints = hints.lower()
-    for word, family in (
-        ("dinov2", "DINOv2"),
-        ("dino", "DINO"),  # before DeiT: dino_deitsmall16_pretrain.pth
-        ("deit3", "DeiT3"),
-        ("deit_3", "DeiT3"),
-        ("deit", "DeiT"),
-        (".mae", "MAE"),
-        ("mae_", "MAE"),
-        ("siglip", "SigLIP"),
-        ("clip", "CLIP"),
-    ):
-        if word in hints:
-            return family
-    if config.pre_norm and not config.patch_bias:
-        return "CLIP"
-    if config.pool == "map":
-        return "SigLIP"
-    if config.distilled:
-        return "DeiT"
-    if config.layer_scale is not None and pair(config.patch) == (14, 14):
-        return "DINOv2"
-    return "ViT"
 
 
 def cannot(config: ViTConfig | BiTConfig) -> list[str]:

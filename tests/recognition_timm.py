@@ -1,0 +1,135 @@
+"""timm's architectures for the recognition table: small ones with random weights."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from compare import randomized
+from conftest import import_peer
+from recognition_table import Case, Sample
+from torch import nn
+
+timm: Any = import_peer("timm")
+RESNET = timm.models.resnetv2.ResNetV2
+
+MODULES = (
+    "vision_transformer",
+    "deit",
+    "vision_transformer_hybrid",
+    "resnetv2",
+    "eva",
+    "beit",
+    "vision_transformer_relpos",
+    "vision_transformer_sam",
+    "naflexvit",
+)
+CALLED = (
+    ("aimv2", "AIMv2"),
+    ("beit3", "BEiT-3"),
+    ("beit", "BEiT"),
+    ("eva02", "EVA-02"),
+    ("eva_giant", "EVA"),
+    ("sapiens2", "Sapiens"),
+    ("dinov3", "DINOv3"),
+    ("lingbot", "LingBot"),
+    ("_rope_", "RoPE"),
+    ("_pe_", "Perception Encoder"),
+    ("relpos", "relative position"),
+    ("_rpn", "residual post-norm"),
+    ("samvit", "SAM"),
+    ("naflex", "NaFlex"),
+    ("_xp_|_pwee", "parallel"),
+    ("_18x2", "parallel"),
+    ("_dlittle|_dpwee|_dwee", "differential attention"),
+    ("_mci_", "MobileCLIP"),
+    (r"_resnet\d", "ResNet"),
+    ("resnetv2", "ResNet"),
+    ("test_vit3", "test_vit3"),
+)
+"""Architectures that vitrail does not build, and what a refusal must call them."""
+ACTIVATIONS = {"GELU": "gelu", "GELUTanh": "gelu-tanh", "QuickGELU": "gelu-quick", "SiLU": "swiglu"}
+FAMILIES = (("deit3", "DeiT3"), ("deit", "DeiT"), ("clip", "CLIP"), ("siglip", "SigLIP"), ("dinov2", "DINOv2"))
+
+
+def is_read(name: str) -> bool:
+    return bool(re.match(r"resnetv2_\w+_bit", name)) or not any(re.search(pattern, name) for pattern, _ in CALLED)
+
+
+def arguments(module: str, name: str) -> dict[str, Any]:
+    """What makes it small: two blocks, narrow, and a few patches."""
+    if module == "resnetv2":
+        return {"layers": (1, 1, 1, 1)}
+    args: dict[str, Any] = {"depth": 2, "num_classes": 5}
+    if module == "vision_transformer_hybrid":
+        return args | {"img_size": 64}
+    found = re.search(r"patch(\d+)", name)
+    side = int(found[1]) if found else 16
+    args |= {"embed_dim": 128, "num_heads": 2}
+    if module != "naflexvit":
+        args["img_size"] = 64 if module == "vision_transformer_sam" else 3 * side
+    if module == "vision_transformer_sam":
+        args["global_attn_indexes"] = (1,)
+    if "sapiens2" in name:
+        args["num_kv_heads"] = (2, 1)
+    return args
+
+
+def cases() -> list[Case]:
+    return [
+        Case(
+            group=f"timm {module}",
+            name=name,
+            called=next((called for pattern, called in CALLED if re.search(pattern, name)), "never refused"),
+            make=partial(made, module, name),
+        )
+        for module in MODULES
+        for name in timm.list_models(module=module)
+    ]
+
+
+def narrow(layers: tuple[int, ...], width_factor: int = 1, **args: Any) -> nn.Module:
+    """timm's ResNetV2 with one unit in each stage, and as few channels as its norms have groups."""
+    first = 32 if width_factor == 3 else 32 // width_factor
+    args |= {"stem_chs": first, "channels": tuple(first * 4 * 2**stage for stage in range(4))}
+    return RESNET(layers=(1,) * len(layers), width_factor=width_factor, **args)
+
+
+def made(module: str, name: str) -> Sample:
+    args = arguments(module, name)
+    with ExitStack() as stack:
+        if is_read(name) and module in ("resnetv2", "vision_transformer_hybrid"):
+            stack.enter_context(patch.object(sys.modules[f"timm.models.{module}"], "ResNetV2", narrow))
+            args.pop("layers", None)  # BiT's are not an argument
+        model = randomized(timm.create_model(name, **args))
+    size = args.get("img_size", 64)
+    stated = {} if module == "resnetv2" else args  # a BiT's shapes say it all
+
+    def save(folder: Path) -> None:
+        timm.models.save_for_hf(model, folder, model_args=stated, safe_serialization=True)
+
+    return Sample(
+        model=model,
+        answer=model,
+        image=(size, size),
+        save=save,
+        truth=truth(name, model) if is_read(name) else None,
+    )
+
+
+def truth(name: str, model: nn.Module) -> dict[str, Any]:
+    """What a bare file may be asked about, read off timm's modules."""
+    family = next((family for word, family in FAMILIES if word in name), "ViT")
+    if not hasattr(model, "blocks"):
+        return {"family": "BiT"}
+    block: Any = model.blocks[0]  # type: ignore[index]
+    return {
+        "family": family,
+        "activation": ACTIVATIONS[type(block.mlp.act).__name__],
+        "heads": block.attn.num_heads,
+    }
