@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from vitrail.models import ViT
+from vitrail.weights import checkpoint
+from vitrail.weights.card import Card
 
 # D width, DEPTH blocks
 
@@ -125,3 +131,20 @@ def chunked(state: State, chunks: int = 2) -> State:
     """As DINOv2 keeps its blocks when it trains: blocks.CHUNK.LAYER, the layers counted through."""
     size = DEPTH // chunks
     return {re.sub(r"^blocks\.(\d+)", lambda m: f"blocks.{int(m[1]) // size}.{m[1]}", n): t for n, t in state.items()}
+
+
+def training(state: State, **args: Any) -> dict[str, Any]:
+    """As DeiT's and MAE's scripts save."""
+    optimizer = {"state": {0: {"exp_avg": draw(3)}}, "param_groups": [{"lr": 0.1}]}
+    return {"model": state, "optimizer": optimizer, "epoch": 299, "scaler": {}, "args": argparse.Namespace(**args)}
+
+
+def saved(value: Any, folder: Path, name: str = "weights.pth") -> Path:
+    torch.save(value, folder / name)
+    return folder / name
+
+
+def read(value: Any, folder: Path, name: str = "weights.pth", **options: Any) -> tuple[ViT, Card]:
+    net, card = checkpoint.read(saved(value, folder, name), changes={"heads": HEADS}, **options)
+    assert isinstance(net, ViT)
+    return net, card

@@ -69,7 +69,10 @@ def describe(archive: Archive) -> Card:
     if stated is None:
         # transformers antialiases and rounds a crop's place down, whatever the family's own code does
         preprocess = usual_preprocess(family, config).but(antialias=True, centre="floor")
-        notes.append(f"there is no preprocessor_config.json: preprocessing is as usual for {FAMILIES[family].title}.")
+        notes.append(
+            f"there is no preprocessor_config.json: preprocessing is as usual for {FAMILIES[family].title}; put it "
+            "beside the weights, or pass family=... if it is of another."
+        )
     else:
         try:
             preprocess, heard = processor.read(stated, name, pair(config.image), config.channels)

@@ -191,7 +191,7 @@ class Said:
                 f"there is no config.json to say how many heads share width {width}; put it beside the weights, "
                 "or pass heads=..."
             )
-        return heads, f"{heads} heads are assumed from the size of the network."
+        return heads, f"{heads} heads of {width // heads} are assumed; pass heads=... if there are others."
 
     def image(self, patch: tuple[int, int], patches: int) -> tuple[int, int]:
         """The size the positions are for."""

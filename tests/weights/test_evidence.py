@@ -1,0 +1,168 @@
+"""What a bare file of facebook's is taken for: by its tensors, sections and its script's arguments, not by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from facebook_files import (
+    HEADS,
+    D,
+    deit,
+    deit3,
+    deit_distilled,
+    dino,
+    dinov2,
+    draw,
+    encoder,
+    mae,
+    mae_finetuned,
+    mae_full,
+    read,
+    saved,
+    training,
+    under,
+)
+
+from vitrail.config import pair
+from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
+from vitrail.errors import FormatError, NotFound
+from vitrail.weights import checkpoint
+
+USUAL = "preprocessing is not in the file; as usual for"
+Made = Callable[[], dict[str, Any]]
+FILES: dict[str, tuple[Made, str, str, str, str]] = {
+    # what it is                made by   family, task, resample, note
+    "DeiT": (lambda: {"model": deit()}, "DeiT", "classify", "huggingface", f"{USUAL} DeiT"),
+    "DeiT distilled": (deit_distilled, "DeiT", "classify", "huggingface", f"{USUAL} DeiT"),
+    "DeiT, training": (lambda: training(deit(), model="deit_tiny"), "DeiT", "classify", "huggingface", f"{USUAL} DeiT"),
+    "DINO": (dino, "DINO", "embed", "dinov2", f"{USUAL} DINO"),
+    "DINOv2": (dinov2, "DINOv2", "embed", "dinov2", ""),
+    "DINOv2 with registers": (partial(dinov2, registers=4), "DINOv2", "embed", "timm", ""),
+    "DINOv2 g": (partial(dinov2, gated=344), "DINOv2", "embed", "dinov2", ""),
+    "MAE": (lambda: {"model": mae()}, "MAE", "embed", "huggingface", f"{USUAL} MAE"),
+    "MAE, training": (
+        lambda: training(mae_full(), model="mae_vit_base_patch16", norm_pix_loss=True),
+        "MAE",
+        "embed",
+        "huggingface",
+        "left aside: the decoder.",
+    ),
+    "MAE fine-tuned": (lambda: {"model": mae_finetuned()}, "MAE", "classify", "huggingface", f"{USUAL} MAE"),
+    "MAE fine-tuned, class token": (
+        lambda: training(deit(), model="vit_base_patch16", finetune="/maps/mae_pretrain_vit_base.pth"),
+        "MAE",
+        "classify",
+        "huggingface",
+        f"{USUAL} MAE",
+    ),
+    "MAE fine-tuned, a copied name": (
+        lambda: training(deit(), model="vit_base_patch16", finetune="start.pth", blr=5e-4, nb_classes=7),
+        "MAE",
+        "classify",
+        "huggingface",
+        f"{USUAL} MAE",
+    ),
+    "MAE with its decoder": (mae_full, "MAE", "embed", "huggingface", "left aside: the decoder."),
+    "no evidence": (deit, "ViT", "classify", "timm", f"{USUAL} ViT"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_is_taken_for_what_is_in_it(kind: str, tmp_path: Path) -> None:
+    make, family, task, resample, note = FILES[kind]
+    _, card = read(make(), tmp_path)
+    assert (card.family, card.task, card.config.resample) == (family, task, resample)
+    assert (card.config.norm_eps, card.config.heads) == (1e-6, HEADS)
+    assert card.config.activation == ("swiglu" if card.config.mlp == 344 else "gelu")
+    notes = [said for said in card.notes if not said.startswith("read 'model' of")]
+    assert len(notes) == (1 if note else 0), notes
+    assert all(said.startswith(note) for said in notes)
+    assert not note.startswith(USUAL) or "Pass family=... if it is of another" in notes[0]
+    if family != "ViT":
+        assert (card.preprocess.mean, card.preprocess.std) == (IMAGENET_MEAN, IMAGENET_STD)
+        assert (card.preprocess.resize, card.preprocess.interpolation) == ("short", "bicubic")
+    size = (224, 224) if family == "DINOv2" else (32, 32)  # DINOv2 learns at 518 and is evaluated at 224
+    assert pair(card.preprocess.image) == size
+    wanted = {"ViT": 35, "DeiT": 36, "MAE": 36, "DINO": 36, "DINOv2": 256}
+    assert card.preprocess.resize_to == wanted[family], "0.9, 0.875 or all of the picture, rounded down"
+
+
+NAMES = (
+    "checkpoint1.pth",
+    "deit_base_patch16_384-8de9b5d1.pth",
+    "deit_3_base_224_21k.pth",
+    "dino_deitsmall16_pretrain.pth",
+    "dinov2_vits14_pretrain.pth",
+    "mae_pretrain_vit_base.pth",
+    "IN1K-vit.h.14-300e.pth.tar",
+    "siglip_clip_beit_eva02.bin",
+)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_the_name_of_a_file_is_no_evidence(kind: str, tmp_path: Path) -> None:
+    first = saved(FILES[kind][0](), tmp_path, NAMES[0])
+    cards = []
+    for name in NAMES:
+        file = first.rename(tmp_path / name)
+        cards.append(checkpoint.read(file)[1].but(origin=""))
+        first = file
+    assert all(card == cards[0] for card in cards)
+
+
+def test_deit3_has_to_be_told_from_a_vit_with_rotary_positions(tmp_path: Path) -> None:
+    """Their files have the same tensors: the caller says which it is."""
+    state = deit3()
+    with pytest.raises(FormatError, match=r"RoPE-ViT with learned positions .* pass family='DeiT3'"):
+        read(state, tmp_path, "deit_3_base_224_21k.pth")
+    _, card = read(state, tmp_path, family="deit3")
+    assert (card.family, card.task, card.config.resample) == ("DeiT3", "classify", "huggingface")
+    assert (card.preprocess.mean, card.preprocess.resize_to, card.notes) == (IMAGENET_MEAN, 32, ())
+
+
+def ijepa() -> dict[str, Any]:
+    """As its script saves: three sections, each under the prefix of its parallel wrapper."""
+    target = {name: tensor for name, tensor in encoder(placed=0).items() if name != "cls_token"}
+    predictor = {"predictor_embed.weight": draw(8, D), "mask_token": draw(1, 1, 8)}
+    sections = {"encoder": target, "predictor": predictor, "target_encoder": target}
+    return {name: under("module.", state) for name, state in sections.items()} | {"epoch": 300, "lr": 1e-3}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ijepa_is_known_by_the_sections_of_its_file(name: str, tmp_path: Path) -> None:
+    _, card = read(ijepa(), tmp_path, name)
+    assert (card.family, card.task, card.config.pool) == ("IJEPA", "embed", "gap")
+    assert (card.config.activation, card.config.resample) == ("gelu", "huggingface")
+    assert (card.preprocess.mean, card.preprocess.resize_to) == (IMAGENET_MEAN, 36)
+    assert "read 'target_encoder' of encoder, predictor, target_encoder" in card.notes
+
+
+def test_heads_that_no_published_size_has_are_assumed_and_noted(tmp_path: Path) -> None:
+    _, card = checkpoint.read(saved(dinov2(), tmp_path))
+    assert card.config.heads == HEADS
+    assert card.notes == (f"{HEADS} heads of 64 are assumed; pass heads=... if there are others.",)
+
+
+def test_the_family_can_be_said(tmp_path: Path) -> None:
+    net, card = read(mae(), tmp_path, family="DINO")
+    assert (card.family, card.config.resample) == ("DINO", "dinov2")
+    assert card.preprocess.mean == IMAGENET_MEAN
+    assert card.notes == (), "nothing had to be assumed"
+    assert net.config == card.config
+    _, card = read(deit(), tmp_path, family="DeiT")
+    assert (card.family, card.config.activation, card.config.resample) == ("DeiT", "gelu", "huggingface")
+    with pytest.raises(NotFound, match="no family is called 'DeiTT'; did you mean 'DeiT'"):
+        read(deit(), tmp_path, family="DeiTT")
+
+
+def test_saying_the_family_that_is_there_changes_nothing(tmp_path: Path) -> None:
+    for make in (dinov2, partial(dinov2, registers=4), partial(dinov2, gated=344), mae_full):
+        state = make()
+        _, card = read(state, tmp_path)
+        _, again = read(state, tmp_path, family=card.family)
+        assert again.config == card.config
+        assert (again.family, again.preprocess) == (card.family, card.preprocess)

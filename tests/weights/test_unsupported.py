@@ -1,0 +1,107 @@
+"""Families that are not read: each is refused by its own name, under its authors' names for the tensors and timm's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitrail.errors import FormatError
+from vitrail.models.families import FAMILIES
+from vitrail.weights import checkpoint
+from vitrail.weights.unsupported import UNSUPPORTED, refuse_architecture
+
+BLOCK = "norm1.weight norm1.bias attn.qkv.weight attn.proj.weight attn.proj.bias norm2.weight mlp.fc1.weight"
+TRUNK = "cls_token patch_embed.proj.weight patch_embed.proj.bias"
+FILES = {
+    # whose code: what it must be called, tensors outside the blocks, tensors of a block
+    "DINOv3, Meta's": (
+        "DINOv3",
+        f"{TRUNK} storage_tokens mask_token rope_embed.periods norm.weight",
+        f"{BLOCK} ls1.gamma",
+    ),
+    "DINOv3, timm's": ("DINOv3", f"{TRUNK} reg_token norm.weight", f"{BLOCK} gamma_1 gamma_2"),
+    "BEiT, Microsoft's": (
+        "BEiT",
+        f"{TRUNK} fc_norm.weight head.weight",
+        f"{BLOCK} gamma_1 attn.q_bias attn.v_bias attn.relative_position_bias_table",
+    ),
+    "BEiT, pre-training": ("BEiT", f"{TRUNK} mask_token rel_pos_bias.relative_position_bias_table", f"{BLOCK} gamma_1"),
+    "EVA-02, its authors'": (
+        "EVA-02",
+        f"{TRUNK} pos_embed rope.freqs_cos norm.weight",
+        "norm1.weight attn.q_proj.weight attn.k_proj.weight attn.q_bias mlp.w1.weight mlp.ffn_ln.weight",
+    ),
+    "EVA-02's CLIP": (
+        "EVA-02",
+        "visual.cls_token visual.pos_embed visual.patch_embed.proj.weight text.token_embedding.weight",
+        "norm1.weight attn.q_proj.weight attn.inner_attn_ln.weight mlp.w1.weight",
+    ),
+    "AIMv2, Apple's": (
+        "AIMv2",
+        "preprocessor.patchifier.proj.weight preprocessor.pos_embed",
+        "norm_1.weight attn.qkv.weight",
+    ),
+    "PE, Meta's": (
+        "Perception Encoder",
+        "visual.conv1.weight visual.class_embedding visual.positional_embedding visual.ln_pre.weight "
+        "visual.ln_post.weight visual.attn_pool.probe visual.proj logit_scale",
+        "ln_1.weight attn.in_proj_weight mlp.c_fc.weight",
+    ),
+    "Swin, Microsoft's": (
+        "Swin Transformer,",
+        "patch_embed.proj.weight patch_embed.norm.weight layers.0.blocks.0.attn.relative_position_bias_table "
+        "layers.0.blocks.0.norm1.weight layers.0.downsample.reduction.weight norm.weight head.weight",
+        "",
+    ),
+    "Swin V2, Microsoft's": (
+        "Swin Transformer V2",
+        "patch_embed.proj.weight layers.0.blocks.0.attn.cpb_mlp.0.weight layers.0.blocks.0.attn.logit_scale",
+        "",
+    ),
+    "Swin, torchvision's": (
+        "Swin Transformer,",
+        "features.0.0.weight features.1.0.attn.relative_position_bias_table features.1.0.norm1.weight norm.weight",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("section", ["", "model"])
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_of_a_family_that_is_not_read_is_refused_by_its_name(kind: str, section: str, tmp_path: Path) -> None:
+    called, outside, inside = FILES[kind]
+    blocks = (
+        "visual.transformer.resblocks" if kind.startswith("PE") else "visual.blocks" if "CLIP" in kind else "blocks"
+    )
+    names = [*outside.split(), *(f"{blocks}.{i}.{name}" for i in range(2) for name in inside.split())]
+    state = {name: torch.zeros(2, 2) for name in names}
+    torch.save({section: state} if section else state, tmp_path / "deit_base_patch16_224.pth")
+    with pytest.raises(FormatError) as error:
+        checkpoint.read(tmp_path / "deit_base_patch16_224.pth")
+    said = str(error.value).partition(": ")[2]
+    assert called in said
+    assert not re.search(r"pass |family=|activation=|heads=", said), "advice that leads into another family"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "called"),
+    [
+        ("swin_tiny_patch4_window7_224", "Swin Transformer,"),
+        ("swinv2_tiny_window8_256", "Swin Transformer V2"),
+        ("vit_small_patch16_dinov3", "DINOv3"),
+        ("beitv2_base_patch16_224", "BEiT"),
+        ("eva02_base_patch14_448", "EVA-02"),
+        ("aimv2_large_patch14_224", "AIMv2"),
+        ("vit_pe_core_base_patch16_224", "Perception Encoder"),
+    ],
+)
+def test_an_architecture_of_timms_is_refused_by_its_name(architecture: str, called: str) -> None:
+    with pytest.raises(FormatError, match=f"timm's {architecture} is .*{called}"):
+        refuse_architecture(architecture)
+
+
+def test_what_shares_its_tensors_with_a_family_names_one_that_there_is() -> None:
+    assert {family.unless for family in UNSUPPORTED} <= {"", *FAMILIES}
