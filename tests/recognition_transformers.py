@@ -39,7 +39,10 @@ READ = {name: peer for name, peer in PEERS.items() if name != "vit, tanh, no qkv
     "git": Peer("GitVisionModel", "GitVisionConfig", TOWER, first),
     "idefics 3": Peer("Idefics3VisionTransformer", "Idefics3VisionConfig", TOWER, mean),
 }
-"""Classes whose function vitrail computes; the last ones have another model_type, which is refused by its name."""
+"""Classes whose function vitrail computes; the last ones have another model_type, which is refused by its name.
+
+Each has its class's own activation: a bare file shows no other, and a note says which one was assumed.
+"""
 
 SWIN: dict[str, Any] = {
     "image_size": 32,
