@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import need_extra
+from exports import export_quickly
 from PIL import Image
 from small_models import LABELS, gradient, model, small
 
@@ -27,7 +28,7 @@ need_extra("export")
 def _soon() -> Any:
     """How fast a file is does not matter here."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("vitrail.export.compare.SECONDS", 0.01)
+        export_quickly(patched)
         yield
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compare import randomized
 from conftest import import_peer, need_extra
+from exports import export_quickly
 from small_models import gradient, model, small
 
 import vitrail
@@ -25,7 +26,7 @@ need_extra("export")
 def _soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast a file is does not matter here."""
     if not request.node.get_closest_marker("slow"):
-        monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)
+        export_quickly(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import need_extra
+from exports import export_quickly
 from small_models import model, small
 
 from vitrail.runtime.cpu import cpu
@@ -25,7 +26,7 @@ need_extra("export")
 @pytest.fixture(autouse=True)
 def _own_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VITRAIL_ENGINES", str(tmp_path / "engines"))
-    monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)
+    export_quickly(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import need_extra
+from exports import export_quickly
 from PIL import Image
 from small_models import model, small
 
@@ -21,7 +22,7 @@ need_extra("export")
 def _own_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("VITRAIL_ENGINES", str(tmp_path_factory.mktemp("engines")))
-        patched.setattr("vitrail.export.compare.SECONDS", 0.01)
+        export_quickly(patched)
         yield
 
 

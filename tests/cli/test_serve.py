@@ -169,9 +169,12 @@ def test_help_needs_neither_torch_nor_fastapi():
 
 
 @pytest.mark.parametrize(("to", "runs", "alone"), [("onnx", "onnxruntime", True), ("pt2", "torch", True)])
-def test_an_exported_file_is_served_by_its_own_engine(vitrail, weights, started, tmp_path, to, runs, alone):
+def test_an_exported_file_is_served_by_its_own_engine(
+    vitrail, weights, started, tmp_path, monkeypatch, to, runs, alone
+):
     if to == "onnx":
         need_extra("export")
+    monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)
     path = tmp_path / f"small.{to}"
     assert vitrail("export", weights, path, "--to", to).status == 0
     assert vitrail("serve", path, "--port", 0).status == 0

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import need_extra
+from exports import export_quickly
 from small_models import gradient, model, small
 
 import vitrail
@@ -33,7 +34,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 def _own_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What someone has exported before must not decide a test."""
     monkeypatch.setenv("VITRAIL_ENGINES", str(tmp_path / "engines"))
-    monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)
+    export_quickly(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -85,11 +85,17 @@ def test_a_lone_request_does_not_wait_for_company(vit: vitrail.Model) -> None:
 
 def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
     with running(served(vit), work=replace(QUICK, wait=1.0)) as (client, service):
-        slowly = service.pictures.pixels
-        service.pictures.pixels = lambda data: (time.sleep(0.1 if len(data) % 2 else 0), slowly(data))[1]  # type: ignore[method-assign]
-        odd, even = (next(p for p in map(photo, range(20)) if len(p) % 2 == n) for n in (1, 0))
-        client.post("/v1/predict", files=[("images", even), ("images", odd)])
-        assert service.served.engine.batches == [2]  # type: ignore[attr-defined]
+        decode, batches = service.pictures.pixels, service.served.engine.batches  # type: ignore[attr-defined]
+
+        def pixels(data: bytes) -> Any:
+            if data == photo(0):  # is decoded after the other
+                until(lambda: service.batcher._line or batches)
+                time.sleep(0.1)
+            return decode(data)
+
+        service.pictures.pixels = pixels  # type: ignore[method-assign]
+        client.post("/v1/predict", files=[("images", photo(0)), ("images", photo(1))])
+        assert batches == [2]
 
 
 def test_past_the_queue_the_answer_is_503_with_when_to_come_back(vit: vitrail.Model, senders: Any) -> None:

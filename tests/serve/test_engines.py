@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import need_extra
+from exports import export_quickly
 from serving import photo, running
 from small_models import model, small
 
@@ -17,6 +19,13 @@ from vitrail.cli import main
 from vitrail.export.engines import FileEngine, open_engine
 from vitrail.export.sheet import Sheet
 from vitrail.serve.served import Served
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _soon() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        export_quickly(patched)
+        yield
 
 
 @pytest.fixture(scope="module")

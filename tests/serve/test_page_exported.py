@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from browsing import as_bars, bars, drawing, drop, hiding, patch, wait_for_bars
 from conftest import need_extra
+from exports import export_quickly
 
 import vitrail
 
@@ -23,7 +24,9 @@ def site(cifar10: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> It
     from vitrail.export.engines import open_engine
     from vitrail.serve.served import Served
 
-    made = export(cifar10, tmp_path_factory.mktemp("exported") / "cifar10.onnx")
+    with pytest.MonkeyPatch.context() as patched:
+        export_quickly(patched)
+        made = export(cifar10, tmp_path_factory.mktemp("exported") / "cifar10.onnx")
     with running(Served(open_engine(made.path, threads=1), name="cifar10")) as (client, _):
         yield client
 

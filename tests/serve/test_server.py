@@ -77,7 +77,8 @@ def ask(where: str, answers: list[httpx.Response]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_open_requests_are_answered_and_the_status_is_0(weights: Path, sig: signal.Signals) -> None:
     with serving(weights, slowly=True) as (process, where):
         answers: list[httpx.Response] = []
@@ -104,10 +105,14 @@ def test_a_signal_to_the_whole_group_drains_like_one_to_the_first_process(weight
         os.killpg(process.pid, signal.SIGTERM)
         for worker in children(process.pid):
             os.kill(worker, signal.SIGTERM)
+        ready = httpx.get(f"{where}/readyz")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
         for thread in threads:
             thread.join()
         assert [a.status_code for a in answers] == [200] * 4
         assert process.wait(20) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{where}/healthz")
         assert process.stderr is not None
         assert process.stderr.read().splitlines() == ["stopping: answering what is open; once more to end at once"]
 

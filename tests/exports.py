@@ -1,0 +1,39 @@
+"""Exports of small networks in a fraction of the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vitrail.export import kept
+from vitrail.export.packaged import traced
+from vitrail.export.sheet import Sheet
+from vitrail.models import Net
+
+PROGRAMS: dict[object, torch.export.ExportedProgram] = {}
+CONVERTED: dict[int, Any] = {}
+"""By the program's id."""
+convert = torch.onnx.export
+
+
+def export_quickly(patch: pytest.MonkeyPatch) -> None:
+    """Trace a network and convert it to ONNX once in each process, and do not time the file for long."""
+    patch.setattr("vitrail.export.compare.SECONDS", 0.01)
+    patch.setattr("vitrail.export.export.traced", _traced)
+    patch.setattr("torch.onnx.export", _converted)
+
+
+def _traced(net: Net, sheet: Sheet) -> torch.export.ExportedProgram:
+    precision = sheet.precision if sheet.to == "pt2" else None  # other formats are rounded afterwards
+    key = (kept.digest(net, sheet.card), sheet.to == "pt2", precision, sheet.inside, sheet.answer, sheet.batch)
+    if key not in PROGRAMS:
+        PROGRAMS[key] = traced(net, sheet)
+    return PROGRAMS[key]
+
+
+def _converted(program: torch.export.ExportedProgram, **options: Any) -> Any:
+    if id(program) not in CONVERTED:
+        CONVERTED[id(program)] = convert(program, **options)
+    return CONVERTED[id(program)]
