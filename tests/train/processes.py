@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 PATIENCE = 120.0
 """Seconds until a run is given up as hung."""
-PRELOADED = ["vitrail.train.optim", "torch._dynamo", "torch.distributed.checkpoint"]
+PRELOADED = ["vitrail.train.loop", "sklearn.datasets", "torch._dynamo", "torch.distributed.checkpoint", "pytest"]
 
 # Some machines say that they have AMX and die of using it; bfloat16 products need no more than this.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
