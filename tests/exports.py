@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vitrail.export import kept
+from vitrail.export import compare, export, kept
 from vitrail.export.packaged import traced
 from vitrail.export.sheet import Sheet
 from vitrail.models import Net
@@ -20,8 +20,8 @@ convert = torch.onnx.export
 
 def export_quickly(patch: pytest.MonkeyPatch) -> None:
     """Trace a network and convert it to ONNX once in each process, and do not time the file for long."""
-    patch.setattr("vitrail.export.compare.SECONDS", 0.01)
-    patch.setattr("vitrail.export.export.traced", _traced)
+    patch.setattr(compare, "SECONDS", 0.01)
+    patch.setattr(export, "traced", _traced)
     patch.setattr("torch.onnx.export", _converted)
 
 

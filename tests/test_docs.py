@@ -12,6 +12,7 @@ from compare import randomized
 from conftest import ROOT, need_extra
 from PIL import Image
 
+from vitrail.export import compare as comparison
 from vitrail.models import build
 from vitrail.models.variants import config_for
 from vitrail.weights import checkpoint, hub
@@ -49,7 +50,7 @@ def test_snippets_run(page: str, repository: Path, tmp_path: Path, monkeypatch: 
     if page == "docs/export.md":
         need_extra("export")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)  # how fast a file is does not matter here
+    monkeypatch.setattr(comparison, "SECONDS", 0.01)  # how fast a file is does not matter here
     monkeypatch.setattr(hub, "fetch", lambda name, *a, **k: repository)
     for name in ("cat.jpg", "dog.jpg"):
         Image.fromarray(np.random.randint(0, 255, (200, 300, 3), dtype=np.uint8)).save(name)

@@ -13,6 +13,7 @@ from conftest import need_extra
 from serving import photo
 
 from vitrail.errors import ConfigError
+from vitrail.export import compare
 from vitrail.serve import workers
 
 
@@ -174,7 +175,7 @@ def test_an_exported_file_is_served_by_its_own_engine(
 ):
     if to == "onnx":
         need_extra("export")
-    monkeypatch.setattr("vitrail.export.compare.SECONDS", 0.01)
+    monkeypatch.setattr(compare, "SECONDS", 0.01)
     path = tmp_path / f"small.{to}"
     assert vitrail("export", weights, path, "--to", to).status == 0
     assert vitrail("serve", path, "--port", 0).status == 0

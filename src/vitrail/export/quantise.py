@@ -9,7 +9,7 @@ two such layers of the ImageNet ViT-Ti/16 change ten of a hundred top-1 answers.
 Everything is written as QuantizeLinear and DequantizeLinear around plain operators, which ONNX
 Runtime and OpenVINO both turn into integer arithmetic.
 
-Weights use about seven of their eight bits, so that a file gives the same result on every CPU. An x86
+Weights use about seven of their eight bits, so that integer products are the same on every CPU. An x86
 CPU without VNNI instructions multiplies unsigned activations by signed weights with `vpmaddubsw`, which
 adds two products in 16 bits and cuts the sum off at 32,767. Here no two weights of an output can sum to
 more than 128 in size, and 255 x 128 fits, whichever two a kernel adds.
