@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -166,3 +167,60 @@ def test_saying_the_family_that_is_there_changes_nothing(tmp_path: Path) -> None
         _, again = read(state, tmp_path, family=card.family)
         assert again.config == card.config
         assert (again.family, again.preprocess) == (card.family, card.preprocess)
+
+
+def test_the_arguments_of_timms_training_script_are_followed_or_refused(tmp_path: Path) -> None:
+    kwargs = {"num_heads": 4, "act_layer": "quick_gelu", "fc_norm": False}
+    args = {"gp": "avg", "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "model_kwargs": kwargs}
+    for name in ("vit_base_patch16_224", "hf-hub:timm/vit_base_patch16_224.augreg_in21k"):
+        _, card = checkpoint.read(saved(training(deit(), model=name, **args), tmp_path))
+        assert (card.config.heads, card.config.activation, card.config.pool) == (4, "gelu-quick", "gap")
+        assert (card.preprocess.mean, card.preprocess.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    as_dict = {"model": deit(), "args": {"model": "vit_base_patch16_224", **args}}
+    assert checkpoint.read(saved(as_dict, tmp_path))[1].config.heads == 4
+    other = args | {"model_kwargs": {"norm_layer": "simplenorm"}}
+    with pytest.raises(FormatError, match="norm_layer='simplenorm' is not a network that vitrail builds"):
+        read(training(deit(), model="vit_base_patch16_224", **other), tmp_path)
+    assert read({"state_dict": deit(), "arch": "deit_base_patch16_224"}, tmp_path)[1].family == "DeiT"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "args", "named"),
+    [
+        ("vit_base_patch16_224", {}, "embed_dim=768"),
+        ("vit_base_patch16_224", {"embed_dim": 192}, "embed_dim=192"),
+        ("vit_base_patch16_clip_quickgelu_224", {"num_heads": 2}, "pre_norm=True"),
+        ("vit_large_patch16_siglip_512", {"num_heads": 2}, "class_token=False"),
+        ("vit_base_patch16_224", {"num_heads": 2, "depth": 12}, "depth=12"),
+        ("vit_base_patch16_224", {"num_heads": 2, "patch_size": 16}, "patch_size=16"),
+        ("vit_base_patch16_224", {"num_heads": 2, "global_pool": "avg", "fc_norm": True}, "fc_norm=True"),
+        ("vit_base_patch16_224", {"num_heads": 2, "global_pool": "map"}, r"missing attn_pool\.latent"),
+    ],
+)
+def test_the_config_of_another_model_of_timms_is_refused(
+    architecture: str, args: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": architecture, "model_args": args}))
+    with pytest.raises(FormatError, match=named):
+        checkpoint.read(saved(deit(), tmp_path))
+
+
+def test_what_a_config_says_otherwise_of_its_head_images_and_positions_is_noted(tmp_path: Path) -> None:
+    preparing = {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, 224, 224], "crop_mode": "border"}
+    config = {"architecture": "vit_base_patch16_224", "num_classes": 1000, "pretrained_cfg": preparing}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_args": {"num_heads": 2}}))
+    assert checkpoint.read(saved(deit(), tmp_path))[1].notes == (
+        "224x224 is stated, and the positions are taken to be for 32x32.",
+        "config.json says num_classes=1000, and the head has 7.",
+        "config.json says crop_mode='border', which vitrail does not follow.",
+    )
+
+
+def test_a_grid_that_is_not_square_may_look_like_a_square_without_a_class_position(tmp_path: Path) -> None:
+    """3 x 5 patches and a class token have as many positions as 4 x 4 patches."""
+    state = deit() | {"pos_embed": draw(1, 16, D)}
+    _, card = read(state, tmp_path)
+    assert "none for the class token; pass image=(height, width) if that is wrong." in card.notes[0]
+    _, card = checkpoint.read(saved(state, tmp_path), changes={"heads": HEADS, "image": (24, 40)})
+    assert (card.config.image, card.config.position_on_class) == ((24, 40), True)
+    assert not any("class token" in note for note in card.notes)

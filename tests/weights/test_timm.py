@@ -273,6 +273,15 @@ def test_heads_come_from_the_architecture_at_any_depth(arch: str, depth: int | N
     assert TIMM_FORMAT.describe(repository(model, arch)).config.heads == model.blocks[0].attn.num_heads
 
 
+def test_heads_come_from_the_architecture_at_another_width() -> None:
+    """model_args may have the width alone: timm then keeps the architecture's heads, which are no longer 64 wide."""
+    with torch.device("meta"):
+        model = timm.create_model("vit_base_patch16_224", depth=1, embed_dim=384)
+    archive = repository(model, "vit_base_patch16_224")
+    archive.sidecars["config.json"]["model_args"] = {"depth": 1, "embed_dim": 384}
+    assert TIMM_FORMAT.describe(archive).config.heads == model.blocks[0].attn.num_heads == 12
+
+
 def test_npz_in_timm_is_resampled_by_the_convention_of_that_name() -> None:
     from timm.layers import resample_abs_pos_embed
 

@@ -142,6 +142,8 @@ def _holds_tensors(value: Any, depth: int = DEEPEST) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):  # arguments, unless it holds weights
+        return not _holds_tensors(value)
     return isinstance(value, str | int | float | bool | None | argparse.Namespace)
 
 

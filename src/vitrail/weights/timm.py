@@ -29,7 +29,7 @@ from vitrail.weights.rules import (
     Via,
     both,
 )
-from vitrail.weights.timm_evidence import family_of
+from vitrail.weights.timm_evidence import arguments, family_of
 from vitrail.weights.write import new_folder, write_json, write_safetensors
 
 # R registers, P special tokens with a position, N patches, D width
@@ -167,7 +167,14 @@ def describe(archive: Archive) -> Card:
     family = family_of(archive, f"{said.arch}.{said.tag}" if said.cfg else "", config)
     if not said.cfg:  # not timm's own repository: resized as the code that made it does
         config = config.but(resample=conventions_of(family, config).get("resample", "timm"))
-    preprocess, heard = said.preprocess(config, usual_preprocess(family, config, "timm"))
+    usual = usual_preprocess(family, config, "timm")
+    if not said.cfg:
+        given = {name: arguments(archive).get(name) for name in ("mean", "std")}
+        usual = usual.but(
+            **{n: tuple(v) for n, v in given.items() if isinstance(v, list | tuple) and len(v) == len(usual.mean)}
+        )
+    preprocess, heard = said.preprocess(config, usual)
+    notes += said.notes
     if not heard:
         notes.append(
             f"preprocessing is not in the file; as usual for {family}: {preprocess.summary()}. "
@@ -221,10 +228,26 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
         "resample": "timm",
         "stem": stem,
     }
+    options |= _pooling(archive, said)
+    said.agrees(
+        embed_dim=width,
+        depth=depth,
+        patch_size=patch,
+        in_chans=options["channels"],
+        class_token=options["class_token"],
+        reg_tokens=options["registers"],
+        pre_norm=pre_norm,
+        fc_norm=options["pool_norm"] == "after",
+    )
+    if options["distilled"] and options["registers"]:
+        raise FormatError(
+            "read as timm, it has registers beside a distillation token, which timm's code does not read."
+        )
     stated = ("qkv_bias", "proj_bias", "qk_norm")  # by the arguments, where a tensor is missing
     options |= {name: bool(said.args[name]) for name in stated if name in said.args}
-    options |= _pooling(archive, said)
     options |= _positions(archive, said, options)
+    if (classes := said.whole.get("num_classes")) not in (None, options["classes"]):
+        said.notes.append(f"config.json says num_classes={classes}, and the head has {options['classes']}.")
     looks = _resembles(archive, options)
     options |= said.conventions(swiglu=up == 2 * down, looks=looks)
     options["layer_scale"] = options["layer_scale"] and (said.args.get("init_values") or options["layer_scale"])
@@ -234,7 +257,7 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     rows = archive.shape("pos_embed")[1] if "pos_embed" in names else 0
     if config.registers and rows > config.placed_prefix + math.prod(config.grid):
         notes.append("positions of registers, which ours do not have, were added to the registers themselves.")
-    return config, notes + said.notes
+    return config, notes
 
 
 def _shape(archive: Archive, name: str) -> tuple[int, ...]:
@@ -256,7 +279,7 @@ def _pooling(archive: Archive, said: timm_config.Said) -> dict[str, Any]:
     names = archive.tensors
     found = {n.split(".")[0] for n in names}
     norm = "after" if "fc_norm" in found else "before" if "norm" in found else "none"
-    if "attn_pool.latent" in names:
+    if "attn_pool.latent" in names or said.global_pool == "map":
         return {"pool": "map", "pool_norm": norm}
     token = "cls_token" in names and (said.global_pool or ("avg" if norm == "after" else "token")) == "token"
     return {"pool": "token" if token else "gap", "pool_norm": norm}
@@ -284,11 +307,24 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
     for placed in choices:
         side = math.isqrt(max(rows - placed, 0))
         if side and side * side == rows - placed:
-            return {"image": tuple(side * p for p in per_patch), **_on_class(placed, special)}
+            image = tuple(side * p for p in per_patch)
+            if size:
+                said.notes.append(f"{_by(size)} is stated, and the positions are taken to be for {_by(image)}.")
+            elif placed < special and said.told.get("family") != "DeiT3":
+                # as many as (side - 1) x (side + 1) patches have with a class token
+                said.notes.append(
+                    f"the positions are taken to be for {_by(image)}, and none for the class token; pass "
+                    "image=(height, width) if that is wrong."
+                )
+            return {"image": image, **_on_class(placed, special)}
     raise FormatError(
         f"read as timm, pos_embed has {rows} rows: no square grid with {special} special tokens, "
         "and the file does not say the image's size; pass image=(height, width)."
     )
+
+
+def _by(size: tuple[int, ...]) -> str:
+    return "x".join(map(str, size))
 
 
 def _floored(size: tuple[int, int], patch: list[int]) -> int:
@@ -328,7 +364,7 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
         image=said.image or 224,
     )
     preprocess, heard = said.preprocess(config, usual_preprocess("BiT", config))
-    notes = [] if heard else [f"preprocessing is not in the file; as usual for BiT: {preprocess.summary()}."]
+    notes = said.notes if heard else [f"preprocessing is not in the file; as usual for BiT: {preprocess.summary()}."]
     return Card(
         config=config,
         preprocess=preprocess,

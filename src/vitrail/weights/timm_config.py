@@ -32,8 +32,33 @@ ARGUMENTS = re.compile(
 """Arguments of timm's VisionTransformer that are followed, or change nothing in evaluation."""
 NORMS = (None, "", "layernorm", "layernormfp32", "rmsnorm", "rmsnormfp32")
 POOLS = ("", "token", "avg", "map")
-ODD_HEADS = {"test_vit": 2, "test_vit2": 2, "test_vit4": 3, "vit_base_patch16_gap_224": 16}
-"""Architectures of no published size whose heads are not 64 wide."""
+# fmt: off
+SIZES = (
+    #                                              width heads
+    (r"^test_vit4",                                   96,    3),
+    (r"^test_vit",                                    64,    2),
+    (r"_base_patch16_gap_",                          768,   16),
+    (r"_plus_",                                      896,   14),
+    (r"_giant_.*(dinov2|tipsv2)",                   1536,   24),
+    (r"_giantopt_",                                 1536,   16),
+    (r"_gigantic_",                                 1664,   16),
+    (r"_giant_",                                    1408,   16),
+    (r"_huge_",                                     1280,   16),
+    (r"_so400m_",                                   1152,   16),
+    (r"_large(_|$)|_intern300m_",                   1024,   16),
+    (r"_so150m_",                                    896,   14),
+    (r"_so150m2_",                                   832,   13),
+    (r"_base(_|$)",                                  768,   12),
+    (r"_betwixt_",                                   640,   10),
+    (r"_mediumd?_",                                  512,    8),
+    (r"_small(_|$)",                                 384,    6),
+    (r"_little_",                                    320,    5),
+    (r"_(xsmall|wee)_",                              256,    4),
+    (r"_tiny_",                                      192,    3),
+)
+# fmt: on
+"""Patterns of timm's architectures, the first that fits decides."""
+NO_CLASS_TOKEN = re.compile(r"_siglip_|_gap_|_map_|^test_vit[24]")
 FILTERS: dict[str, Any] = {name: name for name in ("nearest", "bilinear", "bicubic", "lanczos")} | {"box": "area"}
 GELUS = {
     "CLIP": "its tensors are those of a CLIP image tower and do not show which GELU it computes; pass "
@@ -64,7 +89,10 @@ class Said:
     def of(cls, archive: Archive) -> Said:
         said = named(archive)
         if said.library != "timm":
-            return cls(*trained(archive), told=archive.told)
+            found = cls(*trained(archive), told=archive.told)
+            if found.arch:
+                found._check()
+            return found
         if said.file == "open_clip_config.json":
             arch, tower = said.model, open_clip_tower(archive)
             found = cls(arch, "", {"global_pool": tower.get("timm_pool")}, open_clip_cfg(archive), {}, archive.told)
@@ -90,6 +118,32 @@ class Said:
         for name in wrong:
             value = self.args.get(name, self.global_pool)
             raise FormatError(f"timm's {self.arch} with {name}={value!r} is not a network that vitrail builds.")
+
+    def agrees(self, **found: Any) -> None:
+        """Raise FormatError where the tensors are not of the architecture that is stated with its arguments."""
+        if not PLAIN.fullmatch(self.arch):
+            return
+        stated = {
+            "embed_dim": self._size[0] if self.cfg and not self._told_heads else None,
+            "class_token": not NO_CLASS_TOKEN.search(self.arch),
+            "pre_norm": "_clip_" in self.arch,
+        } | self.args
+        for name, value in found.items():
+            wanted = stated.get(name)
+            if wanted is not None and _plain(wanted) != _plain(value):
+                raise FormatError(
+                    f"timm's {self.arch} with {name}={wanted} is stated, the tensors have {name}={value}: two models "
+                    f"are mixed up, or its arguments (model_args in config.json) lack {name}={value}."
+                )
+
+    @property
+    def _size(self) -> tuple[int, int] | tuple[None, None]:
+        """Width and heads of the architecture."""
+        return next(((width, heads) for name, width, heads in SIZES if re.search(name, self.arch)), (None, None))
+
+    @property
+    def _told_heads(self) -> int:
+        return int(self.told.get("heads") or self.args.get("num_heads") or 0)
 
     def tag_has(self, word: str) -> bool:
         return word in self.tag
@@ -139,19 +193,22 @@ class Said:
         return str(self.told.get("activation", "gelu"))
 
     def heads(self, width: int, mlp: int, archive: Archive, looks: str) -> tuple[int, str]:
-        if stated := self.told.get("heads") or self.args.get("num_heads"):
-            return int(stated), ""
+        if self._told_heads:
+            return self._told_heads, ""
         if "blocks.0.attn.q_norm.weight" in archive.tensors:
             return width // archive.shape("blocks.0.attn.q_norm.weight")[0], ""
-        heads = ODD_HEADS.get(self.arch) or heads_for(width, mlp)
-        if heads is None or (heads == 1 and not self.arch):  # timm's test_vit has two of 32
+        wide, heads = self._size
+        if heads and (wide == width or "embed_dim" in self.args):
+            return heads, ""
+        heads = heads_for(width, mlp)
+        if heads is None or heads == 1:  # timm's test_vit has two of 32
             raise FormatError(f"the file does not say how many heads share width {width}; pass heads=...")
-        if not self.arch and looks == "SigLIP" and width == 768 and "attn_pool.latent" not in archive.tensors:
+        if looks == "SigLIP" and width == 768 and "attn_pool.latent" not in archive.tensors:
             raise FormatError(
                 "the file does not say how many heads share width 768: pass heads=16 for timm's "
                 "vit_base_patch16_gap_224, heads=12 for the others."
             )
-        if self.arch or (is_published(width, mlp) and width // heads == 64):
+        if is_published(width, mlp) and width // heads == 64:
             return heads, ""
         return heads, f"{heads} heads of {width // heads} are assumed; pass heads=... if there are others."
 
@@ -163,6 +220,9 @@ class Said:
         size = pair(config.image)
         crop = float(cfg.get("crop_pct") or 0.875)
         squash = cfg.get("crop_mode") == "squash"
+        for name, known in (("crop_mode", ("center", "squash")), ("interpolation", tuple(FILTERS))):
+            if cfg.get(name) not in (None, "", *known):
+                self.notes.append(f"config.json says {name}={cfg[name]!r}, which vitrail does not follow.")
         mean, std = (list(cfg[key]) for key in ("mean", "std"))
         said = PreprocessConfig(
             image=size,
@@ -184,6 +244,13 @@ class Said:
         if classes == 1000 and re.search(r"(^|_)in1k(_\d+)?$", self.tag):
             return imagenet_1k()
         return None
+
+
+def _plain(value: Any) -> Any:
+    """A size by itself where height and width are the same."""
+    if not isinstance(value, list | tuple):
+        return value
+    return value[0] if len(set(value)) == 1 else tuple(value)
 
 
 def cannot(config: ViTConfig | BiTConfig) -> list[str]:

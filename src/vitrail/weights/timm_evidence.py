@@ -46,12 +46,13 @@ def arguments(archive: Archive) -> dict[str, Any]:
 def trained(archive: Archive) -> tuple[str, str, dict[str, Any]]:
     """timm's architecture, no tag, and its arguments, from the training script's own; empty where they name none."""
     args = arguments(archive)
-    for name in (archive.extras.get("arch"), args.get("model")):
-        if isinstance(name, str):
+    for stated in (archive.extras.get("arch"), args.get("model")):
+        if isinstance(stated, str):
+            name = stated.rpartition("/")[2].partition(".")[0]  # as in hf-hub:timm/NAME.TAG
             refuse_architecture(name)
             if PLAIN.fullmatch(name):
-                given = args.get("model_kwargs")
-                return name, "", dict(given) if isinstance(given, dict) else {}
+                given, pool = args.get("model_kwargs"), args.get("gp")
+                return name, "", (given if isinstance(given, dict) else {}) | ({"global_pool": pool} if pool else {})
     return "", "", {}
 
 
@@ -63,8 +64,8 @@ def family_of(archive: Archive, stated: str, config: ViTConfig) -> str:
     for names, family in SCRIPTS:
         if names <= args.keys():
             return family
-    for name in ("model", "arch", "finetune"):
-        if family := _worded(PurePath(str(args.get(name, ""))).name.lower()):
+    for said in (args.get("model"), args.get("arch"), archive.extras.get("arch"), args.get("finetune")):
+        if family := _worded(PurePath(str(said)).name.lower()):
             return family
     return _resembled(archive, config)
 
