@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from facebook_files import (
     HEADS,
     D,
@@ -224,3 +225,9 @@ def test_a_grid_that_is_not_square_may_look_like_a_square_without_a_class_positi
     _, card = checkpoint.read(saved(state, tmp_path), changes={"heads": HEADS, "image": (24, 40)})
     assert (card.config.image, card.config.position_on_class) == ((24, 40), True)
     assert not any("class token" in note for note in card.notes)
+
+
+def test_quantised_weights_are_not_taken_for_numbers(tmp_path: Path) -> None:
+    state = deit() | {"blocks.0.mlp.fc1.weight": torch.ones(4 * D, D, dtype=torch.int8)}
+    with pytest.raises(FormatError, match="its weights are int8: quantised"):
+        read(state, tmp_path)

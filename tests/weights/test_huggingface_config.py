@@ -278,6 +278,7 @@ def test_a_processor_among_words_is_found() -> None:
         ({"size": {"longest_edge": 40}}, "a size vitrail does not know"),
         ({"size": {"shortest_edge": 40}}, "does not crop"),
         ({"resample": 5}, "Pillow's filter 5"),
+        ({"image_processor_type": "LevitImageProcessor"}, "nothing that only this class does"),
         ({"size": {"height": 40, "width": 60}, "crop_size": 40, "do_center_crop": True}, "crops"),
     ],
 )

@@ -133,9 +133,14 @@ def read(
         with _reading(form, archive):
             net = build(card.config, skeleton=True)
             state = form.table(card.config).read(archive.tensors, net, card.config)
+    stored = {t.dtype for t in state.values()}
+    if whole := [str(d).removeprefix("torch.") for d in stored if not d.is_floating_point]:
+        raise FormatError(
+            f"{archive.source}: its weights are {', '.join(sorted(whole))}: quantised, with scales that vitrail does "
+            "not read; take the floating-point weights they were made from."
+        )
     if finite:
         _check_finite(state, archive.source)
-    stored = {t.dtype for t in state.values()}
     if dtype is not None:
         state = {name: t.to(dtype) for name, t in state.items()}
         if stored != {dtype}:

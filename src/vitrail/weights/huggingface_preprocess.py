@@ -48,6 +48,11 @@ def read(
     name = re.sub(r"(ImageProcessor|FeatureExtractor)\w*$", "", named) or USUAL.get(kind, "Bit")
     values = PROCESSORS.get(name, PROCESSORS["ViT"]) | {k: v for k, v in stated.items() if v is not None}
     notes: list[str] = []
+    if name not in PROCESSORS:
+        notes.append(
+            f"preprocessor_config.json is for {named}: its sizes, mean and std are followed, and nothing that only "
+            "this class does."
+        )
     size = _resizing(values, name in SHORT, image, notes)
     mean, std = _normalising(values)
     resample = values["resample"]
