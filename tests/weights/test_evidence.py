@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from facebook_files import (
@@ -31,6 +32,7 @@ from facebook_files import (
 
 from vitrail.config import pair
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
+from vitrail.data.preprocess import Preprocess
 from vitrail.errors import FormatError, NotFound
 from vitrail.weights import checkpoint
 
@@ -215,6 +217,21 @@ def test_what_a_config_says_otherwise_of_its_head_images_and_positions_is_noted(
         "config.json says num_classes=1000, and the head has 7.",
         "config.json says crop_mode='border', which vitrail does not follow.",
     )
+
+
+def test_an_image_that_is_not_square_is_covered_and_never_padded(tmp_path: Path) -> None:
+    """timm enlarges such a crop on all sides; the short side alone would leave a photograph with black bars."""
+    preparing = {"mean": [0.5] * 3, "std": [0.5] * 3, "crop_pct": 0.9}
+    args = {"num_heads": 2, "img_size": [16, 64]}
+    config = {"architecture": "vit_base_patch16_224", "pretrained_cfg": preparing, "model_args": args}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    cards = [checkpoint.read(saved(deit(), tmp_path))[1]]
+    assert cards[0].notes == ("config.json says crop_pct=0.9, and the image is not square: no margin is cut off.",)
+    (tmp_path / "config.json").unlink()
+    cards.append(checkpoint.read(saved(deit(), tmp_path), changes={"image": (16, 64)}, family="DeiT")[1])
+    for card in cards:
+        assert (pair(card.preprocess.image), card.preprocess.resize_to) == ((16, 64), None)
+        assert Preprocess(card.preprocess).pixels(np.full((60, 80, 3), 9, np.uint8)).min() == 9
 
 
 def test_a_grid_that_is_not_square_may_look_like_a_square_without_a_class_position(tmp_path: Path) -> None:

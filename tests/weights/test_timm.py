@@ -356,3 +356,10 @@ def test_bit_reads_into_our_bit(tmp_path: Path) -> None:
     theirs = timm.create_model("resnetv2_50x1_bit")
     net, _ = checkpoint.read(saved(theirs, tmp_path / "timm"))
     assert isinstance(net, BiT)
+
+
+def test_a_bit_with_another_activation_is_refused() -> None:
+    config = {"architecture": "resnetv2_50x1_bit", "model_args": {"act_layer": "gelu"}}
+    archive = Archive("memory", Tensors.of({}), sidecars={"config.json": config})
+    with pytest.raises(FormatError, match="act_layer='gelu' is not a network that vitrail builds"):
+        TIMM_FORMAT.describe(archive)

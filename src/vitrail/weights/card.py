@@ -103,8 +103,13 @@ def usual_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = 
 def sized(
     usual: PreprocessConfig, size: tuple[int, int], channels: int, crop: Callable[[int], float] | None = None
 ) -> PreprocessConfig:
-    """The same at another size and for other channels; the crop keeps its share unless told another."""
-    if usual.resize_to is not None:
+    """The same at another size and for other channels; the crop keeps its share unless told another.
+
+    A crop that is not square is just covered: with its short side alone fitted, an image would be padded.
+    """
+    if usual.resize == "short" and size[0] != size[1]:
+        usual = usual.but(resize_to=None)
+    elif usual.resize_to is not None:
         share = crop(min(size)) if crop else min(pair(usual.image)) / usual.resize_to
         usual = usual.but(resize_to=max(int(min(size) / share + 1e-9), 1))
     return channels_for(usual.but(image=size), channels)

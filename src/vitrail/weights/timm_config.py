@@ -115,6 +115,8 @@ class Said:
         wrong = [name for name in self.args if not ARGUMENTS.fullmatch(name)]
         wrong += ["norm_layer"] if self.args.get("norm_layer") not in NORMS else []
         wrong += ["global_pool"] if self.global_pool not in POOLS else []
+        if self.arch.startswith("resnetv2"):  # whose units have ReLU and group norms
+            wrong += [name for name in ("act_layer", "norm_layer") if self.args.get(name) not in (None, "", "relu")]
         for name in wrong:
             value = self.args.get(name, self.global_pool)
             raise FormatError(f"timm's {self.arch} with {name}={value!r} is not a network that vitrail builds.")
@@ -223,11 +225,14 @@ class Said:
         for name, known in (("crop_mode", ("center", "squash")), ("interpolation", tuple(FILTERS))):
             if cfg.get(name) not in (None, "", *known):
                 self.notes.append(f"config.json says {name}={cfg[name]!r}, which vitrail does not follow.")
+        covered = size[0] != size[1] and not squash  # timm enlarges the crop on all sides: it never pads
+        if covered and crop != 1:
+            self.notes.append(f"config.json says crop_pct={crop:g}, and the image is not square: no margin is cut off.")
         mean, std = (list(cfg[key]) for key in ("mean", "std"))
         said = PreprocessConfig(
             image=size,
             resize="squash" if squash else "short",
-            resize_to=None if squash and crop == 1 else math.floor(min(size) / crop),
+            resize_to=None if covered or (squash and crop == 1) else math.floor(min(size) / crop),
             interpolation=FILTERS.get(cfg.get("interpolation") or "bilinear", "bilinear"),
             mean=tuple(mean),
             std=tuple(std),
