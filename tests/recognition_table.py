@@ -15,7 +15,6 @@ file of weights. Reading it has one of five outcomes:
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -78,8 +77,9 @@ def results(case: Case, folder: Path) -> list[Result]:
     sample = case.make()
     folder.mkdir(parents=True, exist_ok=True)
     sample.save(folder / "saved")
-    shutil.copy(folder / "saved" / "model.safetensors", folder / "weights.safetensors")
-    sample.model.double()
+    (folder / "weights.safetensors").hardlink_to(folder / "saved" / "model.safetensors")
+    if sample.truth is not None:
+        sample.model.double()
     paths: dict[Form, Path] = {"folder": folder / "saved", "bare": folder / "weights.safetensors"}
     return [Result(case, form, *outcome(case, form, sample, path)) for form, path in paths.items()]
 
@@ -89,6 +89,8 @@ def outcome(case: Case, form: Form, sample: Sample, path: Path) -> tuple[Outcome
         net = checkpoint.read(path, dtype=torch.float64)[0]
     except VitrailError as error:
         return refusal(case, form, sample, path, str(error))
+    if sample.truth is None:
+        return "misread", "a network that vitrail does not build"
     wrong = difference(net, sample)
     return ("misread" if wrong > ROUNDING else "exact"), f"differs by {wrong:.1e}"
 

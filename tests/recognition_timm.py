@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from compare import randomized
 from conftest import import_peer
 from recognition_table import Case, Sample
@@ -67,7 +68,8 @@ def arguments(module: str, name: str) -> dict[str, Any]:
         return {"layers": (1, 1, 1, 1)}
     args: dict[str, Any] = {"depth": 2, "num_classes": 5}
     if module == "vision_transformer_hybrid":
-        return args | {"img_size": 64}
+        narrower = {} if "_mci_" in name else {"embed_dim": 128, "num_heads": 2}  # whose stem has its width
+        return args | {"img_size": 64} | narrower
     found = re.search(r"patch(\d+)", name)
     side = int(found[1]) if found else 16
     args |= {"embed_dim": 128, "num_heads": 2}
@@ -95,9 +97,10 @@ def cases() -> list[Case]:
 
 def narrow(layers: tuple[int, ...], width_factor: int = 1, **args: Any) -> nn.Module:
     """timm's ResNetV2 with one unit in each stage, and as few channels as its norms have groups."""
+    stages = 2 if width_factor == 3 else len(layers)  # 3 x 32 channels double with each
     first = 32 if width_factor == 3 else 32 // width_factor
-    args |= {"stem_chs": first, "channels": tuple(first * 4 * 2**stage for stage in range(4))}
-    return RESNET(layers=(1,) * len(layers), width_factor=width_factor, **args)
+    args |= {"stem_chs": first, "channels": tuple(first * 4 * 2**stage for stage in range(stages))}
+    return RESNET(layers=(1,) * stages, width_factor=width_factor, **args)
 
 
 def made(module: str, name: str) -> Sample:
@@ -106,7 +109,12 @@ def made(module: str, name: str) -> Sample:
         if is_read(name) and module in ("resnetv2", "vision_transformer_hybrid"):
             stack.enter_context(patch.object(sys.modules[f"timm.models.{module}"], "ResNetV2", narrow))
             args.pop("layers", None)  # BiT's are not an argument
-        model = randomized(timm.create_model(name, **args))
+        if is_read(name):
+            model = randomized(timm.create_model(name, **args))
+        else:  # to be refused, whatever its weights are
+            with torch.device("meta"):
+                model = timm.create_model(name, **args)
+            model = model.to_empty(device="cpu").half().eval()
     size = args.get("img_size", 64)
     stated = {} if module == "resnetv2" else args  # a BiT's shapes say it all
 

@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFound, 
 from vitrail.models import Net, ViT, build
 from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, usual_preprocess
-from vitrail.weights.files import open_archive
+from vitrail.weights.files import Tensors, open_archive
 from vitrail.weights.google import POSEMBED
 
 SMALL: dict[str, Any] = {"image": 32, "patch": 8, "width": 128, "depth": 1, "heads": 2, "mlp": 192, "classes": 5}
@@ -87,6 +89,14 @@ def rewritten(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     return path
 
 
+@contextmanager
+def holding(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """The same file with other tensors for `checkpoint.read`, without writing it."""
+    held = replace(open_archive(path), tensors=Tensors.of(tensors, str(path)), handles=[])
+    with patch.object(checkpoint, "open_archive", lambda *_, **__: held):
+        yield
+
+
 def same(net: Net, other: Net) -> bool:
     ours, theirs = net.state_dict(), other.state_dict()
     return set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -101,11 +111,12 @@ def test_a_missing_tensor_is_named_with_the_format_assumed(kind: str, tmp_path: 
     _, path = written(kind, tmp_path)
     whole = tensors_of(path)
     for name in whole:
-        rewritten(path, {n: t for n, t in whole.items() if n != name})
+        rest = {n: t for n, t in whole.items() if n != name}
         if name in ("params/cls", "params/pos_embedding", POSEMBED):
-            checkpoint.read(path)  # a network that there is
+            with holding(path, rest):
+                checkpoint.read(path)  # a network that there is
             continue
-        with pytest.raises(FormatError) as error:
+        with holding(path, rest), pytest.raises(FormatError) as error:
             checkpoint.read(path)
         said = str(error.value)
         assert str(path) in said, name
@@ -153,15 +164,15 @@ def test_a_tensor_of_another_shape_is_an_error(kind: str, change: Callable[[Tens
     net, path = written(kind, tmp_path)
     whole = tensors_of(path)
     for name in whole:
-        rewritten(path, whole | {name: change(whole[name])})
-        if change(whole[name]).numel() == whole[name].numel():
-            with suppress(FormatError):  # another axis of length one is nothing to a token or a scale
-                assert same(checkpoint.read(path)[0], net)
-        elif change is twice and name.endswith("embedding/kernel"):
-            assert checkpoint.read(path)[0].config.patch == (16, 8), "all that is known is the shape"
-        else:
-            with pytest.raises(FormatError, match=f"{path}: (read as {kind.split()[0]}|the names are of no known)"):
-                checkpoint.read(path)
+        with holding(path, whole | {name: change(whole[name])}):
+            if change(whole[name]).numel() == whole[name].numel():
+                with suppress(FormatError):  # another axis of length one is nothing to a token or a scale
+                    assert same(checkpoint.read(path)[0], net)
+            elif change is twice and name.endswith("embedding/kernel"):
+                assert checkpoint.read(path)[0].config.patch == (16, 8), "all that is known is the shape"
+            else:
+                with pytest.raises(FormatError, match=f"{path}: (read as {kind.split()[0]}|the names are of no known)"):
+                    checkpoint.read(path)
 
 
 def test_a_wrong_shape_is_told_under_both_names(tmp_path: Path) -> None:
@@ -434,11 +445,11 @@ MEASURE = textwrap.dedent(
 
 @pytest.mark.parametrize("to", ["vitrail", "timm"])
 def test_reading_takes_no_more_memory_than_the_weights(to: str, tmp_path: Path) -> None:
-    """ViT-B/16 in another process: at its peak the weights and a tenth, the mapped file counted in full."""
+    """A third of ViT-B/16 in another process: at its peak the weights and a tenth, the mapped file counted in full."""
     status = Path("/proc/self/status")
     if not status.exists() or "VmHWM" not in status.read_text():
         pytest.skip("needs Linux's account of peak memory")
-    for name, config in (("small", TINY), ("B", ViTConfig(activation="gelu"))):
+    for name, config in (("small", TINY), ("B", ViTConfig(activation="gelu", depth=4))):
         net = build(config, skeleton=True).to_empty(device="cpu")
         for parameter in net.parameters():
             torch.nn.init.ones_(parameter)
@@ -448,5 +459,5 @@ def test_reading_takes_no_more_memory_than_the_weights(to: str, tmp_path: Path) 
     paths = [str(tmp_path / f"{name}.safetensors") for name in ("small", "B")]
     run = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True)
     before, peak, weights = map(int, run.stdout.split())
-    assert weights == 4 * 86_567_656
+    assert weights == sum(p.nbytes for p in net.parameters()) > 100e6
     assert peak - before <= 1.1 * weights, (peak - before) / weights
