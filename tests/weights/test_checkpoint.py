@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -27,7 +24,7 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFound, VitrailError
-from vitrail.models import Net, ViT, build
+from vitrail.models import Net, build
 from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Tensors, open_archive
@@ -426,38 +423,3 @@ def test_parameters_are_the_files_own_memory(to: str, tmp_path: Path) -> None:
         for parameter in read.parameters():
             parameter.zero_()
     assert (tmp_path / name).read_bytes() == before, "writing changes a private copy"
-
-
-MEASURE = textwrap.dedent(
-    """
-    import re, sys
-    from pathlib import Path
-    from vitrail.weights import checkpoint
-    def memory(kind):  # not getrusage: its peak counts the parent's memory at the fork
-        return 1024 * int(re.search(kind + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-    checkpoint.read(sys.argv[1])  # a small one first: everything is imported and warm
-    before = memory("VmRSS")
-    net, _ = checkpoint.read(sys.argv[2])
-    print(before, memory("VmHWM"), sum(p.nbytes for p in net.parameters()))
-    """
-)
-
-
-@pytest.mark.parametrize("to", ["vitrail", "timm"])
-def test_reading_takes_no_more_memory_than_the_weights(to: str, tmp_path: Path) -> None:
-    """A third of ViT-B/16 in another process: at its peak the weights and a tenth, the mapped file counted in full."""
-    status = Path("/proc/self/status")
-    if not status.exists() or "VmHWM" not in status.read_text():
-        pytest.skip("needs Linux's account of peak memory")
-    for name, config in (("small", TINY), ("B", ViTConfig(activation="gelu", depth=4))):
-        net = build(config, skeleton=True).to_empty(device="cpu")
-        for parameter in net.parameters():
-            torch.nn.init.ones_(parameter)
-        card = Card(config=config, preprocess=usual_preprocess("ViT", config))
-        checkpoint.write(net, card, tmp_path / f"{name}.safetensors", to=to)
-    assert isinstance(net, ViT)
-    paths = [str(tmp_path / f"{name}.safetensors") for name in ("small", "B")]
-    run = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True)
-    before, peak, weights = map(int, run.stdout.split())
-    assert weights == sum(p.nbytes for p in net.parameters()) > 100e6
-    assert peak - before <= 1.1 * weights, (peak - before) / weights
