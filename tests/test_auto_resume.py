@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,8 @@ def test_a_run_is_finished_when_those_it_is_compared_with_are():
     assert done.compared[0].scores is not None
     assert again.compared[0].scores.to_dict() == done.compared[0].scores.to_dict()
     assert again.compared[0].config.seed == 1
+    shutil.rmtree(done.path / "compare")
+    assert train(compare=["seed=1"]).compared[0].finished
 
 
 def test_a_result_that_cannot_be_read_is_found_out_again():
@@ -128,6 +131,27 @@ def test_a_longer_duration_extends_and_a_shorter_one_is_refused():
     assert train(6).finished
 
 
+def test_the_command_that_extends_goes_on_with_the_extended_run():
+    """A recipe's warm-up is a share of a new run's length; that of an extended run stays as it began."""
+    recipe = override(digits(4), ["schedule.warmup=2 steps"])
+
+    def extend(*more: str) -> vitrail.Run:
+        return vitrail.train(recipe, overrides=["duration=8 steps", *more], auto_resume=True, report=False)
+
+    assert vitrail.train(recipe, auto_resume=True, report=False).finished
+    with at_step(6, stop):
+        assert extend().saved == 6
+    assert extend().config.schedule.warmup == steps(2)
+    assert extend("schedule.warmup=2 steps").finished
+    with pytest.raises(ConfigError, match=r"schedule.warmup is 2 steps and cannot change"):
+        extend("schedule.warmup=4 steps")
+
+
+def test_a_setting_that_is_off_again_is_another_setting():
+    assert differing(digits(2), digits(2, ema=0.9)) == ["ema"]
+    assert differing(digits(2), override(digits(2), ["optim.layer_decay=0.7"])) == ["optim.layer_decay"]
+
+
 def test_fine_tuning_is_the_same(caplog: pytest.LogCaptureFixture):
     model(small()).save("start")
     photos(Path("photos"), {"a": 20, "b": 20}, side=8)
@@ -146,6 +170,10 @@ def test_fine_tuning_is_the_same(caplog: pytest.LogCaptureFixture):
         tune(recipe="paper", out="runs/finetune-photos")
     with pytest.raises(ConfigError, match=r"optim.train is all and cannot change"):
         tune(what="head")
+    with at_step(2, stop):
+        tune(what="head", out="head")
+    with pytest.raises(ConfigError, match=r"optim.train is head and cannot change"):
+        tune(out="head")
 
 
 def test_the_folder_does_not_depend_on_what_is_there():

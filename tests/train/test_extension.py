@@ -7,7 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from train.small_runs import at_step, digits, interrupted, lines, one_thread, resumed, same_bits, stop, trained, weights
+from train.small_runs import (
+    at_step,
+    digits,
+    interrupted,
+    lines,
+    on_photos,
+    one_thread,
+    photos,
+    resumed,
+    same_bits,
+    stop,
+    trained,
+    weights,
+)
 
 from vitrail import runtime
 from vitrail.api.resuming import keep_shares
@@ -95,12 +108,47 @@ def test_an_extended_run_goes_on_to_its_new_end_and_keeps_its_old_model_until_th
     assert same_bits(tmp_path / "run", whole)
 
 
+def test_a_run_whose_patience_is_used_up_is_not_said_to_be_extended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("vitrail.train.journal._better", lambda found, before: before[0] is None)
+    stuck = digits(6, patience=2, evaluate_every="1 step")
+    assert trained(stuck, tmp_path / "run").progress.step == 3
+    assert trained(stuck.but(duration=steps(8)), tmp_path / "run", resume=True).progress.step == 3
+    assert "the run is not extended: patience=2 is used up at step 3, 2 evaluations after the best one" in caplog.text
+    assert trained(stuck.but(duration=steps(8), patience=None), tmp_path / "run", resume=True).progress.step == 8
+
+
+def test_a_duration_in_epochs_that_is_another_number_of_steps_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    album = photos(tmp_path / "album", {"a": 16, "b": 16}, side=8)
+    config = on_photos(album).but(duration="3 epochs")
+    total = interrupted(config, tmp_path / "run", 3).progress.total
+    for last in sorted(album.glob("*/*"))[::2]:
+        last.unlink()
+    resumed(tmp_path / "run")
+    assert f"duration=3 epochs was {total} steps and is " in caplog.text
+
+
 def test_a_run_cannot_be_made_shorter(tmp_path: Path):
     interrupted(constant(10), tmp_path / "run", 7)
     for shorter in ("9 steps", "5 steps", "0.2 epochs"):
         with pytest.raises(ConfigError, match=r"fewer than the 10 of the run \(10 steps\), of which 7 are done"):
             trained(constant(10).but(duration=shorter), tmp_path / "run", resume=True)
     assert RunFolder(tmp_path / "run").read_config().duration == steps(10)
+
+
+def test_a_result_is_gone_before_the_settings_are_those_of_a_longer_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Killed in between, the folder must not look like a longer run that is finished."""
+    run = RunFolder(tmp_path / "run")
+    run.begin(constant(10))
+    run.write_result({})
+    monkeypatch.setattr(RunFolder, "write_config", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run.reopen(constant(20))
+    assert run.standing == "unfinished"
+    assert run.read_result() is None
 
 
 def test_the_same_length_in_another_unit_is_no_extension(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -23,8 +23,12 @@ CHANGEABLE = (
 )  # fmt: skip
 LENGTH = ("duration", "schedule.cooldown", "augment.unmixed")
 """What may change as well where the duration does: a run can be made longer. The warm-up is how it began."""
+SHARES = ("schedule.warmup", *LENGTH[1:])
+"""Parts of a new run that keep their share of its length, unless they are given."""
 FOUND = ("batch", "precision")
 """Settings whose `auto` was replaced by what was found when the run began."""
+BLANK = ("model", "preprocess")
+"""Settings whose None was."""
 
 
 def run_folder(out: str | Path | None, name: str, *, resume: bool = False, auto_resume: bool = False) -> RunFolder:
@@ -68,8 +72,9 @@ def resumed(
     changed = [name for name in sorted(names) if at(config, name) != at(before, name)]
     changed += [name for name, value in asked.items() if value is not None and not _same(value, at(before, name))]
     if wanted is not None:
-        shares = {*LENGTH, "schedule.warmup"} if longer else set()
-        changed += [name for name in differing(wanted, before) if name not in names | shares]
+        # With a duration of its own, and in a run that was extended, these follow from the length.
+        follow = {"duration", *SHARES} if longer or "duration" in names else set()
+        changed += [name for name in differing(wanted, before) if name not in names | follow]
     for name in changed:
         if name not in CHANGEABLE + (LENGTH if longer else ()):
             raise ConfigError(
@@ -87,8 +92,8 @@ def differing(wanted: Any, there: Any, path: str = "") -> list[str]:
             for inner in (field.name for field in fields(wanted))
             for name in differing(getattr(wanted, inner), getattr(there, inner), f"{path}.{inner}".lstrip("."))
         ]
-    blank = wanted is None or (path in FOUND and wanted == "auto") or (path == "model.classes" and wanted == 0)
-    return [] if blank or _same(wanted, there) else [path]
+    blank = (path in BLANK and wanted is None) or (path in FOUND and wanted == "auto")
+    return [] if blank or (path == "model.classes" and wanted == 0) or _same(wanted, there) else [path]
 
 
 def keep_shares(before: TrainConfig, config: TrainConfig, parts: Sequence[str], given: set[str]) -> TrainConfig:

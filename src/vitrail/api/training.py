@@ -12,12 +12,12 @@ from typing import Any
 
 from vitrail.api.model import Model, load
 from vitrail.api.resuming import CHANGEABLE as CHANGEABLE
-from vitrail.api.resuming import keep_shares, name_of, resumed, run_folder
+from vitrail.api.resuming import SHARES, keep_shares, name_of, resumed, run_folder
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
 from vitrail.data.loader import learnable
 from vitrail.data.sources import open_data
 from vitrail.data.staging import Labels
-from vitrail.errors import ConfigError, DataError, NotFound, VitrailError, nearest
+from vitrail.errors import ConfigError, DataError, NotFound, TrainError, VitrailError, nearest
 from vitrail.evaluate import comparable, neighbours_baseline
 from vitrail.evaluate.scores import Scores
 from vitrail.models.variants import config_for
@@ -156,7 +156,7 @@ def finetune(
         if not (usual or _named(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
             raise ConfigError(f"--recipe {recipe} cannot change when a run is resumed. Start a new run instead.")
         asked: dict[str, Any] = {"start": model or None, "data.source": data or None, "image": image and pair(image)}
-        if what != "all":
+        if what != "all" or (auto_resume and "optim.train" not in map(name_of, overrides)):  # the same command is whole
             asked["optim.train"] = what
         on = [f"device={device}"] if device != "auto" else []
         config = resumed(folder, [*overrides, *on], asked)
@@ -210,9 +210,6 @@ def tuned(
     if any(o.startswith("model.") for o in overrides):  # the checkpoint's own settings, to be changed
         config = config.but(model=open_checkpoint(model, image=config.image)[0].config)
     return _settled(config, overrides)
-
-
-SHARES = ("schedule.warmup", "schedule.cooldown", "augment.unmixed")
 
 
 def _settled(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
@@ -292,7 +289,7 @@ def _finished(folder: RunFolder, config: TrainConfig) -> Run | None:
         return None
     try:
         done = Run.from_dict(folder.path, config, found)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, TrainError):  # or a run it was compared with is gone
         return None
     with first_speaks():
         say([f"{folder.path} is finished: there is nothing left to do"])

@@ -11,14 +11,23 @@ from __future__ import annotations
 from vitrail.config import TrainConfig
 from vitrail.errors import ConfigError
 from vitrail.train.schedule import Schedule
+from vitrail.train.state import Progress
 from vitrail.train.trainer import Trainer
 
 
-def check_length(before: TrainConfig, trainer: Trainer, step: int) -> list[str]:
-    """What a longer duration means for a run that has done `step` steps, as sentences; a shorter one is refused."""
-    config, total = trainer.config, trainer.total
+def check_length(before: TrainConfig, trainer: Trainer, saved: Progress) -> list[str]:
+    """What a longer duration means for a run that goes on from there, as sentences; a shorter one is refused.
+
+    The same duration in epochs is another number of steps where the number of images has changed.
+    """
+    config, total, step = trainer.config, trainer.total, saved.step
     if config.duration == before.duration:
-        return []
+        if saved.total in (None, total) or saved.pictures == trainer.images:
+            return []
+        return [
+            f"duration={config.duration} was {saved.total:,} steps and is {total:,} with the present number of images; "
+            f"{step:,} are done"
+        ]
     counted = {"batch": trainer.batch, "images": trainer.images}
     old = max(before.duration.to_steps(**counted), 1)
     if total < old:
@@ -28,6 +37,11 @@ def check_length(before: TrainConfig, trainer: Trainer, step: int) -> list[str]:
         )
     if total == old:
         return []
+    if config.patience is not None and saved.stale >= config.patience:
+        return [
+            f"the run is not extended: patience={config.patience} is used up at step {step:,}, {saved.stale} "
+            "evaluations after the best one; try a larger patience, or none"
+        ]
     rate = config.optim.lr
     was = rate * Schedule(before.schedule, total=old, **counted)(max(step - 1, 0))
     parts = [f"schedule.cooldown={config.schedule.cooldown}"] if config.schedule.cooldown else []

@@ -139,7 +139,7 @@ def _opened(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool)
             journal.begin()
             return trainer, journal
         before: TrainConfig = ranks.told(run.read_config() if ranks.first else None)
-        say(check_length(before, trainer, saved[1].step if saved is not None else 0))
+        say(check_length(before, trainer, saved[1] if saved is not None else Progress()))
         journal.resume(saved)
         if ranks.first:
             run.reopen(extended(before, trainer.config))

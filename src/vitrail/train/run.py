@@ -114,9 +114,9 @@ class RunFolder:
 
     def reopen(self, config: TrainConfig) -> None:
         """A run that goes on, perhaps to a later end, has no result until it ends; the old model stays until then."""
+        self.result.unlink(missing_ok=True)  # first: with a longer duration it would be the result of another run
         if config != self.read_config():
             self.write_config(config)
-        self.result.unlink(missing_ok=True)
 
     def sweep(self) -> None:
         """What killed writers left under temporary names."""
