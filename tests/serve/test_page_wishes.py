@@ -77,7 +77,7 @@ def test_a_camera_that_is_called_off_before_it_shows_anything_is_switched_off(op
     expect(page.locator("#camera-box")).to_be_visible()
     page.keyboard.press("Escape")
     expect(page.locator("#camera-box")).to_be_hidden()
-    assert page.evaluate("stream.getTracks().map((track) => track.readyState)") == ["ended"]
+    page.wait_for_function("stream.getTracks().every((track) => track.readyState === 'ended')")
 
 
 @pytest.mark.parametrize("status", [429, 504])
