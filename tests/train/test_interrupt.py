@@ -32,6 +32,7 @@ from train.small_runs import (
 import vitrail
 from vitrail.config import TrainConfig, override
 from vitrail.train import interrupt as signals
+from vitrail.train import loop
 from vitrail.train.interrupt import Interrupt
 from vitrail.train.journal import Journal
 from vitrail.train.loop import Result
@@ -281,6 +282,26 @@ def test_an_interrupt_while_the_report_is_made_says_where_the_model_is(tmp_path:
         vitrail.train(digits(2), out=tmp_path / "run")
     assert RunFolder(tmp_path / "run").standing == "unfinished"
     assert vitrail.load(tmp_path / "run").labels is not None
+
+
+def test_an_interrupt_in_a_run_that_is_compared_with_names_the_command_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fit(config: TrainConfig, folder: RunFolder, **options: bool) -> object:
+        if folder.compared_with is not None:
+            monkeypatch.setattr("vitrail.train.loop.prepare", interrupted)
+        return loop.fit(config, folder, **options)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vitrail.api.training.fit", fit)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        vitrail.train(digits(2, compare=["seed=1"]), out=tmp_path / "run")
+    assert str(caught.value) == (
+        f"stopped by Ctrl-C; there is no checkpoint yet of {tmp_path}/run/compare/seed-1; "
+        f"go on with: vitrail train --resume --out {tmp_path}/run"
+    )
 
 
 # The command as a person runs it

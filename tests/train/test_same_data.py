@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from small_models import model, small
-from train.small_runs import contents, interrupted, on_photos, photos, resumed, same_bits, trained
+from train.small_runs import contents, digits, interrupted, on_photos, photos, resumed, same_bits, trained
 
 import vitrail
 from vitrail import runtime
-from vitrail.config import override
+from vitrail.config import PreprocessConfig, override
 from vitrail.data.sources import open_data
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Splits
@@ -179,6 +179,31 @@ def test_without_labels_names_of_folders_are_names_of_images(
     (album / "apple").rename(album / "zebra")
     resumed(tmp_path / "run")
     assert "the training images of" in caplog.text
+
+
+def test_a_teacher_with_other_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    grey = PreprocessConfig(image=8, mean=(0.5,), std=(0.5,))
+    for depth in (1, 2):
+        config = small(image=8, patch=4, channels=1, classes=10, depth=depth)
+        model(config, labels=tuple("0123456789"), preprocess=grey).save(tmp_path / f"{depth}")
+    teacher = (tmp_path / "1").rename(tmp_path / "teacher")
+    interrupted(override(digits(4), ["objective=distill", f"distill.teacher={teacher}"]), tmp_path / "run", 2)
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    resumed(tmp_path / "same")
+    assert "has other weights" not in caplog.text
+    shutil.rmtree(teacher)
+    (tmp_path / "2").rename(teacher)
+    resumed(tmp_path / "run")
+    assert f"the teacher {teacher} has other weights than the run began with" in caplog.text
+
+
+@pytest.mark.parametrize("mixup", [0, 0.2])
+def test_what_older_versions_did_otherwise_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, mixup: float):
+    interrupted(override(digits(4), [f"augment.mixup={mixup}", "classify.weights=balanced"]), tmp_path / "run", 2)
+    without_what_is_new(tmp_path / "run")
+    resumed(tmp_path / "run")
+    words = "older versions trained otherwise: from here on images are mixed within groups of augment.mix_group=8, not "
+    assert (words in caplog.text) == bool(mixup)
 
 
 def test_checkpoints_of_older_versions_are_read_and_said_to_be_unchecked(

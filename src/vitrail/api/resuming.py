@@ -11,7 +11,7 @@ from vitrail.config import Duration, TrainConfig, override
 from vitrail.config.base import Config
 from vitrail.errors import ConfigError
 from vitrail.runtime import say
-from vitrail.train.run import RESTART, RunFolder, free_folder, latest_folder
+from vitrail.train.run import RESTART, SOON, RunFolder, free_folder, latest_folder
 
 RUNS = Path("runs")
 
@@ -40,7 +40,7 @@ def run_folder(out: str | Path | None, name: str, *, resume: bool = False, auto_
     if resume and auto_resume:
         raise ConfigError("resume and auto_resume exclude each other: auto_resume begins a run or goes on with it.")
     if out is not None:
-        return RunFolder(Path(out).expanduser(), *([RESTART] if auto_resume else []))
+        return RunFolder(Path(out).expanduser(), RESTART if auto_resume else SOON)
     wanted = RUNS / name
     if auto_resume:
         return RunFolder(wanted, RESTART)

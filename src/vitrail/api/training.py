@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -254,32 +253,32 @@ def run(
     if result.stopped not in (None, "patience"):
         return Run(folder.path, config, result.scores, result.stopped, saved=result.saved, test=result.test)
     others = []
-    for change in config.compare:
-        aside = RunFolder(folder.path / "compare" / _slug(change))
-        other = fit(override(config.but(compare=(), snapshot_every=None), [change]), aside, resume=aside.started)
-        others.append(Run(aside.path, other.setup.config, other.scores, other.stopped))
-        if other.stopped not in (None, "patience"):
-            return Run(folder.path, config, result.scores, other.stopped, tuple(others), saved=other.saved)
     with _told_when_stopped(folder):
+        for change in config.compare:
+            aside = RunFolder(folder.path / "compare" / _slug(change), folder.wait, folder.path)
+            other = fit(override(config.but(compare=(), snapshot_every=None), [change]), aside, resume=aside.started)
+            others.append(Run(aside.path, other.setup.config, other.scores, other.stopped))
+            if other.stopped not in (None, "patience"):
+                return Run(folder.path, config, result.scores, other.stopped, tuple(others), saved=other.saved)
         baselines = _baselines(result) if result.first else {}
         done = Run(folder.path, config, result.scores, result.stopped, tuple(others), baselines, test=result.test)
         if report and result.first:
             _report(done, result, command)
-    if result.first:
-        folder.write_result(done.to_dict())
+        if result.first:
+            folder.write_result(done.to_dict())
     return done
 
 
 @contextmanager
 def _told_when_stopped(folder: RunFolder) -> Iterator[None]:
-    """Ctrl-C while the report is made ends at once: the model is there."""
+    """Ctrl-C between two runs, or while the report is made, ends at once: the model is there."""
     try:
         yield
-    except KeyboardInterrupt:
-        again = f"vitrail train --resume --out {shlex.quote(str(folder.path))}"
-        raise KeyboardInterrupt(
-            f"stopped by Ctrl-C; the model is in {folder.model}; make the report with: {again}"
-        ) from None
+    except KeyboardInterrupt as error:
+        if error.args:  # a run that is compared with has said what is left of it
+            raise
+        again = f"the model is in {folder.model}; make the report with: {folder.again()}"
+        raise KeyboardInterrupt(f"stopped by Ctrl-C; {again}") from None
 
 
 def _finished(folder: RunFolder, config: TrainConfig) -> Run | None:

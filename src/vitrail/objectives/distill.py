@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +61,14 @@ class Teacher:
                 images = images * self.scale + self.shift
             logits = self.net(images)
             return logits if self.order is None else logits[:, self.order]
+
+    @property
+    def checksum(self) -> str:
+        """CRC-32 of the weights."""
+        crc = 0
+        for tensor in self.net.state_dict().values():
+            crc = zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy(), crc)
+        return f"{crc:08x}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Teacher:
         return self

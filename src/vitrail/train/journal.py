@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from vitrail.data.loader import Loader
 from vitrail.errors import DataError, VitrailError
 from vitrail.evaluate.guesses import Guesses
 from vitrail.evaluate.scores import Scores
+from vitrail.objectives import Distill
 from vitrail.runtime import say
 from vitrail.runtime.peak import measured_peak
 from vitrail.train.display import Display
@@ -52,6 +52,7 @@ class Journal:
             began={"family": card.family, "origin": card.origin},
             pictures=trainer.images or None,
             data=trainer.setup.data,
+            teacher=trainer.learner.teacher.checksum if isinstance(trainer.learner, Distill) else None,
             total=trainer.total,
         )
         self.checkpoints = Checkpoints(run.checkpoints, trainer.ranks)
@@ -93,11 +94,14 @@ class Journal:
                     f"{self.config.data.source} had {progress.pictures:,} pictures to learn from and has "
                     f"{self.progress.pictures or 0:,} now: the run goes on, but its result will be another"
                 ])  # fmt: skip
+            if progress.teacher not in (None, self.progress.teacher):
+                say([f"the teacher {self.config.distill.teacher} has other weights than the run began with"])
             tensors = self.checkpoints.read(path, self.trainer.tensors())
             self.trainer.load(tensors)
             self._resume_generators(tensors, progress)
             progress.ran_on, progress.pictures = self.progress.ran_on, self.progress.pictures
-            progress.data, progress.total = self.progress.data, self.progress.total
+            progress.data, progress.teacher = self.progress.data, self.progress.teacher
+            progress.total = self.progress.total
             self.progress = progress
             self.meter.take(progress.meter if self.ranks.first else {})
         else:
@@ -187,9 +191,9 @@ class Journal:
             saved = self.leave()
             if saved is None:
                 raise
-            skip = " --skip-bad" if isinstance(error, DataError) and not self.config.data.skip_bad else ""
-            again = f"vitrail train --resume{skip} --out {shlex.quote(str(self.run.path))}"
-            raise type(error)(f"{error}\nWhat was learned is saved; go on from step {saved} with: {again}") from error
+            skip = ["--skip-bad"] if isinstance(error, DataError) and not self.config.data.skip_bad else []
+            again = f"go on from step {saved} with: {self.run.again(*skip)}"
+            raise type(error)(f"{error}\nWhat was learned is saved; {again}") from error
 
     def evaluated(self, scores: Scores | Guesses) -> None:
         """Note a measurement, and the weights where none was better."""

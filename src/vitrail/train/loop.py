@@ -6,7 +6,6 @@ killed anywhere, resumed, or spread over another number of processes, and comput
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -174,11 +173,12 @@ def _last_words(run: RunFolder, interrupt: Interrupt) -> Iterator[None]:
 
 def _left_behind(run: RunFolder, how: str) -> str:
     """What there is to go on from after a stop that saved nothing more."""
-    if not run.started:
+    if not run.started and run.compared_with is None:
         return f"stopped {how} before the first step; nothing was saved"
     saved = run.saved
     last = "there is no checkpoint yet" if saved is None else f"the last checkpoint is of step {saved}"
-    return f"stopped {how}; {last}; go on with: vitrail train --resume --out {shlex.quote(str(run.path))}"
+    of = f" of {run.path}" if run.compared_with is not None else ""
+    return f"stopped {how}; {last}{of}; go on with: {run.again()}"
 
 
 def _wish(interrupt: Interrupt, journal: Journal, batches: Loader) -> str | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,6 +39,8 @@ class RunFolder:
     path: Path
     wait: float = SOON
     """Seconds to wait for another process that trains in it."""
+    compared_with: Path | None = None
+    """The folder of the run that this one is compared with, whose command goes on with both."""
 
     @property
     def config(self) -> Path:
@@ -83,6 +86,10 @@ class RunFolder:
         """The step of the newest checkpoint."""
         names = [path.parent.name for path in self.checkpoints.glob("*/state.json")]
         return max((int(name) for name in names if name.isdecimal()), default=None)
+
+    def again(self, *options: str) -> str:
+        """The command that goes on with it."""
+        return shlex.join(["vitrail", "train", "--resume", *options, "--out", str(self.compared_with or self.path)])
 
     def begin(self, config: TrainConfig) -> None:
         """A new run: its settings are on disk before anything is computed."""

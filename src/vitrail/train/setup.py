@@ -61,6 +61,7 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
     data = describe_data(splits, labels if learns_labels else (), learns_labels and splits.train.several, ranks)
     if saved is not None:
         say(check_data(saved.data, data, config.data.source))
+        say(_changed_since(config) if not saved.data else [])
     if config.start is not None and saved is None:
         net, card = _started(config, labels if learns_labels else ())
         config = config.but(model=net.config)
@@ -76,6 +77,18 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
         card = card.but(preprocess=config.preprocess)
     _check_sizes(net, card.preprocess)
     return Setup(config.but(preprocess=card.preprocess), net, card, splits, data)
+
+
+def _changed_since(config: TrainConfig) -> list[str]:
+    """What the same settings meant in the versions whose checkpoints do not describe their data."""
+    found = []
+    if config.augment.mixes:
+        found.append(
+            f"images are mixed within groups of augment.mix_group={config.augment.mix_group}, not of the batch"
+        )
+        if config.classify.weights == "balanced":
+            found.append("balanced weights weigh each class's term of a mixed target, not the image")
+    return [f"older versions trained otherwise: from here on {' and '.join(found)}"] if found else []
 
 
 def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:

@@ -75,6 +75,8 @@ class Progress:
     """How many there were to learn from: with another number their order is another."""
     data: dict[str, Any] = field(default_factory=dict)
     """The classes and digests of the images, as `same_data.describe_data` gives them; empty in older checkpoints."""
+    teacher: str | None = None
+    """The checksum of the weights that are learned from, of a run that has a teacher."""
     total: int | None = None
     """Steps of the whole run, by its settings at that time."""
     evaluation_due: bool = False
