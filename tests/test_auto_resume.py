@@ -152,6 +152,18 @@ def test_a_setting_that_is_off_again_is_another_setting():
     assert differing(digits(2), override(digits(2), ["optim.layer_decay=0.7"])) == ["optim.layer_decay"]
 
 
+def test_a_network_that_is_named_and_changed_is_the_same_when_the_command_is_given_again():
+    def named(name: str = "ViT-Ti/4", **options: object) -> vitrail.Run:
+        settings = ["model.depth=1", "model.mlp=32"]
+        return vitrail.train(digits(1), model=name, overrides=settings, report=False, **options)  # type: ignore[arg-type]
+
+    assert named(auto_resume=True).finished
+    assert named(auto_resume=True).finished
+    assert named(resume=True).finished
+    with pytest.raises(ConfigError, match="ViT-S/4 cannot change when a run is resumed"):
+        named("ViT-S/4", resume=True)
+
+
 def test_fine_tuning_is_the_same(caplog: pytest.LogCaptureFixture):
     model(small()).save("start")
     photos(Path("photos"), {"a": 20, "b": 20}, side=8)

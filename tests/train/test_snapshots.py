@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import torch
 from train.processes import Processes
-from train.small_runs import at_step, digits, interrupted, one_thread, resumed, same_bits, trained, weights
+from train.small_runs import (
+    at_step,
+    digits,
+    interrupted,
+    on_photos,
+    one_thread,
+    photos,
+    resumed,
+    same_bits,
+    trained,
+    weights,
+)
 
 import vitrail
 from vitrail.config import TrainConfig, steps
@@ -121,6 +132,17 @@ def test_a_killed_run_ends_with_the_same_snapshots(whole: Path, tmp_path: Path, 
     shutil.copytree(later, later.with_name(".00000018.0a1b2c3d.tmp"))
     resumed(folder)
     assert files(folder) == files(whole)
+
+
+def test_a_run_that_begins_again_takes_its_first_anew(tmp_path: Path):
+    """Killed before its first checkpoint; its classes may have other names by then."""
+    folder, album = tmp_path / "run", photos(tmp_path / "album", {"apple": 8, "bed": 8}, side=16)
+    config = on_photos(album, 1, snapshot_every="1 step")
+    trained(config, folder)
+    shutil.rmtree(folder / "checkpoint")
+    (album / "apple").rename(album / "zebra")
+    resumed(folder)
+    assert vitrail.load(folder / "snapshots" / "00000000").labels == ("bed", "zebra")
 
 
 def test_a_disk_that_is_full_costs_a_snapshot_and_not_the_run(

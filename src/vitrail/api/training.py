@@ -121,8 +121,11 @@ def train(
     if resume or wanted is not None:
         resume = True
         config = resumed(folder, overrides, {"data.source": data}, wanted)
-        if model is not None and _network(model, config.model) != _headless(config.model):
-            raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
+        if model is not None:
+            named = config.but(model=_network(model, config.model).to_dict())
+            named = override(named, [o for o in overrides if name_of(o).startswith("model.")])
+            if _headless(named.model) != _headless(config.model):
+                raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
         if auto_resume and (done := _finished(folder, config)) is not None:
             return done
     return run(config, folder, resume=resume, report=report, command=command)

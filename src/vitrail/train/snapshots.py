@@ -35,7 +35,7 @@ class Snapshots:
         if self.ranks.first:
             for left in self.folder.glob(".*"):
                 shutil.rmtree(left, ignore_errors=True)
-            for later in [path for taken, path in snapshots(self.folder).items() if taken > step]:
+            for later in [path for taken, path in snapshots(self.folder).items() if taken > step or step == 0]:
                 shutil.rmtree(later, ignore_errors=True)
         if step == 0:
             self.take(0)
