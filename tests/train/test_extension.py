@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 from train.small_runs import (
     at_step,
+    contents,
     digits,
     interrupted,
     lines,
@@ -26,7 +28,7 @@ from vitrail import runtime
 from vitrail.api.resuming import keep_shares
 from vitrail.api.resuming import resumed as settings_of
 from vitrail.config import TrainConfig, override, steps
-from vitrail.errors import ConfigError
+from vitrail.errors import ConfigError, TrainError
 from vitrail.train.journal import Journal
 from vitrail.train.run import RunFolder
 from vitrail.train.state import TENSORS
@@ -127,6 +129,17 @@ def test_a_duration_in_epochs_that_is_another_number_of_steps_is_said(tmp_path: 
         last.unlink()
     resumed(tmp_path / "run")
     assert f"duration=3 epochs was {total} steps and is " in caplog.text
+
+
+def test_a_finished_model_is_not_replaced_by_a_run_from_the_beginning(tmp_path: Path):
+    """Its checkpoints were removed to save room: there is nothing to go on from."""
+    trained(digits(2), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint")
+    before = contents(tmp_path / "run")
+    for length in (2, 4):
+        with pytest.raises(TrainError, match="has a finished model and no whole checkpoint"):
+            trained(digits(length), tmp_path / "run", resume=True)
+    assert {path: there for path, there in contents(tmp_path / "run").items() if path.name != ".lock"} == before
 
 
 def test_a_run_cannot_be_made_shorter(tmp_path: Path):

@@ -139,7 +139,8 @@ def test_a_run_that_begins_again_takes_its_first_anew(tmp_path: Path):
     folder, album = tmp_path / "run", photos(tmp_path / "album", {"apple": 8, "bed": 8}, side=16)
     config = on_photos(album, 1, snapshot_every="1 step")
     trained(config, folder)
-    shutil.rmtree(folder / "checkpoint")
+    for later in ("checkpoint", "model"):
+        shutil.rmtree(folder / later)
     (album / "apple").rename(album / "zebra")
     resumed(folder)
     assert vitrail.load(folder / "snapshots" / "00000000").labels == ("bed", "zebra")

@@ -131,6 +131,11 @@ def _opened(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool)
         saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
         if not resume:
             run.check_free()
+        elif saved is None and run.finished:
+            raise TrainError(
+                f"{run.path} has a finished model and no whole checkpoint: training would begin again and replace it. "
+                f"Start a new run with --out, or remove {run.model} first."
+            )
         trainer = Trainer(prepare(config, ranks, saved=saved and saved[1]), ranks)
         stack.callback(trainer.close)
         journal = stack.enter_context(Journal(run, trainer))
