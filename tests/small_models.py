@@ -14,6 +14,16 @@ from vitrail.models import build
 from vitrail.weights.card import Card
 
 LABELS = ("cat", "dog", "bird", "fish", "frog")
+FORMATS = {
+    "vitrail": "model",
+    "timm": "model",
+    "huggingface": "model",
+    "torchvision": "model.pth",
+    "google": "model.npz",
+    "big_vision": "model.npz",
+    "facebook": "model.pth",
+}
+"""Each format that can be written, and what its files are called."""
 
 
 def small(**changes: Any) -> ViTConfig:

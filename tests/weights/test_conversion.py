@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import LABELS, gradient, model, small
+from small_models import FORMATS, LABELS, gradient, model, small
 
 import vitrail as package
 from vitrail import runtime
@@ -18,15 +18,6 @@ from vitrail.errors import CheckpointError, Inexpressible, ModelError
 from vitrail.weights import checkpoint
 from vitrail.weights.conversion import convert, lost
 
-FILES = {
-    "vitrail": "model",
-    "timm": "model",
-    "huggingface": "model",
-    "torchvision": "model.pth",
-    "google": "model.npz",
-    "big_vision": "model.npz",
-    "facebook": "model.pth",
-}
 OWN = {"google": {"activation": "gelu-tanh"}, "big_vision": {"activation": "gelu-tanh", "position_on_class": False}}
 """What a format computes without being told."""
 UNUSUAL = PreprocessConfig(
@@ -68,17 +59,17 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("several", [False, True])
-@pytest.mark.parametrize("to", FILES)
+@pytest.mark.parametrize("to", FORMATS)
 def test_the_library_says_what_the_command_says(
     to: str, several: bool, tmp_path: Path, said: Callable[[], list[str]], command: Callable[..., list[str]]
 ) -> None:
     vit = model(small(**OWN.get(to, {})), preprocess=UNUSUAL, several=several)
     vit.save(tmp_path / "source")
     assert said() == []
-    vit.save(tmp_path / "by library" / FILES[to], to=to)
+    vit.save(tmp_path / "by library" / FORMATS[to], to=to)
     notes = said()
-    assert notes == command(tmp_path / "source", tmp_path / "by command" / FILES[to], "--to", to)
-    again = package.load(tmp_path / "by library" / FILES[to]).card
+    assert notes == command(tmp_path / "source", tmp_path / "by command" / FORMATS[to], "--to", to)
+    again = package.load(tmp_path / "by library" / FORMATS[to]).card
     assert any("class names" in note for note in notes) == (again.labels != LABELS)
     assert any("does not carry preprocessing (" in note for note in notes) == (again.preprocess != UNUSUAL)
     assert any("multi-label" in note for note in notes) == (again.several != several)
@@ -91,13 +82,13 @@ def test_the_library_refuses_what_the_command_refuses(
     vit = model(small(activation="gelu-quick"))
     vit.save(tmp_path / "source")
     with pytest.raises(Inexpressible, match=r"cannot state .*approximate=True") as caught:
-        vit.save(tmp_path / FILES[to], to=to)
-    assert command(tmp_path / "source", tmp_path / FILES[to], "--to", to) == [str(caught.value)]
+        vit.save(tmp_path / FORMATS[to], to=to)
+    assert command(tmp_path / "source", tmp_path / FORMATS[to], "--to", to) == [str(caught.value)]
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-    vit.save(tmp_path / FILES[to], to=to, approximate=True)
+    vit.save(tmp_path / FORMATS[to], to=to, approximate=True)
     notes = said()
     assert any(note.startswith(f"{to}'s format cannot state ") for note in notes)
-    assert notes == command(tmp_path / "source", tmp_path / f"2-{FILES[to]}", "--to", to, "--approximate")
+    assert notes == command(tmp_path / "source", tmp_path / f"2-{FORMATS[to]}", "--to", to, "--approximate")
 
 
 def test_every_step_of_a_chain_of_formats_says_what_it_loses(tmp_path: Path, said: Callable[[], list[str]]) -> None:

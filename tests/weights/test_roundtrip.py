@@ -12,6 +12,7 @@ import torch
 from compare import randomized, relative
 from conftest import import_peer
 from hypothesis import assume, event, given, settings
+from small_models import FORMATS
 from strategies import near, vit_configs
 from torch import Tensor, nn
 
@@ -23,17 +24,6 @@ from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import open_archive
 
 Config = ViTConfig | BiTConfig
-
-FORMATS = {
-    "vitrail": "model",
-    "timm": "model",
-    "huggingface": "model",
-    "torchvision": "model.pth",
-    "google": "model.npz",
-    "big_vision": "model.npz",
-    "facebook": "model.pth",
-}
-"""Each format that can be written, and what its files are called."""
 
 BASE: dict[str, Any] = {"image": 32, "patch": 8, "width": 128, "depth": 1, "heads": 2, "mlp": 192, "classes": 5}
 TORCH = BASE | {"activation": "gelu", "resample": "timm"}
