@@ -96,6 +96,20 @@ def test_other_kinds_of_body_are_refused(client: httpx.Client, kind: str) -> Non
     assert reason(answer, 415) == "unsupported_body"
 
 
+@pytest.mark.parametrize("coding", ["gzip", "br", "identity, gzip", "x" * 300])
+def test_a_compressed_body_is_refused_with_what_is_accepted(client: httpx.Client, coding: str) -> None:
+    answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"content-encoding": coding})
+    assert reason(answer, 415) == "unsupported_encoding"
+    assert answer.headers["accept-encoding"] == "identity"
+    assert "wanted identity" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("coding", ["", "identity", "Identity"])
+def test_a_body_that_is_not_compressed_may_say_so(client: httpx.Client, coding: str) -> None:
+    answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"content-encoding": coding})
+    assert answer.status_code == 200
+
+
 @pytest.mark.parametrize(
     ("body", "code"),
     [

@@ -106,6 +106,7 @@ class _Parser(MultiPartParser):
 
 async def read_body(request: Request, limits: Limits, share: Share, deadline: float | None = None) -> Body:
     """The whole of it, by its content type; no longer than it is of use, on `time.monotonic`'s clock."""
+    _check_coding(", ".join(request.headers.getlist("content-encoding")))
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     known = ("multipart/form-data", "application/json", "application/octet-stream", *SNIFFED)
     if kind not in known and not _is_image(kind):
@@ -290,6 +291,13 @@ def _value(name: str, text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise Problem(400, "bad_value", f"{_short(name)} is not JSON: a number, or a list such as [1,2].") from None
+
+
+def _check_coding(coding: str) -> None:
+    """Raise Problem where the body is compressed: it is read as it is."""
+    if {one.strip().lower() for one in coding.split(",")} - {"", "identity"}:
+        message = f"got a body with Content-Encoding {coding[:80]!r}, wanted identity; send it uncompressed."
+        raise Problem(415, "unsupported_encoding", message, {"Accept-Encoding": "identity"})
 
 
 def _is_image(kind: str) -> bool:
