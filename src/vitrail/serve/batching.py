@@ -32,8 +32,10 @@ from vitrail.serve.served import Served
 
 Pixels = npt.NDArray[Any]
 Want = Literal["logits", "features"]
-Steps = Generator[None, None, Any]
-"""Work in pieces; what it returns is the answer."""
+Steps = Generator[Any, None, Any]
+"""Work in pieces: it may yield partial results, or None; what it returns is the answer."""
+Progress = Callable[[Any], None]
+"""Is called on the event loop with each partial result."""
 SIZES = (1, 2, 4, 8, 16, 32)
 """Batches that are tried."""
 ROUNDS = 4
@@ -47,7 +49,7 @@ log = logging.getLogger("vitrail.serve")
 class Ticket:
     """One request on its way, and all that is held for it."""
 
-    __slots__ = ("count", "dead", "deadline", "future", "held", "left", "looks", "outputs", "spent", "want")
+    __slots__ = ("count", "dead", "deadline", "future", "held", "left", "looks", "outputs", "progress", "spent", "want")
 
     def __init__(
         self, future: asyncio.Future[Any], given: Sequence[bytes | str], deadline: float | None, want: Want, looks: int
@@ -60,6 +62,7 @@ class Ticket:
         """Of each picture its bytes, then the pixels or the explanation made of them; None while somebody has it."""
         self.outputs: list[Any] = [None] * self.count
         self.left = self.count
+        self.progress: Progress | None = None
         self.spent = 0.0
         """Seconds of the engine's thread, where it is explained."""
         self.dead = False
@@ -78,7 +81,7 @@ class Ticket:
         self.dead = True
         self.held = [None] * self.count
         self.outputs = []
-        self.future = None
+        self.future = self.progress = None
 
 
 Place = tuple[Ticket, int]
@@ -153,12 +156,14 @@ class Batcher:
         steps: Callable[[Pixels], Steps],
         deadline: float | None = None,
         gone: asyncio.Future[Any] | None = None,
+        progress: Progress | None = None,
     ) -> Any:
-        """What the steps return, run where the engine runs."""
+        """What the steps return, run where the engine runs; `progress` gets what they yield before, in order."""
         if self.looking >= self.work.looks:
             seconds = self.looking * self.look_seconds / self.work.lanes
             raise _full(f"{self.looking} explanations are being made already", seconds)
         ticket = self._admit([picture], deadline, "logits", looks=1)
+        ticket.progress = progress
         try:
             self._submit(self._decode, ticket, 0, prepare, steps)
             return (await self._outcome(ticket, gone))[0]
@@ -336,7 +341,7 @@ class Batcher:
             return
         start = time.perf_counter()
         try:
-            next(steps)
+            partial = next(steps)
         except StopIteration as end:
             ticket.spent += time.perf_counter() - start
             self.look_seconds += 0.2 * (ticket.spent - self.look_seconds)
@@ -345,6 +350,8 @@ class Batcher:
             self._tell(_fail, ticket, error)
         else:
             ticket.spent += time.perf_counter() - start
+            if partial is not None:
+                self._tell(_report, ticket, partial)
             with self._ready:
                 if not ticket.dead:
                     ticket.held[0] = steps
@@ -395,6 +402,11 @@ def _full(what: str, seconds: float) -> Problem:
     """Not now: and when it is worth another try."""
     after = min(max(math.ceil(seconds), 1), 60)
     return Problem(503, "queue_full", f"{what}; try again in {after} s.", {"Retry-After": str(after)})
+
+
+def _report(ticket: Ticket, partial: Any) -> None:
+    if ticket.progress is not None and not ticket.dead:
+        ticket.progress(partial)
 
 
 def _fail(ticket: Ticket, error: Exception) -> None:
