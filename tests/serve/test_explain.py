@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from fastapi.responses import JSONResponse
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -30,9 +34,11 @@ from vitrail.explain.occlusion import windows
 from vitrail.serve import looking
 from vitrail.serve.limits import Limits
 from vitrail.serve.looking import Asked, Looker, packed_attention, packed_map
+from vitrail.serve.metrics import Metrics
 from vitrail.serve.pictures import Pictures
 from vitrail.serve.problems import Problem
 from vitrail.serve.served import Served
+from vitrail.serve.streaming import Newest, in_lines
 
 JPEG = {"content-type": "image/jpeg"}
 
@@ -263,3 +269,165 @@ def test_an_exported_graph_cannot_be_looked_into(vit: vitrail.Model) -> None:
     assert refused.value.status == 501
     assert (alone.embeds, alone.methods, alone.classifies) == (False, (), True)
     assert alone.grid == (4, 6)
+
+
+LINES = {"accept": "application/x-ndjson"}
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Occlusion takes one square in a step, and waits; from its fifth call on it also does `then`."""
+
+    def begin(seconds: float, then: Callable[[], None] = lambda: None) -> list[int]:
+        calls: list[int] = []
+
+        def scores(*given: Any, real: Any = looking.scores, **named: Any) -> Any:
+            calls.append(1)
+            time.sleep(seconds)
+            if len(calls) > 4:
+                then()
+            return real(*given, **named)
+
+        monkeypatch.setattr(looking, "scores", scores)
+        monkeypatch.setattr(looking, "AT_A_TIME", 1)
+        return calls
+
+    return begin
+
+
+def broken() -> None:
+    raise RuntimeError("the device is gone")
+
+
+def lines_of(client: httpx.Client, headers: dict[str, str] = LINES, **values: str) -> list[dict[str, Any]]:
+    with client.stream("POST", "/v1/explain", params=values, content=photo(), headers=JPEG | headers) as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "application/x-ndjson")
+        return [json.loads(line) for line in answer.iter_lines()]
+
+
+def test_occlusion_fills_in_line_by_line(client: httpx.Client, slowly: Callable[..., list[int]]) -> None:
+    slowly(0.02)
+    whole = explained(client, methods='["occlusion"]', target="bird")
+    *parts, last = lines_of(client, methods='["occlusion"]', target="bird")
+    assert {**last, "ms": 0} == {**whole, "ms": 0}  # the same answer as without lines
+    wanted = map_of(last["maps"]["occlusion"], (4, 6))
+    assert len(parts) > 2
+    done = []
+    for line in parts:
+        assert list(line) == ["partial"]
+        found = line["partial"]["occlusion"]
+        done.append(found["done"])
+        known = unpacked(found["known"]).reshape(4, 6).astype(bool)
+        assert found["total"] == 6
+        assert known.sum() == 4 * found["done"]  # squares of 2 x 2 patches that do not overlap
+        assert np.allclose(map_of(found, (4, 6))[known], wanted[known], atol=np.ptp(wanted) / 255 + 1e-9)
+    assert done == sorted(set(done))
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (5, 5), (1, 6)])
+def test_a_partial_map_has_only_values_that_stay(grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looking, "AT_A_TIME", 1)
+    torch.manual_seed(1)
+    image = (8 * grid[0], 8 * grid[1])
+    net = model(small(image=image)).net
+    steps = looking.occluded(net, torch.randn(1, 3, *image), torch.tensor([3]), False)
+    parts, final = [], None
+    while final is None:
+        try:
+            parts.append(next(steps)["occlusion"])
+        except StopIteration as end:
+            final = end.value.numpy()
+    for found in parts:
+        known = unpacked(found["known"]).reshape(grid).astype(bool)
+        assert known[0, 0]
+        assert np.allclose(map_of(found, grid)[known], final[known], atol=np.ptp(final) / 255)
+    assert known.all()
+    assert [found["done"] for found in parts] == list(range(1, len(parts) + 1))
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", "application/x-ndjson;q=0, application/json"])
+def test_lines_are_sent_only_where_they_are_accepted(client: httpx.Client, accept: str) -> None:
+    values = {"methods": '["occlusion"]'}
+    answer = client.post("/v1/explain", params=values, content=photo(), headers=JPEG | {"accept": accept})
+    assert answer.headers["content-type"] == "application/json"
+    assert "occlusion" in answer.json()["maps"]
+
+
+def test_an_answer_without_partial_results_is_one_line(client: httpx.Client) -> None:
+    (only,) = lines_of(client, {"accept": "text/html, Application/X-NDJSON; q=0.9"}, methods='["rollout"]')
+    assert {**only, "ms": 0} == {**explained(client, methods='["rollout"]'), "ms": 0}
+
+
+def test_what_is_refused_before_the_first_line_has_its_own_status(client: httpx.Client) -> None:
+    for values, content, headers, status in (
+        ({"methods": '["magic"]'}, photo(), {}, 400),
+        ({}, b"not an image", {}, 400),
+        ({}, photo(), {"x-deadline-ms": "1"}, 504),
+    ):
+        answer = client.post("/v1/explain", params=values, content=content, headers=JPEG | LINES | headers)
+        assert answer.status_code == status
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.json()["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    ("then", "code"),
+    [(partial(time.sleep, 0.5), "deadline_passed"), (broken, "internal_error")],
+    ids=["late", "broken"],
+)
+def test_what_fails_after_the_first_line_is_the_last_line(
+    vit: vitrail.Model, slowly: Callable[..., list[int]], then: Callable[[], None], code: str
+) -> None:
+    slowly(0.03, then)
+    with running(served(vit)) as (client, service):
+        *parts, last = lines_of(client, LINES | {"x-deadline-ms": "500"}, methods='["occlusion"]')
+        assert parts
+        assert last["error"]["code"] == code
+        assert "device" not in last["error"]["message"]
+        assert f'vitrail_refusals_total{{code="{code}"}} 1.0' in client.get("/metrics").text
+        assert service.batcher.looking == 0
+
+
+def test_a_client_that_hangs_up_between_lines_ends_the_work(
+    vit: vitrail.Model, slowly: Callable[..., list[int]]
+) -> None:
+    calls = slowly(0.1)
+    with running(served(vit)) as (client, service):
+        values = {"methods": '["occlusion"]'}
+        with client.stream("POST", "/v1/explain", params=values, content=photo(), headers=JPEG | LINES) as answer:
+            next(answer.iter_lines())
+        until(lambda: service.batcher.looking == 0)
+        made = len(calls)
+        assert made < 1 + 6
+        time.sleep(0.3)
+        assert len(calls) <= made + 1
+        assert "vitrail_clients_gone_total 1.0" in client.get("/metrics").text
+
+
+def test_a_client_that_reads_slowly_gets_the_newest_partial_result() -> None:
+    async def ended() -> list[bytes]:
+        newest, metrics = Newest(), Metrics()
+        go, sent = asyncio.Event(), []
+
+        async def work() -> JSONResponse:
+            newest.put(0)
+            await asyncio.sleep(0)
+            await go.wait()
+            for number in range(1, 1000):
+                newest.put(number)
+            await asyncio.sleep(0.01)
+            return JSONResponse({"done": True})
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                sent.append(message["body"])
+                go.set()
+                await asyncio.sleep(0)
+
+        response = await in_lines(work(), newest, metrics)
+        await response({}, None, send)  # type: ignore[arg-type]
+        return sent
+
+    first, second, last = asyncio.run(ended())
+    assert [json.loads(line) for line in (first, second)] == [{"partial": 0}, {"partial": 999}]
+    assert json.loads(last) == {"done": True}

@@ -19,7 +19,7 @@ from vitrail import __version__
 from vitrail.errors import ModelError, VitrailError
 from vitrail.serve import schema, web
 from vitrail.serve.answers import description, ranked
-from vitrail.serve.batching import Batcher, Want, late
+from vitrail.serve.batching import Batcher, Progress, Want, late
 from vitrail.serve.bodies import Body, Room, Share, deadline_of, read_body, swallow
 from vitrail.serve.limits import Limits, Work
 from vitrail.serve.looking import Asked, Looker, positions
@@ -28,6 +28,7 @@ from vitrail.serve.pictures import Pictures, Pixels
 from vitrail.serve.problems import CODES, Gone, Problem, told
 from vitrail.serve.security import Guard
 from vitrail.serve.served import Floats, Served
+from vitrail.serve.streaming import Newest, in_lines, wants_lines
 
 LINGER = 1.0
 """Seconds for which the rest of a refused body is still taken in: who is sending does not listen."""
@@ -67,7 +68,11 @@ class Service:
 
     async def explain(self, request: Request) -> Response:
         """What happens inside for one picture: maps, attention of every token, how far heads look."""
-        return await self._post(request, schema.ExplainValues, self._explain)
+        if not wants_lines(request):
+            return await self._post(request, schema.ExplainValues, self._explain)
+        newest = Newest()
+        explain = partial(self._explain, progress=newest.put)
+        return await in_lines(self._post(request, schema.ExplainValues, explain), newest, self.metrics)
 
     async def picture(self, request: Request) -> Response:
         """One picture as the network sees it: resized, cut, and without what is hidden."""
@@ -200,7 +205,12 @@ class Service:
         return {"model": self.served.name, **found}
 
     async def _explain(
-        self, body: Body, values: schema.ExplainValues, deadline: float | None, gone: asyncio.Future[None]
+        self,
+        body: Body,
+        values: schema.ExplainValues,
+        deadline: float | None,
+        gone: asyncio.Future[None],
+        progress: Progress | None = None,
     ) -> Answer:
         if len(body.pictures) > 1:
             raise Problem(400, "one_image", f"got {len(body.pictures)} pictures, wanted one to explain.")
@@ -213,7 +223,7 @@ class Service:
         )
         self.looker.check(asked)
         steps = partial(self.looker.steps, asked=asked)
-        answer = await self.batcher.look(body.pictures[0], self.pictures.pixels, steps, deadline, gone)
+        answer = await self.batcher.look(body.pictures[0], self.pictures.pixels, steps, deadline, gone, progress)
         return {"model": self.served.name, **answer}
 
 
@@ -279,7 +289,8 @@ def _add_routes(app: FastAPI, service: Service, closed: bool, named: bool) -> No
     for path, route, answer, values, several, errors in posts:
         refusals = schema.problems(400, *locked, 403, 408, 413, 415, 431, *errors, 503, 504)
         extra = schema.posted(values, several, service.about)
-        app.post(path, responses={200: {"model": answer}, **refusals}, response_model=None, openapi_extra=extra)(route)
+        found = {"model": answer, **(schema.IN_LINES if path == "/v1/explain" else {})}
+        app.post(path, responses={200: found, **refusals}, response_model=None, openapi_extra=extra)(route)
     gets: list[tuple[str, Any, Any, tuple[int, ...]]] = [
         ("/v1/model", service.model, schema.ModelAnswer, locked),
         ("/v1/positions", service.positions, schema.PositionsAnswer, (*locked, 404)),

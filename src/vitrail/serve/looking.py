@@ -89,8 +89,8 @@ class Looker:
                 raise Problem(400, "bad_value", "this model has no classes, so there is no target.")
             class_number(model, asked.target)
 
-    def steps(self, whole: npt.NDArray[Any], asked: Asked) -> Generator[None, None, dict[str, Any]]:
-        """H W C -> the answer."""
+    def steps(self, whole: npt.NDArray[Any], asked: Asked) -> Generator[Any, None, dict[str, Any]]:
+        """H W C -> the answer; yields None, or {method: a partial map}."""
         model = self.model
         seen = self.pictures.without(whole, asked.hide, asked.fill) if asked.hide else whole
         images = images_of(model, seen[None])
@@ -177,8 +177,11 @@ def _walked(net: ViT, images: Tensor, layers: Sequence[int], answer: dict[str, A
     return walk.logits
 
 
-def occluded(net: Net, images: Tensor, targets: Tensor, several: bool) -> Generator[None, None, Tensor]:
-    """What METHODS has as occlusion, for one picture, a few squares at a time: 1 C H W -> h w."""
+def occluded(net: Net, images: Tensor, targets: Tensor, several: bool) -> Generator[dict[str, Any], None, Tensor]:
+    """What METHODS has as occlusion, for one image, a few squares at a time: 1 C H W -> h w.
+
+    Yields the map so far after each step.
+    """
     check_targets(net, targets, len(images))
     grid, target = grid_of(net, images), int(targets[0])
     images = seen(net, images)
@@ -186,17 +189,24 @@ def occluded(net: Net, images: Tensor, targets: Tensor, several: bool) -> Genera
     masks = windows(grid, size, size)
     instead = filling(images, "mean")[0]
     whole = scores(net, images, target, several=several).double()
-    left: list[Tensor] = []
+    lost: list[Tensor] = []
     at, count = 0, 1
     while at < len(masks):
         start = time.perf_counter()
         places = hidden(images[0], instead, masks[at : at + count].to(images.device))
-        left.append(scores(net, places, target, several=several).double())
-        at += count
+        lost.append(whole - scores(net, places, target, several=several).double())
+        at += len(lost[-1])
         count = min(max(int(count * TURN / (time.perf_counter() - start)), 1), 2 * count, AT_A_TIME)
-        yield
+        known = ~masks[at:].any(0)  # every square that covers the patch is done
+        values = _mean_over(masks[:at], torch.cat(lost))
+        yield {"occlusion": {**packed_partial(values.numpy(), known.numpy()), "done": at, "total": len(masks)}}
+    return _mean_over(masks, torch.cat(lost))
+
+
+def _mean_over(masks: Tensor, lost: Tensor) -> Tensor:
+    """M h w and M -> h w: the mean of the squares that cover a patch; NaN where none does."""
     cover = masks.double()
-    return ((whole - torch.cat(left))[:, None, None] * cover).sum(0) / cover.sum(0)
+    return (lost[:, None, None] * cover).sum(0) / cover.sum(0)
 
 
 def packed_attention(layer: int, attention: Floats) -> dict[str, Any]:
@@ -217,6 +227,11 @@ def packed_map(values: Floats) -> dict[str, Any]:
     low, high = float(values.min()), float(values.max())
     steps = np.rint(255 * (values - low) / (high - low)) if high > low else np.zeros_like(values)
     return {"values": _text(steps.astype(np.uint8)), "low": low, "high": high}
+
+
+def packed_partial(values: Floats, known: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """h w values, of which only some are known -> a map, and one byte for each patch: 1 where it is known."""
+    return {**packed_map(np.where(known, values, values[known].min())), "known": _text(known.astype(np.uint8))}
 
 
 def picture(pixels: npt.NDArray[Any]) -> str:

@@ -351,5 +351,20 @@ DEADLINE = {
     "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
     "example": 5000,
 }
+IN_LINES: dict[str, Any] = {
+    "content": {
+        "application/json": {},
+        "application/x-ndjson": {
+            "schema": {"type": "string"},
+            "example": '{"partial": {"occlusion": {"values": "AAAA", "low": 0.0, "high": 0.2, "known": "AQAA", '
+            '"done": 1, "total": 3}}}\n{"model": "vitrail/cifar10", "maps": {"occlusion": {}}, "ms": 812.5}\n',
+        },
+    },
+    "description": "The explanation. If the Accept header names application/x-ndjson, it is sent as JSON lines: "
+    '{"partial": {method: map}} any number of times while a slow map is computed, then the whole answer, or '
+    '{"error": ...}. A partial map has known (base64, one byte for each patch: 1 if its value is final), and done '
+    "of total steps.",
+}
+"""What /v1/explain adds to its answer's description."""
 DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 """One red pixel, as a PNG."""
