@@ -78,6 +78,52 @@ def test_long_bodies_and_requests_behind_them_are_no_headers(client: httpx.Clien
     assert until_all.count(b"HTTP/1.1 ") == 2
 
 
+BAD = {
+    "no HTTP": b"hello\r\n\r\n",
+    "a TLS handshake": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "a header without a colon": b"GET /healthz HTTP/1.1\r\nhost: here\r\nnonsense\r\n\r\n",
+    "two lengths": b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+    "a chunk of no length": b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/png\r\n"
+    b"transfer-encoding: chunked\r\n\r\nxyz\r\n",
+    "no host": b"GET /healthz HTTP/1.1\r\nconnection: close\r\n\r\n",
+    "two hosts": b"GET /healthz HTTP/1.1\r\nhost: here\r\nhost: there\r\nconnection: close\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD))
+def test_a_malformed_request_is_refused_as_every_other(client: httpx.Client, name: str) -> None:
+    with connected(client) as sock:
+        sock.sendall(BAD[name])
+        head, _, body = rest(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"content-type: application/json" in head.lower()
+    assert b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert (error["code"], set(error)) == ("bad_request", {"code", "message"})
+
+
+def test_a_request_of_the_first_version_needs_no_host(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert rest(sock).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_malformed_request_does_not_answer_the_one_before_it(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(GET + b"hello\r\n\r\n")
+        answer = rest(sock)
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.count(b"HTTP/1.1 200 OK") == 1
+
+
+def test_headers_that_are_too_long_are_answered_431(client: httpx.Client) -> None:
+    with connected(client) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nhost: here\r\nx: " + b"a" * (connections.HEADERS + 1000))
+        head, _, body = rest(sock).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
+
+
 def drip(sock: socket.socket, data: bytes) -> float:
     """A byte every 50 ms until there is an answer or nobody to take them; how long that was."""
     start = time.monotonic()

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from serving import running, served
 
 
 @pytest.fixture
@@ -57,3 +58,18 @@ def test_nothing_is_wider_than_the_window(opened: Any, width: int) -> None:
     page = opened("docs", viewport={"width": width, "height": 800})
     page.wait_for_selector("#get-metrics")
     assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_with_a_token_it_asks_for_it_as_the_explorer_does(opened: Any, cifar10: Any) -> None:
+    with running(served(cifar10), token="open-sesame") as (client, _):
+        page = opened("docs", at=str(client.base_url), allowed="401")
+        page.wait_for_selector("#token-box[open]")
+        page.fill("#token", "wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('#token-note').textContent.includes('not accepted')")
+        page.fill("#token", "open-sesame")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#get-metrics")
+        assert "Bearer TOKEN" in page.inner_text("#post-v1-predict .example code")
+        page.reload()  # it is kept until the tab is closed
+        page.wait_for_selector("#get-metrics")

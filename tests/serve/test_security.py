@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -11,6 +14,7 @@ import pytest
 from serving import photo, running, served
 
 from vitrail.errors import ConfigError
+from vitrail.serve.app import create_app
 from vitrail.serve.security import HEADERS, read_token
 from vitrail.serve.web import WEB
 
@@ -23,8 +27,61 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-CLOSED = ["/v1/model", "/v1/positions", "/v1/samples", "/metrics"]
-OPEN = ["/", "/docs", "/openapi.json", "/healthz", "/readyz", "/static/docs.js", "/samples/cat.jpg"]
+CLOSED = ["/v1/model", "/v1/positions", "/v1/samples", "/metrics", "/openapi.json"]
+OPEN = ["/", "/docs", "/healthz", "/readyz", "/static/docs.js", "/samples/cat.jpg"]
+
+
+def test_every_route_is_known_to_be_open_or_closed() -> None:
+    """A new route belongs in one of the lists; without being named as open it needs the token."""
+    app = create_app(served(), token=TOKEN)
+    routes = {getattr(route, "path", "") for route in app.routes}
+    folders = {f"/{path.split('/')[1]}/" for path in OPEN if path.count("/") > 1}
+    open_ = {path for path in routes if path in OPEN or path.startswith(tuple(folders))}
+    posts = {"/v1/predict", "/v1/embed", "/v1/explain", "/v1/picture"}
+    assert routes - open_ == {*CLOSED, *posts}
+
+
+@pytest.mark.parametrize("path", ["/v1/predict", "/nowhere", "/openapi.json/", "//v1/model", "/static", "/docs/"])
+def test_what_is_not_known_to_be_open_needs_the_token(client: httpx.Client, path: str) -> None:
+    assert client.get(path).status_code == 401
+    assert client.get(path, headers={"authorization": f"Bearer {TOKEN}"}).status_code in (404, 405)
+
+
+NAMES = {
+    "long": "a" * 4000,
+    "long parts": "/".join(["a" * 300] * 10),
+    "deep": "a/" * 2000,
+    "nul": "a%00.js",
+    "above": "../web.py",
+    "escaped above": "%2e%2e%2fweb.py",
+    "absolute": "/etc/passwd",
+    "a folder": "samples",
+    "not UTF-8": "%ff%fe",
+    "surrogate": "%ed%a0%80",
+    "emoji": "%F0%9F%98%80" * 100,
+    "nothing": "",
+    "stroke": "docs.js/",
+}
+
+
+def get(client: httpx.Client, target: str) -> tuple[int, bytes]:
+    """What is at an address that is sent as it is written."""
+    with closing(HTTPConnection(client.base_url.host, client.base_url.port, timeout=20)) as connection:
+        connection.request("GET", target)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+
+@pytest.mark.parametrize("folder", ["/static/", "/samples/"])
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_strange_name_of_a_file_is_answered_404(client: httpx.Client, folder: str, name: str) -> None:
+    status, body = get(client, folder + NAMES[name])
+    assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
+
+
+def test_a_long_query_does_no_harm(client: httpx.Client) -> None:
+    assert get(client, "/static/docs.js?" + "a" * 20_000)[0] == 200
+    assert get(client, "/static/docs.js?" + "a" * 100_000)[0] == 431
 
 
 @pytest.mark.parametrize("path", CLOSED)

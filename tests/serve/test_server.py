@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,8 +20,9 @@ from serving import photo, until
 from small_models import model, small
 
 from vitrail.errors import ConfigError
+from vitrail.serve.limits import Limits
 from vitrail.serve.served import Served
-from vitrail.serve.server import AGAIN, address, listening
+from vitrail.serve.server import AGAIN, BACKLOG, TURNS, address, listening, within_descriptors
 from vitrail.serve.workers import _quietly
 
 SLOWLY = """
@@ -43,12 +44,15 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(weights: Path, *options: str, slowly: bool = False) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    weights: Path, *options: str, slowly: bool = False, files: int = 0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`vitrail serve` in a process of its own, and where it says it is."""
     script = weights.with_name("slowly.py")
     script.write_text(SLOWLY)
     run = [str(script)] if slowly else ["-m", "vitrail"]
     command = [sys.executable, *run, "serve", str(weights), "--port", "0", "--batch", "4", *options]
+    command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command] if files else command
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -130,6 +134,43 @@ def test_a_signal_to_the_group_while_workers_load_is_an_orderly_end(weights: Pat
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert not [line for line in err.splitlines() if not line.startswith(("stopping", "note"))]
+
+
+def test_connections_fit_into_the_open_files_that_are_allowed(weights: Path) -> None:
+    """256 files, and 400 clients that say nothing: all others are answered, and no accept() fails."""
+    with serving(weights, files=256) as (process, where), ExitStack() as stack:
+        host, port = where.removeprefix("http://").split(":")
+        for _ in range(400):
+            sock = stack.enter_context(socket.socket())
+            sock.settimeout(20)
+            sock.connect((host, int(port)))
+        assert httpx.post(f"{where}/v1/predict", files={"image": photo()}, timeout=20).status_code == 200
+        assert httpx.get(f"{where}/static/docs.js", timeout=20).status_code == 200
+        process.terminate()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Too many open files" not in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is no such limit here")
+def test_limits_of_connections_follow_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    usual, found = Limits(), [(1024, 1_048_576)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: found[0])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: found.append(limits))
+    assert within_descriptors(usual) == (usual, BACKLOG)
+    assert usual.connections + BACKLOG < found[1][0] < 1_048_576  # raised as far as it needs to be
+    found[:] = [(resource.RLIM_INFINITY, resource.RLIM_INFINITY)]
+    assert within_descriptors(usual) == (usual, BACKLOG)
+    assert len(found) == 1
+    found[0] = (512, 512)
+    few, backlog = within_descriptors(usual)
+    assert 100 < few.connections < few.connections + TURNS * backlog < 512
+    found[0] = (40, 40)
+    with pytest.raises(ConfigError, match="ulimit -n allows 40 open files"):
+        within_descriptors(usual)
 
 
 def test_an_idle_server_ends_soon(weights: Path) -> None:

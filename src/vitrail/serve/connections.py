@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 from collections import deque
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -73,11 +75,33 @@ class Bounded(asyncio.Protocol):
             return
         elif self._headers is None and self.idle:  # the first bytes of another request, or the rest of a refused one
             self._wait()
-        ahead: deque[Any] = getattr(self, "pipeline", deque())  # h11 reads no further than the next request
-        if len(ahead) > AHEAD:
-            ahead.clear()
-            self.overfull = True
-            self.transport.pause_reading()
+        if len(self._ahead) > AHEAD:
+            self._answer_and_close()
+
+    @property
+    def _ahead(self) -> deque[Any]:
+        """Requests that wait for the answer to another; h11 reads no further than the next one."""
+        return getattr(self, "pipeline", deque())
+
+    def _answer_and_close(self) -> None:
+        """Answer the request that is being answered, and no other."""
+        self._ahead.clear()
+        self.overfull = True
+        self.transport.pause_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        """In place of uvicorn's plain text, which could also be taken for the answer to an earlier request."""
+        running = self.cycle
+        in_body = not self.idle and running.more_body and not running.response_started and not self._ahead
+        if not self.idle and not in_body:
+            self._answer_and_close()
+            return
+        hint = getattr(sys.exception(), "error_status_hint", 400)  # of h11, which counts the headers itself
+        if hint == 431 or len(getattr(self, "url", b"")) >= HEADERS - 1:  # httptools parses no address as long as this
+            self._refuse(_headers_too_large())
+        else:
+            self._refuse(Problem(400, "bad_request", "this is not a valid HTTP/1.1 request."))
+        self.transport.close()
 
     def _too_much(self, count: int) -> bool:
         """Whether headers that are still not complete have become too long; then the connection is closed."""
@@ -85,10 +109,7 @@ class Bounded(asyncio.Protocol):
         if self.heard <= HEADERS or self.transport.is_closing() or not hasattr(self, "pipeline"):  # h11 has its own
             return False
         if self.idle:
-            self._refuse(
-                Problem(431, "headers_too_large", f"the headers have more than {HEADERS:,} bytes."),
-                "Request Header Fields Too Large",
-            )
+            self._refuse(_headers_too_large())
         self.transport.close()
         return True
 
@@ -140,7 +161,7 @@ class Bounded(asyncio.Protocol):
     def _too_slow(self) -> None:
         if self.began and self.cycle is None:
             seconds = f"{self.limits.headers:g} seconds"
-            self._refuse(Problem(408, "too_slow", f"the headers did not arrive within {seconds}."), "Request Timeout")
+            self._refuse(Problem(408, "too_slow", f"the headers did not arrive within {seconds}."))
         self.transport.close()
 
     def _make_room(self) -> None:
@@ -149,15 +170,20 @@ class Bounded(asyncio.Protocol):
         if others:
             min(others, key=lambda one: one.since).transport.abort()
             return
-        self._refuse(Problem(503, "too_many_connections", "too many connections are open."), "Service Unavailable")
+        self._refuse(Problem(503, "too_many_connections", "too many connections are open.", {"Retry-After": "1"}))
         self.transport.close()
 
-    def _refuse(self, problem: Problem, phrase: str) -> None:
+    def _refuse(self, problem: Problem) -> None:
         """Written here, since there is no request that could be answered."""
         body = problem.body()
-        lines = [f"HTTP/1.1 {problem.status} {phrase}", "content-type: application/json"]
-        lines += [f"content-length: {len(body)}", "retry-after: 1", "connection: close", "", ""]
+        lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
+        lines += [f"{name.lower()}: {value}" for name, value in problem.headers.items()]
+        lines += [f"content-length: {len(body)}", "connection: close", "", ""]
         self.transport.write("\r\n".join(lines).encode() + body)
+
+
+def _headers_too_large() -> Problem:
+    return Problem(431, "headers_too_large", f"the headers have more than {HEADERS:,} bytes.")
 
 
 def within(limits: Limits) -> type[Any]:

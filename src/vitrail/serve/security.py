@@ -31,8 +31,9 @@ HEADERS = {
 }
 """On every answer: nothing from elsewhere, nothing inline, nobody's frame."""
 RAW = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-CLOSED = ("/v1/", "/metrics")
-"""What needs the token, where there is one."""
+OPEN = ("/", "/docs", "/healthz", "/readyz")
+OPEN_FOLDERS = ("/static/", "/samples/")
+"""What needs no token, where there is one: the probes, and the pages that ask for it. All else needs it."""
 TOKEN = re.compile(r"[\x21-\x7e]+")
 LOCAL = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
 """What a machine calls itself: names that no stranger can let point here."""
@@ -92,7 +93,7 @@ class Guard:
 
     def check(self, scope: Scope) -> None:
         """Raise Problem unless the token is there and right, where one is needed."""
-        if self.wanted is None or not scope["path"].startswith(CLOSED):
+        if self.wanted is None or scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDERS):
             return
         scheme, _, given = next(iter(_all(scope, b"authorization")), b"").partition(b" ")
         given = given.strip()
@@ -104,12 +105,16 @@ class Guard:
             raise Problem(401, "token_wrong", message, {"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
     def check_host(self, scope: Scope) -> None:
-        """Raise Problem where it is asked by another's name: that page's owner has let the name point here."""
-        if self.hosts is None:
-            return
-        for raw in _all(scope, b"host"):
+        """Raise Problem without exactly one Host, as RFC 9112 has it, or where it is another's name.
+
+        A page's owner could let that name point here.
+        """
+        names = _all(scope, b"host")
+        if len(names) > 1 or (not names and scope["http_version"] != "1.0"):
+            raise Problem(400, "bad_request", f"got {len(names)} Host headers, wanted one.")
+        for raw in names if self.hosts is not None else ():
             name = PORT.sub("", raw.decode("latin-1").lower()).rstrip(".")
-            if not LOCAL.fullmatch(name) and name not in self.hosts:
+            if not LOCAL.fullmatch(name) and name not in (self.hosts or ()):
                 message = f"this server is not called {name[:80]!r}; whoever runs it can pass --allow-host with a name."
                 raise Problem(421, "wrong_host", message)
 

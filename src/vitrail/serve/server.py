@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -37,6 +37,12 @@ SLOWEST = 15.0
 """Seconds after which a server that listens says so, also where the engine has not answered yet."""
 SWITCH = 0.0005
 """Seconds for which a thread may keep the interpreter from an engine's, whose core stands still meanwhile."""
+BACKLOG = 2048
+"""Connections that may wait to be accepted, at most: uvicorn's default."""
+TURNS = 4
+"""Turns of the event loop between accepting a connection and closing it; each may accept a backlog of them."""
+SPARE = 64
+"""Descriptors beside those that are open when the model is loaded: files that are read for a moment."""
 Opener = Callable[[], Served]
 """What loads the model; every worker calls it, so it must be something that can be sent to a process."""
 Started = Callable[[str, str], None]
@@ -163,6 +169,35 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+def within_descriptors(limits: Limits) -> tuple[Limits, int]:
+    """Limits whose connections fit into the descriptors this process may have, and the backlog beside them.
+
+    The soft limit (`ulimit -n`) is raised as far as is needed and the hard limit allows.
+    """
+    if os.name != "posix":
+        return limits, BACKLOG
+    import resource
+
+    own = len(os.listdir("/dev/fd")) + SPARE
+    wanted = own + limits.connections + TURNS * BACKLOG
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < wanted:  # no limit is -1, or very large
+        raised = min(wanted, hard) if hard >= 0 else wanted
+        with contextlib.suppress(OSError, ValueError):  # macOS has another limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            soft = raised
+    if not 0 <= soft < wanted:
+        return limits, BACKLOG
+    free = soft - own
+    backlog = min(BACKLOG, free // (3 * TURNS))
+    if backlog < 1:
+        raise ConfigError(
+            f"ulimit -n allows {soft} open files, and {own + 3 * TURNS} are needed; try ulimit -n {2 * own} or more."
+        )
+    connections = min(limits.connections, free - TURNS * backlog)
+    return replace(limits, connections=connections), backlog
+
+
 def serve_here(
     opener: Opener,
     sock: socket.socket,
@@ -179,13 +214,14 @@ def serve_here(
     sys.setswitchinterval(SWITCH)
     logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it has a line for every damaged form
     served = opener()
+    limits, backlog = within_descriptors(settings.limits)
     work = shares(settings.cores, served.alone, **settings.work)
-    app = create_app(served, settings.limits, work, settings.token, settings.hosts)
+    app = create_app(served, limits, work, settings.token, settings.hosts)
 
     def tell() -> None:
         started(served.name, f"{served.how(settings.cores)}, batches of up to {app.state.service.batcher.batch}")
 
-    config = configured(app, timeout_graceful_shutdown=settings.patience)
+    config = configured(app, backlog=backlog, timeout_graceful_shutdown=settings.patience)
     server = Server(config, settings, tell, stopping, worker=made is not None)
     if made is not None:
         made(server)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mimetypes
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ from fastapi.responses import Response
 from vitrail.serve.problems import Problem
 
 WEB = Path(__file__).with_name("web")
-NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-"""No dots before a name: nothing hidden, nothing above."""
 KINDS = {".js": "text/javascript; charset=utf-8", ".webmanifest": "application/manifest+json"}
 
 
 def page(request: Request, name: str) -> Response:
     """A file of web/, or a bare 304 where the browser has it already."""
-    path = WEB / name
-    if not NAME.fullmatch(name) or not path.is_file():
+    path = _files().get(name)
+    if path is None:
         raise Problem(404, "not_found", "there is nothing at this address.")
     body, tag = _read(path, path.stat().st_mtime_ns)
     headers = {"ETag": tag, "Cache-Control": "no-cache"}  # asks each time, and is told 304
@@ -38,6 +35,12 @@ def samples() -> list[dict[str, Any]]:
     listed: list[dict[str, Any]] = json.loads((WEB / "samples" / "samples.json").read_text(encoding="utf-8"))
     told = ("name", "alt", "credit", "point")
     return [{"url": f"/samples/{one['file']}", **{key: one[key] for key in told}} for one in listed]
+
+
+@lru_cache(maxsize=1)
+def _files() -> dict[str, Path]:
+    """Files of web/ by name, none of them hidden: what a client asks for never reaches the file system."""
+    return {path.relative_to(WEB).as_posix(): path for path in WEB.rglob("[!.]*") if path.is_file()}
 
 
 @lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ import { capital, minus, Says, spoken } from "./says.js";
 import { ask, listen, tryNow } from "./server.js";
 import { Sheet } from "./sheet.js";
 import { invitation, legend, meaning, NAMES, place, sentence, TIPS, titleOf } from "./telling.js";
+import { askToken } from "./token.js";
 import { banner, onBanner, say, segments } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
@@ -293,15 +294,6 @@ function describe() {
   const strong = Object.assign(document.createElement("b"), { textContent: name });
   $("model").replaceChildren(strong, ...parts.map((text) => Object.assign(document.createElement("span"), { textContent: text })));
   document.title = `vitrail: inside ${name}`;
-}
-
-function askToken(wrong) {
-  return new Promise((resolve) => {
-    $("token-note").textContent = wrong ? "That token was not accepted; try another." : "It is kept until this tab is closed.";
-    $("token-box").oncancel = (event) => event.preventDefault();
-    $("token-form").onsubmit = (event) => { event.preventDefault(); $("token-box").close(); resolve($("token").value); };
-    $("token-box").showModal();
-  });
 }
 
 async function start() {

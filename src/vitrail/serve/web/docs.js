@@ -1,5 +1,8 @@
 // The page about the API, written from /openapi.json.
 
+import { ask, listen } from "./server.js";
+import { askToken } from "./token.js";
+
 const PICTURE = "cat.jpg";
 const QUOTED = /^[\w./:-]+$/;
 
@@ -115,11 +118,13 @@ function section(method, path, operation, whole) {
   return [id, found];
 }
 
+function tell(text) { document.getElementById("summary").textContent = text; }
+
 async function main() {
-  const whole = await (await fetch("/openapi.json")).json();
+  listen({ token: askToken, state: (kind) => kind === "fine" || tell("The server does not answer; it is asked again.") });
+  const whole = await ask("/openapi.json");
   document.getElementById("name").textContent = whole.components.schemas.ModelAnswer.examples[0].name;
-  document.getElementById("summary").textContent =
-    `${whole.info.summary} ${whole.info.description} Version ${whole.info.version}.`;
+  tell(`${whole.info.summary} ${whole.info.description} Version ${whole.info.version}.`);
   for (const [path, methods] of Object.entries(whole.paths)) {
     for (const [method, operation] of Object.entries(methods)) {
       const [id, made] = section(method, path, operation, whole);
@@ -140,6 +145,4 @@ document.getElementById("theme").addEventListener("click", () => {
   try { localStorage.setItem("vitrail-theme", root.dataset.theme); } catch { /* a private window */ }
 });
 
-main().catch(() => {
-  document.getElementById("summary").textContent = "The server does not answer; reload this page when it is back.";
-});
+main().catch((error) => tell(`This page cannot be shown: ${error.message}`));
