@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.config import BiTConfig
 from vitrail.errors import ModelError
-from vitrail.models.bit import BiT, _root_pool, flops
+from vitrail.models.bit import BiT, flops, root_pool
 from vitrail.models.resnet import StandardizedConv
 
 SMALL = BiTConfig(layers=(1, 2), width=0.5, image=32, classes=10)
@@ -117,14 +117,9 @@ def test_bit_gives_transformers_logits_and_maps():
 @given(height=st.integers(1, 12), width=st.integers(1, 12))
 def test_a_border_of_zeros_wins_where_the_map_is_negative(height: int, width: int):
     x = torch.randn(1, 4, height, width) - 1
-    assert torch.equal(_root_pool(x, BiTConfig()), F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 2))
+    assert torch.equal(root_pool(x, "zero"), F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 2))
     assert torch.equal(
-        _root_pool(
-            x,
-            BiTConfig(
-                root_pad="none",
-            ),
-        ),
+        root_pool(x, "none"),
         F.max_pool2d(x, 3, 2, padding=1),
     )
 

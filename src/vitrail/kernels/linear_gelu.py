@@ -26,7 +26,7 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def can_fuse(layer: nn.Module, x: Tensor) -> bool:
     """A plain linear layer that nobody listens to, float32 on a CPU, no gradients, no tracing, no modes."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(x) is not Tensor:
         return False
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return False
@@ -34,7 +34,7 @@ def can_fuse(layer: nn.Module, x: Tensor) -> bool:
     if torch.is_autocast_enabled("cpu") or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return False
     plain = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
-    ours = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter)  # no sharded, fake or wrapped ones
+    ours = type(weight) in (Tensor, nn.Parameter)  # no sharded, fake or wrapped ones
     return plain and ours and _has_onednn() and not watched()
 
 

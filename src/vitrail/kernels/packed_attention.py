@@ -38,11 +38,11 @@ def packed_attention(qkv: Tensor, heads: int) -> Tensor:
 
 def can_pack(qkv: Tensor) -> bool:
     """Few tokens in single or double precision on a CPU, gradients wanted, nobody watching, no kernel asked for."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(qkv) is not Tensor:
         return False
     if not (torch.is_grad_enabled() and qkv.requires_grad) or torch.is_autocast_enabled("cpu"):
         return False
-    plain = type(qkv) is Tensor and qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.float64)
+    plain = qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.float64)
     # `sdpa_kernel` switches this off, for a CPU too, when it asks for another: derivatives of derivatives need that.
     free = torch.backends.cuda.flash_sdp_enabled()
     return plain and free and 0 < qkv.shape[1] <= MOST_TOKENS and qkv.numel() > 0 and not watched()

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from vitrail.errors import ModelError
 from vitrail.models.layers import PatchProjection
@@ -79,6 +80,8 @@ class Network(nn.Module):
         return self._recompute and self.training and torch.is_grad_enabled()
 
     def check_images(self, images: Tensor) -> None:
+        if isinstance(images, Proxy):  # torch.fx records the graph: there is no shape to check
+            return
         channels = self.config.channels
         if images.ndim != 4 or images.shape[1] != channels:
             raise ModelError(f"wanted images as B {channels} H W, got {tuple(images.shape)}.")

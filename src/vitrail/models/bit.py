@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.config import BiTConfig, Pair, pair
@@ -93,7 +93,7 @@ class BiT(Network):
         """The final map after norm and ReLU, B C h w; each stage's is kept in the list given."""
         self.check_images(images)
         recompute = self.recomputes()
-        x = _root_pool(self.root(images), self.config)
+        x = root_pool(self.root(images), self.config.root_pad)
         for stage in self.stages:
             assert isinstance(stage, nn.ModuleList)
             for unit in stage:
@@ -139,15 +139,16 @@ def flops(config: BiTConfig, image: Pair | None = None) -> int:
     return convolutions + 2 * _width(config) * config.classes
 
 
-def _root_pool(x: Tensor, config: BiTConfig) -> Tensor:
+@fx.wrap
+def root_pool(x: Tensor, pad: str) -> Tensor:
     """3x3 windows, stride 2, over a border of zeros, which win where the map is negative.
 
-    big_vision's border never wins: `root_pad="none"`. The zeros are put in afterwards, where a
+    big_vision's border never wins: "none". The zeros are put in afterwards, where a
     window reaches over the edge: cheaper than a padded copy, and ONNX Runtime would merge the
     padding into the pool and lose them.
     """
     pooled = F.max_pool2d(x, 3, 2, padding=1)
-    if config.root_pad == "none":
+    if pad == "none":
         return pooled
     rows, columns = (_over_the_edge(side, x.device) for side in x.shape[-2:])
     return torch.where(rows[:, None] | columns, F.relu(pooled), pooled)

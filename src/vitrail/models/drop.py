@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from vitrail import chance
 from vitrail.errors import ModelError
@@ -36,16 +36,27 @@ def fresh_keys(x: Tensor) -> Tensor:
     return torch.randint(1 << 62, (x.shape[0],), device=x.device)
 
 
+@fx.wrap
+def keys_of(x: Tensor, keys: Tensor | None) -> Tensor:
+    """The keys given, checked, or fresh ones."""
+    if keys is None:
+        return fresh_keys(x)
+    check_keys(keys, x)
+    return keys
+
+
 def check_keys(keys: Tensor, x: Tensor) -> None:
     if keys.shape != x.shape[:1] or keys.dtype != torch.int64:
         raise ModelError(f"wanted one int64 key for each of {x.shape[0]} images, got {keys.dtype} {tuple(keys.shape)}.")
 
 
+@fx.wrap
 def embedding_seed(keys: Tensor) -> Tensor:
     """B -> B, for what enters the first block."""
     return settled(chance.with_layer(keys, EMBED))
 
 
+@fx.wrap
 def seeds(keys: Tensor, layers: int) -> Tensor:
     """B -> L 5 B: for each layer and each of its places 64 bits a sample, as int64."""
     keys = chance.with_layer(keys, BLOCKS)
@@ -55,8 +66,11 @@ def seeds(keys: Tensor, layers: int) -> Tensor:
 
 def dropout(x: Tensor, rate: float, seed: Tensor | None) -> Tensor:
     """B ... with some elements zeroed and the others scaled up; nothing is drawn at rate 0."""
-    if not rate:
-        return x
+    return _dropped(x, rate, seed) if rate else x
+
+
+@fx.wrap
+def _dropped(x: Tensor, rate: float, seed: Tensor | None) -> Tensor:
     level = min(round(rate * LEVELS), LEVELS - 1)
     kept = draws(x, fresh_keys(x) if seed is None else seed) >= level - LEVELS // 2
     return torch.where(kept, x * (LEVELS / (LEVELS - level)), 0.0)
@@ -72,8 +86,11 @@ def draws(x: Tensor, seed: Tensor) -> Tensor:
 
 def skip(x: Tensor, rate: float, seed: Tensor | None) -> Tensor:
     """B N D with whole samples zeroed and the others scaled up: a branch some samples go without."""
-    if not rate:
-        return x
+    return _skipped(x, rate, seed) if rate else x
+
+
+@fx.wrap
+def _skipped(x: Tensor, rate: float, seed: Tensor | None) -> Tensor:
     seed = fresh_keys(x) << 2 if seed is None else seed  # a fresh key has 62 bits
     unit = ((seed >> 40) & 0xFFFFFF).to(torch.float32) * 2**-24  # in [0, 1)
     kept = (unit >= rate).to(torch.promote_types(x.dtype, torch.float32))

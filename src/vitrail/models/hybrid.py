@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.config import Pair, StemConfig, pair
 from vitrail.models import init, resnet
 from vitrail.models.base import Network
-from vitrail.models.resnet import ROOT, StandardizedConv, Unit, group_norm, max_pool_same
+from vitrail.models.resnet import ROOT, StandardizedConv, Unit, group_norm
 
 # B images, C channels, h rows and w columns of a map
 
@@ -75,7 +75,7 @@ class ResNetStem(Network):
 
     def forward(self, images: Tensor) -> Tensor:
         recompute = self.recomputes()
-        x = max_pool_same(F.relu(self.root(images), inplace=True))
+        x = resnet.max_pool_same(F.relu(self.root(images), inplace=True))
         for stage in self.stages:
             assert isinstance(stage, nn.ModuleList)
             for unit in stage:

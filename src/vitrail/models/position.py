@@ -3,6 +3,9 @@
 Additive kinds (learned-1d, learned-2d, sincos-2d) are modules that map a grid to one vector per
 token. The kinds inside the attention (relative, rope-2d) map a grid to a function of queries and
 keys. None of them holds a buffer, so a skeleton without storage plus a state_dict is complete.
+
+What depends on the grid is computed by functions that torch.fx keeps as one node (`fx.wrap`), so that
+a traced graph takes images of any size, as the network does.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ModelError
@@ -34,6 +37,7 @@ RESAMPLE: dict[str, dict[str, Any]] = {
 """Whose convention -> arguments of `torch.nn.functional.interpolate`."""
 
 
+@fx.wrap
 def resample(table: Tensor, grid: Grid, convention: str) -> Tensor:
     """h w D -> h' w' D, as the named code base does it; the same grid comes back as it is."""
     source = (table.shape[0], table.shape[1])
@@ -55,12 +59,41 @@ def _count(end: int, like: Tensor) -> Tensor:
     return torch.arange(end, device=like.device, dtype=dtype)
 
 
+@fx.wrap
 def sincos_2d(grid: Grid, width: int, like: Tensor) -> Tensor:
     """N D: sines and cosines of column, then of row, as big_vision has them."""
     omega = 10_000.0 ** -(_count(width // 4, like) / (width // 4 - 1))
     y, x = torch.meshgrid(_count(grid[0], like), _count(grid[1], like), indexing="ij")
     angles = [axis.reshape(-1, 1) * omega for axis in (x, y)]
     return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
+
+
+@fx.wrap
+def as_tokens(x: Tensor, like: Tensor) -> Tensor:
+    """In the dtype of the tokens that it is added to; autocast adds it in single precision."""
+    return x if torch.is_autocast_enabled(like.device.type) else x.to(like.dtype)
+
+
+@fx.wrap
+def rotary_waves(grid: Grid, head: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, N K: centres of patches in [-1, 1], one period per pair of numbers."""
+    periods = base ** (_count(head // 4, like) * 4 / head)
+    centres = [2 * (_count(n, like) + 0.5) / n - 1 for n in grid]
+    where = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
+    angles = (2 * math.pi * where[:, :, None] / periods).flatten(1).tile(2)  # N K
+    return angles.cos(), angles.sin()
+
+
+@fx.wrap
+def offset_index(grid: Grid, built_for: Grid, like: Tensor) -> Tensor:
+    """N N: p_q - p_k of the flattened patches, from 0."""
+    if grid != built_for:
+        raise ModelError(
+            f"relative positions exist for {built_for[0]}x{built_for[1]} patches only and cannot be "
+            f"resampled to {grid[0]}x{grid[1]}; use images of the size the model was built for."
+        )
+    steps = torch.arange(math.prod(grid), device=like.device)
+    return steps[:, None] - steps[None] + len(steps) - 1
 
 
 class Additive(Remembering):
@@ -133,9 +166,7 @@ class SinCos2d(Additive):
     """Fixed waves: nothing to learn, any grid."""
 
     def patches(self, grid: Grid, like: Tensor) -> Tensor:
-        # Computed in single precision; added to half-precision tokens, it must be of their kind.
-        waves = sincos_2d(grid, self.width, like)
-        return waves if torch.is_autocast_enabled(like.device.type) else waves.to(like.dtype)
+        return as_tokens(sincos_2d(grid, self.width, like), like)
 
 
 class Rope2d(Remembering):
@@ -158,11 +189,7 @@ class Rope2d(Remembering):
 
     def waves(self, grid: Grid, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, N K: centres of patches in [-1, 1], one period per pair of numbers."""
-        periods = self.base ** (_count(self.head // 4, like) * 4 / self.head)
-        centres = [2 * (_count(n, like) + 0.5) / n - 1 for n in grid]
-        where = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
-        angles = (2 * math.pi * where[:, :, None] / periods).flatten(1).tile(2)  # N K
-        return angles.cos(), angles.sin()
+        return rotary_waves(grid, self.head, self.base, like)
 
 
 class Relative(nn.Module):
@@ -175,18 +202,12 @@ class Relative(nn.Module):
         self.offsets = nn.Parameter(torch.empty(2 * count - 1, config.width))
 
     def forward(self, grid: Grid, like: Tensor) -> Place:
-        if grid != self.grid:
-            raise ModelError(
-                f"relative positions exist for {self.grid[0]}x{self.grid[1]} patches only and cannot be "
-                f"resampled to {grid[0]}x{grid[1]}; use images of the size the model was built for."
-            )
-        steps = torch.arange(math.prod(grid), device=like.device)
-        index = steps[:, None] - steps[None] + len(steps) - 1  # N N: p_q - p_k, from 0
+        index = offset_index(grid, self.grid, like)
 
         def add(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             keys = self.offsets.unflatten(1, (self.heads, -1)).permute(1, 2, 0).to(q.dtype)  # H K 2N-1
             asked = (q[:, :, self.special :] * q.shape[-1] ** -0.5) @ keys  # B H N 2N-1
-            bias = asked.gather(-1, index.expand(*asked.shape[:3], -1))  # B H N N
+            bias = asked.gather(-1, index.expand(q.shape[0], self.heads, -1, -1))  # B H N N
             return q, k, F.pad(bias, (self.special, 0, self.special, 0))
 
         return add

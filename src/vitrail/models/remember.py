@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 
 class Kept(NamedTuple):
@@ -45,7 +46,7 @@ class Remembering(nn.Module):
 
     def remembered(self, key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
         """`make()`, or what it gave last time for this key and these parameters."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or isinstance(device, Proxy):
             return make()
         weights = tuple(self.parameters())
         if self.training or not _may_keep(weights, device):

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models import init
@@ -29,6 +29,7 @@ ROOT = 7
 By = Literal["std", "var"]
 
 
+@fx.wrap
 def standardize(kernel: Tensor, by: By, eps: float) -> Tensor:
     """Mean 0 and spread 1 for each output channel, O I k k.
 
@@ -57,6 +58,7 @@ def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
     return total // 2, total - total // 2
 
 
+@fx.wrap
 def max_pool_same(x: Tensor) -> Tensor:
     """3x3 windows, stride 2, SAME padding; what lies outside never wins.
 
@@ -64,6 +66,17 @@ def max_pool_same(x: Tensor) -> Tensor:
     """
     rows, columns = (same_padding(side, 3, 2)[0] for side in x.shape[-2:])
     return F.max_pool2d(x, 3, 2, padding=(rows, columns), ceil_mode=True)
+
+
+@fx.wrap
+def conv_same(x: Tensor, kernel: Tensor, stride: int) -> Tensor:
+    """A convolution with SAME padding."""
+    side = kernel.shape[-1]
+    rows, columns = (same_padding(n, side, stride) for n in x.shape[-2:])
+    padding = (rows[0], columns[0])
+    if rows[0] != rows[1] or columns[0] != columns[1]:
+        x, padding = F.pad(x, (*columns, *rows)), (0, 0)
+    return F.conv2d(x, kernel, stride=stride, padding=padding)
 
 
 class StandardizedConv(Remembering):
@@ -78,18 +91,13 @@ class StandardizedConv(Remembering):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, side, side))
-        self.stride, self.same, self.by, self.eps = stride, same, by, eps
+        self.stride, self.padding, self.same, self.by, self.eps = stride, side // 2, same, by, eps
 
     def forward(self, x: Tensor) -> Tensor:
         """B I H W -> B O h w."""
-        side = self.weight.shape[-1]
-        padding = (side // 2, side // 2)
         if self.same:
-            rows, columns = (same_padding(n, side, self.stride) for n in x.shape[-2:])
-            padding = (rows[0], columns[0])
-            if rows[0] != rows[1] or columns[0] != columns[1]:
-                x, padding = F.pad(x, (*columns, *rows)), (0, 0)
-        return F.conv2d(x, self.kernel(), stride=self.stride, padding=padding)
+            return conv_same(x, self.kernel(), self.stride)
+        return F.conv2d(x, self.kernel(), stride=self.stride, padding=self.padding)
 
     def kernel(self) -> Tensor:
         """The standardised weight, O I k k."""

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.config import Pair, ViTConfig, pair
@@ -98,10 +99,7 @@ class ViT(Network):
         """The keys given, or fresh ones; None where nothing is drawn."""
         if not self.training or not (self.config.dropout or self.config.path_dropout):
             return None
-        if keys is None:
-            return drop.fresh_keys(x)
-        drop.check_keys(keys, x)
-        return keys
+        return drop.keys_of(x, keys)
 
     def embed(
         self,
@@ -279,8 +277,8 @@ class ViT(Network):
         """Without the last rows and columns where no patch covers them."""
         if self.config.uncovered == "refuse":
             return images  # there are none: the size has been checked
-        rows, columns = (n // p * p for n, p in zip(images.shape[2:], pair(self.config.patch), strict=True))
-        return images[:, :, :rows, :columns]
+        height, width = pair(self.config.patch)
+        return images[:, :, : images.shape[2] // height * height, : images.shape[3] // width * width]
 
     def _position(self, layer: int) -> nn.Module:
         return self.positions[layer if len(self.positions) > 1 else 0]
@@ -290,6 +288,8 @@ class ViT(Network):
 
     def _check_size(self, images: Tensor) -> None:
         self.check_images(images)
+        if isinstance(images, Proxy):
+            return
         try:
             self.config.grid_of((images.shape[2], images.shape[3]))
         except ConfigError as error:
