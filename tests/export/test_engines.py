@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +246,50 @@ def test_where_nothing_can_be_kept_engines_run_all_the_same(tiny, pictures, tmp_
     monkeypatch.setenv("VITRAIL_ENGINES", str(tmp_path / "file"))
     assert open_engine(tiny, "onnxruntime", device="cpu").logits(np.stack(pictures)).shape == (12, tiny.config.classes)
     assert "are not kept" in caplog.text
+
+
+@pytest.fixture
+def small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No file may have more than 1,000 bytes, as on a disk that is full: /tmp too."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    monkeypatch.setattr(kept, "_for_now", lambda: SimpleNamespace(name=str(tmp_path / "now")))
+    monkeypatch.setattr(kept, "_FULL", set())
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
+@pytest.mark.usefixtures("small_files")
+def test_where_every_disk_is_full_a_named_engine_is_one_error(tiny, engine):
+    with pytest.raises(CheckpointError, match=r"has no room for the files of \w+; try VITRAIL_ENGINES or TMPDIR"):
+        open_engine(tiny, engine, device="cpu")
+
+
+@pytest.mark.usefixtures("small_files")
+def test_where_every_disk_is_full_auto_goes_on_and_does_not_remember_why(tiny, pictures, monkeypatch, caplog):
+    monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
+    assert open_engine(tiny, "auto", device="cpu").logits(np.stack(pictures)).shape == (12, tiny.config.classes)
+    assert "there is no room: engines' files are not kept" in caplog.text
+    assert not list(Path(os.environ["VITRAIL_ENGINES"]).rglob("choice-*.json"))
+
+
+def test_a_full_disk_under_the_cache_does_not_stop_an_engine(tiny, pictures, monkeypatch, caplog):
+    cache, whole, room = Path(os.environ["VITRAIL_ENGINES"]), kept.export, kept._has_room
+
+    def full(net: object, sheet: object, path: Path, *arguments: object, **options: object) -> object:
+        if path.is_relative_to(cache):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(net, sheet, path, *arguments, **options)
+
+    monkeypatch.setattr(kept, "export", full)
+    monkeypatch.setattr(kept, "_has_room", lambda folder, count: not folder.is_relative_to(cache) and room(folder, 1))
+    monkeypatch.setattr(kept, "_FULL", set())
+    found = open_engine(tiny, "onnxruntime", device="cpu")
+    assert (found.name, found.logits(np.stack(pictures)).shape) == ("onnxruntime", (12, tiny.config.classes))
+    assert f"{cache}: there is no room: engines' files are not kept" in caplog.text
+    assert not list(cache.rglob("*.onnx"))
 
 
 def test_openvinos_files_are_made_from_the_onnx_that_is_there(tiny, monkeypatch):

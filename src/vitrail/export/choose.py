@@ -17,7 +17,7 @@ from vitrail.export.compare import BATCH, ROUNDS, TOLERANCE, rate
 from vitrail.export.engines import RUNS, Engine, FileEngine, open_file, openvino_core, torch_engine
 from vitrail.export.export import exact, prepared
 from vitrail.export.extras import installed
-from vitrail.export.kept import WRITTEN, alone, folder_of, kept_engine
+from vitrail.export.kept import WRITTEN, alone, folder_of, is_kept, kept_engine
 from vitrail.export.pictures import Pixels, samples
 from vitrail.export.sheet import Precision, Sheet
 from vitrail.models import Net
@@ -65,8 +65,9 @@ def fastest(
         if found is None:
             say(["trying the engines that are installed, which takes up to a minute, once"], about=str(place))
             found = _raced(net, card, threads, calibration)
-            with suppress(VitrailError, OSError):
-                write_json(place, found, overwrite=True)
+            if is_kept(folder_of(net, card, calibration)):  # a choice that a full disk made is not remembered
+                with suppress(VitrailError, OSError):
+                    write_json(place, found, overwrite=True)
     say([f"engine auto takes {told(found)}{f'; remembered in {place}' * again}"])
     if found["engine"] == "torch":
         return torch_engine(net, card, device, threads, lanes)

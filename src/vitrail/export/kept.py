@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -49,8 +50,33 @@ def kept_engine(
     lanes: int = 1,
     calibration: Sequence[Pixels] = (),
 ) -> FileEngine:
-    """This engine for this network: exported and compared once, then kept."""
+    """This engine for this network: exported and compared once, then kept where there is room."""
     folder = folder_of(net, card, calibration)
+    try:
+        return _kept_in(folder, net, card, name, precision, threads, lanes, calibration)
+    except Exception as error:  # every engine's writer has its own for a full disk
+        if _has_room(folder, 8 * sum(p.numel() for p in net.parameters())):  # the file, and what it is made from
+            raise
+        if not is_kept(folder):
+            raise CheckpointError(
+                f"{folder} has no room for the files of {name}; try VITRAIL_ENGINES or TMPDIR on another disk, or "
+                "--engine torch."
+            ) from error
+    _FULL.add(_usual())
+    say(["there is no room: engines' files are not kept"], about=str(_usual()))
+    return kept_engine(net, card, name, precision, threads, lanes, calibration)
+
+
+def _kept_in(
+    folder: Path,
+    net: Net,
+    card: Card,
+    name: str,
+    precision: Precision,
+    threads: int | None,
+    lanes: int,
+    calibration: Sequence[Pixels],
+) -> FileEngine:
     path = folder / f"{precision}{SUFFIXES[WRITTEN[name]]}"
     card = card.but(config=net.config)
     with alone(folder / ".lock"):
@@ -70,7 +96,8 @@ def kept_engine(
             timed=False,
             overwrite=True,
         )
-        _sum_place(path).write_text(_sum_of(path))
+        with suppress(OSError):  # without it the file is made anew next time
+            _sum_place(path).write_text(_sum_of(path))
     return open_file(path, name, threads, lanes).named(card)
 
 
@@ -96,11 +123,25 @@ def _sum_of(path: Path) -> str:
 
 def folder_of(net: Net, card: Card, calibration: Sequence[Pixels] = ()) -> Path:
     """Where a network's files lie; other pictures to calibrate on have other scales, and a place of their own."""
-    folder = _top() / digest(net, card)
+    inside = Path(digest(net, card))
     if calibration:
-        folder = folder / hashlib.blake2b(b"".join(p.tobytes() for p in calibration), digest_size=8).hexdigest()
+        inside = inside / hashlib.blake2b(b"".join(p.tobytes() for p in calibration), digest_size=8).hexdigest()
+    usual = _usual()
+    if usual not in _FULL:
+        try:
+            (usual / inside).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=usual / inside):
+                return usual / inside
+        except OSError as error:
+            say([f"cannot be written ({error.strerror or error}): engines' files are not kept"], about=str(usual))
+    folder = Path(_for_now().name) / inside
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether it is there for the next process, too."""
+    return not folder.is_relative_to(_for_now().name)
 
 
 @contextmanager
@@ -116,17 +157,27 @@ _LOCKS: dict[Path, threading.Lock] = {}
 """A file keeps out other processes, not other threads."""
 
 
-def _top() -> Path:
+_FULL: set[Path] = set()
+"""Caches that had no room."""
+
+
+def _usual() -> Path:
     given, data = os.environ.get("VITRAIL_ENGINES"), places.cache()
     usual = data / "engines" if os.environ.get("VITRAIL_DATA") else data.with_name("engines")
-    folder = Path(given).expanduser() if given else usual
+    return Path(given).expanduser() if given else usual
+
+
+def _has_room(folder: Path, count: int) -> bool:
+    """Whether a file of so many bytes can be written there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        say([f"{folder} cannot be written ({error.strerror or error}): engines' files are not kept"], about=str(folder))
-        return Path(_for_now().name)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, count)
+            elif shutil.disk_usage(folder).free < count:
+                return False
+    except OSError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)
