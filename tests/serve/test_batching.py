@@ -25,6 +25,7 @@ import vitrail
 from vitrail.serve import batching
 from vitrail.serve.app import Service
 from vitrail.serve.limits import Limits, shares
+from vitrail.serve.pictures import Opened
 
 JPEG = {"content-type": "image/jpeg"}
 
@@ -42,6 +43,12 @@ Sender = Callable[..., "Future[httpx.Response]"]
 def senders() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(40) as pool:
         yield pool
+
+
+def other_client(client: httpx.Client) -> httpx.Client:
+    """One with another address."""
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    return httpx.Client(base_url=client.base_url, timeout=20, transport=transport)
 
 
 class Busy:
@@ -85,15 +92,15 @@ def test_a_lone_request_does_not_wait_for_company(vit: vitrail.Model) -> None:
 
 def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
     with running(served(vit), work=replace(QUICK, wait=1.0)) as (client, service):
-        decode, batches = service.pictures.pixels, service.served.engine.batches  # type: ignore[attr-defined]
+        decode, batches = service.pictures.unpack, service.served.engine.batches  # type: ignore[attr-defined]
 
-        def pixels(data: bytes) -> Any:
-            if data == photo(0):  # is decoded after the other
+        def unpack(opened: Opened) -> Any:
+            if opened.data == photo(0):  # is decoded after the other
                 until(lambda: service.batcher._line or batches)
                 time.sleep(0.1)
-            return decode(data)
+            return decode(opened)
 
-        service.pictures.pixels = pixels  # type: ignore[method-assign]
+        service.pictures.unpack = unpack  # type: ignore[method-assign]
         client.post("/v1/predict", files=[("images", photo(0)), ("images", photo(1))])
         assert batches == [2]
 
@@ -119,11 +126,11 @@ def test_a_request_larger_than_what_is_free_is_refused_whole(vit: vitrail.Model,
         three = client.post("/v1/predict", files=[("images", photo(i)) for i in range(3)])
         assert three.status_code == 503
         assert client.post("/v1/predict", content=b"bad", headers=JPEG).status_code == 400
-        assert service.batcher.waiting == 1
+        assert service.batcher.waiting.taken == 1
 
 
 def test_bytes_in_line_are_bounded_too(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, queue_bytes=len(photo()) + 10)) as (client, service):
+    with running(served(vit), work=replace(QUICK, queue_bytes=4 * len(photo()) // 3 + 10)) as (client, service):
         busy = Busy(client, service, senders)
         assert busy.send().result().status_code == 503
         busy.engine.go.set()
@@ -138,9 +145,9 @@ def test_bodies_that_are_read_at_a_time_are_bounded(vit: vitrail.Model) -> None:
             slow.sendall(
                 b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 9\r\n\r\n"
             )
-            until(lambda: service._uploads == 1)
+            until(lambda: service.uploads.taken == 1)
             assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 503
-        until(lambda: service._uploads == 0)
+        until(lambda: service.uploads.taken == 0)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
@@ -150,13 +157,13 @@ def test_refused_bodies_are_not_counted_among_those_that_are_read(vit: vitrail.M
         where = (client.base_url.host, client.base_url.port)
         slow, *others = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
         slow.sendall(head)
-        until(lambda: service._uploads == 1)
+        until(lambda: service.uploads.taken == 1)
         for sock in others:  # what is left of them is swallowed for a second
             sock.sendall(head)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 503
-        assert service._uploads == 1
+        assert service.uploads.taken == 1
         slow.close()
-        until(lambda: service._uploads == 0, seconds=0.7)
+        until(lambda: service.uploads.taken == 0, seconds=0.7)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
@@ -165,15 +172,18 @@ def test_bytes_of_bodies_that_are_half_read_are_bounded_together(vit: vitrail.Mo
     starts = {"i": b"", "a": b'{"image": "', "m": b"--x\r\nContent-Disposition: form-data; name=image\r\n\r\n"}
     start = starts[kind[0]]
     head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 90000\r\n\r\n".encode()
-    with running(served(vit), work=replace(QUICK, queue_bytes=100_000)) as (client, service), ExitStack() as stack:
+    with running(served(vit), work=replace(QUICK, queue_bytes=128_000)) as (client, service), ExitStack() as stack:
         where = (client.base_url.host, client.base_url.port)
         for number in range(1, 4):
             sock = stack.enter_context(socket.create_connection(where))
             sock.sendall(head + start + bytes(30_000))
             until(lambda n=number: service.room.taken == n * (30_000 + len(start)))
-        refused = client.post("/v1/predict", content=bytes(20_000), headers=JPEG)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-        assert refused.headers["retry-after"] == "1"
+        for size, status, code in ((20_000, 429, "too_many_requests"), (50_000, 503, "queue_full")):
+            refused = client.post("/v1/predict", content=bytes(size), headers=JPEG)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
+            assert refused.headers["retry-after"] == "1"
+        with other_client(client) as other:
+            assert other.post("/v1/predict", content=bytes(20_000), headers=JPEG).status_code == 400  # it is read
         assert service.room.taken == 3 * (30_000 + len(start))
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200  # which has room
         sock.close()
@@ -190,7 +200,7 @@ def test_a_deadline_passes_and_the_picture_never_reaches_the_engine(vit: vitrail
         assert late.status_code == 504
         assert late.json()["error"]["code"] == "deadline_passed"
         assert 0.1 < time.monotonic() - start < 5
-        assert service.batcher.waiting == 1
+        assert service.batcher.waiting.taken == 1
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
         assert busy.send(2, **{"x-deadline-ms": "20000"}).result().status_code == 200
@@ -205,7 +215,7 @@ def test_a_client_that_hangs_up_costs_nothing_more(vit: vitrail.Model, senders: 
             head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
             raw.sendall(head % len(data) + data)
             busy.waiting(1)
-        until(lambda: service.batcher.waiting == 1)
+        until(lambda: service.batcher.waiting.taken == 1)
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
         assert busy.send(2).result().status_code == 200
@@ -215,14 +225,8 @@ def test_a_client_that_hangs_up_costs_nothing_more(vit: vitrail.Model, senders: 
 
 def test_a_picture_nobody_waits_for_is_not_decoded(vit: vitrail.Model, senders: Any) -> None:
     with running(served(vit), work=replace(QUICK, decoders=1)) as (client, service):
-        seen, go, pixels = [], threading.Event(), service.pictures.pixels
-
-        def held(data: bytes | str) -> Any:
-            seen.append(len(data))
-            assert go.wait(20)
-            return pixels(data)
-
-        service.pictures.pixels = held  # type: ignore[method-assign]
+        decoders = Decoders(service)
+        seen, go = decoders.seen, decoders.go
         first = senders.submit(client.post, "/v1/predict", content=photo(0), headers=JPEG)
         until(lambda: len(seen) == 1)
         late = client.post("/v1/predict", content=photo(9), headers=JPEG | {"x-deadline-ms": "50"})
@@ -237,13 +241,13 @@ class Decoders:
     """Decoders that are held, and what they were given."""
 
     def __init__(self, service: Service) -> None:
-        self.seen, self.go, self.pixels = [], threading.Event(), service.pictures.pixels
-        service.pictures.pixels = self.held  # type: ignore[method-assign]
+        self.seen, self.go, self.unpack = [], threading.Event(), service.pictures.unpack
+        service.pictures.unpack = self.held  # type: ignore[method-assign]
 
-    def held(self, data: bytes | str) -> Any:
-        self.seen.append(len(data))
+    def held(self, opened: Opened) -> Any:
+        self.seen.append(len(opened.data))
         assert self.go.wait(20)
-        return self.pixels(data)
+        return self.unpack(opened)
 
 
 def memory() -> int:
@@ -266,9 +270,9 @@ def test_clients_that_hang_up_leave_nothing_behind_while_decoders_are_busy(
         for number in range(40):
             with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
                 raw.sendall(head % (path.encode(), len(data)) + data)
-                until(lambda: service.batcher.waiting == 2)
+                until(lambda: service.batcher.waiting.taken == 2)
             until(lambda n=number: service.metrics.gone._value.get() == n + 1)
-            assert (service.batcher.waiting, service.batcher.looking) == (1, 0)
+            assert (service.batcher.waiting.taken, service.batcher.looking.taken) == (1, 0)
         assert memory() - before < 60_000_000  # they sent 160 million
         decoders.go.set()
         assert first.result().status_code == 200
@@ -281,7 +285,8 @@ def test_pixels_of_a_client_that_hung_up_do_not_wait_for_the_engine(vit: vitrail
         busy = Busy(client, service, senders)
         late = busy.send(1, **{"x-deadline-ms": "500"})
         busy.waiting(1)
-        ticket, number = service.batcher._line[0]
+        (requests,) = service.batcher._line._clients.values()
+        ((ticket, number),) = next(iter(requests.values()))
         assert ticket.held[number].shape == service.served.shape
         assert late.result().status_code == 504
         until(lambda: ticket.held == [None])
@@ -295,17 +300,17 @@ def test_explanations_are_bounded_from_when_their_pictures_come(vit: vitrail.Mod
         decoders = Decoders(service)
         service.batcher.look_seconds = 6.0
         looks = [senders.submit(client.post, "/v1/explain", content=photo(), headers=JPEG) for _ in range(2)]
-        until(lambda: service.batcher.looking == 2)
+        until(lambda: service.batcher.looking.taken == 2)
         assert len(service.batcher._looks) == 0  # none is decoded yet
         refused = client.post("/v1/explain", content=photo(), headers=JPEG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"] == "12"  # two of six seconds each, one after the other
         assert "2 explanations" in refused.json()["error"]["message"]
         prediction = senders.submit(client.post, "/v1/predict", content=photo(), headers=JPEG)
-        until(lambda: service.batcher.waiting == 3)  # there is room for those
+        until(lambda: service.batcher.waiting.taken == 3)  # there is room for those
         decoders.go.set()
         assert {answer.result().status_code for answer in (*looks, prediction)} == {200}
-        assert service.batcher.looking == 0
+        assert service.batcher.looking.taken == 0
         assert service.batcher.look_seconds < 6  # these took less
         assert client.post("/v1/explain", content=photo(), headers=JPEG).status_code == 200
 
@@ -317,10 +322,10 @@ def test_more_pictures_than_may_ever_wait_are_too_many_not_too_early(vit: vitrai
         assert "at most 2" in answer.json()["error"]["message"]
         assert client.get("/v1/model").json()["limits"]["images"] == 2
         assert client.post("/v1/predict", files=[("images", photo(i)) for i in range(2)]).status_code == 200
-    with running(served(vit), work=replace(QUICK, queue_bytes=100)) as (client, _):
+    with running(served(vit), work=replace(QUICK, queue_bytes=132)) as (client, _):
         answer = client.post("/v1/predict", content=photo(), headers=JPEG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-        assert client.get("/v1/model").json()["limits"]["bytes"] == 100
+        assert client.get("/v1/model").json()["limits"]["bytes"] == 99
 
 
 def test_explanations_and_predictions_take_turns(vit: vitrail.Model, senders: Any) -> None:
@@ -381,7 +386,7 @@ def test_several_lanes_give_the_same_answers(vit: vitrail.Model, senders: Any) -
             assert (best["index"], best["score"]) == (wanted.index, pytest.approx(wanted.score, abs=1e-6))
 
 
-@pytest.mark.parametrize("where", ["pool", "metrics", "prepare"])
+@pytest.mark.parametrize("where", ["submit", "metrics", "decode"])
 def test_whatever_fails_before_the_line_is_a_500_and_the_server_still_stops(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -390,11 +395,11 @@ def test_whatever_fails_before_the_line_is_a_500_and_the_server_still_stops(
 
     with running(served(vit)) as (client, service):
         with monkeypatch.context() as patched:
-            parts = {"pool": (service.batcher._pool, "submit"), "metrics": (service.metrics.decode, "observe")}
-            patched.setattr(*parts.get(where, (service.pictures, "pixels")), broken)
+            parts = {"submit": (service.batcher.decoders, "submit"), "metrics": (service.metrics.decode, "observe")}
+            patched.setattr(*parts.get(where, (service.pictures, "unpack")), broken)
             assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 500
         assert service.batcher._coming == 0
-        assert service.batcher.waiting == 0
+        assert service.batcher.waiting.taken == 0
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
@@ -402,10 +407,11 @@ def test_speed_counts_batches_that_run_side_by_side_and_no_others(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     what, now = served(vit), [0.0]
-    batcher = batching.Batcher(what, replace(QUICK, lanes=4), Service(what, Limits(), QUICK).metrics)
+    service = Service(what, Limits(), QUICK)
+    batcher = batching.Batcher(what, service.pictures, replace(QUICK, lanes=4), service.metrics)
     batcher._tell = lambda *_: None  # type: ignore[method-assign]
     monkeypatch.setattr(batching, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
-    group = [(batching.Ticket(None, [b""], None, "logits", 0), 0, np.zeros(what.shape, np.uint8))] * 2  # type: ignore[arg-type]
+    group = [(batching.Ticket(None, [b""]), 0, np.zeros(what.shape, np.uint8))] * 2  # type: ignore[arg-type]
 
     def outputs(pixels: np.ndarray, want: str) -> np.ndarray:
         now[0] += 0.1

@@ -270,7 +270,7 @@ def test_where_all_are_busy_another_is_answered_503() -> None:
         busy = [stack.enter_context(connected(client)) for _ in range(3)]
         for sock in busy:
             sock.sendall(head % len(data) + data)
-        until(lambda: service.batcher.waiting == 3)
+        until(lambda: service.batcher.waiting.taken == 3)
         with connected(client) as another:
             head_, _, body = rest(another).partition(b"\r\n\r\n")
         assert head_.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")

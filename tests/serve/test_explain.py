@@ -385,7 +385,7 @@ def test_what_fails_after_the_first_line_is_the_last_line(
         assert last["error"]["code"] == code
         assert "device" not in last["error"]["message"]
         assert f'vitrail_refusals_total{{code="{code}"}} 1.0' in client.get("/metrics").text
-        assert service.batcher.looking == 0
+        assert service.batcher.looking.taken == 0
 
 
 def test_a_client_that_hangs_up_between_lines_ends_the_work(
@@ -396,7 +396,7 @@ def test_a_client_that_hangs_up_between_lines_ends_the_work(
         values = {"methods": '["occlusion"]'}
         with client.stream("POST", "/v1/explain", params=values, content=photo(), headers=JPEG | LINES) as answer:
             next(answer.iter_lines())
-        until(lambda: service.batcher.looking == 0)
+        until(lambda: service.batcher.looking.taken == 0)
         made = len(calls)
         assert made < 1 + 6
         time.sleep(0.3)

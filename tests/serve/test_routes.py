@@ -156,7 +156,7 @@ def test_the_model_says_what_it_is(client: httpx.Client) -> None:
     assert (found["depth"], found["heads"], found["special"], found["pool"]) == (2, 2, ["class"], "token")
     assert found["methods"] == ["rollout", "gradient", "attention", "occlusion"]
     assert found["attention"] is True
-    assert found["limits"] == {"bytes": 16 * 2**20, "pixels": 50_000_000, "images": 16}
+    assert found["limits"] == {"bytes": 16 * 2**20, "pixels": 50_000_000, "total_pixels": 200_000_000, "images": 16}
 
 
 def test_samples_are_listed_and_are_pictures(client: httpx.Client, vit: vitrail.Model) -> None:

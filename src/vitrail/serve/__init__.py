@@ -4,9 +4,11 @@ server.py      one process: listen, drain, stop;   workers.py: several
 connections.py connections that do not wait for ever
 app.py         the routes
 bodies.py      a request's body -> pictures and values, within limits
-pictures.py    a picture's bytes -> pixels, judged by its header first
-batching.py    pictures of many requests -> batches -> each request's outputs
-limits.py      what a client may ask for, how work is shared out;   budget.py: pixels in flight
+pictures.py    an image's bytes -> pixels, judged by its header first
+decoding.py    images of many requests -> pixels;   decode_process.py: large ones, in a process of low priority
+batching.py    pixels of many requests -> batches -> each request's outputs
+fair_queue.py  clients take turns;   quota.py: none takes everything;   budget.py: pixels in flight
+limits.py      what a client may ask for, how work is shared out
 served.py      the engine, the network beside it, what they are called
 answers.py     outputs -> JSON;   looking.py: the same for what happens inside
 security.py    token, headers;    metrics.py: what Prometheus reads

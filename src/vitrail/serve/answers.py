@@ -64,5 +64,10 @@ def description(served: Served, limits: Limits) -> dict[str, Any]:
         "engine": served.engine.name,
         "precision": served.engine.precision,
         "version": __version__,
-        "limits": {"bytes": limits.bytes, "pixels": limits.pixels, "images": limits.images},
+        "limits": {
+            "bytes": limits.bytes,
+            "pixels": limits.pixels,
+            "total_pixels": limits.total_pixels,
+            "images": limits.images,
+        },
     }

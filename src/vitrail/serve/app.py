@@ -20,12 +20,13 @@ from vitrail.errors import ModelError, VitrailError
 from vitrail.serve import schema, web
 from vitrail.serve.answers import description, ranked
 from vitrail.serve.batching import Batcher, Progress, Want, late
-from vitrail.serve.bodies import Body, Room, Share, deadline_of, read_body, swallow
+from vitrail.serve.bodies import Body, deadline_of, read_body, swallow
 from vitrail.serve.limits import Limits, Work
 from vitrail.serve.looking import Asked, Looker, positions
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.pictures import Pictures, Pixels
 from vitrail.serve.problems import CODES, Gone, Problem, told
+from vitrail.serve.quota import Lease, Quota, client_of
 from vitrail.serve.security import Guard
 from vitrail.serve.served import Floats, Served
 from vitrail.serve.streaming import Newest, in_lines, wants_lines
@@ -40,17 +41,17 @@ class Service:
     """One model and everything that answers for it."""
 
     def __init__(self, served: Served, limits: Limits, work: Work) -> None:
-        most = {"images": min(limits.images, work.queue), "bytes": min(limits.bytes, work.queue_bytes)}
+        self.room = Quota("bytes of requests are here already", work.queue_bytes, close=True)
+        self.uploads = Quota("requests are being read already", work.uploads, close=True)
+        self.metrics = Metrics()
+        self.pictures = Pictures(served.preprocess, limits, served.grid)
+        self.batcher = Batcher(served, self.pictures, work, self.metrics)
+        most = {"images": min(limits.images, self.batcher.waiting.share), "bytes": min(limits.bytes, self.room.share)}
         limits = replace(limits, **most)  # more could never be let in
         self.served, self.limits, self.work = served, limits, work
-        self.metrics = Metrics()
         self.metrics.build.labels(served.name, served.engine.name, served.engine.precision, __version__).set(1)
-        self.batcher = Batcher(served, work, self.metrics)
-        self.pictures = Pictures(served.preprocess, limits, served.grid, work.decoders)
         self.looker = Looker(served, self.pictures)
         self.draining = False
-        self._uploads = 0
-        self.room = Room(work.queue_bytes)
         self.about = description(served, limits)
         self._positions: Answer | None = None
 
@@ -115,7 +116,7 @@ class Service:
     ) -> Response:
         """What all POSTs share: time, room, the body, its values; and a client that may hang up."""
         start = time.monotonic()
-        deadline, share = deadline_of(request, start), Share(self.room)
+        deadline, share = deadline_of(request, start), Lease(self.room, client_of(request.scope))
         try:
             body = await self._read(request, deadline, share)
             values = schema.read_values(kind, body.values)
@@ -132,32 +133,30 @@ class Service:
         except VitrailError as error:
             raise Problem(400, "bad_value", told(error, "this model cannot do that.")) from None
         finally:
-            share.leave()
+            share.release()
         return JSONResponse({**answer, "ms": round(1000 * (time.monotonic() - start), 2)})
 
-    async def _read(self, request: Request, deadline: float | None, share: Share) -> Body:
+    async def _read(self, request: Request, deadline: float | None, share: Lease) -> Body:
         """The body, if there is room for it; a refused one is taken in for a moment, so that the refusal is heard."""
         try:
             return await self._admitted(request, deadline, share)
         except Problem as problem:
             refusal = problem.with_traceback(None)  # which would keep what has been read
-        share.leave()
-        if refusal.status in (413, 415, 503) and "expect" not in request.headers:
+        share.release()
+        if refusal.status in (413, 415, 429, 503) and "expect" not in request.headers:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER):
                     await swallow(request, 4 * self.limits.bytes)
         raise refusal
 
-    async def _admitted(self, request: Request, deadline: float | None, share: Share) -> Body:
-        if self._uploads >= self.work.uploads:
-            message = f"{self._uploads} requests are being read already."
-            raise Problem(503, "queue_full", message, {"Retry-After": "1", "Connection": "close"})
-        self.batcher.check_room()
-        self._uploads += 1
+    async def _admitted(self, request: Request, deadline: float | None, share: Lease) -> Body:
+        reading = Lease(self.uploads, share.client)
+        reading.take(1)
         try:
+            self.batcher.check_room(share.client)
             return await read_body(request, self.limits, share, deadline)
         finally:
-            self._uploads -= 1
+            reading.release()
 
     async def _predict(
         self, body: Body, values: schema.PredictValues, deadline: float | None, gone: asyncio.Future[None]
@@ -178,11 +177,11 @@ class Service:
     ) -> list[Floats]:
         """What the engine makes of each picture, without the patches that are to be hidden."""
         self.pictures.check_hidden(values.hide)
-        return await self.batcher.answer(body.pictures, partial(self._prepared, values=values), want, deadline, gone)
+        return await self.batcher.answer(body.pictures, body.client, want, self._hiding(values), deadline, gone)
 
-    def _prepared(self, picture: bytes | str, values: schema.HideValues) -> Pixels:
-        pixels = self.pictures.pixels(picture)
-        return self.pictures.without(pixels, values.hide, values.fill) if values.hide else pixels
+    def _hiding(self, values: schema.HideValues) -> Callable[[Pixels], Pixels] | None:
+        """What is done to an image's pixels."""
+        return partial(self.pictures.without, hide=values.hide, fill=values.fill) if values.hide else None
 
     async def _embed(
         self, body: Body, values: schema.HideValues, deadline: float | None, gone: asyncio.Future[None]
@@ -200,8 +199,9 @@ class Service:
         if len(body.pictures) > 1:
             raise Problem(400, "one_image", f"got {len(body.pictures)} pictures, wanted one to show.")
         self.pictures.check_hidden(values.hide)
-        prepare = partial(self._prepared, values=values)
-        found = await self.batcher.look(body.pictures[0], prepare, self.looker.only_seen, deadline, gone)
+        found = await self.batcher.look(
+            body.pictures[0], body.client, self.looker.only_seen, self._hiding(values), deadline, gone
+        )
         return {"model": self.served.name, **found}
 
     async def _explain(
@@ -223,7 +223,7 @@ class Service:
         )
         self.looker.check(asked)
         steps = partial(self.looker.steps, asked=asked)
-        answer = await self.batcher.look(body.pictures[0], self.pictures.pixels, steps, deadline, gone, progress)
+        answer = await self.batcher.look(body.pictures[0], body.client, steps, None, deadline, gone, progress)
         return {"model": self.served.name, **answer}
 
 
@@ -287,7 +287,7 @@ def _add_routes(app: FastAPI, service: Service, closed: bool, named: bool) -> No
         ("/v1/picture", service.picture, schema.PictureAnswer, schema.HideValues, False, ()),
     ]
     for path, route, answer, values, several, errors in posts:
-        refusals = schema.problems(400, *locked, 403, 408, 413, 415, 431, *errors, 503, 504)
+        refusals = schema.problems(400, *locked, 403, 408, 413, 415, 429, 431, *errors, 503, 504)
         extra = schema.posted(values, several, service.about)
         found = {"model": answer, **(schema.IN_LINES if path == "/v1/explain" else {})}
         app.post(path, responses={200: found, **refusals}, response_model=None, openapi_extra=extra)(route)

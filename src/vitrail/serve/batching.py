@@ -1,13 +1,14 @@
-"""Pictures of many requests -> batches for the engine -> each request's outputs.
+"""Images of many requests -> batches for the engine -> each request's outputs.
 
-A request's pictures are decoded by a pool of threads and put into one line; an engine's thread that is
-free takes what stands there, up to a batch. It waits for company only while pictures are being
-decoded, and then only a few milliseconds, so that a lone request is answered at once. Whoever has
-gone, or whose deadline has passed, is stepped over: before decoding, before the engine, and after.
+A request's images are decoded (decoding.py) and put into a queue in which clients and their requests take turns;
+an engine's thread that is free takes what stands there, up to a batch. It waits for more only while small images
+are being decoded, and then only a few milliseconds, so that a lone request is answered at once. A request whose
+client has gone, or whose deadline has passed, is skipped: before decoding, before the engine, and after.
 What a request brought belongs to its ticket, which drops it when the request is answered or given up,
 wherever it then stands.
 
-Explanations (`look`) take turns with batches, one step at a time, so that neither starves the other.
+Explanations (`look`) take turns with batches, one step at a time, and leave one of several engine threads free,
+so that neither starves the other.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from vitrail.serve.decoding import Decoders, use_cores
+from vitrail.serve.fair_queue import FairQueue
 from vitrail.serve.limits import Work
 from vitrail.serve.metrics import Metrics
+from vitrail.serve.pictures import Pictures
 from vitrail.serve.problems import Gone, Problem
+from vitrail.serve.quota import Lease, Quota
 from vitrail.serve.served import Served
 
 Pixels = npt.NDArray[Any]
@@ -41,7 +45,9 @@ SIZES = (1, 2, 4, 8, 16, 32)
 ROUNDS = 4
 """Times each is tried."""
 GAIN, LOSS = 0.02, 0.15
-"""A larger batch must save so much of a picture's time; one that has twice been so much slower is not tried again."""
+"""A larger batch must save so much of an image's time; one that has twice been so much slower is not tried again."""
+LONGEST = 0.1
+"""Seconds for a batch, at most, unless one image takes longer: all that comes meanwhile waits for its end."""
 
 log = logging.getLogger("vitrail.serve")
 
@@ -49,30 +55,39 @@ log = logging.getLogger("vitrail.serve")
 class Ticket:
     """One request on its way, and all that is held for it."""
 
-    __slots__ = ("count", "dead", "deadline", "future", "held", "left", "looks", "outputs", "progress", "spent", "want")
-
     def __init__(
-        self, future: asyncio.Future[Any], given: Sequence[bytes | str], deadline: float | None, want: Want, looks: int
+        self,
+        future: asyncio.Future[Any],
+        given: Sequence[bytes | str],
+        client: str = "",
+        deadline: float | None = None,
+        want: Want = "logits",
+        prepare: Callable[[Pixels], Pixels] | None = None,
+        steps: Callable[[Pixels], Steps] | None = None,
     ) -> None:
-        self.deadline, self.want, self.looks = deadline, want, looks
+        """prepare: what is done to the pixels of each image; steps: it is explained, in these."""
+        self.client, self.deadline, self.want = client, deadline, want
+        self.prepare, self.steps = prepare, steps
         self.count = len(given)
         self.future: asyncio.Future[Any] | None = future
         """Of the event loop; None when it has been waited for."""
         self.held: list[Any] = list(given)
-        """Of each picture its bytes, then the pixels or the explanation made of them; None while somebody has it."""
+        """Of each image its bytes, then the pixels or the explanation made of them; None while a thread has it."""
         self.outputs: list[Any] = [None] * self.count
         self.left = self.count
         self.progress: Progress | None = None
+        self.large: Lease | None = None
+        """What it has of the quota for large images."""
         self.spent = 0.0
         """Seconds of the engine's thread, where it is explained."""
         self.dead = False
-        """Nobody waits for it any more."""
+        """No client waits for it any more."""
 
     def late(self) -> bool:
         return self.dead or (self.deadline is not None and time.monotonic() > self.deadline)
 
     def take(self, number: int) -> Any:
-        """What is held of a picture; it is the caller's from now on."""
+        """What is held of an image; it is the caller's from now on."""
         found, self.held[number] = self.held[number], None
         return found
 
@@ -81,7 +96,9 @@ class Ticket:
         self.dead = True
         self.held = [None] * self.count
         self.outputs = []
-        self.future = self.progress = None
+        self.future = self.progress = self.prepare = self.steps = None
+        if self.large is not None:
+            self.large.release()
 
 
 Place = tuple[Ticket, int]
@@ -91,114 +108,105 @@ Waiting = tuple[Ticket, int, Pixels]
 
 
 class Batcher:
-    """The line and those who work at it: `start`, `answer` and `look` from the event loop, `stop`."""
+    """The queue and those who work at it: `start`, `answer` and `look` from the event loop, `stop`."""
 
-    def __init__(self, served: Served, work: Work, metrics: Metrics) -> None:
+    def __init__(self, served: Served, pictures: Pictures, work: Work, metrics: Metrics) -> None:
         self.served, self.work, self.metrics = served, work, metrics
         self.batch = work.batch or 1
         self.warm = False
         """Whether the model has answered once."""
-        self.waiting = 0
         self.speed = 10.0
-        """Pictures a second, of late."""
-        self.looking = 0
-        """Explanations that wait or are worked on."""
+        """Images a second, of late."""
         self.look_seconds = 1.0
-        """An engine's thread has taken for one, of late."""
-        self._line: deque[Place] = deque()
+        """An engine's thread has taken for one explanation, of late."""
+        self.waiting = Quota("images are waiting already", work.queue)
+        self.looking = Quota("explanations are being made already", work.looks)
+        self.decoders = Decoders(pictures, work.decoders, metrics, self._decoded)
+        self._line: FairQueue[Place] = FairQueue()
         self._looks: deque[Ticket] = deque()
-        self._coming = 0  # pictures that are being decoded
+        self._coming = 0  # images that are being decoded
         self._running = 0  # batches
+        self._stepping = 0  # explanations
         self._ready = threading.Condition()
         self._stopping = False
         self._threads: list[threading.Thread] = []
-        self._pool = ThreadPoolExecutor(work.decoders, thread_name_prefix="decode", initializer=_alone)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
         """Threads begin; the first one tries the engine before it takes anything."""
         self._loop = asyncio.get_running_loop()
+        self.decoders.start()
         for number in range(self.work.lanes):
             thread = threading.Thread(target=self._lane, args=(number,), name=f"engine-{number}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     async def stop(self) -> None:
-        """What is in line is finished first."""
+        """What is in the queue is finished first."""
         with self._ready:
             self._stopping = True
             self._ready.notify_all()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self.decoders.stop)
 
     async def answer(
         self,
         pictures: Sequence[bytes | str],
-        prepare: Callable[[bytes | str], Pixels],
+        client: str,
         want: Want,
+        prepare: Callable[[Pixels], Pixels] | None = None,
         deadline: float | None = None,
         gone: asyncio.Future[Any] | None = None,
     ) -> list[npt.NDArray[np.float32]]:
-        """One row for each picture. `gone` is done when the client is."""
-        ticket = self._admit(pictures, deadline, want)
-        try:
-            for number in range(ticket.count):
-                self._submit(self._decode, ticket, number, prepare)
-            return await self._outcome(ticket, gone)
-        finally:
-            self._leave(ticket)
+        """One row for each image. `gone` is done when the client is."""
+        assert self._loop is not None
+        if len(pictures) > self.waiting.share:
+            message = f"got {len(pictures)} pictures, more than may ever wait here: at most {self.waiting.share}."
+            raise Problem(413, "too_many_images", message)
+        ticket = Ticket(self._loop.create_future(), pictures, client, deadline, want, prepare)
+        return list(await self._answered(ticket, gone))
 
     async def look(
         self,
         picture: bytes | str,
-        prepare: Callable[[bytes | str], Pixels],
+        client: str,
         steps: Callable[[Pixels], Steps],
+        prepare: Callable[[Pixels], Pixels] | None = None,
         deadline: float | None = None,
         gone: asyncio.Future[Any] | None = None,
         progress: Progress | None = None,
     ) -> Any:
         """What the steps return, run where the engine runs; `progress` gets what they yield before, in order."""
-        if self.looking >= self.work.looks:
-            seconds = self.looking * self.look_seconds / self.work.lanes
-            raise _full(f"{self.looking} explanations are being made already", seconds)
-        ticket = self._admit([picture], deadline, "logits", looks=1)
+        assert self._loop is not None
+        ticket = Ticket(self._loop.create_future(), [picture], client, deadline, "logits", prepare, steps)
         ticket.progress = progress
+        self.looking.take(client, 1, lambda count: count * self.look_seconds / self.work.lanes)
         try:
-            self._submit(self._decode, ticket, 0, prepare, steps)
-            return (await self._outcome(ticket, gone))[0]
+            return (await self._answered(ticket, gone))[0]
         finally:
-            self._leave(ticket)
+            self.looking.release(client, 1)
 
-    def check_room(self) -> None:
-        """Raise Problem where one picture more has no place: before its bytes are read."""
-        if self.waiting >= self.work.queue:
-            raise self._full()
+    def check_room(self, client: str) -> None:
+        """Raise Problem where this client cannot bring one image more: before its bytes are read."""
+        self.waiting.check(client, 1, self._wait_for)
 
     # On the event loop
 
-    def _admit(self, given: Sequence[bytes | str], deadline: float | None, want: Want, looks: int = 0) -> Ticket:
-        assert self._loop is not None
-        ticket = Ticket(self._loop.create_future(), given, deadline, want, looks)
-        if ticket.count > self.work.queue:
-            message = f"got {ticket.count} pictures, more than may ever wait here: at most {self.work.queue}."
-            raise Problem(413, "too_many_images", message)
-        if self.waiting + ticket.count > self.work.queue:
-            raise self._full()
-        self._count(ticket, 1)
-        return ticket
+    async def _answered(self, ticket: Ticket, gone: asyncio.Future[Any] | None) -> Any:
+        self.waiting.take(ticket.client, ticket.count, self._wait_for)
+        self.metrics.queue.set(self.waiting.taken)
+        try:
+            self._submit(ticket)
+            return await self._outcome(ticket, gone)
+        finally:
+            ticket.drop()
+            self.waiting.release(ticket.client, ticket.count)
+            self.metrics.queue.set(self.waiting.taken)
 
-    def _leave(self, ticket: Ticket) -> None:
-        self._count(ticket, -1)
-        ticket.drop()
-
-    def _count(self, ticket: Ticket, sign: int) -> None:
-        self.waiting += sign * ticket.count
-        self.looking += sign * ticket.looks
-        self.metrics.queue.set(self.waiting)
-
-    def _full(self) -> Problem:
-        return _full(f"{self.waiting} pictures are waiting already", self.waiting / max(self.speed, 0.1))
+    def _wait_for(self, count: int) -> float:
+        """Seconds until so many images are done."""
+        return count / max(self.speed, 0.1)
 
     async def _outcome(self, ticket: Ticket, gone: asyncio.Future[Any] | None) -> Any:
         """The ticket's outputs, unless the client goes or its deadline passes before."""
@@ -225,45 +233,37 @@ class Batcher:
             if not ticket.left and not ticket.future.done():
                 ticket.future.set_result(ticket.outputs)
 
-    # In the decoders' threads
-
-    def _submit(self, *call: Any) -> None:
+    def _submit(self, ticket: Ticket) -> None:
         with self._ready:
-            self._coming += 1
+            self._coming += ticket.count
         try:
-            self._pool.submit(*call)
+            self.decoders.submit(ticket)
         except BaseException:  # it never will
             with self._ready:
-                self._coming -= 1
+                self._coming -= ticket.count
             raise
 
-    def _decode(
-        self,
-        ticket: Ticket,
-        number: int,
-        prepare: Callable[[bytes | str], Pixels],
-        steps: Callable[[Pixels], Steps] | None = None,
-    ) -> None:
-        found: Pixels | Steps | None = None
-        error: Exception | None = None
-        picture = ticket.take(number)
+    # In the decoders' threads
+
+    def _decoded(self, ticket: Ticket, number: int, pixels: Pixels | None, error: Exception | None) -> None:
+        """Put an image, or what will explain it, into its queue."""
+        steps, prepare = ticket.steps, ticket.prepare
+        found: Any = pixels
         try:
-            if picture is not None and not ticket.late():
-                with self.metrics.decode.time():
-                    pixels = prepare(picture)
-                    found = pixels if steps is None else steps(pixels)
+            if pixels is not None:
+                found = pixels if prepare is None else prepare(pixels)
+                found = found if steps is None else steps(found)
         except Exception as problem:
-            error = problem.about(number, ticket.count) if isinstance(problem, Problem) else problem
-        finally:  # whatever happens: who stops waits until none is coming
-            with self._ready:
-                self._coming -= 1
-                if found is not None and error is None and not ticket.dead:
-                    ticket.held[number] = found
-                    if steps is None:
-                        self._line.append((ticket, number))
-                    else:
-                        self._looks.append(ticket)
-                self._ready.notify()
+            error = problem
+        with self._ready:  # whatever happened: who stops waits until none is coming
+            self._coming -= 1
+            if found is not None and error is None and not ticket.dead:
+                ticket.held[number] = found
+                if steps is None:
+                    self._line.put(ticket.client, ticket, (ticket, number))
+                else:
+                    self._looks.append(ticket)
+            self._ready.notify()
         if error is not None:
             self._tell(_fail, ticket, error)
 
@@ -271,7 +271,7 @@ class Batcher:
 
     def _lane(self, number: int) -> None:
         if self.work.threads is not None:
-            _use_cores(self.work.threads)
+            use_cores(self.work.threads)
         if number == 0:
             self._try_out()
         looked = False
@@ -288,27 +288,32 @@ class Batcher:
     def _next(self, looked: bool) -> Ticket | list[Waiting] | None:
         """A step of an explanation or a batch, in turn where both wait; None: it is time to stop."""
         with self._ready:
-            while not (self._line or self._looks):
-                if self._stopping and not self._coming:
+            while not (self._line or self._may_step()):
+                if self._stopping and not (self._coming or self._looks):
                     return None
                 self._ready.wait(0.1 if self._stopping else None)
-            if self._looks and not (looked and self._line):
+            if self._may_step() and not (looked and self._line):
+                self._stepping += 1
                 return self._looks.popleft()
             patience = time.monotonic() + self.work.wait
-            while len(self._line) < self.batch and self._coming:
+            while len(self._line) < self.batch and self.decoders.soon:
                 left = patience - time.monotonic()
                 if left <= 0 or not self._ready.wait(left):
                     break
             return self._gather()
 
+    def _may_step(self) -> bool:
+        """Whether an explanation waits, and a thread would be left for batches."""
+        return bool(self._looks) and self._stepping < max(self.work.lanes - 1, 1)
+
     def _gather(self) -> list[Waiting]:
-        """From the front of the line, of one kind; whoever is late is left out."""
+        """Images of one kind in turn; those of requests that are late are left out."""
         group: list[Waiting] = []
-        while self._line and len(group) < self.batch:
-            ticket = self._line[0][0]
-            if group and ticket.want != group[0][0].want:
+        while len(group) < self.batch:
+            found = self._line.get(None if not group else lambda one: one[0].want == group[0][0].want)
+            if found is None:
                 break
-            _, number = self._line.popleft()
+            ticket, number = found
             pixels = ticket.take(number)
             if pixels is not None and not ticket.late():
                 group.append((ticket, number, pixels))
@@ -335,10 +340,18 @@ class Batcher:
         self._tell(self._deliver, [(ticket, number, row) for (ticket, number, _), row in zip(group, rows, strict=True)])
 
     def _step(self, ticket: Ticket) -> None:
-        """One step of an explanation; it goes back into line unless that was the last."""
+        """One step of an explanation; it goes back into its queue unless that was the last."""
         steps = ticket.take(0)
-        if steps is None or ticket.late():
-            return
+        more = steps is not None and not ticket.late() and self._stepped(ticket, steps)
+        with self._ready:
+            self._stepping -= 1
+            if more and not ticket.dead:
+                ticket.held[0] = steps
+                self._looks.append(ticket)
+            self._ready.notify()
+
+    def _stepped(self, ticket: Ticket, steps: Steps) -> bool:
+        """Whether there are more."""
         start = time.perf_counter()
         try:
             partial = next(steps)
@@ -346,16 +359,14 @@ class Batcher:
             ticket.spent += time.perf_counter() - start
             self.look_seconds += 0.2 * (ticket.spent - self.look_seconds)
             self._tell(self._deliver, [(ticket, 0, end.value)])
+            return False
         except Exception as error:
             self._tell(_fail, ticket, error)
-        else:
-            ticket.spent += time.perf_counter() - start
-            if partial is not None:
-                self._tell(_report, ticket, partial)
-            with self._ready:
-                if not ticket.dead:
-                    ticket.held[0] = steps
-                    self._looks.append(ticket)
+            return False
+        ticket.spent += time.perf_counter() - start
+        if partial is not None:
+            self._tell(_report, ticket, partial)
+        return True
 
     def _try_out(self) -> None:
         """Find the batch that suits the engine; afterwards it is warm."""
@@ -373,7 +384,7 @@ class Batcher:
 
 
 def best_batch(served: Served, sizes: tuple[int, ...], seconds: float = 3.0) -> int:
-    """The smallest batch that no larger one beats by much; trying ends after so many seconds."""
+    """The smallest batch that no larger one beats by much, of those that take little time; trying ends in time."""
     # What else runs here does not count, where the thread that asks is the one that computes.
     clock = time.thread_time if served.alone and served.engine.name != "openvino" else time.perf_counter
 
@@ -391,17 +402,12 @@ def best_batch(served: Served, sizes: tuple[int, ...], seconds: float = 3.0) -> 
             break
         if number < 2 * len(sizes) or times[size] <= (1 + LOSS) * min(times.values()):
             times[size] = min(tried(size), times.get(size, math.inf))
-    return next(size for size in sizes if size in times and times[size] * (1 - GAIN) <= min(times.values()))
+    short = [size for size in times if size == sizes[0] or size * times[size] <= LONGEST]
+    return next(size for size in short if times[size] * (1 - GAIN) <= min(times[other] for other in short))
 
 
 def late() -> Problem:
     return Problem(504, "deadline_passed", "the deadline passed before there was an answer.")
-
-
-def _full(what: str, seconds: float) -> Problem:
-    """Not now: and when it is worth another try."""
-    after = min(max(math.ceil(seconds), 1), 60)
-    return Problem(503, "queue_full", f"{what}; try again in {after} s.", {"Retry-After": str(after)})
 
 
 def _report(ticket: Ticket, partial: Any) -> None:
@@ -418,14 +424,3 @@ def _fail(ticket: Ticket, error: Exception) -> None:
 def _fail_all(tickets: Sequence[Ticket], error: Exception) -> None:
     for ticket in tickets:
         _fail(ticket, error)
-
-
-def _alone() -> None:
-    """A decoder computes on its own core."""
-    _use_cores(1)
-
-
-def _use_cores(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)

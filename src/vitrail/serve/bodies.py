@@ -18,6 +18,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from vitrail.serve.batching import late
 from vitrail.serve.limits import Limits
 from vitrail.serve.problems import Gone, Problem
+from vitrail.serve.quota import Lease
 
 FILES = ("images", "image", "file")
 """Fields of a form that hold pictures."""
@@ -35,7 +36,7 @@ ESCAPES = 32
 SNIFFED = ("", "application/x-www-form-urlencoded")
 """What clients say who say nothing, curl among them: such a body is a picture if it begins like one."""
 BEGINNING = re.compile(
-    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|BM.{4}\0\0\0\0|II\*\0|MM\0\*|P[36]\s|....ftypavi[fs]", re.S
+    rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|BM.{4}\0\0\0\0|II\*\0|MM\0\*|P[56]\s|....ftypavi[fs]", re.S
 )
 ADDRESS = re.compile(r"\s*[a-z][a-z0-9+.-]{0,20}://", re.I)
 DEADLINE = re.compile(r"[1-9]\d{0,8}")
@@ -50,36 +51,12 @@ class Body:
     pictures: list[bytes | str] = field(default_factory=list)
     """Files, or base64 where the body is JSON."""
     values: dict[str, Any] = field(default_factory=dict)
+    client: str = ""
+    """Whom it is counted for."""
 
     @property
     def size(self) -> int:
         return sum(map(len, self.pictures))
-
-
-class Room:
-    """Bytes of all bodies that are here at a time, half read or whole."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.taken = total, 0
-
-
-class Share:
-    """What one request has of it, until it leaves."""
-
-    def __init__(self, room: Room) -> None:
-        self.room, self.size = room, 0
-
-    def take(self, count: int) -> None:
-        """Raise Problem where there is no room for so many bytes more."""
-        if self.room.taken + count > self.room.total:
-            message = f"{self.room.taken:,} bytes of requests are here already; try again in 1 s."
-            raise Problem(503, "queue_full", message, {"Retry-After": "1", "Connection": "close"})
-        self.size += count
-        self.room.taken += count
-
-    def leave(self) -> None:
-        self.room.taken -= self.size
-        self.size = 0
 
 
 class _Parser(MultiPartParser):
@@ -104,7 +81,7 @@ class _Parser(MultiPartParser):
             file.close()
 
 
-async def read_body(request: Request, limits: Limits, share: Share, deadline: float | None = None) -> Body:
+async def read_body(request: Request, limits: Limits, share: Lease, deadline: float | None = None) -> Body:
     """The whole of it, by its content type; no longer than it is of use, on `time.monotonic`'s clock."""
     _check_coding(", ".join(request.headers.getlist("content-encoding")))
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -126,10 +103,11 @@ async def read_body(request: Request, limits: Limits, share: Share, deadline: fl
         raise Problem(400, "no_image", "there is no picture in this request; wanted 1 or more.")
     if len(body.pictures) > limits.images:
         raise _too_many(limits)
+    body.client = share.client
     return body
 
 
-async def _parsed(kind: str, request: Request, limits: Limits, share: Share) -> Body:
+async def _parsed(kind: str, request: Request, limits: Limits, share: Lease) -> Body:
     chunks = _chunks(request, limits, share)
     if kind == "multipart/form-data":
         body = await _form(request.headers, chunks, limits)
@@ -156,7 +134,7 @@ async def _raw(kind: str, chunks: Chunks) -> bytes:
     return bytes(found)
 
 
-async def _chunks(request: Request, limits: Limits, share: Share) -> Chunks:
+async def _chunks(request: Request, limits: Limits, share: Lease) -> Chunks:
     """The body as it comes, up to the limit, and while there is room."""
     promised = request.headers.get("content-length", "")
     if promised.isdecimal() and int(promised) > limits.bytes:
@@ -171,7 +149,8 @@ async def _chunks(request: Request, limits: Limits, share: Share) -> Chunks:
         request.state.whole = not message.get("more_body")
         if got > limits.bytes:
             raise _too_long(limits)
-        share.take(len(chunk))
+        if chunk:
+            share.take(len(chunk))
         if chunk:
             yield chunk
         if request.state.whole:

@@ -16,7 +16,7 @@ class Limits:
     bytes: int = 16 * 2**20
     """Of the body."""
     pixels: int = 50_000_000
-    """Of one picture, as its header has it."""
+    """Of one image, as its header has it."""
     images: int = 16
     """Pictures in one request."""
     seconds: float = 30.0
@@ -31,13 +31,19 @@ class Limits:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"a limit of {getattr(self, name)} {name} lets nothing in; wanted 1 or more.")
 
+    @property
+    def total_pixels(self) -> int:
+        """Of all images in a request: each of its pixels counts 2 if it has transparency, and 4 if it has 16 bits."""
+        return 4 * self.pixels
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """How pictures become batches."""
 
     queue: int = 256
-    """Pictures that may wait; past it the answer is 503."""
+    """Images that may wait; past it the answer is 503, and past three quarters of it for one client 429. So it is
+    with the next three."""
     queue_bytes: int = 512 * 2**20
     """Of all bodies that are here, from their first byte until their requests are answered; past it, 503 too."""
     uploads: int = 256
@@ -53,7 +59,7 @@ class Work:
     threads: int | None = None
     """Cores each of them computes on; None: as torch has it."""
     decoders: int = field(default_factory=own_cores)
-    """Threads that decode."""
+    """Threads that decode small images, and processes that decode large ones."""
 
     def __post_init__(self) -> None:
         for name in ("queue", "queue_bytes", "uploads", "looks", "lanes", "decoders"):

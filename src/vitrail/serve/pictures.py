@@ -1,4 +1,4 @@
-"""A picture from a stranger -> pixels: its header is judged before anything is unpacked."""
+"""An image from a stranger -> pixels: its header is judged before anything is unpacked."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import binascii
 import io
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,6 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ImageError
 from vitrail.explain.hiding import Fill, filling, hidden
 from vitrail.runtime.heap import trim_heap
-from vitrail.serve.budget import Budget
 from vitrail.serve.limits import Limits
 from vitrail.serve.problems import Problem, told
 
@@ -33,48 +32,78 @@ Bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Kinds of files that are read for strangers: what browsers and cameras write. Pillow knows some forty more."""
+PNG = b"\x89PNG\r\n\x1a\n"
 SCANS, LARGEST_SCANS = 128, 20
 """Passes of a progressive JPEG, at most, and those of the largest picture that is taken: each costs a walk over the
 whole. libjpeg makes ten of a photograph and eighteen of one in CMYK."""
 MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.S)
 """In a JPEG: anything but data, padding and the restarts within them."""
 START_OF_SCAN, END, LONE = 0xDA, 0xD9, (0x01, 0xD8)
-AT_A_TIME = 12_500_000
-"""Pixels that are unpacked at a time for each decoder, if no single picture has more: about ten bytes each."""
-SMALL, LARGE = 1_000_000, 16_000_000
-"""Pixels up to which a picture's memory is not worth a count, and from which it is given back at once."""
+SEGMENTS, PADDING = 1024, 64
+"""Parts of a JPEG's header, and bytes between two of them, at most, where it is read in a thread of the service."""
+CHUNKS, OTHERS = 1024, 64
+"""Chunks of a PNG, and those of them that hold no pixels, likewise."""
+SMALL_PIXELS, SMALL_BYTES, SMALL_ODD = 4_000_000, 4 * 2**20, 2**18
+"""What is decoded in a thread of the service: pixels (as `weight` counts them) and bytes of a JPEG, PNG or WebP, and
+bytes of any other format, whose headers Pillow reads in Python. That is 40 ms of one core, at most."""
+TRIM = 16_000_000
+"""Pixels from which an image's memory is given back to the system at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An image whose header has been judged."""
+
+    data: bytes
+    source: bytes | Image.Image
+    """What is decoded: the same bytes, or an image that Pillow has opened and not yet read."""
+    pixels: int
+    cost: int
+    """Its pixels, times what each of them costs compared with a JPEG's."""
+    large: bool
+    """Whether it is too much for a thread of the service."""
 
 
 class Pictures:
     """Bytes -> pixels as the network wants them; every refusal is a `Problem`."""
 
-    def __init__(self, preprocess: Preprocess, limits: Limits, grid: tuple[int, int] | None, decoders: int = 1) -> None:
-        """`decoders`: threads that will ask for pixels."""
+    def __init__(self, preprocess: Preprocess, limits: Limits, grid: tuple[int, int] | None) -> None:
         self.preprocess, self.limits, self.grid = preprocess, limits, grid
-        self.budget = Budget(max(limits.pixels, decoders * AT_A_TIME))
 
     def pixels(self, data: bytes | str) -> Pixels:
         """H W C, 0 to 255; text is base64."""
-        whole = _unwrapped(data) if isinstance(data, str) else data
+        return self.unpack(self.open(data))
+
+    def open(self, data: bytes | str) -> Opened:
+        """Judge the header, in little time whatever the file holds."""
+        data = _unwrapped(data) if isinstance(data, str) else data
+        if not quick_header(data):
+            return Opened(data, data, self.limits.pixels, self.limits.pixels, large=True)
+        found = jpeg.header(data)
+        if found is not None:
+            source: bytes | Image.Image = data
+            pixels = cost = self._checked(data, found.width, found.height)
+        else:
+            source = self._identified(data)
+            pixels = self._checked(data, *source.size)
+            cost = pixels * weight(source)
+        return Opened(data, source, pixels, cost, large=cost > SMALL_PIXELS or len(data) > SMALL_BYTES)
+
+    def unpack(self, opened: Opened) -> Pixels:
+        """The rest of the work."""
+        source = opened.source
         try:
-            opened, size = self._opened(whole)
-            with self._room(size):
-                return self.preprocess.pixels(opened)
+            if source is opened.data and jpeg.header(opened.data) is None:  # large, and not yet looked at
+                source = self._identified(opened.data)
+                self._checked(opened.data, *source.size)
+            found = self.preprocess.pixels(source)
         except ImageError as error:
             raise Problem(400, "image_unreadable", told(error, "the picture cannot be read: it is damaged.")) from None
         except Bombs:
             raise self._too_large() from None
-
-    @contextmanager
-    def _room(self, size: int) -> Iterator[None]:
-        """Inside, so many pixels may be unpacked."""
-        if size <= SMALL:
-            yield
-            return
-        with self.budget.taken(size):
-            yield
-        if size >= LARGE:
+        if opened.pixels >= TRIM:
             trim_heap()
+        return found
 
     def without(self, pixels: Pixels, hide: Sequence[int], fill: Fill) -> Pixels:
         """The same with some patches hidden."""
@@ -100,11 +129,8 @@ class Pictures:
         mask[list(hide)] = True
         return mask.view(self.grid)
 
-    def _opened(self, data: bytes) -> tuple[bytes | Image.Image, int]:
-        """What is safe to unpack, and its pixels' number: a usual JPEG as it is, all else opened and not yet read."""
-        found = jpeg.header(data)
-        if found is not None:
-            return data, self._checked(data, found.width, found.height)
+    def _identified(self, data: bytes) -> Image.Image:
+        """Opened and not yet read."""
         try:
             image = Image.open(io.BytesIO(data), formats=_formats())
         except UnidentifiedImageError:
@@ -113,7 +139,10 @@ class Pictures:
             raise self._too_large() from None
         except Exception as error:  # damaged data can make a parser raise anything
             raise Problem(400, "image_unreadable", "the picture cannot be read: its header is damaged.") from error
-        return image, self._checked(data, *image.size)
+        if any(tile[0] in Image.DECODERS for tile in getattr(image, "tile", ())):
+            message = f"this kind of {image.format} is not read here; send it as PNG or JPEG."
+            raise Problem(400, "image_unreadable", message)
+        return image
 
     def _checked(self, data: bytes, width: int, height: int) -> int:
         """How many pixels there are, if they are not too many, and a JPEG not in too many scans."""
@@ -128,6 +157,47 @@ class Pictures:
 
     def _too_large(self, what: str = "too many pixels") -> Problem:
         return Problem(413, "too_many_pixels", f"the picture has {what}: at most {self.limits.pixels:,} are taken.")
+
+
+def weight(image: Image.Image) -> int:
+    """What a pixel of it costs, compared with a JPEG's: measured, and rounded up."""
+    if image.mode.startswith("I") or image.mode == "F":
+        return 4
+    return 2 if image.format in ("WEBP", "AVIF") or image.has_transparency_data else 1
+
+
+def quick_header(data: bytes) -> bool:
+    """Whether reading the header takes little time: readers walk over its parts in Python."""
+    if data.startswith(b"\xff\xd8"):
+        return _few_segments(data)
+    if data.startswith(PNG):
+        return _few_chunks(data)
+    return data.startswith(b"RIFF") or len(data) <= SMALL_ODD  # WebP is read by a library
+
+
+def _few_segments(data: bytes) -> bool:
+    at = 2
+    for _ in range(SEGMENTS):
+        found = MARKER.search(data, at, at + PADDING)
+        if found is None:
+            return data[at : at + 1] != b"\xff"  # what does not go on here is no header
+        at, marker = found.end(), data[found.end() - 1]
+        if marker == START_OF_SCAN:
+            return True
+        if marker not in LONE:
+            at += max(int.from_bytes(data[at : at + 2], "big"), 2)
+    return False
+
+
+def _few_chunks(data: bytes) -> bool:
+    at, count, others = len(PNG), 0, 0
+    while at < len(data):
+        count += 1
+        others += data[at + 4 : at + 8] != b"IDAT"
+        if count > CHUNKS or others > OTHERS:
+            return False
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+    return True
 
 
 def scans(data: bytes, most: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from fastapi.responses import Response
 
@@ -27,6 +28,10 @@ class Problem(Exception):
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.message, self.headers = status, code, message, dict(headers or {})
+
+    def __reduce__(self) -> Any:
+        """So that it can be sent from one process to another."""
+        return Problem, (self.status, self.code, self.message, self.headers)
 
     def about(self, number: int, count: int) -> Problem:
         """The same, and which of several pictures is meant."""

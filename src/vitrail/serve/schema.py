@@ -136,6 +136,7 @@ class Size(BaseModel):
 class LimitsAnswer(BaseModel):
     bytes: int
     pixels: int
+    total_pixels: int
     images: int
 
 
@@ -209,9 +210,10 @@ WORDS = {
     403: "A page from another site has sent it.",
     404: "There is no such thing.",
     408: "The body came too slowly.",
-    413: "Too large: the body, a picture's pixels, or the number of pictures.",
+    413: "Too large: the body, an image's pixels, all images' pixels together, or the number of images.",
     415: "A kind of body that is not read.",
     421: "The server is not called by that name.",
+    429: "Your address has its share of the queue (see Retry-After).",
     431: "The headers, or the address, are too long.",
     501: "This model cannot do that.",
     503: "The queue is full (see Retry-After), or the server is not ready.",

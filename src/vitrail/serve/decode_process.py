@@ -1,0 +1,128 @@
+"""A process that decodes large images, one at a time and at low priority.
+
+What a large image costs falls on this process: its memory, the seconds for which Pillow keeps the interpreter's
+lock, and a crash. It is killed when its image is no longer wanted or takes too long; the next one is forked from
+a process that has imported everything, within milliseconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+import numpy.typing as npt
+
+from vitrail.config import PreprocessConfig
+from vitrail.data.preprocess import Preprocess
+from vitrail.serve.limits import Limits
+from vitrail.serve.pictures import Pictures, bound_pillow
+from vitrail.serve.problems import Problem
+
+Pixels = npt.NDArray[Any]
+NICE = 10
+"""Added to the priority of the process: beside busy threads of the service it gets about a tenth of a core."""
+SECONDS = 20
+"""CPU time for one image: fifteen times what 50 million pixels of the slowest usual kind take."""
+POLL = 0.05
+"""Seconds between two looks at whether the image is still wanted."""
+
+log = logging.getLogger("vitrail.serve")
+
+
+class DecodeProcess:
+    """Used by one thread; the process is started when first needed."""
+
+    def __init__(self, config: PreprocessConfig, limits: Limits, seconds: float = SECONDS) -> None:
+        self.config, self.limits, self.seconds = config, limits, seconds
+        self._process: ForkServerProcess | None = None
+        self._pipe: Connection | None = None
+        self._kill_at_exit = Finalize(self, DecodeProcess.close, (self,), exitpriority=10)
+
+    def pixels(self, data: bytes, wanted: Callable[[], bool]) -> Pixels | None:
+        """H W C, 0 to 255; None, and the work is given up, as soon as it is not `wanted`."""
+        pipe = self._started()
+        try:
+            pipe.send_bytes(data)
+            while not pipe.poll(POLL):
+                if not wanted():
+                    self.close()
+                    return None
+            answer = pipe.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        if isinstance(answer, Exception):
+            raise answer
+        found: Pixels = answer
+        return found
+
+    def close(self) -> None:
+        """End the process at once, whatever it does."""
+        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        if process is not None and pipe is not None:
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+
+    def _started(self) -> Connection:
+        if self._pipe is not None and self._process is not None and self._process.is_alive():
+            return self._pipe
+        self.close()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["__main__", __name__])
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(
+            target=_decode, args=(other, self.config, self.limits, self.seconds), daemon=True
+        )
+        self._process.start()
+        other.close()
+        return self._pipe
+
+    def _died(self) -> Problem:
+        assert self._process is not None
+        self._process.join(5)
+        code = self._process.exitcode
+        self.close()
+        if code == -signal.SIGPROF:
+            return Problem(400, "image_unreadable", f"the image takes more than {self.seconds:g} s to decode.")
+        log.error("the process that decodes large images ended with status %s", code)
+        return Problem(400, "image_unreadable", "the image cannot be read: decoding it failed.")
+
+
+def _decode(pipe: Connection, config: PreprocessConfig, limits: Limits, seconds: float) -> None:
+    """The process: it ends when the pipe does."""
+    import torch
+
+    for sig in (signal.SIGINT, signal.SIGTERM):  # a signal to all processes: the service decides when to stop
+        signal.signal(sig, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    os.nice(NICE)
+    torch.set_num_threads(1)
+    bound_pillow(limits.pixels)
+    images = Pictures(Preprocess(config), limits, None)
+    while True:
+        try:
+            data = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # then SIGPROF ends the process
+        try:
+            answer: Any = images.pixels(data)
+        except Problem as problem:
+            answer = problem
+        except Exception as error:
+            log.exception("decoding failed")
+            answer = RuntimeError(f"decoding failed: {type(error).__name__}")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
+        del data, answer

@@ -1,0 +1,367 @@
+"""Large images are decoded elsewhere, in turn, and no longer than somebody waits for them."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from serving import QUICK, photo, png_of, running, served, until
+from small_models import model, small
+
+import vitrail
+from vitrail.serve import decode_process, decoding, pictures
+from vitrail.serve.app import Service
+from vitrail.serve.decode_process import DecodeProcess
+from vitrail.serve.limits import Limits
+from vitrail.serve.pictures import Opened, Pictures, quick_header
+from vitrail.serve.problems import Problem
+
+PNG = {"content-type": "image/png"}
+
+
+@pytest.fixture(scope="module")
+def vit() -> vitrail.Model:
+    torch.manual_seed(0)
+    return model(small())
+
+
+@pytest.fixture(scope="module")
+def large() -> bytes:
+    """An image that is not decoded in a thread of the service."""
+    return saved(Image.linear_gradient("L").resize((2500, 2000)).convert("RGB"), "PNG", compress_level=1)
+
+
+@pytest.fixture
+def process(vit: vitrail.Model) -> Iterator[DecodeProcess]:
+    found = DecodeProcess(vit.preprocess.config, Limits())
+    yield found
+    found.close()
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def reader(vit: vitrail.Model, **limits: Any) -> Pictures:
+    return Pictures(vit.preprocess, Limits(**limits), (4, 4))
+
+
+def chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def with_chunks(count: int) -> bytes:
+    whole = photo(kind="PNG")
+    return whole[:33] + count * chunk(b"prVt") + whole[33:]
+
+
+def wanted() -> bool:
+    return True
+
+
+# What is large
+
+
+@pytest.mark.parametrize(
+    ("image", "kind", "cost"),
+    [
+        (Image.new("RGB", (30, 20)), "JPEG", 600),
+        (Image.new("CMYK", (30, 20)), "JPEG", 600),
+        (Image.new("RGB", (30, 20)), "PNG", 600),
+        (Image.new("RGBA", (30, 20)), "PNG", 1200),
+        (Image.new("I;16", (30, 20)), "PNG", 2400),
+        (Image.new("F", (30, 20)), "TIFF", 2400),
+        (Image.new("RGB", (30, 20)), "WEBP", 1200),
+    ],
+)
+def test_what_an_image_costs_follows_from_its_header(
+    vit: vitrail.Model, image: Image.Image, kind: str, cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = saved(image, kind)
+    opened = reader(vit).open(data)
+    assert (opened.pixels, opened.cost, opened.large) == (600, cost, False)
+    monkeypatch.setattr(pictures, "SMALL_PIXELS", cost - 1)
+    assert reader(vit).open(data).large
+    assert np.array_equal(reader(vit).unpack(opened), reader(vit).pixels(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(with_chunks(100), id="a PNG of many chunks"),
+        pytest.param(b"\xff\xd8" + b"\xff\xe9\0\x02" * 2000 + photo()[2:], id="a JPEG of many parts"),
+        pytest.param(b"\xff\xd8" + b"\xff" * 1000 + photo()[2:], id="a JPEG with padding"),
+        pytest.param(b"\xff\xd8" + b"\xff\0" * 1000 + photo()[2:], id="a JPEG with what Pillow skips"),
+        pytest.param(saved(Image.effect_noise((700, 700), 90).convert("RGB"), "TIFF"), id="a TIFF of 1.4 MB"),
+        pytest.param(saved(Image.effect_noise((1500, 1500), 90).convert("RGB"), "PNG"), id="a PNG of 6 MB"),
+    ],
+)
+def test_what_takes_time_to_look_at_is_large_unseen(
+    vit: vitrail.Model, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = reader(vit).open(data)
+    assert opened.large
+    assert quick_header(data) == (len(data) > pictures.SMALL_BYTES)
+    if not quick_header(data):
+        monkeypatch.setattr(Image, "open", None)
+        assert reader(vit).open(data).cost == Limits().pixels
+
+
+def test_usual_files_are_quick() -> None:
+    for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
+        assert quick_header(photo(kind=kind)), kind
+    assert quick_header(with_chunks(50))
+    assert quick_header(photo()[:30])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"P1\n4 4\n" + b"1 " * 16, id="P1"),
+        pytest.param(b"P2\n4 4\n255\n" + b"9 " * 16, id="P2"),
+        pytest.param(b"P3\n4 4\n255\n" + b"9 " * 48, id="P3"),
+        pytest.param(b"P6\n4 4\n65535\n" + bytes(96), id="P6 of 16 bits"),
+    ],
+)
+def test_formats_that_pillow_decodes_in_python_are_refused(vit: vitrail.Model, data: bytes) -> None:
+    assert np.asarray(Image.open(io.BytesIO(data))).shape[:2] == (4, 4)  # they are whole
+    with pytest.raises(Problem, match="this kind of PPM is not read here; send it as PNG or JPEG") as refused:
+        reader(vit).open(data)
+    assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
+    assert reader(vit).pixels(b"P6\n4 4\n255\n" + bytes(48)).shape == (32, 32, 3)
+
+
+# The process
+
+
+def test_a_large_image_has_the_same_pixels_from_the_process(
+    vit: vitrail.Model, process: DecodeProcess, large: bytes
+) -> None:
+    for data in (large, photo()):
+        found = process.pixels(data, wanted)
+        assert found is not None
+        assert np.array_equal(found, reader(vit).pixels(data))
+
+
+def test_what_is_refused_is_refused_with_the_same_words(vit: vitrail.Model, process: DecodeProcess) -> None:
+    for data in (png_of(60_000, 60_000, bytes(100)), png_of(2000, 1000, bytes(10)), b"P3\n4 4\n255\n" + b"9 " * 48):
+        with pytest.raises(Problem) as here:
+            reader(vit).pixels(data)
+        with pytest.raises(Problem) as there:
+            process.pixels(data, wanted)
+        assert there.value.body() == here.value.body()
+        assert there.value.status == here.value.status
+
+
+def test_the_process_is_polite_and_not_ended_by_a_signal_to_all(process: DecodeProcess) -> None:
+    assert process.pixels(photo(), wanted) is not None
+    assert process._process is not None
+    pid = process._process.pid
+    assert pid is not None
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0) + decode_process.NICE
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, sig)
+    assert process.pixels(photo(1), wanted) is not None
+    assert process._process.pid == pid
+
+
+def test_work_that_is_no_longer_wanted_is_killed_and_the_next_image_decoded(
+    process: DecodeProcess, large: bytes
+) -> None:
+    assert process.pixels(photo(), wanted) is not None
+    assert process._process is not None
+    before = process._process
+    os.kill(before.pid or 0, signal.SIGSTOP)  # so it will never be ready
+    assert process.pixels(large, lambda: False) is None
+    assert process._process is None
+    assert process.pixels(photo(), wanted) is not None
+
+
+@pytest.mark.parametrize(
+    ("sig", "message"),
+    [(signal.SIGPROF, "takes more than 20 s"), (signal.SIGSEGV, "decoding it failed"), (signal.SIGKILL, "it failed")],
+)
+def test_a_process_that_dies_costs_its_image_and_no_other(
+    process: DecodeProcess, sig: signal.Signals, message: str
+) -> None:
+    assert process.pixels(photo(), wanted) is not None
+    assert process._process is not None
+    pid = process._process.pid or 0
+    os.kill(pid, signal.SIGSTOP)
+
+    def strike() -> bool:
+        os.kill(pid, sig)
+        os.kill(pid, signal.SIGCONT)
+        return True
+
+    with pytest.raises(Problem, match=message):
+        process.pixels(photo(), strike)
+    assert process.pixels(photo(), wanted) is not None
+
+
+def test_an_image_that_takes_too_long_ends_its_process(vit: vitrail.Model) -> None:
+    process = DecodeProcess(vit.preprocess.config, Limits(), seconds=0.05)
+    with pytest.raises(Problem, match=r"takes more than 0\.05 s") as refused:
+        process.pixels(with_chunks(200_000), wanted)
+    assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
+    process.close()
+
+
+# The service
+
+
+class Senders:
+    """Requests that run beside each other."""
+
+    def __init__(self, client: httpx.Client, pool: ThreadPoolExecutor) -> None:
+        self.client, self.pool = client, pool
+
+    def send(self, *images: bytes, **headers: str) -> Future[httpx.Response]:
+        return self.pool.submit(
+            self.client.post, "/v1/predict", files=[("images", image) for image in images], headers=headers
+        )
+
+
+@pytest.fixture
+def sending() -> Iterator[Callable[[httpx.Client], Senders]]:
+    with ThreadPoolExecutor(8) as pool:
+        yield lambda client: Senders(client, pool)
+
+
+class Elsewhere:
+    """Stands in for the process: each image waits until it is let go."""
+
+    def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.images, self.go, self.seen, self.dropped = service.pictures, threading.Event(), [], 0
+        monkeypatch.setattr(decoding.Decoders, "_elsewhere", self._decoded)
+
+    def _decoded(self, process: Any, request: Any, opened: Opened) -> Any:
+        self.seen.append(len(opened.data))
+        while not self.go.wait(0.01):
+            if request.late():
+                self.dropped += 1
+                return None
+        return self.images.unpack(opened)
+
+
+def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: bytes) -> None:
+    with running(served(vit)) as (client, service):
+        answer = client.post("/v1/predict", files=[("images", photo()), ("images", large)])
+        results = answer.json()["results"]
+        for result, data in zip(results, (photo(), large), strict=True):
+            best = vit.predict(data)[0]
+            assert result["predictions"][0]["index"] == best.index
+            assert result["predictions"][0]["score"] == pytest.approx(best.score, abs=1e-6)
+        assert client.post("/v1/explain", content=large, headers=PNG).status_code == 200
+        assert client.post("/v1/picture?hide=[1]", content=large, headers=PNG).status_code == 200
+        assert service.batcher.decoders.quota.taken == 0
+
+
+def test_small_images_do_not_wait_for_large_ones(
+    vit: vitrail.Model, large: bytes, sending: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(served(vit)) as (client, service):
+        elsewhere, senders = Elsewhere(service, monkeypatch), sending(client)
+        waiting = [senders.send(large, large, large) for _ in range(3)]
+        until(lambda: len(elsewhere.seen) == QUICK.decoders)
+        assert service.batcher.decoders.soon == 0  # a batch waits for none of them
+        assert senders.send(photo()).result().status_code == 200
+        elsewhere.go.set()
+        assert {answer.result().status_code for answer in waiting} == {200}
+
+
+def test_what_a_request_costs_is_counted_before_anything_is_decoded(
+    vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = saved(Image.new("I;16", (50, 40)), "PNG")  # 2,000 pixels that count for 8,000
+    with running(served(vit), Limits(pixels=5000)) as (client, service):
+        monkeypatch.setattr(service.pictures, "unpack", None)
+        answer = client.post("/v1/predict", files=[("images", deep)] * 3)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_pixels")
+        assert "24,000 pixels" in answer.json()["error"]["message"]
+        assert "at most 20,000" in answer.json()["error"]["message"]
+        assert client.get("/v1/model").json()["limits"]["total_pixels"] == 20_000
+        monkeypatch.undo()
+        assert client.post("/v1/predict", files=[("images", deep)] * 2).status_code == 200
+
+
+def test_one_client_may_have_so_many_large_images_waiting(
+    vit: vitrail.Model, sending: Any, large: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(served(vit), Limits(pixels=5_000_000)) as (client, service):
+        elsewhere, senders = Elsewhere(service, monkeypatch), sending(client)
+        held = [senders.send(*[large] * 4) for _ in range(2)]
+        quota = service.batcher.decoders.quota
+        until(lambda: quota.taken == 40_000_000)
+        refused = senders.send(large).result()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+        assert "40,000,000 pixels of large images" in refused.json()["error"]["message"]
+        assert refused.headers["retry-after"] == "1"
+        assert senders.send(photo()).result().status_code == 200  # small ones are not counted
+        transport = httpx.HTTPTransport(local_address="127.0.0.2")
+        with httpx.Client(base_url=client.base_url, timeout=20, transport=transport) as other:
+            allowed = sending(other).send(large)
+            until(lambda: quota.taken == 45_000_000)
+            elsewhere.go.set()
+            assert allowed.result().status_code == 200
+        assert {answer.result().status_code for answer in held} == {200}
+        until(lambda: quota.taken == 0)
+
+
+def test_large_images_of_a_client_that_left_are_dropped(
+    vit: vitrail.Model, large: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(served(vit)) as (client, service):
+        elsewhere = Elsewhere(service, monkeypatch)
+        request = client.build_request("POST", "/v1/predict", files=[("images", large)] * 5)
+        body = request.read()
+        head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
+            raw.sendall(f"POST /v1/predict HTTP/1.1\r\n{head}\r\n".encode() + body)
+            until(lambda: len(elsewhere.seen) == QUICK.decoders)
+        until(lambda: elsewhere.dropped == QUICK.decoders)
+        until(lambda: service.batcher._coming == 0)
+        assert len(elsewhere.seen) == QUICK.decoders  # the other three were never begun
+        assert service.batcher.decoders.quota.taken == 0
+        assert service.batcher.waiting.taken == 0
+
+
+def test_only_so_many_pixels_are_decoded_at_a_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "AT_A_TIME", 10)
+    lock, now, most = threading.Lock(), 0, 0
+
+    class Counting:
+        def pixels(self, data: bytes, wanted: Any) -> None:
+            nonlocal now, most
+            with lock:
+                now += 1
+                most = max(most, now)
+            time.sleep(0.01)
+            with lock:
+                now -= 1
+
+    images = reader(vit, pixels=25)
+    decoders = decoding.Decoders(images, 4, None, None)  # type: ignore[arg-type]
+    assert decoders.budget.total == 40
+    opened = Opened(b"", b"", 15, 15, large=True)
+    request: Any = object()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: decoders._elsewhere(Counting(), request, opened), range(12)))  # type: ignore[arg-type]
+    assert most == 2
+    assert decoders.budget.left == 40

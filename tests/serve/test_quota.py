@@ -1,0 +1,66 @@
+"""A client can take most of what there is, never all of it."""
+
+from __future__ import annotations
+
+import pytest
+from serving import need_extra  # noqa: F401  # skips where the service cannot run
+
+from vitrail.serve.problems import Problem
+from vitrail.serve.quota import Lease, Quota, client_of
+
+
+def refusal(quota: Quota, client: str, amount: int) -> tuple[int, str, str]:
+    with pytest.raises(Problem) as refused:
+        quota.take(client, amount, lambda taken: taken / 10)
+    return refused.value.status, refused.value.message, refused.value.headers["Retry-After"]
+
+
+def test_one_client_leaves_a_quarter_to_others() -> None:
+    quota = Quota("images are waiting already", 100)
+    quota.take("a", 70)
+    status, message, after = refusal(quota, "a", 6)
+    assert (status, after) == (429, "7")
+    assert message == "70 images are waiting already for your address, which may have 75; try again in 7 s."
+    quota.take("b", 25)
+    assert refusal(quota, "b", 6) == (503, "95 images are waiting already; try again in 10 s.", "10")
+    quota.release("a", 70)
+    quota.take("b", 50)
+    assert quota.taken == 75
+
+
+def test_a_refusal_takes_nothing_and_small_totals_are_not_split() -> None:
+    quota = Quota("explanations are being made already", 2)
+    quota.take("a", 2)
+    assert refusal(quota, "b", 1)[0] == 503
+    quota.release("a", 2)
+    quota.take("b", 2)
+    assert quota.taken == 2
+
+
+def test_a_lease_is_released_as_a_whole_and_once() -> None:
+    quota = Quota("bytes", 100)
+    lease = Lease(quota, "a")
+    lease.take(10)
+    lease.take(20)
+    quota.take("a", 5)
+    lease.release()
+    lease.release()
+    assert quota.taken == 5
+    quota.release("a", 5)
+    assert not quota._clients  # no address is kept
+
+
+@pytest.mark.parametrize(
+    ("client", "counted"),
+    [
+        (("10.0.0.1", 1), "10.0.0.1"),
+        (("::ffff:10.0.0.1", 1), "10.0.0.1"),
+        (("2001:db8:1:2:3:4:5:6", 1), "2001:db8:1:2::/64"),
+        (("2001:db8:1:2:ffff::1", 1), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 1), "fe80::/64"),
+        (None, ""),
+        (("", 0), ""),
+    ],
+)
+def test_a_client_is_an_address_or_the_network_one_client_owns(client: tuple[str, int] | None, counted: str) -> None:
+    assert client_of({"client": client}) == counted
