@@ -132,6 +132,41 @@ def test_dragging_hides_an_area(opened: Opened, site: httpx.Client) -> None:
     assert query(page)["hide"] == "28-30.36-38.44-46"
 
 
+def test_a_hidden_patch_does_not_become_the_query(opened: Opened) -> None:
+    """After a drag the pointer is over what it hid: what was asked before is still asked."""
+    page = answered(opened("#picture=cat&layer=4&ask=4.7"))
+    words = page.locator("#words")
+    page.mouse.move(*patch(page, 5, 5))
+    expect(words).to_contain_text("Row 6, column 6 looks most at")
+    page.mouse.down()
+    page.mouse.move(*patch(page, 6, 6), steps=4)
+    expect(words).to_contain_text("Row 6, column 6 looks most at")  # the light stays while the area is drawn
+    page.mouse.up()
+    expect(page.locator("#hidden-count")).to_have_text("4 of 64 hidden")
+    expect(words).to_contain_text("Row 4, column 7 looks most at")
+    page.mouse.move(*patch(page, 5, 6))  # over another hidden one
+    expect(words).to_contain_text("Row 4, column 7 looks most at")
+    page.mouse.move(*patch(page, 0, 0))
+    expect(words).to_contain_text("Row 1, column 1 looks most at")
+    page.mouse.click(*patch(page, 3, 6))  # the chosen one itself: what the head reads asks, until it is shown again
+    expect(words).to_contain_text("The mean of all patches looks most at")
+    page.get_by_role("button", name="Click asks").click()
+    page.mouse.click(*patch(page, 5, 5))
+    expect(page.locator("#banner-text")).to_contain_text("This patch is hidden")
+    page.keyboard.press("u")
+    page.mouse.move(2, 2)
+    expect(words).to_contain_text("Row 4, column 7 looks most at")
+    assert query(page)["ask"] == "4.7"
+
+
+def test_a_long_press_on_the_query_leaves_a_visible_one(opened: Opened) -> None:
+    page = answered(opened("#picture=cat&layer=4", **PHONE))
+    page.touchscreen.tap(*patch(page, 2, 3))
+    expect(page.locator("#words")).to_contain_text("Row 3, column 4 looks most at")
+    press(page, *patch(page, 2, 3), milliseconds=600)
+    expect(page.locator("#words")).to_contain_text("The mean of all patches looks most at")
+
+
 def test_only_the_latest_wish_counts(opened: Opened, site: httpx.Client) -> None:
     """An answer that comes late, for what was hidden before, changes nothing."""
     page = answered(opened())

@@ -8,7 +8,7 @@ import { listenKeys } from "./keys.js";
 import { isOwn, writeLink } from "./link.js";
 import { Pane } from "./pane.js";
 import { distancePlot, placesMap } from "./plots.js";
-import { capital, minus, Says, spoken } from "./says.js";
+import { capital, drawVerdict, minus, Says, short, spoken } from "./says.js";
 import { ask, listen, tryNow } from "./server.js";
 import { Sheet } from "./sheet.js";
 import { invitation, legend, meaning, NAMES, place, sentence, TIPS, titleOf } from "./telling.js";
@@ -26,25 +26,24 @@ const says = new Says($("says"));
 const pane = () => view.panes[view.active];
 const sheetOf = (one) => view.sheets[one.sheet];
 const special = () => model.special.length;
-const asker = () => (view.hover !== null ? view.hover + special() : view.ask);
+/** The token that asks in a sheet: the patch pointed at, else the chosen one. A hidden patch does not ask. */
+const asker = (sheet) => [view.hover === null ? null : view.hover + special(), view.ask].find((token) => token !== null && !sheet.hide.has(token - special())) ?? null;
 const methodOf = (show) => (show === "pool" ? "attention" : show);
 const letterOf = (one) => (view.panes.length > 1 ? "AB"[view.panes.indexOf(one)] : "");
 
 /** What a pane shows over the patches; null where it is the picture alone, or not here yet. */
 function values(one, sheet) {
   if (one.show === "plain" || !sheet.image) return null;
-  if (one.show !== "attention") {
-    sheet.want({ method: methodOf(one.show) });
-    return sheet.maps.get(methodOf(one.show)) ?? null;
-  }
-  sheet.want({ layer: one.layer });
+  if (one.show !== "attention") return sheet.map(methodOf(one.show));
   const row = rowOf(one, sheet);
   return row && row.slice(special());
 }
 
+const wantOf = ({ show, layer }) => (show === "attention" ? { layer } : { method: methodOf(show) });
+
 function rowOf(one, sheet) {
   const layer = sheet.layers.get(one.layer);
-  return layer ? attended(layer, one.head, asker() ?? reading(model.pool, model.special, layer.tokens)) : null;
+  return layer ? attended(layer, one.head, asker(sheet) ?? reading(model.pool, model.special, layer.tokens)) : null;
 }
 
 let drawing = 0;
@@ -53,6 +52,7 @@ function render() { drawing ||= requestAnimationFrame(draw); }
 function draw() {
   drawing = 0;
   let waiting = "";
+  view.sheets.forEach((sheet, i) => sheet.want(view.panes.filter((one) => one.sheet === i && one.show !== "plain").map(wantOf)));
   for (const one of view.panes) {
     const sheet = sheetOf(one), letter = letterOf(one), found = values(one, sheet), attending = one.show === "attention";
     if (!found && sheet.image && one.show !== "plain" && !sheet.lost.size) waiting = attending ? `Fetching layer ${one.layer}…` : `Computing ${NAMES[one.show].toLowerCase()}…`;
@@ -60,17 +60,18 @@ function draw() {
       sheet,
       values: found,
       squares: one.show === "occlusion",
-      asker: attending ? asker() : view.hover === null ? null : view.hover + special(),
+      asker: attending ? asker(sheet) : view.hover === null ? null : view.hover + special(),
       pointed: view.hover,
       paint: view.paint,
       caption: captionOf(one, sheet, letter, found),
-      label: `${letter ? `Pane ${letter}. ` : ""}${sheet.name || "The picture"} in ${sheet.grid?.rows ?? 0} by ${sheet.grid?.columns ?? 0} patches. ${titleOf(one, model)}. Arrow keys move, Space hides, Enter keeps asking.`,
+      label: `${letter ? `Pane ${letter}. ` : ""}${short(sheet.name, 60) || "The picture"} in ${sheet.grid?.rows ?? 0} by ${sheet.grid?.columns ?? 0} patches. ${titleOf(one, model)}. Arrow keys move, Space hides, Enter keeps asking.`,
       pending: !found && one.show !== "plain",
       empty: sheet.blob || one.wanted ? "" : "Drop a picture here, paste one, or choose a sample.",
     });
     one.view.root.classList.toggle("active", Boolean(letter) && one === pane());
   }
   if (waiting && !$("doing").textContent) say(waiting);
+  $("stop").hidden = !view.sheets.some(({ wanted }) => wanted?.method);
   controls();
   beside();
   linking ||= setTimeout(() => { linking = 0; link(); }, 200);
@@ -85,9 +86,9 @@ function link() {
 /** Below a pane: what it shows, and how bright is how much. */
 function captionOf(one, sheet, letter, found) {
   const make = (tag, className, text = "") => Object.assign(document.createElement(tag), { className, textContent: text });
-  const means = sheet.image ? meaning(one, sheet, model, asker()) : "", name = make("span", "means", letter ? titleOf(one, model) : means);
+  const means = sheet.image ? meaning(one, sheet, model, asker(sheet)) : "", name = make("span", "means", letter ? titleOf(one, model) : means);
   const parts = [name], ends = legend(one.show, found);
-  name.title = means;
+  name.title = sheet.image ? meaning(one, sheet, model, asker(sheet), 10000) : "";
   if (letter) name.prepend(make("b", "", letter));
   if (ends) {
     const ramp = make("span", `ramp ${view.paint}`), [low, high] = ends.map((text) => make("span", "", text));
@@ -124,15 +125,17 @@ function controls() {
   $("play").setAttribute("aria-label", playing ? "Stop playing" : "Play through the layers");
   const count = sheet.hide.size;
   const hint = view.mode === "hide" ? "Nothing is hidden; drag over an area." : touch.matches ? "Press long to hide a patch." : "Shift and click hides.";
-  $("hidden-count").textContent = count ? `${count} of ${sheet.patches} hidden` : hint;
+  $("hidden-some").textContent = count ? `${count}` : hint;
+  $("hidden-of").textContent = count ? ` of ${sheet.patches}` : "";
+  $("hidden-rest").textContent = count ? " hidden" : "";
   $("hide-row").classList.toggle("some", count > 0);
   $("undo").disabled = !sheet.past.length;
   $("clear").disabled = !count;
   $("fill").value = view.fill;
   $("compare").setAttribute("aria-pressed", String(Boolean(letter)));
   const row = attending ? rowOf(one, sheet) : null;
-  drawChips($("chips"), { model, view, row, shown: attending && model.attention, asker: asker(), render });
-  const told = sentence(one, sheet, model, { values: row ? row.slice(special()) : values(one, sheet), row, from: asker(), hover: view.hover });
+  drawChips($("chips"), { model, view, row, shown: attending && model.attention, asker: asker(sheet), render });
+  const told = sentence(one, sheet, model, { values: row ? row.slice(special()) : values(one, sheet), row, from: asker(sheet), hover: view.hover });
   $("words").textContent = letter && told ? `${letter}: ${told}` : told;
   $("invite").textContent = invitation({ show: one.show, model, mode: view.mode, touch: touch.matches, compared: letter });
   choosing.mark(one, sheet);
@@ -141,6 +144,8 @@ function controls() {
 function beside() {
   const one = pane(), sheet = sheetOf(one), used = [...new Set(view.panes.map(sheetOf))];
   says.show(used, model);
+  drawVerdict($("verdict"), used, model);
+  $("verdict").style.setProperty("--ratio", sheet.image ? sheet.image.width / sheet.image.height : 1);  // as wide as the image below
   speak(spoken(sheet));
   $("distance").hidden = !sheet.distance.length;
   $("distance-of").textContent = used.length > 1 ? `, in ${letterOf(one)}` : "";
@@ -150,7 +155,7 @@ function beside() {
   }
   $("places").hidden = !places;
   if (places) {
-    const asked = view.panes.some(({ show }) => show === "attention") ? asker() : null, { rows, columns } = places.grid;
+    const asked = view.panes.some(({ show }) => show === "attention") ? asker(sheet) : null, { rows, columns } = places.grid;
     const chosen = view.hover ?? (asked !== null && asked >= special() ? asked - special() : null), patch = chosen ?? Math.floor(rows / 2) * columns + Math.floor(columns / 2);
     placesMap($("places-map"), places, patch);
     $("places-map").setAttribute("aria-label", `Similarity of the position of ${place(patch, places.grid)} to all others`);
@@ -169,6 +174,7 @@ function speak(text) {
 
 function set(changes) {
   if (changes.layer) changes.layer = Math.min(Math.max(changes.layer, 1), model.depth);
+  if (changes.show) sheetOf(pane()).resume(methodOf(changes.show));
   Object.assign(pane(), changes);
   render();
 }
@@ -191,6 +197,7 @@ function newPane(words) {
     ask: (patch) => { if (view.hover !== patch) { view.hover = patch; render(); } },
     pin: (patch) => {
       const token = patch + special();
+      if (made.show === "attention" && sheetOf(made).hide.has(patch) && view.ask !== token) return banner("This patch is hidden: show it again to ask from it.", 4000);
       if (view.panes.some(({ show }) => show === "attention")) { view.ask = view.ask === token ? null : token; view.hover = null; }
       else view.hover = patch;  // nobody asks in a map: a finger reads its value
       render();
@@ -259,7 +266,7 @@ async function copyLink() {
 
 function download() {
   if (!sheetOf(pane()).image) return;
-  const panes = view.panes.map((one) => ({ view: one.view, title: `${letterOf(one) && `${letterOf(one)}: `}${titleOf(one, model)}`, means: meaning(one, sheetOf(one), model, asker()), ends: legend(one.show, one.view.raw) }));
+  const panes = view.panes.map((one) => ({ view: one.view, title: `${letterOf(one) && `${letterOf(one)}: `}${titleOf(one, model)}`, means: meaning(one, sheetOf(one), model, asker(sheetOf(one))), ends: legend(one.show, one.view.raw) }));
   savePng({ panes, sheets: [...new Set(view.panes.map(sheetOf))], model, words: $("words").textContent, credit: $("credit").textContent });
 }
 
@@ -279,6 +286,7 @@ function wire() {
   $("save").onclick = download;
   $("theme").onclick = dark;
   $("help").onclick = () => $("help-box").showModal();
+  $("stop").onclick = () => view.sheets.forEach((sheet) => sheet.stopFetching());
   $("undo").onclick = () => sheetOf(pane()).undo();
   $("clear").onclick = () => sheetOf(pane()).cover([]);
   $("fill").onchange = ({ target }) => { view.fill = target.value; for (const sheet of view.sheets) { sheet.fill = view.fill; if (sheet.hide.size) sheet.send(); } render(); };
@@ -291,13 +299,18 @@ function describe() {
   if (grid) parts.push(`${grid.rows} × ${grid.columns} patches`);
   if (depth) parts.push(`${depth} layers × ${heads} heads`);
   parts.push(`${image.width} × ${image.height} px`);
-  const strong = Object.assign(document.createElement("b"), { textContent: name });
+  const strong = Object.assign(document.createElement("b"), { textContent: name, title: name, dir: "auto" });
   $("model").replaceChildren(strong, ...parts.map((text) => Object.assign(document.createElement("span"), { textContent: text })));
-  document.title = `vitrail: inside ${name}`;
+  document.title = `vitrail: inside ${short(name, 60)}`;
+}
+
+function doing(what, ms, progress) {
+  if (progress) say(`${what}…`, ` ${progress.done} of ${progress.total}`, progress.done / progress.total);
+  else say(what && `${what}…`, ms ? ` ${Math.round(ms / 1000)} s so far` : "");
 }
 
 async function start() {
-  listen({ state: serverState, doing: (what, ms) => say(what && `${what}…`, ms ? ` ${Math.round(ms / 1000)} s so far` : ""), token: askToken });
+  listen({ state: serverState, doing, token: askToken });
   onBanner(tryNow);
   model = await ask("/v1/model", { what: "Waiting for the model" });
   shows = [...(model.attention ? ["attention"] : []), ...model.methods.filter((m) => m !== "attention"), ...(model.pool === "map" ? ["pool"] : []), "plain"];
@@ -311,7 +324,7 @@ async function start() {
   document.body.classList.add("ready");
   await choosing.restore(location.hash);
   const other = sessionStorage.getItem("vitrail-other");
-  if (other) { sessionStorage.removeItem("vitrail-other"); banner(`The server is back, with another model: ${model.name}.`, 6000); }
+  if (other) { sessionStorage.removeItem("vitrail-other"); banner(`The server is back, with another model: ${short(model.name, 60)}.`, 6000); }
   if (model.attention) ask("/v1/positions").then((answer) => { places = placesOf(answer); render(); }, () => {});
 }
 

@@ -44,6 +44,13 @@ export function mapOf({ values, low, high }) {
   return Float32Array.from(bytes(values), (byte) => low + (byte / 255) * (high - low));
 }
 
+/** A map that is still being computed: NaN for patches without a value. */
+export function partialOf(map) {
+  const known = bytes(map.known);
+  return mapOf(map).map((value, i) => (known[i] ? value : NaN));
+}
+export const isPartial = (values) => values.some(Number.isNaN);
+
 /** N N numbers from -1 to 1. */
 export function placesOf({ grid, values, meaning }) {
   const signed = new Int8Array(bytes(values).buffer), alike = Float32Array.from(signed, (byte) => byte / 127);
@@ -54,12 +61,12 @@ export function placesOf({ grid, values, meaning }) {
 
 /** Which value is dark and which is full light. Few very bright patches do not darken the rest. */
 export function scale(values) {
-  const sorted = Float32Array.from(values).sort(), at = (share) => sorted[Math.floor(share * (sorted.length - 1))];
+  const sorted = Float32Array.from(values.filter((value) => !Number.isNaN(value))).sort(), at = (share) => sorted[Math.floor(share * (sorted.length - 1))];
   const least = Math.min(at(0), 0), high = Math.max(at(0.965), least + 0.3 * (at(1) - least));
   return { low: Math.min(at(0.2), least + 0.4 * (high - least)), high, most: at(1) };  // an even map is even light, not its own noise
 }
 
-/** The same numbers between 0 (dark) and 1 (full light). */
+/** The same numbers between 0 (dark) and 1 (full light); NaN stays NaN. */
 export function scaled(values) {
   const { low, high } = scale(values);
   return values.map((value) => Math.min(1, Math.max(0, (value - low) / (high - low || 1))));
@@ -70,7 +77,7 @@ export const lost = (values) => values.map((value) => Math.max(value, 0));
 
 export function largest(values) {
   let best = 0;
-  for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;
+  for (let i = 1; i < values.length; i++) if (values[i] > values[best] || Number.isNaN(values[best])) best = i;
   return best;
 }
 

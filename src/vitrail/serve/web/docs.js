@@ -1,5 +1,6 @@
 // The page about the API, written from /openapi.json.
 
+import { short } from "./says.js";
 import { ask, listen } from "./server.js";
 import { askToken } from "./token.js";
 
@@ -39,7 +40,7 @@ function sample(given, whole, name = "") {
 
 function word(schema) {
   if (schema.anyOf) return schema.anyOf.map(word).filter((one) => one !== "null").join(" or ");
-  if (schema.enum) return schema.enum.join(", ");
+  if (schema.enum) return schema.enum.map((one) => short(String(one), 24) || "(no name)").join(", ");
   if (schema.type === "array") return schema.items.enum ? `some of ${word(schema.items)}` : `list of ${word(schema.items)}s`;
   return schema.type || "value";
 }
@@ -102,7 +103,8 @@ function section(method, path, operation, whole) {
     part(".bodies p").textContent = `${Object.keys(operation.requestBody.content).join(", ")}. Values go beside the ` +
       "picture: as fields of the form, as keys of the JSON, or in the address. A list is repeated, or JSON.";
   }
-  const content = operation.responses["200"].content || {};
+  const { content = {}, description } = operation.responses["200"];
+  part(".answer p").textContent = description === "Successful Response" ? "" : description;
   const [kind, media] = Object.entries(content)[0] || ["", {}];
   part(".answer code").textContent = kind === "application/json"
     ? JSON.stringify(sample(media.schema, whole), null, 2)
@@ -123,8 +125,9 @@ function tell(text) { document.getElementById("summary").textContent = text; }
 async function main() {
   listen({ token: askToken, state: (kind) => kind === "fine" || tell("The server does not answer; it is asked again.") });
   const whole = await ask("/openapi.json");
-  document.getElementById("name").textContent = whole.components.schemas.ModelAnswer.examples[0].name;
-  tell(`${whole.info.summary} ${whole.info.description} Version ${whole.info.version}.`);
+  const { name } = whole.components.schemas.ModelAnswer.examples[0];
+  Object.assign(document.getElementById("name"), { textContent: name, title: name, dir: "auto" });
+  tell(`${whole.info.summary.replace(name, () => short(name))} ${whole.info.description} Version ${whole.info.version}.`);
   for (const [path, methods] of Object.entries(whole.paths)) {
     for (const [method, operation] of Object.entries(methods)) {
       const [id, made] = section(method, path, operation, whole);

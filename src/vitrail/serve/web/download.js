@@ -2,7 +2,7 @@
 
 import { viridis } from "./colours.js";
 import { paint } from "./pane.js";
-import { change, percent, tidy } from "./says.js";
+import { change, percent, short, tidy } from "./says.js";
 
 const SIDE = 720, GAP = 36, BARS = 380, RAMP = 96, SANS = "system-ui, sans-serif", SERIF = "Georgia, serif";
 const FILLS = { mean: "mean colour", blur: "blurred", zero: "grey" };
@@ -34,10 +34,9 @@ const inked = (context, text, font) => Object.assign(context, { font }).measureT
 /** As much of a text as there is room for. */
 function cut(context, text, font, room) {
   context.font = font;
-  if (context.measureText(text).width <= room) return text;
-  let kept = text;
-  while (kept && context.measureText(`${kept}…`).width > room) kept = kept.slice(0, -1);
-  return `${kept.trimEnd()}…`;
+  let most = Math.min([...text.slice(0, 400)].length, 200);
+  while (most > 2 && context.measureText(short(text, most)).width > room) most--;
+  return short(text, most);
 }
 
 export async function savePng({ panes, sheets, model, words, credit }) {
@@ -50,7 +49,7 @@ export async function savePng({ panes, sheets, model, words, credit }) {
   const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
   canvas.width = GAP + sizes.reduce((sum, [width]) => sum + width + GAP, 0) + (told.length ? BARS + GAP : 0);
   const plain = `16px ${SANS}`, meant = panes.map(({ means }, i) => inLines(context, means, plain, sizes[i][0]));
-  const name = `vitrail · ${model.name}`, room = canvas.width - 3 * GAP - inked(context, name, `16px ${SERIF}`);
+  const name = `vitrail · ${short(model.name, 60)}`, room = canvas.width - 3 * GAP - inked(context, name, `16px ${SERIF}`);
   const foots = [words, credit].filter(Boolean).flatMap((text) => inLines(context, text, plain, room));
   const under = 22 * (Math.max(...meant.map((lines) => lines.length)) + foots.length - 2);
   canvas.height = Math.max(tall + 2 * GAP + 96 + under, told.length * 360 + 2 * GAP + 22 * foots.length);
@@ -77,7 +76,7 @@ export async function savePng({ panes, sheets, model, words, credit }) {
   write(name, canvas.width - GAP, foot, `16px ${SERIF}`, "--soft", "right");
   told.forEach((sheet, i) => bars(write, context, colour, sheet, left, GAP + i * 360, told.length > 1 ? `${"AB"[i]}: ` : ""));
   const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
-  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `vitrail-${sheets[0].name || "picture"}.png` });
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `vitrail-${sheets[0].name.slice(0, 80) || "picture"}.png` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
@@ -86,7 +85,7 @@ export async function savePng({ panes, sheets, model, words, credit }) {
 function bars(write, context, colour, sheet, left, top, letter) {
   const [best] = sheet.now ?? [], count = sheet.hide.size;
   if (!best) return;
-  const name = `${letter}${tidy(best.label)}`, size = Math.max(22, Math.min(34, Math.floor((34 * (BARS - 100)) / inked(context, name, `500 34px ${SERIF}`)))), large = `500 ${size}px ${SERIF}`;
+  const name = `${letter}${tidy(best.label)}`, size = Math.max(22, Math.min(34, Math.floor((34 * (BARS - 100)) / inked(context, name.slice(0, 200), `500 34px ${SERIF}`)))), large = `500 ${size}px ${SERIF}`;
   write(cut(context, name, large, BARS - 100), left, top + 30, large, "--ink");
   write(percent(best.score), left + BARS, top + 30, `500 28px ${SERIF}`, "--accent", "right");
   sheet.now.forEach((prediction, i) => {

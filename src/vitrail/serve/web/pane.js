@@ -1,6 +1,6 @@
 // One picture with its patches: painted on a canvas, asked and hidden by mouse, finger and keys.
 
-import { covered, largest, lost, scaled } from "./attention.js";
+import { covered, isPartial, largest, lost, scaled } from "./attention.js";
 import { LEAD, NIGHT, night, viridis } from "./colours.js";
 import { place, squareAt } from "./telling.js";
 
@@ -92,6 +92,7 @@ export class Pane {
   glide() {
     let far = 0;
     const next = this.shown.map((value, i) => {
+      if (Number.isNaN(value) || Number.isNaN(this.target[i])) return this.target[i];
       const step = (this.target[i] - value) * 0.28;
       far = Math.max(far, Math.abs(step));
       return value + step;
@@ -134,7 +135,8 @@ export class Pane {
     });
     grid.addEventListener("pointermove", (event) => {
       const here = this.patchAt(event);
-      if (event.pointerType === "mouse" || (start && this.wants.mode() === "ask")) this.wants.ask(here);
+      const dragging = from !== null && this.hides(event);  // the query stays while an area is drawn
+      if (event.pointerType === "mouse" ? !dragging : start && this.wants.mode() === "ask") this.wants.ask(here);
       if (start && Math.hypot(event.clientX - start.x, event.clientY - start.y) > FAR) clearTimeout(timer);
       if (from !== null && here !== null && here !== from && this.hides(event)) this.box = this.between(from, here);
       else if (here === from) this.box = null;
@@ -145,6 +147,7 @@ export class Pane {
       end();
       if (first === null || long) return;
       this.cursor = here ?? first;
+      if (event.pointerType === "mouse") this.wants.ask(here);
       if (drawn) this.wants.toggle(this.sheet, drawn, first);
       else if (this.hides(event)) this.wants.toggle(this.sheet, [first]);
       else this.wants.pin(first);
@@ -185,7 +188,7 @@ export class Pane {
     this.unsaid = false;
     this.said = { patch: this.cursor, hidden: this.sheet.hide.has(this.cursor) };
     const { grid } = this.sheet, { columns } = grid, cell = this.cells.reverse()[0];
-    const best = this.raw ? largest(this.raw) : null, most = best === null ? "" : `; most light on ${this.squares ? squareAt(best, grid) : best === this.cursor ? "itself" : place(best, grid)}`;
+    const best = this.raw && !this.said.hidden ? largest(this.raw) : null, most = best === null ? "" : `; most light on ${this.squares ? squareAt(best, grid) : best === this.cursor ? "itself" : place(best, grid)}`;
     cell.setAttribute("aria-rowindex", Math.floor(this.cursor / columns) + 1);
     cell.setAttribute("aria-colindex", (this.cursor % columns) + 1);
     cell.textContent = `${place(this.cursor, grid)}${this.said.hidden ? ", hidden" : ""}${most}`;
@@ -214,6 +217,7 @@ export function paint(context, width, height, { sheet, shown, raw, squares, aske
   context.drawImage(shown && way === "heat" ? grey(sheet.image) : sheet.image, 0, 0, width, height);
   if (shown) {
     for (let patch = 0; patch < shown.length; patch++) {
+      if (Number.isNaN(shown[patch])) { unknown(context, cell(patch), ratio); continue; }
       context.globalAlpha = way === "heat" ? 0.74 : 1;
       context.fillStyle = way === "heat" ? viridis(shown[patch]) : `rgb(${NIGHT} / ${night(shown[patch])})`;
       context.fillRect(...cell(patch));
@@ -224,7 +228,7 @@ export function paint(context, width, height, { sheet, shown, raw, squares, aske
   if (sheet.hide.size) covers(context, width, height, sheet, cell, ratio);
   lines(context, width, height, { rows, columns, x, y, ratio });
   for (const patch of box ?? []) ring(context, cell(patch), ratio, "rgb(255 255 255 / .75)", 1.25);
-  const most = raw ? largest(raw) : null, asks = typeof asker === "number" && asker >= special ? asker - special : null;
+  const most = raw && !isPartial(raw) ? largest(raw) : null, asks = typeof asker === "number" && asker >= special ? asker - special : null;
   const same = most !== null && asks !== null && String(area(most, squares)) === String(area(asks, squares));
   if (most !== null && !same && !sheet.hide.has(most)) best(context, area(most, squares), ratio);
   if (asks !== null) mark(context, area(asks, squares), ratio);
@@ -236,12 +240,23 @@ export function paint(context, width, height, { sheet, shown, raw, squares, aske
   }
 }
 
+/** A patch whose value is not computed yet: pale, with a dot. */
+function unknown(context, [left, top, width, height], ratio) {
+  context.globalAlpha = 1;
+  context.fillStyle = "rgb(214 212 222 / .62)";
+  context.fillRect(left, top, width, height);
+  context.fillStyle = "rgb(14 12 24 / .4)";
+  context.beginPath();
+  context.arc(left + width / 2, top + height / 2, Math.min(1.5 * ratio, width / 6), 0, 2 * Math.PI);
+  context.fill();
+}
+
 /** The brightest glass shines a little. */
 function glow(context, shown, cell) {
   context.globalCompositeOperation = "overlay";
   context.fillStyle = "#fff6e0";
   for (let patch = 0; patch < shown.length; patch++) {
-    if (shown[patch] < 0.5) continue;
+    if (!(shown[patch] >= 0.5)) continue;
     context.globalAlpha = 0.32 * (2 * shown[patch] - 1) ** 2;
     context.fillRect(...cell(patch));
   }

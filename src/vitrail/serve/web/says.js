@@ -14,7 +14,19 @@ export function change(now, before) {
   const far = Math.round(100 * (now - before));
   return far ? `${far > 0 ? "+" : "−"}${Math.abs(far)}` : "";
 }
-export const tidy = (label) => capital(label.split(",")[0].replaceAll("_", " "));
+/** Control characters, and those that change the direction of the text after them. */
+const CONTROLS = /[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]+/g;
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]|[\ud802\ud803\ud83a\ud83b]/;
+/** A class's name for people: the first of its synonyms, on one line. */
+export function tidy(label) {
+  const line = label.replace(CONTROLS, " ").replaceAll("_", " ").trim();
+  return capital(line.split(",")[0].trim() || line) || "(no name)";
+}
+/** As much of a name as a sentence has room for; a right-to-left name does not reorder the words around it. */
+export function short(text, most = 40) {
+  const letters = [...text.slice(0, 2 * most + 2).replace(CONTROLS, " ")], cut = letters.length > most ? `${letters.slice(0, most - 1).join("").trimEnd()}…` : letters.join("");
+  return RIGHT_TO_LEFT.test(cut) ? `\u2068${cut}\u2069` : cut;
+}
 export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 function element(name, className, text = "") {
@@ -22,6 +34,28 @@ function element(name, className, text = "") {
   made.className = className;
   made.textContent = text;
   return made;
+}
+
+function named(tag, className, label) {
+  const made = element(tag, className, tidy(label));
+  return Object.assign(made, { title: label, dir: "auto" });
+}
+
+/** One line for each image, for screens where the bars are out of sight: the likeliest class, and its change by what is hidden. */
+export function drawVerdict(root, sheets, model) {
+  root.replaceChildren(...sheets.map((sheet, i) => {
+    const line = element("p", "line"), [best] = sheet.now ?? [], before = sheet.hide.size && best ? sheet.before?.get(best.index) : undefined;
+    if (sheets.length > 1) line.append(element("b", "letter", "AB"[i]));
+    if (!model.classes) line.append(element("span", "best", sheet.kept === null ? "Features" : `${sheet.kept.toFixed(3)} alike`));
+    if (!best) return line;
+    line.append(named("span", "best", best.label), element("span", "share", percent(best.score)));
+    if (before !== undefined) {
+      line.append(element("span", "shift", change(best.score, before) || "±0"));
+      line.lastChild.append(element("span", "unit", " points"));
+    }
+    if (before !== undefined && sheet.top && sheet.top.index !== best.index) line.append(element("span", "was", "was"), named("span", "best was", sheet.top.label));
+    return line;
+  }));
 }
 
 /** Keeps one block for each picture on the table. */
@@ -43,7 +77,7 @@ class Block {
   constructor() {
     this.root = element("div", "block");
     this.letter = element("p", "letter");
-    this.label = element("h2", "label");
+    this.label = Object.assign(element("h2", "label"), { dir: "auto" });
     this.score = element("p", "score");
     this.bars = element("ol", "bars");
     this.note = element("p", "note");
@@ -89,9 +123,8 @@ class Block {
   }
 
   row({ label, index }, place) {
-    const root = element("li", "bar"), who = element("span", "who", tidy(label)), track = element("span", "track");
+    const root = element("li", "bar"), who = named("span", "who", label), track = element("span", "track");
     const fill = element("span", "fill"), tick = element("span", "tick"), much = element("span", "much"), change = element("span", "change");
-    who.title = label;
     track.append(fill, tick);
     root.append(who, change, much, track);
     root.style.transform = `translateY(${place * ROW}px)`;
@@ -114,14 +147,14 @@ class Block {
 /** What the bars are a choice of; a model of few classes names them, for it knows nothing else. */
 function known({ classes, labels, several }) {
   if (several) return "Each class on its own: several may be there.";
-  const names = labels && classes <= 12 ? ` it knows: ${labels.map((label) => label.split(",")[0]).join(", ")}` : "";
+  const names = labels && classes <= 12 ? ` it knows: ${labels.map((label) => short(label.split(",")[0] || tidy(label), 24)).join(", ")}` : "";
   return `The likeliest of the ${classes.toLocaleString("en")} classes${names}.`;
 }
 
 /** One sentence for a screen reader. */
 export function spoken(sheet) {
   if (!sheet.now) return "";
-  const [best, next] = sheet.now, part = (p) => `${tidy(p.label)}, ${Math.round(100 * p.score)} percent`;
+  const [best, next] = sheet.now, part = (p) => `${short(tidy(p.label))}, ${Math.round(100 * p.score)} percent`;
   const hidden = sheet.hide.size ? `With ${sheet.hide.size} ${sheet.hide.size === 1 ? "patch" : "patches"} hidden: ` : "";
   return `${hidden}${part(best)}${next ? `; then ${part(next)}` : ""}.`;
 }

@@ -20,18 +20,20 @@ let asking = null;  // one dialog for all requests that were refused together
 const running = new Map();  // what is being waited for -> since when
 let ticking = 0;
 
-/** `state(kind, seconds)`: "away", "busy" or "fine"; `doing(what, ms)`; `token()` asks the person for one. */
+/** `state(kind, seconds)`: "away", "busy" or "fine"; `doing(what, ms, progress)`; `token()` asks the person for one. */
 export function listen(given) { Object.assign(listeners, given); }
 export function tryNow() { for (const wake of waiting) wake(); }
 
-/** JSON (or bytes) from the server, however long it is away; `what` is told to the person when it takes long. */
-export async function ask(path, { body, what = "", signal, as = "json" } = {}) {
-  const mine = Symbol(what);
-  running.set(mine, { what, since: performance.now() });
+/** JSON (or bytes) from the server, however long it is away; `what` is told to the person when it takes long.
+ *  `partial` gets results that come before the answer, and returns how far that is: { done, total }. */
+export async function ask(path, { body, what = "", signal, as = "json", partial } = {}) {
+  const mine = Symbol(what), entry = { what, since: performance.now(), progress: null };
+  const hear = partial && ((found) => { entry.progress = partial(found); });
+  running.set(mine, entry);
   tick();
   try {
     for (let attempt = 0; ; attempt++) {
-      const answer = await once(path, body, signal, as);
+      const answer = await once(path, body, signal, as, hear);
       if (trouble && !answer.again) { trouble = false; listeners.state("fine", 0); }  // whatever it answers, it is back
       if (answer.ok) return answer.found;
       if (!answer.again) throw answer.error;
@@ -44,17 +46,36 @@ export async function ask(path, { body, what = "", signal, as = "json" } = {}) {
   }
 }
 
-async function once(path, body, signal, as) {
+/** The last of the JSON lines of an answer; partial results before it are handed on as they come. */
+async function lastLine(response, partial) {
+  const reader = response.body.getReader(), decoder = new TextDecoder();
+  let rest = "", last = null;
+  for (;;) {
+    const { done, value } = await reader.read();
+    const lines = (rest + decoder.decode(value, { stream: !done })).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      const found = JSON.parse(line);
+      if (found.partial) partial(found.partial);
+      else last = found;
+    }
+    if (done) return last;
+  }
+}
+
+async function once(path, body, signal, as, partial) {
   let response, found;
-  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const headers = { ...(token && { Authorization: `Bearer ${token}` }), ...(partial && { Accept: "application/x-ndjson" }) };
   try {
     response = await fetch(path, { method: body ? "POST" : "GET", body, headers, signal });
-    found = await (response.ok && as === "blob" ? response.blob() : response.json()).catch(() => null);
+    const lines = partial && response.headers.get("Content-Type") === "application/x-ndjson";
+    found = await (lines ? lastLine(response, partial) : response.ok && as === "blob" ? response.blob() : response.json()).catch(() => null);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     return { again: true, kind: "away" };
   }
   if (signal?.aborted) throw new DOMException("", "AbortError");
+  if (response.ok && found?.error) return { error: new Refused(response.status, found.error) };
   if (response.ok && found !== null) return { ok: true, found };
   if (response.ok || AGAIN.includes(response.status)) {
     const after = Number(response.headers.get("Retry-After")) * 1000 || undefined;
@@ -101,7 +122,7 @@ function tick() {
     const [longest] = [...running.values()].filter(({ what }) => what).sort((a, b) => a.since - b.since);
     if (!longest || trouble) return;  // the banner says it
     const ms = performance.now() - longest.since;
-    if (ms > SLOW) listeners.doing(longest.what, ms > LONG ? ms : 0);
+    if (ms > SLOW) listeners.doing(longest.what, ms > LONG ? ms : 0, longest.progress);
   }, 150);
 }
 

@@ -1,10 +1,10 @@
 // One picture on the table: what is hidden of it, and what the server has said about it so far.
 
-import { bytes, cosine, layerOf, mapOf } from "./attention.js";
+import { bytes, cosine, layerOf, mapOf, partialOf } from "./attention.js";
 import { ask, form, latest } from "./server.js";
 
 const SHOWN = 5, KNOWN = 50;  // classes in the bars; classes whose earlier score is remembered
-const KEPT = ["source", "blob", "name", "hide", "past", "image", "before", "now", "whole", "kept", "embedding", "distance", "uniform", "grid", "stale", "layers", "maps"];
+const KEPT = ["source", "blob", "name", "hide", "past", "image", "before", "top", "now", "whole", "kept", "embedding", "distance", "uniform", "grid", "stale", "layers", "maps"];
 
 export class Sheet {
   constructor(model, changed, failed) {
@@ -18,9 +18,10 @@ export class Sheet {
   }
 
   forget() {
-    Object.assign(this, { before: null, now: null, whole: null, kept: null, distance: [], uniform: 0, grid: this.model.grid, stale: true });
+    Object.assign(this, { before: null, top: null, now: null, whole: null, kept: null, distance: [], uniform: 0, grid: this.model.grid, stale: true });
     this.layers = new Map();
     this.maps = new Map();
+    this.halt();
     this.lost = new Set();  // what was asked for and refused
   }
 
@@ -38,7 +39,8 @@ export class Sheet {
 
   stop() {
     clearTimeout(this.later);
-    for (const work of [this.predicting, this.explaining, this.fetching]) work.cancel();
+    for (const work of [this.predicting, this.explaining]) work.cancel();
+    this.halt();
   }
 
   /** Hide exactly these from now on. */
@@ -46,6 +48,7 @@ export class Sheet {
     if (remember) this.past.push(this.hide);
     this.hide = new Set(patches);
     this.stale = true;
+    this.halt();
     this.send(true);
     this.changed(this);
   }
@@ -78,7 +81,7 @@ export class Sheet {
     const found = await this.quick(this.values, signal);
     const whole = this.hide.size && !(this.before ?? this.whole) ? await this.quick({}, signal) : null;  // a link came with them hidden
     if (this.model.classes) {
-      if (whole) this.before = scores(whole.predictions);
+      if (whole) this.remember(whole.predictions);
       this.tell(found.predictions);
     } else {
       this.wholeOnly = !found;
@@ -99,9 +102,12 @@ export class Sheet {
   }
 
   tell(predictions) {
-    if (!this.hide.size) this.before = scores(predictions);
+    if (!this.hide.size) this.remember(predictions);
     this.now = predictions.slice(0, SHOWN);
   }
+
+  /** What the model says of the whole image. */
+  remember(predictions) { Object.assign(this, { before: scores(predictions), top: predictions[0] }); }
 
   async explain(signal) {
     if (!this.model.methods.length) return this.show(signal);
@@ -111,6 +117,7 @@ export class Sheet {
     if (signal.aborted) return;
     this.layers = new Map();
     this.maps = new Map();
+    this.halt();
     this.lost = new Set();
     if (!this.now && answer.predictions.length) this.tell(answer.predictions);
     Object.assign(this, { image, stale: false, grid: answer.grid ?? this.grid, distance: answer.distance ?? [], uniform: answer.uniform_distance });
@@ -132,19 +139,58 @@ export class Sheet {
     for (const [name, map] of Object.entries(answer.maps)) this.maps.set(name, mapOf(map));
   }
 
-  /** A layer or map that did not come with the first answer. */
-  want({ layer, method }) {
-    if (!this.image || this.stale || (layer ? this.layers.has(layer) : this.maps.has(method)) || this.lost.has(layer ?? method)) return;
-    this.fetching.start({ layer, method }).catch((error) => { this.lost.add(layer ?? method); this.fail(error); });
+  map(method) { return this.maps.get(method) ?? (this.partial?.method === method ? this.partial.values : null); }
+
+  /** Gets layers and maps that did not come with the first answer, one at a time; what is wanted no longer is called off. */
+  want(wants) {
+    const key = ({ layer, method }) => layer ?? method, has = ({ layer, method }) => (layer ? this.layers.has(layer) : this.maps.has(method));
+    if (this.wanted && !wants.some((one) => key(one) === key(this.wanted))) this.halt();
+    const next = wants.find((one) => !has(one) && !this.lost.has(key(one)));
+    if (!next || this.wanted || !this.image || this.stale) return;
+    this.halt();
+    const mine = (this.wanted = next), ended = () => { if (this.wanted === mine) this.wanted = null; };
+    this.fetching.start(mine).finally(ended).catch((error) => { this.lost.add(key(mine)); this.partial = null; this.fail(error); });
+  }
+
+  /** Calls off what is being fetched, and forgets what there was of it. */
+  halt() {
+    this.fetching?.cancel();
+    Object.assign(this, { wanted: null, partial: null, stopped: null });
+  }
+
+  /** The person does not want to wait: what there is stays, and nothing more comes until it is asked for again. */
+  stopFetching() {
+    if (!this.wanted) return;
+    const { wanted: { method }, partial } = this;
+    this.halt();
+    Object.assign(this, { partial, stopped: method });
+    this.lost.add(method);
+    this.changed(this);
+  }
+
+  /** The person chooses a map again that was stopped or refused. */
+  resume(method) {
+    if (this.lost.delete(method) && this.stopped === method) this.halt();
   }
 
   async more(signal, { layer, method }) {
     const values = { ...this.values, layers: layer ? [layer] : [], methods: method ? [method] : [] };
     const what = method ? `Computing ${method}` : `Fetching layer ${layer}`;
-    const answer = await ask("/v1/explain", { body: form(this.blob, values), what, signal });
+    const partial = method && ((found) => this.grow(signal, method, found[method]));
+    const answer = await ask("/v1/explain", { body: form(this.blob, values), what, signal, partial });
     if (signal.aborted || this.stale) return;
     this.take(answer);
+    this.partial = this.wanted = null;
     this.changed(this);
+  }
+
+  /** A part of a map has come. */
+  grow(signal, method, map) {
+    const { done, total } = map;
+    if (signal.aborted || this.stale) return null;
+    this.partial = { method, values: partialOf(map), done, total };
+    this.changed(this);
+    return { done, total };
   }
 }
 

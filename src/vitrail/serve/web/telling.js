@@ -1,7 +1,7 @@
 // What a pane shows, in words: its name, what it means, who looks where, how bright is how much.
 
-import { covered, largest, lost, scale, sideOf } from "./attention.js";
-import { capital, percent, points, tidy } from "./says.js";
+import { covered, isPartial, largest, lost, scale, sideOf } from "./attention.js";
+import { capital, percent, points, short, tidy } from "./says.js";
 
 export const NAMES = { attention: "Attention", rollout: "Rollout", gradient: "Gradient", occlusion: "Occlusion", pool: "Pool", plain: "Picture" };
 
@@ -34,9 +34,9 @@ export function whoAsks(from, model, grid) {
   return from < model.special.length ? `the ${model.special[from]} token` : place(from - model.special.length, grid);
 }
 
-/** One line below the picture: what light means here. */
-export function meaning({ show, head }, sheet, model, from) {
-  const [best] = sheet.now ?? [], named = best ? `“${tidy(best.label)}”` : "the class", side = sideOf(model.grid);
+/** One line below the picture: what light means here; names have `most` letters. */
+export function meaning({ show, head }, sheet, model, from, most = 28) {
+  const [best] = sheet.now ?? [], named = best ? `“${short(tidy(best.label), most)}”` : "the class", side = sideOf(model.grid);
   if (show === "attention") {
     const who = from !== null && from >= model.special.length ? "the framed patch" : whoAsks(from, model, model.grid);
     return `What ${who} attends to${head ? ` in head ${head}` : ""}.`;
@@ -64,8 +64,9 @@ export function sentence({ show }, sheet, model, { values, row, from, hover }) {
   if (!sheet.image || !sheet.grid) return "";
   if (!model.methods.length) return "This server runs an exported file: it predicts, and cannot be looked into.";
   if (show === "plain") return model.attention ? `${model.image.width} × ${model.image.height} pixels.` : "This model has convolutions and no attention to look at; occlusion shows what it needs.";
-  if (!values) return "";
-  if (show !== "attention") return valueOf(show, values, hover ?? largest(values), hover === null, sheet.grid);
+  const stopped = sheet.stopped === show ? `Stopped${sheet.partial ? ` at ${sheet.partial.done} of ${sheet.partial.total} squares` : ""}; choose ${NAMES[show]} to start again. ` : "";
+  if (!values) return stopped;
+  if (show !== "attention") return stopped + valueOf(show, values, hover ?? largest(values), hover === null, sheet.grid);
   const special = model.special.length, best = largest(values), token = largest(row.subarray(0, special)), me = from ?? (whoAsks(null, model, sheet.grid) === "the class token" ? 0 : null);
   const where = me === best + special ? "itself" : place(best, sheet.grid), much = (at) => `(${percent(row[at])})`;
   const corner = me === best + special ? "" : cornered(best, sheet.grid);
@@ -88,7 +89,8 @@ function valueOf(show, values, patch, best, grid) {
   const value = values[patch], top = largest(values), most = values[top];
   if (show === "occlusion") {
     const where = squareAt(patch, grid), { count } = covered(patch, grid), much = `${points(Math.abs(value))} points ${value < 0 ? "won" : "lost"}`;
-    return `${best ? `Most at ${where}` : capital(where)}: ${much} ${count > 1 ? `on average when one of the ${count} squares with it is` : "when"} covered.`;
+    if (Number.isNaN(value)) return `${capital(where)}: not computed yet.`;
+    return `${best ? `Most ${isPartial(values) ? "so far " : ""}at ${where}` : capital(where)}: ${much} ${count > 1 ? `on average when one of the ${count} squares with it is` : "when"} covered.`;
   }
   const where = place(patch, grid), corner = patch === top && most > 0 ? cornered(patch, grid) : "";
   if (show !== "gradient") return `${best ? `Most at ${where}` : capital(where)}: ${percent(Math.max(value, 0))}.${corner}`;

@@ -25,11 +25,13 @@ export function onBanner(act) {
   $("banner-close").onclick = hideBanner;
 }
 
-/** The quiet line on the picture; `count` is not read aloud. */
-export function say(text, count = "") {
+/** The quiet line on the picture; `count` is not read aloud. `part`, from 0 to 1, is how much is done. */
+export function say(text, count = "", part = null) {
   if ($("doing").textContent !== text) $("doing").textContent = text;
   if ($("doing-count").textContent !== count) $("doing-count").textContent = count;
-  $("status").classList.toggle("quiet", !text);
+  $("pill").classList.toggle("quiet", !text);
+  $("pill").classList.toggle("counted", part !== null);
+  if (part !== null) $("pill").style.setProperty("--part", part);
 }
 
 /** Buttons of which one is chosen; `options` are [value, text, what it is], or null where they stand in the page. */
