@@ -12,27 +12,28 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.data.preprocess import Preprocess, are_several
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.export.names import is_exported
-from vitrail.models import Net, ViT, build
+from vitrail.models import Net, Output, ViT, build
 from vitrail.models.base import evaluating
 from vitrail.models.families import FAMILIES
+from vitrail.models.output import joined
 from vitrail.models.variants import config_for, find
 from vitrail.runtime import pick_device, pick_dtype, say
 from vitrail.runtime.cores import cores
 from vitrail.runtime.tiles import check_bfloat16
-from vitrail.weights import checkpoint
+from vitrail.weights import checkpoint, modules
 from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.conversion import convert
 from vitrail.weights.labels import read_labels
 from vitrail.weights.locate import Found
 from vitrail.weights.native import NATIVE
-from vitrail.weights.opening import open_checkpoint
+from vitrail.weights.opening import adapted, open_checkpoint
 from vitrail.weights.shipped import SHIPPED
 
 if TYPE_CHECKING:
@@ -143,6 +144,28 @@ class Model:
         projects = self.card.task == "embed" and self.config.classes
         return self._outputs(pictures, batch, "logits" if projects else "pooled")
 
+    def features(
+        self,
+        images: Picture | Iterable[Picture],
+        want: str | Sequence[str] | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        norm: bool = False,
+        batch: int = 32,
+    ) -> Output:
+        """Named intermediates of images, on the CPU: what `net.features` gives for each batch, put together.
+
+        `vit.features("cat.jpg", "patch_maps", layers=[3, 7, 11]).patch_maps` is three times B h w D.
+        """
+        self.check_inside()
+        _check_batch(batch)
+        outputs = []
+        for group in _groups(images if are_several(images) else [images], batch):  # type: ignore[list-item]
+            with torch.no_grad(), evaluating(self.net):
+                batched = self._normalised([self.preprocess.pixels(image) for image in group])
+                outputs.append(self.net.features(batched, want, layers=layers, norm=norm))
+        return joined(outputs, _on_cpu)
+
     def explain(self, picture: Picture, **options: Any) -> Look:
         """What happens inside for one picture: `look.rollout`, `look.attention`, `look.figure().savefig(...)`.
 
@@ -161,8 +184,7 @@ class Model:
         Threads decode the next batch while the network is busy with this one; no more than these
         two are in memory, however many pictures there are.
         """
-        if batch < 1:
-            raise ConfigError(f"batch={batch}: wanted 1 picture at a time or more.")
+        _check_batch(batch)
         pool = ThreadPoolExecutor(min(batch, cores(), 16), thread_name_prefix="decode")
         waiting: list[Future[Pixels | VitrailError]] = []
         try:
@@ -241,9 +263,7 @@ class Model:
     @torch.no_grad()  # not inference_mode: what it gives cannot be trained on
     def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
         """B times H W C, 0 to 255 -> B outputs, on the CPU."""
-        batch = torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2)
-        images = self.preprocess.normalise(batch).to(self.dtype)
-        self._check_bfloat16()  # someone may have moved the network by itself
+        images = self._normalised(pixels)
         with evaluating(self.net):
             result = self.net(images) if want == "logits" else self.net.features(images, want=(want,)).pooled
         assert isinstance(result, Tensor)
@@ -252,7 +272,13 @@ class Model:
                 f"the network gives {result.shape[-1]} outputs, and its config says classes={self.config.classes}: its "
                 f"head was replaced. Use net.with_classes({result.shape[-1]}), which changes both."
             )
-        return result.to("cpu", torch.promote_types(result.dtype, torch.float32))
+        return _on_cpu(result)
+
+    def _normalised(self, pixels: Sequence[Pixels]) -> Tensor:
+        """B times H W C, 0 to 255 -> what the network takes, B C H W."""
+        batch = torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2)
+        self._check_bfloat16()  # someone may have moved the network by itself
+        return self.preprocess.normalise(batch).to(self.dtype)
 
     def _width(self, want: Want) -> int:
         if want == "logits" and self.config.classes:
@@ -290,7 +316,7 @@ def check_fits(config: ViTConfig | BiTConfig, card: Card) -> None:
 
 
 def load(
-    source: str | Path | Found,
+    source: str | Path | Found | nn.Module,
     *,
     image: Pair | None = None,
     channels: int | None = None,
@@ -303,7 +329,7 @@ def load(
     finite: bool = True,
     **changes: Any,
 ) -> Model:
-    """A model from a file, a folder, a model's name or a hub id, ready to use.
+    """A model from a file, a folder, a model's name, a hub id or another library's network, ready to use.
 
     It is looked for in this order: an existing file or folder; a model that ships with the package
     ("vitrail/cifar10"); a model's name, which stands for one stated public checkpoint; a hub id.
@@ -313,35 +339,32 @@ def load(
     file, `dtype=None` keeps the type that is stored, and further keywords override fields of the
     config (activation="gelu-quick"). A file that `vitrail export` wrote is run by its own engine: it
     predicts as any other model does, and cannot be changed or looked into.
+
+    A network in memory, of timm, transformers, torchvision or open_clip, is converted: the weights are
+    copied, preprocessing and labels are those of its config, and its outputs are compared for one image.
     """
-    where = Path(source.path if isinstance(source, Found) else source).expanduser()
-    if is_exported(where):
+    if not isinstance(source, str | Path | Found | nn.Module):
+        raise NotFound(
+            f"got a {type(source).__name__}, wanted a file, a folder, a model's name, a hub id or an nn.Module."
+        )
+    size: dict[str, Any] = {"image": image, "channels": channels, "classes": classes}
+    path = source.path if isinstance(source, Found) else source
+    where = None if isinstance(path, nn.Module) else Path(path).expanduser()
+    if where is not None and is_exported(where):
         from vitrail.api.exporting import running  # which needs this module
 
-        asked: dict[str, Any] = {
-            "image": image,
-            "channels": channels,
-            "classes": classes,
-            "family": family,
-            "section": section,
-        }
+        asked = size | {"family": family, "section": section}
         return running(where, labels=labels, device=device, dtype=dtype, **asked, **changes)
     target = pick_device(device)
-    net, card = open_checkpoint(
-        source,
-        image=image,
-        channels=channels,
-        classes=classes,
-        changes=changes,
-        section=section,
-        family=family,
-        dtype=pick_dtype(dtype),
-        finite=finite,
-    )
+    options: dict[str, Any] = {"family": family, "dtype": pick_dtype(dtype), "finite": finite}
+    if isinstance(source, nn.Module):
+        net, card = adapted(*modules.read(source, changes=changes, **options), **size)
+    else:
+        net, card = open_checkpoint(source, changes=changes, section=section, **size, **options)
     if labels is not None:
         card = card.but(labels=read_labels(labels, card.config.classes))
     if card.origin not in SHIPPED:  # nothing about those had to be assumed
-        say(card.notes, about=card.origin or Path(str(getattr(source, "path", source))).name)
+        say(card.notes, about=card.origin or Path(str(where)).name)
     return Model(net.to(target), card)
 
 
@@ -367,9 +390,19 @@ def _size(image: Pair) -> str:
     return "x".join(map(str, pair(image)))
 
 
+def _on_cpu(x: Tensor) -> Tensor:
+    """In single precision at least."""
+    return x.to("cpu", torch.promote_types(x.dtype, torch.float32))
+
+
 def _check_top(top: int) -> None:
     if top < 1:
         raise ConfigError(f"top={top}: wanted 1 class or more.")
+
+
+def _check_batch(batch: int) -> None:
+    if batch < 1:
+        raise ConfigError(f"batch={batch}: wanted 1 image at a time or more.")
 
 
 def _groups(pictures: Iterable[Picture], size: int) -> Iterator[tuple[Picture, ...]]:

@@ -19,7 +19,7 @@ from vitrail.config import BiTConfig, Pair, pair
 from vitrail.errors import ModelError, nearest
 from vitrail.models import init, resnet
 from vitrail.models.base import Network
-from vitrail.models.output import Output, wanted
+from vitrail.models.output import LAYERED, Output, chosen, wanted
 from vitrail.models.resnet import ROOT, StandardizedConv, Unit, group_norm
 
 # B images, C channels, h rows and w columns of a map
@@ -69,37 +69,64 @@ class BiT(Network):
             self.initialize(seed)
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.head(self.encode(images).mean((2, 3)))
+        logits: Tensor = self.head(self.finish(self.encode(images)).mean((2, 3)))
         return logits
 
-    def features(self, images: Tensor, want: str | Iterable[str] = ("logits",), keys: Tensor | None = None) -> Output:
-        """Named intermediates: logits, pooled (pre_logits is the same), maps, and the final map as patches."""
-        names = wanted(want)
+    def features(
+        self,
+        images: Tensor,
+        want: str | Iterable[str] | None = None,
+        keys: Tensor | None = None,
+        *,
+        layers: Iterable[int] | None = None,
+        norm: bool = False,
+    ) -> Output:
+        """Named intermediates: logits, pooled (pre_logits is the same), maps, and the final map as patches.
+
+        `layers` keeps the maps (or patch_maps, B h w C) of these stages alone, counted from 0, negative ones from the
+        end; stages after the last of them are not computed unless something else is wanted.
+        """
+        names = wanted(want, layers, layered="maps")
         _check_wanted(names)
-        maps: list[Tensor] | None = [] if "maps" in names else None
-        x = self.encode(images, maps)
+        if norm:
+            raise ModelError("BiT's final norm fits its last stage alone, not each; 'patches' is that map normalised.")
+        numbers = chosen(layers, len(self.stages))
+        kept = dict.fromkeys(numbers, images) if names & LAYERED else {}
+        x = self.encode(images, kept, max(numbers) + 1 if names <= LAYERED else None)
+        found: dict[str, Any] = {}
+        if kept:
+            found["maps"] = tuple(kept[number] for number in numbers)
+            found["patch_maps"] = tuple(m.permute(0, 2, 3, 1) for m in found["maps"])
+        if names <= LAYERED:
+            return Output(**{name: found[name] for name in names})
+        x = self.finish(x)
         pooled = x.mean((2, 3))  # B C
-        found: dict[str, Any] = {
+        found |= {
             "pooled": pooled,
             "pre_logits": pooled,
             "patches": x.permute(0, 2, 3, 1),  # B h w C
-            "maps": maps and tuple(maps),
         }
         if "logits" in names:
             found["logits"] = self.head(pooled)
         return Output(**{name: found[name] for name in names})
 
-    def encode(self, images: Tensor, maps: list[Tensor] | None = None) -> Tensor:
-        """The final map after norm and ReLU, B C h w; each stage's is kept in the list given."""
+    def encode(self, images: Tensor, maps: dict[int, Tensor] | None = None, stop: int | None = None) -> Tensor:
+        """Through all stages, or the first `stop`, B C h w; what leaves the stages that `maps` names is kept in it."""
         self.check_images(images)
         recompute = self.recomputes()
         x = root_pool(self.root(images), self.config.root_pad)
-        for stage in self.stages:
+        for i, stage in enumerate(self.stages):
+            if i == stop:
+                break
             assert isinstance(stage, nn.ModuleList)
             for unit in stage:
                 x = checkpoint(unit, x, use_reentrant=False, preserve_rng_state=False) if recompute else unit(x)
-            if maps is not None:
-                maps.append(x)
+            if maps is not None and i in maps:
+                maps[i] = x
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
+        """The last stage's map after norm and ReLU."""
         return F.relu(self.norm(x), inplace=True)
 
     @torch.no_grad()
@@ -176,6 +203,7 @@ def _conv(config: BiTConfig, inputs: int, outputs: int, side: int, stride: int =
 _LACKING = {
     "attention": "BiT has no attention",
     "tokens": "BiT has no tokens; 'maps' is what leaves each stage",
+    "prefix_tokens": "BiT has no tokens; 'maps' is what leaves each stage",
     "class_token": "BiT has no class token; 'pooled' is what its head sees",
     "pool_attention": "BiT pools by the mean, not by attention",
     "heads": "BiT is not distilled: there is one head",

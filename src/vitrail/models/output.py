@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError, nearest
@@ -28,22 +30,61 @@ class Output:
     patches: Tensor | None = None
     """B h w D: the patches, likewise, as the grid they lie in."""
     tokens: tuple[Tensor, ...] | None = None
-    """depth + 1 times B T D: what enters the first block, then what leaves each."""
+    """depth + 1 times B T D: what enters the first block, then what leaves each; with `layers`, what leaves those."""
+    patch_maps: tuple[Tensor, ...] | None = None
+    """For each layer, or of `layers`, B h w D: the patches that leave it, as the grid they lie in."""
+    prefix_tokens: tuple[Tensor, ...] | None = None
+    """Likewise B P D: the class, distillation and register tokens, in this order."""
     attention: tuple[Tensor, ...] | None = None
-    """depth times B H T T: each row sums to 1."""
+    """For each layer, or of `layers`, B H T T: each row sums to 1."""
     pool_attention: Tensor | None = None
     """The attention pool's weights: B H N over the patches (pool='map'), B H T over all tokens (pool='coca')."""
     maps: tuple[Tensor, ...] | None = None
-    """Convolutional networks: B C h w after each stage."""
+    """Convolutional networks: B C h w after each stage, or after those that `layers` names."""
+
+
+def joined(outputs: Sequence[Output], to: Callable[[Tensor], Tensor]) -> Output:
+    """Outputs of batches as that of all their images, each tensor passed through `to` first."""
+    if not outputs:
+        raise ModelError("there are no images to compute features of; wanted at least one.")
+    whole: dict[str, Any] = {}
+    for name in NAMES:
+        parts = [getattr(output, name) for output in outputs]
+        if isinstance(parts[0], tuple):
+            whole[name] = tuple(torch.cat([to(x) for x in layer]) for layer in zip(*parts, strict=True))
+        elif parts[0] is not None:
+            whole[name] = torch.cat([to(x) for x in parts])
+    return Output(**whole)
 
 
 NAMES = tuple(f.name for f in fields(Output))
+LAYERED = frozenset({"tokens", "patch_maps", "prefix_tokens", "attention", "maps"})
+"""Outputs of which there is one for each layer: `layers` chooses among these."""
 
 
-def wanted(want: str | Iterable[str]) -> frozenset[str]:
-    """The names asked for, checked."""
+def wanted(
+    want: str | Iterable[str] | None, layers: Iterable[int] | None = None, layered: str = "tokens"
+) -> frozenset[str]:
+    """The names asked for, checked; None: the logits, or with `layers` the output called `layered`."""
+    if want is None:
+        return frozenset({"logits" if layers is None else layered})
     names = frozenset((want,) if isinstance(want, str) else want)
     for name in names:
         if name not in NAMES:
             raise ModelError(f"no output is called {name!r}{nearest(name, NAMES)}")
+    if layers is not None and not names & LAYERED:
+        raise ModelError(f"layers chooses among {', '.join(sorted(LAYERED))}; got want={', '.join(sorted(names))}.")
     return names
+
+
+def chosen(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
+    """Layers counted from 0, negative ones from the end, as 0 ... depth - 1; None: all of them."""
+    if isinstance(layers, int):
+        raise ModelError(f"layers={layers}: wanted a list of layers, such as [{layers}].")
+    asked = tuple(range(depth) if layers is None else layers)
+    for layer in asked:
+        if not -depth <= layer < depth:
+            raise ModelError(f"there is no layer {layer}; wanted 0 to {depth - 1}, or -1 for the last.")
+    if not asked:
+        raise ModelError("layers is empty; wanted at least one layer, such as [-1] for the last.")
+    return tuple(layer % depth for layer in asked)

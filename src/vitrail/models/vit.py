@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
 
 import torch
@@ -16,7 +16,7 @@ from vitrail.models import drop, init
 from vitrail.models.base import Network
 from vitrail.models.hybrid import ResNetStem
 from vitrail.models.layers import AttentionPool, Block, PatchProjection, Place, make_norm
-from vitrail.models.output import Output, wanted
+from vitrail.models.output import LAYERED, Output, chosen, wanted
 from vitrail.models.position import Additive, Grid, make_positions
 
 # B images, C channels, N patches in h rows and w columns, T = N + special tokens, D width, H heads
@@ -66,26 +66,43 @@ class ViT(Network):
         x = self.norm_before(self.encode(x, grid, keys=keys))
         return self.classify(*self.read(x))
 
-    def features(self, images: Tensor, want: str | Iterable[str] = ("logits",), keys: Tensor | None = None) -> Output:
-        """Named intermediates; the explicit attention is computed only when asked for."""
-        names = wanted(want)
+    def features(
+        self,
+        images: Tensor,
+        want: str | Iterable[str] | None = None,
+        keys: Tensor | None = None,
+        *,
+        layers: Iterable[int] | None = None,
+        norm: bool = False,
+    ) -> Output:
+        """Named intermediates, by default the logits; the explicit attention is computed only when asked for.
+
+        `layers` keeps the tokens, patch_maps, prefix_tokens or attention of these blocks alone, in this order:
+        counted from 0 as in `net.blocks` and timm, negative ones from the end. Blocks after the last of them are not
+        computed unless something else is wanted. `norm` applies the final norm to each layer's tokens.
+        """
+        names = wanted(want, layers)
         self._check_wanted(names)
-        tokens: list[Tensor] | None = [] if "tokens" in names else None
+        tokens: list[Tensor] | None = [] if names & {"tokens", "patch_maps", "prefix_tokens"} else None
         attention: list[Tensor] | None = [] if "attention" in names else None
         look: list[Tensor] | None = [] if "pool_attention" in names else None
+        numbers = chosen(layers, self.config.depth)
+        only = None if layers is None else frozenset(numbers)
+        stop = max(numbers) + 1 if names <= LAYERED else None
 
         keys = self.keys_for(images, keys)
         x, grid = self.embed(images, keys)
-        x = self.norm_before(self.encode(x, grid, tokens, attention, keys))
+        x = self.encode(x, grid, tokens, attention, keys, only, stop)
+        found = self._layered(numbers, tokens, attention, grid, norm)
+        if names <= LAYERED:
+            return Output(**{name: found[name] for name in names})
+        x = self.norm_before(x)
         pooled, second = self.read(x, look)
-        special = self.config.prefix
-        found: dict[str, Any] = {
-            "tokens": tokens and tuple(tokens),
-            "attention": attention and tuple(attention),
+        found |= {
             "pool_attention": look and look[0][:, :, 0],
             "pooled": pooled,
             "class_token": x[:, 0] if self.config.class_token else None,
-            "patches": x[:, special:].unflatten(1, grid),
+            "patches": x[:, self.config.prefix :].unflatten(1, grid),
         }
         if "pre_logits" in names:
             found["pre_logits"] = self.represent(pooled)
@@ -94,6 +111,28 @@ class ViT(Network):
         if "heads" in names and second is not None:
             found["heads"] = (self.head(pooled), self.head_distill(second))  # type: ignore[misc]
         return Output(**{name: found[name] for name in names})
+
+    def _layered(
+        self,
+        numbers: tuple[int, ...],
+        tokens: list[Tensor] | None,
+        attention: list[Tensor] | None,
+        grid: Grid,
+        norm: bool,
+    ) -> dict[str, Any]:
+        """What `encode` has kept of these layers, by name and in the order asked for."""
+        order, special = sorted(set(numbers)), self.config.prefix
+        found: dict[str, Any] = {}
+        if attention is not None:
+            found["attention"] = tuple(attention[order.index(number)] for number in numbers)
+        if tokens is not None:
+            tokens = [self.norm_before(x) for x in tokens] if norm else tokens
+            entering = tokens[: len(tokens) - len(order)]  # the first block, where all layers are kept
+            leaving = [tokens[len(entering) + order.index(number)] for number in numbers]
+            found["tokens"] = (*entering, *leaving)
+            found["patch_maps"] = tuple(x[:, special:].unflatten(1, grid) for x in leaving)
+            found["prefix_tokens"] = tuple(x[:, :special] for x in leaving)
+        return found
 
     def keys_for(self, x: Tensor, keys: Tensor | None) -> Tensor | None:
         """The keys given, or fresh ones; None where nothing is drawn."""
@@ -134,22 +173,30 @@ class ViT(Network):
         tokens: list[Tensor] | None = None,
         attention: list[Tensor] | None = None,
         keys: Tensor | None = None,
+        only: Collection[int] | None = None,
+        stop: int | None = None,
     ) -> Tensor:
-        """Through all blocks; tokens and attention weights are kept in the lists given."""
+        """Through all blocks, or the first `stop`; tokens and attention weights are kept in the lists given.
+
+        `only`: what leaves these blocks; None: what enters the first, and what leaves each.
+        """
         recompute, keys = self.recomputes() and attention is None, self.keys_for(x, keys)
         seeds = None if keys is None else drop.seeds(keys, self.config.depth)
         place: Place | None = None
-        if tokens is not None:
+        if tokens is not None and only is None:
             tokens.append(x)
         for i, block in enumerate(self.blocks):
+            if i == stop:
+                break
+            kept = only is None or i in only
             x, place = self.before(i, x, grid, place)
             drawn = None if seeds is None else seeds[i]
             if recompute:
                 state = self.config.attention_dropout > 0  # the rest is drawn from keys, the same each time
                 x = checkpoint(block, x, place, None, drawn, use_reentrant=False, preserve_rng_state=state)
             else:
-                x = block(x, place, attention, drawn)
-            if tokens is not None:
+                x = block(x, place, attention if kept else None, drawn)
+            if tokens is not None and kept:
                 tokens.append(x)
         return x
 
@@ -301,13 +348,15 @@ class ViT(Network):
             "class_token": not config.class_token,
             "heads": not config.distilled,
             "pool_attention": self.pool is None,
+            "prefix_tokens": not config.prefix,
             "maps": True,
         }
         reasons = {
             "class_token": "it has no class token",
             "heads": "it is not distilled: there is one head",
             "pool_attention": f"it pools by {config.pool!r}, not by attention",
-            "maps": "a ViT has tokens, not maps; 'patches' is the final grid",
+            "prefix_tokens": "it has no class, distillation or register tokens",
+            "maps": "a ViT has tokens; 'patch_maps' has each layer's as B h w D, 'patches' the final ones",
         }
         for name in names:
             if lacking.get(name):

@@ -103,7 +103,7 @@ def _hinted(archive: Archive, said: str) -> str:
 
 
 def read(
-    path: str | Path,
+    path: str | Path | Archive,
     *,
     section: str | None = None,
     family: str | None = None,
@@ -111,20 +111,20 @@ def read(
     finite: bool = True,
     changes: Mapping[str, Any] | None = None,
 ) -> tuple[Net, Card]:
-    """Network (in evaluation mode) and card from a file or folder.
+    """Network (in evaluation mode) and card from a file or folder, or from one that is open.
 
     Tensors are mapped from the file where their layout and address allow, else copied. `dtype=None`
     keeps what is stored; `finite=False` lets NaN and infinity pass; `family` settles what the file does
     not say; `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
     file cannot tell (heads=4, image=(224, 448)).
     """
-    if Path(path).suffix.lower() in EXPORTED and Path(path).is_file():
+    if not isinstance(path, Archive) and Path(path).suffix.lower() in EXPORTED and Path(path).is_file():
         raise CheckpointError(
             f"{path} is exported: it can be run, but not looked into, changed or trained; "
             "take the checkpoint it was made from."
         )
     family = _known(family)
-    with closing(open_archive(path, section=section)) as opened:
+    with closing(path if isinstance(path, Archive) else open_archive(path, section=section)) as opened:
         form, archive = recognise(_headed(opened), family)
         archive.told.update(changes or {}, **({"family": family} if family else {}))
         with _reading(form, archive):

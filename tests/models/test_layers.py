@@ -1,0 +1,168 @@
+"""`features(..., layers=...)`: the tokens of some layers, as timm's `forward_intermediates` gives them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from compare import randomized, relative
+from conftest import import_peer
+from small_models import gradient, model, small
+from torch import Tensor, nn
+
+import vitrail
+from vitrail.config import BiTConfig, StemConfig, ViTConfig
+from vitrail.errors import ModelError
+from vitrail.models import Net, build
+
+DEEP = {"image": 32, "patch": 8, "width": 32, "depth": 6, "heads": 2, "mlp": 48, "classes": 5}
+
+
+def deep(**options: Any) -> Net:
+    return randomized(build(ViTConfig(**DEEP | options)))
+
+
+def images() -> Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def counted(net: Net, parts: nn.ModuleList) -> list[int]:
+    """A list that fills with the numbers of the blocks or stages that are computed."""
+    done: list[int] = []
+    for i, part in enumerate(parts):
+        first = part[0] if isinstance(part, nn.ModuleList) else part
+        first.register_forward_hook(lambda *_, i=i: done.append(i))
+    return done
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("kind", ["token", "registers", "pooled, then normed", "distilled", "clip"])
+def test_layers_are_those_of_timm(kind: str, norm: bool) -> None:
+    import_peer("timm")
+    from timm.models import deit, vision_transformer
+
+    options = {
+        "token": {},
+        "registers": {"reg_tokens": 3, "no_embed_class": True},
+        "pooled, then normed": {"global_pool": "avg"},
+        "distilled": {},
+        "clip": {"pre_norm": True, "act_layer": "quick_gelu"},
+    }[kind]
+    make = deit.VisionTransformerDistilled if kind == "distilled" else vision_transformer.VisionTransformer
+    theirs = make(img_size=32, patch_size=8, embed_dim=64, depth=6, num_heads=2, num_classes=5, **options)
+    theirs = randomized(theirs)
+    net = vitrail.load(theirs).net
+    with torch.no_grad():
+        for layers in ([1, 3, 5], [-1], [0, -2]):
+            wanted = theirs.forward_intermediates(
+                images(), layers, return_prefix_tokens=True, norm=norm, intermediates_only=True
+            )
+            names = ("patch_maps", "prefix_tokens", "tokens")
+            got = net.features(images(), names, layers=layers, norm=norm)
+            for i, (maps, prefix) in enumerate(wanted):
+                assert relative(got.patch_maps[i], maps.permute(0, 2, 3, 1)) <= 1e-5
+                assert relative(got.prefix_tokens[i], prefix) <= 1e-5
+                assert torch.equal(got.tokens[i][:, net.config.prefix :].unflatten(1, (4, 4)), got.patch_maps[i])
+
+
+@pytest.mark.parametrize("position", ["learned-1d", "relative", "rope-2d"])
+def test_some_layers_are_those_of_all(position: Any) -> None:
+    net = deep(position=position, registers=2)
+    with torch.no_grad():
+        whole = net.features(images(), ("tokens", "attention", "logits"))
+        some = net.features(images(), ("tokens", "attention", "logits"), layers=[4, 1, -1])
+        for i, layer in enumerate((4, 1, 5)):
+            assert relative(some.tokens[i], whole.tokens[layer + 1]) <= 1e-6
+            assert relative(some.attention[i], whole.attention[layer]) <= 1e-6
+        assert len(some.tokens) == len(some.attention) == 3
+        assert relative(some.logits, net(images())) <= 1e-5
+        maps = net.features(images(), "patch_maps").patch_maps
+    assert len(maps) == 6
+    assert relative(maps[5].flatten(1, 2), whole.tokens[6][:, 3:]) <= 1e-6
+
+
+def test_layers_alone_means_their_tokens_and_nothing_else() -> None:
+    net = deep()
+    done = counted(net, net.blocks)
+    out = net.features(images(), layers=[1, 3])
+    assert [t.shape for t in out.tokens] == [(2, 17, 32)] * 2
+    assert done == [0, 1, 2, 3]  # and not those after the last one wanted
+    assert out.logits is None
+    net.features(images(), ("logits", "tokens"), layers=[1])
+    assert done[4:] == [0, 1, 2, 3, 4, 5]
+
+
+def test_layers_that_are_not_wanted_are_not_kept() -> None:
+    net, kept = deep(), []
+    net.blocks[0].register_forward_hook(lambda module, inputs, output: kept.append(weakref.ref(output)))
+    with torch.no_grad():
+        net.features(images(), layers=[3])
+    assert kept[0]() is None
+
+
+def test_wide_images_give_wide_maps() -> None:
+    wide = torch.randn(1, 3, 16, 48)
+    assert deep().features(wide, "patch_maps", layers=[0]).patch_maps[0].shape == (1, 2, 6, 32)
+    hybrid = build(ViTConfig(**DEEP | {"patch": 1}, stem=StemConfig(layers=(1, 1), width=0.5)))
+    assert hybrid.features(wide, "patch_maps", layers=[0]).patch_maps[0].shape == (1, 2, 6, 32)
+
+
+def test_a_bit_has_stages() -> None:
+    net = randomized(build(BiTConfig(layers=(1, 1, 1), width=0.5, classes=5, image=32)))
+    done = counted(net, net.stages)
+    with torch.no_grad():
+        whole = net.features(images(), "maps").maps
+        del done[:]
+        some = net.features(images(), layers=[1, 0])
+        assert done == [0, 1]
+        assert [m.shape for m in some.maps] == [(2, 256, 4, 4), (2, 128, 8, 8)]
+        assert torch.equal(some.maps[0], whole[1])
+        assert net.features(images(), "patch_maps", layers=[-1]).patch_maps[0].shape == (2, 2, 2, 512)
+        both = net.features(images(), ("logits", "maps"), layers=[0])
+        assert torch.equal(both.logits, net(images()))
+    with pytest.raises(ModelError, match="BiT's final norm fits its last stage"):
+        net.features(images(), layers=[0], norm=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layers": [6]}, "there is no layer 6; wanted 0 to 5, or -1 for the last"),
+        ({"layers": [-7]}, "there is no layer -7"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": 3}, r"layers=3: wanted a list of layers, such as \[3\]"),
+        ({"layers": [3], "want": "logits"}, "layers chooses among attention, maps, .*; got want=logits"),
+        ({"layers": [3], "want": "maps"}, "'patch_maps' has each layer's"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        deep().features(images(), **options)
+
+
+def test_prefix_tokens_of_a_network_without_any_are_refused() -> None:
+    with pytest.raises(ModelError, match="it has no class, distillation or register tokens"):
+        deep(class_token=False, pool="gap").features(images(), "prefix_tokens")
+
+
+def test_layers_compile_as_one_graph() -> None:
+    net = deep()
+    compiled = torch.compile(
+        lambda x: net.features(x, "patch_maps", layers=[1, 3]).patch_maps, fullgraph=True, backend="eager"
+    )
+    with torch.no_grad():
+        assert relative(compiled(images())[1], net.features(images(), "patch_maps", layers=[3]).patch_maps[0]) <= 1e-6
+
+
+def test_a_model_gives_features_of_images() -> None:
+    vit = model(small())
+    out = vit.features([gradient()] * 3, ("patch_maps", "pooled"), layers=[0, 1], batch=2)
+    assert [m.shape for m in out.patch_maps] == [(3, 4, 4, 128)] * 2
+    torch.testing.assert_close(out.pooled, vit.embed([gradient()] * 3))
+    assert vit.features(gradient(), layers=[1]).tokens[0].shape == (1, 17, 128)
+    assert vit.features(gradient()).logits.shape == (1, 5)
+    with pytest.raises(ModelError, match="at least one"):
+        vit.features([])

@@ -1,0 +1,180 @@
+"""Networks of other libraries in memory: the same outputs, their preprocessing and labels, refusals by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import randomized, relative
+from conftest import import_peer
+from small_models import gradient, model, small
+from torch import nn
+
+import vitrail
+from vitrail.config import pair
+from vitrail.errors import CheckpointError, FormatError, NotFound, VitrailError
+
+pytestmark = pytest.mark.peer
+
+HF = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+MLP = {"intermediate_size": 64}
+
+
+def agree(theirs: nn.Module, name: str = "") -> vitrail.Model:
+    """Loaded; the outputs of both for two images differ by rounding."""
+    vit = vitrail.load(theirs)
+    images = torch.randn(2, vit.config.channels, *pair(vit.config.image))
+    with torch.no_grad():
+        wanted = theirs(images)
+        assert relative(vit.net(images), getattr(wanted, name) if name else wanted) <= 1e-5
+    assert vit.preprocess.config.image == pair(vit.config.image)
+    return vit
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("test_vit", {}),
+        ("test_vit2", {}),
+        ("vit_tiny_patch16_224", {"img_size": (32, 48), "num_heads": 6, "act_layer": "gelu_tanh"}),
+        ("vit_tiny_patch16_224", {"img_size": 32, "class_token": False, "global_pool": "avg", "num_classes": 0}),
+        ("vit_tiny_patch16_224", {"img_size": 32, "norm_layer": partial(nn.LayerNorm, eps=1e-3), "in_chans": 1}),
+        ("vit_small_patch16_224", {"img_size": 32, "reg_tokens": 2, "qk_norm": True, "norm_layer": "rmsnorm"}),
+        ("deit_tiny_distilled_patch16_224", {"img_size": 32}),
+        ("vit_small_patch14_reg4_dinov2", {"img_size": 56}),
+        ("vit_tiny_r_s16_p8_224", {"img_size": 128}),
+    ],
+)
+def test_a_network_of_timm(architecture: str, options: dict[str, Any]) -> None:
+    timm = import_peer("timm")
+    theirs = randomized(timm.create_model(architecture, depth=1, **options))
+    vit = agree(theirs)
+    cfg = theirs.pretrained_cfg
+    if vit.config.channels == 3:
+        assert vit.preprocess.config.mean == tuple(cfg["mean"])
+        assert vit.preprocess.config.std == tuple(cfg["std"])
+    assert vit.card.origin == f"timm's {architecture}"
+
+
+def test_labels_of_timm_are_those_of_its_tag() -> None:
+    timm = import_peer("timm")
+    assert vitrail.load(randomized(timm.create_model("test_vit"))).labels[0].startswith("tench")
+    assert vitrail.load(randomized(timm.create_model("test_vit", num_classes=5))).labels is None
+
+
+def test_a_bit_of_timm() -> None:
+    from timm.models.resnetv2 import ResNetV2
+
+    timm = import_peer("timm")
+    cfg = timm.get_pretrained_cfg("resnetv2_50x1_bit").to_dict()
+    theirs = ResNetV2([1, 1, 1, 1], num_classes=3, act_layer=nn.ReLU, **bit_of_timm())
+    theirs.pretrained_cfg = cfg
+    vit = vitrail.load(randomized(theirs))
+    assert isinstance(vit.net, vitrail.BiT)
+    assert vit.preprocess.config.mean == (0.5, 0.5, 0.5)
+
+
+def bit_of_timm() -> dict[str, Any]:
+    from timm.layers import StdConv2d
+    from timm.models.resnetv2 import GroupNormAct
+
+    return {
+        "stem_type": "fixed",
+        "conv_layer": partial(StdConv2d, eps=1e-8),
+        "norm_layer": partial(GroupNormAct, num_groups=32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "output"),
+    [
+        ("ViTForImageClassification", ("ViTConfig", HF | MLP), "logits"),
+        ("ViTModel", ("ViTConfig", HF | MLP | {"hidden_act": "quick_gelu"}), "pooler_output"),
+        ("DeiTForImageClassificationWithTeacher", ("DeiTConfig", HF | MLP), "logits"),
+        ("CLIPVisionModelWithProjection", ("CLIPVisionConfig", HF | MLP), "image_embeds"),
+        ("SiglipVisionModel", ("SiglipVisionConfig", HF | MLP), "pooler_output"),
+    ],
+)
+def test_a_network_of_transformers(name: str, config: tuple[str, dict[str, Any]], output: str) -> None:
+    transformers = import_peer("transformers")
+    agree(randomized(getattr(transformers, name)(getattr(transformers, config[0])(**config[1]))), output)
+
+
+def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
+    transformers = import_peer("transformers")
+    names = {0: "cat", 1: "dog", 2: "bird"}
+    config = transformers.ViTConfig(**HF, **MLP, id2label=names, problem_type="multi_label_classification")
+    theirs = randomized(transformers.ViTForImageClassification(config))
+    vit = agree(theirs, "logits")
+    assert vit.labels == ("cat", "dog", "bird")
+    assert vit.card.several
+    theirs.save_pretrained(tmp_path)
+    processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1, 0.2, 0.3])
+    processor.save_pretrained(tmp_path)
+    loaded = transformers.ViTForImageClassification.from_pretrained(tmp_path)
+    assert vitrail.load(loaded).preprocess.config.mean == (0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-3])
+def test_a_network_of_torchvision(eps: float) -> None:
+    models = import_peer("torchvision.models")
+    make = models.vision_transformer.VisionTransformer
+    agree(randomized(make(32, 8, 2, 4, 32, 64, num_classes=5, norm_layer=partial(nn.LayerNorm, eps=eps))))
+
+
+def test_weights_are_copies() -> None:
+    timm = import_peer("timm")
+    theirs = randomized(timm.create_model("test_vit"))
+    vit, images = vitrail.load(theirs), torch.randn(1, 3, 160, 160)
+    with torch.no_grad():
+        before, other = vit.net(images), theirs(images)
+        for parameter in theirs.parameters():
+            parameter.zero_()
+        assert torch.equal(vit.net(images), before)
+        theirs.load_state_dict(randomized(timm.create_model("test_vit")).state_dict())
+        for parameter in vit.net.parameters():
+            parameter.zero_()
+        assert torch.equal(theirs(images), other)
+
+
+def test_modes_wrappers_and_options() -> None:
+    timm = import_peer("timm")
+    theirs = randomized(timm.create_model("test_vit")).train()
+    for wrapped in (torch.compile(theirs), nn.DataParallel(theirs)):
+        vit = vitrail.load(wrapped, classes=3, image=80, labels=["a", "b", "c"])
+        assert vit.predict(gradient(), top=1)[0].label in "abc"
+        assert not vit.net.training
+        assert theirs.training
+    assert vitrail.load(theirs, activation="gelu-quick").config.activation == "gelu-quick"
+
+
+def test_a_network_with_a_replaced_part_is_refused() -> None:
+    timm = import_peer("timm")
+    theirs = randomized(timm.create_model("test_vit"))
+    theirs.blocks[0].mlp.act = nn.ReLU()
+    with pytest.raises(FormatError, match=r"timm's test_vit computes something else .* a part was replaced"):
+        vitrail.load(theirs)
+
+
+def test_other_networks_are_refused_by_name() -> None:
+    timm, transformers = import_peer("timm"), import_peer("transformers")
+    wanted = "is not a network that vitrail reads; wanted a Vision Transformer or BiT of timm"
+    refused: list[tuple[Any, type[VitrailError], str]] = [
+        (nn.Linear(3, 3), FormatError, f"torch's Linear {wanted}"),
+        (timm.create_model("test_resnet"), FormatError, f"timm's test_resnet {wanted}"),
+        (timm.create_model("eva02_tiny_patch14_224", depth=1), FormatError, "is EVA or EVA-02, which vitrail does not"),
+        (transformers.SwinModel(transformers.SwinConfig(depths=[1], num_heads=[2], embed_dim=32)), FormatError, wanted),
+        (
+            vitrail.create("ViT-Ti/16", depth=1),
+            FormatError,
+            r"this is a network of vitrail; vitrail\.Model\(net, card\)",
+        ),
+        (timm.create_model("test_vit").to("meta"), CheckpointError, "timm's test_vit has no weights"),
+        (model(small()), NotFound, r"got a Model, wanted a file, .* or an nn\.Module"),
+    ]
+    for given, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            vitrail.load(given)
