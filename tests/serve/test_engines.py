@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import need_extra
 from exports import export_quickly
 from serving import photo, running
-from small_models import model, small
+from small_models import gradient, model, small
 
 import vitrail
 from vitrail.api.exporting import export
 from vitrail.cli import main
+from vitrail.cli.serve import opened
+from vitrail.export import formats
 from vitrail.export.engines import FileEngine, open_engine
 from vitrail.export.sheet import Sheet
 from vitrail.serve.served import Served
@@ -42,6 +46,44 @@ def exported(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> Pa
     vit.save(folder / "weights")
     assert main(["export", str(folder / "weights"), str(folder / "small.onnx")]) == 0
     return folder / "small.onnx"
+
+
+FILES = {
+    "weights.safetensors": "torch",
+    "weights.pth": "torch",
+    "served.pt2": "torch",
+    "served.onnx": "onnxruntime",
+    "beside.onnx": "onnxruntime",
+    "served.xml": "openvino",
+}
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_served_model_does_not_change_with_its_file(
+    vit: vitrail.Model, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether written over (`cp other served`) or cut off, which ends a process that has the file mapped."""
+    path, pixels = tmp_path / name, np.stack([vit.preprocess.pixels(gradient(40, 30))])
+    if path.stem == "weights":
+        vit.save(path, to="vitrail" if path.suffix == ".safetensors" else "facebook")
+    else:
+        need_extra("export")
+        monkeypatch.setattr(formats, "LARGEST", 1000 if path.stem == "beside" else formats.LARGEST)
+        export(vit, path)
+    served = opened(str(path), None, 1)
+    wanted = served.engine.logits(pixels)
+    assert served.engine.name == FILES[name]
+    if Path("/proc/self/maps").exists():
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    for part in tmp_path.iterdir():
+        with part.open("r+b") as file:
+            file.write(bytes(part.stat().st_size))
+    assert (served.engine.logits(pixels) == wanted).all()
+    for part in tmp_path.iterdir():
+        os.truncate(part, 0)
+    assert (served.engine.logits(pixels) == wanted).all()
+    if served.model is not None:
+        assert np.isfinite(served.outputs(pixels, "features")).all()
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])

@@ -28,7 +28,7 @@ from vitrail.errors import CheckpointError, ConfigError, nearest
 from vitrail.export.compress import group_of
 from vitrail.export.extras import need, quiet
 from vitrail.export.formats import first_line, read_program, sheet_of
-from vitrail.export.names import is_exported
+from vitrail.export.names import beside, is_exported
 from vitrail.export.sheet import KEY, Sheet
 from vitrail.models import Net
 from vitrail.models.base import evaluating
@@ -239,6 +239,9 @@ def _open_onnx(path: Path, threads: int | None, lanes: int) -> FileEngine:
     options.log_severity_level = 3
     options.intra_op_num_threads = _share(threads, lanes) if lanes > 1 else threads or 0
     try:
+        if beside(path).exists() and hasattr(options, "add_external_initializers_from_files_in_memory"):
+            weights = beside(path).read_bytes()  # else ONNX Runtime keeps the file mapped, and changes with it
+            options.add_external_initializers_from_files_in_memory([beside(path).name], [weights], [len(weights)])
         with quiet():
             session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # a class of its own for each kind of failure
@@ -360,7 +363,9 @@ def openvino_core() -> Any:
     except ConfigError:  # too late for torch, which has begun already
         os.environ.setdefault(SETTING, WITHOUT_TILES)
     _start_openvino()
-    return openvino.Core()
+    core = openvino.Core()
+    core.set_property({"ENABLE_MMAP": False})  # a mapped file changes under the engine, or ends the process
+    return core
 
 
 @lru_cache(maxsize=1)

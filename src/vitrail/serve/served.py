@@ -14,9 +14,10 @@ from vitrail.config import ViTConfig, pair
 from vitrail.data.preprocess import Preprocess
 from vitrail.explain.attention import special_names
 from vitrail.explain.occlusion import GRID, grid_of
-from vitrail.export.engines import Engine, FileEngine
+from vitrail.export.engines import Engine, FileEngine, TorchEngine
 from vitrail.models import BiT, ViT
 from vitrail.models.base import evaluating
+from vitrail.weights.files import unmapped
 
 # B images, H W C pixels
 
@@ -35,6 +36,9 @@ class Served:
         shares a call out among those that are free.
         """
         self.engine, self.model, self.card, self.alone = engine, model, engine.card, alone
+        nets = [engine.net] if isinstance(engine, TorchEngine) else []
+        for net in nets if model is None or model.net in nets else [*nets, model.net]:
+            unmapped(net)
         self.preprocess = Preprocess(self.card.preprocess)
         self.name = name or (short_name(model) if model is not None else self.card.origin or self.card.family)
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.errors import CheckpointError, NotFound, nearest
 from vitrail.weights.kinds import AGAIN, few, first_line, read_json, recognise, refuse_code
@@ -184,6 +184,16 @@ def aligned(tensor: Tensor) -> Tensor:
     """
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
+
+
+def unmapped(net: nn.Module) -> None:
+    """Give a network on the CPU its own copy of each tensor, one after the other.
+
+    For processes that outlive a change of the file: mapped tensors change with it, and reading one that was
+    cut off ends the process.
+    """
+    if next(net.parameters()).device.type == "cpu":
+        net._apply(torch.clone)  # as `to` does, which also drops what modules have cached
 
 
 def choose_weights(names: Iterable[str]) -> str | None:
