@@ -2,16 +2,19 @@
 
     python benchmarks/soak.py [MODEL] [--requests 20000] [--hostile 0.05] [--clients 16] [--seed 0] [-- ...]
 
-Good requests are pictures of several kinds and sizes in all three kinds of body, and each answer is compared
-with `Model.predict` on the same bytes. Hostile ones are random bytes, decompression bombs, JPEGs of many
-scans, several pictures of 49 million pixels at once, truncated files, wrong types, nonsense where a form or
-JSON should be, lists of millions, headers without end, clients that send slowly, nothing, or half a request,
-clients that send many large bodies but for the last byte, that hang up halfway or after a large body, and
-clients that do not wait for their answer. A hostile request must be answered 4xx, or not at all where nobody
-listens; the large pictures are only large, and may be answered 200. It ends with status 1 if an answer was
-wrong, if there was any 5xx but 503, if the server's memory grew by more than a twentieth between the second
-and the last fifth of the requests, or if it did not end with status 0. Beside it another process asks
-/healthz all the time, and the longest that took is told. Options after -- go to `vitrail serve`.
+Before it each attack of `benchmarks/attacks.py` is measured by itself (--seconds 0: none is). Then good requests,
+images of various kinds and sizes in all three kinds of body, are sent by some clients, and each answer is compared
+with `Model.predict` on the same bytes. Hostile ones among them are random bytes, decompression bombs, JPEGs of many
+scans, images of 49 million pixels at once, truncated files, wrong types, nonsense where a form or JSON should be,
+lists of millions, headers without end, clients that send slowly, nothing, or half a request, clients that send many
+large bodies but for the last byte, that hang up halfway or after a large body, clients that do not wait for their
+answer, and the requests of `benchmarks/attacks.py`. A hostile request must be answered 4xx or 503, or not at all
+where no client listens; those that are images after all may be answered 200.
+
+It ends with status 1 if an answer was wrong, if there was any 5xx but 503, if the server's memory grew by more than a
+twentieth between the second and the last fifth of the requests, if an attack made an ordinary request's p99 five
+times longer, or if the server did not end with status 0. Another process asks /healthz all the time; the longest
+answer time is printed. Options after -- go to `vitrail serve`.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from attacks import ATTACKER, ATTACKS, compare, deep_png, form, many_chunks, many_parts, plain_ppm
 from PIL import Image
 from serve import service
 
@@ -45,11 +49,20 @@ SAMPLES = 25
 """Looks at the server's memory in each twentieth."""
 SLOW = 2.2
 """Seconds between the pieces that a slow client sends."""
+ATTACKING = {
+    "deep": lambda: form(*[deep_png(0)] * 16),
+    "plain": lambda: form(plain_ppm()),
+    "chunks": lambda: request(many_chunks(), "image/png"),
+    "parts": lambda: request(many_parts(), "image/jpeg"),
+}
+"""Requests that cost much more than they seem to."""
 SENT = ("random", "bomb", "jpeg bomb", "scans", "large", "truncated", "kind", "form", "json", "lists", "escapes")
 """Hostile by what they send."""
 BEHAVED = ("slow", "halfway", "impatient", "large and gone", "headers", "silent", "half-closed", "stalled")
 """Hostile by how."""
-HOSTILE = (*SENT, "value", *BEHAVED)
+HOSTILE = (*SENT, *ATTACKING, "value", *BEHAVED)
+LARGE = ("large", "chunks", "parts")
+"""Those that may be answered 200, since they are images after all."""
 STALLED = 40
 """Bodies of 15 million bytes that a stalling client all but ends: together they are more than the server holds."""
 SILENT = 10
@@ -162,6 +175,8 @@ def list_bomb(number: int) -> bytes:
 
 
 def hostile_request(name: str, one: Good, chance: random.Random) -> bytes:
+    if name in ATTACKING:
+        return ATTACKING[name]()
     if name == "scans":
         return request(many_scans(), "image/jpeg")
     if name == "large":
@@ -235,7 +250,7 @@ class Client:
 
     async def good(self, one: Good, way: int) -> None:
         status, body = await self.ask(good_request(one, way))
-        while status == 503:  # deliberate: come back later
+        while status in (429, 503):  # deliberate: come back later
             await asyncio.sleep(1)
             status, body = await self.ask(good_request(one, way))
         if status != 200:
@@ -252,7 +267,7 @@ class Client:
             await self.badly(name, good_request(one, chance.randrange(3)))
             return
         status, body = await self.ask(hostile_request(name, one, chance))
-        if not 400 <= status < 500 and status != 503 and not (name == "large" and status == 200):
+        if not 400 <= status < 500 and status != 503 and not (name in LARGE and status == 200):
             self.tally.wrong.append(f"{name} was answered {status}: {body[:200]!r}")
 
     async def badly(self, name: str, data: bytes) -> None:
@@ -365,11 +380,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", default="torch")
+    parser.add_argument("--seconds", type=float, default=10, help="of each attack that is measured")
     given, options = parser.parse_known_args()
     options = [word for word in options if word != "--"]
     goods = good_ones(given.model)
     problems = []
     with service(given.model or "vitrail/cifar10", given.engine, options) as (port, pid, ended):
+        if given.seconds:
+            problems += compare(port, list(ATTACKS), ATTACKER, given.seconds)
         context = multiprocessing.get_context("spawn")
         longest, asked = context.Value("d", 0.0), context.Value("i", 0)
         watcher = context.Process(target=watch, args=(port, longest, asked), daemon=True)
