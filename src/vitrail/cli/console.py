@@ -7,15 +7,18 @@ import shutil
 import sys
 from contextlib import suppress
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+from vitrail.runtime import visible
+from vitrail.runtime.terminal import Terminal
 
 # Outside a terminal rich would fold tables at 80 columns; a file or a pipe has no edge.
 _WIDTH = None if sys.stdout is not None and sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
 
-out = Console(width=_WIDTH, highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Terminal(width=_WIDTH)
+err = Terminal(stderr=True)
 
 
 def show(what: RenderableType) -> None:
@@ -24,6 +27,11 @@ def show(what: RenderableType) -> None:
         out.print(what)
     for line in captured.get().splitlines():
         out.file.write(line.rstrip() + "\n")
+
+
+def one_line(text: object) -> str:
+    """A line of a result, whatever names are in it: line breaks and what controls a terminal become escapes."""
+    return visible(str(text)).replace("\n", "\\n") + "\n"
 
 
 def problem(message: str) -> None:
@@ -58,7 +66,7 @@ def notes_to_stderr() -> None:
 def progress(wanted: bool = True) -> Progress:
     """A bar on standard error that leaves nothing behind; silent where that is no terminal."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TaskProgressColumn(),

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vitrail.cli.console import err
+from vitrail.cli.console import err, one_line
 from vitrail.cli.options import Family, Json, Section, Settings, settings
 from vitrail.errors import CheckpointError, NotFound, nearest
 
@@ -62,4 +62,4 @@ def convert(
         report = {"source": src, "destination": str(dst), "format": to, "tensors": made.tensors, "identical": True}
         typer.echo(json.dumps(report | {"drift": made.drift, "lost": made.lost}))
     else:
-        typer.echo(f"{dst}: {to} format, {made.tensors} tensors, identical when read back.")
+        typer.echo(one_line(f"{dst}: {to} format, {made.tensors} tensors, identical when read back."), nl=False)

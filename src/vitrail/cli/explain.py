@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import problem, progress
+from vitrail.cli.console import one_line, problem, progress
 from vitrail.cli.opening import Channels, Device, Dtype, Image, Labels, Source, open_model
 from vitrail.cli.options import Family, Formats, Json, Section, Settings, listed, settings, size
 from vitrail.cli.predict import Pictures, find_pictures
@@ -81,7 +81,8 @@ def explain(
             written = look.save(out, endings, layers, stem)
             rows.append(_row(path, look, written))
             if not as_json:
-                typer.echo(_lines(path, look, written), nl=False)
+                for text in _lines(path, look, written):
+                    typer.echo(one_line(text), nl=False)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
     if failed:
@@ -102,15 +103,15 @@ def _row(path: Path, look: Look, written: list[Path]) -> dict[str, Any]:
     return row
 
 
-def _lines(path: Path, look: Look, written: list[Path]) -> str:
+def _lines(path: Path, look: Look, written: list[Path]) -> Iterator[str]:
     said = f"  {100 * look.target.score:.1f} % {look.target.label}" if look.target is not None else ""
-    text = f"{path}{said}\n" + "".join(f"  {file}\n" for file in written)
+    yield f"{path}{said}"
+    yield from (f"  {file}" for file in written)
     if look.faithful:
         best = max((k for k in look.faithful if k != "random"), key=lambda k: look.faithful[k].gain)
         chance = look.faithful["random"].gain
-        text += f"  most faithful here: {best}, {look.faithful[best].gain:+.3f} (insertion less deletion)"
-        text += f"; a random order {chance:+.3f}\n"
-    return text
+        most = f"most faithful here: {best}, {look.faithful[best].gain:+.3f} (insertion less deletion)"
+        yield f"  {most}; a random order {chance:+.3f}"
 
 
 def stems(paths: Sequence[Path]) -> list[str]:

@@ -101,7 +101,7 @@ def export(
             advance=steps.advance,
         )
     if as_json:
-        typer.echo(json.dumps({"path": str(found.path)} | found.to_dict(), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({"path": str(found.path)} | found.to_dict(), indent=2))
         return
     show(Text(str(found.path), style="bold"))
     show(Text(_summary(found), style="dim"))

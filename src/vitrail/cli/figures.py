@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli.console import err, progress
+from vitrail.cli.console import err, one_line, progress
 from vitrail.cli.opening import Channels, Device, Dtype, Image, Source, open_model
 from vitrail.cli.options import Family, Formats, Json, Section, Settings, listed, settings, size
 from vitrail.errors import ConfigError
@@ -76,7 +76,11 @@ def figures(
                 advance=lambda n: bar.advance(task, n),
             )
             written = portrait.save(out, names, endings)
-    typer.echo(json.dumps([str(f) for f in written], indent=2) if as_json else "\n".join(map(str, written)))
+    if as_json:
+        typer.echo(json.dumps([str(f) for f in written], indent=2))
+    else:
+        for path in written:
+            typer.echo(one_line(path), nl=False)
 
 
 def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> list[Path]:

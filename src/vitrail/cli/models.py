@@ -132,7 +132,9 @@ def _sizes(rows: list[dict[str, Any]], wide: bool) -> Table:
 def _families(families: dict[str, Family]) -> Table:
     table = Table("family", "what", "checked against", box=None, header_style="bold", pad_edge=False)
     for name, family in families.items():
-        table.add_row(name, Text(family.title), Text(family.checked) if family.checked else "[yellow]not yet[/]")
+        table.add_row(
+            name, Text(family.title), Text(family.checked) if family.checked else Text("not yet", style="yellow")
+        )
     return table
 
 

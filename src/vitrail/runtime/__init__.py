@@ -5,6 +5,7 @@
     heap     freed memory that stays with the process
     locks    a file for one process alone
     peak     how fast a device multiplies matrices, measured
+    terminal a console that prints names from files as text
     tiles    bfloat16 on a CPU that only announces it
 
 Assumptions and choices made for the user go to the logger "vitrail", at level WARNING, so that a
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -24,17 +26,25 @@ from vitrail.errors import ConfigError, nearest
 if TYPE_CHECKING:
     import torch
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""Characters that move a terminal's cursor, change its state or reverse its text; not tab and newline."""
+
 log = logging.getLogger("vitrail")
 _said: set[tuple[str, str]] = set()
+
+
+def visible(text: str) -> str:
+    """The text with control characters as escapes, `\\x1b[31m`: names in a file must not control a terminal."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def say(notes: Iterable[str], about: str = "") -> None:
     """Tell the user what was assumed or chosen about something, once for each such thing."""
     for note in notes:
-        note = f"{note.rstrip('.')}."
+        note = visible(note if note.endswith((".", "…")) else f"{note}.")
         if (about, note) not in _said:
             _said.add((about, note))
-            log.warning("%s", f"{about}: {note}" if about else note, extra={"note": note})
+            log.warning("%s", f"{visible(about)}: {note}" if about else note, extra={"note": note})
 
 
 def speaks() -> bool:

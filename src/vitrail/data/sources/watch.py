@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -16,15 +15,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from vitrail.runtime.terminal import Terminal
+
 
 @contextmanager
 def bar(
     what: str, total: float | None, done: float = 0, *, in_bytes: bool = False
 ) -> Iterator[Callable[[float], None]]:
     """`with bar("indexing", 64) as advance: advance(1)`; on standard error, where that is a terminal."""
-    console = Console(stderr=True, highlight=False)
+    console = Terminal(stderr=True)
     counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
-    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(
         *columns,
         console=console,

@@ -1,0 +1,58 @@
+"""Names from untrusted files on a terminal, and the notes that hold them."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+from rich.progress import Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from vitrail import runtime
+from vitrail.runtime import say, visible
+from vitrail.runtime.terminal import Terminal
+
+HOSTILE = "a\x1b[31mb\x1b]0;title\x07\x9b2J\r\u202ec[red]d[/red]:cat:"
+SHOWN = r"a\x1b[31mb\x1b]0;title\x07\x9b2J\r\u202ec[red]d[/red]:cat:"
+
+
+def test_control_characters_become_escapes_and_the_rest_stays():
+    assert visible(HOSTILE) == SHOWN
+    assert visible("tab\tline\nçå 猫 👩\u200d🔬") == "tab\tline\nçå 猫 👩\u200d🔬"
+
+
+def test_nothing_that_is_printed_controls_the_terminal():
+    out = io.StringIO()
+    console = Terminal(file=out, force_terminal=True, color_system=None, width=200)
+    table = Table(HOSTILE)
+    table.add_row(HOSTILE)
+    for what in (HOSTILE, Text(HOSTILE), table):
+        console.print(what)
+    bar = Progress(TextColumn("{task.description}", markup=False), console=console)
+    bar.add_task(HOSTILE)
+    console.print(bar)
+    console.print(console.status(HOSTILE).renderable)
+    assert out.getvalue().count(r"a\x1b[31mb") == 6
+    assert out.getvalue().count("[red]d[/red]:cat:") >= 3  # a narrow column is measured before it is escaped
+    assert not {"\x1b", "\x07", "\x9b", "\r", "\u202e"} & set(out.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("note", "wanted"),
+    [
+        ("one", "one."),
+        ("one.", "one."),
+        ("left out a, b, ...", "left out a, b, ..."),
+        ("a, b …", "a, b …"),
+        ("\x1b[2J", r"\x1b[2J."),
+    ],
+)
+def test_a_note_ends_in_one_full_stop_or_in_what_is_left_out(
+    note: str, wanted: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
+    say([note])
+    assert [record.getMessage() for record in caplog.records] == [wanted]
