@@ -12,6 +12,8 @@ from small_models import LABELS, gradient, model, small
 
 import vitrail as package
 from vitrail.cli import predict as command
+from vitrail.config import DataConfig
+from vitrail.data.sources import open_parts
 
 IN_ORDER = ["C.JPG", "a.jpg", "b.png", "holiday/10.png", "holiday/2.webp", "holiday/deep/x.bmp"]
 
@@ -121,7 +123,7 @@ def test_a_file_of_results_is_replaced_only_when_the_new_one_is_complete(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_line", interrupt)
+    monkeypatch.setattr("vitrail.data.cells.csv_line", interrupt)
     assert vitrail("predict", photos, "-m", weights, "-o", table).status == 130
     assert table.read_text() == "precious"
 
@@ -247,3 +249,44 @@ def test_iphone_pictures_are_not_passed_over(vitrail, weights, photos):
     (photos / "IMG_1.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(32))
     result = vitrail("predict", photos, "-m", weights)
     assert str(photos / "IMG_1.HEIC") in result.problems[0]
+
+
+HOSTILE = ("=1+1", "\x1b[31mred\x1b[0m", "[bold]b[/bold]", "-name", "new\nline")
+
+
+@pytest.fixture(scope="session")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose class names are meant to harm whoever prints them."""
+    path = tmp_path_factory.mktemp("weights") / "hostile"
+    model(small(), labels=HOSTILE).save(path)
+    return path
+
+
+def test_class_and_file_names_do_not_control_the_terminal(vitrail, hostile, tmp_path):
+    file = tmp_path / "a\x1b[2Jb.png"
+    gradient().save(file)
+    result = vitrail("predict", file, tmp_path / "no\x1bc.png", "-m", hostile)
+    assert "\x1b" not in result.out + result.err
+    assert len(result.out.splitlines()) == 1 + len(HOSTILE)
+    assert r"a\x1b[2Jb.png" in result.out
+    assert r"no\x1bc.png" in result.err
+    assert {line.split("%  ")[-1] for line in result.out.splitlines()[1:]} == {
+        "=1+1", r"\x1b[31mred\x1b[0m", "[bold]b[/bold]", "-name", r"new\nline",
+    }  # fmt: skip
+
+
+def test_json_keeps_names_as_they_are(vitrail, hostile, picture):
+    [row] = json.loads(vitrail("predict", picture, "-m", hostile, "--json").out)
+    assert {p["label"] for p in row["predictions"]} == set(HOSTILE)
+
+
+def test_a_table_of_predictions_has_no_formulas_and_can_be_trained_on(vitrail, hostile, tmp_path, monkeypatch):
+    (tmp_path / "-pictures").mkdir()
+    gradient().save(tmp_path / "-pictures" / "a.png")
+    monkeypatch.chdir(tmp_path)
+    assert vitrail("predict", "-m", hostile, "--top", 1, "-o", "said.csv", "--", "-pictures").status == 0
+    path, label, *_ = list(csv.reader(io.StringIO(Path("said.csv").read_text())))[1]
+    assert path == "'-pictures/a.png"
+    assert label.startswith("'") == (label.lstrip("'")[0] in "=-")
+    source = open_parts(DataConfig(source="table:said.csv")).train
+    assert (source.key(0), source.labels) == ("-pictures/a.png", (label.removeprefix("'"),))

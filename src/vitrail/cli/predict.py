@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import glob
-import io
 import json
 import os
 import sys
@@ -15,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import note, problem, progress
+from vitrail.cli.console import note, one_line, problem, progress
 from vitrail.cli.opening import Batch, Channels, Device, Dtype, Image, Labels, Source
 from vitrail.cli.options import Family, Json, Section, Settings, settings, size
 from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError, NotFound, VitrailError
+from vitrail.runtime import visible
 
 if TYPE_CHECKING:
     from vitrail.api import Model, Prediction
@@ -86,7 +85,7 @@ def predict(
         note(f"{to} has {len(paths) - rows.failed} of {len(paths)} pictures.")
     else:
         for piece in text:
-            typer.echo(piece, nl=False)
+            typer.echo(visible(piece) if sys.stdout.isatty() else piece, nl=False)
     if rows.failed and len(paths) > 1:
         problem(f"{rows.failed} of {len(paths)} pictures could not be read.")
     if rows.failed:
@@ -185,22 +184,18 @@ def _suffixes() -> set[str]:
 def _listing(rows: Iterable[Row]) -> Iterator[str]:
     for row in rows:
         if not row.error:
-            yield f"{row.path}\n" + "".join(f"  {100 * p.score:5.1f} %  {p.label}\n" for p in row.classes)
+            yield one_line(row.path) + "".join(one_line(f"  {100 * p.score:5.1f} %  {p.label}") for p in row.classes)
 
 
 def _csv(rows: Iterable[Row], top: int) -> Iterator[str]:
     """path, then label, score and index of each class, then the reason where a picture failed."""
+    from vitrail.data.cells import csv_line
+
     numbers = [""] if top == 1 else [f"_{n}" for n in range(1, top + 1)]
-    yield _line(["path", *(f"{what}{n}" for n in numbers for what in ("label", "score", "index")), "error"])
+    yield csv_line(["path", *(f"{what}{n}" for n in numbers for what in ("label", "score", "index")), "error"])
     for row in rows:
         cells = [cell for p in row.classes for cell in (p.label, f"{p.score:.6f}", p.index)]
-        yield _line([row.path, *cells, *[""] * (3 * top - len(cells)), row.error])
-
-
-def _line(cells: list[Any]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
+        yield csv_line([row.path, *cells, *[""] * (3 * top - len(cells)), row.error])
 
 
 def _json(rows: Iterable[Row]) -> Iterator[str]:

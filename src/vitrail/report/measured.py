@@ -8,8 +8,6 @@ classes        how much of each class is found; of many, the worst
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from vitrail.data.cells import csv_line
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluate.evaluation import Evaluation, Measured
 from vitrail.evaluate.intervals import Estimate
 from vitrail.evaluate.per_class import confused_pairs, confusion_of
 from vitrail.evaluate.scores import wilson
 from vitrail.explain.canvas import COLOURS, FAINT, INK, QUIET, Arrays, blank, save, save_arrays, title
+from vitrail.explain.names import abbreviated, cut
 from vitrail.weights.write import write_json, write_text
 
 FORMATS = ("png", "svg", "npz")
@@ -32,7 +32,7 @@ MATRIX = 25
 BARS = 30
 """Bars in one figure."""
 LONGEST = 28
-"""Letters of a class's name that fit beside a figure."""
+"""Characters of a class name that fit beside a figure."""
 
 Drawn = tuple[Figure, Arrays]
 
@@ -129,7 +129,7 @@ def confusion(found: Evaluation) -> Drawn | None:
     table = confusion_of(samples, there.tolist())
     if not table[:, -1].any():
         table = table[:, :-1]
-    names = [_short(found.names[k]) for k in there]
+    names = abbreviated([found.names[k] for k in there], LONGEST)
     side = 1.9 + 0.36 * len(there)
     figure = blank(side + 1.2, side + 0.5)
     ax = figure.subplots()
@@ -154,7 +154,8 @@ def _pairs(found: Evaluation) -> Drawn | None:
     pairs = confused_pairs(found.first.samples, BARS)
     if not pairs or pairs[0][2] < 2:  # nothing happened twice
         return None
-    labels = [f"{_short(found.names[a])} → {_short(found.names[b])}" for a, b, _ in pairs]
+    names = abbreviated(found.names, LONGEST)
+    labels = [f"{names[a]} → {names[b]}" for a, b, _ in pairs]
     counts = np.array([n for _, _, n in pairs])
     figure = blank(7.6, 1.3 + 0.21 * len(pairs))
     ax = figure.subplots()
@@ -178,7 +179,8 @@ def classes(found: Evaluation) -> Drawn | None:
     kept = np.array(scored.present.tolist() if few else scored.worst(BARS))
     figure = blank(7.2, 1.4 + 0.21 * len(kept))
     ax = figure.subplots()
-    labels = [f"{_short(found.names[k])} ({scored.support[k]:,})" for k in kept]
+    names = abbreviated([found.names[k] for k in kept], LONGEST)
+    labels = [f"{name} ({scored.support[k]:,})" for name, k in zip(names, kept, strict=True)]
     ax.barh(range(len(kept)), 100 * value[kept], color=COLOURS[0], height=0.66)
     if precise is None:
         ends = 100 * np.array([wilson(scored.right[k], scored.support[k]) for k in kept]).T
@@ -230,15 +232,6 @@ def _size(measured: Measured) -> str:
     return f"{height}" if height == width else f"{height}x{width}"
 
 
-def _short(name: str) -> str:
-    return cut(name.replace("_", " "), LONGEST)
-
-
-def cut(text: str, most: int) -> str:
-    """At most so many letters of it."""
-    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
-
-
 def _classes(found: Evaluation) -> str:
     """Every class that has pictures or is said, at each size."""
     rows = []
@@ -273,11 +266,7 @@ def _said(found: Evaluation, measured: Measured) -> Iterable[dict[str, Any]]:
 
 
 def _csv(rows: Iterable[dict[str, Any]]) -> str:
-    out = io.StringIO()
-    writer = None
+    lines: list[str] = []
     for row in rows:
-        if writer is None:
-            writer = csv.DictWriter(out, list(row), lineterminator="\n")
-            writer.writeheader()
-        writer.writerow(row)
-    return out.getvalue()
+        lines += [csv_line(row.values())] if lines else [csv_line(row), csv_line(row.values())]
+    return "".join(lines)

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from vitrail.config import DataConfig
+from vitrail.data.cells import unguarded
 from vitrail.data.sources.base import SUFFIXES, Parts, Sample, Source, Targets
 from vitrail.data.sources.folder import PARTS
 from vitrail.data.sources.labels import Labelled, common_name, names_from, number
@@ -181,7 +182,7 @@ def _read_csv(path: Path) -> Any:
     if not header or any(os.path.splitext(cell)[1].lower() in SUFFIXES for cell in header):
         raise DataError(f"{path} begins with {first.strip()[:60]!r}; wanted a first line that names the columns.")
     try:
-        return pyarrow.csv.read_csv(
+        table = pyarrow.csv.read_csv(
             path,
             parse_options=pyarrow.csv.ParseOptions(delimiter=between, newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string())),
@@ -189,6 +190,7 @@ def _read_csv(path: Path) -> Any:
     except pa.ArrowInvalid as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{path} is not the table its first line promises: {reason}.") from error
+    return pa.table([unguarded(column) for column in table.columns], names=table.column_names)
 
 
 def _picture_column(schema: Any, given: str | None, table: Any, where: str) -> str:
