@@ -21,7 +21,7 @@ from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
+from vitrail.weights.card import Card, portable
 from vitrail.weights.native import NATIVE
 
 SMALL = ViTConfig(image=8, patch=4, width=8, depth=1, heads=2, mlp=8, classes=3)
@@ -48,7 +48,8 @@ def cards(draw: st.DrawFn) -> Card:
         labels=tuple(draw(names)) if draw(st.booleans()) else None,
         family=draw(st.sampled_from(sorted(FAMILIES))),
         task=draw(st.sampled_from(["classify", "embed"])),
-        origin=draw(st.text(max_size=30)),
+        name=draw(st.text(max_size=10)),
+        origin=portable(draw(st.text(max_size=30))),
     )
 
 

@@ -32,6 +32,7 @@ from vitrail.evaluate.synsets import beside
 from vitrail.runtime import first_speaks, say
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.train.parallel import Ranks
+from vitrail.weights.card import FINE_TUNED, TRAINED, portable
 from vitrail.weights.opening import adapted
 
 PROTOCOLS = ("auto", "imagenet", "real")
@@ -126,7 +127,7 @@ def evaluate(
             found.append(measured)
             unreadable |= bad
     return Evaluation(
-        model=vit.card.origin or vit.card.family if isinstance(model, Model) else str(model),
+        model=vit.card.title if isinstance(model, Model) else portable(str(model)),
         data=source.name,
         names=match.names,
         several=source.several,
@@ -169,7 +170,7 @@ def _part(config: DataConfig, vit: Model) -> Source:
         raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
     if not len(found):
         raise DataError(f"{config.source} holds no pictures to measure on.")
-    if not parts.split and vit.card.origin.startswith(("trained on", "fine-tuned from")):
+    if not parts.split and vit.card.origin.startswith((FINE_TUNED, TRAINED)):
         about = f"all {len(found):,} pictures of {found.name} are measured; if the model has learned from them, "
         say([f"{about}--held-out measures those that training holds out"], about=config.source)
     return found

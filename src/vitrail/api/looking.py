@@ -225,11 +225,7 @@ def explain(
 
 def short_name(model: Model) -> str:
     """What to call a model in a title."""
-    origin = model.card.origin or model.card.family
-    path = Path(origin)
-    if path.suffix in (".safetensors", ".npz", ".pth", ".pt", ".bin"):
-        return path.stem
-    return path.name if origin.startswith(("/", ".", "~")) else origin
+    return model.card.title
 
 
 def class_number(model: Model, target: str | int) -> int:

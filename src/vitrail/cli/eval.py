@@ -97,6 +97,8 @@ def evaluate(
         from vitrail.report.measured import check_formats, write_evaluation
 
         check_formats(kinds)  # before the work, not after it
+    from vitrail.weights.card import portable
+
     with first_speaks():
         alone = sizes[0] if sizes is not None and len(sizes) == 1 else None
         options: dict[str, Any] = {
@@ -128,11 +130,11 @@ def evaluate(
     )
     if not speaks():
         return
-    found = replace(found, model=model or found.model)
+    found = replace(found, model=portable(model) if model else found.model)
     if to is not None:
         write_evaluation(found, to, kinds)
     if as_json:
-        typer.echo(json.dumps(found.to_dict(worst), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(found.to_dict(worst), indent=2))
         return
     for part in told(found, worst):
         show(part)
@@ -228,8 +230,10 @@ def _sweep(found: Evaluation) -> Table:
 def _worst(found: Evaluation, measured: Measured, rows: list[int]) -> Table:
     from vitrail.evaluate.per_class import mistaken_for
     from vitrail.evaluate.scores import wilson
+    from vitrail.explain.names import abbreviated
 
     classes, precise = measured.classes, measured.classes.average_precision
+    names = abbreviated(found.names, NAME)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     where = f" at {_size(measured)}" if len(found.sizes) > 1 else ""
     table.add_column(f"worst classes{where}", no_wrap=True, max_width=NAME)
@@ -241,15 +245,11 @@ def _worst(found: Evaluation, measured: Measured, rows: list[int]) -> Table:
         share = classes.recall[k] if precise is None else precise[k]
         low, high = wilson(classes.right[k], classes.support[k])
         instead = ", ".join(
-            f"{_name(found.names[other])}{f' ({n})' if n > 1 else ''}" for other, n in mistaken_for(measured.samples, k)
+            f"{names[other]}{f' ({n})' if n > 1 else ''}" for other, n in mistaken_for(measured.samples, k)
         )
         between = f"{100 * low:.0f} to {100 * high:.0f}" if precise is None else ""
-        table.add_row(_name(found.names[k]), f"{100 * share:.0f} %", f"{classes.support[k]:,}", between, instead)
+        table.add_row(names[k], f"{100 * share:.0f} %", f"{classes.support[k]:,}", between, instead)
     return table
-
-
-def _name(text: str) -> str:
-    return text.replace("_", " ")
 
 
 def _share(estimate: Estimate, count: int, *, signed: bool = False) -> tuple[str, str]:

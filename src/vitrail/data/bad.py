@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from vitrail.errors import DataError
 from vitrail.runtime import say
 
+FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:]+/)+")
+"""Of an absolute path in a sentence, all but its last part."""
 NAMED = 20
 """So many unreadable pictures are named when there are too many to go on."""
 
@@ -25,6 +28,7 @@ class Bad:
     def add(self, key: str, reason: str) -> None:
         """Remember it, and say so the first time."""
         if key not in self.found:
+            reason = _portable(reason, key)
             self.found[key] = reason
             say([f"{key} cannot be used: {reason}"], about=self.name)
 
@@ -56,3 +60,11 @@ class Bad:
         if len(self.found) > most:
             lines.append(f"and {len(self.found) - most:,} more")
         return "".join(f"\n  {line}" for line in lines)
+
+
+def _portable(reason: str, key: str) -> str:
+    """A reason without the folders of this machine: it is written into files that are sent to others."""
+    before, found, after = reason.partition(key)
+    if found and (before[:1] in ("/", "\\") or before[1:2] == ":"):
+        reason = key + after
+    return FOLDERS.sub("", reason)

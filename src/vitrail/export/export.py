@@ -21,6 +21,7 @@ from vitrail.export.packaged import traced
 from vitrail.export.sheet import Sheet
 from vitrail.export.workplace import workplace
 from vitrail.models import Net
+from vitrail.weights.card import portable
 from vitrail.weights.write import explained, sync, write_json
 
 CALIBRATED = 4
@@ -78,7 +79,7 @@ def export(
     """
     free(path, overwrite)
     parameters = sum(p.numel() for p in net.parameters())
-    sheet = replace(sheet, parameters=parameters, card=sheet.card.but(origin=_shown(sheet.card.origin)))
+    sheet = replace(sheet, parameters=parameters, card=sheet.card.but(origin=portable(sheet.card.origin)))
     if calibration and sheet.precision == "int8" and 4 * parameters > formats.LARGEST:
         raise ModelError(
             f"{4 * parameters / 1e9:.1f} GB of weights are too many to be calibrated for int8, {formats.LARGEST / 1e9} "
@@ -108,12 +109,6 @@ def export(
         with explained(path):
             _move(there, path)
     return made
-
-
-def _shown(origin: str) -> str:
-    """Where a model is from, without the folders of this machine: files are for others, too."""
-    path = Path(origin)
-    return path.name if origin and (path.is_absolute() or path.exists()) else origin
 
 
 def calibrating(sheet: Sheet, pictures: Sequence[Pixels]) -> list[Pixels]:

@@ -73,7 +73,7 @@ def _write_onnx(
         model, notes = quantise(model, calibration)
     entry = model.metadata_props.add()
     entry.key, entry.value = KEY, sheet.to_json()
-    model.doc_string = f"{sheet.card.origin or sheet.card.family}, written by vitrail"
+    model.doc_string = f"{sheet.card.title}, written by vitrail"
     if bytes_of(model) > LARGEST:
         onnx.save_model(
             model, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=beside(path).name

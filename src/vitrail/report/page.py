@@ -32,6 +32,7 @@ from vitrail.report.words import (
     short_percent,
     spell_time,
 )
+from vitrail.weights.card import portable
 from vitrail.weights.write import write_text
 
 LISTED = 200
@@ -253,7 +254,9 @@ def _around(story: Story) -> list[tuple[str, str]]:
 
 
 def _commands(story: Story) -> Markup:
-    folder, model = story.run.path, story.run.path / "model"
+    finished = (story.run.path / "model" / "config.json").exists()
+    folder = Path(portable(str(story.run.path)))
+    model = folder / "model"
     steps = [
         ("Name what is in a picture", f"vitrail predict --model {shlex.quote(str(model))} picture.jpg"),
         (
@@ -263,12 +266,13 @@ def _commands(story: Story) -> Markup:
     ]
     if story.run.config.get("objective") == "masked-patch":
         steps = [("Teach it classes", f"vitrail finetune --model {shlex.quote(str(model))} --data photos/")]
-    if story.run.unfinished() is not None:
+    if story.run.unfinished() is not None and not finished:
         steps.insert(0, ("Go on where it stopped", f"vitrail train --resume --out {shlex.quote(str(folder))}"))
     if story.command:
         steps.append(("Run it again", _again(story.command, folder)))
     rows = [join(tag("p", name, cls="caption"), tag("pre", tag("code", text))) for name, text in steps]
-    settings = tag("p", "Every setting is in ", tag("code", "config.json"), " beside this page.", cls="caption after")
+    where = " beside this page, with the full paths, which this page leaves out."
+    settings = tag("p", "Every setting is in ", tag("code", "config.json"), where, cls="caption after")
     return tag("div", *rows, settings, cls="commands")
 
 
@@ -276,7 +280,13 @@ def _again(command: str, folder: Path) -> str:
     """What repeats the run: a resumed one would only go on, so it is its settings that start anew."""
     if not {"--resume", "--auto-resume"}.isdisjoint(command.split()):
         return f"vitrail train {shlex.quote(str(folder / 'config.json'))}"
-    return command
+    return shlex.join(_portable(word) for word in shlex.split(command))
+
+
+def _portable(word: str) -> str:
+    """A word of a command; of --data=/home/me/photos or start=/home/me/x.npz the last part of the path."""
+    name, equals, value = word.partition("=")
+    return f"{name}={portable(value)}" if equals else portable(word)
 
 
 def _unreadable(story: Story) -> Markup:

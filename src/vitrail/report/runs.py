@@ -15,6 +15,7 @@ import numpy.typing as npt
 from vitrail.config import Duration
 from vitrail.errors import ConfigError, NotFound
 from vitrail.train.log import Line, read_metrics
+from vitrail.weights.card import portable
 
 Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """Epochs (steps, where epochs are not known) and values; neither has a gap or a NaN."""
@@ -180,4 +181,4 @@ def told_apart(run: Run, other: Run) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None else str(value)
+    return "none" if value is None else portable(str(value))

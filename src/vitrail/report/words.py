@@ -8,6 +8,7 @@ from typing import Any
 
 from vitrail.config import BiTConfig, pair
 from vitrail.models import Net
+from vitrail.weights.card import portable
 
 Config = Mapping[str, Any]
 Rows = list[tuple[str, str]]
@@ -94,9 +95,9 @@ def about_model(net: Net) -> Rows:
 
 def about_run(config: Config, several: bool = False) -> Rows:
     """What it was taught and how. `several`: pictures have several labels, which the settings do not say."""
-    rows = [("Data", str(config.get("data", {}).get("source", "–")))]
+    rows = [("Data", portable(str(config.get("data", {}).get("source", "–"))))]
     if config.get("start"):
-        rows.append(("Started from", str(config["start"])))
+        rows.append(("Started from", portable(str(config["start"]))))
     rows += [("Objective", objective(config, several)), ("Augmentation", augmentation(config.get("augment", {})))]
     rows += [("Optimiser", optimiser(config.get("optim", {}))), ("Schedule", schedule(config))]
     regular = regularisation(config)
@@ -117,7 +118,7 @@ def objective(config: Config, several: bool = False) -> str:
         parts.append("rare classes weigh more")
     if kind == "distill":
         distill = config.get("distill", {})
-        parts.append(f"{distill.get('kind', 'hard')} distillation from {distill.get('teacher')}")
+        parts.append(f"{distill.get('kind', 'hard')} distillation from {portable(str(distill.get('teacher')))}")
     return ", ".join(parts)
 
 

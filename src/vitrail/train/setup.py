@@ -16,7 +16,7 @@ from vitrail.runtime import say
 from vitrail.train.parallel import Ranks
 from vitrail.train.same_data import Described, check_data, check_splits, describe_data
 from vitrail.train.state import Progress
-from vitrail.weights.card import Card, channels_for, sized
+from vitrail.weights.card import FINE_TUNED, TRAINED, Card, channels_for, portable, sized
 from vitrail.weights.opening import adapted, open_checkpoint
 
 AnyConfig = ViTConfig | BiTConfig
@@ -104,8 +104,8 @@ def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
             net, card = adapted(net, card, classes=len(labels))
     if config.model is not None:
         _check_same(config.model if config.image is None else config.model.but(image=config.image), before, net.config)
-    origin = f"fine-tuned from {card.origin or config.start}"
-    return net, card.but(labels=labels or None, origin=origin, notes=())
+    origin = f"{FINE_TUNED}{card.name or portable(card.origin or config.start)}"
+    return net, card.but(labels=labels or None, name="", origin=origin, notes=())
 
 
 def _trained_differently(model: AnyConfig | None) -> dict[str, float]:
@@ -136,7 +136,7 @@ def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
         labels=labels or None,
         family=family,
         task="classify" if labels else "embed",
-        origin=f"trained on {config.data.source}",
+        origin=f"{TRAINED}{portable(config.data.source)}",
     )
     return net, card
 

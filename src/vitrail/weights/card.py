@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath, PureWindowsPath
 from typing import Any, Literal
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.errors import ConfigError, FormatError
 from vitrail.models.families import FAMILIES, TIMM
+
+FINE_TUNED, TRAINED = "fine-tuned from ", "trained on "
+"""What the origin of a model that vitrail trained begins with."""
+LOCAL = re.compile(
+    rf"(?P<start>(?:{FINE_TUNED}|{TRAINED})*(?:[a-z]+:)??)(?P<path>([/\\~]|[A-Za-z]:[/\\]|\.{{1,2}}([/\\]|$)).*)",
+    re.DOTALL,
+)
+"""A path that starts at the root, the home folder or above the working directory, perhaps with a word about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +35,26 @@ class Card:
     """Whether the outputs are classes or a space to compare pictures in."""
     several: bool = False
     """Whether a picture may have several of the classes, each with a probability of its own."""
+    name: str = ""
+    """The model's own name, such as that of the run that trained it; empty where only its origin is known."""
     origin: str = ""
-    """Where it was read from, for people."""
+    """What it was read, trained or fine-tuned from, for people."""
     notes: tuple[str, ...] = field(default=())
     """What was assumed in reading it: said aloud, not stored."""
 
     def __post_init__(self) -> None:
         if self.labels is not None and self.config.classes != len(self.labels):
             raise ConfigError(f"{len(self.labels)} class names were given for {self.config.classes} outputs.")
+
+    @property
+    def title(self) -> str:
+        """What to call the model: its own name, else its file's, else what it was made from."""
+        if self.name:
+            return self.name
+        origin = portable(self.origin)
+        if origin.startswith(FINE_TUNED):
+            return f"fine-tuned {_stem(origin.removeprefix(FINE_TUNED))}"
+        return f"{self.family} {origin}" if origin.startswith(TRAINED) else _stem(origin) or self.family
 
     def but(self, **changes: Any) -> Card:
         return replace(self, **changes)
@@ -49,7 +71,8 @@ class Card:
             "family": self.family,
             "task": self.task,
             "several": self.several,
-            "origin": self.origin,
+            **({"name": self.name} if self.name else {}),
+            "origin": portable(self.origin),
             "model": self.config.to_dict(),
             "preprocess": self.preprocess.to_dict(),
             "labels": None if self.labels is None else list(self.labels),
@@ -74,8 +97,25 @@ class Card:
             family=values["family"],
             task=values["task"],
             several=bool(values.get("several", False)),
+            name=values.get("name", ""),
             origin=values["origin"],
         )
+
+
+def portable(text: str) -> str:
+    """A path, a data set (folder:/home/me/photos) or an origin, without the folders of this machine.
+
+    What is meant to be sent to others keeps the last part of an absolute path; names, hub ids and paths from the
+    working directory on stay as they are.
+    """
+    found = LOCAL.fullmatch(text)
+    return found["start"] + (PureWindowsPath(found["path"]).name or found["path"]) if found else text
+
+
+def _stem(origin: str) -> str:
+    """The name of a file of weights without its ending; a hub id or a name as it is."""
+    path = PurePath(origin)
+    return path.stem if path.suffix in (".safetensors", ".npz", ".pth", ".pt", ".bin") else origin
 
 
 def conventions_of(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]:

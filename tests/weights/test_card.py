@@ -1,0 +1,49 @@
+"""What a model is called, and what of this machine goes into its files."""
+
+from __future__ import annotations
+
+import pytest
+
+from vitrail.config import PreprocessConfig, ViTConfig
+from vitrail.weights.card import Card, portable
+
+SMALL = ViTConfig(image=16, patch=8, classes=3, width=16, depth=1, heads=2, mlp=16)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("/home/me/tiny.npz", "tiny.npz"),
+        ("fine-tuned from /home/me/my files/tiny.safetensors", "fine-tuned from tiny.safetensors"),
+        ("fine-tuned from fine-tuned from /home/me/a.pth", "fine-tuned from fine-tuned from a.pth"),
+        ("trained on folder:/home/me/photos/", "trained on folder:photos"),
+        ("~/photos", "photos"),
+        ("../photos", "photos"),
+        (r"C:\Users\me\photos", "photos"),
+        ("timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
+        ("trained on hf:user/data", "trained on hf:user/data"),
+        ("runs/photos", "runs/photos"),
+        ("", ""),
+    ],
+)
+def test_absolute_paths_lose_their_folders(text: str, wanted: str):
+    assert portable(text) == portable(portable(text)) == wanted
+    card = Card(config=SMALL, preprocess=PreprocessConfig(image=16), origin=text)
+    assert card.to_dict()["origin"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("about", "title"),
+    [
+        ({"name": "finetune-photos", "origin": "fine-tuned from tiny.safetensors"}, "finetune-photos"),
+        ({"origin": "fine-tuned from /home/me/tiny.safetensors"}, "fine-tuned tiny"),
+        ({"origin": "trained on digits"}, "ViT trained on digits"),
+        ({"origin": "/home/me/tiny.safetensors"}, "tiny"),
+        ({"origin": "timm/vit_tiny"}, "timm/vit_tiny"),
+        ({"family": "DeiT"}, "DeiT"),
+    ],
+)
+def test_a_model_is_called_by_its_own_name_never_by_that_of_what_it_started_from(about: dict[str, str], title: str):
+    card = Card(config=SMALL, preprocess=PreprocessConfig(image=16), **about)
+    assert card.title == title
+    assert Card.from_dict(card.to_dict()).title == title
