@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def test_it_says_what_was_trained(all_of_it: Whole):
 
 
 def test_it_says_how_to_use_it_and_to_repeat_it(whole: Page, all_of_it: Whole):
-    assert f"vitrail predict --model {all_of_it.run / 'model'} picture.jpg" in whole.text
+    assert f"vitrail predict --model {all_of_it.run.name}/model picture.jpg" in whole.text
     assert "vitrail train digits" in whole.text
     assert "--resume" not in whole.text
 
@@ -141,7 +142,7 @@ def test_it_says_how_to_use_it_and_to_repeat_it(whole: Page, all_of_it: Whole):
 def test_a_resumed_run_is_repeated_from_its_settings(tmp_path: Path, net: Net, command: str):
     run = write_finished(tmp_path / "my run")
     page = report(run, net, command=command)
-    assert f"Run it again vitrail train '{run / 'config.json'}'" in page.text
+    assert "Run it again vitrail train 'my run/config.json'" in page.text
     assert "--resume" not in page.text
     assert "--auto-resume" not in page.text
 
@@ -202,8 +203,38 @@ def test_a_run_stopped_early_says_so_and_how_to_go_on(tmp_path: Path, net: Net):
     run = write_run(tmp_path / "early", [logged(10)])
     page = report(run, net, source=Pictures())
     assert "This run stopped at 1 of 20 epochs" in page.text
-    assert f"vitrail train --resume --out {run}" in page.text
+    assert "vitrail train --resume --out early" in page.text
     assert "1.81 is the loss." in page.text
+
+
+def test_a_run_that_patience_ended_is_not_told_to_go_on(tmp_path: Path, net: Net):
+    run = write_run(tmp_path / "patient", [logged(10)])
+    (run / "model").mkdir()
+    (run / "model" / "config.json").touch()
+    page = report(run, net, source=Pictures())
+    assert "This run stopped at 1 of 20 epochs" in page.text
+    assert "--resume" not in page.text
+
+
+def test_class_names_in_charts_differ_and_are_whole_where_there_is_room(tmp_path: Path, net: Net):
+    names = ("chain saw", "church", "a_very_long_name_that_ends_in_one", "a_very_long_name_that_ends_in_two")
+    source = Pictures(labels=names)
+    page = report(write_finished(tmp_path / "run"), net, labels=names, scores=measured(net, source), source=source)
+    heads = re.findall(r'<th scope="(?:col|row)"[^>]*>(?:<span>)?([^<]*)', page.html.partition("matrix named")[2])
+    wanted = ["chain saw", "church", "a very long…t ends in one", "a very long…t ends in two"]
+    assert heads[:8] == wanted + wanted
+    bars = re.findall(r'class="who" title="[^"]*">([^<]*)', page.html)
+    assert set(bars) == set(wanted)
+
+
+def test_it_holds_no_folders_of_this_machine(tmp_path: Path, net: Net):
+    data, start = f"folder:{tmp_path}/my photos", f"{tmp_path}/weights/tiny.safetensors"
+    run = write_run(tmp_path / "run", [logged(200)], data={"source": data}, start=start, model=None)
+    command = shlex.join(["vitrail", "finetune", "--model", start, f"--data={data}", "--out", str(run)])
+    page = report(run, net, command=command)
+    assert str(tmp_path) not in page.html
+    assert "vitrail finetune --model tiny.safetensors '--data=folder:my photos' --out run" in page.text
+    assert "Started from tiny.safetensors" in page.text
 
 
 def test_a_run_stopped_before_its_first_step_has_a_page(tmp_path: Path, net: Net):

@@ -14,10 +14,13 @@ from matplotlib.patches import Rectangle
 from vitrail.explain.canvas import COLOURS, DASHES, FAINT, HEAT, INK, QUIET, blank, title
 from vitrail.explain.faithfulness import RANDOM, Faithfulness
 from vitrail.explain.filters import filter_pictures
+from vitrail.explain.names import abbreviated
 from vitrail.explain.panes import Floats, Pixels, enlarged, lit, masked, mosaic, scaled, tiles
 
 # H x W pixels, h rows and w columns of patches, L layers, H heads
 
+LONGEST = 34
+"""Characters of a class name beside its bar."""
 MOST_MAPS = 14
 """So many small maps a side are told apart; of more rows or columns every second, third, ... is drawn."""
 
@@ -53,7 +56,7 @@ def overview(
 
 def bars(ax: Axes, scores: Sequence[tuple[str, float]]) -> None:
     """Classes with their probabilities, likeliest first."""
-    names = [_short(label, 34) for label, _ in scores]
+    names = abbreviated([label for label, _ in scores], LONGEST)
     places = range(len(scores))[::-1]
     ax.barh(places, [score for _, score in scores], color=[COLOURS[0], *[FAINT] * (len(scores) - 1)], height=0.72)
     for place, (_, score) in zip(places, scores, strict=True):
@@ -265,7 +268,3 @@ def _mosaic_axes(
     ax.set_xlabel(across, fontsize=9, color=INK)
     ax.tick_params(length=0, colors=QUIET)
     ax.spines[:].set_visible(False)
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from vitrail.explain.names import abbreviated
 from vitrail.report.markup import Markup, join, tag
 from vitrail.report.runs import Curve
 
@@ -20,6 +21,8 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 110, 14, 34
 MOST_POINTS = 160
 """Longer curves are drawn as means over so many stretches, on a band from the least to the most."""
 LABEL = 27
+NAME = 19
+"""Characters of a curve's name."""
 """Height of a line's name and last value."""
 
 
@@ -183,18 +186,15 @@ def _names(chart: Chart, axes: Axes) -> Markup:
     places = apart(ends, LABEL, TOP + 4, HEIGHT - BOTTOM - 16)
     parts = []
     named = chart.drawn if chart.named else ()
-    for series, end, place in zip(named, ends, places, strict=False):
+    names = abbreviated([series.name for series in named], NAME)
+    for series, end, place, brief in zip(named, ends, places, names, strict=False):
         x = axes.across(float(series.curve[0][-1]))
         cls = f"run{series.colour % 5}{' quiet' if series.quiet else ''}"
         lead = tag("path", d=f"M{x + 4:.1f} {end:.1f}L{WIDTH - RIGHT + 8:.1f} {place:.1f}", cls="lead")
         value = tag("text", chart.spell(float(series.curve[1][-1])), x=WIDTH - RIGHT + 12, y=place + 1, cls="value")
-        name = tag("text", _short(series.name), x=WIDTH - RIGHT + 12, y=place + 13, cls="name")
+        name = tag("text", brief, x=WIDTH - RIGHT + 12, y=place + 13, cls="name")
         parts.append(tag("g", lead, value, name, cls=cls))
     return join(*parts)
-
-
-def _short(name: str, most: int = 19) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:

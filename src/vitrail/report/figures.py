@@ -55,7 +55,7 @@ def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
     for i, j in zip(*np.nonzero(table), strict=True):
         colour = "white" if shares[i, j] > 0.5 else COLOURS[1] if i != j else INK
         ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=colour)
-    names = [story.label(k) for k in range(len(table))]
+    names = [story.brief(k) for k in range(len(table))]
     long = max(map(len, names)) > 2
     ax.set_xticks(range(len(table)), names, fontsize=8, rotation=45 if long else 0, ha="right" if long else "center")
     ax.set_yticks(range(len(table)), names, fontsize=8)

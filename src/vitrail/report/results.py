@@ -17,6 +17,8 @@ MATRIX = 25
 BARS = 40
 """Classes up to which each has a bar; of more, the worst."""
 WORST = 16
+SHORT = 4
+"""Characters of class names that need no room of their own."""
 MISTAKES, RIGHT = 24, 14
 
 PLACES = {"test": "test", "validation": "validation", "held out": "held-out"}
@@ -141,14 +143,15 @@ def _matrix(story: Story, scores: Scores) -> Markup:
     head = tag(
         "tr",
         tag("th"),
-        *(tag("th", name, scope="col", title=name) for name in story.labels),
+        *(tag("th", tag("span", story.brief(k)), scope="col", title=name) for k, name in enumerate(story.labels)),
     )
     rows = []
     for i, name in enumerate(story.labels):
         total = int(table[i].sum())
         cells = [_cell(story, i, j, int(table[i, j]), total, wrong) for j in range(len(table))]
-        rows.append(tag("tr", tag("th", name, scope="row", title=name), *cells))
-    return tag("table", tag("thead", head), tag("tbody", *rows), cls="matrix")
+        rows.append(tag("tr", tag("th", story.brief(i), scope="row", title=name), *cells))
+    named = max(map(len, story.labels)) > SHORT
+    return tag("table", tag("thead", head), tag("tbody", *rows), cls="matrix named" if named else "matrix")
 
 
 def _cell(story: Story, i: int, j: int, count: int, total: int, wrong: int) -> Markup:
@@ -190,7 +193,7 @@ def classes(story: Story) -> Markup:
     if len(found) > BARS:
         kept = sorted(found, key=lambda c: (c.value, -c.count))[:WORST]
     rows = [_class_bar(story, c) for c in kept]
-    short = max((len(story.label(c.index)) for c in kept), default=0) <= 4
+    short = max((len(story.label(c.index)) for c in kept), default=0) <= SHORT
     what = "average precision" if several else "share named correctly, with its 95 % interval"
     note = (
         f"The {len(kept)} weakest of {len(found)} classes: {what}." if len(kept) < len(found) else f"By class: {what}."
@@ -207,7 +210,7 @@ def _class_bar(story: Story, one: ClassScore) -> Markup:
         )
     return tag(
         "div",
-        tag("span", name, cls="who", title=name),
+        tag("span", story.brief(one.index), cls="who", title=name),
         tag("div", *track, cls="track"),
         tag("span", f"{100 * one.value:.0f} %", cls="much"),
         tag("span", f"of {one.count:,}", cls="of"),
@@ -222,7 +225,7 @@ def mistakes(story: Story) -> Markup:
         return Markup("")
     cards = []
     for mistake in surest_mistakes(samples, MISTAKES):
-        truth, said = story.truth(samples, mistake.row), story.label(mistake.said)
+        truth, said = story.truth(samples, mistake.row), story.brief(mistake.said)
         rest = tag("span", "truly ", tag("b", truth), cls="truth")
         about, index = f"{truth}, said to be {said}", int(samples.index[mistake.row])
         cards.append(_card(story, index, said, mistake.score, about, rest, "wrong"))
@@ -240,7 +243,7 @@ def right_ones(story: Story) -> Markup:
         return Markup("")
     cards = []
     for row in some_right(samples, RIGHT):
-        said, truth = story.label(int(samples.prediction[row])), story.truth(samples, row)
+        said, truth = story.brief(int(samples.prediction[row])), story.truth(samples, row)
         index, score = int(samples.index[row]), float(samples.score[row])
         rest = tag("span", "truly ", tag("b", truth), cls="truth") if truth != said else None
         cards.append(_card(story, index, said, score, f"{said}, correctly", rest, "right"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +14,15 @@ from vitrail.data.sources.base import Source
 from vitrail.errors import VitrailError
 from vitrail.evaluate.per_class import confused_pairs as pairs_of
 from vitrail.evaluate.scores import Samples, Scores, wilson
+from vitrail.explain.names import abbreviated
 from vitrail.explain.panes import Pixels, shown
 from vitrail.models import Net
 from vitrail.report.runs import Run
 
 # N pictures, K classes
+
+LONGEST = 26
+"""Characters of a class name in a chart."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -46,6 +51,14 @@ class Story:
         """Whether pictures have several labels."""
         return self.run.several or (self.scores is not None and self.scores.average_precisions is not None)
 
+    @cached_property
+    def _brief(self) -> list[str]:
+        return abbreviated(self.labels, LONGEST)
+
+    def brief(self, index: int) -> str:
+        """A class name for a chart: short, and different from every other's."""
+        return self._brief[index] if 0 <= index < len(self.labels) else self.label(index)
+
     def label(self, index: int) -> str:
         """A class's name, as people write it."""
         return self.labels[index].replace("_", " ") if 0 <= index < len(self.labels) else f"class {index}"
@@ -65,8 +78,8 @@ class Story:
     def truth(self, samples: Samples, row: int) -> str:
         """The true class or classes of a measured picture, by name."""
         if samples.truth.ndim == 1:
-            return self.label(int(samples.truth[row]))
-        return ", ".join(self.label(int(k)) for k in np.flatnonzero(samples.truth[row])) or "none"
+            return self.brief(int(samples.truth[row]))
+        return ", ".join(self.brief(int(k)) for k in np.flatnonzero(samples.truth[row])) or "none"
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def looked_at(story: Story) -> list[tuple[int, str]]:
         places = np.linspace(0, len(story.source) - 1, min(LOOKS, len(story.source))).astype(int)
         return [(int(i), "") for i in dict.fromkeys(places.tolist())]
     wrong = [
-        (m.row, f"{story.label(m.said)}, truly {story.truth(samples, m.row)}") for m in surest_mistakes(samples, 2)
+        (m.row, f"{story.brief(m.said)}, truly {story.truth(samples, m.row)}") for m in surest_mistakes(samples, 2)
     ]
     right = [(row, story.truth(samples, row)) for row in some_right(samples, LOOKS - len(wrong))]
     return [(int(samples.index[row]), words) for row, words in (*right, *wrong)]

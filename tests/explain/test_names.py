@@ -1,0 +1,24 @@
+"""Abbreviations of class names."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.explain.names import abbreviated
+
+
+def test_short_names_are_kept_and_long_ones_cut_at_the_end():
+    assert abbreviated(["chain_saw", "church"], 26) == ["chain saw", "church"]
+    assert abbreviated(["chain saw", "golden retriever"], 10) == ["chain saw", "golden re…"]
+
+
+def test_names_that_begin_alike_are_cut_in_the_middle():
+    assert abbreviated(["American black bear", "American black duck"], 12) == ["Ameri…k bear", "Ameri…k duck"]
+
+
+@given(st.sets(st.text("ab_ ", min_size=1, max_size=40), min_size=2, max_size=12), st.integers(10, 30))
+def test_different_names_stay_different(names: set[str], most: int):
+    short = abbreviated(sorted(names), most)
+    assert len(set(short)) == len(names)
+    assert max(map(len, short)) <= most
