@@ -85,9 +85,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(vitrail: Command, done: Path):
     before = (done / "metrics.jsonl").read_bytes()
     result = vitrail("train", "digits", *TINY, "--out", done)
     assert result.status == 1
-    assert result.problems == [
-        f"{done} holds a run already (finished); go on with --resume, or choose another folder with --out."
-    ]
+    assert result.problems == [f"{done} holds a run already (finished); choose another folder with --out."]
     assert (done / "metrics.jsonl").read_bytes() == before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,21 @@ def test_it_opens_with_what_it_has_shown_or_says_that_it_has_not_been_run(name: 
     said = " ".join(said_of(name).split())
     shown = re.search(r"\d+(\.\d+)? %", said) and re.search(r"Run: vitrail train", said)
     assert shown or re.search(r"[Nn]ot (yet )?(been )?run\b|has been run by this project", said), said
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_readme_has_the_same_accuracy_and_interval(name: str):
+    command = "vitrail train" if name == "digits" else f"vitrail train {name}"
+    row = re.search(rf"^\| `{command}` \|.*?\*\*(\S+ %)\*\* \((\S+ to \S+)\)", README.read_text(encoding="utf-8"), re.M)
+    if row is None:
+        pytest.skip("the README has no row for it")
+    own = RECIPES[name].__doc__ or ""
+    claim = " ".join((own if " % " in own else said_of(name)).split())
+    assert row[1] in claim
+    assert row[2] in claim
 
 
 @pytest.mark.parametrize("images", [1, 5, 20, 100, 3_000, 60_000, 2_000_000])

@@ -257,7 +257,7 @@ def test_a_signal_while_it_finishes_lets_it_finish_and_is_told(tmp_path: Path):
 
 def test_a_folder_that_holds_a_run_is_refused_before_any_work(whole: Result, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("vitrail.train.loop.prepare", lambda *a, **k: pytest.fail("the data were opened"))
-    with pytest.raises(TrainError, match=r"holds a run already \(finished\); go on with --resume"):
+    with pytest.raises(TrainError, match=r"holds a run already \(unfinished\); go on with --resume"):
         trained(whole.setup.config, whole.run.path)
 
 

@@ -133,9 +133,9 @@ class RunFolder:
 
     def check_free(self) -> None:
         if self.started:
+            go_on = "" if self.standing == "finished" else "go on with --resume, or "
             raise TrainError(
-                f"{self.path} holds a run already ({'finished' if self.finished else 'unfinished'}); "
-                "go on with --resume, or choose another folder with --out."
+                f"{self.path} holds a run already ({self.standing}); {go_on}choose another folder with --out."
             )
 
     def write_config(self, config: TrainConfig) -> None:
