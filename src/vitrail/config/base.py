@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import math
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from vitrail.errors import ConfigError, nearest
 
@@ -48,6 +49,9 @@ class Config:
         """Plain values only: what `json.dumps` takes."""
         return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         known = hints(cls)
@@ -55,6 +59,24 @@ class Config:
             if name not in known:
                 raise ConfigError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
         return cls(**values)
+
+
+C = TypeVar("C", bound=Config)
+
+
+def for_trainer(cls: type[C]) -> type[C]:
+    """A config that transformers' Trainer can work with: it sets `use_cache` on every `model.config`.
+
+    The attribute is kept and means nothing here; it is no field, so comparing and storing configs do not see it.
+    TensorBoard's callback calls `to_json_string`. Fields stay frozen.
+    """
+    frozen = cls.__setattr__
+
+    def set_attribute(self: C, name: str, value: Any) -> None:
+        (object.__setattr__ if name == "use_cache" else frozen)(self, name, value)
+
+    cls.__setattr__ = set_attribute  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def override(config: Config, assignments: Iterable[str]) -> Any:

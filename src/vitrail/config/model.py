@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vitrail.config.base import Config, Pair, pair
+from vitrail.config.base import Config, Pair, for_trainer, pair
 from vitrail.errors import ConfigError
 
 PositionKind = Literal["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"]
@@ -47,6 +47,7 @@ class StemConfig(Config):
         return base * 4 * 2 ** (len(self.layers) - 1) if self.layers else base
 
 
+@for_trainer
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig(Config):
     """A Vision Transformer. The defaults are ViT-B/16 as the original code computes it."""
@@ -241,6 +242,7 @@ class ViTConfig(Config):
         return self.width * (2 if self.pool == "token+gap" else 1)
 
 
+@for_trainer
 @dataclass(frozen=True, kw_only=True)
 class BiTConfig(Config):
     """BiT's ResNet: pre-activation, weight-standardised, group-normalised, symmetric padding."""

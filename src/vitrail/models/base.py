@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,11 @@ class Network(nn.Module):
     config: Any
     first_kernel: str
     """Name of the parameter that sees the image's channels."""
+
+    def __init_subclass__(cls) -> None:
+        """With types, not strings, in the annotations of forward: a graph traced by torch.fx holds and pickles them."""
+        super().__init_subclass__()
+        cls.forward.__annotations__ = get_type_hints(cls.forward)
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,7 +49,8 @@ class Remembering(nn.Module):
         if torch.compiler.is_compiling() or isinstance(device, Proxy):
             return make()
         weights = tuple(self.parameters())
-        if self.training or not _may_keep(weights, device):
+        # None of these modules has a buffer of its own: one is the mask of torch.nn.utils.prune.
+        if self.training or self._buffers or not _may_keep(weights, device):
             self._kept = None
             return make()
         key, stream = (key, device, torch.is_inference_mode_enabled()), _stream(device)
