@@ -223,6 +223,21 @@ def python(code: str) -> str:
     return done.stdout
 
 
+def test_help_does_not_depend_on_what_was_imported_before():
+    code = """if True:
+        import pydoc, vitrail
+        names = [name for name in vitrail.__all__ if not name.startswith("_")]
+        def helped():
+            return {name: pydoc.plain(pydoc.render_doc(getattr(vitrail, name))) for name in names}
+        before = helped()
+        import vitrail.evaluate.scores, vitrail.export.export, vitrail.train.loop, vitrail.models, vitrail.config
+        after = helped()
+        assert before["evaluate"].startswith("Python Library Documentation: function evaluate"), before["evaluate"][:99]
+        print([name for name in names if before[name] != after[name]])
+    """
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 @pytest.mark.parametrize("module", ["vitrail", "vitrail.cli", "vitrail.config", "vitrail.runtime"])
 def test_importing_the_package_costs_no_torch(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'numpy', 'PIL', 'huggingface_hub') if m in sys.modules])"

@@ -68,7 +68,11 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        package = sys.modules.get(f"vitrail.{name}")
+        if package is not None:  # of the function's name: what is in it stays in reach, as vitrail.train.loop
+            found.__dict__.update({key: value for key, value in vars(package).items() if not key.startswith("_")})
+        return found
     raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
 
 
@@ -85,21 +89,12 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Both(ModuleType):
-    """The folder vitrail/train, evaluate or export, which as `vitrail.train(...)` is the function of that name, too."""
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return __getattr__(self.__name__.rpartition(".")[2])(*args, **options)
-
-
-class _Face(ModuleType):
-    """This package."""
+class _Package(ModuleType):
+    """This package: `vitrail.train`, `evaluate` and `export` are always the functions of these names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Python sets a folder's name when it is first imported.
-        if name in ("evaluate", "export", "train") and isinstance(value, ModuleType):
-            value.__class__ = _Both
-        super().__setattr__(name, value)
+        if name not in _HOMES or not isinstance(value, ModuleType):  # importing vitrail/train would bind its name
+            super().__setattr__(name, value)
 
 
-sys.modules[__name__].__class__ = _Face
+sys.modules[__name__].__class__ = _Package
