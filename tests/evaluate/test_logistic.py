@@ -68,13 +68,13 @@ def test_a_feature_that_never_changes_does_no_harm():
     assert torch.equal(fit(train, 1.0).predict(train.values), fit(wider, 1.0).predict(wider.values))
 
 
-def test_the_search_for_c_finds_the_best_of_all_it_could_try(monkeypatch: pytest.MonkeyPatch):
-    """Accuracies that rise to one peak: the nearest eighth of a decade is found."""
+def peak_at(monkeypatch: pytest.MonkeyPatch, power: float) -> tuple[Features, list[float]]:
+    """Features whose accuracies rise to one peak, at this power of ten of C, and a list of the C that are tried."""
     tried: list[float] = []
 
     class Fake:
         def __init__(self, strength: float) -> None:
-            self.right = round(1000 - 100 * abs(np.log10(strength) - 1.3))
+            self.right = round(2000 - 100 * abs(np.log10(strength) - power))
 
         def predict(self, values: torch.Tensor) -> torch.Tensor:
             return (torch.arange(len(values)) >= self.right).long()  # class 0 is right
@@ -84,11 +84,33 @@ def test_the_search_for_c_finds_the_best_of_all_it_could_try(monkeypatch: pytest
         return Fake(strength)
 
     monkeypatch.setattr(logistic, "fit", fake)
-    some = Features(torch.zeros(1000, 1), torch.zeros(1000, dtype=torch.int64), ("a", "b"))
+    return Features(torch.zeros(2000, 1), torch.zeros(2000, dtype=torch.int64), ("a", "b")), tried
+
+
+def test_the_search_for_c_finds_the_best_of_all_it_could_try(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The nearest eighth of a decade is found."""
+    some, tried = peak_at(monkeypatch, 1.3)
     seen: list[int] = []
-    assert np.log10(choose(some, some, advance=seen.append)) == pytest.approx(1.25)
+    strength = choose(some, some, advance=seen.append)
+    assert np.log10(strength) == pytest.approx(1.25)
+    assert not logistic.at_edge(strength)
     assert len(tried) <= logistic.FITS == sum(seen)
     assert sorted(np.log10(tried[:7])) == pytest.approx([-6, -4, -2, 0, 2, 4, 6])
+    assert "edge" not in caplog.text
+
+
+@pytest.mark.parametrize(("power", "edge"), [(-8.0, 1e-6), (8.0, 1e6)])
+def test_a_best_c_at_the_edge_of_its_range_is_noted(
+    power: float, edge: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("vitrail.runtime._said", set())
+    some, _ = peak_at(monkeypatch, power)
+    strength = choose(some, some)
+    assert strength == pytest.approx(edge)
+    assert logistic.at_edge(strength)
+    assert f"the best C, {edge:g}, is at the edge of the range that was tried, 1e-06 to 1e+06" in caplog.text
 
 
 def test_few_noisy_pictures_want_a_small_c():

@@ -246,7 +246,9 @@ def _logistic(train: Features, test: Features, asked: Asked, device: torch.devic
         fit = logistic.fit(train, strength, device=device)
         advance(1)
     said = fit.predict(test.values).cpu()
-    settings = {"C": strength, "chosen": asked.strength is None, "solver": fit.solver}
+    chosen = asked.strength is None
+    settings = {"C": strength, "chosen": chosen, "solver": fit.solver}
+    settings |= {"at_edge": logistic.at_edge(strength)} if chosen else {}
     yield Score("logistic", f"C = {strength:.3g}", _accuracy(said, test.targets), settings=settings)
 
 

@@ -42,9 +42,14 @@ class TaskScore:
     chosen: dict[str, float]
     """What the 200 chose."""
 
+    @property
+    def at_edge(self) -> bool:
+        """Whether the C they chose is at the edge of the range that was tried."""
+        return "C" in self.chosen and logistic.at_edge(self.chosen["C"])
+
     def to_dict(self) -> dict[str, Any]:
         told = {"task": self.task.name, "group": self.task.group, **self.accuracy.to_dict(), "count": self.count}
-        return told | {"chosen": self.chosen}
+        return told | {"chosen": self.chosen, "at_edge": self.at_edge}
 
 
 @dataclass(frozen=True)

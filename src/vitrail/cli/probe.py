@@ -136,5 +136,7 @@ def told_of(found: Probe) -> Iterator[RenderableType]:
 def cells(score: Score) -> tuple[str, str, Text, Text]:
     value = score.accuracy
     spread = "" if score.spread is None else f"± {100 * score.spread:.1f} over {score.settings['seeds']} seeds"
+    if score.settings.get("at_edge"):
+        spread = "C is at the edge of its range; --c tries others"
     interval = Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")
     return score.name, f"{100 * value.value:.2f} %", interval, Text(spread, style="dim")

@@ -88,6 +88,7 @@ def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
     for score in found.scores:
         value, group = score.accuracy, score.task.group
         chosen = ", ".join(f"{name} {number:.3g}" for name, number in score.chosen.items())
+        chosen += ", at the edge of its range" * score.at_edge
         row = (*cells(value), f"{score.count:,}", Text(chosen, style="dim"))
         table.add_row(group if group != before else "", score.task.title, *row)
         before = group

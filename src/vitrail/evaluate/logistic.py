@@ -185,7 +185,17 @@ def choose(
         best = _best(right)
         measure(best - step)
         measure(best + step)
-    return 10.0 ** _best(right)
+    strength = 10.0 ** _best(right)
+    if at_edge(strength):
+        low, high = (10.0**power for power in DECADES)
+        edge = f"the best C, {strength:g}, is at the edge of the range that was tried, {low:g} to {high:g}"
+        say([f"{edge}: a value beyond it may do better"], about=train.name)
+    return strength
+
+
+def at_edge(strength: float) -> bool:
+    """Whether a C that was chosen is the smallest or the largest that is tried: the best may lie beyond."""
+    return strength in [10.0**power for power in DECADES]
 
 
 FITS = 7 + 2 * math.ceil(math.log2((DECADES[1] - DECADES[0]) / 6 / FINEST))
