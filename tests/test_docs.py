@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from compare import randomized
-from conftest import ROOT, need_extra
+from conftest import ROOT, import_peer, need_extra
 from PIL import Image
 
 from vitrail.export import compare as comparison
@@ -21,6 +21,7 @@ from vitrail.weights.card import Card, usual_preprocess
 PAGES = [
     "README.md",
     "docs/models.md",
+    "docs/other-tools.md",
     "docs/checkpoints.md",
     "docs/data.md",
     "docs/training.md",
@@ -49,6 +50,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_snippets_run(page: str, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page == "docs/export.md":
         need_extra("export")
+    if page == "docs/other-tools.md":
+        for peer in ("timm", "torchvision", "transformers", "accelerate"):
+            import_peer(peer)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparison, "SECONDS", 0.01)  # how fast a file is does not matter here
     monkeypatch.setattr(hub, "fetch", lambda name, *a, **k: repository)
