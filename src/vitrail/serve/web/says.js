@@ -96,7 +96,7 @@ class Block {
     this.label.title = best?.label ?? "";
     this.score.textContent = best ? percent(best.score) : "";
     this.draw(sheet, letter ? FEW : MANY);
-    this.note.textContent = sheet.hide.size ? "The tick is where it stood with nothing hidden." : best && !letter ? known(model) : "";
+    this.note.textContent = sheet.hide.size ? "Ticks: the scores with nothing hidden." : best && !letter ? known(model) : "";
   }
 
   draw(sheet, count) {
