@@ -1,4 +1,4 @@
-"""Class names are read as they are written, checked, and never guessed."""
+"""Class names are read as they are written and checked; what is assumed is noted."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
+import torch
 
+import vitrail
+from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.errors import ConfigError, NotFound
+from vitrail.models import Net, build
 from vitrail.weights import labels as module
-from vitrail.weights.labels import from_id2label, imagenet_1k, read_labels
+from vitrail.weights.card import Card
+from vitrail.weights.labels import ASSUMED, from_id2label, imagenet_1k, named, read_labels, stated
 
 NAMES = ("cat", "dog, hound", "é")
 FILES = {
@@ -169,3 +174,58 @@ def test_finding_names_imports_no_package():
     paths = {"PYTHONPATH": str(Path(module.__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], env=paths, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# A checkpoint that names no classes
+
+
+def thousand(**about: object) -> tuple[Net, Card]:
+    config = ViTConfig(image=16, patch=8, classes=1000, width=8, depth=1, heads=1, mlp=8)
+    card = Card(config=config, preprocess=PreprocessConfig(image=16), **about)
+    net = build(config)
+    torch.nn.init.normal_(net.head.weight)
+    return net, card
+
+
+def test_a_thousand_classes_without_names_are_imagenets_and_a_note_says_so(monkeypatch: pytest.MonkeyPatch):
+    packages(monkeypatch, timm=installed("timm"))
+    card = named(*thousand(origin="tiny.safetensors"))
+    assert card.labels == imagenet_1k()
+    assert card.notes == (ASSUMED,)
+    assert stated(card) is None
+
+
+def test_names_that_are_stated_and_classes_that_are_others_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    packages(monkeypatch, timm=installed("timm"))
+    names = tuple(f"thing {i}" for i in range(1000))
+    for about in (
+        {"labels": names},
+        {"several": True},
+        {"task": "embed"},
+        {"origin": "fine-tuned from timm/vit_tiny"},
+        {"origin": "trained on photos"},
+    ):
+        net, card = thousand(**about)
+        assert named(net, card) == card
+        assert stated(card) == card.labels
+    net, card = thousand()
+    for tensor in net.head.parameters():  # a new head, or one that was never trained
+        torch.nn.init.zeros_(tensor)
+    assert named(net, card) == card
+    small = card.config.but(classes=999)
+    assert named(build(small), card.but(config=small)).labels is None
+
+
+def test_without_a_package_that_has_the_names_classes_stay_numbers(monkeypatch: pytest.MonkeyPatch):
+    packages(monkeypatch)
+    assert named(*thousand()).labels is None
+
+
+def test_the_published_file_has_names_in_every_way_of_loading_it(
+    real_checkpoint: Path, caplog: pytest.LogCaptureFixture
+):
+    assert vitrail.load(real_checkpoint).label(285) == "Egyptian cat"
+    assert ASSUMED in caplog.text
+    assert vitrail.load(real_checkpoint, labels=[f"thing {i}" for i in range(1000)]).label(285) == "thing 285"
+    assert vitrail.load(real_checkpoint, classes=1000).label(285) == "Egyptian cat"
+    assert vitrail.load(real_checkpoint, classes=7).label(5) == "class 5"

@@ -32,7 +32,8 @@ from vitrail.evaluate.synsets import beside
 from vitrail.runtime import first_speaks, say
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.train.parallel import Ranks
-from vitrail.weights.card import FINE_TUNED, TRAINED, portable
+from vitrail.weights.card import portable
+from vitrail.weights.labels import stated
 from vitrail.weights.opening import adapted
 
 PROTOCOLS = ("auto", "imagenet", "real")
@@ -104,9 +105,10 @@ def evaluate(
         vit, source = _first_ahead(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
         _check_model(vit, ranks.device)
         sizes = _sizes(vit, image)
+        labels = stated(vit.card)
         match = match_classes(
             source,
-            vit.labels,
+            labels,
             vit.config.classes,
             synsets=beside(data, source.labels),
             imagenet=protocol == "imagenet",
@@ -114,9 +116,9 @@ def evaluate(
         )
         valid, assumed = None, list[str]()
         if protocol == "real" or real is not None:
-            valid, assumed = _valid(source, match, real, vit.labels)
+            valid, assumed = _valid(source, match, real, labels)
         notes = [*match.notes, *assumed, *_about(source, vit)]
-        say(notes, about=data)
+        say([note for note in notes if note not in vit.card.notes], about=data)
         share = -(-len(source) // ranks.world)
         several = min(batch or BATCH.get(ranks.device.type, 256), share)
         task = _Task(Mapped(source, match), match, config, valid, ranks, several, flip, bins, watch)
@@ -170,7 +172,7 @@ def _part(config: DataConfig, vit: Model) -> Source:
         raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
     if not len(found):
         raise DataError(f"{config.source} holds no pictures to measure on.")
-    if not parts.split and vit.card.origin.startswith((FINE_TUNED, TRAINED)):
+    if not parts.split and vit.card.trained_here:
         about = f"all {len(found):,} pictures of {found.name} are measured; if the model has learned from them, "
         say([f"{about}--held-out measures those that training holds out"], about=config.source)
     return found

@@ -30,7 +30,7 @@ from vitrail.runtime.tiles import check_bfloat16
 from vitrail.weights import checkpoint, modules
 from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.conversion import convert
-from vitrail.weights.labels import read_labels
+from vitrail.weights.labels import named, read_labels
 from vitrail.weights.locate import Found
 from vitrail.weights.native import NATIVE
 from vitrail.weights.opening import adapted, open_checkpoint
@@ -361,8 +361,7 @@ def load(
         net, card = adapted(*modules.read(source, changes=changes, **options), **size)
     else:
         net, card = open_checkpoint(source, changes=changes, section=section, **size, **options)
-    if labels is not None:
-        card = card.but(labels=read_labels(labels, card.config.classes))
+    card = named(net, card) if labels is None else card.but(labels=read_labels(labels, card.config.classes))
     if card.origin not in SHIPPED:  # nothing about those had to be assumed
         say(card.notes, about=card.origin or Path(str(where)).name)
     return Model(net.to(target), card)

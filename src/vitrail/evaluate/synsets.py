@@ -16,7 +16,7 @@ from pathlib import Path
 from vitrail.data.sources import shards
 from vitrail.data.sources.spec import parse
 from vitrail.errors import DataError, VitrailError
-from vitrail.weights.labels import imagenet_1k
+from vitrail.weights.labels import ASSUMED, imagenet_1k
 
 # K outputs of a model
 
@@ -80,8 +80,9 @@ def of_outputs(labels: Sequence[str] | None, count: int, data: Synsets | None = 
     if known is None:
         return None, ""
     if labels is None:
-        usual = "ImageNet-1k" if count == IMAGENET else f"the ImageNet of {count:,} classes"
-        return known, f"the checkpoint does not name its outputs: they are taken for {usual}'s, in the usual order"
+        usual = f"those of the ImageNet of {count:,} classes, in the usual order"
+        note = f"the checkpoint does not name its outputs: they are taken for {usual}"
+        return known, ASSUMED if count == IMAGENET else note
     return (known, "") if names_agree(labels) else (None, "")
 
 

@@ -56,6 +56,11 @@ class Card:
             return f"fine-tuned {_stem(origin.removeprefix(FINE_TUNED))}"
         return f"{self.family} {origin}" if origin.startswith(TRAINED) else _stem(origin) or self.family
 
+    @property
+    def trained_here(self) -> bool:
+        """Whether vitrail trained it: then class names, where it has none, were not left out by another library."""
+        return self.origin.startswith((FINE_TUNED, TRAINED))
+
     def but(self, **changes: Any) -> Card:
         return replace(self, **changes)
 

@@ -1,4 +1,8 @@
-"""Class names: from a list, a file, a checkpoint's id2label or an installed package; never guessed."""
+"""Class names: from a list, a file, a checkpoint's id2label, or ImageNet's from an installed package.
+
+A checkpoint that names no classes and has exactly 1,000 outputs is taken for an ImageNet-1k classifier, by every
+command alike, and a note says so: `named` holds the rule.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,21 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vitrail.errors import ConfigError, NotFound, nearest
 
+if TYPE_CHECKING:
+    from vitrail.models import Net
+    from vitrail.weights.card import Card
+
 IMAGENET = "imagenet-1k"
+ASSUMED = (
+    "the checkpoint does not name its 1,000 classes: they are taken for ImageNet-1k's, in the usual order; "
+    "--labels FILE (labels=... in Python) names others"
+)
 PLACEHOLDER = re.compile(r"LABEL_\d+")  # what transformers writes where nobody gave names
 
 
@@ -56,6 +69,25 @@ def imagenet_1k() -> tuple[str, ...] | None:
     return None
 
 
+def named(net: Net, card: Card) -> Card:
+    """The card with ImageNet-1k's names, and a note, where a checkpoint names no classes and they can only be those.
+
+    The evidence: 1,000 outputs, one class for each image, a head that is not zero, and nothing stated about classes
+    in the file or beside it. A model that vitrail trained has the names of its own data, or none. Without a package
+    that has ImageNet's names, classes stay numbers.
+    """
+    bare = card.labels is None and card.task == "classify" and not card.several and card.config.classes == 1000
+    if not bare or card.trained_here or not any(tensor.any() for tensor in net.head.parameters()):
+        return card
+    labels = imagenet_1k()
+    return card if labels is None else card.but(labels=labels).noting(ASSUMED)
+
+
+def stated(card: Card) -> tuple[str, ...] | None:
+    """The class names that the checkpoint or the user has stated; None for those that `named` assumed."""
+    return None if ASSUMED in card.notes and card.labels == imagenet_1k() else card.labels
+
+
 def _imagenet_or_complain() -> tuple[str, ...]:
     labels = imagenet_1k()
     if labels is None:
@@ -66,24 +98,25 @@ def _imagenet_or_complain() -> tuple[str, ...]:
     return labels
 
 
+@cache
 def _from_timm(folder: Path) -> tuple[str, ...]:
     """The first of each class's names; where two classes share it, as much more as tells them apart."""
     info = folder / "data" / "_info"
     synsets = (info / "imagenet_synsets.txt").read_text(encoding="utf-8").split()
-    lemmas = _table(info / "imagenet_synset_to_lemma.txt")
+    lemmas = _table(info / "imagenet_synset_to_lemma.txt", set(synsets))
     whole = [lemmas[s] for s in synsets]
     first = [names.split(",")[0] for names in whole]
     named = [long if n > 1 else short for short, long, n in zip(first, whole, _repeats(first), strict=True)]
     if len(set(named)) < len(named):  # 'crane' is a bird and a machine
-        meanings = _table(info / "imagenet_synset_to_definition.txt")
+        meanings = _table(info / "imagenet_synset_to_definition.txt", set(synsets))
         told = [f"{n} ({meanings[s].split(';')[0]})" for n, s in zip(named, synsets, strict=True)]
         named = [long if n > 1 else short for short, long, n in zip(named, told, _repeats(named), strict=True)]
     return tuple(named)
 
 
-def _table(path: Path) -> dict[str, str]:
-    pairs = (line.split("\t", 1) for line in path.read_text(encoding="utf-8").splitlines() if "\t" in line)
-    return {key: value.strip() for key, value in pairs}
+def _table(path: Path, wanted: set[str]) -> dict[str, str]:
+    pairs = (line.partition("\t") for line in path.read_text(encoding="utf-8").splitlines())
+    return {key: value.strip() for key, _, value in pairs if key in wanted}
 
 
 def _repeats(names: list[str]) -> list[int]:
