@@ -84,17 +84,16 @@ async def _last(task: asyncio.Task[Response], metrics: Metrics) -> bytes:
     """The answer, or what went wrong: the status has been sent already."""
     try:
         return bytes((await task).body)
-    except Problem as problem:
-        metrics.refused.labels(problem.code).inc()
-        return problem.body()
+    except Problem as found:
+        problem = found
     except Exception as error:
         log.error("a request failed unexpectedly after its first line", exc_info=error)
         problem = Problem(500, "internal_error", "something went wrong here; it has been written down.")
-        metrics.refused.labels(problem.code).inc()
-        return problem.body()
+    metrics.refused.labels(problem.code).inc()
+    return problem.body()
 
 
-class _Lines(Response):
+class _Lines(Response):  # type: ignore[misc]
     """Sends each line when the client has room for it; the route itself notices a client that hangs up."""
 
     media_type = LINES
