@@ -275,6 +275,33 @@ def test_damaged_metadata_are_a_sentence_about_the_file(tmp_path, onnx_file, tex
             open_file(tmp_path / "damaged.onnx", engine)
 
 
+TAMPERED = {
+    "batch": (("input", "shape", 0), 10**9, r"got images of \[1000000000, 32, 48, 3\] .* takes \[None, 32, 48, 3\]"),
+    "image": (("card", "model", "image"), 64, r"got images of \[None, 64, 64, 3\] .* takes \[None, 32, 48, 3\]"),
+    "pixels": (("card", "model", "image"), 4_000_000, "got image=4000000x4000000, wanted at most 67,108,864 pixels"),
+    "prepared": (("card", "preprocess", "image"), 4_000_000, "got preprocess.image=4000000x4000000"),
+    "registers": (("card", "model", "registers"), 10**9, "got 1,000,000,024 patches and registers, wanted at most"),
+    "classes": (("card", "model", "classes"), 10**9, r"got 1000000000 classes .* gives \[5\]"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(TAMPERED))
+def test_metadata_of_other_sizes_than_the_graphs_are_refused(tmp_path, onnx_file, name):
+    (*way, last), value, message = TAMPERED[name]
+    other = onnx.load(str(onnx_file.path))
+    sheet = json.loads(other.metadata_props[0].value)
+    sheet["card"]["labels"] = None
+    part = sheet
+    for key in way:
+        part = part[key]
+    part[last] = value
+    other.metadata_props[0].value = json.dumps(sheet)
+    onnx.save(other, str(tmp_path / "other.onnx"))
+    for engine in ("onnxruntime", "openvino"):
+        with pytest.raises(FormatError, match=rf"other\.onnx: {message}"):
+            open_file(tmp_path / "other.onnx", engine)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),

@@ -27,7 +27,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import CheckpointError, ConfigError, nearest
 from vitrail.export.compress import group_of
 from vitrail.export.extras import need, quiet
-from vitrail.export.formats import first_line, read_program, sheet_of
+from vitrail.export.formats import check_graph, first_line, read_program, sheet_of
 from vitrail.export.names import beside, is_exported
 from vitrail.export.sheet import KEY, Sheet
 from vitrail.models import Net
@@ -247,6 +247,7 @@ def _open_onnx(path: Path, threads: int | None, lanes: int) -> FileEngine:
     except Exception as error:  # a class of its own for each kind of failure
         raise CheckpointError(f"{path} cannot be read as ONNX: {first_line(error)}.") from error
     sheet = sheet_of(session.get_modelmeta().custom_metadata_map.get(KEY), path)
+    check_graph(sheet, session.get_inputs()[0].shape, session.get_outputs()[0].shape, path)
     warn_of_saturation(sheet, path)
     name = session.get_inputs()[0].name
 
@@ -263,6 +264,7 @@ def _open_openvino(path: Path, threads: int | None, lanes: int) -> FileEngine:
             model = core.read_model(str(path))
             text = model.get_rt_info([KEY]).astype(str) if model.has_rt_info([KEY]) else None
             sheet = sheet_of(text or _onnx_sheet(path), path)
+            check_graph(sheet, _shape(model.inputs[0]), _shape(model.outputs[0]), path)
             # Left to itself it computes in bfloat16 wherever the CPU has that.
             settings: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "bf16" if sheet.precision == "bfloat16" else "f32"}
             settings |= {"INFERENCE_NUM_THREADS": threads} if threads else {}
@@ -274,6 +276,11 @@ def _open_openvino(path: Path, threads: int | None, lanes: int) -> FileEngine:
     except RuntimeError as error:
         raise CheckpointError(f"{path} cannot be run by OpenVINO: {first_line(error)}.") from error
     return FileEngine("openvino", sheet, compiled)
+
+
+def _shape(port: Any) -> list[int | None]:
+    """Of an input or output of OpenVINO's; None: any."""
+    return [None if side.is_dynamic else side.get_length() for side in port.partial_shape]
 
 
 def warn_of_saturation(sheet: Sheet, path: Path) -> None:

@@ -18,6 +18,7 @@ from vitrail.export.program import first_line as first_line
 from vitrail.export.program import read_archive, write_program
 from vitrail.export.quantise import quantise
 from vitrail.export.sheet import KEY, Sheet
+from vitrail.weights.sizes import check_image
 
 LARGEST = 1_900_000_000
 """Bytes that one ONNX file can hold, nearly; beyond, the weights lie in a file beside it."""
@@ -119,7 +120,22 @@ def parts_of(path: Path) -> list[Path]:
 def read_program(path: Path) -> tuple[Any, Sheet]:
     """A module to call, and its sheet."""
     module, text = read_archive(path)
-    return module, sheet_of(text, path)
+    sheet = sheet_of(text, path)
+    nodes = {node.op: node for node in module.graph.nodes}
+    check_graph(sheet, nodes["placeholder"].meta["val"].shape, nodes["output"].args[0][0].meta["val"].shape, path)
+    return module, sheet
+
+
+def check_graph(sheet: Sheet, given: Sequence[Any], gives: Sequence[Any], path: Path) -> None:
+    """Raise FormatError where a file states other sizes than its graph has; a dimension that is no number is any."""
+    inputs, outputs = ([side if type(side) is int else None for side in shape] for shape in (given, gives))
+    if inputs != [sheet.batch, *sheet.shape]:
+        raise FormatError(
+            f"{path}: got images of {[sheet.batch, *sheet.shape]} in its metadata, its graph takes {inputs}."
+        )
+    classes = sheet.card.config.classes
+    if sheet.answer != "features" and outputs[1:] != [classes]:
+        raise FormatError(f"{path}: got {classes} classes in its metadata, its graph gives {outputs[1:]}.")
 
 
 def sheet_of(text: object, path: Path) -> Sheet:
@@ -127,6 +143,8 @@ def sheet_of(text: object, path: Path) -> Sheet:
     if not text:
         raise FormatError(f"{path} was not written by vitrail export: it does not say how its pictures are prepared.")
     try:
-        return Sheet.from_json(str(text))
+        sheet = Sheet.from_json(str(text))
+        check_image(sheet.card)
+        return sheet
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error

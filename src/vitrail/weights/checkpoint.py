@@ -27,6 +27,7 @@ from vitrail.weights.kinds import AGAIN, few, first_line
 from vitrail.weights.native import NATIVE
 from vitrail.weights.rules import listed
 from vitrail.weights.sidecars import named
+from vitrail.weights.sizes import check_names, check_sizes
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.torchvision import TORCHVISION
 from vitrail.weights.unsupported import refuse_architecture, refuse_tensors
@@ -128,9 +129,11 @@ def read(
         form, archive = recognise(_headed(opened), family)
         archive.told.update(changes or {}, **({"family": family} if family else {}))
         with _reading(form, archive):
+            check_names(archive.tensors)
             card = form.describe(archive)
         card = _settled(card, family, changes or {})
         with _reading(form, archive):
+            check_sizes(card, archive.tensors)
             net = build(card.config, skeleton=True)
             state = form.table(card.config).read(archive.tensors, net, card.config)
     stored = {t.dtype for t in state.values()}
@@ -213,7 +216,7 @@ def _reading(form: Format, archive: Archive) -> Iterator[None]:
         raise
     except KeyError as error:
         raise FormatError(f"{archive.source}: read as {form.name}, {error.args[0]} is missing.") from error
-    except (ArithmeticError, AttributeError, IndexError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise FormatError(
             f"{archive.source}: read as {form.name}, its parts do not fit: {first_line(error)}."
         ) from error

@@ -1,0 +1,95 @@
+"""Sizes that a file states, compared with its tensors before a network of these sizes is built."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+from vitrail.config import BiTConfig, ViTConfig, pair
+from vitrail.errors import FormatError
+from vitrail.weights.card import Card
+from vitrail.weights.files import Tensors
+from vitrail.weights.rules import AnyConfig
+
+PIXELS = 2**26
+"""Of one image that a network takes, at most: 8192 x 8192."""
+TOKENS = 2**20
+"""Patches and registers of one image, at most."""
+BLOCKS = 256
+"""So many may be in a file of fewer tensors: some stack those of all blocks."""
+SLACK = 64
+"""Times as many weights as the file has: below that a network is built, and what is missing is listed by name."""
+NUMBER = re.compile(r"\d{4,}")
+
+
+def check_names(tensors: Tensors) -> None:
+    """Raise FormatError where a name counts blocks that cannot be there: their number is taken from the names."""
+    for name in tensors:
+        if any(len(digits) > 9 or int(digits) >= len(tensors) for digits in NUMBER.findall(name)):
+            raise FormatError(f"got a tensor {name[:80]!r} among {len(tensors)}, wanted blocks counted from 0.")
+
+
+def check_sizes(card: Card, tensors: Tensors) -> None:
+    """Raise FormatError where the network would have far more blocks or weights than the file."""
+    check_image(card)
+    blocks, stated = _blocks(card.config)
+    if blocks > max(len(tensors), BLOCKS):
+        raise FormatError(f"got {stated}, wanted no more than the file has tensors, {len(tensors)}.")
+    there = sum(math.prod(tensors.shape(name)) for name in tensors)
+    for stated, wanted in _weights(card.config):
+        if wanted > SLACK * there:
+            raise FormatError(f"got {stated}: {wanted:,} weights or more, wanted the file's {there:,}.")
+
+
+def check_image(card: Card) -> None:
+    """Raise FormatError for an image that is too large to compute on; in some networks no tensor shows its size."""
+    for stated, image in (("image", card.config.image), ("preprocess.image", card.preprocess.image)):
+        height, width = pair(image)
+        if height * width > PIXELS:
+            raise FormatError(f"got {stated}={height}x{width}, wanted at most {PIXELS:,} pixels.")
+    if isinstance(card.config, ViTConfig):
+        tokens = math.prod(card.config.grid) + card.config.registers
+        if tokens > TOKENS:
+            raise FormatError(f"got {tokens:,} patches and registers, wanted at most {TOKENS:,}.")
+
+
+def _blocks(config: AnyConfig) -> tuple[int, str]:
+    """Modules that are built one after the other, and what states their number."""
+    if isinstance(config, BiTConfig):
+        return sum(config.layers), f"layers={config.layers}"
+    if config.stem is not None and sum(config.stem.layers) > config.depth:
+        return sum(config.stem.layers), f"stem.layers={config.stem.layers}"
+    return config.depth, f"depth={config.depth}"
+
+
+def _weights(config: AnyConfig) -> Iterator[tuple[str, int]]:
+    """Parts of a network by their sizes, each with a lower bound for its weights."""
+    if isinstance(config, BiTConfig):
+        channels = 4 * int(64 * config.width * 2 ** (len(config.layers) - 1))
+        yield f"layers={config.layers} and width={config.width:g}", _stages(config.width, config.layers)
+        yield f"classes={config.classes}", config.classes * channels
+        yield f"channels={config.channels}", config.channels
+        return
+    width, image, patch = config.width, "x".join(map(str, pair(config.image))), "x".join(map(str, pair(config.patch)))
+    blocks = config.depth * width * (4 * width + 2 * config.mlp)
+    yield f"depth={config.depth}, width={width} and mlp={config.mlp}", blocks
+    if config.stem is not None:
+        units = f"stem.layers={config.stem.layers} and stem.width={config.stem.width:g}"
+        yield units, _stages(config.stem.width, config.stem.layers)
+    channels = config.channels if config.stem is None else config.stem.channels
+    yield f"patch={patch} and channels={config.channels}", channels * math.prod(pair(config.patch)) * width
+    if config.position == "learned-1d":
+        yield f"image={image} of patch={patch}", math.prod(config.grid) * width
+    if config.position in ("learned-2d", "relative"):
+        yield f"image={image} of patch={patch}", sum(config.grid)
+    yield f"registers={config.registers}", config.registers * width
+    yield f"pre_logits={config.pre_logits}", config.pre_logits * config.pooled_width
+    if config.pool == "coca":
+        yield f"pool_width={config.pool_width}", config.pooled_width * width
+    yield f"classes={config.classes}", config.classes * config.head_width
+
+
+def _stages(width: float, layers: Sequence[int], first: int = 0) -> int:
+    """Of a ResNet: 3 x 3 from m channels to m, and 1 x 1 from those to 4 m, in each unit."""
+    return sum(units * 13 * int(64 * width * 2**s) ** 2 for s, units in enumerate(layers, first))

@@ -1,0 +1,155 @@
+"""Sizes that a file states are compared with its tensors before anything of these sizes is built."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_models import FORMATS, model, small
+
+import vitrail
+from vitrail.config import BiTConfig
+from vitrail.errors import FormatError
+from vitrail.weights import checkpoint, native
+
+pytestmark = pytest.mark.usefixtures("quick_disk")
+
+BIT = BiTConfig(image=32, classes=5, layers=(1, 1), width=0.5)
+HUGE = 10**7
+
+
+def check_refused(path: Path, message: str) -> None:
+    """It is refused with this message, and no network was built by then."""
+
+    def build(config: Any, **options: Any) -> None:
+        raise AssertionError("a network was built")
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (checkpoint, native):
+            patched.setattr(module, "build", build)
+        with pytest.raises(FormatError, match=message):
+            vitrail.load(path)
+
+
+def stating(path: Path, vit: vitrail.Model, part: str, **changes: Any) -> Path:
+    """A file of vitrail's own whose description says something else than its tensors."""
+    vit.save(path)
+    with safe_open(path, "pt") as file:
+        card = json.loads(file.metadata()["vitrail"])
+    card[part] |= changes
+    save_file(load_file(path), path, {"vitrail": json.dumps(card | {"labels": None})})
+    return path
+
+
+STATED: dict[str, tuple[dict[str, Any], str]] = {
+    "depth": ({"depth": HUGE}, r"got depth=10000000, wanted no more than the file has tensors, \d+\."),
+    "width": ({"width": 2**40}, r"got depth=2, width=1099511627776 and mlp=256: .* wanted the file's"),
+    "mlp": ({"mlp": 10**18}, r"and mlp=1000000000000000000: .* weights or more"),
+    "classes": ({"classes": 10**18}, r"got classes=1000000000000000000: "),
+    "channels": ({"channels": 10**15}, r"got patch=8x8 and channels=1000000000000000: "),
+    "pre_logits": ({"pre_logits": 10**15}, r"got pre_logits=1000000000000000: "),
+    "registers": ({"registers": 10**9}, r"got 1,000,000,016 patches and registers, wanted at most 1,048,576\."),
+    "image": ({"image": 4_000_000}, r"got image=4000000x4000000, wanted at most 67,108,864 pixels\."),
+    "a long image": ({"image": [4_000_000, 8]}, r"got image=4000000x8 of patch=8x8: 64,000,000 weights or more"),
+    "patch": ({"image": 4096, "patch": 1}, r"got 16,777,216 patches and registers"),
+    "stem": ({"stem": {"layers": [HUGE]}, "patch": 2}, r"got stem.layers=\(10000000,\), wanted no more than"),
+    "stem's width": (
+        {"stem": {"layers": [1], "width": 1e9}, "patch": 2},
+        r"got stem.layers=\(1,\) and stem.width=1e\+09",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(STATED))
+def test_a_description_with_huge_sizes_is_refused_before_it_is_built(name: str, tmp_path: Path) -> None:
+    changes, message = STATED[name]
+    check_refused(stating(tmp_path / "a.safetensors", model(small()), "model", **changes), message)
+
+
+@pytest.mark.parametrize("position", ["none", "sincos-2d", "rope-2d"])
+@pytest.mark.parametrize("part", ["model", "preprocess"])
+def test_a_huge_image_is_refused_where_no_tensor_shows_it(position: Any, part: str, tmp_path: Path) -> None:
+    vit = model(small(position=position, class_token=False, pool="gap"))
+    check_refused(
+        stating(tmp_path / "a.safetensors", vit, part, image=4_000_000),
+        "image=4000000x4000000, wanted at most 67,108,864 pixels",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": [HUGE, 1]}, r"got layers=\(10000000, 1\), wanted no more than the file has tensors"),
+        ({"layers": [1] * 200}, r"got layers=.* weights or more, wanted the file's"),
+        ({"width": 1e12}, r"and width=1e\+12: "),
+        ({"classes": 10**12}, r"got classes=1000000000000: "),
+        ({"channels": 10**12}, r"got channels=1000000000000: "),
+    ],
+)
+def test_a_resnet_with_huge_sizes_is_refused_before_it_is_built(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    check_refused(stating(tmp_path / "a.safetensors", model(BIT), "model", **changes), message)
+
+
+BLOCK = re.compile(r"((?:blocks?|layers?|encoderblock|encoder_layer|stages)[._]?)1\b|(/block)1(?=/)")
+
+
+WRITTEN = [("vit", to) for to in sorted(FORMATS) if to != "big_vision"]
+WRITTEN += [("bit", to) for to in ("big_vision", "google", "huggingface", "vitrail")]
+
+
+@pytest.mark.parametrize(("kind", "to"), WRITTEN)
+def test_a_block_of_a_huge_number_is_refused_before_anything_is_counted(kind: str, to: str, tmp_path: Path) -> None:
+    """Formats without a description have their depth from the names."""
+    vit, path = model(small() if kind == "vit" else BIT), tmp_path / FORMATS[to]
+    vit.save(path, to=to, approximate=True)
+    add_block(path / "model.safetensors" if path.is_dir() else path)
+    check_refused(path, r"got a tensor '.*10000000.*' among \d+, wanted blocks counted from 0")
+
+
+def add_block(path: Path) -> None:
+    """To a file of weights: a tensor of a block far behind the others."""
+    metadata = {}
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+    tensors: dict[str, Any]
+    if path.suffix == ".npz":
+        tensors = dict(np.load(path))
+    else:
+        tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    name = next(name for name in tensors if BLOCK.search(name))
+    tensors[BLOCK.sub(rf"\g<1>\g<2>{HUGE}", name, count=1)] = tensors[name] + 0
+    if path.suffix == ".npz":
+        np.savez(path, **tensors)
+    elif path.suffix == ".safetensors":
+        save_file(tensors, path, metadata)
+    else:
+        torch.save(tensors, path)
+
+
+@pytest.mark.parametrize(
+    ("to", "field"), [("timm", "depth"), ("timm", "embed_dim"), ("huggingface", "num_hidden_layers")]
+)
+def test_a_config_json_with_huge_sizes_is_refused_before_it_is_built(to: str, field: str, tmp_path: Path) -> None:
+    model(small()).save(tmp_path / "model", to=to)
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    (config["model_args"] if to == "timm" else config)[field] = HUGE
+    path.write_text(json.dumps(config))
+    check_refused(tmp_path / "model", f"{field}=10000000")
+
+
+def test_sizes_that_fit_are_built(tmp_path: Path) -> None:
+    path = stating(tmp_path / "a.safetensors", model(small()), "model")
+    assert vitrail.load(path).config == small()
+    with pytest.raises(AssertionError, match="a network was built"):
+        check_refused(path, "never")
