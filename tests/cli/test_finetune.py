@@ -51,6 +51,10 @@ def test_a_model_and_a_folder_are_enough(vitrail: Command, start: Path, album: P
     assert tuned.predict(album / "red" / "003.jpg")[0].label == "red"
     assert tuned.card.origin.startswith("fine-tuned from ")
     assert RunFolder(run).read_config().data.source == str(album)
+    assert tuned.explain(album / "red" / "003.jpg", methods=["rollout"]).model == "finetune-my-photos"
+    for file in (run / "report.html", run / "model" / "config.json", run / "model" / "model.safetensors"):
+        for folder in (start.parent, album.parent, Path.cwd()):  # what is sent to others says nothing of this machine
+            assert str(folder).encode() not in file.read_bytes()
 
 
 @pytest.fixture(scope="module")

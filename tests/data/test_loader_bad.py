@@ -12,6 +12,7 @@ from pictures import encoded
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
+from vitrail.data.bad import Bad
 from vitrail.data.loader import Loader, OnDevice, evaluation_batches, training_batches
 from vitrail.errors import DataError
 
@@ -141,3 +142,18 @@ def test_what_was_kept_is_refused_again() -> None:
         with pytest.raises(DataError, match="3 of 20"):
             measure(source, resident=None)
     assert isinstance(measure(source, resident=None, skip_bad=True), OnDevice)
+
+
+@pytest.mark.parametrize(
+    ("reason", "wanted"),
+    [
+        ("/home/me/my photos/cat/a.png is empty (0 bytes)", "cat/a.png is empty (0 bytes)"),
+        ("/home/me/train-0.tar is damaged", "train-0.tar is damaged"),
+        ("https://example.org/cat/a.png cannot be had", "https://example.org/cat/a.png cannot be had"),
+        ("cat/a.png is empty", "cat/a.png is empty"),
+    ],
+)
+def test_reasons_hold_no_folders_of_this_machine(reason: str, wanted: str):
+    bad = Bad("photos", 10, None)
+    bad.add("cat/a.png", reason)
+    assert bad.found == {"cat/a.png": wanted}

@@ -138,3 +138,10 @@ def test_one_bright_patch_hides_no_others():
     view = np.linspace(0, 1, 196).reshape(14, 14)
     view[0, 0] = 1000
     assert np.median(scaled(view)) == pytest.approx(0.5, abs=0.1)
+
+
+def test_names_with_dollar_signs_are_no_formulas(tmp_path):
+    scores = [(r"a $\frac x$ b", 0.5), ("$$", 0.2)]
+    drawn = figures.overview(np.zeros((16, 16, 3), np.uint8), {"rollout": np.ones((2, 2))}, scores, r"$\q$.png", "$^$")
+    drawn.savefig(tmp_path / "own.png")
+    assert canvas.save(drawn, tmp_path / "figure.png").exists()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.text import Text
 
 from vitrail.errors import ConfigError, nearest
 
@@ -47,11 +48,19 @@ def title(figure: Figure, text: str, under: str = "") -> None:
     lines = [figure.text(0, 1 - 0.08 * inch, text, ha="left", va="top", fontsize=12, color=INK)]
     if under:
         lines.append(figure.text(0, 1 - 0.34 * inch, under, ha="left", va="top", fontsize=8.5, color=QUIET))
+    _as_text(figure)
     canvas = FigureCanvasAgg(figure)
     longest = max(line.get_window_extent(canvas.get_renderer()).width for line in lines) / figure.dpi
     figure.set_figwidth(max(figure.get_figwidth(), longest + 0.2))
     for line in lines:
         line.set_x(0.1 / figure.get_figwidth())
+
+
+def _as_text(figure: Figure) -> None:
+    """Dollar signs in names of classes and files are no formulas, which could fail to parse."""
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        text.set_parse_math(False)
 
 
 def check_formats(formats: Sequence[str]) -> None:
@@ -70,6 +79,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     if ending not in FORMATS[:-1]:
         raise ConfigError(f"{path.name}: a figure is written as {', '.join(FORMATS[:-1])}.")
     path.parent.mkdir(parents=True, exist_ok=True)
+    _as_text(figure)
     FigureCanvasAgg(figure)
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)  # the same bytes each time
     options: dict[str, Any] = {"metadata": undated} if ending in ("svg", "pdf") else {"pil_kwargs": PIXELS[ending]}
