@@ -210,7 +210,7 @@ def explain(
     seen_size = seen(model.net, images).shape[2:]
     return Look(
         picture=name or _name(picture),
-        model=short_name(model),
+        model=model.card.title,
         pixels=shown(pixels[: seen_size[0], : seen_size[1]]),
         predictions=predictions,
         target=meant,
@@ -221,11 +221,6 @@ def explain(
         query=query,
         faithful=trusted,
     )
-
-
-def short_name(model: Model) -> str:
-    """What to call a model in a title."""
-    return model.card.title
 
 
 def class_number(model: Model, target: str | int) -> int:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vitrail.api.looking import short_name
 from vitrail.config import DataConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import Picture
 from vitrail.errors import ConfigError, DataError, ImageError, ModelError, VitrailError, nearest
@@ -72,7 +71,7 @@ class Portrait:
         self.pictures = list(bundled() if pictures is None else pictures)
         self.named = named or ("two photographs of scikit-learn's" if pictures is None else "the pictures given")
         self.advance = advance
-        self.name = short_name(model)
+        self.name = model.card.title
         if not self.pictures:
             raise DataError("there is no picture to look at; wanted one or more.")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import note, notes_to_stderr
+from vitrail.cli.console import note, notes_to_stderr, one_line
 from vitrail.cli.opening import Channels, Device, Dtype, Image, Labels, open_model
 from vitrail.cli.options import Family, Section, Settings, settings, size
 from vitrail.cli.running import Calibrate
@@ -137,7 +137,7 @@ def _check_unchanged(model: str, *, device: str = "auto", dtype: str = "float32"
 
 def _started(where: str, workers: int, inside: bool, open_port: int | None, name: str, how: str) -> None:
     """`inside`: it can be looked into; `open_port`: where it is reached from elsewhere."""
-    typer.echo(f"{name} at {where}")
+    typer.echo(one_line(f"{name} at {where}"), nl=False)
     typer.echo(f"  runs on      {how}{f'; {workers} such processes' * (workers > 1)}")
     if open_port is not None:
         typer.echo(f"  elsewhere    http://{socket.gethostname()}:{open_port}/")

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from vitrail.api import Model
-from vitrail.api.looking import METHODS, NEEDS_CLASSES, short_name
+from vitrail.api.looking import METHODS, NEEDS_CLASSES
 from vitrail.config import ViTConfig, pair
 from vitrail.data.preprocess import Preprocess
 from vitrail.explain.attention import special_names
@@ -40,7 +40,7 @@ class Served:
         for net in nets if model is None or model.net in nets else [*nets, model.net]:
             unmapped(net)
         self.preprocess = Preprocess(self.card.preprocess)
-        self.name = name or (short_name(model) if model is not None else self.card.origin or self.card.family)
+        self.name = name or self.card.title
 
     @property
     def classifies(self) -> bool:
