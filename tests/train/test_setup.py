@@ -274,6 +274,16 @@ def test_a_head_is_kept_for_the_same_classes_and_new_for_others(start: Path, pic
     assert new.card.origin == "fine-tuned from a test"
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
+def test_a_run_does_not_depend_on_the_file_it_started_from(start: Path, pictures: Path, tmp_path: Path):
+    """What is frozen would change when the file is written over, and end the run when it is cut off."""
+    path = tmp_path / "start.safetensors"
+    vitrail.load(start).save(path)
+    setup = prepare(on_photos(pictures, start=str(path), model=None, preprocess=None), ALONE)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert torch.equal(setup.net.head.weight, vitrail.load(start).net.head.weight)
+
+
 def test_a_run_killed_before_its_first_checkpoint_still_starts_from_its_checkpoint(
     start: Path, pictures: Path, tmp_path: Path
 ):

@@ -17,6 +17,7 @@ from vitrail.train.parallel import Ranks
 from vitrail.train.same_data import Described, check_data, check_splits, describe_data
 from vitrail.train.state import Progress
 from vitrail.weights.card import FINE_TUNED, TRAINED, Card, channels_for, portable, sized
+from vitrail.weights.files import unmapped
 from vitrail.weights.opening import adapted, open_checkpoint
 
 AnyConfig = ViTConfig | BiTConfig
@@ -96,6 +97,7 @@ def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
     assert config.start is not None
     changes = _trained_differently(config.model)
     net, card = open_checkpoint(config.start, image=config.image, changes=changes)
+    unmapped(net)  # what is not trained would stay in the file for as long as the run takes
     say(card.notes, about=card.origin or config.start)
     before = net.config
     if card.labels != labels or card.task != "classify":
