@@ -61,14 +61,14 @@ def test_eval_measures_the_file_and_what_an_engine_makes_of_a_checkpoint(vitrail
     wanted = measured(vitrail, "-m", tiny, "--data", album)
     for which, *engine in ([exported], [exported, "openvino"], [tiny, "onnxruntime"]):
         got = measured(vitrail, "-m", which, "--data", album, *(["--engine", *engine] if engine else []))
-        assert (got["model"], got["top1"]) == (str(which), wanted["top1"])
+        assert (got["model"], got["top1"]) == (which.name, wanted["top1"])
         assert got["loss"]["value"] == pytest.approx(wanted["loss"]["value"], rel=1e-4)
     assert measured(vitrail, "-m", tiny, "--engine", "torch", "--data", album)["loss"] == wanted["loss"]
 
 
 def test_eval_reads_well(vitrail, exported, album):
     lines = vitrail("eval", "-m", exported, "--data", album, "--device", "cpu").out.splitlines()
-    assert lines[:2] == [f"{exported} on album", "10 pictures of 2 classes, 5 known, 32 px"]
+    assert lines[:2] == [f"{exported.name} on album", "10 pictures of 2 classes, 5 known, 32 px"]
 
 
 CANNOT = "it can be run, but not looked into, changed or trained"
