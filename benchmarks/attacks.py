@@ -2,7 +2,7 @@
 
     python benchmarks/attacks.py [MODEL] [--seconds 10] [--only NAME ...] [--same-address] [-- ...]
 
-Four ordinary clients send a photograph each, about 30 a second together. One attacker, at another address
+Three ordinary clients send a photograph each, about 15 a second together. One attacker, at another address
 (127.0.0.2; with --same-address at theirs), keeps some connections busy with requests that are each inside every
 limit, or look like it, and sends the next as soon as the last is answered, whatever the answer says. For each attack:
 the ordinary requests' median and 99th percentile, the latter divided by its value before all attacks, what the
@@ -33,7 +33,7 @@ from serve import service
 
 MOST = 5.0
 """How many times an ordinary request's p99 may be what it is without an attack."""
-CLIENTS, RATE = 4, 8
+CLIENTS, RATE = 3, 5
 """Ordinary clients, and requests a second of each."""
 ORDINARY, ATTACKER = "127.0.0.1", "127.0.0.2"
 

@@ -83,6 +83,60 @@ def test_requests_at_one_time_share_a_batch_and_get_their_own_answers(vit: vitra
         assert busy.engine.batches == [1, 4, 2]  # batches of at most four
 
 
+def test_batches_are_short_while_another_client_is_served(
+    vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(served(vit)) as (client, service), other_client(client) as other:
+        service.batcher.short = 2
+        busy = Busy(client, service, senders)
+        many = [busy.send(i) for i in range(8)]
+        busy.waiting(8)
+        one = senders.submit(other.post, "/v1/predict", content=photo(9), headers=JPEG)
+        busy.waiting(9)
+        busy.engine.go.set()
+        assert {answer.result().status_code for answer in (*many, one)} == {200}
+        assert busy.engine.batches == [1, 2, 2, 2, 2, 1]
+        monkeypatch.setattr(batching, "CROWDED", 0)
+        busy.engine.go.clear()
+        busy.engine.batches.clear()
+        first = busy.send(0)
+        until(lambda: busy.engine.batches == [1])
+        many = [busy.send(i) for i in range(4)]
+        busy.waiting(4)
+        busy.engine.go.set()
+        assert {answer.result().status_code for answer in (first, *many)} == {200}
+        assert busy.engine.batches == [1, 4]
+
+
+def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
+    vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "CROWDED", 60)
+    work = replace(QUICK, lanes=2, batch=2)
+    with running(served(vit), work=work) as (client, service), other_client(client) as other:
+        assert other.post("/v1/predict", content=photo(7), headers=JPEG).status_code == 200
+        service.served.engine.batches.clear()  # type: ignore[attr-defined]
+        busy = Busy(client, service, senders)
+        many = [busy.send(i) for i in range(6)]
+        busy.waiting(6)
+        assert service.batcher._lanes == {"127.0.0.1": 1}
+        one = senders.submit(other.post, "/v1/predict", content=photo(8), headers=JPEG)
+        until(lambda: service.batcher._lanes == {"127.0.0.1": 1, "127.0.0.2": 1})
+        assert len(service.batcher._line) == 6
+        busy.engine.go.set()
+        assert {answer.result().status_code for answer in (busy.first, *many, one)} == {200}
+        until(lambda: not service.batcher._lanes)
+
+
+def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit), work=replace(QUICK, lanes=2, batch=2)) as (client, service):
+        busy = Busy(client, service, senders)
+        more = [busy.send(i) for i in range(2)]
+        until(lambda: service.batcher._lanes == {"127.0.0.1": 2})
+        busy.engine.go.set()
+        assert {answer.result().status_code for answer in (busy.first, *more)} == {200}
+
+
 def test_a_lone_request_does_not_wait_for_company(vit: vitrail.Model) -> None:
     with running(served(vit), work=replace(QUICK, wait=1.0)) as (client, _):
         start = time.monotonic()
@@ -172,18 +226,18 @@ def test_bytes_of_bodies_that_are_half_read_are_bounded_together(vit: vitrail.Mo
     starts = {"i": b"", "a": b'{"image": "', "m": b"--x\r\nContent-Disposition: form-data; name=image\r\n\r\n"}
     start = starts[kind[0]]
     head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 90000\r\n\r\n".encode()
-    with running(served(vit), work=replace(QUICK, queue_bytes=128_000)) as (client, service), ExitStack() as stack:
+    with running(served(vit), work=replace(QUICK, queue_bytes=105_000)) as (client, service), ExitStack() as stack:
         where = (client.base_url.host, client.base_url.port)
         for number in range(1, 4):
             sock = stack.enter_context(socket.create_connection(where))
             sock.sendall(head + start + bytes(30_000))
             until(lambda n=number: service.room.taken == n * (30_000 + len(start)))
-        for size, status, code in ((20_000, 429, "too_many_requests"), (50_000, 503, "queue_full")):
+        for size, status, code in ((5000, 429, "too_many_requests"), (20_000, 503, "queue_full")):
             refused = client.post("/v1/predict", content=bytes(size), headers=JPEG)
             assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
             assert refused.headers["retry-after"] == "1"
         with other_client(client) as other:
-            assert other.post("/v1/predict", content=bytes(20_000), headers=JPEG).status_code == 400  # it is read
+            assert other.post("/v1/predict", content=bytes(5000), headers=JPEG).status_code == 400  # it is read
         assert service.room.taken == 3 * (30_000 + len(start))
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200  # which has room
         sock.close()
@@ -285,8 +339,7 @@ def test_pixels_of_a_client_that_hung_up_do_not_wait_for_the_engine(vit: vitrail
         busy = Busy(client, service, senders)
         late = busy.send(1, **{"x-deadline-ms": "500"})
         busy.waiting(1)
-        (requests,) = service.batcher._line._clients.values()
-        ((ticket, number),) = next(iter(requests.values()))
+        (((_, _, (ticket, number)),),) = service.batcher._line._clients.values()
         assert ticket.held[number].shape == service.served.shape
         assert late.result().status_code == 504
         until(lambda: ticket.held == [None])
@@ -322,10 +375,10 @@ def test_more_pictures_than_may_ever_wait_are_too_many_not_too_early(vit: vitrai
         assert "at most 2" in answer.json()["error"]["message"]
         assert client.get("/v1/model").json()["limits"]["images"] == 2
         assert client.post("/v1/predict", files=[("images", photo(i)) for i in range(2)]).status_code == 200
-    with running(served(vit), work=replace(QUICK, queue_bytes=132)) as (client, _):
+    with running(served(vit), work=replace(QUICK, queue_bytes=114)) as (client, _):
         answer = client.post("/v1/predict", content=photo(), headers=JPEG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-        assert client.get("/v1/model").json()["limits"]["bytes"] == 99
+        assert client.get("/v1/model").json()["limits"]["bytes"] == 100
 
 
 def test_explanations_and_predictions_take_turns(vit: vitrail.Model, senders: Any) -> None:

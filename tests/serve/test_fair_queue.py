@@ -1,4 +1,4 @@
-"""Clients take turns, and so do their requests; one request's images keep their order."""
+"""Clients take turns; of one client the image that is due first is next."""
 
 from __future__ import annotations
 
@@ -7,8 +7,22 @@ from hypothesis import strategies as st
 
 from vitrail.serve.fair_queue import FairQueue
 
-Put = tuple[str, int, int]
-"""Client, request, number."""
+Put = tuple[str, str, int]
+"""Client, request, which of its images."""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def filled(*items: Put, clock: Clock | None = None) -> FairQueue[Put]:
+    queue: FairQueue[Put] = FairQueue(clock or Clock())
+    for item in items:
+        queue.put(item[0], item[2], item)
+    return queue
 
 
 def emptied(queue: FairQueue[Put]) -> list[Put]:
@@ -18,34 +32,51 @@ def emptied(queue: FairQueue[Put]) -> list[Put]:
     return found
 
 
-def filled(*items: Put) -> FairQueue[Put]:
-    queue: FairQueue[Put] = FairQueue()
-    for item in items:
-        queue.put(item[0], item[1], item)
-    return queue
+def images(client: str, request: str, count: int) -> list[Put]:
+    return [(client, request, number) for number in range(count)]
 
 
-def test_a_request_with_many_images_delays_another_by_one() -> None:
-    queue = filled(*(("a", 0, number) for number in range(16)), ("a", 1, 0), ("b", 2, 0))
-    assert emptied(queue)[:3] == [("a", 0, 0), ("b", 2, 0), ("a", 1, 0)]
-
-
-def test_a_client_with_many_requests_delays_another_by_one() -> None:
-    queue = filled(*(("a", request, 0) for request in range(100)), ("b", 100, 0), ("b", 100, 1))
+def test_a_client_with_many_requests_delays_another_by_one_image() -> None:
+    queue = filled(*(("a", f"{number}", 0) for number in range(100)), *images("b", "x", 2))
     assert [item[0] for item in emptied(queue)[:5]] == ["a", "b", "a", "b", "a"]
 
 
-def test_a_request_whose_next_item_is_not_wanted_keeps_its_place() -> None:
-    queue = filled(("a", 0, 0), ("a", 1, 7), ("b", 2, 0))
-    assert queue.get(lambda item: item[2] == 7) == ("a", 1, 7)
-    assert queue.get(lambda item: item[2] == 7) is None
+def test_many_requests_with_many_images_hardly_delay_one_of_the_same_client() -> None:
+    clock = Clock()
+    queue = filled(*(item for request in "xyz" for item in images("a", request, 16)), clock=clock)
+    for _ in range(3):  # the first image of each
+        queue.get()
+    clock.now = 0.5
+    queue.put("a", 0, ("a", "single", 0))
+    assert queue.get() == ("a", "single", 0)
+    assert queue.get() == ("a", "x", 1)
+
+
+def test_a_request_with_many_images_is_not_passed_by_for_ever() -> None:
+    clock = Clock()
+    queue = filled(*images("a", "many", 16), clock=clock)
+    served, clock.now = 0, 0.1
+    while served < 16:
+        queue.put("a", 0, ("a", "single", 0))
+        item = queue.get()
+        served += item is not None and item[1] == "many"
+        clock.now += 0.01
+    assert 15 <= clock.now < 15.5
+
+
+def test_what_is_not_wanted_keeps_its_place() -> None:
+    queue = filled(("a", "x", 0), ("a", "y", 1), ("b", "z", 0))
+    assert queue.get(lambda item: item[2] == 1) == ("a", "y", 1)
+    assert queue.get(lambda item: item[2] == 1) is None
     assert len(queue) == 2
-    assert emptied(queue) == [("b", 2, 0), ("a", 0, 0)]
+    assert emptied(queue) == [("b", "z", 0), ("a", "x", 0)]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=40))
-def test_every_item_leaves_once_and_in_its_requests_order(puts: list[tuple[str, int]]) -> None:
-    items = [(client, ord(client) * 10 + request, number) for number, (client, request) in enumerate(puts)]
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz")), max_size=40))
+def test_every_item_leaves_once_and_in_its_requests_order(puts: list[tuple[str, str]]) -> None:
+    items: list[Put] = []
+    for client, request in puts:
+        items.append((client, client + request, sum(item[1] == client + request for item in items)))
     queue = filled(*items)
     assert len(queue) == len(items)
     found = emptied(queue)

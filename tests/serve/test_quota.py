@@ -15,16 +15,16 @@ def refusal(quota: Quota, client: str, amount: int) -> tuple[int, str, str]:
     return refused.value.status, refused.value.message, refused.value.headers["Retry-After"]
 
 
-def test_one_client_leaves_a_quarter_to_others() -> None:
+def test_one_client_leaves_an_eighth_to_others() -> None:
     quota = Quota("images are waiting already", 100)
-    quota.take("a", 70)
+    quota.take("a", 84)
     status, message, after = refusal(quota, "a", 6)
-    assert (status, after) == (429, "7")
-    assert message == "70 images are waiting already for your address, which may have 75; try again in 7 s."
-    quota.take("b", 25)
+    assert (status, after) == (429, "9")
+    assert message == "84 images are waiting already for your address, which may have 88; try again in 9 s."
+    quota.take("b", 11)
     assert refusal(quota, "b", 6) == (503, "95 images are waiting already; try again in 10 s.", "10")
-    quota.release("a", 70)
-    quota.take("b", 50)
+    quota.release("a", 84)
+    quota.take("b", 64)
     assert quota.taken == 75
 
 

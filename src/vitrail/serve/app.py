@@ -34,6 +34,9 @@ from vitrail.serve.streaming import Newest, in_lines, wants_lines
 LINGER = 1.0
 """Seconds for which the rest of a refused body is still taken in: who is sending does not listen."""
 
+HOLD, RECEIVED = 1.0, 8e6
+"""Seconds for which a refusal is held back, at most, and the bytes received that count for one."""
+
 Answer = dict[str, Any]
 
 
@@ -329,7 +332,15 @@ async def _sample(request: Request, name: str) -> Response:
 async def _refused(metrics: Metrics, request: Request, error: Exception) -> Response:
     problem = error if isinstance(error, Problem) else _unrouted(request, error)
     metrics.refused.labels(problem.code).inc()
+    problem.__traceback__ = problem.__context__ = None  # which keep what the request brought
+    await asyncio.sleep(_hold(problem, getattr(request.state, "received", 0)))
     return problem.response()
+
+
+def _hold(problem: Problem, received: int) -> float:
+    """Seconds to wait before a refusal, so that a client that sends the same again at once does not keep the server
+    busy with reading it."""
+    return HOLD if problem.status == 429 else min(received / RECEIVED, HOLD)
 
 
 def _unrouted(request: Request, error: Exception) -> Problem:

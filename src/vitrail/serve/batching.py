@@ -1,9 +1,9 @@
 """Images of many requests -> batches for the engine -> each request's outputs.
 
-A request's images are decoded (decoding.py) and put into a queue in which clients and their requests take turns;
-an engine's thread that is free takes what stands there, up to a batch. It waits for more only while small images
-are being decoded, and then only a few milliseconds, so that a lone request is answered at once. A request whose
-client has gone, or whose deadline has passed, is skipped: before decoding, before the engine, and after.
+A request's images are decoded (decoding.py) and put into a queue in which clients take turns; an engine's thread
+that is free takes what stands there, up to a batch. It waits for more only while small images are being decoded,
+and then only a few milliseconds, so that a lone request is answered at once. A request whose client has gone, or
+whose deadline has passed, is skipped: before decoding, before the engine, and after.
 What a request brought belongs to its ticket, which drops it when the request is answered or given up,
 wherever it then stands.
 
@@ -18,7 +18,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
@@ -46,8 +46,10 @@ ROUNDS = 4
 """Times each is tried."""
 GAIN, LOSS = 0.02, 0.15
 """A larger batch must save so much of an image's time; one that has twice been so much slower is not tried again."""
-LONGEST = 0.1
-"""Seconds for a batch, at most, unless one image takes longer: all that comes meanwhile waits for its end."""
+SHORT = 0.05
+"""Seconds for a batch while more than one client is served, unless one image takes longer: the next ones wait."""
+CROWDED = 5.0
+"""Seconds for which a client counts as being served after one of its images came."""
 
 log = logging.getLogger("vitrail.serve")
 
@@ -113,6 +115,8 @@ class Batcher:
     def __init__(self, served: Served, pictures: Pictures, work: Work, metrics: Metrics) -> None:
         self.served, self.work, self.metrics = served, work, metrics
         self.batch = work.batch or 1
+        self.short = self.batch
+        """The same while more than one client is served."""
         self.warm = False
         """Whether the model has answered once."""
         self.speed = 10.0
@@ -124,8 +128,11 @@ class Batcher:
         self.decoders = Decoders(pictures, work.decoders, metrics, self._decoded)
         self._line: FairQueue[Place] = FairQueue()
         self._looks: deque[Ticket] = deque()
+        self._newest = ("", -math.inf)  # the client whose image came last, and when
+        self._crowded = -math.inf  # when an image came shortly after another client's
         self._coming = 0  # images that are being decoded
         self._running = 0  # batches
+        self._lanes: Counter[str] = Counter()  # of each client: batches that have images of it
         self._stepping = 0  # explanations
         self._ready = threading.Condition()
         self._stopping = False
@@ -259,13 +266,21 @@ class Batcher:
             self._coming -= 1
             if found is not None and error is None and not ticket.dead:
                 ticket.held[number] = found
+                self._note(ticket.client)
                 if steps is None:
-                    self._line.put(ticket.client, ticket, (ticket, number))
+                    self._line.put(ticket.client, number, (ticket, number))
                 else:
                     self._looks.append(ticket)
             self._ready.notify()
         if error is not None:
             self._tell(_fail, ticket, error)
+
+    def _note(self, client: str) -> None:
+        """That an image of this client has come."""
+        (other, then), now = self._newest, time.monotonic()
+        if client != other and now < then + CROWDED:
+            self._crowded = now
+        self._newest = (client, now)
 
     # In the engine's threads
 
@@ -288,19 +303,32 @@ class Batcher:
     def _next(self, looked: bool) -> Ticket | list[Waiting] | None:
         """A step of an explanation or a batch, in turn where both wait; None: it is time to stop."""
         with self._ready:
-            while not (self._line or self._may_step()):
-                if self._stopping and not (self._coming or self._looks):
+            while not (self._line.offers(self._blocked()) or self._may_step()):
+                if self._stopping and not (self._coming or self._line or self._looks):
                     return None
-                self._ready.wait(0.1 if self._stopping else None)
-            if self._may_step() and not (looked and self._line):
+                self._ready.wait(0.1 if self._stopping or self._line else None)
+            if self._may_step() and not (looked and self._line.offers(self._blocked())):
                 self._stepping += 1
                 return self._looks.popleft()
             patience = time.monotonic() + self.work.wait
-            while len(self._line) < self.batch and self.decoders.soon:
+            while len(self._line) < self._most() and self.decoders.soon:
                 left = patience - time.monotonic()
                 if left <= 0 or not self._ready.wait(left):
                     break
             return self._gather()
+
+    def _most(self) -> int:
+        """Images in a batch that begins now."""
+        return self.short if self._is_crowded() else self.batch
+
+    def _is_crowded(self) -> bool:
+        return time.monotonic() < self._crowded + CROWDED
+
+    def _blocked(self) -> tuple[str, ...]:
+        """Clients that have batches in all threads but one, which is left to others while there are any."""
+        if self.work.lanes < 2 or not self._is_crowded():
+            return ()
+        return tuple(client for client, count in self._lanes.items() if count >= self.work.lanes - 1)
 
     def _may_step(self) -> bool:
         """Whether an explanation waits, and a thread would be left for batches."""
@@ -309,14 +337,16 @@ class Batcher:
     def _gather(self) -> list[Waiting]:
         """Images of one kind in turn; those of requests that are late are left out."""
         group: list[Waiting] = []
-        while len(group) < self.batch:
-            found = self._line.get(None if not group else lambda one: one[0].want == group[0][0].want)
+        most, blocked = self._most(), self._blocked()
+        while len(group) < most:
+            found = self._line.get(None if not group else lambda one: one[0].want == group[0][0].want, blocked)
             if found is None:
                 break
             ticket, number = found
             pixels = ticket.take(number)
             if pixels is not None and not ticket.late():
                 group.append((ticket, number, pixels))
+        self._lanes.update({ticket.client for ticket, _, _ in group})
         return group
 
     def _run(self, group: list[Waiting]) -> None:
@@ -334,6 +364,8 @@ class Batcher:
             took, beside = time.perf_counter() - start, self._running
             with self._ready:
                 self._running -= 1
+                self._lanes -= Counter({ticket.client for ticket, _, _ in group})
+                self._ready.notify_all()
         self.metrics.engine.observe(took)
         self.metrics.batch.observe(len(group))
         self.speed += 0.1 * (beside * len(group) / max(took, 1e-6) - self.speed)  # a lone one may have had all cores
@@ -371,8 +403,7 @@ class Batcher:
     def _try_out(self) -> None:
         """Find the batch that suits the engine; afterwards it is warm."""
         try:
-            found = best_batch(self.served, SIZES if self.work.batch is None else (self.work.batch,))
-            self.batch = self.work.batch or found
+            self.batch, self.short = best_batch(self.served, SIZES if self.work.batch is None else (self.work.batch,))
             self.warm = True
         except Exception:
             log.exception("the engine does not answer")
@@ -383,8 +414,8 @@ class Batcher:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def best_batch(served: Served, sizes: tuple[int, ...], seconds: float = 3.0) -> int:
-    """The smallest batch that no larger one beats by much, of those that take little time; trying ends in time."""
+def best_batch(served: Served, sizes: tuple[int, ...], seconds: float = 3.0) -> tuple[int, int]:
+    """The smallest batch that no larger one beats by much, and the largest up to it that is short."""
     # What else runs here does not count, where the thread that asks is the one that computes.
     clock = time.thread_time if served.alone and served.engine.name != "openvino" else time.perf_counter
 
@@ -402,8 +433,9 @@ def best_batch(served: Served, sizes: tuple[int, ...], seconds: float = 3.0) -> 
             break
         if number < 2 * len(sizes) or times[size] <= (1 + LOSS) * min(times.values()):
             times[size] = min(tried(size), times.get(size, math.inf))
-    short = [size for size in times if size == sizes[0] or size * times[size] <= LONGEST]
-    return next(size for size in short if times[size] * (1 - GAIN) <= min(times[other] for other in short))
+    best = next(size for size in sizes if size in times and times[size] * (1 - GAIN) <= min(times.values()))
+    short = [size for size in sizes if size <= best and size * times[size] <= SHORT]
+    return best, max(short, default=sizes[0])
 
 
 def late() -> Problem:

@@ -146,7 +146,7 @@ async def _chunks(request: Request, limits: Limits, share: Lease) -> Chunks:
             raise Gone
         chunk = message.get("body", b"")
         got += len(chunk)
-        request.state.whole = not message.get("more_body")
+        request.state.whole, request.state.received = not message.get("more_body"), got
         if got > limits.bytes:
             raise _too_long(limits)
         if chunk:

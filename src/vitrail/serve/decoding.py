@@ -1,6 +1,6 @@
 """Images of many requests -> pixels: small ones in threads, large ones in processes of low priority.
 
-Both have a queue in which clients and their requests take turns. The headers of a request's images are judged
+Both have a queue in which clients take turns. The headers of a request's images are judged
 before the first of them is decoded, so that what it costs is known, and refused, as a whole.
 """
 
@@ -187,7 +187,7 @@ class _Jobs:
 
     def put(self, request: Request, number: int | None) -> None:
         with self._ready:
-            self._queue.put(request.client, request, (request, number))
+            self._queue.put(request.client, number or 0, (request, number))
             self._ready.notify()
 
     def get(self) -> tuple[Request, int | None] | None:

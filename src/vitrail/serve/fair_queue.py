@@ -1,51 +1,60 @@
-"""A queue in which clients take turns, and so do the requests of one client."""
+"""A queue in which clients take turns, and small requests go before the rest of large ones."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+import heapq
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container
+from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
+LATER = 1.0
+"""Seconds by which each further image of a request is due later than the one before."""
 
 
 class FairQueue(Generic[Item]):
-    """Items of one request leave in the order they came. After each item the next client is served, and of each
-    client the next request: 16 images in one request delay another request by one image, not by 16.
+    """After each item the next client is served. Of one client's items the one that is due first leaves first: the
+    first image of a request is due when it comes, the second a second later, and so on. So 16 images in one request
+    hardly delay another one that has a single image, and wait no longer than 16 seconds for younger requests.
 
     Not thread-safe: the caller holds a lock.
     """
 
-    def __init__(self) -> None:
-        self._clients: OrderedDict[str, OrderedDict[Any, deque[Item]]] = OrderedDict()
-        self._length = 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clients: OrderedDict[str, list[tuple[float, int, Item]]] = OrderedDict()
+        """For each client a heap of items: when it is due, how many were put before it, the item."""
+        self._clock, self._count, self._length = clock, itertools.count(), 0
 
     def __len__(self) -> int:
         return self._length
 
-    def put(self, client: str, request: Any, item: Item) -> None:
-        self._clients.setdefault(client, OrderedDict()).setdefault(request, deque()).append(item)
+    def offers(self, blocked: Container[str]) -> bool:
+        """Whether there is an item of a client that is not blocked."""
+        return any(client not in blocked for client in self._clients)
+
+    def put(self, client: str, number: int, item: Item) -> None:
+        """number: which image of its request this is, from 0."""
+        due = self._clock() + LATER * number
+        heapq.heappush(self._clients.setdefault(client, []), (due, next(self._count), item))
         self._length += 1
 
-    def get(self, wanted: Callable[[Item], bool] | None = None) -> Item | None:
-        """The next item; None if there is none. A request whose first item is not `wanted` keeps its place."""
-        for client, requests in self._clients.items():
-            for request, items in requests.items():
-                if wanted is None or wanted(items[0]):
-                    return self._take(client, request)
+    def get(self, wanted: Callable[[Item], bool] | None = None, blocked: Container[str] = ()) -> Item | None:
+        """The next item that is wanted, by default any, of a client that is not blocked; None: there is none."""
+        for client, items in self._clients.items():
+            if client in blocked:
+                continue
+            unwanted = []
+            while items and wanted is not None and not wanted(items[0][2]):
+                unwanted.append(heapq.heappop(items))
+            found = heapq.heappop(items) if items else None
+            for one in unwanted:
+                heapq.heappush(items, one)
+            if found is not None:
+                self._length -= 1
+                self._clients.move_to_end(client)
+                if not items:
+                    del self._clients[client]
+                return found[2]
         return None
-
-    def _take(self, client: str, request: Any) -> Item:
-        requests = self._clients[client]
-        items = requests[request]
-        item = items.popleft()
-        self._length -= 1
-        if items:
-            requests.move_to_end(request)
-        else:
-            del requests[request]
-        if requests:
-            self._clients.move_to_end(client)
-        else:
-            del self._clients[client]
-        return item

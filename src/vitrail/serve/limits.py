@@ -42,7 +42,7 @@ class Work:
     """How pictures become batches."""
 
     queue: int = 256
-    """Images that may wait; past it the answer is 503, and past three quarters of it for one client 429. So it is
+    """Images that may wait; past it the answer is 503, and past seven eighths of it for one client 429. So it is
     with the next three."""
     queue_bytes: int = 512 * 2**20
     """Of all bodies that are here, from their first byte until their requests are answered; past it, 503 too."""

@@ -43,9 +43,9 @@ SEGMENTS, PADDING = 1024, 64
 """Parts of a JPEG's header, and bytes between two of them, at most, where it is read in a thread of the service."""
 CHUNKS, OTHERS = 1024, 64
 """Chunks of a PNG, and those of them that hold no pixels, likewise."""
-SMALL_PIXELS, SMALL_BYTES, SMALL_ODD = 4_000_000, 4 * 2**20, 2**18
+SMALL_PIXELS, SMALL_BYTES, SMALL_ODD = 2_500_000, 4 * 2**20, 2**18
 """What is decoded in a thread of the service: pixels (as `weight` counts them) and bytes of a JPEG, PNG or WebP, and
-bytes of any other format, whose headers Pillow reads in Python. That is 40 ms of one core, at most."""
+bytes of any other format, whose headers Pillow reads in Python. That is 25 ms of one core, at most."""
 TRIM = 16_000_000
 """Pixels from which an image's memory is given back to the system at once."""
 

@@ -21,11 +21,11 @@ class Quota:
     def __init__(self, what: str, total: int, share: int | None = None, close: bool = False) -> None:
         """what: ends the sentence "12 ...", such as "images are waiting already".
 
-        share: what one client may hold; left out, three quarters of the total.
+        share: what one client may hold; left out, seven eighths of the total.
         close: a refusal closes the connection, on which a body may still be coming.
         """
         self.what, self.total, self.close = what, total, close
-        self.share = total - total // 4 if share is None else share
+        self.share = total - total // 8 if share is None else share
         self.taken = 0
         self._clients: Counter[str] = Counter()
         self._lock = threading.Lock()
