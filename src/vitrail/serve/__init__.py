@@ -6,6 +6,7 @@ app.py         the routes
 bodies.py      a request's body -> pictures and values, within limits
 pictures.py    an image's bytes -> pixels, judged by its header first
 decoding.py    images of many requests -> pixels;   decode_process.py: large ones, in a process of low priority
+fork_server.py forks such processes, and ends them
 batching.py    pixels of many requests -> batches -> each request's outputs
 fair_queue.py  clients take turns;   quota.py: none takes everything;   budget.py: pixels in flight
 limits.py      what a client may ask for, how work is shared out

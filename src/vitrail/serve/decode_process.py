@@ -8,19 +8,18 @@ a process that has imported everything, within milliseconds.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
-from multiprocessing.util import Finalize
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import numpy.typing as npt
+import torch
 
 from vitrail.config import PreprocessConfig
 from vitrail.data.preprocess import Preprocess
+from vitrail.serve.fork_server import fork_server
 from vitrail.serve.limits import Limits
 from vitrail.serve.pictures import Pictures, bound_pillow
 from vitrail.serve.problems import Problem
@@ -41,9 +40,8 @@ class DecodeProcess:
 
     def __init__(self, config: PreprocessConfig, limits: Limits, seconds: float = SECONDS) -> None:
         self.config, self.limits, self.seconds = config, limits, seconds
-        self._process: ForkServerProcess | None = None
+        self._pid: int | None = None
         self._pipe: Connection | None = None
-        self._kill_at_exit = Finalize(self, DecodeProcess.close, (self,), exitpriority=10)
 
     def pixels(self, data: bytes, wanted: Callable[[], bool]) -> Pixels | None:
         """H W C, 0 to 255; None, and the work is given up, as soon as it is not `wanted`."""
@@ -62,49 +60,44 @@ class DecodeProcess:
         found: Pixels = answer
         return found
 
-    def close(self) -> None:
-        """End the process at once, whatever it does."""
-        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
-        if process is not None and pipe is not None:
-            process.kill()
-            process.join()
-            process.close()
+    def close(self) -> int | None:
+        """End the process at once, whatever it does; its exit code, if it was still known."""
+        pid, pipe, self._pid, self._pipe = self._pid, self._pipe, None, None
+        if pipe is not None:
             pipe.close()
+        return None if pid is None else fork_server.end(pid)
 
     def _started(self) -> Connection:
-        if self._pipe is not None and self._process is not None and self._process.is_alive():
+        if self._pipe is not None and not self._pipe.poll():  # at its end if the process has died
             return self._pipe
         self.close()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["__main__", __name__])
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(
-            target=_decode, args=(other, self.config, self.limits, self.seconds), daemon=True
-        )
-        self._process.start()
-        other.close()
-        return self._pipe
+        pipe, other = Pipe()
+        try:
+            with other:
+                self._pid = fork_server.fork(other)
+            pipe.send((self.config, self.limits, self.seconds))
+        except OSError as error:
+            pipe.close()
+            log.error("no process can be started to decode large images: %s", error)
+            message = "large images cannot be decoded at the moment; try again in 5 s."
+            raise Problem(503, "no_process", message, {"Retry-After": "5"}) from None
+        self._pipe = pipe
+        return pipe
 
     def _died(self) -> Problem:
-        assert self._process is not None
-        self._process.join(5)
-        code = self._process.exitcode
-        self.close()
+        code = self.close()
         if code == -signal.SIGPROF:
             return Problem(400, "image_unreadable", f"the image takes more than {self.seconds:g} s to decode.")
         log.error("the process that decodes large images ended with status %s", code)
         return Problem(400, "image_unreadable", "the image cannot be read: decoding it failed.")
 
 
-def _decode(pipe: Connection, config: PreprocessConfig, limits: Limits, seconds: float) -> None:
+def decode(pipe: Connection) -> None:
     """The process: it ends when the pipe does."""
-    import torch
-
-    for sig in (signal.SIGINT, signal.SIGTERM):  # a signal to all processes: the service decides when to stop
-        signal.signal(sig, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     os.nice(NICE)
     torch.set_num_threads(1)
+    config, limits, seconds = pipe.recv()
     bound_pillow(limits.pixels)
     images = Pictures(Preprocess(config), limits, None)
     while True:
