@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -67,9 +69,19 @@ def chunk(name: bytes, data: bytes = b"") -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
-def with_chunks(count: int) -> bytes:
+def with_chunks(count: int, name: bytes = b"prVt", data: bytes = b"") -> bytes:
     whole = photo(kind="PNG")
-    return whole[:33] + count * chunk(b"prVt") + whole[33:]
+    return whole[:33] + count * chunk(name, data) + whole[33:]
+
+
+def with_exif(kind: str, size: int) -> bytes:
+    whole, exif = photo(kind=kind), b"II*\0\x08\0\0\0" + bytes(size - 8)
+    if kind == "PNG":
+        return with_chunks(1, b"eXIf", exif)
+    if kind == "WEBP":
+        return saved(Image.open(io.BytesIO(whole)), kind, exif=exif)
+    parts = [b"Exif\0\0" + exif[at : at + 60_000] for at in range(0, size, 60_000)]
+    return whole[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", len(part) + 2) + part for part in parts) + whole[2:]
 
 
 def wanted() -> bool:
@@ -111,6 +123,12 @@ def test_what_an_image_costs_follows_from_its_header(
         pytest.param(b"\xff\xd8" + b"\xff\0" * 1000 + photo()[2:], id="a JPEG with what Pillow skips"),
         pytest.param(saved(Image.effect_noise((700, 700), 90).convert("RGB"), "TIFF"), id="a TIFF of 1.4 MB"),
         pytest.param(saved(Image.effect_noise((1500, 1500), 90).convert("RGB"), "PNG"), id="a PNG of 6 MB"),
+        pytest.param(with_exif("JPEG", 70_000), id="a JPEG with EXIF in two parts"),
+        pytest.param(with_exif("PNG", 70_000), id="a PNG with much EXIF"),
+        pytest.param(with_exif("WEBP", 70_000), id="a WebP with much EXIF"),
+        pytest.param(with_chunks(1, b"tEXt", b"Raw profile type exif\0" + bytes(9)), id="a PNG with EXIF in text"),
+        pytest.param(with_chunks(3, b"zTXt", b"a\0\0" + zlib.compress(bytes(2**20))), id="a PNG with packed text"),
+        pytest.param(with_chunks(3, b"iCCP", b"a\0\0" + zlib.compress(bytes(2**20))), id="a PNG with 3 profiles"),
     ],
 )
 def test_what_takes_time_to_look_at_is_large_unseen(
@@ -121,7 +139,7 @@ def test_what_takes_time_to_look_at_is_large_unseen(
     assert quick_header(data) == (len(data) > pictures.SMALL_BYTES)
     if not quick_header(data):
         monkeypatch.setattr(Image, "open", None)
-        assert reader(vit).open(data).cost == Limits().pixels
+        assert reader(vit).open(data).pixels == Limits().pixels
 
 
 def test_usual_files_are_quick() -> None:
@@ -129,6 +147,46 @@ def test_usual_files_are_quick() -> None:
         assert quick_header(photo(kind=kind)), kind
     assert quick_header(with_chunks(50))
     assert quick_header(photo()[:30])
+    for kind in ("JPEG", "PNG", "WEBP"):
+        assert quick_header(with_exif(kind, 50_000)), kind
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF", "AVIF", "PPM"])
+def test_a_file_that_is_opened_later_costs_what_its_header_says(vit: vitrail.Model, kind: str) -> None:
+    if kind not in Image.SAVE:
+        pytest.skip(f"this Pillow writes no {kind}")
+    data = saved(Image.new("RGB", (300, 200)), kind)
+    assert pictures.claimed_pixels(data) == (len(data) if kind == "PPM" else 60_000)
+    for length in range(0, 40):
+        pictures.claimed_pixels(data[:length])  # whatever is missing
+    padded = data + bytes(pictures.SMALL_ODD) if kind != "PNG" else data[:33] + 100 * chunk(b"prVt") + data[33:]
+    opened = reader(vit).open(padded)
+    assert opened.large
+    assert opened.cost == 2 * (len(padded) if kind == "PPM" else 60_000)
+
+
+def test_what_a_file_claims_is_not_counted_past_what_is_taken(vit: vitrail.Model) -> None:
+    large = b"GIF89a" + struct.pack("<HH", 65_535, 65_535) + bytes(pictures.SMALL_ODD)
+    assert reader(vit).open(large).cost == Limits().pixels
+    assert reader(vit).open(bytes(2**17)).cost == Limits().pixels
+    bigtiff = b"II+\0\x08\0\0\0" + bytes(2**17)
+    assert reader(vit).open(bigtiff).cost == Limits().pixels
+
+
+def test_a_jpeg_in_many_scans_costs_more(vit: vitrail.Model) -> None:
+    whole = saved(Image.new("RGB", (30, 20)), "JPEG", progressive=True)
+    last = whole[whole.rindex(b"\xff\xda") : -2]
+    for more, passes in ((0, 1), (1, 2), (10, 2), (11, 3), (100, 11)):
+        opened = reader(vit).open(whole[:-2] + more * last + whole[-2:])
+        assert (opened.pixels, opened.cost) == (600, 600 * passes)
+
+
+def test_a_process_has_no_more_memory_than_an_image_needs() -> None:
+    code = (
+        "from vitrail.serve.decode_process import bound_memory; bound_memory(2**26); bytearray(2**25); bytearray(2**27)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stderr.splitlines()[-1:] == ["MemoryError"] or not Path("/proc/self/statm").exists()
 
 
 @pytest.mark.parametrize(
@@ -270,6 +328,9 @@ def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: byt
             assert result["predictions"][0]["score"] == pytest.approx(best.score, abs=1e-6)
         assert client.post("/v1/explain", content=large, headers=PNG).status_code == 200
         assert client.post("/v1/picture?hide=[1]", content=large, headers=PNG).status_code == 200
+        tiff = saved(Image.effect_noise((300, 200), 90).convert("RGB"), "TIFF")
+        assert len(tiff) > pictures.SMALL_ODD
+        assert client.post("/v1/predict", files=[("images", tiff)] * 5).status_code == 200
         assert service.batcher.decoders.quota.taken == 0
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -31,6 +33,10 @@ SECONDS = 20
 """CPU time for one image: fifteen times what 50 million pixels of the slowest usual kind take."""
 POLL = 0.05
 """Seconds between two looks at whether the image is still wanted."""
+
+MEMORY, PIXEL = 2**29, 32
+"""Bytes that decoding may take beside those that the process begins with, and as many more for each pixel that an
+image may have: twice what an image of the costliest kind needs. A file can make a decoder want any number."""
 
 log = logging.getLogger("vitrail.serve")
 
@@ -99,6 +105,7 @@ def decode(pipe: Connection) -> None:
     torch.set_num_threads(1)
     config, limits, seconds = pipe.recv()
     bound_pillow(limits.pixels)
+    bound_memory(MEMORY + PIXEL * limits.pixels)
     images = Pictures(Preprocess(config), limits, None)
     while True:
         try:
@@ -110,6 +117,8 @@ def decode(pipe: Connection) -> None:
             answer: Any = images.pixels(data)
         except Problem as problem:
             answer = problem
+        except MemoryError:
+            answer = Problem(400, "image_unreadable", "the image cannot be read: decoding it takes too much memory.")
         except Exception as error:
             log.exception("decoding failed")
             answer = RuntimeError(f"decoding failed: {type(error).__name__}")
@@ -119,3 +128,14 @@ def decode(pipe: Connection) -> None:
         except OSError:
             return
         del data, answer
+
+
+def bound_memory(more: int) -> None:
+    """Let this process have so many bytes more than it has, where the system says how many that is."""
+    try:
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = now + more if hard < 0 else min(now + more, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))

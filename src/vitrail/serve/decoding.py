@@ -141,8 +141,8 @@ class Decoders:
         total, most = sum(one.cost for one in opened), self.images.limits.total_pixels
         if total > most:
             message = (
-                f"the images have {total:,} pixels together, where one with transparency counts 2 and one of 16 bits "
-                f"or more counts 4: at most {most:,} are taken in one request."
+                f"the images have {total:,} pixels together, where one with transparency counts 2, one of 16 bits or "
+                f"more counts 4 and a JPEG 1 for every 10 scans: at most {most:,} are taken in one request."
             )
             raise Problem(413, "too_many_pixels", message)
         large = sum(one.cost for one in opened if one.large)
