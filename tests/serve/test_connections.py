@@ -33,8 +33,9 @@ def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
 
 
 @contextmanager
-def connected(client: httpx.Client, **options: int) -> Iterator[socket.socket]:
+def connected(client: httpx.Client, address: str = "127.0.0.1", **options: int) -> Iterator[socket.socket]:
     with socket.socket() as sock:
+        sock.bind((address, 0))
         for name, value in options.items():
             sock.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
         sock.settimeout(10)
@@ -271,13 +272,41 @@ def test_where_all_are_busy_another_is_answered_503() -> None:
         for sock in busy:
             sock.sendall(head % len(data) + data)
         until(lambda: service.batcher.waiting.taken == 3)
-        with connected(client) as another:
+        with connected(client, "127.0.0.2") as another:
             head_, _, body = rest(another).partition(b"\r\n\r\n")
         assert head_.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
         assert b"retry-after: 1" in head_
         assert json.loads(body)["error"]["code"] == "too_many_connections"
         what.engine.go.set()
         assert all(sock.recv(4096).startswith(b"HTTP/1.1 200 OK") for sock in busy)
+
+
+def test_one_client_cannot_have_all_connections(client: httpx.Client) -> None:
+    data = photo()
+    head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/jpeg\r\ncontent-length: %d\r\n\r\n"
+    with ExitStack() as stack:
+        other = stack.enter_context(connected(client, "127.0.0.3"))
+        other.sendall(GET)
+        assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        busy = [stack.enter_context(connected(client, "127.0.0.2")) for _ in range(7)]
+        for sock in busy:
+            sock.sendall(head % len(data))
+            time.sleep(0.01)
+        with connected(client, "127.0.0.2") as another:
+            refused, _, body = rest(another).partition(b"\r\n\r\n")
+        assert refused.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
+        assert b"retry-after: 1" in refused
+        assert json.loads(body)["error"]["message"].startswith("7 connections are open for your address, which may")
+        other.sendall(GET)
+        assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        busy[0].sendall(data)
+        assert busy[0].recv(4096).startswith(b"HTTP/1.1 200 OK")
+        another = stack.enter_context(connected(client, "127.0.0.2"))  # costs that client its idle one
+        another.sendall(GET)
+        assert another.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        assert rest(busy[0]) == b""
+        other.sendall(GET)
+        assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
 
 
 @pytest.mark.parametrize("name", ["headers", "connections"])

@@ -11,6 +11,7 @@ import asyncio
 import socket
 import sys
 from collections import deque
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from vitrail.serve.limits import Limits
 from vitrail.serve.problems import Problem
+from vitrail.serve.quota import client_of, share_of
 
 HEADERS = 64 * 2**10
 """Bytes of a request's headers; one of uvicorn's two protocols would take any number."""
@@ -32,12 +34,15 @@ UNSENT = 64 * 2**10
 class Bounded(asyncio.Protocol):
     """What stands before uvicorn's own protocol, whichever that is."""
 
+    client: tuple[str, int] | None
     cycle: Any
     connections: set[Any]
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
 
     limits = Limits()
+    address = ""
+    """Whom it is counted for."""
     began = False
     """Whether anything has been sent."""
     since = 0.0
@@ -61,8 +66,14 @@ class Bounded(asyncio.Protocol):
             own = transport.get_extra_info("socket")
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         self._wait()
-        if len(self.connections) > self.limits.connections:
-            self._make_room()
+        self.address = client_of({"client": self.client})
+        most, share = self.limits.connections, share_of(self.limits.connections)
+        own = [one for one in self.connections if one.address == self.address]
+        if len(own) > share:  # whatever others have
+            what = f"{len(own) - 1:,} connections are open for your address, which may have {share:,}"
+            self._make_room(own, 429, what)
+        elif len(self.connections) > most:
+            self._make_room(self.connections, 503, f"{most:,} connections are open already")
 
     def data_received(self, data: bytes) -> None:
         before, self.began = self.cycle, True
@@ -164,13 +175,13 @@ class Bounded(asyncio.Protocol):
             self._refuse(Problem(408, "too_slow", f"the headers did not arrive within {seconds}."))
         self.transport.close()
 
-    def _make_room(self) -> None:
-        """Close the connection that has been idle for longest; where none is, this one."""
-        others = [one for one in self.connections if one is not self and one.idle and not one.transport.is_closing()]
+    def _make_room(self, connections: Iterable[Any], status: int, what: str) -> None:
+        """Close that of them which has been idle for longest; where none is, this one."""
+        others = [one for one in connections if one is not self and one.idle and not one.transport.is_closing()]
         if others:
             min(others, key=lambda one: one.since).transport.abort()
             return
-        self._refuse(Problem(503, "too_many_connections", "too many connections are open.", {"Retry-After": "1"}))
+        self._refuse(Problem(status, "too_many_connections", f"{what}; try again in 1 s.", {"Retry-After": "1"}))
         self.transport.close()
 
     def _refuse(self, problem: Problem) -> None:

@@ -24,7 +24,8 @@ class Limits:
     headers: float = 20.0
     """Seconds for a request's headers to arrive, from when the connection is opened or the first byte came."""
     connections: int = 768
-    """At a time, below the 1,024 files that a process may usually have open; past it the idlest is closed."""
+    """At a time, below the 1,024 files that a process may usually have open; past it the idlest is closed. One client
+    may have seven eighths of them; past that the idlest of its own is closed."""
 
     def __post_init__(self) -> None:
         for name in ("bytes", "pixels", "images", "seconds", "headers", "connections"):

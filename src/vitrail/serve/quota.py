@@ -25,7 +25,7 @@ class Quota:
         close: a refusal closes the connection, on which a body may still be coming.
         """
         self.what, self.total, self.close = what, total, close
-        self.share = total - total // 8 if share is None else share
+        self.share = share_of(total) if share is None else share
         self.taken = 0
         self._clients: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -75,6 +75,11 @@ class Lease:
             amount, self.amount = self.amount, 0
         if amount:
             self.quota.release(self.client, amount)
+
+
+def share_of(total: int) -> int:
+    """What one client may have, unless told otherwise: seven eighths."""
+    return total - total // 8
 
 
 def client_of(scope: dict[str, Any]) -> str:
