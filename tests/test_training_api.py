@@ -193,6 +193,8 @@ def test_a_recipe_of_another_length_keeps_its_shares():
     config = _settled(picked, ["duration=37 epochs", "schedule.warmup=2 epochs"])
     assert (str(config.schedule.warmup), str(config.augment.unmixed)) == ("2 epochs", "3.7 epochs")
     assert _settled(picked, ["seed=1"]) == picked.but(seed=1)
+    tenth = override(picked, ["duration=32 epochs", "schedule.warmup=3.2 epochs"])
+    assert str(_settled(tenth, ["duration=3 epochs"]).schedule.warmup) == "0.3 epochs"  # not 0.30000000000000004
 
 
 def test_a_recipe_is_not_compared_with_itself_or_with_what_cannot_be(caplog: pytest.LogCaptureFixture):

@@ -280,6 +280,11 @@ def test_json_keeps_names_as_they_are(vitrail, hostile, picture):
     assert {p["label"] for p in row["predictions"]} == set(HOSTILE)
 
 
+def test_a_table_in_a_pipe_keeps_names_as_they_are(vitrail, hostile, picture):
+    _, row = csv.reader(io.StringIO(vitrail("predict", picture.parent, "-m", hostile).out))
+    assert "\x1b[31mred\x1b[0m" in row
+
+
 def test_a_table_of_predictions_has_no_formulas_and_can_be_trained_on(vitrail, hostile, tmp_path, monkeypatch):
     (tmp_path / "-pictures").mkdir()
     gradient().save(tmp_path / "-pictures" / "a.png")

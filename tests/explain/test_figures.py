@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
+from vitrail import runtime
 from vitrail.errors import ConfigError
 from vitrail.explain import Curve, Faithfulness, canvas, figures
 from vitrail.explain.panes import masked, scaled
@@ -145,3 +147,18 @@ def test_names_with_dollar_signs_are_no_formulas(tmp_path):
     drawn = figures.overview(np.zeros((16, 16, 3), np.uint8), {"rollout": np.ones((2, 2))}, scores, r"$\q$.png", "$^$")
     drawn.savefig(tmp_path / "own.png")
     assert canvas.save(drawn, tmp_path / "figure.png").exists()
+
+
+def test_characters_that_the_font_lacks_are_one_note_and_control_characters_are_visible(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
+    scores = [("a \N{PARROT}", 0.5), ("red \x1b[31m", 0.2)]
+    drawn = figures.overview(np.zeros((16, 16, 3), np.uint8), {"rollout": np.ones((2, 2))}, scores, "\x07.png", "")
+    canvas.save(drawn, tmp_path / "figure.png")
+    texts = {text.get_text() for text in drawn.findobj(Text)}
+    assert {r"red \x1b[31m", r"\x07.png"} <= texts
+    assert [record.note for record in caplog.records] == [
+        "the font of the figures does not have the characters \N{PARROT}: they are drawn as boxes."
+    ]

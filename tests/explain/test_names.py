@@ -17,6 +17,14 @@ def test_names_that_begin_alike_are_cut_in_the_middle():
     assert abbreviated(["American black bear", "American black duck"], 12) == ["Ameri…k bear", "Ameri…k duck"]
 
 
+def test_names_are_one_line_without_control_characters():
+    assert abbreviated(["a\x1b[31m\x07", "new\nline", "a\x1b[32m\x07"], 16) == [
+        r"a\x1b[31m\x07",
+        r"new\nline",
+        r"a\x1b[32m\x07",
+    ]
+
+
 @given(st.sets(st.text("ab_ ", min_size=1, max_size=40), min_size=2, max_size=12), st.integers(10, 30))
 def test_different_names_stay_different(names: set[str], most: int):
     short = abbreviated(sorted(names), most)

@@ -227,6 +227,16 @@ def test_class_names_in_charts_differ_and_are_whole_where_there_is_room(tmp_path
     assert set(bars) == set(wanted)
 
 
+def test_a_matrix_of_many_named_classes_has_the_whole_width(tmp_path: Path):
+    names = (*(f"class {i}" for i in range(10)), "red \x1b[31m")
+    for count, layout in ((10, 'class="two"'), (11, 'class="two stacked"')):
+        net, source = randomized(build(MODEL.but(classes=count))), Pictures(labels=names[:count])
+        run = write_finished(tmp_path / f"run{count}")
+        page = report(run, net, labels=names[:count], scores=measured(net, source), source=source)
+        assert layout in page.html
+    assert "\x1b" not in page.html
+
+
 def test_it_holds_no_folders_of_this_machine(tmp_path: Path, net: Net):
     data, start = f"folder:{tmp_path}/my photos", f"{tmp_path}/weights/tiny.safetensors"
     run = write_run(tmp_path / "run", [logged(200)], data={"source": data}, start=start, model=None)

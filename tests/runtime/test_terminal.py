@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
 
 import pytest
 from rich.progress import Progress, TextColumn
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail import runtime
+from vitrail.cli import console
 from vitrail.runtime import say, visible
 from vitrail.runtime.terminal import Terminal
 
@@ -37,6 +39,13 @@ def test_nothing_that_is_printed_controls_the_terminal():
     assert out.getvalue().count(r"a\x1b[31mb") == 6
     assert out.getvalue().count("[red]d[/red]:cat:") >= 3  # a narrow column is measured before it is escaped
     assert not {"\x1b", "\x07", "\x9b", "\r", "\u202e"} & set(out.getvalue())
+
+
+def test_errors_and_notes_show_every_control_character(capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setattr(console, "err", Terminal(file=sys.stdout, width=200))
+    for print_line in (console.problem, console.stopped, console.note):
+        print_line(HOSTILE)  # rich's Text drops some of them, the bell for one
+    assert capsys.readouterr().out.splitlines() == [f"error: {SHOWN}", SHOWN, f"note: {SHOWN}"]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def keep_shares(before: TrainConfig, config: TrainConfig, parts: Sequence[str], 
     for name in parts:
         part, length = at(config, name), before.duration
         if name not in given and config.duration != length and part.unit == length.unit:
-            kept = config.duration.but(count=config.duration.count * part.count / length.count)
+            count = round(config.duration.count * part.count / length.count, 12)  # 0.3, not 0.30000000000000004
+            kept = config.duration.but(count=count)
             config = override(config, [f"{name}={kept}"])
     return config
 

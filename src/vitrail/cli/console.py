@@ -36,17 +36,17 @@ def one_line(text: object) -> str:
 
 def problem(message: str) -> None:
     """One sentence about what went wrong."""
-    err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), visible(message)), soft_wrap=True)
 
 
 def stopped(message: str) -> None:
     """One sentence about a command that was ended by a signal, which is no error."""
-    err.print(Text(message), soft_wrap=True)
+    err.print(Text(visible(message)), soft_wrap=True)
 
 
 def note(message: str) -> None:
     """Something worth knowing that is no result."""
-    err.print(Text(f"note: {message}", style="dim"), soft_wrap=True)
+    err.print(Text(f"note: {visible(message)}", style="dim"), soft_wrap=True)
 
 
 class _Notes(logging.Handler):

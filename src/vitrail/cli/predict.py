@@ -85,7 +85,8 @@ def predict(
         note(f"{to} has {len(paths) - rows.failed} of {len(paths)} pictures.")
     else:
         for piece in text:
-            typer.echo(visible(piece) if sys.stdout.isatty() else piece, nl=False)
+            # color=True: else click takes escape sequences out of names in files and pipes.
+            typer.echo(visible(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
     if rows.failed and len(paths) > 1:
         problem(f"{rows.failed} of {len(paths)} pictures could not be read.")
     if rows.failed:

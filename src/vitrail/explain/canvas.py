@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
 from vitrail.errors import ConfigError, nearest
+from vitrail.runtime import say, visible
 
 # Okabe and Ito's colours, darkened where white paper asks for it: told apart by all eyes.
 COLOURS = ("#0072b2", "#b84f00", "#00795a", "#a8477f", "#8a6a00")
@@ -50,17 +54,34 @@ def title(figure: Figure, text: str, under: str = "") -> None:
         lines.append(figure.text(0, 1 - 0.34 * inch, under, ha="left", va="top", fontsize=8.5, color=QUIET))
     _as_text(figure)
     canvas = FigureCanvasAgg(figure)
-    longest = max(line.get_window_extent(canvas.get_renderer()).width for line in lines) / figure.dpi
+    with _missing_glyphs():
+        longest = max(line.get_window_extent(canvas.get_renderer()).width for line in lines) / figure.dpi
     figure.set_figwidth(max(figure.get_figwidth(), longest + 0.2))
     for line in lines:
         line.set_x(0.1 / figure.get_figwidth())
 
 
 def _as_text(figure: Figure) -> None:
-    """Dollar signs in names of classes and files are no formulas, which could fail to parse."""
+    """Dollar signs in names of classes and files are no formulas, which could fail to parse; no font has control
+    characters."""
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         text.set_parse_math(False)
+        text.set_text(visible(text.get_text()))
+
+
+@contextmanager
+def _missing_glyphs() -> Iterator[None]:
+    """Characters that the font lacks become one note instead of a warning of matplotlib's for each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    lacking = [(re.match(r"Glyph (\d+) ", str(each.message)), each) for each in caught]
+    for _, other in [pair for pair in lacking if pair[0] is None]:
+        warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
+    characters = " ".join(sorted({chr(int(found[1])) for found, _ in lacking if found}))
+    if characters:
+        say([f"the font of the figures does not have the characters {characters}: they are drawn as boxes"])
 
 
 def check_formats(formats: Sequence[str]) -> None:
@@ -83,7 +104,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     FigureCanvasAgg(figure)
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)  # the same bytes each time
     options: dict[str, Any] = {"metadata": undated} if ending in ("svg", "pdf") else {"pil_kwargs": PIXELS[ending]}
-    with matplotlib.rc_context({"svg.hashsalt": "vitrail"}):
+    with matplotlib.rc_context({"svg.hashsalt": "vitrail"}), _missing_glyphs():
         figure.savefig(path, **options)
     return path
 

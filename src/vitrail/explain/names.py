@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from vitrail.runtime import visible
+
 
 def cut(text: str, most: int) -> str:
     """At most so many characters of it."""
@@ -12,12 +14,12 @@ def cut(text: str, most: int) -> str:
 
 
 def abbreviated(names: Sequence[str], most: int) -> list[str]:
-    """Class names as people write them, of at most so many characters, different wherever the names are.
+    """Class names as people write them, on one line of at most so many characters, different wherever the names are.
 
     The end is cut off; of names that would then be equal, the middle; of names that would still be equal, all but
     the beginning and the position in the list.
     """
-    plain = [name.replace("_", " ") for name in names]
+    plain = [visible(name).replace("_", " ").replace("\n", "\\n") for name in names]
     short = [cut(name, most) for name in plain]
     for tail in (most // 2, most - 4):
         counts = Counter(short)

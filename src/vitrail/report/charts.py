@@ -21,9 +21,9 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 110, 14, 34
 MOST_POINTS = 160
 """Longer curves are drawn as means over so many stretches, on a band from the least to the most."""
 LABEL = 27
+"""Height of a line's name and last value."""
 NAME = 19
 """Characters of a curve's name."""
-"""Height of a line's name and last value."""
 
 
 @dataclass(frozen=True)

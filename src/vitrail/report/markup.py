@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from vitrail.runtime import visible
+
 VOID = frozenset({"img", "meta", "br"})
 
 
@@ -25,8 +27,8 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
 
 
 def join(*children: Child) -> Markup:
-    """One after the other, each escaped unless it is markup."""
-    return Markup("".join(c if isinstance(c, Markup) else escape(c, quote=False) for c in children if c))
+    """One after the other, each escaped unless it is markup; control characters, which HTML forbids, are visible."""
+    return Markup("".join(c if isinstance(c, Markup) else escape(visible(c), quote=False) for c in children if c))
 
 
 def _attribute(key: str, value: object) -> str:
@@ -36,4 +38,4 @@ def _attribute(key: str, value: object) -> str:
     if value is True:
         return f" {name}"
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return f' {name}="{escape(text)}"'
+    return f' {name}="{escape(visible(text))}"'

@@ -136,7 +136,7 @@ def confusion(found: Evaluation) -> Drawn | None:
     shares = table / np.maximum(table.sum(1, keepdims=True), 1)
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for i, j in zip(*np.nonzero(table), strict=True):
-        colour = "white" if shares[i, j] > 0.5 else COLOURS[1] if i != j else INK
+        colour = "white" if shares[i, j] > 0.5 else INK
         ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=colour)
     columns = [*names, "others"][: table.shape[1]]
     long = max(map(len, columns)) > 2

@@ -210,7 +210,7 @@ def _judging(story: Story, figures: Path) -> list[Section]:
         title = "Right and wrong"
         parts.insert(0, tag("div", results.confusion(story)))
     return [
-        ("classes", title, tag("div", *parts, cls="two")),
+        ("classes", title, tag("div", *parts, cls="two stacked" if results.wide_matrix(story) else "two")),
         ("mistakes", "The surest mistakes", results.mistakes(story)),
         ("right", "Correctly named", results.right_ones(story)),
     ]

@@ -136,6 +136,15 @@ def confusion(story: Story) -> Markup:
     return pairs(story)
 
 
+def wide_matrix(story: Story) -> bool:
+    """Whether the matrix needs the whole width of the page: in half of it, columns of named classes are cut off."""
+    return 10 < len(story.labels) <= MATRIX and _named(story)
+
+
+def _named(story: Story) -> bool:
+    return max(map(len, story.labels)) > SHORT
+
+
 def _matrix(story: Story, scores: Scores) -> Markup:
     table = scores.confusion
     assert table is not None
@@ -150,8 +159,7 @@ def _matrix(story: Story, scores: Scores) -> Markup:
         total = int(table[i].sum())
         cells = [_cell(story, i, j, int(table[i, j]), total, wrong) for j in range(len(table))]
         rows.append(tag("tr", tag("th", story.brief(i), scope="row", title=name), *cells))
-    named = max(map(len, story.labels)) > SHORT
-    return tag("table", tag("thead", head), tag("tbody", *rows), cls="matrix named" if named else "matrix")
+    return tag("table", tag("thead", head), tag("tbody", *rows), cls="matrix named" if _named(story) else "matrix")
 
 
 def _cell(story: Story, i: int, j: int, count: int, total: int, wrong: int) -> Markup:
