@@ -122,15 +122,17 @@ def test_a_signal_to_the_whole_group_drains_like_one_to_the_first_process(weight
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [0.5, 2.5])
-def test_a_signal_to_the_group_while_workers_load_is_an_orderly_end(weights: Path, after: float) -> None:
+@pytest.mark.parametrize(("sig", "after"), [(signal.SIGTERM, 0.5), (signal.SIGTERM, 2.5), (signal.SIGINT, 0.5)])
+def test_a_signal_to_the_group_while_workers_load_is_an_orderly_end(
+    weights: Path, sig: signal.Signals, after: float
+) -> None:
     command = [sys.executable, "-m", "vitrail", "serve", str(weights), "--port", "0", "--workers", "2"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         until(lambda: len(children(process.pid)) == 2, 60)
         time.sleep(after)
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, sig)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert not [line for line in err.splitlines() if not line.startswith(("stopping", "note"))]

@@ -151,7 +151,9 @@ class Workers:
         opener = partial(_quietly, self.opener) if quiet else self.opener
         here, there = self.context.Pipe()
         process = self.context.Process(target=_work, args=(opener, self.sock, self.settings, there))
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: none interrupts what it imports
         process.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         there.close()
         self.workers[number] = Worker(process, here)
 
@@ -205,6 +207,7 @@ def _work(opener: Opener, sock: socket.socket, settings: Settings, pipe: Connect
     """A worker: it stops when its parent says so, or is no more."""
     for sig in SIGNALS:
         signal.signal(sig, signal.SIG_IGN)  # what is sent to all reaches the parent, which passes it on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     made: list[Server] = []
     threading.Thread(target=_obey, args=(pipe, made), daemon=True).start()
 
