@@ -22,7 +22,7 @@ from serving import QUICK, Held, photo, running, served, until
 from small_models import model, small
 
 import vitrail
-from vitrail.serve import batching
+from vitrail.serve import batching, fair_queue
 from vitrail.serve.app import Service
 from vitrail.serve.limits import Limits, shares
 from vitrail.serve.pictures import Opened
@@ -96,7 +96,7 @@ def test_batches_are_short_while_another_client_is_served(
         busy.engine.go.set()
         assert {answer.result().status_code for answer in (*many, one)} == {200}
         assert busy.engine.batches == [1, 2, 2, 2, 2, 1]
-        monkeypatch.setattr(batching, "CROWDED", 0)
+        monkeypatch.setattr(fair_queue, "CROWDED", 0)
         busy.engine.go.clear()
         busy.engine.batches.clear()
         first = busy.send(0)
@@ -108,10 +108,30 @@ def test_batches_are_short_while_another_client_is_served(
         assert busy.engine.batches == [1, 4]
 
 
+def test_clients_take_turns_in_being_explained(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit)) as (client, service), other_client(client) as other:
+        done: list[str] = []
+
+        def explain(sender: httpx.Client, name: str) -> int:
+            query = {"methods": '["occlusion"]'}
+            answer = sender.post("/v1/explain", params=query, content=photo(), headers=JPEG)
+            done.append(name)
+            return answer.status_code
+
+        busy = Busy(client, service, senders)
+        answers = [senders.submit(explain, client, "many") for _ in range(6)]
+        until(lambda: len(service.batcher._looks) == 6)
+        answers.append(senders.submit(explain, other, "one"))
+        until(lambda: len(service.batcher._looks) == 7)
+        busy.engine.go.set()
+        assert {answer.result() for answer in answers} == {200}
+        assert "one" in done[:2]
+
+
 def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
     vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batching, "CROWDED", 60)
+    monkeypatch.setattr(fair_queue, "CROWDED", 60)
     work = replace(QUICK, lanes=2, batch=2)
     with running(served(vit), work=work) as (client, service), other_client(client) as other:
         assert other.post("/v1/predict", content=photo(7), headers=JPEG).status_code == 200

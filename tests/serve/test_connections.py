@@ -109,6 +109,17 @@ def test_a_request_of_the_first_version_needs_no_host(client: httpx.Client) -> N
         assert rest(sock).startswith(b"HTTP/1.1 200 OK")
 
 
+def test_a_client_of_the_first_version_gets_its_answer_in_one_piece(client: httpx.Client) -> None:
+    data = photo()
+    with connected(client) as sock:
+        head = "POST /v1/explain HTTP/1.0\r\naccept: application/x-ndjson\r\ncontent-type: image/jpeg"
+        sock.sendall(f"{head}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        head, _, body = rest(sock).decode().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 OK")
+    assert "transfer-encoding" not in head.lower()
+    assert json.loads(body)["model"] == "small"
+
+
 def test_a_malformed_request_does_not_answer_the_one_before_it(client: httpx.Client) -> None:
     with connected(client) as sock:
         sock.sendall(GET + b"hello\r\n\r\n")

@@ -26,7 +26,7 @@ from serving import QUICK, photo, png_of, running, served, until
 from small_models import model, small
 
 import vitrail
-from vitrail.serve import decode_process, decoding, pictures
+from vitrail.serve import decode_process, decoding, fair_queue, pictures
 from vitrail.serve.app import Service
 from vitrail.serve.decode_process import DecodeProcess
 from vitrail.serve.limits import Limits
@@ -385,6 +385,27 @@ def test_one_client_may_have_so_many_large_images_waiting(
         until(lambda: quota.taken == 0)
 
 
+def test_one_process_is_left_to_others_while_there_are_any(
+    vit: vitrail.Model, sending: Any, large: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair_queue, "CROWDED", 60)
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    with (
+        running(served(vit)) as (client, service),
+        httpx.Client(base_url=client.base_url, transport=transport) as other,
+    ):
+        assert other.post("/v1/predict", content=photo(), headers={"content-type": "image/jpeg"}).status_code == 200
+        elsewhere, senders, jobs = Elsewhere(service, monkeypatch), sending(client), service.batcher.decoders._large
+        many = [senders.send(large, large) for _ in range(3)]
+        until(lambda: service.batcher.decoders.quota.taken == 30_000_000)
+        one = sending(other).send(large)
+        until(lambda: jobs._busy == {"127.0.0.1": 1, "127.0.0.2": 1})
+        assert len(elsewhere.seen) == QUICK.decoders == 2
+        elsewhere.go.set()
+        assert {answer.result().status_code for answer in (one, *many)} == {200}
+        until(lambda: not jobs._busy)
+
+
 def test_large_images_of_a_client_that_left_are_dropped(
     vit: vitrail.Model, large: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,10 +440,10 @@ def test_only_so_many_pixels_are_decoded_at_a_time(vit: vitrail.Model, monkeypat
 
     images = reader(vit, pixels=25)
     decoders = decoding.Decoders(images, 4, None, None)  # type: ignore[arg-type]
-    assert decoders.budget.total == 40
+    assert decoders.budget.total == 55  # the largest image leaves room for others
     opened = Opened(b"", b"", 15, 15, large=True)
     request: Any = object()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: decoders._elsewhere(Counting(), request, opened), range(12)))  # type: ignore[arg-type]
-    assert most == 2
-    assert decoders.budget.left == 40
+    assert most == 3
+    assert decoders.budget.left == 55

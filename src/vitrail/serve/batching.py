@@ -18,7 +18,7 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.serve.decoding import Decoders, use_cores
-from vitrail.serve.fair_queue import FairQueue
+from vitrail.serve.fair_queue import Crowd, FairQueue
 from vitrail.serve.limits import Work
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.pictures import Pictures
@@ -48,8 +48,6 @@ GAIN, LOSS = 0.02, 0.15
 """A larger batch must save so much of an image's time; one that has twice been so much slower is not tried again."""
 SHORT = 0.05
 """Seconds for a batch while more than one client is served, unless one image takes longer: the next ones wait."""
-CROWDED = 5.0
-"""Seconds for which a client counts as being served after one of its images came."""
 
 log = logging.getLogger("vitrail.serve")
 
@@ -127,9 +125,8 @@ class Batcher:
         self.looking = Quota("explanations are being made already", work.looks)
         self.decoders = Decoders(pictures, work.decoders, metrics, self._decoded)
         self._line: FairQueue[Place] = FairQueue()
-        self._looks: deque[Ticket] = deque()
-        self._newest = ("", -math.inf)  # the client whose image came last, and when
-        self._crowded = -math.inf  # when an image came shortly after another client's
+        self._looks: FairQueue[Ticket] = FairQueue()
+        self._crowd = Crowd()
         self._coming = 0  # images that are being decoded
         self._running = 0  # batches
         self._lanes: Counter[str] = Counter()  # of each client: batches that have images of it
@@ -266,21 +263,14 @@ class Batcher:
             self._coming -= 1
             if found is not None and error is None and not ticket.dead:
                 ticket.held[number] = found
-                self._note(ticket.client)
+                self._crowd.note(ticket.client)
                 if steps is None:
                     self._line.put(ticket.client, number, (ticket, number))
                 else:
-                    self._looks.append(ticket)
-            self._ready.notify()
+                    self._looks.put(ticket.client, 0, ticket)
+            self._ready.notify_all()
         if error is not None:
             self._tell(_fail, ticket, error)
-
-    def _note(self, client: str) -> None:
-        """That an image of this client has come."""
-        (other, then), now = self._newest, time.monotonic()
-        if client != other and now < then + CROWDED:
-            self._crowded = now
-        self._newest = (client, now)
 
     # In the engine's threads
 
@@ -309,7 +299,7 @@ class Batcher:
                 self._ready.wait(0.1 if self._stopping or self._line else None)
             if self._may_step() and not (looked and self._line.offers(self._blocked())):
                 self._stepping += 1
-                return self._looks.popleft()
+                return self._looks.get()
             patience = time.monotonic() + self.work.wait
             while len(self._line) < self._most() and self.decoders.soon:
                 left = patience - time.monotonic()
@@ -319,16 +309,10 @@ class Batcher:
 
     def _most(self) -> int:
         """Images in a batch that begins now."""
-        return self.short if self._is_crowded() else self.batch
-
-    def _is_crowded(self) -> bool:
-        return time.monotonic() < self._crowded + CROWDED
+        return self.short if self._crowd else self.batch
 
     def _blocked(self) -> tuple[str, ...]:
-        """Clients that have batches in all threads but one, which is left to others while there are any."""
-        if self.work.lanes < 2 or not self._is_crowded():
-            return ()
-        return tuple(client for client, count in self._lanes.items() if count >= self.work.lanes - 1)
+        return self._crowd.blocked(self._lanes, self.work.lanes)
 
     def _may_step(self) -> bool:
         """Whether an explanation waits, and a thread would be left for batches."""
@@ -379,7 +363,7 @@ class Batcher:
             self._stepping -= 1
             if more and not ticket.dead:
                 ticket.held[0] = steps
-                self._looks.append(ticket)
+                self._looks.put(ticket.client, 0, ticket)
             self._ready.notify()
 
     def _stepped(self, ticket: Ticket, steps: Steps) -> bool:

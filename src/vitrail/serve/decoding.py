@@ -7,6 +7,7 @@ before the first of them is decoded, so that what it costs is known, and refused
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from vitrail.serve.budget import Budget
 from vitrail.serve.decode_process import DecodeProcess
-from vitrail.serve.fair_queue import FairQueue
+from vitrail.serve.fair_queue import Crowd, FairQueue
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.pictures import Opened, Pictures
 from vitrail.serve.problems import Problem
@@ -23,7 +24,7 @@ from vitrail.serve.quota import Lease, Quota
 
 Pixels = npt.NDArray[Any]
 AT_A_TIME = 12_500_000
-"""Pixels that are decoded at a time for each process, if no single image has more: about ten bytes each."""
+"""Pixels that are decoded at a time for each process beside the one that has the largest image: up to 20 bytes each."""
 SPEED = 50e6
 """Pixels a second that a process decodes, at least: for Retry-After."""
 
@@ -56,9 +57,9 @@ class Decoders:
         self._lock = threading.Lock()
         self.soon = 0
         """Images that wait for a thread or are decoded by one, and so will be ready in a moment."""
-        self.budget = Budget(max(limits.pixels, count * AT_A_TIME))
+        self.budget = Budget(limits.pixels + (count - 1) * AT_A_TIME)
         self.quota = Quota("pixels of large images are waiting", 8 * limits.total_pixels, 2 * limits.total_pixels)
-        self._small, self._large = _Jobs(), _Jobs()
+        self._small, self._large = _Jobs(count), _Jobs(count)
         self._stopping = False
         self._threads = [
             threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
@@ -81,6 +82,7 @@ class Decoders:
 
     def submit(self, request: Request) -> None:
         self._count(request.count)
+        self._large.note(request.client)
         self._small.put(request, None)
 
     def _count(self, change: int) -> None:
@@ -95,6 +97,7 @@ class Decoders:
                 self._judge(request)
             else:
                 self._decode_here(request, number)
+            self._small.done(request)
 
     def _decode_large(self) -> None:
         process = DecodeProcess(self.images.preprocess.config, self.images.limits)
@@ -102,6 +105,7 @@ class Decoders:
             request, number = job
             assert number is not None
             found = self._decoded(request, number, partial(self._elsewhere, process, request))
+            self._large.done(request)
             self.deliver(request, number, *found)
         process.close()
 
@@ -120,6 +124,8 @@ class Decoders:
             self._drop(request, None)
             return
         request.held[:] = opened
+        if request.late():  # it may have been given up just before: nothing of it is kept
+            request.held[:] = [None] * request.count
         if request.count == 1 and not opened[0].large:
             self._decode_here(request, 0)
             return
@@ -178,24 +184,43 @@ class Decoders:
 
 
 class _Jobs:
-    """A fair queue for threads: all images of a request (None), or one of them."""
+    """A fair queue for threads: all images of a request (None), or one of them.
 
-    def __init__(self) -> None:
+    `get` a job and, after it, call `done`. Where requests are noted, no client has all threads while there are others.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
         self._queue: FairQueue[tuple[Request, int | None]] = FairQueue()
+        self._crowd = Crowd()
+        self._busy: Counter[str] = Counter()  # threads that have a job of each client
         self._ready = threading.Condition()
         self._closed = False
+
+    def note(self, client: str) -> None:
+        with self._ready:
+            self._crowd.note(client)
 
     def put(self, request: Request, number: int | None) -> None:
         with self._ready:
             self._queue.put(request.client, number or 0, (request, number))
-            self._ready.notify()
+            self._ready.notify_all()
 
     def get(self) -> tuple[Request, int | None] | None:
         """Wait for the next one; None: the queue is closed."""
         with self._ready:
-            while not self._queue and not self._closed:
-                self._ready.wait()
-            return None if self._closed else self._queue.get()
+            while not self._closed:
+                found = self._queue.get(blocked=self._crowd.blocked(self._busy, self.threads))
+                if found is not None:
+                    self._busy[found[0].client] += 1
+                    return found
+                self._ready.wait(0.1 if self._queue else None)
+        return None
+
+    def done(self, request: Request) -> None:
+        with self._ready:
+            self._busy -= Counter((request.client,))
+            self._ready.notify_all()
 
     def close(self) -> None:
         with self._ready:

@@ -4,14 +4,44 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 LATER = 1.0
 """Seconds by which each further image of a request is due later than the one before."""
+
+
+CROWDED = 5.0
+"""Seconds for which a client counts as being served after one of its images came."""
+
+
+class Crowd:
+    """Whether more than one client is being served; not thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._newest = ("", -math.inf)  # the client whose image came last, and when
+        self._crowded = -math.inf  # when an image came shortly after another client's
+
+    def __bool__(self) -> bool:
+        return self._clock() < self._crowded + CROWDED
+
+    def note(self, client: str) -> None:
+        """That an image of this client has come."""
+        (other, then), now = self._newest, self._clock()
+        if client != other and now < then + CROWDED:
+            self._crowded = now
+        self._newest = (client, now)
+
+    def blocked(self, busy: Mapping[str, int], threads: int) -> tuple[str, ...]:
+        """Clients that are busy in all threads but one, which is left to others while there are any."""
+        if threads < 2 or not self:
+            return ()
+        return tuple(client for client, count in busy.items() if count >= threads - 1)
 
 
 class FairQueue(Generic[Item]):

@@ -22,7 +22,9 @@ log = logging.getLogger("vitrail.serve")
 
 
 def wants_lines(request: Request) -> bool:
-    """Whether an Accept header names JSON lines; `*/*` does not."""
+    """Whether an Accept header names JSON lines; `*/*` does not. A client of HTTP/1.0 could not tell where they end."""
+    if request.scope.get("http_version") == "1.0":
+        return False
     ranges = [part.split(";") for value in request.headers.getlist("accept") for part in value.lower().split(",")]
     refused = {"q=0", "q=0.0", "q=0.00", "q=0.000"}
     return any(kind.strip() == LINES and refused.isdisjoint(map(str.strip, rest)) for kind, *rest in ranges)
