@@ -182,3 +182,12 @@ def test_bfloat16_on_a_cpu_ends_no_process(process, weights, tmp_path, command, 
     what = [tmp_path / "one.png"] if command == "explain" else ["--data", tmp_path]
     result = process(command, *what, "-m", weights, "-o", tmp_path / "out", "--dtype", "bfloat16", "--format", "npz")
     assert result.status == 0, result.err
+
+
+def test_assumed_class_names_are_noted_where_names_are_shown_only(vitrail, real_checkpoint, picture, tmp_path):
+    assert not any(
+        "ImageNet" in note
+        for note in vitrail("figures", "-m", real_checkpoint, "--what", "filters", "-o", tmp_path).notes
+    )
+    explained = vitrail("explain", picture, "-m", real_checkpoint, "--method", "attention", "-o", tmp_path)
+    assert sum("ImageNet" in note for note in explained.notes) == 1

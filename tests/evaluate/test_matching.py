@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from picture_source import Pictures
 
+from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.errors import DataError
 from vitrail.evaluate import synsets
-from vitrail.evaluate.matching import Mapped, match_classes
-from vitrail.weights.labels import ASSUMED
+from vitrail.evaluate.matching import Mapped, match_classes, model_names
+from vitrail.weights.card import Card
+from vitrail.weights.labels import ASSUMED, imagenet_1k
 
 TIMM = synsets.listed()
 needs_timm = pytest.mark.skipif(TIMM is None, reason="timm is not installed; make test installs it")
@@ -48,11 +50,22 @@ def test_a_model_of_the_larger_imagenet_is_found_by_its_size():
 
 @needs_timm
 def test_names_that_are_imagenets_tell_which_output_is_which():
-    from vitrail.weights.labels import imagenet_1k
-
     names = [f"{name}, and more" for name in imagenet_1k()]
     found = match_classes(source(["n03888257"]), names, 1000)
     assert (found.places.tolist(), found.how, found.notes) == ([701], "synset", ())
+
+
+@needs_timm
+def test_assumed_names_are_matched_unless_as_many_others_go_by_order():
+    names = imagenet_1k()
+    assert names is not None
+    config = ViTConfig(image=16, patch=8, classes=1000, width=8, depth=1, heads=1, mlp=8)
+    card = Card(config=config, preprocess=PreprocessConfig(image=16), labels=names, notes=(ASSUMED,))
+    others = [f"thing {k}" for k in range(1000)]
+    assert model_names(card, source(["church", "chain saw"])) == names
+    assert model_names(card, source(sorted(names))) == names  # in another order, as folders are
+    assert model_names(card, source(others)) is None
+    assert model_names(card.but(notes=()), source(others)) == names  # the checkpoint names them
 
 
 @needs_timm
@@ -130,7 +143,7 @@ def test_numbers_that_are_names_on_both_sides_go_by_name():
 
 
 def test_the_order_cannot_decide_where_counts_differ():
-    with pytest.raises(DataError, match="3 classes and the model 7 outputs that nobody has named"):
+    with pytest.raises(DataError, match="3 classes and the model 7 outputs without names"):
         match_classes(source(["cat", "dog", "hen"]), None, 7)
 
 

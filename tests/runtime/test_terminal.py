@@ -13,7 +13,7 @@ from rich.text import Text
 
 from vitrail import runtime
 from vitrail.cli import console
-from vitrail.runtime import say, visible
+from vitrail.runtime import say, silent, visible
 from vitrail.runtime.terminal import Terminal
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07\x9b2J\r\u202ec[red]d[/red]:cat:"
@@ -65,3 +65,15 @@ def test_a_note_ends_in_one_full_stop_or_in_what_is_left_out(
     monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
     say([note])
     assert [record.getMessage() for record in caplog.records] == [wanted]
+
+
+def test_one_note_can_be_left_out(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
+    with silent("names were assumed"):
+        say(["names were assumed", "another"], about="a.safetensors")
+    say(["names were assumed"], about="b.safetensors")
+    assert [record.getMessage() for record in caplog.records] == [
+        "a.safetensors: another.",
+        "b.safetensors: names were assumed.",
+    ]

@@ -24,7 +24,7 @@ from vitrail.errors import ConfigError, DataError, ModelError, VitrailError, nea
 from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.calibration import BINS
 from vitrail.evaluate.evaluation import Evaluation, Measured, summarise
-from vitrail.evaluate.matching import Mapped, Match, match_classes
+from vitrail.evaluate.matching import Mapped, Match, match_classes, model_names
 from vitrail.evaluate.real import Real, outputs_by_class, read_real, real_accuracy, valid_outputs
 from vitrail.evaluate.scores import Samples
 from vitrail.evaluate.speed import Stopwatch
@@ -33,7 +33,7 @@ from vitrail.runtime import first_speaks, say
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.train.parallel import Ranks
 from vitrail.weights.card import portable
-from vitrail.weights.labels import stated
+from vitrail.weights.labels import ASSUMED, stated
 from vitrail.weights.opening import adapted
 
 PROTOCOLS = ("auto", "imagenet", "real")
@@ -105,7 +105,7 @@ def evaluate(
         vit, source = _first_ahead(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
         _check_model(vit, ranks.device)
         sizes = _sizes(vit, image)
-        labels = stated(vit.card)
+        labels = model_names(vit.card, source)
         match = match_classes(
             source,
             labels,
@@ -118,6 +118,8 @@ def evaluate(
         if protocol == "real" or real is not None:
             valid, assumed = _valid(source, match, real, labels)
         notes = [*match.notes, *assumed, *_about(source, vit)]
+        if labels is not None and stated(vit.card) is None:
+            notes.insert(0, ASSUMED)
         say([note for note in notes if note not in vit.card.notes], about=data)
         share = -(-len(source) // ranks.world)
         several = min(batch or BATCH.get(ranks.device.type, 256), share)

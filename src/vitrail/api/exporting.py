@@ -23,7 +23,7 @@ from vitrail.data.sources import open_parts
 from vitrail.data.sources.base import Source
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate.features import fingerprint
-from vitrail.evaluate.matching import Mapped, match_classes
+from vitrail.evaluate.matching import Mapped, match_classes, model_names
 from vitrail.evaluate.synsets import beside
 from vitrail.export import export as exporting
 from vitrail.export.engines import Engine, open_engine, openvino_core
@@ -146,7 +146,8 @@ def _checked(
     if vit.card.task != "classify" or not vit.config.classes or source.several:
         return pictures, None
     try:
-        match = match_classes(source, vit.labels, vit.config.classes, synsets=beside(check, source.labels))
+        labels = model_names(vit.card, source)
+        match = match_classes(source, labels, vit.config.classes, synsets=beside(check, source.labels))
     except DataError as error:
         say([f"whether answers are right is not compared: {error}"], about=check)
         return pictures, None

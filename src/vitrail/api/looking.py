@@ -231,7 +231,7 @@ def class_number(model: Model, target: str | int) -> int:
     if model.labels is None:
         raise ModelError(
             f"the checkpoint does not name its classes, so {target!r} cannot be found: give its number, or names with "
-            "labels (--labels imagenet-1k)."
+            "--labels FILE (labels=... in Python)."
         )
     labels = model.labels
     plain = [label.lower().replace("_", " ") for label in labels]

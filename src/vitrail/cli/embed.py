@@ -124,8 +124,8 @@ def embed(
         report = {"file": str(made.path), "pictures": made.pictures, "width": made.width, "place": made.place}
         typer.echo(json.dumps(report | {"unreadable": dict(made.unreadable)}, indent=2))
     else:
-        count = f"{made.pictures:,} picture{'s' * (made.pictures != 1)}"
-        show(f"{made.path}: {count}, {made.width} features each ({made.place}).")
+        pictures = f"{made.pictures:,} picture{'s' * (made.pictures != 1)}"
+        show(f"{made.path}: {pictures}, {made.width} features each ({made.place}).")
     if made.unreadable and not skip_bad:
         count = len(made.unreadable)
         many = "picture could not be read and is" if count == 1 else "pictures could not be read and are"

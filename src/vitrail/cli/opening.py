@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vitrail.cli.console import err, note
 from vitrail.errors import ConfigError, ModelError
+from vitrail.runtime import silent
 
 if TYPE_CHECKING:
     from vitrail.api import Model
@@ -39,17 +41,20 @@ def open_model(
 
     classes: refuse a model that has none, and say where they have no names.
     inside: refuse an exported file, which can be run and not looked into.
+    A command without `labels` makes no use of class names: what was assumed about them is not noted.
     """
     told = told or {}
     for name in told.keys() & options.keys():
         raise ConfigError(f"--set {name}={told[name]}: pass --{name} instead.")
     with err.status(f"loading {model or 'the model that ships with vitrail'}"):
         from vitrail.api import load  # and torch: not before the arguments are known to be good
+        from vitrail.weights.labels import ASSUMED
         from vitrail.weights.locate import Found, locate
         from vitrail.weights.shipped import DEFAULT
     found = Found(DEFAULT.path, DEFAULT.name) if model is None else locate(model)  # which shows how far a download is
     with err.status(f"loading {model or DEFAULT.name}"):
-        vit = load(found, **options, **told)
+        with nullcontext() if "labels" in options else silent(ASSUMED):
+            vit = load(found, **options, **told)
         if inside:
             vit.check_inside()
     if model is None:
@@ -80,4 +85,5 @@ def _check_classes(vit: Model, model: str) -> None:
         teach = f"vitrail finetune --model {shlex.quote(model)} --data DATA"
         raise ModelError(f"{model} has no classes yet; teach it some: {teach}.") from None
     if vit.labels is None:
-        note("the checkpoint does not name its classes: pass --labels FILE, or imagenet-1k if that is what they are.")
+        timm = ", or install timm, which has ImageNet's names" if vit.config.classes == 1000 else ""
+        note(f"the checkpoint does not name its classes: pass --labels FILE{timm}.")

@@ -18,7 +18,8 @@ from vitrail.data.sources.base import Sample, Source, Targets
 from vitrail.errors import DataError
 from vitrail.evaluate.scores import Ints
 from vitrail.evaluate.synsets import IMAGENET, Synsets, in_names, listed, of_outputs, plain_name
-from vitrail.weights.labels import imagenet_1k
+from vitrail.weights.card import Card
+from vitrail.weights.labels import imagenet_1k, stated
 
 # N pictures, C classes of the data, K outputs of the model
 
@@ -111,6 +112,17 @@ def match_classes(
     return _in_order(source, labels, outputs)
 
 
+def model_names(card: Card, source: Source) -> tuple[str, ...] | None:
+    """The names of a model's classes to match the data's with; None where they go by order.
+
+    Names that were only assumed count as well, unless the data has as many classes with other names.
+    """
+    if card.labels is None or len(source.labels) != len(card.labels):
+        return card.labels
+    shared = (_by_name(source.labels, card.labels) >= 0).mean()
+    return card.labels if shared >= 0.5 else stated(card)
+
+
 def _by_name(wanted: Sequence[str], labels: Sequence[str]) -> Ints:
     """Equal but for capitals, underscores and hyphens; else by the first of several names. Never by a name of two."""
     found = np.full(len(wanted), -1, np.int64)
@@ -128,7 +140,7 @@ def _in_order(source: Source, labels: Sequence[str] | None, outputs: int) -> Mat
     count = len(source.labels)
     if count != outputs:
         raise DataError(
-            f"{source.name} has {count:,} classes and the model {outputs:,} outputs that nobody has named; "
+            f"{source.name} has {count:,} classes and the model {outputs:,} outputs without names; "
             "name them with --labels FILE, in their order."
         )
     note = "the model's outputs are taken for the data's classes in their order, since "

@@ -31,6 +31,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 log = logging.getLogger("vitrail")
 _said: set[tuple[str, str]] = set()
+_silent: set[str] = set()
 
 
 def visible(text: str) -> str:
@@ -41,10 +42,22 @@ def visible(text: str) -> str:
 def say(notes: Iterable[str], about: str = "") -> None:
     """Tell the user what was assumed or chosen about something, once for each such thing."""
     for note in notes:
+        if note in _silent:
+            continue
         note = visible(note if note.endswith((".", "…")) else f"{note}.")
         if (about, note) not in _said:
             _said.add((about, note))
             log.warning("%s", f"{visible(about)}: {note}" if about else note, extra={"note": note})
+
+
+@contextmanager
+def silent(note: str) -> Iterator[None]:
+    """Leave one note out, for a caller that makes no use of what it is about."""
+    _silent.add(note)
+    try:
+        yield
+    finally:
+        _silent.discard(note)
 
 
 def speaks() -> bool:
