@@ -1,0 +1,104 @@
+"""After hang-ups, deadlines, errors and refusals of all kinds at once, nothing is left counted or held."""
+
+from __future__ import annotations
+
+import io
+import random
+import socket
+import struct
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from PIL import Image
+from serving import QUICK, Held, photo, png_of, running, served, until
+from small_models import model, small
+
+from vitrail.serve import app, pictures
+from vitrail.serve.limits import Limits
+
+KINDS = ("image/jpeg", "application/json", "text/plain", "multipart/form-data; boundary=edge")
+PATHS = ("predict", "predict", "embed", "explain", "explain?methods=[%22occlusion%22]", "picture", "predict?hide=[999]")
+
+
+@lru_cache(maxsize=1)
+def bodies() -> list[bytes]:
+    large, tiff = io.BytesIO(), io.BytesIO()
+    Image.linear_gradient("L").resize((900, 900)).save(large, "PNG")
+    Image.new("I;16", (300, 300)).save(tiff, "TIFF")
+    part = b'--edge\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n%s\r\n'
+    form = b"".join(part % image for image in (photo(), large.getvalue(), photo(1))) + b"--edge--\r\n"
+    return [
+        *(photo(), photo(2), large.getvalue(), tiff.getvalue(), form, form[:-9], 3 * form),
+        *(photo()[:100], png_of(9000, 9000), bytes(300_000), b"", b'{"images": ["!"]}', b'{"image": 3}'),
+    ]
+
+
+def send(port: int, number: int) -> str:
+    """One request of some kind, over one of two addresses; its status, or `gone`."""
+    rng = random.Random(number)
+    data, kind, path = rng.choice(bodies()), rng.choice(KINDS), rng.choice(PATHS)
+    if data.startswith(b"--edge"):
+        kind = KINDS[-1]
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n"
+    head += rng.choice(["", "", f"x-deadline-ms: {rng.randint(1, 60)}\r\n", "accept: application/x-ndjson\r\n"])
+    with socket.socket() as sock:
+        sock.bind((f"127.0.0.{rng.choice([1, 1, 1, 2])}", 0))
+        sock.settimeout(30)
+        sock.connect(("127.0.0.1", port))
+        if rng.random() < 0.3:  # a client that hangs up, while it sends or while it waits
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", rng.random() < 0.5, 0))
+            sock.sendall((head + "\r\n").encode() + data[: rng.choice([len(data), len(data) // 2])])
+            sock.settimeout(rng.random() / 10 + 0.001)
+            with suppress(TimeoutError):
+                sock.recv(1)
+            return "gone"
+        with suppress(OSError):  # refused before all of it was sent
+            sock.sendall((head + "\r\n").encode() + data)
+        with suppress(ConnectionResetError):
+            return sock.recv(12)[9:].decode()
+    return "gone"
+
+
+class Failing(Held):
+    """Fails now and then."""
+
+    def logits(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+        if len(self.batches) % 9 == 8:
+            self.batches.append(0)
+            raise RuntimeError("the engine is broken")
+        return super().logits(pixels)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_after_a_storm_nothing_is_counted_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HOLD", 0.01)
+    monkeypatch.setattr(pictures, "SMALL_PIXELS", 500_000)  # so that some are decoded in processes
+    torch.manual_seed(0)
+    what = served(model(small()))
+    what.engine = Failing(what.model)  # type: ignore[arg-type]
+    work = replace(QUICK, queue=24, looks=8, uploads=24, queue_bytes=4_000_000, lanes=2)
+    with running(what, Limits(pixels=1_000_000, bytes=200_000), work) as (client, service):
+        port = client.base_url.port
+        assert port is not None
+        with ThreadPoolExecutor(24) as pool:
+            answers = Counter(pool.map(lambda number: send(port, number), range(300)))
+        assert {"200", "400", "413", "415", "gone"} <= set(answers), answers  # and what depends on the moment
+        batcher, decoders = service.batcher, service.batcher.decoders
+        until(lambda: batcher._coming == 0)
+        until(lambda: service.room.taken == service.uploads.taken == batcher.waiting.taken == 0)
+        for quota in (service.room, service.uploads, batcher.waiting, batcher.looking, decoders.quota):
+            until(lambda quota=quota: (quota.taken, quota._clients) == (0, {}))  # type: ignore[misc]
+        until(lambda: not (batcher._line or batcher._looks or batcher._lanes))
+        until(lambda: (batcher._running, batcher._stepping, decoders.soon) == (0, 0, 0))
+        for jobs in (decoders._small, decoders._large):
+            until(lambda jobs=jobs: not (jobs._queue or jobs._busy))  # type: ignore[misc]
+        assert decoders.budget.left == decoders.budget.total
+        assert "vitrail_queue_pictures 0.0" in client.get("/metrics").text
+        until(lambda: client.post("/v1/predict", files={"image": photo()}).status_code == 200)
