@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compare import randomized, relative
@@ -95,6 +96,14 @@ def test_layers_alone_means_their_tokens_and_nothing_else() -> None:
     assert done[4:] == [0, 1, 2, 3, 4, 5]
 
 
+def test_layers_may_be_a_tensor_or_an_array() -> None:
+    net = deep()
+    for layers in (torch.tensor([3, 1]), np.array([3, 1]), (i for i in (3, 1))):
+        out = net.features(images(), layers=layers)
+        assert torch.equal(out.tokens[0], net.features(images(), layers=[3]).tokens[0])
+        assert len(out.tokens) == 2
+
+
 def test_layers_that_are_not_wanted_are_not_kept() -> None:
     net, kept = deep(), []
     net.blocks[0].register_forward_hook(lambda module, inputs, output: kept.append(weakref.ref(output)))
@@ -134,6 +143,8 @@ def test_a_bit_has_stages() -> None:
         ({"layers": [-7]}, "there is no layer -7"),
         ({"layers": []}, "layers is empty"),
         ({"layers": 3}, r"layers=3: wanted a list of layers, such as \[3\]"),
+        ({"layers": "3"}, "layers=3: wanted a list of layers"),
+        ({"layers": [1.5]}, r"layers=\[1.5\]: wanted a list of layers"),
         ({"layers": [3], "want": "logits"}, "layers chooses among attention, maps, .*; got want=logits"),
         ({"layers": [3], "want": "maps"}, "'patch_maps' has each layer's"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from compare import randomized, relative
 from conftest import import_peer
 from small_models import gradient, model, small
 from torch import nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 import vitrail
 from vitrail.config import pair
@@ -143,7 +146,8 @@ def test_weights_are_copies() -> None:
 def test_modes_wrappers_and_options() -> None:
     timm = import_peer("timm")
     theirs = randomized(timm.create_model("test_vit")).train()
-    for wrapped in (torch.compile(theirs), nn.DataParallel(theirs)):
+    theirs.config = {"lr": 1e-3}  # of a training script
+    for wrapped in (torch.compile(theirs), nn.DataParallel(theirs), AveragedModel(theirs)):
         vit = vitrail.load(wrapped, classes=3, image=80, labels=["a", "b", "c"])
         assert vit.predict(gradient(), top=1)[0].label in "abc"
         assert not vit.net.training
@@ -151,16 +155,93 @@ def test_modes_wrappers_and_options() -> None:
     assert vitrail.load(theirs, activation="gelu-quick").config.activation == "gelu-quick"
 
 
-def test_a_network_with_a_replaced_part_is_refused() -> None:
-    timm = import_peer("timm")
-    theirs = randomized(timm.create_model("test_vit"))
+def other_activation(theirs: Any) -> None:
     theirs.blocks[0].mlp.act = nn.ReLU()
+
+
+def other_epsilon(theirs: Any) -> None:
+    theirs.norm.eps = 1e-2  # changes the logits by 7e-4
+
+
+def doubled(theirs: Any) -> None:
+    theirs.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("change", [other_activation, other_epsilon, doubled])
+def test_a_network_that_computes_something_else_is_refused(change: Any, dtype: torch.dtype) -> None:
+    timm = import_peer("timm")
+    theirs = randomized(timm.create_model("test_vit")).to(dtype)
+    change(theirs)
     with pytest.raises(FormatError, match=r"timm's test_vit computes something else .* a part was replaced"):
         vitrail.load(theirs)
 
 
+def test_half_precision_autocast_and_one_class_are_compared() -> None:
+    timm = import_peer("timm")
+    theirs = randomized(timm.create_model("test_vit", num_classes=1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not vitrail.load(theirs).card.notes
+    assert vitrail.load(theirs.half()).card.notes == ("stored as float16, loaded as float32.",)
+    assert vitrail.load(theirs, dtype=None).dtype == torch.float16
+    assert theirs.head.weight.dtype == torch.float16
+
+
+def test_outputs_that_show_nothing_are_noted() -> None:
+    models = import_peer("torchvision.models")
+    fresh = models.vision_transformer.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5)  # a head of zeros
+    assert any("could not be compared" in note for note in vitrail.load(fresh).card.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "options"),
+    [
+        ("DeiTModel", "DeiTConfig", {}),  # its pooler is left aside
+        ("ViTMSNModel", "ViTMSNConfig", {}),
+        ("IJepaModel", "IJepaConfig", {}),
+        ("ViTMAEModel", "ViTMAEConfig", {"mask_ratio": 0.0}),
+    ],
+)
+def test_networks_of_transformers_without_an_output_of_ours_are_compared_by_their_tokens(
+    name: str, config: str, options: dict[str, Any]
+) -> None:
+    transformers = import_peer("transformers")
+    theirs = randomized(getattr(transformers, name)(getattr(transformers, config)(**HF, **MLP, **options)))
+    assert not any("compared" in note for note in vitrail.load(theirs).card.notes)
+    next(m for m in theirs.modules() if isinstance(m, nn.LayerNorm)).eps = 0.3
+    with pytest.raises(FormatError, match="computes something else"):
+        vitrail.load(theirs)
+
+
+def test_a_model_whose_forward_pass_fails_is_noted() -> None:
+    transformers = import_peer("transformers")
+    config = transformers.ViTConfig(**HF, **MLP, return_dict=False)
+    theirs = randomized(transformers.ViTForImageClassification(config))
+    assert any("could not be compared" in note for note in vitrail.load(theirs).card.notes)
+
+
+def test_the_image_size_of_a_wrapped_network() -> None:
+    timm = import_peer("timm")
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = timm.create_model("test_vit", img_size=(128, 32))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.backbone(images)
+
+    assert agree(randomized(Wrapped())).config.image == (128, 32)
+
+
 def test_other_networks_are_refused_by_name() -> None:
     timm, transformers = import_peer("timm"), import_peer("transformers")
+    pruned, adapted, headed = (timm.create_model("test_vit", depth=1) for _ in range(3))
+    prune.l1_unstructured(pruned.blocks[0].mlp.fc1, "weight", 0.5)
+    adapted.blocks[0].mlp.fc1.lora_A = nn.Linear(64, 2)
+    headed.head = nn.Sequential(nn.Linear(64, 3), nn.ReLU())
+    with warnings.catch_warnings(action="ignore"):
+        quantised = torch.ao.quantization.quantize_dynamic(timm.create_model("test_vit", depth=1), {nn.Linear})
     wanted = "is not a network that vitrail reads; wanted a Vision Transformer or BiT of timm"
     refused: list[tuple[Any, type[VitrailError], str]] = [
         (nn.Linear(3, 3), FormatError, f"torch's Linear {wanted}"),
@@ -173,6 +254,15 @@ def test_other_networks_are_refused_by_name() -> None:
             r"this is a network of vitrail; vitrail\.Model\(net, card\)",
         ),
         (timm.create_model("test_vit").to("meta"), CheckpointError, "timm's test_vit has no weights"),
+        (timm.create_model("xcit_nano_12_p8_224"), FormatError, "timm's xcit_nano_12_p8_224 is not an architecture"),
+        (pruned, FormatError, r"timm's test_vit has an adapter or a parametrization \(blocks.0.mlp.fc1.weight_orig\)"),
+        (adapted, FormatError, "timm's test_vit has an adapter .*; merge it into the weights first"),
+        (
+            headed,
+            FormatError,
+            r"timm's test_vit: read as timm, the tensors do not fit: left over head.0.weight, [^;]*$",
+        ),
+        (quantised, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before it was quantised"),
         (model(small()), NotFound, r"got a Model, wanted a file, .* or an nn\.Module"),
     ]
     for given, kind, message in refused:

@@ -163,8 +163,8 @@ class Model:
         for group in _groups(images if are_several(images) else [images], batch):  # type: ignore[list-item]
             with torch.no_grad(), evaluating(self.net):
                 batched = self._normalised([self.preprocess.pixels(image) for image in group])
-                outputs.append(self.net.features(batched, want, layers=layers, norm=norm))
-        return joined(outputs, _on_cpu)
+                outputs.append(self.net.features(batched, want, layers=layers, norm=norm).map(_on_cpu))
+        return joined(outputs)
 
     def explain(self, picture: Picture, **options: Any) -> Look:
         """What happens inside for one picture: `look.rollout`, `look.attention`, `look.figure().savefig(...)`.
@@ -341,7 +341,7 @@ def load(
     predicts as any other model does, and cannot be changed or looked into.
 
     A network in memory, of timm, transformers, torchvision or open_clip, is converted: the weights are
-    copied, preprocessing and labels are those of its config, and its outputs are compared for one image.
+    copied, preprocessing and labels are those of its config, and its outputs are compared for two images.
     """
     if not isinstance(source, str | Path | Found | nn.Module):
         raise NotFound(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from typing import Any
 
 import torch
@@ -42,18 +43,28 @@ class Output:
     maps: tuple[Tensor, ...] | None = None
     """Convolutional networks: B C h w after each stage, or after those that `layers` names."""
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Output:
+        """With every tensor passed through `change`."""
+        changed: dict[str, Any] = {}
+        for name in NAMES:
+            if isinstance(value := getattr(self, name), tuple):
+                changed[name] = tuple(map(change, value))
+            elif value is not None:
+                changed[name] = change(value)
+        return Output(**changed)
 
-def joined(outputs: Sequence[Output], to: Callable[[Tensor], Tensor]) -> Output:
-    """Outputs of batches as that of all their images, each tensor passed through `to` first."""
+
+def joined(outputs: Sequence[Output]) -> Output:
+    """Outputs of batches as that of all their images."""
     if not outputs:
         raise ModelError("there are no images to compute features of; wanted at least one.")
     whole: dict[str, Any] = {}
     for name in NAMES:
         parts = [getattr(output, name) for output in outputs]
         if isinstance(parts[0], tuple):
-            whole[name] = tuple(torch.cat([to(x) for x in layer]) for layer in zip(*parts, strict=True))
+            whole[name] = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
         elif parts[0] is not None:
-            whole[name] = torch.cat([to(x) for x in parts])
+            whole[name] = torch.cat(parts)
     return Output(**whole)
 
 
@@ -79,9 +90,10 @@ def wanted(
 
 def chosen(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
     """Layers counted from 0, negative ones from the end, as 0 ... depth - 1; None: all of them."""
-    if isinstance(layers, int):
-        raise ModelError(f"layers={layers}: wanted a list of layers, such as [{layers}].")
-    asked = tuple(range(depth) if layers is None else layers)
+    try:
+        asked = tuple(index(layer) for layer in (range(depth) if layers is None else layers))
+    except TypeError:
+        raise ModelError(f"layers={layers}: wanted a list of layers, such as [3] or [3, 7, 11].") from None
     for layer in asked:
         if not -depth <= layer < depth:
             raise ModelError(f"there is no layer {layer}; wanted 0 to {depth - 1}, or -1 for the last.")

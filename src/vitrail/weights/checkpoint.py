@@ -211,7 +211,7 @@ def _reading(form: Format, archive: Archive) -> Iterator[None]:
     except FormatError as error:
         said = _hinted(archive, str(error))
         said = said if said.startswith("read as") else f"read as {form.name}: {said}"
-        raise FormatError(str(error) if archive.source in said else f"{archive.source}: {said}") from error
+        raise FormatError(str(error) if archive.source in str(error) else f"{archive.source}: {said}") from error
     except CheckpointError:
         raise
     except KeyError as error:
