@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from compare import randomized, relative
 from models.test_compile import KINDS
 from torch import fx
 
-from vitrail.models import build
+from vitrail.models import ViT, build
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,3 +60,13 @@ def test_checks_stay_for_images() -> None:
         net(torch.randn(2, 1, 32, 32))
     with pytest.raises(ValueError, match="uncovered"):
         net(torch.randn(2, 3, 33, 32))
+
+
+def test_a_subclass_may_use_types_that_are_imported_for_the_type_checker_alone() -> None:
+    class Doubled(ViT):
+        def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
+            return 2 * super().forward(images, keys)
+
+    net, images = randomized(Doubled(KINDS["plain"])), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert relative(fx.symbolic_trace(net)(images), net(images)) <= 1e-5

@@ -119,6 +119,13 @@ def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
     processor.save_pretrained(tmp_path)
     loaded = transformers.ViTForImageClassification.from_pretrained(tmp_path)
     assert vitrail.load(loaded).preprocess.config.mean == (0.1, 0.2, 0.3)
+    loaded.config.image_size, embeddings = 64, loaded.vit.embeddings  # as for training at another size
+    embeddings.patch_embeddings.image_size = (64, 64)
+    embeddings.position_embeddings = nn.Parameter(torch.randn(1, 65, 32))
+    larger = vitrail.load(loaded)
+    assert larger.preprocess.config.image == larger.config.image == (64, 64)
+    assert larger.preprocess.config.mean == (0.1, 0.2, 0.3)
+    assert any("resized to 64x64" in note for note in larger.card.notes)
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self, get_type_hints
 
 import torch
@@ -33,7 +33,8 @@ class Network(nn.Module):
     def __init_subclass__(cls) -> None:
         """With types, not strings, in the annotations of forward: a graph traced by torch.fx holds and pickles them."""
         super().__init_subclass__()
-        cls.forward.__annotations__ = get_type_hints(cls.forward)
+        with suppress(NameError):  # a type imported for the type checker alone
+            cls.forward.__annotations__ = get_type_hints(cls.forward)
 
     def __init__(self) -> None:
         super().__init__()

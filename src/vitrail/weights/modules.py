@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net, ViT
 from vitrail.models.base import Network, evaluating
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
+from vitrail.weights.card import Card, sized
 from vitrail.weights.files import Archive, Tensors
 from vitrail.weights.unsupported import refuse_architecture
 
@@ -64,6 +65,8 @@ def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tu
                 "merge_and_unload of peft, remove_parametrizations or prune.remove of torch."
             ) from error
         raise
+    if _is_transformers(module):
+        card = _own_size(module, card)
     if not changes:
         card = card.noting(*_compared(module, net, archive.source))
     return net, card
@@ -125,16 +128,30 @@ def _timm_config(module: Any, architecture: str) -> dict[str, Any]:
 
 def _processor(name: str) -> dict[str, Any]:
     """The image processor's file in the folder, or the hub's cache, that a model of transformers was loaded from."""
+    return next(({file: found} for file in PROCESSORS if (found := _stored(name, file))), {})
+
+
+def _stored(name: str, file: str) -> dict[str, Any]:
+    """A JSON file of that folder or repository; empty where there is none."""
     from huggingface_hub import try_to_load_from_cache  # which takes a while to import
     from huggingface_hub.errors import HFValidationError
 
-    for file in PROCESSORS if name else ():
-        try:
-            path = Path(name, file) if Path(name).is_dir() else try_to_load_from_cache(name, file)
-            return {file: json.loads(Path(str(path)).read_text(encoding="utf-8"))}
-        except (OSError, ValueError, HFValidationError):
-            continue
+    with suppress(OSError, ValueError, HFValidationError):
+        path = Path(name, file) if Path(name).is_dir() else try_to_load_from_cache(name, file)
+        found = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
     return {}
+
+
+def _own_size(module: Any, card: Card) -> Card:
+    """With preprocessing for the network's size where it is not that of the checkpoint, which the processor is for."""
+    size, image = getattr(module.config, "image_size", None), pair(card.config.image)
+    size = list(size) if isinstance(size, tuple) else size  # as JSON has it
+    stored = _stored(str(getattr(module.config, "name_or_path", "")), "config.json").get("image_size", size)
+    if stored == size or pair(card.preprocess.image) == image:
+        return card
+    note = f"images are resized to {image[0]}x{image[1]}, the network's size: its processor is for the checkpoint's."
+    return card.but(preprocess=sized(card.preprocess, image, card.preprocess.channels)).noting(note)
 
 
 def _conventions(module: nn.Module) -> dict[str, Any]:
