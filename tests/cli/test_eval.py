@@ -14,7 +14,8 @@ from cli.conftest import Command
 from PIL import Image
 from train.processes import Processes
 
-from vitrail.cli import main
+from vitrail.cli import console, main
+from vitrail.runtime.terminal import Terminal
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,16 @@ def test_the_worst_classes_are_listed_with_what_was_said_instead(measured, album
     table = out[out.index("worst classes") :].splitlines()
     assert len(table) == 2
     assert "worst classes" not in measured(album, "--worst", 0).out
+
+
+def test_no_number_is_cut_off_in_a_narrow_window(measured, album: Path, monkeypatch: pytest.MonkeyPatch):
+    wide = measured(album).out.splitlines()
+    monkeypatch.setattr(console, "out", Terminal(width=40))
+    lines = measured(album).out.splitlines()
+    assert max(map(len, lines)) <= 40
+    for name in ("top-1 ", "loss ", "cat "):
+        [number] = [line.removeprefix(name).split()[0] for line in wide if line.startswith(name)]
+        assert any(line.startswith(name) and number in line.split() for line in lines), name
 
 
 def test_json_says_the_same(measured, album: Path):

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from vitrail.cli import console
 from vitrail.cli.console import err, progress, show
 from vitrail.cli.opening import Device, Dtype, Labels, Source
 from vitrail.cli.options import Family, Json, Section, Settings, settings, size
@@ -176,11 +177,11 @@ def _partly(found: Evaluation) -> bool:
 
 
 def _numbers(found: Evaluation, measured: Measured) -> Table:
-    """One number to a line, and dim beside it how far it may be off."""
+    """One number to a line, and dim beside it how far it may be off; in a narrow window all but it may wrap."""
     table = Table(box=None, show_header=True, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")
     table.add_column("", justify="right", no_wrap=True)
-    table.add_column("95 % interval", style="dim", no_wrap=True)
+    table.add_column("95 % interval", style="dim")
     table.add_column("", style="dim")
     count, real = measured.scores.count, measured.real
     if measured.mean_average_precision is not None:
@@ -236,11 +237,13 @@ def _worst(found: Evaluation, measured: Measured, rows: list[int]) -> Table:
     names = abbreviated(found.names, NAME)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     where = f" at {_size(measured)}" if len(found.sizes) > 1 else ""
-    table.add_column(f"worst classes{where}", no_wrap=True, max_width=NAME)
+    table.add_column(f"worst classes{where}", max_width=NAME, overflow="fold")
     for head in ("AP" if precise is not None else "found", "of"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("" if precise is not None else "95 % interval", style="dim", no_wrap=True)
-    table.add_column("" if precise is not None else "said instead", no_wrap=True, overflow="ellipsis")
+    wide = console.out.width >= 60
+    if wide:
+        table.add_column("" if precise is not None else "said instead")
     for k in rows:
         share = classes.recall[k] if precise is None else precise[k]
         low, high = wilson(classes.right[k], classes.support[k])
@@ -248,7 +251,8 @@ def _worst(found: Evaluation, measured: Measured, rows: list[int]) -> Table:
             f"{names[other]}{f' ({n})' if n > 1 else ''}" for other, n in mistaken_for(measured.samples, k)
         )
         between = f"{100 * low:.0f} to {100 * high:.0f}" if precise is None else ""
-        table.add_row(names[k], f"{100 * share:.0f} %", f"{classes.support[k]:,}", between, instead)
+        row = (names[k], f"{100 * share:.0f} %", f"{classes.support[k]:,}", between)
+        table.add_row(*row, *[Text(instead, no_wrap=True, overflow="ellipsis")] * wide)
     return table
 
 

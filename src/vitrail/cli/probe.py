@@ -125,7 +125,8 @@ def told_of(found: Probe) -> Iterator[RenderableType]:
     yield Text(f"{pictures}\n{found.width} features of each, as the network has them\n", style="dim")
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("", "", "accuracy", "95 % interval", ""):
-        table.add_column(name, no_wrap=True, justify="right" if name == "accuracy" else "left")
+        number = name == "accuracy"  # which a narrow window must not cut off
+        table.add_column(name, no_wrap=number, overflow="fold", justify="right" if number else "left")
     before = ""
     for score in found.scores:
         table.add_row(TITLES[score.method] if score.method != before else "", *cells(score))

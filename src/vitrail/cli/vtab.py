@@ -83,7 +83,8 @@ def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
     """Tasks by group, the means, and what is missing."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("group", "task", "accuracy", "95 % interval", "test", "chosen"):
-        table.add_column(name, no_wrap=True, justify="right" if name in ("accuracy", "test") else "left")
+        number = name in ("accuracy", "test")  # which a narrow window must not cut off
+        table.add_column(name, no_wrap=number, overflow="fold", justify="right" if number else "left")
     before = ""
     for score in found.scores:
         value, group = score.accuracy, score.task.group
