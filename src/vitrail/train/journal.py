@@ -267,7 +267,7 @@ class Journal:
             self.display.resumed()
             self._write(self._place() | {"test": self.test.to_dict(), "model_step": chosen})
         if self.ranks.first:
-            card = trainer.setup.card.but(config=net.config, name=self.config.name)
+            card = trainer.setup.card.but(config=net.config)
             checkpoint.write(net.to("cpu", torch.float32), card, self.run.model, overwrite=True)
         self.checkpoints.close()
         if self.checkpoints.failed is not None and self.ranks.first:

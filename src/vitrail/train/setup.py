@@ -73,7 +73,7 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
         config = config.but(model=_with_classes(config.model, len(labels) if learns_labels else 0))
         net, card = _fresh(config, labels if learns_labels else ())
         card = card.but(**saved.began) if saved is not None else card
-    card = card.but(several=learns_labels and splits.train.several)
+    card = card.but(name=config.name, several=learns_labels and splits.train.several)
     if config.preprocess is not None:
         card = card.but(preprocess=config.preprocess)
     _check_sizes(net, card.preprocess)
@@ -107,7 +107,7 @@ def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
     if config.model is not None:
         _check_same(config.model if config.image is None else config.model.but(image=config.image), before, net.config)
     origin = f"{FINE_TUNED}{card.name or portable(card.origin or config.start)}"
-    return net, card.but(labels=labels or None, name="", origin=origin, notes=())
+    return net, card.but(labels=labels or None, origin=origin, notes=())
 
 
 def _trained_differently(model: AnyConfig | None) -> dict[str, float]:
