@@ -121,6 +121,7 @@ def test_a_name_of_any_length_stays_in_its_place(opened: Opened, named: httpx.Cl
     for method in ("Gradient", "Occlusion"):
         page.get_by_role("button", name=method).click()
         expect(page.locator("#words")).not_to_be_empty()
+        expect(page.locator(".means").first).not_to_be_empty()
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
         for at, most in {".label": 100, ".means": 60, "#model": 50, ".bar .who": 30}.items():
             assert 0 < tallest(page, at) < most, at
