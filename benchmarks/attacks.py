@@ -105,6 +105,22 @@ def large(kind: str, side: int = 7000, **options: Any) -> bytes:
     return saved(Image.new("RGB", (side, side), (9, 99, 199)), kind, **options)
 
 
+@lru_cache(maxsize=1)
+def many_scans() -> bytes:
+    """A JPEG of 2.5 megapixels whose last scan comes 110 times more."""
+    whole = saved(Image.new("RGB", (1580, 1580)), "JPEG", progressive=True)
+    return whole[:-2] + 110 * whole[whole.rindex(b"\xff\xda") : -2] + whole[-2:]
+
+
+@lru_cache(maxsize=1)
+def long_exif() -> bytes:
+    """A small PNG with 65,000 entries of EXIF."""
+    entries = b"".join(struct.pack("<HHII", number, 1, 1, 0) for number in range(65_000))
+    exif = b"II*\0\x08\0\0\0" + struct.pack("<H", 65_000) + entries + bytes(4)
+    whole = saved(Image.new("RGB", (300, 200)), "PNG")
+    return whole[:33] + chunk(b"eXIf", exif) + whole[33:]
+
+
 ATTACKS = {
     "16 PNGs, 16 bits, 49 MP": Attack(lambda: form(*[deep_png(0)] * 16), 1),
     "4 PNGs, RGB 16 bits, 49 MP": Attack(lambda: form(*[deep_png(2)] * 4), 8),
@@ -114,6 +130,9 @@ ATTACKS = {
     "16 PNGs, 4 MP": Attack(lambda: form(*[large("PNG", 1990)] * 16), 8),
     "16 photographs": Attack(lambda: form(*[photo()] * 16), 12),
     "explanations": Attack(lambda: request(photo(), "image/jpeg", "/v1/explain?methods=occlusion"), 8),
+    "16 JPEGs of 120 scans": Attack(lambda: form(*[many_scans()] * 16), 8),
+    "4 JPEGs of 120 scans": Attack(lambda: form(*[many_scans()] * 4), 8),
+    "16 PNGs with long EXIF": Attack(lambda: form(*[long_exif()] * 16), 8),
     "a PNG of many chunks": Attack(lambda: request(many_chunks(), "image/png"), 4),
     "a JPEG of many parts": Attack(lambda: request(many_parts(), "image/jpeg"), 4),
 }

@@ -50,6 +50,8 @@ CHUNKS, OTHERS, PACKED = 1024, 64, 2
 PIXEL_CHUNKS = (b"IDAT", b"fdAT", b"ANMF")
 SMALL_EXIF = 2**16
 """Bytes of EXIF, likewise: Pillow reads 5,000 entries of it in 20 ms, and its old versions copy all of it for each."""
+HEADER_BYTE = 10
+"""Pixels that take as long as a byte of a file that may be all header."""
 SMALL_PIXELS, SMALL_BYTES, SMALL_ODD = 2_500_000, 4 * 2**20, 2**16
 """What is decoded in a thread of the service: pixels (as `weight` counts them) and bytes of a JPEG, PNG or WebP, and
 bytes of any other format, whose headers Pillow reads in Python. That is 70 ms of one core, at most."""
@@ -86,7 +88,8 @@ class Pictures:
         data = _unwrapped(data) if isinstance(data, str) else data
         if not quick_header(data):
             most = self.limits.pixels
-            return Opened(data, data, most, min(2 * (claimed_pixels(data) or most), most), large=True)
+            cost = max(2 * (claimed_pixels(data) or most), HEADER_BYTE * len(data))
+            return Opened(data, data, most, min(cost, most), large=True)
         found = jpeg.header(data)
         if found is not None:
             source: bytes | Image.Image = data
