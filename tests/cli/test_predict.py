@@ -295,3 +295,17 @@ def test_a_table_of_predictions_has_no_formulas_and_can_be_trained_on(vitrail, h
     assert label.startswith("'") == (label.lstrip("'")[0] in "=-")
     source = open_parts(DataConfig(source="table:said.csv")).train
     assert (source.key(0), source.labels) == ("-pictures/a.png", (label.removeprefix("'"),))
+
+
+@pytest.mark.parametrize(
+    ("origin", "advice"),
+    [("tiny.safetensors", ", or install timm, which has ImageNet's names."), ("fine-tuned from tiny", ".")],
+)
+def test_timm_is_advised_only_where_it_would_name_the_classes(
+    vitrail, picture, tmp_path, monkeypatch, origin: str, advice: str
+):
+    monkeypatch.setattr("vitrail.weights.labels.imagenet_1k", lambda: None)
+    model(small(classes=1000), origin=origin).save(tmp_path / "bare")
+    result = vitrail("predict", picture, "-m", tmp_path / "bare")
+    assert f"the checkpoint does not name its classes: pass --labels FILE{advice}" in result.notes
+    assert "class " in result.out

@@ -85,5 +85,8 @@ def _check_classes(vit: Model, model: str) -> None:
         teach = f"vitrail finetune --model {shlex.quote(model)} --data DATA"
         raise ModelError(f"{model} has no classes yet; teach it some: {teach}.") from None
     if vit.labels is None:
-        timm = ", or install timm, which has ImageNet's names" if vit.config.classes == 1000 else ""
+        from vitrail.weights.labels import imagenet_1k
+
+        unknown = vit.config.classes == 1000 and not vit.card.trained_here and imagenet_1k() is None
+        timm = ", or install timm, which has ImageNet's names" if unknown else ""
         note(f"the checkpoint does not name its classes: pass --labels FILE{timm}.")
