@@ -150,6 +150,8 @@ def test_the_command_that_extends_goes_on_with_the_extended_run():
 def test_a_setting_that_is_off_again_is_another_setting():
     assert differing(digits(2), digits(2, ema=0.9)) == ["ema"]
     assert differing(digits(2), override(digits(2), ["optim.layer_decay=0.7"])) == ["optim.layer_decay"]
+    folder, slash = (override(digits(2), [f"data.source={name}"]) for name in ("photos", "photos/"))
+    assert differing(folder, slash) == []
 
 
 def test_a_network_that_is_named_and_changed_is_the_same_when_the_command_is_given_again():

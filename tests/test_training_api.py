@@ -256,3 +256,8 @@ def test_pictures_are_prepared_for_the_network_that_was_asked_for():
     assert (config.preprocess.image, config.preprocess.mean) == ((32, 32), (0.5, 0.5, 0.5))
     told = _settled(RECIPES["digits"](), ["model.image=32", "preprocess.image=16"])
     assert told.preprocess.image == (16, 16)
+
+
+def test_a_number_of_epochs_is_a_duration():
+    with pytest.raises(ConfigError, match="no setting 'epochs'.*; try duration='3 epochs'"):
+        override(RECIPES["digits"](), ["epochs=3"])

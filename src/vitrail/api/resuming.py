@@ -114,7 +114,9 @@ def _was_found(before: TrainConfig, assignment: str) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """224 and (224, 224) are one size."""
+    """224 and (224, 224) are one size, photos and photos/ one folder."""
+    if isinstance(one, str) and isinstance(other, str):
+        return one.rstrip("/") == other.rstrip("/")
     return bool(one == other or (one, one) == other or one == (other, other))
 
 

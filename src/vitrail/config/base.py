@@ -109,7 +109,9 @@ def _changed(config: Config, changes: Iterable[tuple[list[str], Any, str]]) -> C
     inner: dict[str, list[tuple[list[str], Any, str]]] = {}
     for (name, *rest), value, whole in changes:
         if name not in known:
-            raise ConfigError(f"no setting {whole!r}: {type(config).__name__} has no {name!r}{nearest(name, known)}")
+            length = name in ("epochs", "steps") and "duration" in known
+            hint = f"; try duration='{value} {name}'." if length else nearest(name, known)
+            raise ConfigError(f"no setting {whole!r}: {type(config).__name__} has no {name!r}{hint}")
         part = getattr(config, name)
         if not rest:
             values[name] = value
