@@ -259,5 +259,5 @@ def test_pictures_are_prepared_for_the_network_that_was_asked_for():
 
 
 def test_a_number_of_epochs_is_a_duration():
-    with pytest.raises(ConfigError, match="no setting 'epochs'.*; try duration='3 epochs'"):
+    with pytest.raises(ConfigError, match=r"no setting 'epochs'.*; try duration='3 epochs'"):
         override(RECIPES["digits"](), ["epochs=3"])
