@@ -8,6 +8,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +31,7 @@ from vitrail.serve.limits import Limits, Work  # noqa: E402
 from vitrail.serve.served import Served  # noqa: E402
 from vitrail.serve.server import configured  # noqa: E402
 
+JPEG = {"content-type": "image/jpeg"}
 QUICK = Work(batch=4, lanes=1, threads=1, decoders=2)
 
 
@@ -80,6 +82,30 @@ def running(
         server.should_exit = True
         thread.join(20)
     assert not thread.is_alive()
+
+
+def other_client(client: httpx.Client) -> httpx.Client:
+    """One with another address."""
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    return httpx.Client(base_url=client.base_url, timeout=20, transport=transport)
+
+
+class Busy:
+    """A server whose engine is held with one image in it."""
+
+    def __init__(self, client: httpx.Client, service: Service, pool: ThreadPoolExecutor) -> None:
+        self.client, self.service, self.pool = client, service, pool
+        self.engine: Held = service.served.engine  # type: ignore[assignment]
+        self.engine.go.clear()
+        self.first = self.send(0)
+        until(lambda: self.engine.batches == [1])
+
+    def send(self, number: int = 0, path: str = "predict", **headers: str) -> Future[httpx.Response]:
+        return self.pool.submit(self.client.post, f"/v1/{path}", content=photo(number), headers=JPEG | headers)
+
+    def waiting(self, count: int) -> None:
+        """Until so many pictures are decoded and in line."""
+        until(lambda: len(self.service.batcher._line) == count)
 
 
 def until(condition: Any, seconds: float = 20) -> None:

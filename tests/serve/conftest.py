@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,13 @@ class FileOfServe(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
     return FileOfServe.from_parent(parent, path=module_path)
+
+
+@pytest.fixture
+def senders() -> Iterator[ThreadPoolExecutor]:
+    """Threads that send requests beside each other."""
+    with ThreadPoolExecutor(40) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")

@@ -6,67 +6,29 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
-from serving import QUICK, Held, photo, running, served, until
+from serving import JPEG, QUICK, Busy, other_client, photo, running, served, until
 from small_models import model, small
 
 import vitrail
-from vitrail.serve import batching, fair_queue
+from vitrail.serve import batching
 from vitrail.serve.app import Service
 from vitrail.serve.limits import Limits, shares
 from vitrail.serve.pictures import Opened
-
-JPEG = {"content-type": "image/jpeg"}
 
 
 @pytest.fixture(scope="module")
 def vit() -> vitrail.Model:
     torch.manual_seed(0)
     return model(small())
-
-
-Sender = Callable[..., "Future[httpx.Response]"]
-
-
-@pytest.fixture
-def senders() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(40) as pool:
-        yield pool
-
-
-def other_client(client: httpx.Client) -> httpx.Client:
-    """One with another address."""
-    transport = httpx.HTTPTransport(local_address="127.0.0.2")
-    return httpx.Client(base_url=client.base_url, timeout=20, transport=transport)
-
-
-class Busy:
-    """A server whose engine is held with one picture in it."""
-
-    def __init__(self, client: httpx.Client, service: Service, pool: ThreadPoolExecutor) -> None:
-        self.client, self.service, self.pool = client, service, pool
-        self.engine: Held = service.served.engine  # type: ignore[assignment]
-        self.engine.go.clear()
-        self.first = self.send(0)
-        until(lambda: self.engine.batches == [1])
-
-    def send(self, number: int = 0, path: str = "predict", **headers: str) -> Future[httpx.Response]:
-        return self.pool.submit(self.client.post, f"/v1/{path}", content=photo(number), headers=JPEG | headers)
-
-    def waiting(self, count: int) -> None:
-        """Until so many pictures are decoded and in line."""
-        until(lambda: len(self.service.batcher._line) == count)
 
 
 def test_requests_at_one_time_share_a_batch_and_get_their_own_answers(vit: vitrail.Model, senders: Any) -> None:
@@ -81,80 +43,6 @@ def test_requests_at_one_time_share_a_batch_and_get_their_own_answers(vit: vitra
             assert [p["index"] for p in found] == [p.index for p in wanted]
             assert [p["score"] for p in found] == pytest.approx([p.score for p in wanted], abs=1e-6)
         assert busy.engine.batches == [1, 4, 2]  # batches of at most four
-
-
-def test_batches_are_short_while_another_client_is_served(
-    vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running(served(vit)) as (client, service), other_client(client) as other:
-        service.batcher.short = 2
-        busy = Busy(client, service, senders)
-        many = [busy.send(i) for i in range(8)]
-        busy.waiting(8)
-        one = senders.submit(other.post, "/v1/predict", content=photo(9), headers=JPEG)
-        busy.waiting(9)
-        busy.engine.go.set()
-        assert {answer.result().status_code for answer in (*many, one)} == {200}
-        assert busy.engine.batches == [1, 2, 2, 2, 2, 1]
-        monkeypatch.setattr(fair_queue, "CROWDED", 0)
-        busy.engine.go.clear()
-        busy.engine.batches.clear()
-        first = busy.send(0)
-        until(lambda: busy.engine.batches == [1])
-        many = [busy.send(i) for i in range(4)]
-        busy.waiting(4)
-        busy.engine.go.set()
-        assert {answer.result().status_code for answer in (first, *many)} == {200}
-        assert busy.engine.batches == [1, 4]
-
-
-def test_clients_take_turns_in_being_explained(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit)) as (client, service), other_client(client) as other:
-        done: list[str] = []
-
-        def explain(sender: httpx.Client, name: str) -> int:
-            query = {"methods": '["occlusion"]'}
-            answer = sender.post("/v1/explain", params=query, content=photo(), headers=JPEG)
-            done.append(name)
-            return answer.status_code
-
-        busy = Busy(client, service, senders)
-        answers = [senders.submit(explain, client, "many") for _ in range(6)]
-        until(lambda: len(service.batcher._looks) == 6)
-        answers.append(senders.submit(explain, other, "one"))
-        until(lambda: len(service.batcher._looks) == 7)
-        busy.engine.go.set()
-        assert {answer.result() for answer in answers} == {200}
-        assert "one" in done[:2]
-
-
-def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
-    vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fair_queue, "CROWDED", 60)
-    work = replace(QUICK, lanes=2, batch=2)
-    with running(served(vit), work=work) as (client, service), other_client(client) as other:
-        assert other.post("/v1/predict", content=photo(7), headers=JPEG).status_code == 200
-        service.served.engine.batches.clear()  # type: ignore[attr-defined]
-        busy = Busy(client, service, senders)
-        many = [busy.send(i) for i in range(6)]
-        busy.waiting(6)
-        assert service.batcher._lanes == {"127.0.0.1": 1}
-        one = senders.submit(other.post, "/v1/predict", content=photo(8), headers=JPEG)
-        until(lambda: service.batcher._lanes == {"127.0.0.1": 1, "127.0.0.2": 1})
-        assert len(service.batcher._line) == 6
-        busy.engine.go.set()
-        assert {answer.result().status_code for answer in (busy.first, *many, one)} == {200}
-        until(lambda: not service.batcher._lanes)
-
-
-def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, lanes=2, batch=2)) as (client, service):
-        busy = Busy(client, service, senders)
-        more = [busy.send(i) for i in range(2)]
-        until(lambda: service.batcher._lanes == {"127.0.0.1": 2})
-        busy.engine.go.set()
-        assert {answer.result().status_code for answer in (busy.first, *more)} == {200}
 
 
 def test_a_lone_request_does_not_wait_for_company(vit: vitrail.Model) -> None:

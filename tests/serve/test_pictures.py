@@ -14,8 +14,9 @@ from serving import photo, png_of
 from small_models import model, small
 
 from vitrail.serve import pictures as module
+from vitrail.serve.image_headers import scans
 from vitrail.serve.limits import Limits
-from vitrail.serve.pictures import Pictures, scans
+from vitrail.serve.pictures import Pictures
 from vitrail.serve.problems import Problem
 
 

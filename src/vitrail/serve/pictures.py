@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import io
-import math
-import re
-import struct
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +21,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ImageError
 from vitrail.explain.hiding import Fill, filling, hidden
 from vitrail.runtime.heap import trim_heap
+from vitrail.serve.image_headers import USUAL_SCANS, quick_header, scans
 from vitrail.serve.limits import Limits
 from vitrail.serve.problems import Problem, told
 
@@ -35,26 +32,14 @@ Bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Kinds of files that are read for strangers: what browsers and cameras write. Pillow knows some forty more."""
-PNG = b"\x89PNG\r\n\x1a\n"
-SCANS, LARGEST_SCANS, USUAL_SCANS = 128, 20, 10
-"""Passes of a progressive JPEG, at most, and those of the largest picture that is taken: each costs a walk over the
-whole. libjpeg makes ten of a photograph and eighteen of one in CMYK."""
-SIZE_OF_AVIF = re.compile(rb"ispe")
-MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.S)
-"""In a JPEG: anything but data, padding and the restarts within them."""
-START_OF_SCAN, END, LONE = 0xDA, 0xD9, (0x01, 0xD8)
-SEGMENTS, PADDING = 1024, 64
-"""Parts of a JPEG's header, and bytes between two of them, at most, where it is read in a thread of the service."""
-CHUNKS, OTHERS, PACKED = 1024, 64, 2
-"""Chunks of a PNG or WebP, those of them that hold no pixels, and those of a PNG that are unpacked, likewise."""
-PIXEL_CHUNKS = (b"IDAT", b"fdAT", b"ANMF")
-SMALL_EXIF = 2**16
-"""Bytes of EXIF, likewise: Pillow reads 5,000 entries of it in 20 ms, and its old versions copy all of it for each."""
-HEADER_BYTE = 10
-"""Pixels that take as long as a byte of a file that may be all header."""
-SMALL_PIXELS, SMALL_BYTES, SMALL_ODD = 2_500_000, 4 * 2**20, 2**16
-"""What is decoded in a thread of the service: pixels (as `weight` counts them) and bytes of a JPEG, PNG or WebP, and
-bytes of any other format, whose headers Pillow reads in Python. That is 70 ms of one core, at most."""
+SCANS, LARGEST_SCANS = 128, 20
+"""Passes of a progressive JPEG, at most, and those of the largest image that is taken: each costs a walk over all of
+it."""
+SMALL_PIXELS, SMALL_BYTES = 2_500_000, 4 * 2**20
+"""What is decoded in a thread of the service, if its header is read in little time: pixels, as `weight` counts them,
+and bytes. That is 70 ms of one core, at most."""
+UNSEEN = 4
+"""What an image whose header is not read at once counts for: the largest image, divided by this."""
 TRIM = 16_000_000
 """Pixels from which an image's memory is given back to the system at once."""
 
@@ -64,8 +49,9 @@ class Opened:
     """An image whose header has been judged."""
 
     data: bytes
-    source: bytes | Image.Image
-    """What is decoded: the same bytes, or an image that Pillow has opened and not yet read."""
+    source: bytes | Image.Image | None
+    """What is decoded: the same bytes, or an image that Pillow has opened and not yet read. None: even the header takes
+    long to read, and is judged when the image is decoded."""
     pixels: int
     cost: int
     """Its pixels, times what each of them costs compared with a JPEG's."""
@@ -88,26 +74,14 @@ class Pictures:
         data = _unwrapped(data) if isinstance(data, str) else data
         if not quick_header(data):
             most = self.limits.pixels
-            cost = max(2 * (claimed_pixels(data) or most), HEADER_BYTE * len(data))
-            return Opened(data, data, most, min(cost, most), large=True)
-        found = jpeg.header(data)
-        if found is not None:
-            source: bytes | Image.Image = data
-            pixels, passes = self._checked(data, found.width, found.height)
-            cost = pixels * passes
-        else:
-            source = self._identified(data)
-            pixels, passes = self._checked(data, *source.size)
-            cost = pixels * passes * weight(source)
+            return Opened(data, None, most, most // UNSEEN, large=True)
+        source, pixels, cost = self._judged(data)
         return Opened(data, source, pixels, cost, large=cost > SMALL_PIXELS or len(data) > SMALL_BYTES)
 
     def unpack(self, opened: Opened) -> Pixels:
         """The rest of the work."""
-        source = opened.source
+        source = self._judged(opened.data)[0] if opened.source is None else opened.source
         try:
-            if source is opened.data and jpeg.header(opened.data) is None:  # large, and not yet looked at
-                source = self._identified(opened.data)
-                self._checked(opened.data, *source.size)
             found = self.preprocess.pixels(source)
         except ImageError as error:
             raise Problem(400, "image_unreadable", told(error, "the picture cannot be read: it is damaged.")) from None
@@ -140,6 +114,16 @@ class Pictures:
         mask = torch.zeros(self.grid[0] * self.grid[1], dtype=torch.bool)
         mask[list(hide)] = True
         return mask.view(self.grid)
+
+    def _judged(self, data: bytes) -> tuple[bytes | Image.Image, int, int]:
+        """What is to be decoded, its pixels and its cost."""
+        found = jpeg.header(data)
+        if found is not None:
+            pixels, passes = self._checked(data, found.width, found.height)
+            return data, pixels, pixels * passes
+        image = self._identified(data)
+        pixels, passes = self._checked(data, *image.size)
+        return image, pixels, pixels * passes * weight(image)
 
     def _identified(self, data: bytes) -> Image.Image:
         """Opened and not yet read."""
@@ -180,118 +164,6 @@ def weight(image: Image.Image) -> int:
     if image.mode.startswith("I") or image.mode == "F":
         return 4
     return 2 if image.format in ("WEBP", "AVIF") or image.has_transparency_data else 1
-
-
-def quick_header(data: bytes) -> bool:
-    """Whether reading the header takes little time: readers walk over its parts in Python."""
-    if data.startswith(b"\xff\xd8"):
-        return _few_segments(data)
-    if data.startswith(PNG):
-        return _few_chunks(data)
-    if data.startswith(b"RIFF"):
-        return _few_chunks_of_webp(data)
-    return len(data) <= SMALL_ODD
-
-
-def claimed_pixels(data: bytes) -> int | None:
-    """What a header says at first sight, right or wrong: of a file that is opened later, and checked then."""
-    sides: Sequence[int] = ()
-    with contextlib.suppress(struct.error):
-        if data.startswith(PNG):
-            sides = struct.unpack_from(">II", data, 16)
-        elif data.startswith(b"GIF8"):
-            sides = struct.unpack_from("<HH", data, 6)
-        elif data.startswith(b"BM"):
-            sides = struct.unpack_from("<ii", data, 18)
-        elif data.startswith((b"II*\0", b"MM\0*")):
-            sides = _sides_of_tiff(data, "<" if data.startswith(b"II") else ">")
-        elif data.startswith((b"P5", b"P6")):  # a byte or more for each
-            sides = (len(data),)
-        elif data[4:8] == b"ftyp":  # of several sizes the largest: others are of its tiles
-            found = (
-                struct.unpack_from(">II", data, match.end() + 4) for match in SIZE_OF_AVIF.finditer(data, 0, 2**16)
-            )
-            sides = max(found, key=math.prod, default=())
-    return abs(math.prod(sides)) if sides else None
-
-
-def _sides_of_tiff(data: bytes, order: str) -> tuple[int, ...]:
-    (at,) = struct.unpack_from(f"{order}I", data, 4)
-    (count,) = struct.unpack_from(f"{order}H", data, at)
-    sides = {}
-    for start in range(at + 2, at + 2 + 12 * min(count, OTHERS), 12):
-        tag, kind = struct.unpack_from(f"{order}HH", data, start)
-        if tag in (256, 257):
-            (sides[tag],) = struct.unpack_from(f"{order}{'H' if kind == 3 else 'I'}", data, start + 8)
-    return tuple(sides.values()) if len(sides) == 2 else ()
-
-
-def _few_segments(data: bytes) -> bool:
-    at, exif = 2, 0
-    for _ in range(SEGMENTS):
-        found = MARKER.search(data, at, at + PADDING)
-        if found is None:
-            return data[at : at + 1] != b"\xff"  # what does not go on here is no header
-        at, marker = found.end(), data[found.end() - 1]
-        if marker == START_OF_SCAN:
-            return True
-        if marker not in LONE:
-            size = max(int.from_bytes(data[at : at + 2], "big"), 2)
-            exif += size * (data[at + 2 : at + 6] == b"Exif")  # all such parts are joined
-            if exif > SMALL_EXIF:
-                return False
-            at += size
-    return False
-
-
-def _few_chunks(data: bytes) -> bool:
-    at, count, others, packed = len(PNG), 0, 0, 0
-    while at < len(data):
-        size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
-        count += 1
-        others += kind not in PIXEL_CHUNKS
-        packed += kind in (b"iCCP", b"zTXt", b"iTXt")
-        if count > CHUNKS or others > OTHERS or packed > PACKED:
-            return False
-        if kind in (b"tEXt", b"zTXt", b"iTXt") and data.startswith(b"Raw profile type", at + 8):  # EXIF in text
-            return False
-        if kind == b"eXIf" and size > SMALL_EXIF:
-            return False
-        at += 12 + size
-    return True
-
-
-def _few_chunks_of_webp(data: bytes) -> bool:
-    """The rest of it is read by a library."""
-    at, count, others = 12, 0, 0
-    while at < len(data):
-        size, kind = int.from_bytes(data[at + 4 : at + 8], "little"), data[at : at + 4]
-        count += 1
-        others += kind not in PIXEL_CHUNKS
-        if count > CHUNKS or others > OTHERS or (kind == b"EXIF" and size > SMALL_EXIF):
-            return False
-        at += 8 + size + size % 2
-    return True
-
-
-def scans(data: bytes, most: int) -> int:
-    """Of a JPEG's main picture, up to its end, counted no further than past `most`; 0: no more than is usual.
-
-    What lies in its metadata (a thumbnail) or follows its end (a phone's video) is not of it.
-    """
-    if data.count(b"\xff\xda") <= min(
-        most, USUAL_SCANS
-    ):  # what is looked for, and perhaps more: most pictures need no closer look
-        return 0
-    at, count = 2, 0
-    while count <= most and (found := MARKER.search(data, at)) is not None:
-        at, marker = found.end(), data[found.end() - 1]
-        if marker == END:
-            break
-        if marker not in LONE:  # all others say how long they are
-            count += marker == START_OF_SCAN
-            at += max(int.from_bytes(data[at : at + 2], "big"), 2)
-    return count
 
 
 def bound_pillow(pixels: int) -> None:

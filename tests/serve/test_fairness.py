@@ -1,0 +1,95 @@
+"""A client that keeps the service busy leaves some of it to others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from serving import JPEG, QUICK, Busy, other_client, photo, running, served, until
+from small_models import model, small
+
+import vitrail
+from vitrail.serve import fair_queue
+
+
+@pytest.fixture(scope="module")
+def vit() -> vitrail.Model:
+    torch.manual_seed(0)
+    return model(small())
+
+
+def test_batches_are_short_while_another_client_is_served(
+    vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(served(vit)) as (client, service), other_client(client) as other:
+        service.batcher.short = 2
+        busy = Busy(client, service, senders)
+        many = [busy.send(i) for i in range(8)]
+        busy.waiting(8)
+        one = senders.submit(other.post, "/v1/predict", content=photo(9), headers=JPEG)
+        busy.waiting(9)
+        busy.engine.go.set()
+        assert {answer.result().status_code for answer in (*many, one)} == {200}
+        assert busy.engine.batches == [1, 2, 2, 2, 2, 1]
+        monkeypatch.setattr(fair_queue, "CROWDED", 0)
+        busy.engine.go.clear()
+        busy.engine.batches.clear()
+        first = busy.send(0)
+        until(lambda: busy.engine.batches == [1])
+        many = [busy.send(i) for i in range(4)]
+        busy.waiting(4)
+        busy.engine.go.set()
+        assert {answer.result().status_code for answer in (first, *many)} == {200}
+        assert busy.engine.batches == [1, 4]
+
+
+def test_clients_take_turns_in_being_explained(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit)) as (client, service), other_client(client) as other:
+        done: list[str] = []
+
+        def explain(sender: httpx.Client, name: str) -> int:
+            query = {"methods": '["occlusion"]'}
+            answer = sender.post("/v1/explain", params=query, content=photo(), headers=JPEG)
+            done.append(name)
+            return answer.status_code
+
+        busy = Busy(client, service, senders)
+        answers = [senders.submit(explain, client, "many") for _ in range(6)]
+        until(lambda: len(service.batcher._looks) == 6)
+        answers.append(senders.submit(explain, other, "one"))
+        until(lambda: len(service.batcher._looks) == 7)
+        busy.engine.go.set()
+        assert {answer.result() for answer in answers} == {200}
+        assert "one" in done[:2]
+
+
+def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
+    vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fair_queue, "CROWDED", 60)
+    work = replace(QUICK, lanes=2, batch=2)
+    with running(served(vit), work=work) as (client, service), other_client(client) as other:
+        assert other.post("/v1/predict", content=photo(7), headers=JPEG).status_code == 200
+        service.served.engine.batches.clear()  # type: ignore[attr-defined]
+        busy = Busy(client, service, senders)
+        many = [busy.send(i) for i in range(6)]
+        busy.waiting(6)
+        assert service.batcher._lanes == {"127.0.0.1": 1}
+        one = senders.submit(other.post, "/v1/predict", content=photo(8), headers=JPEG)
+        until(lambda: service.batcher._lanes == {"127.0.0.1": 1, "127.0.0.2": 1})
+        assert len(service.batcher._line) == 6
+        busy.engine.go.set()
+        assert {answer.result().status_code for answer in (busy.first, *many, one)} == {200}
+        until(lambda: not service.batcher._lanes)
+
+
+def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
+    with running(served(vit), work=replace(QUICK, lanes=2, batch=2)) as (client, service):
+        busy = Busy(client, service, senders)
+        more = [busy.send(i) for i in range(2)]
+        until(lambda: service.batcher._lanes == {"127.0.0.1": 2})
+        busy.engine.go.set()
+        assert {answer.result().status_code for answer in (busy.first, *more)} == {200}
