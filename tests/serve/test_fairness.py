@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ from serving import JPEG, QUICK, Busy, other_client, photo, running, served, unt
 from small_models import model, small
 
 import vitrail
-from vitrail.serve import fair_queue
+from vitrail.serve import app, fair_queue
+from vitrail.serve.problems import Problem
 
 
 @pytest.fixture(scope="module")
@@ -93,3 +95,24 @@ def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
         until(lambda: service.batcher._lanes == {"127.0.0.1": 2})
         busy.engine.go.set()
         assert {answer.result().status_code for answer in (busy.first, *more)} == {200}
+
+
+@pytest.mark.parametrize(
+    ("status", "received", "seconds"),
+    [(429, 100, 1), (413, 0, 1), (400, 100, 0.1), (400, 4_000_000, 0.5), (415, 14_000_000, 1), (404, 0, 0)],
+)
+def test_a_refusal_is_held_back_for_what_its_body_cost(status: int, received: int, seconds: float) -> None:
+    assert app._hold(Problem(status, "code", "message"), received) == seconds
+
+
+def test_a_client_that_is_refused_waits_and_others_do_not(
+    vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "LEAST", 0.4)
+    with running(served(vit)) as (client, _):
+        start = time.monotonic()
+        refused = senders.submit(client.post, "/v1/predict", content=b"no image", headers=JPEG)
+        assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
+        assert not refused.done()
+        assert refused.result().status_code == 400
+        assert time.monotonic() - start >= 0.4

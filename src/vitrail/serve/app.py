@@ -34,8 +34,8 @@ from vitrail.serve.streaming import Newest, in_lines, wants_lines
 LINGER = 1.0
 """Seconds for which the rest of a refused body is still taken in: who is sending does not listen."""
 
-HOLD, RECEIVED = 1.0, 8e6
-"""Seconds for which a refusal is held back, at most, and the bytes received that count for one."""
+HOLD, LEAST, RECEIVED = 1.0, 0.1, 8e6
+"""Seconds for which the refusal of a body is held back, at most and at least, and the bytes that count for one."""
 
 Answer = dict[str, Any]
 
@@ -340,7 +340,9 @@ async def _refused(metrics: Metrics, request: Request, error: Exception) -> Resp
 def _hold(problem: Problem, received: int) -> float:
     """Seconds to wait before a refusal, so that a client that sends the same again at once does not keep the server
     busy with reading it."""
-    return HOLD if problem.status == 429 else min(received / RECEIVED, HOLD)
+    if problem.status in (413, 429):
+        return HOLD
+    return min(max(received / RECEIVED, LEAST), HOLD) if received else 0
 
 
 def _unrouted(request: Request, error: Exception) -> Problem:
