@@ -85,7 +85,7 @@ def test_a_file_is_taken_for_what_is_in_it(kind: str, tmp_path: Path) -> None:
     notes = [said for said in card.notes if not said.startswith("read 'model' of")]
     assert len(notes) == (1 if note else 0), notes
     assert all(said.startswith(note) for said in notes)
-    assert not note.startswith(USUAL) or "Pass family=... if it is of another" in notes[0]
+    assert not note.startswith(USUAL) or "If it is of another, pass --family NAME" in notes[0]
     if family != "ViT":
         assert (card.preprocess.mean, card.preprocess.std) == (IMAGENET_MEAN, IMAGENET_STD)
         assert (card.preprocess.resize, card.preprocess.interpolation) == ("short", "bicubic")

@@ -114,7 +114,7 @@ def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> Non
     assert plain.preprocess.resize_to == 248
     assert plain.but(notes=()) == said
     assert len(plain.notes) == 1
-    assert "Pass family=..." in plain.notes[0]
+    assert "pass --family NAME" in plain.notes[0]
     other = checkpoint.read(path, family="DeiT")[1]
     assert (other.preprocess.mean[0], other.preprocess.resize_to, other.config.resample) == (0.485, 256, "huggingface")
 

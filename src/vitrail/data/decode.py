@@ -434,8 +434,8 @@ def _bomb(error: Exception, name: str) -> ImageError:
     found = re.search(r"\((\d+) pixels\)", str(error))
     size = f"{int(found[1]):,}" if found else "too many"
     return ImageError(
-        f"{name} has {size} pixels, more than the limit of {limit:,}; if you trust it, make a smaller copy, "
-        "by magick IMAGE -resize 4096x4096 COPY.png (in Python, PIL.Image.MAX_IMAGE_PIXELS = None lifts the limit)."
+        f"{name} has {size} pixels, more than the limit of {limit:,}; if you trust it, make a smaller "
+        "copy: magick IMAGE -resize 4096x4096 COPY.png (in Python, PIL.Image.MAX_IMAGE_PIXELS = None lifts the limit)."
     )
 
 

@@ -71,7 +71,7 @@ def describe(archive: Archive) -> Card:
         preprocess = usual_preprocess(family, config).but(antialias=True, centre="floor")
         notes.append(
             f"there is no preprocessor_config.json: preprocessing is as usual for {FAMILIES[family].title}; put it "
-            "beside the weights, or pass family=... if it is of another."
+            "beside the weights, or pass --family NAME (family=... in Python) if it is of another."
         )
     else:
         try:

@@ -178,7 +178,7 @@ def describe(archive: Archive) -> Card:
     if not heard:
         notes.append(
             f"preprocessing is not in the file; as usual for {family}: {preprocess.summary()}. "
-            "Pass family=... if it is of another."
+            "If it is of another, pass --family NAME (family=... in Python)."
         )
     labels = said.labels(config.classes)
     projects = family == "CLIP" and config.classes in CLIP_OUT.values() and not labels and not said.tag_has("ft")
