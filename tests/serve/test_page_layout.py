@@ -41,7 +41,9 @@ def area(page: Any, at: str) -> tuple[float, float, float, float]:
 
 
 def tallest(page: Any, at: str) -> float:
-    height: float = page.locator(at).evaluate_all("(all) => Math.max(...all.map((one) => one.offsetHeight))")
+    """The height of the tallest of them, once one is shown."""
+    script = "(at) => Math.max(...[...document.querySelectorAll(at)].map((one) => one.offsetHeight))"
+    height: float = page.wait_for_function(script, arg=at).json_value()
     return height
 
 

@@ -77,7 +77,7 @@ def test_numbers_on_the_page_are_the_defaults() -> None:
     limits, work = Limits(), Work()
     assert (limits.bytes, limits.pixels, limits.images, limits.seconds) == (16 * 2**20, 50_000_000, 16, 30)
     assert (work.queue, work.wait, work.uploads, work.queue_bytes) == (256, 0.004, 256, 512 * 2**20)
-    for words in ("16 MiB", "50 million pixels", "16 pictures", "30 seconds", "512 MiB", "256 bodies"):
+    for words in ("16 MiB", "50 million pixels", "16 images", "30 seconds", "512 MiB", "256 bodies"):
         assert words in PAGE
 
 
