@@ -74,11 +74,11 @@ def chunk(name: bytes, data: bytes = b"") -> bytes:
 
 
 @lru_cache(maxsize=2)
-def deep_png(colours: int, side: int = 7000) -> bytes:
-    """A black image of 16 bits: grey (colours 0) or RGB (2)."""
-    packed, row = zlib.compressobj(1), bytes(1 + 2 * side * (3 if colours == 2 else 1))
+def deep_png(colors: int, side: int = 7000) -> bytes:
+    """A black image of 16 bits: gray (colors 0) or RGB (2)."""
+    packed, row = zlib.compressobj(1), bytes(1 + 2 * side * (3 if colors == 2 else 1))
     data = b"".join(packed.compress(row) for _ in range(side)) + packed.flush()
-    header = struct.pack(">IIBBBBB", side, side, 16, colours, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", side, side, 16, colors, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND")
 
 

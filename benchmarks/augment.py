@@ -2,10 +2,10 @@
 
     python benchmarks/augment.py [--device cuda] [--rounds 9] [--sizes 1024x32,256x224] [--compile]
 
-Every operation has its own number for each picture. kornia takes them as we do; torchvision's
-functions take one number, so it goes through the batch picture by picture, as its users do. Times
+Every operation has its own number for each image. kornia takes them as we do; torchvision's
+functions take one number, so it goes through the batch image by image, as its users do. Times
 are medians in milliseconds over rounds in turn. "Off by" is the largest distance from the operation's
-definition, in levels of 255, on the first 16 pictures: torchvision's float functions one picture at a
+definition, in levels of 255, on the first 16 images: torchvision's float functions one image at a
 time, or Pillow's where an operation is defined on 256 levels. Peers that are not installed are left out.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from vitrail import chance
 from vitrail.config import AugmentConfig, PreprocessConfig
-from vitrail.data.augment import Augment, colour
+from vitrail.data.augment import Augment, color
 from vitrail.data.augment.affine import affine, rotation
 from vitrail.data.augment.crop import crop_boxes, resized_crop
 from vitrail.data.augment.three import gaussian
@@ -36,7 +36,7 @@ from vitrail.data.batch import Batch
 
 Call = Callable[[], object]
 Row = tuple[str, Call, Call | None, Call | None, Callable[[int], Tensor] | None]
-"""Name; ours, kornia's, torchvision's on the whole batch; the definition for picture i."""
+"""Name; ours, kornia's, torchvision's on the whole batch; the definition for image i."""
 
 CHECKED = 16
 
@@ -139,10 +139,10 @@ def operations(photos: Tensor, side: int) -> list[Row]:
         )
     ]
     for name, ours, theirs, function in (
-        ("brightness", colour.brightness, "adjust_brightness_accumulative", v.adjust_brightness),
-        ("contrast", colour.contrast, "adjust_contrast_with_mean_subtraction", v.adjust_contrast),
-        ("saturation", colour.saturation, "adjust_saturation_with_gray_subtraction", v.adjust_saturation),
-        ("sharpness", colour.sharpness, "sharpness", v.adjust_sharpness),
+        ("brightness", color.brightness, "adjust_brightness_accumulative", v.adjust_brightness),
+        ("contrast", color.contrast, "adjust_contrast_with_mean_subtraction", v.adjust_contrast),
+        ("saturation", color.saturation, "adjust_saturation_with_gray_subtraction", v.adjust_saturation),
+        ("sharpness", color.sharpness, "sharpness", v.adjust_sharpness),
     ):
         call = k and (lambda name=theirs: getattr(k, name)(images, factor))
         rows.append((name, lambda f=ours: f(images, factor), call, each(function, factor), one(function, factor)))
@@ -152,42 +152,42 @@ def operations(photos: Tensor, side: int) -> list[Row]:
     rows += [
         (
             "hue",
-            lambda: colour.hue(images, turn),
+            lambda: color.hue(images, turn),
             k and (lambda: k.adjust_hue(images, 2 * torch.pi * turn)),
             each(v.adjust_hue, turn),
             one(v.adjust_hue, turn),
         ),
         (
-            "solarise",
-            lambda: colour.solarise(images, threshold),
+            "solarize",
+            lambda: color.solarize(images, threshold),
             k and (lambda: k.solarize(images, level)),
             each(v.solarize, level),
             pillow(ImageOps.solarize, threshold),
         ),
         (
-            "posterise",
-            lambda: colour.posterise(images, bits),
+            "posterize",
+            lambda: color.posterize(images, bits),
             k and (lambda: k.posterize(images, bits.int())),
             each(lambda i, b: v.posterize(i, int(b)), bits),
             pillow(ImageOps.posterize, bits),
         ),
         (
             "auto-contrast",
-            lambda: colour.auto_contrast(images),
+            lambda: color.auto_contrast(images),
             k and (lambda: k.normalize_min_max(images)),
             each(v.autocontrast),
             one(v.autocontrast),
         ),
         (
-            "equalise",
-            lambda: colour.equalise(images),
+            "equalize",
+            lambda: color.equalize(images),
             k and (lambda: k.equalize(images)),
             each(v.equalize),
             pillow(ImageOps.equalize),
         ),
         (
             "blur",
-            lambda: colour.blur(images, weights),
+            lambda: color.blur(images, weights),
             kornia
             and (lambda: kornia.filters.gaussian_blur2d(images, 13, deviation[:, None].repeat(1, 2), "replicate")),
             each(blurred, deviation),
@@ -248,10 +248,10 @@ def whole(photos: Tensor, side: int, rounds: int, compile: bool) -> None:
         config = AugmentConfig(**settings)  # type: ignore[arg-type]
         make = lambda compile, config=config: Augment(  # noqa: E731
             config,
-            preprocess=PreprocessConfig(image=side),
-            image=(side, side),
-            classes=10,
-            batch=count,
+            preprocess=PreprocessConfig(image_size=side),
+            image_size=(side, side),
+            num_classes=10,
+            batch_size=count,
             seed=0,
             compile=compile,
         )
@@ -277,8 +277,8 @@ def kornia_pipeline(config: AugmentConfig, side: int) -> Callable[[Tensor], obje
     parts = [a.RandomResizedCrop((side, side), cropping_mode="resample"), a.RandomHorizontalFlip(p=0.5)]
     if config.policy == "rand":
         parts.append(a.auto.RandAugment(n=2, m=27))  # 9 of 10 is 27 of its 30; one operation for the whole batch
-    if any(config.jitter):
-        parts.append(a.ColorJitter(*config.jitter, p=1.0))
+    if any(config.color_jitter):
+        parts.append(a.ColorJitter(*config.color_jitter, p=1.0))
     parts.append(a.Normalize(mean=torch.full((3,), 0.5), std=torch.full((3,), 0.5)))
     if config.erase:
         parts.append(a.RandomErasing(p=config.erase))
@@ -290,10 +290,10 @@ def photographs(count: int, side: int, device: torch.device) -> Tensor:
     """Squares out of scikit-learn's two photographs, uint8."""
     from sklearn.datasets import load_sample_images
 
-    pictures = [torch.from_numpy(p.copy()).permute(2, 0, 1) for p in load_sample_images().images]
+    images = [torch.from_numpy(p.copy()).permute(2, 0, 1) for p in load_sample_images().images]
     tops = np.linspace(0, 427 - side, 8).astype(int)
     lefts = np.linspace(0, 640 - side, 16).astype(int)
-    squares = [p[:, t : t + side, x : x + side] for p in pictures for t in tops for x in lefts]
+    squares = [p[:, t : t + side, x : x + side] for p in images for t in tops for x in lefts]
     return torch.stack([squares[i % len(squares)] for i in range(count)]).to(device)
 
 
@@ -301,7 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--sizes", help="pictures x side, several with commas between")
+    parser.add_argument("--sizes", help="images x side, several with commas between")
     parser.add_argument("--compile", action="store_true", help="the whole augmentation compiled, too")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()

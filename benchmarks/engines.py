@@ -1,12 +1,12 @@
-"""Pictures a second of one model in every engine, beside timm's eager float32: in turns, in one run.
+"""Images a second of one model in every engine, beside timm's eager float32: in turns, in one run.
 
-    python benchmarks/engines.py [--model ViT-Ti/16] [--batch 8] [--rounds 7] [--calibrate DATA]
+    python benchmarks/engines.py [--model ViT-Ti/16] [--batch-size 8] [--rounds 7] [--calibrate DATA]
 
-All are given the same pixels, B H W C of uint8, and give logits; timm gets them normalised by one
+All are given the same pixels, B H W C of uint8, and give logits; timm gets them normalized by one
 multiply and add. Files are exported and compared with the model first. `--calibrate` lets auto take its
-int8 scales from those pictures; without it they are found token by token.
+int8 scales from those images; without it they are found token by token.
 Printed are medians, and medians of each round's ratio to timm: a machine that is slow for a while
-is slow for all. `cpu` is the time of all cores that a picture takes, which other work disturbs less.
+is slow for all. `cpu` is the time of all cores that an image takes, which other work disturbs less.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import vitrail
 from vitrail.api.exporting import running
 from vitrail.export.choose import candidates
 from vitrail.export.engines import Engine, open_engine
+from vitrail.export.images import samples
 from vitrail.export.kept import kept_engine
-from vitrail.export.pictures import samples
 
 PAUSE = 0.3
 """Seconds before each turn: threads of the one before go on spinning for a while."""
@@ -52,7 +52,7 @@ def timm_eager(name: str) -> Callable[[np.ndarray], object]:
 
 
 def timed(work: Callable[[np.ndarray], object], batch: np.ndarray, seconds: float) -> tuple[float, float]:
-    """Pictures a second, and milliseconds of all cores a picture."""
+    """Images a second, and milliseconds of all cores an image."""
     time.sleep(PAUSE)
     count, start, cpu = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds or not count:
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-Ti/16", help="a name, or a file of weights of that name's shape")
     parser.add_argument("--like", default="ViT-Ti/16", help="what timm builds")
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5)
     parser.add_argument("--calibrate")
@@ -80,7 +80,7 @@ def main() -> None:
             engines[f"{name} {precision}"] = kept_engine(vit.net, vit.card, name, precision)
         engines["auto"] = chosen
         works = {name: engine.logits for name, engine in engines.items()} | {"timm": timm_eager(options.like)}
-        pixels = [vit.preprocess.pixels(picture) for picture in samples()]
+        pixels = [vit.preprocess.pixels(image) for image in samples()]
         batch = np.stack([pixels[i % len(pixels)] for i in range(options.batch)])
         for work in works.values():
             work(batch)

@@ -1,6 +1,6 @@
 """What looking inside costs, as multiples of a plain forward pass; and the command from a cold start.
 
-    python benchmarks/explain.py [--model ViT-Ti/16] [--rounds 7] [--picture photo.jpg]
+    python benchmarks/explain.py [--model ViT-Ti/16] [--rounds 7] [--image photo.jpg]
 
 Rounds take turns, so that a machine that is slow for a while is slow for all. Printed are medians,
 and medians of each round's ratio to the plain forward pass.
@@ -37,11 +37,11 @@ def timed(work: Callable[[], object], device: torch.device, times: int = 5) -> f
     return min(found)
 
 
-def cold(model: str, picture: Path, rounds: int) -> list[float]:
+def cold(model: str, image: Path, rounds: int) -> list[float]:
     """Seconds that `vitrail explain` takes as a person runs it."""
     found = []
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "vitrail", "explain", str(picture), "--model", model, "--out", out]
+        command = [sys.executable, "-m", "vitrail", "explain", str(image), "--model", model, "--out", out]
         for _ in range(rounds):
             start = time.perf_counter()
             subprocess.run(command, check=True, capture_output=True)
@@ -53,12 +53,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-Ti/16")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--image-size", type=Path)
     options = parser.parse_args()
     vit = vitrail.load(options.model, device="auto")
-    picture = bundled()[0] if options.picture is None else options.picture
-    images = vit.preprocess([picture] * options.batch).to(vit.device)
+    image = bundled()[0] if options.image is None else options.image
+    images = vit.preprocess([image] * options.batch).to(vit.device)
     net = vit.net.eval()
 
     @torch.no_grad()
@@ -82,10 +82,10 @@ def main() -> None:
         ratio = statistics.median(r[name] / r["forward"] for r in rounds)
         print(f"  {name:27} {1000 * seconds:8.1f} ms  {ratio:6.2f} x")
     with tempfile.TemporaryDirectory() as folder:
-        file = options.picture
+        file = options.image
         if file is None:
-            file = Path(folder) / "picture.png"
-            Image.fromarray(picture).save(file)
+            file = Path(folder) / "image.png"
+            Image.fromarray(image).save(file)
         seconds = cold(options.model, file, min(options.rounds, 5))
     print(f"  vitrail explain, cold: {statistics.median(seconds):.2f} s (least {min(seconds):.2f})")
 

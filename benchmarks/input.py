@@ -1,15 +1,15 @@
-"""Pictures per second from JPEG files to normalised 224 px training batches: vitrail beside timm and torchvision.
+"""Images per second from JPEG files to normalized 224 px training batches: vitrail beside timm and torchvision.
 
     python benchmarks/input.py [--against timm,torchvision] [--small 4096] [--large 48] [--data SHARDS] [--cores 2]
 
 Everybody has the same files, the same cores and the same augmentation: a random resized crop
-(0.08 to 1 of the area, bilinear), a mirror image half of the time, and normalising. An epoch is
+(0.08 to 1 of the area, bilinear), a mirror image half of the time, and normalizing. An epoch is
 timed from asking for its first batch to having its last one, workers' start included, in a process
 of its own. The loaders take turns. Printed are the median of the rounds, with the median of
 the ratios within a round; the best round, which says most on a machine that others use too; and the
-pictures per second of processor time, of all processes together, in the round where they were most.
+images per second of processor time, of all processes together, in the round where they were most.
 
-Small pictures have a short side of 256: those in the tar shards of a folder given with --data
+Small images have a short side of 256: those in the tar shards of a folder given with --data
 (ImageNet's, say), else parts of photographs that come with scikit-learn and scikit-image. Large
 ones have 12 megapixels: the same photographs enlarged, with noise on them as cameras have.
 """
@@ -37,7 +37,7 @@ from PIL import Image
 SIDE = 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DISTINCT = 12
-"""Large pictures that are made; the rest are copies of them under other names."""
+"""Large images that are made; the rest are copies of them under other names."""
 Epoch = Callable[[], Iterable[Any]]
 
 
@@ -50,7 +50,7 @@ def photographs() -> list[Image.Image]:
     return [Image.fromarray(array) for array in arrays]
 
 
-def small_pictures(count: int, shards: str | None) -> Iterable[bytes]:
+def small_images(count: int, shards: str | None) -> Iterable[bytes]:
     """JPEG files with a short side of about 256."""
     if shards is not None:
         files = []
@@ -59,30 +59,30 @@ def small_pictures(count: int, shards: str | None) -> Iterable[bytes]:
                 files += [tar.extractfile(m).read() for m in tar if m.name.endswith(".jpg")]  # type: ignore[union-attr]
         yield from (files[i % len(files)] for i in range(count))
         return
-    random, pictures = np.random.default_rng(0), photographs()
+    random, images = np.random.default_rng(0), photographs()
     for i in range(count):
-        picture = pictures[i % len(pictures)]
-        width, height = picture.size
+        image = images[i % len(images)]
+        width, height = image.size
         w, h = int(width * random.uniform(0.5, 1)), int(height * random.uniform(0.5, 1))
         left, top = random.integers(0, width - w + 1), random.integers(0, height - h + 1)
         scale = 256 / min(w, h)
-        part = picture.crop((left, top, left + w, top + h)).resize((round(w * scale), round(h * scale)), Image.BICUBIC)
+        part = image.crop((left, top, left + w, top + h)).resize((round(w * scale), round(h * scale)), Image.BICUBIC)
         yield encoded(part, 90)
 
 
-def large_pictures(count: int) -> Iterable[bytes]:
+def large_images(count: int) -> Iterable[bytes]:
     """JPEG files of 4000 x 3000."""
-    random, pictures, files = np.random.default_rng(0), photographs(), []
+    random, images, files = np.random.default_rng(0), photographs(), []
     for i in range(min(count, DISTINCT)):
-        pixels = np.asarray(pictures[i % len(pictures)].resize((4000, 3000), Image.BICUBIC)).astype(np.float32)
+        pixels = np.asarray(images[i % len(images)].resize((4000, 3000), Image.BICUBIC)).astype(np.float32)
         pixels += random.standard_normal((3000, 4000, 1), np.float32) * 4
         files.append(encoded(Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), 92))
     yield from (files[i % len(files)] for i in range(count))
 
 
-def encoded(picture: Image.Image, quality: int) -> bytes:
+def encoded(image: Image.Image, quality: int) -> bytes:
     out = io.BytesIO()
-    picture.convert("RGB").save(out, "JPEG", quality=quality)
+    image.convert("RGB").save(out, "JPEG", quality=quality)
     return out.getvalue()
 
 
@@ -103,12 +103,14 @@ def ours(folder: Path, batch: int, workers: int) -> Epoch:
 
     config = DataConfig(source=f"folder:{folder}", workers=workers)
     source, augment = open_folder(folder, config).train, AugmentConfig()
-    preprocess = PreprocessConfig(image=SIDE, mean=MEAN, std=STD)
-    change = Augment(augment, preprocess=preprocess, image=(SIDE, SIDE), classes=2, batch=batch, seed=0, cropped=True)
+    preprocess = PreprocessConfig(image_size=SIDE, mean=MEAN, std=STD)
+    change = Augment(
+        augment, preprocess=preprocess, image_size=(SIDE, SIDE), num_classes=2, batch_size=batch, seed=0, cropped=True
+    )
 
     def epoch() -> Iterable[Any]:
         with training_batches(
-            source, config=config, augment=augment, preprocess=preprocess, batch=batch, seed=0, device="cpu",
+            source, config=config, augment=augment, preprocess=preprocess, batch_size=batch, seed=0, device="cpu",
             steps=len(source) // batch,
         ) as batches:  # fmt: skip
             for each in batches:
@@ -128,7 +130,7 @@ def timms(folder: Path, batch: int, workers: int) -> Epoch:
 
 
 def torchvisions(folder: Path, batch: int, workers: int, *, tensors: bool) -> Epoch:
-    """Crops of Pillow's pictures, or of tensors made from them."""
+    """Crops of Pillow's images, or of tensors made from them."""
     from torch.utils.data import DataLoader
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
@@ -147,7 +149,7 @@ def loaders(folder: Path, batch: int, cores: int, against: list[str]) -> dict[st
         found["timm, its default of 1 worker"] = partial(timms, folder, batch, 1)
         found[f"timm, {cores} workers"] = partial(timms, folder, batch, cores)
     if "torchvision" in against:
-        for name, tensors in (("pictures", False), ("tensors", True)):
+        for name, tensors in (("images", False), ("tensors", True)):
             make = partial(torchvisions, folder, batch, cores, tensors=tensors)
             found[f"torchvision v2 on {name}, {cores} workers"] = make
     return found
@@ -161,15 +163,15 @@ def processor_seconds() -> float:
 
 
 def timed(make: Callable[[], Epoch]) -> tuple[float, float]:
-    """Pictures per second of wall time, and of processor time."""
+    """Images per second of wall time, and of processor time."""
     epoch = make()
-    pictures, start, used = 0, time.perf_counter(), processor_seconds()
+    count, start, used = 0, time.perf_counter(), processor_seconds()
     for images, _ in epoch():
         assert images.shape[1:] == (3, SIDE, SIDE)
         assert images.dtype == torch.float32
-        pictures += len(images)
+        count += len(images)
     wall = time.perf_counter() - start
-    return pictures / wall, pictures / (processor_seconds() - used)
+    return count / wall, count / (processor_seconds() - used)
 
 
 def apart(make: Callable[[], Epoch]) -> tuple[float, float]:
@@ -225,9 +227,9 @@ def declare() -> torch.library.Library | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", default="timm,torchvision")
-    parser.add_argument("--small", type=int, default=4096, help="pictures of 256 px; 0 for none")
-    parser.add_argument("--large", type=int, default=48, help="pictures of 12 megapixels; 0 for none")
-    parser.add_argument("--data", help="a folder of tar shards with JPEGs to take as the small pictures")
+    parser.add_argument("--small", type=int, default=4096, help="images of 256 px; 0 for none")
+    parser.add_argument("--large", type=int, default=48, help="images of 12 megapixels; 0 for none")
+    parser.add_argument("--data", help="a folder of tar shards with JPEGs to take as the small images")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cores", type=int, default=2)
     options = parser.parse_args()
@@ -237,12 +239,12 @@ def main() -> None:
     against = [name for name in options.against.split(",") if name]
     with tempfile.TemporaryDirectory() as folder:
         if options.small:
-            files = write(small_pictures(options.small, options.data), Path(folder, "small"))
-            title = f"{options.small} pictures with a short side of 256"
+            files = write(small_images(options.small, options.data), Path(folder, "small"))
+            title = f"{options.small} images with a short side of 256"
             compare(title, loaders(files, 128, options.cores, against), options.rounds, options.cores)
         if options.large:
-            files = write(large_pictures(options.large), Path(folder, "large"))
-            title = f"{options.large} pictures of 12 megapixels"
+            files = write(large_images(options.large), Path(folder, "large"))
+            title = f"{options.large} images of 12 megapixels"
             compare(title, loaders(files, 8, options.cores, against), options.rounds, options.cores)
     del declared
 

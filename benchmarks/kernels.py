@@ -1,6 +1,6 @@
 """Fused operations beside their plain twins, in one run.
 
-    python benchmarks/kernels.py [--batch 8] [--threads 2]
+    python benchmarks/kernels.py [--batch-size 8] [--threads 2]
 
 They take turns, and the least time of all rounds is shown; with one thread it is the process's own
 time that counts, in which other work on the machine shows little.
@@ -84,7 +84,7 @@ def dropout() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

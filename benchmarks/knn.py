@@ -1,4 +1,4 @@
-"""What exact nearest neighbours cost beside the matrix product they cannot do without.
+"""What exact nearest neighbors cost beside the matrix product they cannot do without.
 
     python benchmarks/knn.py [--bank 50000] [--queries 10000] [--width 384] [--k 20] [--threads 2] [--rounds 7]
 
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.evaluate.knn import nearest_neighbours
+from vitrail.evaluate.knn import nearest_neighbors
 from vitrail.runtime.heap import keep_heap
 
 SIZES = ((1024, 1024), (2048, 2048), (5120, 1024), (8192, 1024))
@@ -62,10 +62,10 @@ def main() -> None:
     plain, exact = [], []
     for _ in range(chosen.rounds):
         plain.append(seconds(lambda: product(bank, queries, size)))
-        exact.append(seconds(lambda: nearest_neighbours(bank, queries, chosen.k)))
+        exact.append(seconds(lambda: nearest_neighbors(bank, queries, chosen.k)))
     work = 2 * chosen.bank * chosen.queries * chosen.width / 1e9
     print(f"{chosen.bank:,} x {chosen.width} bank, {chosen.queries:,} queries, k={chosen.k}, {chosen.threads} threads")
-    for name, times in ((f"product in blocks of {size[0]} x {size[1]}", plain), ("nearest neighbours", exact)):
+    for name, times in ((f"product in blocks of {size[0]} x {size[1]}", plain), ("nearest neighbors", exact)):
         median, least = statistics.median(times), min(times)
         print(f"{name:36} median {median:.3f} s, least {least:.3f} s ({work / least:.0f} GFLOP/s)")
     rounds = statistics.median(e / p for e, p in zip(exact, plain, strict=True))

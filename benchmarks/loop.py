@@ -2,7 +2,7 @@
 
 python benchmarks/loop.py [RECIPE] [KEY=VALUE ...] [--steps 200] [--rounds 3]
 
-The bare step is forward, backward, clipping, optimiser and average on one batch that is there
+The bare step is forward, backward, clipping, optimizer and average on one batch that is there
 already, nothing else. The loop is `vitrail.train` itself, at its own settings, into a temporary
 folder. Both are measured in turns, and medians are compared.
 """
@@ -47,7 +47,7 @@ def bare(config: TrainConfig, count: int) -> float:
 
         def step(number: int) -> None:
             trainer.backward(images, targets, batch.weights, keys, total)
-            trainer.optimizer.clip(trainer.config.optim.clip)
+            trainer.optimizer.clip(trainer.config.optim.grad_clip)
             trainer.optimizer.step(1e-3)
             if trainer.ema is not None:
                 trainer.ema.update(number)
@@ -64,7 +64,7 @@ def whole(config: TrainConfig, count: int) -> float:
     """Images a second of the run, from its own log: evaluations and the start left out."""
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder) / "run")
-        fit(config.but(duration=str(steps(count + 40)), evaluate_every=None, log_every="20 steps"), run)
+        fit(config.replace(duration=str(steps(count + 40)), evaluate_every=None, log_every="20 steps"), run)
         lines = [line for line in read_metrics(run.metrics) if "images_per_s" in line]
         return median(line["images_per_s"] for line in lines[2:])
 

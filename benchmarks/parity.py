@@ -96,11 +96,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             _, path, run, other = make(Path(folder) / "saved")
             net, _ = checkpoint.read(path)
-            images = torch.randn(2, 3, *net.config.image)
+            images = torch.randn(2, 3, *net.config.image_size)
             own = f"{relative(net(images), run(images)):.1e}"
             resized = "-"
             if other is not None:
-                patch = getattr(net.config, "patch", (32, 32))[0]
+                patch = getattr(net.config, "patch_size", (32, 32))[0]
                 size = (160, 192) if 160 % patch == 0 else (140, 196)
                 images = torch.randn(2, 3, *size)
                 try:

@@ -1,4 +1,4 @@
-"""Pictures per second of `vitrail serve` under load, beside the same work in a plain loop.
+"""Images per second of `vitrail serve` under load, beside the same work in a plain loop.
 
     python benchmarks/serve.py MODEL [--data SHARDS] [--clients 32] [--seconds 8] [--rounds 3] [--engine torch] [-- ...]
 
@@ -7,7 +7,7 @@ The plain loop has no HTTP and no queue. There are two of them, and the faster o
 "apart" has a loop on each core that decodes a batch and runs it, minding no other. The service is
 started as people start it, in a process of its own, and asked by so many clients in a closed loop over
 loopback: each sends the bytes of one JPEG, waits for the answer and sends the next. All take turns,
-round by round, on the same machine and the same pictures. Printed are pictures per second, how long
+round by round, on the same machine and the same images. Printed are images per second, how long
 requests took, and the same ratio by processor time, which says most on a machine that others use too
 (the clients' own is not counted, but printed). Options after -- go to `vitrail serve`.
 """
@@ -38,7 +38,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 BATCH = 32
 
 
-def pictures(shards: str | None, count: int = 256) -> list[bytes]:
+def images(shards: str | None, count: int = 256) -> list[bytes]:
     """JPEG files: from the tar shards of a folder, else the samples that ship."""
     found: list[bytes] = []
     for path in sorted(Path(shards).glob("*.tar")) if shards else ():
@@ -148,7 +148,7 @@ class Plain:
             self.run(style, 0.5)
 
     def run(self, style: str, seconds: float) -> tuple[float, float]:
-        """Pictures per second, and per second of processor time."""
+        """Images per second, and per second of processor time."""
         start, used = time.perf_counter(), own_seconds()
         if style == "apart":
             loops = [self.pool.submit(self._loop, start + seconds, map, i) for i in range(self.cores)]
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     given, options = parser.parse_known_args()
-    files = pictures(given.data)
+    files = images(given.data)
     rows = []
     with service(given.model, given.engine, [word for word in options if word != "--"]) as (port, pid, _):
         plain = Plain(given.model, given.engine, files)
@@ -208,7 +208,7 @@ def main() -> None:
         return
     loop, slow = max(middle["together"], middle["apart"]), middle["p99_ms"] / middle["mean_ms"]
     print(
-        f"median of {len(rows)}: {middle['service']:.1f} pictures/s, {100 * middle['ratio']:.0f} % of the plain "
+        f"median of {len(rows)}: {middle['service']:.1f} images/s, {100 * middle['ratio']:.0f} % of the plain "
         f"loop's {loop:.1f} ({100 * middle['processor_ratio']:.0f} % by processor time); "
         f"mean {middle['mean_ms']:.0f} ms, p99 {middle['p99_ms']:.0f} ms = {slow:.1f} x"
     )

@@ -26,23 +26,25 @@ from vitrail.models.flops import flops
 from vitrail.models.layers import attend
 from vitrail.runtime.heap import keep_heap
 
-LECTURE = ViTConfig(image=28, patch=4, channels=1, width=64, depth=2, heads=4, mlp=256, classes=10)
+LECTURE = ViTConfig(
+    image_size=28, patch_size=4, channels=1, width=64, depth=2, num_heads=4, mlp_dim=256, num_classes=10
+)
 BATCH = 256
 FORMS = {"tanh": "gelu-tanh", "erf": "gelu"}
 
 
 @dataclass
 class Training:
-    """One network and its optimiser."""
+    """One network and its optimizer."""
 
     step: Callable[[], None]
     forward: Callable[[], Tensor]
-    optimise: Callable[[], object]
+    optimize: Callable[[], object]
 
 
 def training(activation: str, compiled: bool = False, parts: int = 1) -> Training:
     """`parts`: the batch is computed in so many, one after the other, whose activations fit a cache."""
-    net = build(LECTURE.but(activation=activation), seed=0).train()
+    net = build(LECTURE.replace(activation=activation), seed=0).train()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
     images, targets = torch.randn(BATCH, 1, 28, 28), torch.randint(10, (BATCH,))
     run = torch.compile(net, fullgraph=True) if compiled else net
@@ -95,7 +97,7 @@ def operators(run: Training, steps: int = 10) -> None:
 
 def attention(rounds: int) -> dict[str, tuple[float, float]]:
     """Of one layer, forward and backward: torch's fused kernel, and the same written out."""
-    tokens, heads = 50, LECTURE.heads
+    tokens, heads = 50, LECTURE.num_heads
     qkv = torch.randn(BATCH, tokens, 3 * LECTURE.width, requires_grad=True)
     grad = torch.randn(BATCH, heads, tokens, LECTURE.width // heads)
 
@@ -109,8 +111,8 @@ def attention(rounds: int) -> dict[str, tuple[float, float]]:
 
 def gelus(rounds: int) -> dict[str, tuple[float, float]]:
     """Of one layer, forward and backward."""
-    x = torch.randn(BATCH * 50, LECTURE.mlp, requires_grad=True)
-    grad = torch.randn(BATCH * 50, LECTURE.mlp)
+    x = torch.randn(BATCH * 50, LECTURE.mlp_dim, requires_grad=True)
+    grad = torch.randn(BATCH * 50, LECTURE.mlp_dim)
 
     def call(form: str) -> None:
         F.gelu(x, approximate=form).backward(grad)
@@ -121,7 +123,7 @@ def gelus(rounds: int) -> dict[str, tuple[float, float]]:
 
 def products(rounds: int) -> dict[str, tuple[float, float]]:
     """All of a step's matrix products in their own shapes, without bias, one after the other."""
-    rows, width, mlp = BATCH * 50, LECTURE.width, LECTURE.mlp
+    rows, width, mlp = BATCH * 50, LECTURE.width, LECTURE.mlp_dim
     shapes = [(width, 3 * width), (width, width), (width, mlp), (mlp, width)]
     given = [(torch.randn(rows, k), torch.randn(n, k), torch.randn(rows, n)) for k, n in shapes]
 
@@ -163,7 +165,7 @@ def main() -> None:
         steps |= {f"{name}, compiled": training(kind, compiled=True).step for name, kind in FORMS.items()}
     show("a step", in_turn(steps, options.rounds), floor)
     parts = {"forward": erf.forward, "forward and backward": lambda: erf.forward().backward()}
-    show("parts of it (erf)", in_turn(parts | {"optimiser": erf.optimise}, options.rounds))
+    show("parts of it (erf)", in_turn(parts | {"optimizer": erf.optimize}, options.rounds))
     pieces = products(options.rounds) | attention(options.rounds) | gelus(options.rounds)
     show("pieces (attention and GELU: of one layer, forward and backward)", pieces)
     operators(tanh)

@@ -71,7 +71,7 @@ SILENT = 10
 
 @dataclass
 class Good:
-    """A picture and what the model says of it."""
+    """An image and what the model says of it."""
 
     data: bytes
     kind: str
@@ -88,7 +88,7 @@ class Tally:
     statuses: Counter[str] = field(default_factory=Counter)
     hostile: Counter[str] = field(default_factory=Counter)
     memory: list[tuple[int, int]] = field(default_factory=list)
-    """Requests so far, and the server's resident MiB: the least of some, since large pictures come and go."""
+    """Requests so far, and the server's resident MiB: the least of some, since large images come and go."""
     peak: int = 0
     silent: list[asyncio.StreamWriter] = field(default_factory=list)
     """Connections on which nothing more is sent."""
@@ -102,7 +102,7 @@ class Tally:
 
 
 def good_ones(model: str | None, count: int = 96) -> list[Good]:
-    """Parts of the sample pictures in several formats, with the model's own answers."""
+    """Parts of the sample images in several formats, with the model's own answers."""
     import vitrail
     from vitrail.serve.web import WEB
 
@@ -158,7 +158,7 @@ def many_scans() -> bytes:
 
 @lru_cache(maxsize=1)
 def large_ones() -> bytes:
-    """A form with three pictures of 49 million pixels, each a small file."""
+    """A form with three images of 49 million pixels, each a small file."""
     out = io.BytesIO()
     Image.new("RGB", (7000, 7000), (9, 99, 199)).save(out, "PNG")
     part = b'--edge\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n' + out.getvalue() + b"\r\n"

@@ -1,6 +1,6 @@
 """Images per second of ViT: vitrail beside timm and torchvision, eager and compiled, in one run.
 
-    python benchmarks/throughput.py [--model ViT-B/16] [--batch 256] [--train] [--eager] [--device cuda]
+    python benchmarks/throughput.py [--model ViT-B/16] [--batch-size 256] [--train] [--eager] [--device cuda]
 
 The same weights' shapes, the same random images, bf16 on an accelerator and float32 on a CPU. The
 networks take turns, and the median of the rounds is printed with its ratio to the best peer's.
@@ -74,7 +74,7 @@ def timed(step: Callable[[], None], device: str, seconds: float = 1.0) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ViT-B/16")
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)

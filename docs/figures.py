@@ -1,4 +1,4 @@
-"""The pictures of the documentation, made by the commands from a real checkpoint and open photographs.
+"""The images of the documentation, made by the commands from a real checkpoint and open photographs.
 
     python docs/figures.py --model ViT-Ti/16 --out docs/images
 
@@ -76,7 +76,7 @@ def main() -> None:
             Image.fromarray(pixels).convert("RGB").save(folder / f"{stem}.png")
         model = ("--model", options.model)
         run("figures", *model, "--data", folder, "--out", options.out, "--what", "filters,positions")
-        run("figures", *model, "--data", folder, "--out", options.out, "--what", "rollout,colours", "--format", "jpg")
+        run("figures", *model, "--data", folder, "--out", options.out, "--what", "rollout,colors", "--format", "jpg")
         run("figures", *model, "--data", folder, "--out", options.out, "--what", "distances", "--format", "png")
         explain = ("explain", folder / "pagoda.png", *model, "--labels", "imagenet-1k")
         run(*explain, "--out", options.out, "--format", "jpg", "--trust", "--layer", "11")

@@ -26,22 +26,22 @@ console = Console(highlight=False)
 FORMATS = ("vitrail", "timm", "huggingface", "torchvision", "google", "big_vision", "facebook")
 
 
-def patches_picture(vit: vitrail.Model, path: Path) -> None:
+def patches_image(vit: vitrail.Model, path: Path) -> None:
     """A photograph as the network sees it: 14 x 14 panes, leaded like a window."""
     images = vit.preprocess([load_sample_image("china.jpg")])
     pixels = ((images[0] + 1) / 2).clamp(0, 1)  # C H W
-    patch, lead = vit.config.patch[0], 3
+    patch, lead = vit.config.patch_size[0], 3
     rows, columns = vit.config.grid
     panes = pixels.unflatten(2, (columns, patch)).unflatten(1, (rows, patch)).permute(1, 3, 2, 4, 0)  # h w p p C
     window = torch.full((rows, columns, patch + lead, patch + lead, 3), 0.08)
     window[:, :, :patch, :patch] = panes
     window = window.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
     figure, axes = plt.subplots(1, 2, figsize=(10, 5), layout="constrained")
-    for ax, picture, title in (
+    for ax, image, title in (
         (axes[0], pixels.permute(1, 2, 0), "a photograph"),
         (axes[1], window, f"{rows * columns} patches of {patch} x {patch} pixels: one token each"),
     ):
-        ax.imshow(picture.numpy())
+        ax.imshow(image.numpy())
         ax.set_title(title)
         ax.axis("off")
     figure.savefig(path, dpi=110)
@@ -78,7 +78,7 @@ def main() -> None:
 
     vit = vitrail.fresh("ViT-Ti/16", seed=0)
     console.print(f"[bold]1. A network[/]      {vit!r}", soft_wrap=True)
-    patches_picture(vit, out / "patches.png")
+    patches_image(vit, out / "patches.png")
     console.print(f"[bold]2. Its patches[/]    {out / 'patches.png'}")
     with torch.no_grad():
         for parameter in vit.net.parameters():  # fresh heads are zeros, which would compare too well

@@ -22,7 +22,7 @@ AWAY = "Failed to load resource"
 
 
 def answered(page: Any) -> Any:
-    """When everything about the picture has arrived."""
+    """When everything about the image has arrived."""
     from playwright.sync_api import expect
 
     expect(page.locator("#words")).to_contain_text("looks most at")
@@ -53,9 +53,9 @@ def as_bars(predictions: Any) -> list[tuple[str, str]]:
     return found
 
 
-def hiding(site: httpx.Client, hide: list[int], picture: bytes) -> list[tuple[str, str]]:
-    """What the server says of a picture with these patches hidden."""
-    found = site.post("/v1/predict", files={"image": picture}, data={"hide": json.dumps(hide)}).json()
+def hiding(site: httpx.Client, hide: list[int], image: bytes) -> list[tuple[str, str]]:
+    """What the server says of an image with these patches hidden."""
+    found = site.post("/v1/predict", files={"image_size": image}, data={"hide": json.dumps(hide)}).json()
     return as_bars((p["label"], p["score"]) for p in found["results"][0]["predictions"])
 
 
@@ -106,7 +106,7 @@ def drop(page: Any, data: bytes, name: str = "mine.png", onto: str = "#panes", h
 
 
 def drawing(seed: int = 0) -> bytes:
-    """A picture nobody has seen: coloured noise in large pieces."""
+    """An image nobody has seen: colored noise in large pieces."""
     noise = np.random.default_rng(seed).integers(0, 256, (6, 6, 3), dtype=np.uint8)
     out = io.BytesIO()
     Image.fromarray(noise).resize((64, 64), Image.Resampling.BICUBIC).save(out, "PNG")

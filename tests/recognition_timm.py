@@ -124,7 +124,7 @@ def made(module: str, name: str) -> Sample:
     return Sample(
         model=model,
         answer=model,
-        image=(size, size),
+        image_size=(size, size),
         save=save,
         truth=truth(name, model) if is_read(name) else None,
     )
@@ -139,5 +139,5 @@ def truth(name: str, model: nn.Module) -> dict[str, Any]:
     return {
         "family": family,
         "activation": ACTIVATIONS[type(block.mlp.act).__name__],
-        "heads": block.attn.num_heads,
+        "num_heads": block.attn.num_heads,
     }

@@ -157,7 +157,7 @@ def wrapped(architecture: str) -> Sample:
     return Sample(
         model=model,
         answer=lambda images: model(images).logits,
-        image=(32, 32),
+        image_size=(32, 32),
         save=model.save_pretrained,
         truth=None if "_pe_" in architecture else {},
     )
@@ -167,8 +167,8 @@ def made(peer: Peer) -> Sample:
     model = replace(peer, options=widened(peer.options)).build()
     config = getattr(model.config, "vision_config", model.config)
     truth = {
-        "image": _pair(getattr(config, "image_size", 32)),
-        "heads": getattr(config, "num_attention_heads", None),
+        "image_size": _pair(getattr(config, "image_size", 32)),
+        "num_heads": getattr(config, "num_attention_heads", None),
         "activation": {"quick_gelu": "gelu-quick", "gelu": "gelu", "gelu_pytorch_tanh": "gelu-tanh"}.get(
             getattr(config, "hidden_act", "")
         ),
@@ -200,5 +200,5 @@ def strange(name: str, options: dict[str, Any]) -> Sample:
     kind = getattr(transformers, name)
     model = randomized(kind(kind.config_class(**options)))
     return Sample(
-        model=model, answer=lambda images: model(images)[0], image=(32, 32), save=model.save_pretrained, truth=None
+        model=model, answer=lambda images: model(images)[0], image_size=(32, 32), save=model.save_pretrained, truth=None
     )

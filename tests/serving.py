@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from conftest import import_peer, need_extra
-from pictures import encoded
+from images import encoded
 from small_models import gradient, model, small
 
 import vitrail
@@ -32,7 +32,7 @@ from vitrail.serve.served import Served  # noqa: E402
 from vitrail.serve.server import configured  # noqa: E402
 
 JPEG = {"content-type": "image/jpeg"}
-QUICK = Work(batch=4, lanes=1, threads=1, decoders=2)
+QUICK = Work(batch_size=4, lanes=1, threads=1, decoders=2)
 
 
 class Held(TorchEngine):
@@ -104,7 +104,7 @@ class Busy:
         return self.pool.submit(self.client.post, f"/v1/{path}", content=photo(number), headers=JPEG | headers)
 
     def waiting(self, count: int) -> None:
-        """Until so many pictures are decoded and in line."""
+        """Until so many images are decoded and in line."""
         until(lambda: len(self.service.batcher._line) == count)
 
 
@@ -134,7 +134,7 @@ def png_of(width: int, height: int, data: bytes = b"") -> bytes:
 
 
 def hostile() -> dict[str, bytes]:
-    """Files that no picture is: each must be refused with a reason."""
+    """Files that no image is: each must be refused with a reason."""
     whole, other = photo(), photo(kind="PNG")
     random = np.random.default_rng(0)
     many = io.BytesIO(photo())

@@ -28,18 +28,26 @@ FORMATS = {
 
 def small(**changes: Any) -> ViTConfig:
     """32 pixels, 16 patches, two blocks, with the conventions most formats can express."""
-    values = {"image": 32, "patch": 8, "width": 128, "depth": 2, "heads": 2, "mlp": 256, "classes": len(LABELS)}
+    values = {
+        "image_size": 32,
+        "patch_size": 8,
+        "width": 128,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_dim": 256,
+        "num_classes": len(LABELS),
+    }
     return ViTConfig(**values | {"activation": "gelu", "resample": "timm"} | changes)
 
 
 def model(config: ViTConfig | BiTConfig, **card: Any) -> vitrail.Model:
     """A Model of this config; keywords are fields of its card."""
-    labels = LABELS if config.classes == len(LABELS) else None
-    values = {"preprocess": PreprocessConfig(image=config.image), "labels": labels}
+    labels = LABELS if config.num_classes == len(LABELS) else None
+    values = {"preprocess": PreprocessConfig(image_size=config.image_size), "labels": labels}
     return vitrail.Model(randomized(build(config)), Card(config=config, **values | card))
 
 
 def gradient(width: int = 50, height: int = 40) -> Image.Image:
-    """A picture in which every pixel differs from its neighbours."""
+    """An image in which every pixel differs from its neighbors."""
     x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     return Image.fromarray(np.stack([x, y, 255 - x], -1).astype(np.uint8))

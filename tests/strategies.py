@@ -20,7 +20,7 @@ RATES = st.sampled_from([0.0, 0.1, 1 / 3])
 def stems(draw: st.DrawFn) -> StemConfig:
     return StemConfig(
         layers=draw(st.sampled_from([(), (1,), (2, 1)])),
-        width=0.5,
+        width_factor=0.5,
         norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
         standardize=draw(st.sampled_from(["std", "var"])),
         standardize_eps=draw(st.sampled_from([1e-5, 1e-8])),
@@ -41,24 +41,24 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
     stride = stem.stride if stem else 1
     edge = 0 if stem or not draw(one_in(6)) else 2  # pixels that no patch covers, where it is large enough
     options: dict[str, Any] = {
-        "image": tuple(side * stride * draw(SIDES) + edge % side for side in patch),
+        "image_size": tuple(side * stride * draw(SIDES) + edge % side for side in patch),
         "uncovered": "ignore" if edge else "refuse",
-        "patch": patch,
+        "patch_size": patch,
         "channels": draw(st.sampled_from([1, 3, 4])),
-        "classes": draw(st.sampled_from([0, 1, 5])),
+        "num_classes": draw(st.sampled_from([0, 1, 5])),
         "width": 8 * heads,
         "depth": draw(st.integers(1, 2)),
-        "heads": heads,
-        "mlp": draw(st.sampled_from([8, 20])),
+        "num_heads": heads,
+        "mlp_dim": draw(st.sampled_from([8, 20])),
         "class_token": token,
         "distilled": distilled,
-        "registers": draw(st.sampled_from([0, 0, 1, 3])),
+        "num_registers": draw(st.sampled_from([0, 0, 1, 3])),
         "position": position,
         "position_at": draw(
             st.sampled_from([None, "layers", "shared"] if inside else [None, "stem", "layers", "shared"])
         ),
         "position_on_class": draw(st.booleans()),
-        "position_std": draw(st.sampled_from([0.02, 0.1])),
+        "position_init_std": draw(st.sampled_from([0.02, 0.1])),
         "resample": draw(st.sampled_from(["google", "timm", "timm-npz", "huggingface", "torchvision", "dinov2"])),
         "rope_base": draw(st.sampled_from([100.0, 10000.0])),
         "norm": draw(st.sampled_from(["layer", "layer", "rms"])),
@@ -79,7 +79,7 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
         "head_bias_init": draw(st.sampled_from([0.0, -10.0])),
         "dropout": draw(RATES),
         "attention_dropout": draw(RATES),
-        "path_dropout": draw(RATES),
+        "drop_path": draw(RATES),
         "stem": stem,
     }
     return ViTConfig(**options)
@@ -89,9 +89,9 @@ def vit_configs(draw: st.DrawFn, positions: tuple[str, ...] = (), hybrids: bool 
 def near(draw: st.DrawFn, bases: Sequence[ViTConfig], most: int = 3) -> ViTConfig:
     """One of some networks with a few of its options changed at random."""
     base, other = draw(st.sampled_from(bases)), draw(vit_configs())
-    names = draw(st.sets(st.sampled_from(sorted(set(base.to_dict()) - {"width", "heads"})), max_size=most))
+    names = draw(st.sets(st.sampled_from(sorted(set(base.to_dict()) - {"width", "num_heads"})), max_size=most))
     try:
-        return base.but(**{name: getattr(other, name) for name in names})
+        return base.replace(**{name: getattr(other, name) for name in names})
     except ConfigError:
         reject()
 
@@ -99,11 +99,11 @@ def near(draw: st.DrawFn, bases: Sequence[ViTConfig], most: int = 3) -> ViTConfi
 @st.composite
 def bit_configs(draw: st.DrawFn) -> BiTConfig:
     return BiTConfig(
-        image=(32, draw(st.sampled_from([32, 64]))),
+        image_size=(32, draw(st.sampled_from([32, 64]))),
         channels=draw(st.sampled_from([1, 3])),
-        classes=draw(st.sampled_from([0, 5])),
+        num_classes=draw(st.sampled_from([0, 5])),
         layers=tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))),
-        width=0.5,
+        width_factor=0.5,
         norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
         standardize_eps=draw(st.sampled_from([1e-10, 1e-8])),
         root_pad=draw(st.sampled_from(["zero", "none"])),
@@ -114,10 +114,10 @@ def bit_configs(draw: st.DrawFn) -> BiTConfig:
 def preprocess_configs(draw: st.DrawFn, channels: int) -> PreprocessConfig:
     values = st.floats(0, 1)
     return PreprocessConfig(
-        image=(draw(st.integers(1, 999)), draw(st.integers(1, 999))),
+        image_size=(draw(st.integers(1, 999)), draw(st.integers(1, 999))),
         resize=draw(st.sampled_from(["squash", "short"])),
         resize_to=draw(st.none() | st.integers(1, 999)),
-        centre=draw(st.sampled_from(["round", "floor"])),
+        crop_rounding=draw(st.sampled_from(["round", "floor"])),
         interpolation=draw(st.sampled_from(["nearest", "bilinear", "bicubic", "lanczos"])),
         antialias=draw(st.booleans()),
         mean=tuple(draw(values) for _ in range(channels)),

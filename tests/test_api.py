@@ -39,23 +39,23 @@ def photograph() -> Image.Image:
 
 
 def forms(photograph: Image.Image, tmp_path: Path) -> list[object]:
-    """The same picture in every form that is taken."""
+    """The same image in every form that is taken."""
     path = tmp_path / "photograph.png"
     photograph.save(path)
     array = np.array(photograph)
     return [path, str(path), path.read_bytes(), photograph, array, torch.from_numpy(array).permute(2, 0, 1)]
 
 
-def test_a_picture_may_come_in_any_form(vit, photograph, tmp_path):
+def test_an_image_may_come_in_any_form(vit, photograph, tmp_path):
     given = forms(photograph, tmp_path)
     wanted = vit.predict(photograph)
     assert [p.index for p in wanted] == vit.logits(photograph)[0].argsort(descending=True).tolist()
     assert [p.label for p in wanted] == [LABELS[p.index] for p in wanted]
     assert sum(p.score for p in wanted) == pytest.approx(1)
-    for picture in given:
-        assert vit.predict(picture) == wanted
+    for image in given:
+        assert vit.predict(image) == wanted
     for several in (given, tuple(given), iter(given)):
-        answers = vit.predict(several, batch=4)
+        answers = vit.predict(several, batch_size=4)
         assert [[p.index for p in one] for one in answers] == [[p.index for p in wanted]] * 6
 
 
@@ -63,29 +63,32 @@ def test_nothing_gives_nothing(vit):
     assert vit.predict([]) == []
     assert vit.logits([]).shape == (0, 5)
     assert vit.embed([]).shape == (0, 128)
-    assert model(BiTConfig(image=32, classes=5, layers=(1, 1, 1, 1), width=0.5)).embed([]).shape == (0, 1024)
+    assert model(BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5)).embed([]).shape == (
+        0,
+        1024,
+    )
 
 
 def test_top_and_batch(vit, photograph):
     assert len(vit.predict(photograph, top=2)) == 2
     assert len(vit.predict(photograph, top=50)) == 5
-    assert torch.equal(vit.logits([photograph] * 3, batch=2)[2], vit.logits(photograph)[0])
+    assert torch.equal(vit.logits([photograph] * 3, batch_size=2)[2], vit.logits(photograph)[0])
     with pytest.raises(ConfigError, match="top=0"):
         vit.predict(photograph, top=0)
-    with pytest.raises(ConfigError, match="batch=0"):
-        vit.predict([photograph], batch=0)
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        vit.predict([photograph], batch_size=0)
 
 
-def test_a_bad_picture_in_a_list_is_named(vit, photograph, tmp_path):
-    (tmp_path / "bad.jpg").write_bytes(b"not a picture")
-    with pytest.raises(ImageError, match=r"bad\.jpg is not a picture"):
+def test_a_bad_image_in_a_list_is_named(vit, photograph, tmp_path):
+    (tmp_path / "bad.jpg").write_bytes(b"not an image")
+    with pytest.raises(ImageError, match=r"bad\.jpg is not an image"):
         vit.predict([photograph, tmp_path / "bad.jpg"])
     with pytest.raises(NotFound, match=r"no file missing\.jpg"):
         vit.predict("missing.jpg")
 
 
-def test_a_stream_goes_on_after_a_bad_picture(vit, photograph):
-    first, second, third = vit.stream([photograph, b"nonsense", photograph], batch=2)
+def test_a_stream_goes_on_after_a_bad_image(vit, photograph):
+    first, second, third = vit.stream([photograph, b"nonsense", photograph], batch_size=2)
     assert isinstance(second, VitrailError)
     torch.testing.assert_close(first, third)
 
@@ -98,7 +101,7 @@ def test_a_stream_takes_no_more_than_two_batches_ahead(vit, photograph):
             taken.append(1)
             yield photograph
 
-    stream = vit.stream(endless(), batch=4)
+    stream = vit.stream(endless(), batch_size=4)
     next(stream)
     assert len(taken) == 8
     stream.close()
@@ -113,35 +116,35 @@ def test_a_classifier_embeds_before_its_head(vit, photograph):
 
 
 def test_clip_embeds_in_the_space_its_texts_share(photograph):
-    clip = model(small(head_bias=False, pre_norm=True, patch_bias=False, classes=16), task="embed", family="CLIP")
+    clip = model(small(head_bias=False, pre_norm=True, patch_bias=False, num_classes=16), task="embed", family="CLIP")
     assert clip.embed(photograph).shape == (1, 16)
     with torch.no_grad():
         assert torch.equal(clip.embed(photograph), clip.net(clip.preprocess(photograph)))
 
 
 def test_a_network_without_a_head_embeds(photograph):
-    bare = model(small(classes=0), task="embed")
+    bare = model(small(num_classes=0), task="embed")
     assert bare.embed([photograph] * 2).shape == (2, 128)
     assert repr(bare).endswith("features>")
 
 
 @pytest.mark.parametrize("classes", [0, 16])
 def test_without_classes_predict_says_so_in_a_sentence(photograph, classes):
-    features = model(small(classes=classes), task="embed", origin="facebook/dino-vits16")
+    features = model(small(num_classes=classes), task="embed", origin="facebook/dino-vits16")
     for call in (features.predict, features.logits):
         with pytest.raises(ModelError, match=r"^facebook/dino-vits16 has no classes: it gives features\. Use embed"):
             call(photograph)
 
 
 def test_clip_with_as_many_classes_as_its_space_is_wide_is_a_classifier(tmp_path, photograph):
-    model(small(head_bias=False, classes=5), task="embed", labels=None).save(tmp_path / "clip")
-    new = vitrail.load(tmp_path / "clip", classes=5)
+    model(small(head_bias=False, num_classes=5), task="embed", labels=None).save(tmp_path / "clip")
+    new = vitrail.load(tmp_path / "clip", num_classes=5)
     assert new.card.task == "classify"
     assert len(new.predict(photograph)) == 5
 
 
 def test_saved_and_loaded_again_nothing_differs(folder, tmp_path, photograph):
-    changed = vitrail.load(folder, channels=1, image=64)
+    changed = vitrail.load(folder, channels=1, image_size=64)
     changed.save(tmp_path / "again")
     again = vitrail.load(tmp_path / "again")
     assert again.card.to_dict() == changed.card.to_dict()
@@ -151,21 +154,21 @@ def test_saved_and_loaded_again_nothing_differs(folder, tmp_path, photograph):
 
 
 def test_each_of_several_labels_has_a_probability_of_its_own(vit, tmp_path, photograph):
-    vitrail.Model(vit.net, vit.card.but(several=True)).save(tmp_path / "tags")
+    vitrail.Model(vit.net, vit.card.replace(multi_label=True)).save(tmp_path / "tags")
     tags = vitrail.load(tmp_path / "tags")
     answers, wanted = tags.predict(photograph, top=5), tags.logits(photograph)[0].sigmoid()
     assert [a.score for a in answers] == sorted(wanted.tolist(), reverse=True)
-    assert not vitrail.load(tmp_path / "tags", classes=3).card.several
+    assert not vitrail.load(tmp_path / "tags", num_classes=3).card.multi_label
 
 
 def test_what_is_saved_is_the_network_as_it_is_now(vit, tmp_path):
     net = vit.net.resized(64)
-    vitrail.Model(net, vit.card.but(config=net.config)).save(tmp_path / "m")
-    assert vitrail.load(tmp_path / "m").config.image == (64, 64)
+    vitrail.Model(net, vit.card.replace(config=net.config)).save(tmp_path / "m")
+    assert vitrail.load(tmp_path / "m").config.image_size == (64, 64)
 
 
 def test_a_model_tells_what_it_is(folder, vit):
-    assert repr(vitrail.load(folder, image=(32, 64))) == "<vitrail.Model ViT: 0.3 M parameters, 32x64, 5 classes>"
+    assert repr(vitrail.load(folder, image_size=(32, 64))) == "<vitrail.Model ViT: 0.3 M parameters, 32x64, 5 classes>"
     assert vit.label(1) == "dog"
     assert model(small(), labels=None).label(1) == "class 1"
     assert (vit.device, vit.dtype) == (torch.device("cpu"), torch.float32)
@@ -175,14 +178,14 @@ def test_a_model_tells_what_it_is(folder, vit):
 
 
 def test_create_builds_what_was_asked_for():
-    net = vitrail.create("ViT-B/16", classes=10, image=384)
+    net = vitrail.create("ViT-B/16", num_classes=10, image_size=384)
     assert isinstance(net, vitrail.ViT)
-    assert (net.config.classes, net.config.image, net.config.width) == (10, (384, 384), 768)
+    assert (net.config.num_classes, net.config.image_size, net.config.width) == (10, (384, 384), 768)
     assert net.head.out_features == 10
 
 
 def test_the_same_seed_gives_the_same_weights():
-    one, two, other = (vitrail.create("ViT-Ti/16", image=32, depth=1, seed=seed) for seed in (1, 1, 2))
+    one, two, other = (vitrail.create("ViT-Ti/16", image_size=32, depth=1, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(one.patch.weight, two.patch.weight)
     assert not torch.equal(one.patch.weight, other.patch.weight)
     assert one.head.weight.eq(0).all()
@@ -201,16 +204,16 @@ def test_the_same_seed_gives_the_same_weights():
     ],
 )
 def test_other_libraries_names_are_understood(theirs, ours):
-    one, two = (vitrail.create(name, depth=1, mlp=8, image=112, device="meta") for name in (theirs, ours))
+    one, two = (vitrail.create(name, depth=1, mlp_dim=8, image_size=112, device="meta") for name in (theirs, ours))
     assert one.config == two.config
 
 
 def test_a_fresh_model_has_its_familys_preprocessing(photograph):
-    deit = vitrail.fresh("DeiT-Ti/16", depth=1, image=32, classes=3)
+    deit = vitrail.fresh("DeiT-Ti/16", depth=1, image_size=32, num_classes=3)
     assert deit.card.preprocess.mean == (0.485, 0.456, 0.406)
     assert len(deit.predict(photograph)) == 3
     assert not deit.net.training
-    assert vitrail.fresh("CLIP-B/32", depth=1, image=32, width=64, heads=1).card.task == "embed"
+    assert vitrail.fresh("CLIP-B/32", depth=1, image_size=32, width=64, num_heads=1).card.task == "embed"
     with pytest.raises(NotFound, match="did you mean 'DeiT-S/16'"):
         vitrail.fresh("DeiT-S16")
 
@@ -263,7 +266,7 @@ def test_every_public_name_is_there():
         vitrail.laod  # noqa: B018
 
 
-def test_bytes_of_any_format_are_pictures(vit, photograph):
+def test_bytes_of_any_format_are_images(vit, photograph):
     for kind in ("JPEG", "WEBP", "TIFF", "BMP", "GIF"):
         stream = io.BytesIO()
         photograph.save(stream, kind)

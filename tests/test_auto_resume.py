@@ -102,7 +102,7 @@ def test_other_settings_are_refused_by_name():
         (override(digits(2), ["optim.lr=0.5"]), r"optim.lr is 0.01 and cannot change when a run is resumed"),
         (override(digits(2), ["model.depth=1"]), r"model.depth is 2 and cannot change"),
         (override(digits(2), ["augment.scale=(0.1, 1)"]), r"augment.scale is .* and cannot change"),
-        (digits(2, batch=32), r"batch is 64 and cannot change"),
+        (digits(2, batch_size=32), r"batch is 64 and cannot change"),
     ):
         with pytest.raises(ConfigError, match=words):
             vitrail.train(changed, auto_resume=True, report=False)
@@ -113,12 +113,12 @@ def test_other_settings_are_refused_by_name():
 
 
 def test_blanks_that_were_filled_in_are_no_other_settings():
-    """classes=0, batch=auto, preprocess=none: what was found for them is in the folder."""
-    found = digits(2, batch="auto", preprocess=None)
-    assert vitrail.train(found, auto_resume=True, report=False).config.batch != "auto"
+    """num_classes=0, batch_size=auto, preprocess=none: what was found for them is in the folder."""
+    found = digits(2, batch_size="auto", preprocess=None)
+    assert vitrail.train(found, auto_resume=True, report=False).config.batch_size != "auto"
     assert vitrail.train(found, auto_resume=True, report=False).finished
-    settings = ["batch=auto", "duration=2 steps"]
-    assert vitrail.train(found.but(batch=64), overrides=settings, auto_resume=True, report=False).finished
+    settings = ["batch_size=auto", "duration=2 steps"]
+    assert vitrail.train(found.replace(batch_size=64), overrides=settings, auto_resume=True, report=False).finished
     for name, recipe in RECIPES.items():
         assert differing(recipe(), recipe()) == [], name
 
@@ -156,7 +156,7 @@ def test_a_setting_that_is_off_again_is_another_setting():
 
 def test_a_network_that_is_named_and_changed_is_the_same_when_the_command_is_given_again():
     def named(name: str = "ViT-Ti/4", **options: object) -> vitrail.Run:
-        settings = ["model.depth=1", "model.mlp=32"]
+        settings = ["model.depth=1", "model.mlp_dim=32"]
         return vitrail.train(digits(1), model=name, overrides=settings, report=False, **options)  # type: ignore[arg-type]
 
     assert named(auto_resume=True).finished
@@ -182,11 +182,11 @@ def test_fine_tuning_is_the_same(caplog: pytest.LogCaptureFixture):
     assert "runs/finetune-photos is finished" in caplog.text
     with pytest.raises(ConfigError, match="--recipe paper cannot change when a run is resumed"):
         tune(recipe="paper", out="runs/finetune-photos")
-    with pytest.raises(ConfigError, match=r"optim.train is all and cannot change"):
+    with pytest.raises(ConfigError, match=r"optim.trainable is all and cannot change"):
         tune(what="head")
     with at_step(2, stop):
         tune(what="head", out="head")
-    with pytest.raises(ConfigError, match=r"optim.train is head and cannot change"):
+    with pytest.raises(ConfigError, match=r"optim.trainable is head and cannot change"):
         tune(out="head")
 
 

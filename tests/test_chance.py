@@ -141,7 +141,7 @@ def test_normal_draws_are_normal():
 # Independence.
 
 
-def test_neighbours_in_every_direction_are_unrelated():
+def test_neighbors_in_every_direction_are_unrelated():
     drawn = chance.uniform_np(keys(100_001), 1, 2)
     assert look_unrelated(drawn[:-1, 0], drawn[1:, 0])  # slots
     assert look_unrelated(drawn[:, 0], drawn[:, 1])  # draws

@@ -1,4 +1,4 @@
-"""`vitrail.evaluate`: the same numbers however the pictures are batched and shared out, at every size."""
+"""`vitrail.evaluate`: the same numbers however the images are batched and shared out, at every size."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def vit() -> vitrail.Model:
 
 @pytest.fixture(scope="module")
 def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten pictures of three of the model's five classes."""
-    return pictures(tmp_path_factory.mktemp("album") / "album", {"bird": 3, "cat": 5, "dog": 2})
+    """Ten images of three of the model's five classes."""
+    return image_folder(tmp_path_factory.mktemp("album") / "album", {"bird": 3, "cat": 5, "dog": 2})
 
 
-def pictures(folder: Path, counts: dict[str, int]) -> Path:
+def image_folder(folder: Path, counts: dict[str, int]) -> Path:
     rng = np.random.default_rng(5)
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
@@ -57,7 +57,7 @@ def test_the_numbers_are_those_of_the_models_own_answers(vit: vitrail.Model, alb
     assert found.loss.value == pytest.approx(log_loss(truth, chances, labels=range(5)), rel=1e-5)
     assert found.top5 is None  # five classes: always right
     assert found.first.scores.count == 10
-    assert found.first.image == (32, 32)
+    assert found.first.image_size == (32, 32)
     assert (found.matched, found.names, found.data) == ("name", LABELS, "album")
     assert found.first.classes.support.tolist() == [5, 2, 3, 0, 0]
     assert [Path(found.keys[i]).parent.name for i in found.first.samples.index] == [p.parent.name for p in paths]
@@ -66,7 +66,7 @@ def test_the_numbers_are_those_of_the_models_own_answers(vit: vitrail.Model, alb
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 64])
 def test_the_size_of_batches_does_not_show(vit: vitrail.Model, album: Path, batch: int):
-    wanted, got = evaluated(vit, album, batch=10), evaluated(vit, album, batch=batch)
+    wanted, got = evaluated(vit, album, batch_size=10), evaluated(vit, album, batch_size=batch)
     assert same_counts(got, wanted)
     assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-6)
 
@@ -79,7 +79,7 @@ def same_counts(got: vitrail.Evaluation, wanted: vitrail.Evaluation) -> bool:
 
 def test_in_double_precision_only_the_last_digits_show_it(album: Path):
     exact = model(small()).to(dtype="float64")
-    wanted, got = evaluated(exact, album, batch=10), evaluated(exact, album, batch=3)
+    wanted, got = evaluated(exact, album, batch_size=10), evaluated(exact, album, batch_size=3)
     assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-13)
     assert got.calibration.error.value == pytest.approx(wanted.calibration.error.value, rel=1e-6)  # scores are float32
 
@@ -92,7 +92,7 @@ def processes() -> Iterator[Processes]:
 
 def in_a_process(weights: str, data: str, image: list[int] | None, flip: bool) -> dict[str, Any]:
     """What one of several processes finds."""
-    found = vitrail.evaluate(weights, data, image=image, flip=flip, batch=3, dtype="float64", **QUICK)
+    found = vitrail.evaluate(weights, data, image_size=image, flip=flip, batch_size=3, dtype="float64", **QUICK)
     return plain(found)
 
 
@@ -104,7 +104,7 @@ def plain(found: vitrail.Evaluation) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("quick_disk")
-def test_three_processes_that_do_not_divide_ten_pictures_find_what_one_does(
+def test_three_processes_that_do_not_divide_ten_images_find_what_one_does(
     processes: Processes, vit: vitrail.Model, album: Path, tmp_path: Path
 ):
     vit.save(tmp_path / "model")
@@ -124,15 +124,15 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.10g}") if isinstance(value, float) else value
 
 
-def test_a_broken_picture_is_refused_by_all_processes(processes: Processes, vit: vitrail.Model, tmp_path: Path):
+def test_a_broken_image_is_refused_by_all_processes(processes: Processes, vit: vitrail.Model, tmp_path: Path):
     vit.save(tmp_path / "model")
-    folder = pictures(tmp_path / "photos", {"cat": 5, "dog": 5})
+    folder = image_folder(tmp_path / "photos", {"cat": 5, "dog": 5})
     (folder / "dog" / "4.png").write_bytes(b"broken")
     found = processes.run(in_a_process, str(tmp_path / "model"), str(folder), None, False, survivors=True)
     assert len(found) == 3
     for error in found:
         assert isinstance(error, DataError)
-        assert "1 of 10 pictures of photos cannot be measured on" in str(error)
+        assert "1 of 10 images of photos cannot be measured on" in str(error)
 
 
 def test_data_that_is_not_there_is_refused_by_all_processes_in_the_same_words(
@@ -145,35 +145,35 @@ def test_data_that_is_not_there_is_refused_by_all_processes_in_the_same_words(
 
 
 def test_every_size_has_its_own_positions_preprocessing_and_difference(vit: vitrail.Model, album: Path):
-    found = evaluated(vit, album, image=[32, 48, (24, 40)])
-    assert [m.image for m in found.sizes] == [(32, 32), (48, 48), (24, 40)]
+    found = evaluated(vit, album, image_size=[32, 48, (24, 40)])
+    assert [m.image_size for m in found.sizes] == [(32, 32), (48, 48), (24, 40)]
     for measured, size in zip(found.sizes, (32, 48, (24, 40)), strict=True):
-        alone = evaluated(vit, album, image=size).first
+        alone = evaluated(vit, album, image_size=size).first
         assert alone.loss.value == pytest.approx(measured.loss.value, rel=1e-6)
     first, second = found.sizes[:2]
     assert first.change is None
     assert second.change.value == pytest.approx(second.top1.value - first.top1.value)
-    assert vit.config.image == (32, 32)  # the model itself stays as it is
-    larger = vitrail.Model(vit.net.resized(48), vit.card.but(config=vit.config.but(image=48)))
-    larger.card = larger.card.but(preprocess=larger.card.preprocess.but(image=48))
+    assert vit.config.image_size == (32, 32)  # the model itself stays as it is
+    larger = vitrail.Model(vit.net.resized(48), vit.card.replace(config=vit.config.replace(image_size=48)))
+    larger.card = larger.card.replace(preprocess=larger.card.preprocess.replace(image_size=48))
     assert evaluated(larger, album).loss.value == pytest.approx(second.loss.value, rel=1e-6)
 
 
 def test_a_size_that_the_patches_do_not_divide_is_refused_before_any_work(vit: vitrail.Model, tmp_path: Path):
-    folder = pictures(tmp_path / "photos", {"cat": 1})
+    folder = image_folder(tmp_path / "photos", {"cat": 1})
     (folder / "cat" / "0.png").write_bytes(b"would be refused, too")
     with pytest.raises(ConfigError, match="leaves 6 px of the image's height 30 uncovered; try height 24 or 32"):
-        evaluated(vit, folder, image=[32, 30])
+        evaluated(vit, folder, image_size=[32, 30])
 
 
 def test_relative_positions_keep_their_size(album: Path):
     fixed = model(small(position="relative"))
-    assert evaluated(fixed, album, image=[32]).first.image == (32, 32)
+    assert evaluated(fixed, album, image_size=[32]).first.image_size == (32, 32)
     with pytest.raises(ModelError, match="relative positions cannot be resampled from 32 px to 48 px"):
-        evaluated(fixed, album, image=[32, 48])
+        evaluated(fixed, album, image_size=[32, 48])
 
 
-def test_a_flip_is_the_mean_of_a_picture_and_its_mirror_image(vit: vitrail.Model, album: Path):
+def test_a_flip_is_the_mean_of_an_image_and_its_mirror_image(vit: vitrail.Model, album: Path):
     paths = sorted(album.rglob("*.png"))
     plain = [Image.open(path) for path in paths]
     mirrored = [image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) for image in plain]
@@ -184,7 +184,7 @@ def test_a_flip_is_the_mean_of_a_picture_and_its_mirror_image(vit: vitrail.Model
 
 
 def test_several_labels_have_average_precisions_with_an_interval(tmp_path: Path):
-    several = model(small(), several=True)
+    several = model(small(), multi_label=True)
     rows = ["image,label"]
     for i, words in enumerate(["cat|dog", "cat", "dog|bird", "bird", "cat|bird", "dog"] * 3):
         gradient(30 + i).save(tmp_path / f"{i}.png")
@@ -192,14 +192,14 @@ def test_several_labels_have_average_precisions_with_an_interval(tmp_path: Path)
     (tmp_path / "labels.csv").write_text("\n".join(rows))
     found = evaluated(several, tmp_path / "labels.csv")
     precision = found.mean_average_precision
-    assert found.several
+    assert found.multi_label
     assert precision.low <= precision.value <= precision.high
     assert precision.value == pytest.approx(np.nanmean(found.first.classes.average_precision))
     assert found.calibration is None
     assert found.first.scores.average_precisions is not None
     assert "average_precision" in found.to_dict()["sizes"][0]["classes"][0]
     assert evaluated(model(small()), tmp_path / "labels.csv").notes == (
-        "pictures have several labels and the model was made to give one: its outputs are read as a yes or no each",
+        "images have several labels and the model was made to give one: its outputs are read as a yes or no each",
     )
     written = write_evaluation(found, tmp_path / "out")
     assert {p.name for p in written} >= {"classes.png", "predictions.csv"}
@@ -207,17 +207,17 @@ def test_several_labels_have_average_precisions_with_an_interval(tmp_path: Path)
 
 
 def test_one_class_can_be_measured_and_what_cannot_be_said_is(vit: vitrail.Model, tmp_path: Path):
-    found = evaluated(vit, pictures(tmp_path / "photos", {"cat": 4}))
+    found = evaluated(vit, image_folder(tmp_path / "photos", {"cat": 4}))
     assert found.first.scores.count == 4
-    assert found.notes == ("every picture is of one class, 'cat': how well others are told from it cannot be said",)
+    assert found.notes == ("every image is of one class, 'cat': how well others are told from it cannot be said",)
     write_evaluation(found, tmp_path / "out")
     assert not (tmp_path / "out" / "confusion.png").exists()
 
 
-def test_pictures_that_cannot_be_read_are_left_out_if_asked(vit: vitrail.Model, tmp_path: Path):
-    folder = pictures(tmp_path / "photos", {"cat": 4, "dog": 2})
+def test_images_that_cannot_be_read_are_left_out_if_asked(vit: vitrail.Model, tmp_path: Path):
+    folder = image_folder(tmp_path / "photos", {"cat": 4, "dog": 2})
     (folder / "cat" / "1.png").write_bytes(b"broken")
-    with pytest.raises(DataError, match="1 of 6 pictures of photos cannot be measured on"):
+    with pytest.raises(DataError, match="1 of 6 images of photos cannot be measured on"):
         evaluated(vit, folder)
     found = evaluated(vit, folder, skip_bad=True)
     assert list(found.unreadable) == ["cat/1.png"]
@@ -226,12 +226,12 @@ def test_pictures_that_cannot_be_read_are_left_out_if_asked(vit: vitrail.Model, 
 
 def test_a_model_without_classes_is_refused(album: Path):
     with pytest.raises(ModelError, match="no classes to be right or wrong about"):
-        evaluated(model(small(classes=0), task="embed"), album)
+        evaluated(model(small(num_classes=0), task="embed"), album)
 
 
-def test_data_without_pictures_is_refused(vit: vitrail.Model, tmp_path: Path):
+def test_data_without_images_is_refused(vit: vitrail.Model, tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no folders with pictures"):
+    with pytest.raises(DataError, match="holds no folders with images"):
         evaluated(vit, tmp_path / "empty")
     (tmp_path / "labels.csv").write_text("image,label\n")
     with pytest.raises(DataError):
@@ -239,7 +239,7 @@ def test_data_without_pictures_is_refused(vit: vitrail.Model, tmp_path: Path):
 
 
 def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    wide = model(small(classes=1000))
+    wide = model(small(num_classes=1000))
     folder = tmp_path / "val" / "n01440764"
     folder.mkdir(parents=True)
     for i in (1, 2, 3):
@@ -251,14 +251,14 @@ def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path, monkeypatch: py
     synset = [f"n{1_440_764 + k:08d}" for k in range(1000)]
     for place in ("real", "matching"):
         monkeypatch.setattr(f"vitrail.evaluate.{place}.listed", lambda: tuple(synset))
-    named = vitrail.Model(wide.net, wide.card.but(labels=tuple(reversed(synset))))
+    named = vitrail.Model(wide.net, wide.card.replace(labels=tuple(reversed(synset))))
     found = evaluated(named, tmp_path / "val", real=tmp_path / "real.json")
     assert found.matched == "synset"
     assert (found.first.real.count, found.first.real.left_out) == (2, 1)
     assert found.first.real.top1.value == 0.5
     assert found.first.samples.truth.tolist() == [999, 999, 999]
     (tmp_path / "other.json").write_text('{"nobody.jpg": [1]}')
-    with pytest.raises(DataError, match="do not go with these pictures"):
+    with pytest.raises(DataError, match="do not go with these images"):
         evaluated(named, tmp_path / "val", real=tmp_path / "other.json")
     with pytest.raises(NotFound):
         evaluated(named, tmp_path / "val", real=tmp_path / "none.json")
@@ -279,14 +279,14 @@ def test_the_folder_evaluate_is_the_function_too():
 
 
 def test_what_training_holds_out_can_be_measured_alone(vit: vitrail.Model, tmp_path: Path):
-    folder = pictures(tmp_path / "photos", {"cat": 30, "dog": 30})
+    folder = image_folder(tmp_path / "photos", {"cat": 30, "dog": 30})
     found = evaluated(vit, folder, held_out=True)
     assert 0 < found.first.scores.count < 20
     assert "held out" in found.data
 
 
 def test_everything_is_written_and_reads_back(vit: vitrail.Model, album: Path, tmp_path: Path):
-    found = evaluated(vit, album, image=[32, 40])
+    found = evaluated(vit, album, image_size=[32, 40])
     written = write_evaluation(found, tmp_path / "out", ["png", "svg", "npz"])
     names = {path.name for path in written}
     figures = {f"{name}.{kind}" for name in ("reliability", "sizes", "confusion", "classes") for kind in ("png", "npz")}

@@ -34,17 +34,17 @@ def _soon() -> Any:
 
 @pytest.fixture(scope="module")
 def vit() -> vitrail.Model:
-    """It gives probabilities that are far from each other, and its pictures are not square."""
-    return model(small(image=(32, 40), width=32, depth=1, mlp=48), origin="somebody/small")
+    """It gives probabilities that are far from each other, and its images are not square."""
+    return model(small(image_size=(32, 40), width=32, depth=1, mlp_dim=48), origin="somebody/small")
 
 
 @pytest.fixture(scope="module")
 def files(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Pixels to probabilities; normalised images to logits, four at a time; with its own preprocessing."""
+    """Pixels to probabilities; normalized images to logits, four at a time; with its own preprocessing."""
     folder = tmp_path_factory.mktemp("exported")
     made = {
         "onnx": export(vit, folder / "a.onnx", check=[gradient()]),
-        "pt2": export(vit, folder / "b.pt2", to="pt2", raw=True, batch=4, check=[gradient()]),
+        "pt2": export(vit, folder / "b.pt2", to="pt2", raw=True, batch_size=4, check=[gradient()]),
         "xml": export(vit, folder / "c.xml", to="openvino", check=[gradient()]),
     }
     return {kind: one.path for kind, one in made.items()}
@@ -52,13 +52,13 @@ def files(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory: pytest.TempPathFactory) -> tuple[vitrail.Model, Path]:
-    vit = model(small(width=32, depth=1, mlp=48, classes=0), task="embed", labels=None)
+    vit = model(small(width=32, depth=1, mlp_dim=48, num_classes=0), task="embed", labels=None)
     return vit, export(vit, tmp_path_factory.mktemp("exported") / "f.onnx", check=[gradient()]).path
 
 
 @pytest.fixture(scope="module")
 def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten pictures of three of the model's five classes."""
+    """Ten images of three of the model's five classes."""
     folder, rng = tmp_path_factory.mktemp("album") / "album", np.random.default_rng(5)
     for label, count in {"bird": 3, "cat": 5, "dog": 2}.items():
         (folder / label).mkdir(parents=True)
@@ -71,8 +71,8 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kind", ["onnx", "pt2", "xml"])
 def test_load_gives_a_model_that_predicts(vit, files, kind):
     exported = vitrail.load(str(files[kind]))
-    pictures = [gradient(), gradient(30, 60), gradient(20), gradient(70), gradient(33)]
-    for got, wanted in zip(exported.predict(pictures), vit.predict(pictures), strict=True):
+    images = [gradient(), gradient(30, 60), gradient(20), gradient(70), gradient(33)]
+    for got, wanted in zip(exported.predict(images), vit.predict(images), strict=True):
         assert [p.label for p in got] == [p.label for p in wanted]
         assert [p.score for p in got] == pytest.approx([p.score for p in wanted], abs=1e-5)
     assert exported.labels == LABELS
@@ -93,7 +93,7 @@ def test_classes_can_be_named_anew(files):
 @pytest.mark.parametrize("kind", ["onnx", "pt2", "xml"])
 @pytest.mark.parametrize("flip", [False, True])
 def test_a_file_is_measured_as_its_model_is(vit, files, album, kind, flip):
-    options: dict[str, Any] = {"workers": 0, "batch": 3, "flip": flip}
+    options: dict[str, Any] = {"workers": 0, "batch_size": 3, "flip": flip}
     got = vitrail.evaluate(str(files[kind]), str(album), device="cpu", **options)
     wanted = vitrail.evaluate(vit, str(album), **options)
     ours, theirs = got.first.samples, wanted.first.samples
@@ -105,8 +105,8 @@ def test_a_file_is_measured_as_its_model_is(vit, files, album, kind, flip):
 
 
 def test_pixels_that_are_never_rounded_reach_the_file_as_they_are(tmp_path, album):
-    plain = model(small(width=32, depth=1, mlp=48))
-    card = plain.card.but(preprocess=plain.card.preprocess.but(antialias=False))
+    plain = model(small(width=32, depth=1, mlp_dim=48))
+    card = plain.card.replace(preprocess=plain.card.preprocess.replace(antialias=False))
     vit = vitrail.Model(plain.net, card)
     path = export(vit, tmp_path / "a.onnx", check=[gradient()]).path
     options: dict[str, Any] = {"workers": 0, "device": "cpu"}
@@ -121,18 +121,18 @@ def test_another_size_is_refused_before_anything_is_measured(files, album):
         watched.append(what)
 
     with pytest.raises(ModelError, match="is exported: it can be run, but not looked into, changed"):
-        vitrail.evaluate(files["onnx"], str(album), image=[(32, 40), 64], device="cpu", watch=watch)
+        vitrail.evaluate(files["onnx"], str(album), image_size=[(32, 40), 64], device="cpu", watch=watch)
     assert watched == []
 
 
 def test_a_file_that_gives_features_embeds(features, album, tmp_path):
     vit, path = features
     exported = vitrail.load(path)
-    pictures = [gradient(), gradient(30, 60)]
-    torch.testing.assert_close(exported.embed(pictures), vit.embed(pictures), atol=1e-4, rtol=1e-4)
+    images = [gradient(), gradient(30, 60)]
+    torch.testing.assert_close(exported.embed(images), vit.embed(images), atol=1e-4, rtol=1e-4)
     assert exported.embed([]).shape == (0, 32)
-    made = embed(exported, str(album), tmp_path / "f.parquet", batch=4)
-    assert (made.pictures, made.width) == (10, 32)
+    made = embed(exported, str(album), tmp_path / "f.parquet", batch_size=4)
+    assert (made.images, made.width) == (10, 32)
     table = pq.read_table(made.path)
     wanted = vit.embed([album / key for key in table["key"].to_pylist()])
     assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-4)
@@ -176,8 +176,8 @@ def test_what_needs_the_network_says_what_to_load_instead(files, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"image": 64}, "exported already: image cannot be changed any more"),
-        ({"classes": 3, "channels": 1}, "channels, classes cannot be changed"),
+        ({"image_size": 64}, "exported already: image cannot be changed any more"),
+        ({"num_classes": 3, "channels": 1}, "channels, classes cannot be changed"),
         ({"activation": "gelu-quick"}, "activation cannot be changed"),
         ({"device": "cuda"}, "runs on the CPU; for cuda"),
         ({"dtype": "bfloat16"}, "has its precision already; for bfloat16"),

@@ -31,17 +31,17 @@ def _soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(scope="module")
 def tiny() -> vitrail.Model:
-    return model(small(width=32, depth=1, mlp=48))
+    return model(small(width=32, depth=1, mlp_dim=48))
 
 
 def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
-    made = export(tiny, tmp_path / "tiny", to="pt2", image=(32, 48), check=[gradient(), gradient(60, 30)])
+    made = export(tiny, tmp_path / "tiny", to="pt2", image_size=(32, 48), check=[gradient(), gradient(60, 30)])
     assert made.path == tmp_path / "tiny.pt2"
-    assert (made.sheet.answer, made.sheet.image, made.comparison.pictures) == ("probabilities", (32, 48), 2)
+    assert (made.sheet.answer, made.sheet.image, made.comparison.images) == ("probabilities", (32, 48), 2)
     vit = running(made.path)
     net = tiny.net.resized((32, 48))
-    preprocess = tiny.card.preprocess.but(image=(32, 48))
-    card = tiny.card.but(config=net.config, preprocess=preprocess)
+    preprocess = tiny.card.preprocess.replace(image_size=(32, 48))
+    card = tiny.card.replace(config=net.config, preprocess=preprocess)
     wanted = vitrail.Model(net, card).predict([gradient(), gradient(20)])
     for row, expected in zip(vit.predict([gradient(), gradient(20)]), wanted, strict=True):
         assert [p.label for p in row] == [p.label for p in expected]
@@ -55,24 +55,24 @@ def test_what_needs_the_network_is_refused_by_a_file(tiny, tmp_path):
     with pytest.raises(ModelError, match="gives classes and no features"):
         vit.embed(gradient())
     with pytest.raises(ConfigError, match="image cannot be changed any more"):
-        running(tmp_path / "tiny.pt2", image=64)
+        running(tmp_path / "tiny.pt2", image_size=64)
     assert "run by torch in float32" in repr(vit)
 
 
 def test_a_model_without_classes_is_exported_for_its_features(tmp_path):
-    vit = model(small(width=32, depth=1, mlp=48, classes=0), task="embed", labels=None)
+    vit = model(small(width=32, depth=1, mlp_dim=48, num_classes=0), task="embed", labels=None)
     made = export(vit, tmp_path / "features", to="pt2", check=[gradient()])
     assert (made.sheet.answer, made.comparison.same) == ("features", None)
     torch.testing.assert_close(running(made.path).embed(gradient()), vit.embed(gradient()))
 
 
-def test_labelled_pictures_tell_how_many_answers_are_right(tiny, tmp_path):
+def test_labeled_images_tell_how_many_answers_are_right(tiny, tmp_path):
     for i, label in enumerate(tiny.labels):
         (tmp_path / "photos" / label).mkdir(parents=True)
         for j in range(2):
             gradient(30 + 7 * i, 30 + 5 * j).rotate(50 * i).save(tmp_path / "photos" / label / f"{j}.png")
     found = export(tiny, tmp_path / "tiny", to="pt2", check=str(tmp_path / "photos")).comparison
-    assert found.pictures == 10
+    assert found.images == 10
     right = [
         tiny.predict(path, top=1)[0].label == path.parent.name for path in sorted((tmp_path / "photos").glob("*/*"))
     ]
@@ -80,7 +80,7 @@ def test_labelled_pictures_tell_how_many_answers_are_right(tiny, tmp_path):
     assert (found.change.value, found.change.low, found.change.high) == (0, 0, 0)
 
 
-def test_int8_without_pictures_is_refused_before_the_work(tmp_path):
+def test_int8_without_images_is_refused_before_the_work(tmp_path):
     with pytest.raises(ConfigError, match="--calibrate FOLDER"):
         export("no such model", tmp_path / "model.onnx", precision="int8")
 
@@ -97,7 +97,7 @@ def trained(real_checkpoint: Path) -> vitrail.Model:
 def test_twelve_photographs_have_the_same_class_in_float32(trained, imagenet_val, tmp_path):
     photographs = _some(imagenet_val, 12)
     made = export(trained, tmp_path / "ti.onnx", check=photographs)
-    assert (made.comparison.same, made.comparison.pictures) == (12, 12)
+    assert (made.comparison.same, made.comparison.images) == (12, 12)
     assert made.comparison.relative <= 1e-5
     again = open_file(made.path, "openvino")
     pixels = np.stack([trained.preprocess.pixels(p) for p in photographs[:8]])
@@ -109,15 +109,15 @@ def _some(folder: Path, count: int) -> list[bytes]:
     from vitrail.data.sources import open_parts
 
     source = open_parts(DataConfig(source=str(folder))).measured
-    return [source[80 * i].picture for i in range(count)]
+    return [source[80 * i].image for i in range(count)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "openvino"])
 @pytest.mark.parametrize("image", [None, (192, 256)])
 def test_a_thousand_photographs_have_the_same_class_in_float32(trained, imagenet_val, tmp_path, to, image):
-    made = export(trained, tmp_path / "ti", to=to, image=image, check=str(imagenet_val))
-    assert (made.comparison.same, made.comparison.pictures) == (1000, 1000)
+    made = export(trained, tmp_path / "ti", to=to, image_size=image, check=str(imagenet_val))
+    assert (made.comparison.same, made.comparison.images) == (1000, 1000)
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def test_an_existing_path_comes_before_a_name(fetched, folder, tmp_path, monkeyp
         ("ViT-X/16", "there is no size 'X'"),
         ("ViT-G/14", "are not public; vitrail.create('ViT-G/14')"),
         ("ViT-B/4", "has no public weights; vitrail.create('ViT-B/4')"),
-        ("ViT-Ti/16@288", "load ViT-Ti/16 with image=288"),
+        ("ViT-Ti/16@288", "load ViT-Ti/16 with image_size=288"),
         ("something-else", "`vitrail models` lists the names"),
         ("", "got an empty name"),
         ("x" * 5000, "no file, folder or model"),
@@ -223,44 +223,44 @@ def test_a_path_object_is_never_a_name(fetched):
 
 
 def test_another_size_resamples_positions_and_says_so(folder, photograph, caplog):
-    wide = vitrail.load(folder, image=(32, 64))
-    assert wide.config.image == wide.card.preprocess.image == (32, 64)
+    wide = vitrail.load(folder, image_size=(32, 64))
+    assert wide.config.image_size == wide.card.preprocess.image_size == (32, 64)
     assert "positions were resampled to 32x64 as timm does it." in caplog.text
     assert wide.logits(photograph).shape == (1, 5)
     with pytest.raises(ConfigError, match="uncovered; try height 24 or 32"):
-        vitrail.load(folder, image=30)
+        vitrail.load(folder, image_size=30)
 
 
-def test_another_size_keeps_the_share_of_the_picture_that_is_seen(tmp_path):
-    preprocess = PreprocessConfig(image=32, resize="short", resize_to=36)
+def test_another_size_keeps_the_share_of_the_image_that_is_seen(tmp_path):
+    preprocess = PreprocessConfig(image_size=32, resize="short", resize_to=36)
     model(small(), preprocess=preprocess).save(tmp_path / "m")
-    assert vitrail.load(tmp_path / "m", image=64).card.preprocess.resize_to == 72
+    assert vitrail.load(tmp_path / "m", image_size=64).card.preprocess.resize_to == 72
 
 
 def test_a_size_that_only_the_preprocessing_lacks_is_given_to_it(tmp_path):
     """DINOv2's repositories: a network for 518 pixels, a preprocessing for 224."""
-    model(small(), preprocess=PreprocessConfig(image=24)).save(tmp_path / "m")
-    assert vitrail.load(tmp_path / "m").card.preprocess.image == (24, 24)
-    assert vitrail.load(tmp_path / "m", image=32).card.preprocess.image == (32, 32)
+    model(small(), preprocess=PreprocessConfig(image_size=24)).save(tmp_path / "m")
+    assert vitrail.load(tmp_path / "m").card.preprocess.image_size == (24, 24)
+    assert vitrail.load(tmp_path / "m", image_size=32).card.preprocess.image_size == (32, 32)
 
 
-def test_one_channel_answers_to_grey_pictures_as_three_do(vit, folder, photograph, caplog):
-    grey = vitrail.load(folder, channels=1)
+def test_one_channel_answers_to_gray_images_as_three_do(vit, folder, photograph, caplog):
+    gray = vitrail.load(folder, channels=1)
     assert "for 1 channel the first filters were summed over the 3 channels." in caplog.text
-    picture = photograph.convert("L")
-    torch.testing.assert_close(grey.logits(picture), vit.logits(picture), rtol=1e-5, atol=1e-5)
-    assert grey.predict(photograph)[0].label in LABELS  # colours are turned to grey
-    assert grey.predict(np.asarray(picture)) == grey.predict(picture)
+    image = photograph.convert("L")
+    torch.testing.assert_close(gray.logits(image), vit.logits(image), rtol=1e-5, atol=1e-5)
+    assert gray.predict(photograph)[0].label in LABELS  # colors are turned to gray
+    assert gray.predict(np.asarray(image)) == gray.predict(image)
 
 
 def test_four_channels_take_transparency_as_it_is(folder, photograph, caplog):
     clear = vitrail.load(folder, channels=4)
     assert "for 4 channels the first filters were repeated from 3 to 4 and scaled by 3/4." in caplog.text
-    picture = photograph.convert("RGBA")
-    opaque = clear.logits(picture)
-    picture.putalpha(0)
-    assert not torch.allclose(clear.logits(picture), opaque)
-    assert clear.preprocess(picture).shape == (1, 4, 32, 32)
+    image = photograph.convert("RGBA")
+    opaque = clear.logits(image)
+    image.putalpha(0)
+    assert not torch.allclose(clear.logits(image), opaque)
+    assert clear.preprocess(image).shape == (1, 4, 32, 32)
     assert torch.equal(clear.logits(photograph), opaque)
 
 
@@ -272,21 +272,21 @@ def test_two_channels_need_arrays(folder, photograph):
 
 
 def test_new_classes_get_a_head_of_zeros(folder, photograph, caplog):
-    new = vitrail.load(folder, classes=3, labels=["a", "b", "c"])
+    new = vitrail.load(folder, num_classes=3, labels=["a", "b", "c"])
     assert "the head is new: 3 classes, all zeros until it is trained." in caplog.text
     assert [p.label for p in new.predict(photograph)] == ["a", "b", "c"]
     assert new.logits(photograph).eq(0).all()
-    assert vitrail.load(folder, classes=3).labels is None
+    assert vitrail.load(folder, num_classes=3).labels is None
 
 
 def test_as_many_classes_as_there_are_keeps_the_head_and_says_so(vit, folder, photograph, caplog):
-    same = vitrail.load(folder, classes=5)
+    same = vitrail.load(folder, num_classes=5)
     assert "its head is kept as it is" in caplog.text
     assert torch.equal(same.logits(photograph), vit.logits(photograph))
 
 
 def test_classes_zero_takes_the_head_off(vit, folder, photograph):
-    bare = vitrail.load(folder, classes=0)
+    bare = vitrail.load(folder, num_classes=0)
     torch.testing.assert_close(bare.embed(photograph), vit.embed(photograph))
 
 

@@ -1,4 +1,4 @@
-"""`vit.explain` and the portrait of a model: one picture, any network."""
+"""`vit.explain` and the portrait of a model: one image, any network."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from small_models import gradient, model, small
 
 import vitrail
 from vitrail.api.looking import METHODS, class_number, last_view
-from vitrail.api.portrait import FIGURES, Portrait, bundled, pictures_of
+from vitrail.api.portrait import FIGURES, Portrait, bundled, images_of
 from vitrail.config import BiTConfig, PreprocessConfig
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.explain import class_view, gradient_view
 
-BIT = BiTConfig(image=128, classes=5, layers=(1, 1, 1, 1), width=0.5)
+BIT = BiTConfig(image_size=128, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -28,7 +28,7 @@ def test_every_kind_of_network_is_explained_in_every_way(name: str):
     config = vit.config
     assert set(look.maps) == set(METHODS)
     assert all(view.shape == config.grid for view in look.maps.values())
-    assert look.attention.shape == (config.depth, config.heads, *config.grid)
+    assert look.attention.shape == (config.depth, config.num_heads, *config.grid)
     np.testing.assert_allclose(look.attention.sum((2, 3)) + look.special.sum(2), 1, atol=1e-5)
     assert look.figures() == ("overview", "heads", "layers", "faithfulness")
     assert set(look.faithful) == {*METHODS, "random"}
@@ -70,12 +70,12 @@ def test_the_last_attention_of_an_attention_pool_is_the_pools(options: dict[str,
     vit = model(small(**options))
     images = vit.preprocess(gradient())
     wanted = vit.net.features(images, want=("pool_attention",)).pool_attention.mean(1)
-    torch.testing.assert_close(last_view(vit.net, images).flatten(1), wanted[:, vit.config.prefix :])
+    torch.testing.assert_close(last_view(vit.net, images).flatten(1), wanted[:, vit.config.num_prefix_tokens :])
 
 
 @pytest.mark.parametrize("size", [(32, 48), (64, 24)])
 def test_any_size_and_aspect(size: tuple[int, int]):
-    vit = model(small(image=size), preprocess=PreprocessConfig(image=size))
+    vit = model(small(image_size=size), preprocess=PreprocessConfig(image_size=size))
     look = vit.explain(gradient(), query=(1, 2))
     assert look.rollout.shape == (size[0] // 8, size[1] // 8)
     assert look.pixels.shape == (*size, 3)
@@ -84,26 +84,26 @@ def test_any_size_and_aspect(size: tuple[int, int]):
 
 
 def test_several_labels_have_curves_that_begin_at_the_probability_that_is_said():
-    look = model(small(), several=True).explain(gradient(), trust=True)
+    look = model(small(), multi_label=True).explain(gradient(), trust=True)
     for both in look.faithful.values():
         assert both.deletion.values[0] == pytest.approx(look.target.score, abs=1e-5)
         assert both.insertion.values[-1] == pytest.approx(look.target.score, abs=1e-5)
 
 
 def test_what_no_patch_covers_is_not_shown():
-    vit = model(small(image=35, uncovered="ignore"), preprocess=PreprocessConfig(image=35))
+    vit = model(small(image_size=35, uncovered="ignore"), preprocess=PreprocessConfig(image_size=35))
     look = vit.explain(gradient())
     assert look.pixels.shape == (32, 32, 3)
     assert Portrait(vit, [gradient()]).shown[0].shape == (32, 32, 3)
 
 
 def test_a_single_row_of_patches_is_explained():
-    vit = model(small(image=(8, 32)), preprocess=PreprocessConfig(image=(8, 32)))
+    vit = model(small(image_size=(8, 32)), preprocess=PreprocessConfig(image_size=(8, 32)))
     assert set(vit.explain(gradient()).maps) == set(METHODS)
 
 
-def test_grey_pictures_are_shown_too():
-    vit = model(small(channels=1), preprocess=PreprocessConfig(image=32, mean=(0.5,), std=(0.5,)))
+def test_gray_images_are_shown_too():
+    vit = model(small(channels=1), preprocess=PreprocessConfig(image_size=32, mean=(0.5,), std=(0.5,)))
     assert vit.explain(gradient()).pixels.shape == (32, 32, 3)
 
 
@@ -121,7 +121,7 @@ def test_a_network_without_attention_can_be_occluded_and_nothing_else():
 
 
 def test_a_model_without_classes_shows_where_it_looks():
-    vit = model(small(classes=0), task="embed")
+    vit = model(small(num_classes=0), task="embed")
     look = vit.explain(gradient())
     assert set(look.maps) == {"rollout", "attention"}
     assert look.target is None
@@ -131,7 +131,7 @@ def test_a_model_without_classes_shows_where_it_looks():
             vit.explain(gradient(), **options)
 
 
-def test_files_are_named_after_the_picture(tmp_path: Path):
+def test_files_are_named_after_the_image(tmp_path: Path):
     vit = model(small())
     gradient().save(tmp_path / "my cat.png")
     look = vit.explain(tmp_path / "my cat.png")
@@ -157,7 +157,7 @@ def test_an_explanation_that_does_not_exist_is_refused():
 def test_every_kind_of_network_has_a_portrait(name: str):
     vit = model(BIT if name == "bit" else KINDS[name])
     portrait = Portrait(vit, [gradient(), gradient(80)])
-    lacking = {"bit": set(FIGURES) - {"colours"}, "hybrid": {"filters"}}.get(name, set())
+    lacking = {"bit": set(FIGURES) - {"colors"}, "hybrid": {"filters"}}.get(name, set())
     for what in FIGURES:
         if what in lacking:
             with pytest.raises(ModelError):
@@ -170,34 +170,34 @@ def test_what_a_network_cannot_have_is_left_out_aloud_unless_it_was_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     portrait = Portrait(model(BIT), [gradient(), gradient(80)])
-    assert [p.name for p in portrait.save(tmp_path, formats=("png", "npz"))] == ["colours.png", "colours.npz"]
+    assert [p.name for p in portrait.save(tmp_path, formats=("png", "npz"))] == ["colors.png", "colors.npz"]
     for what in ("filters", "positions", "distances", "rollout"):
         assert f"no figure of its {what}: " in caplog.text
     with pytest.raises(ModelError, match="rollout: a BiT has convolutions and no attention"):
         portrait.save(tmp_path, ["rollout"])
 
 
-def test_a_portrait_needs_pictures_that_can_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_portrait_needs_images_that_can_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     vit = model(small())
-    (tmp_path / "broken.png").write_bytes(b"not a picture")
-    with pytest.raises(DataError, match="no picture to look at"):
+    (tmp_path / "broken.png").write_bytes(b"not an image")
+    with pytest.raises(DataError, match="no image to look at"):
         Portrait(vit, [])
-    with pytest.raises(DataError, match="none of the 1 pictures can be read"):
+    with pytest.raises(DataError, match="none of the 1 images can be read"):
         Portrait(vit, [tmp_path / "broken.png"]).save(tmp_path, ["rollout"])
     Portrait(vit, [tmp_path / "broken.png", gradient()]).save(tmp_path / "out", ["rollout"])
-    assert "1 of 2 pictures cannot be read and are left out" in caplog.text
+    assert "1 of 2 images cannot be read and are left out" in caplog.text
     with pytest.raises(ConfigError, match="no figure is called 'filter'; did you mean 'filters'"):
         Portrait(vit, [gradient()]).save(tmp_path, ["filter"])
 
 
-def test_pictures_are_taken_from_all_over_the_data(tmp_path: Path):
+def test_images_are_taken_from_all_over_the_data(tmp_path: Path):
     for i in range(20):
         folder = tmp_path / "data" / f"class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         gradient(20 + i).save(folder / f"{i:02d}.png")
-    found = pictures_of(str(tmp_path / "data"), 4)
+    found = images_of(str(tmp_path / "data"), 4)
     assert len(found) == 4
-    assert len(pictures_of(str(tmp_path / "data"), 100)) == 20
+    assert len(images_of(str(tmp_path / "data"), 100)) == 20
     assert len(bundled()) == 2
 
 

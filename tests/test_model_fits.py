@@ -15,7 +15,7 @@ from vitrail.errors import ModelError
 from vitrail.models import build
 from vitrail.weights.opening import adapted
 
-BIT = BiTConfig(image=32, classes=5, layers=(1, 1, 1, 1), width=0.5)
+BIT = BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5)
 
 
 @pytest.fixture
@@ -28,12 +28,12 @@ def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Mode
     with pytest.raises(ModelError) as caught:
         vitrail.Model(vit.net.with_classes(10), vit.card)
     assert str(caught.value) == (
-        "the network has classes=10, and its card says classes=5: the card is of another network. Load the checkpoint "
-        "with these settings, or pass card.but(config=net.config, labels=None)."
+        "the network has num_classes=10, and its card says num_classes=5: the card is of another network. "
+        "Load the checkpoint with these settings, or pass card.replace(config=net.config, labels=None)."
     )
     net = vit.net.with_classes(10)
     assert (
-        vitrail.Model(net, vit.card.but(config=net.config, labels=None))
+        vitrail.Model(net, vit.card.replace(config=net.config, labels=None))
         .predict(gradient())[0]
         .label.startswith("class ")
     )
@@ -42,16 +42,16 @@ def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Mode
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"classes": 3}, "classes=3"),
+        ({"classes": 3}, "num_classes=3"),
         ({"channels": 1}, "channels=1"),
-        ({"image": 64}, r"image=\[64, 64\]"),
-        ({"width": 64, "mlp": 128}, "width=64, mlp=128"),
+        ({"image_size": 64}, r"image_size=\[64, 64\]"),
+        ({"width": 64, "mlp_dim": 128}, "width=64, mlp_dim=128"),
         ({"depth": 1}, "depth=1"),
         ({"activation": "gelu-quick"}, "activation=gelu-quick"),
         ({"norm_eps": 1e-12}, "norm_eps=1e-12"),
         ({"resample": "google"}, "resample=google"),
         ({"layer_scale": 0.1}, "layer_scale=0.1"),
-        ({"classes": 0}, "classes=0"),
+        ({"num_classes": 0}, "num_classes=0"),
     ],
 )
 def test_any_other_difference_that_matters_is_refused(vit: vitrail.Model, changes: dict, said: str) -> None:
@@ -66,21 +66,21 @@ def test_a_bit_is_no_vit(vit: vitrail.Model) -> None:
 
 def test_what_matters_only_in_training_may_differ() -> None:
     card = model(small(layer_scale=0.1)).card
-    other = small(dropout=0.1, attention_dropout=0.1, path_dropout=0.2, position_std=1.0, layer_scale=1e-6)
+    other = small(dropout=0.1, attention_dropout=0.1, drop_path=0.2, position_init_std=1.0, layer_scale=1e-6)
     assert len(vitrail.Model(model(other).net, card).predict(gradient())) == 5
 
 
 def test_a_preprocessing_of_other_channels_is_refused(vit: vitrail.Model) -> None:
-    grey = PreprocessConfig(image=32, mean=(0.5,), std=(0.5,))
+    gray = PreprocessConfig(image_size=32, mean=(0.5,), std=(0.5,))
     with pytest.raises(ModelError, match=r"takes images of 3 channels, and its preprocessing gives 1; load it with"):
-        vitrail.Model(vit.net, vit.card.but(preprocess=grey))
+        vitrail.Model(vit.net, vit.card.replace(preprocess=gray))
 
 
 def test_a_network_and_a_card_set_later_must_fit_too(vit: vitrail.Model) -> None:
-    with pytest.raises(ModelError, match="the network has classes=10, and its card says classes=5"):
+    with pytest.raises(ModelError, match="the network has num_classes=10, and its card says num_classes=5"):
         vit.net = vit.net.with_classes(10)
-    other = vit.card.but(config=vit.config.but(classes=3), labels=None)
-    with pytest.raises(ModelError, match="the network has classes=5, and its card says classes=3"):
+    other = vit.card.replace(config=vit.config.replace(num_classes=3), labels=None)
+    with pytest.raises(ModelError, match="the network has num_classes=5, and its card says num_classes=3"):
         vit.card = other
     assert len(vit.predict(gradient())) == 5
     again = vit.net.rebuilt(vit.config, {})
@@ -90,7 +90,7 @@ def test_a_network_and_a_card_set_later_must_fit_too(vit: vitrail.Model) -> None
 
 def test_a_card_set_later_brings_its_preprocessing(vit: vitrail.Model) -> None:
     before = vit.logits(gradient())
-    vit.card = vit.card.but(preprocess=vit.card.preprocess.but(mean=(0.2, 0.3, 0.4)))
+    vit.card = vit.card.replace(preprocess=vit.card.preprocess.replace(mean=(0.2, 0.3, 0.4)))
     assert vit.preprocess.config.mean == (0.2, 0.3, 0.4)
     assert not torch.equal(vit.logits(gradient()), before)
 
@@ -101,7 +101,7 @@ def test_a_head_replaced_by_hand_names_no_classes(config: object) -> None:
     replaced.net.head = nn.Linear(replaced.net.head.in_features, 10)
     for call in (replaced.predict, replaced.logits):
         with pytest.raises(
-            ModelError, match=r"gives 10 outputs, and its config says classes=5.*net.with_classes\(10\)"
+            ModelError, match=r"gives 10 outputs, and its config says num_classes=5.*net.with_classes\(10\)"
         ):
             call(gradient())
 
@@ -109,8 +109,8 @@ def test_a_head_replaced_by_hand_names_no_classes(config: object) -> None:
 def test_what_changes_both_at_once_fits(vit: vitrail.Model, tmp_path: Path) -> None:
     vit.save(tmp_path / "m")
     for changed in (
-        vitrail.load(tmp_path / "m", classes=10, image=64, channels=1),
-        vitrail.Model(*adapted(vit.net, vit.card, classes=10, image=64, channels=1)),
+        vitrail.load(tmp_path / "m", num_classes=10, image_size=64, channels=1),
+        vitrail.Model(*adapted(vit.net, vit.card, num_classes=10, image_size=64, channels=1)),
     ):
         assert changed.config == changed.card.config
         assert sorted(p.label for p in changed.predict(gradient(), top=10)) == [f"class {i}" for i in range(10)]

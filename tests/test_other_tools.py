@@ -88,7 +88,7 @@ def test_transformers_trainer_trains_evaluates_saves_and_resumes(tmp_path: Path)
 
 def test_configs_stay_frozen_but_for_what_the_trainer_sets() -> None:
     for config in (vitrail.ViTConfig(), vitrail.BiTConfig()):
-        same = config.but()
+        same = config.replace()
         config.use_cache = False
         assert config == same
         assert hash(config) == hash(same)

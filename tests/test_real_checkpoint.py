@@ -45,13 +45,13 @@ def test_the_first_logits_are_those_measured_with_timm(vit, photographs):
 
 
 def test_the_command_gives_the_same_logits(real_checkpoint, photographs, tmp_path):
-    picture = tmp_path / "first.jpg"
-    picture.write_bytes(photographs[0][0])
-    command = [sys.executable, "-m", "vitrail", "predict", str(picture), "--model", str(real_checkpoint)]
+    image = tmp_path / "first.jpg"
+    image.write_bytes(photographs[0][0])
+    command = [sys.executable, "-m", "vitrail", "predict", str(image), "--model", str(real_checkpoint)]
     done = subprocess.run([*command, "--json", "--logits", "--device", "cpu"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     [entry] = json.loads(done.stdout)
-    assert entry["path"] == str(picture)
+    assert entry["path"] == str(image)
     assert len(entry["logits"]) == 1000
     assert entry["logits"][:5] == pytest.approx(FIRST_LOGITS, abs=1e-4)
     assert entry["predictions"][0]["index"] == photographs[0][1]
@@ -81,7 +81,7 @@ def test_classes_have_timms_names(vit, photographs):
 
 @pytest.mark.slow
 def test_a_thousand_photographs_score_what_was_measured(vit, photographs):
-    logits = vit.logits([data for data, _ in photographs], batch=50)
+    logits = vit.logits([data for data, _ in photographs], batch_size=50)
     target = torch.tensor([index for _, index in photographs])
     best = logits.topk(5).indices == target[:, None]
     assert 100 * best[:, 0].float().mean() == pytest.approx(74.3, abs=1e-4)

@@ -37,11 +37,11 @@ def test_a_run_and_its_model():
     assert run.path == Path("runs/small")
     assert run.finished
     assert run.scores is not None
-    assert run.config.model.classes == 10
+    assert run.config.model.num_classes == 10
     assert run.model.labels == tuple("0123456789")
     assert run.report == Path("runs/small/report.html")
     assert not run.report.exists()
-    assert 0 < run.baselines["3-nearest neighbours"].top1 <= 1
+    assert 0 < run.baselines["3-nearest neighbors"].top1 <= 1
     again = vitrail.train(digits(6), resume=True, report=False)
     assert again.path == run.path
     assert again.scores is not None
@@ -94,8 +94,8 @@ def test_comparisons_are_runs_of_their_own_and_go_on_too():
 def test_comparisons_have_the_batch_that_was_found(monkeypatch: pytest.MonkeyPatch):
     found = iter((16, 32))
     monkeypatch.setattr("vitrail.train.trainer.find_batch", lambda *_, **__: next(found))
-    run = vitrail.train(digits(2, batch="auto", compare=["seed=1"]), report=False)
-    assert (run.config.batch, run.compared[0].config.batch) == (16, 16)
+    run = vitrail.train(digits(2, batch_size="auto", compare=["seed=1"]), report=False)
+    assert (run.config.batch_size, run.compared[0].config.batch_size) == (16, 16)
 
 
 def test_a_report_that_cannot_be_written_loses_no_run(
@@ -149,28 +149,28 @@ def test_what_is_refused():
     assert not Path("runs").exists()
 
 
-def test_fine_tuning_picks_settings_that_suit_the_pictures():
+def test_fine_tuning_picks_settings_that_suit_the_images():
     model(small()).save("start")
     photos(Path("photos"), {"a": 60, "b": 60}, side=8)
     config = tuned("start", "photos", overrides=["data.held_out=0.5"])
-    assert config.start == "start"
+    assert config.init_from == "start"
     assert config.name == "finetune-photos"
     assert config.data.held_out == 0.5
-    assert config.batch == 8
-    more = tuned("start", "photos", what=1, image=(16, 32), device="cpu")
-    assert (more.optim.train, more.image, more.device) == (1, (16, 32), "cpu")
-    assert override(more, ["image=24"]).image == 24
+    assert config.batch_size == 8
+    more = tuned("start", "photos", what=1, image_size=(16, 32), device="cpu")
+    assert (more.optim.trainable, more.image_size, more.device) == (1, (16, 32), "cpu")
+    assert override(more, ["image_size=24"]).image == 24
 
 
-def test_the_papers_resolution_is_in_whole_patches_and_small_pictures_are_doubled():
+def test_the_papers_resolution_is_in_whole_patches_and_small_images_are_doubled():
     photos(Path("photos"), {"a": 6, "b": 6}, side=8)
     sizes = {"B/16": (224, 16), "H/14": (224, 14), "digits": (8, 2)}
     for name, (image, patch) in sizes.items():
-        model(small(image=image, patch=patch)).save(name)
-    found = {name: tuned(name, "photos", recipe="paper").image for name in sizes}
+        model(small(image_size=image, patch_size=patch)).save(name)
+    found = {name: tuned(name, "photos", recipe="paper").image_size for name in sizes}
     assert found == {"B/16": 384, "H/14": 378, "digits": 16}
-    assert tuned("H/14", "photos", recipe="paper", image=224).image == 224
-    assert larger(ViTConfig(patch=1, stem=StemConfig(layers=(3, 4, 9)))) == 384
+    assert tuned("H/14", "photos", recipe="paper", image_size=224).image_size == 224
+    assert larger(ViTConfig(patch_size=1, stem=StemConfig(layers=(3, 4, 9)))) == 384
     assert larger(BiTConfig()) == 384
 
 
@@ -178,7 +178,7 @@ def test_another_way_to_fine_tune_is_not_taken_up_by_resuming():
     model(small()).save("start")
     photos(Path("photos"), {"a": 20, "b": 20}, side=8)
     settings = ["duration=2 steps", "data.workers=0"]
-    vitrail.finetune("start", "photos", recipe="paper", image=8, overrides=settings, out="paper", report=False)
+    vitrail.finetune("start", "photos", recipe="paper", image_size=8, overrides=settings, out="paper", report=False)
     vitrail.finetune("start", "photos", overrides=settings, out="usual", report=False)
     with pytest.raises(ConfigError, match="--recipe paper cannot change when a run is resumed"):
         vitrail.finetune("", "", recipe="paper", resume=True, out="usual")
@@ -189,10 +189,10 @@ def test_a_recipe_of_another_length_keeps_its_shares():
     picked = RECIPES["cifar10"]()
     for length, warmup, unmixed in (("37 epochs", "1.5 epochs", "3.7 epochs"), ("740 steps", "30 steps", "74 steps")):
         config = _settled(picked, [f"duration={length}"])
-        assert (str(config.schedule.warmup), str(config.augment.unmixed)) == (warmup, unmixed)
+        assert (str(config.schedule.warmup), str(config.augment.mix_off)) == (warmup, unmixed)
     config = _settled(picked, ["duration=37 epochs", "schedule.warmup=2 epochs"])
-    assert (str(config.schedule.warmup), str(config.augment.unmixed)) == ("2 epochs", "3.7 epochs")
-    assert _settled(picked, ["seed=1"]) == picked.but(seed=1)
+    assert (str(config.schedule.warmup), str(config.augment.mix_off)) == ("2 epochs", "3.7 epochs")
+    assert _settled(picked, ["seed=1"]) == picked.replace(seed=1)
     tenth = override(picked, ["duration=32 epochs", "schedule.warmup=3.2 epochs"])
     assert str(_settled(tenth, ["duration=3 epochs"]).schedule.warmup) == "0.3 epochs"  # not 0.30000000000000004
 
@@ -220,13 +220,13 @@ def test_a_run_goes_on_where_it_is(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_flatters_or_does_nothing_is_said(caplog: pytest.LogCaptureFixture):
-    settings = ["patience=3", "augment.mixup=0.2", "augment.unmixed=2 steps"]
+    settings = ["patience=3", "augment.mixup=0.2", "augment.mix_off=2 steps"]
     vitrail.train(override(digits(2), settings), report=False)
-    assert "patience stops by the test pictures, which flatters their score" in caplog.text
-    assert "augment.unmixed=2 steps is the whole run: no pictures are mixed" in caplog.text
+    assert "patience stops by the test images, which flatters their score" in caplog.text
+    assert "augment.mix_off=2 steps is the whole run: no images are mixed" in caplog.text
 
 
-def test_settings_count_the_pictures_that_have_a_label():
+def test_settings_count_the_images_that_have_a_label():
     photos(Path("photos"), {"a": 60, "b": 60}, side=8)
     rows = [
         f"{path},{'' if i % 4 else path.parent.name}" for i, path in enumerate(sorted(Path("photos").rglob("*.jpg")))
@@ -251,11 +251,11 @@ def test_under_torchrun_only_the_first_process_speaks(
     assert "held out" in caplog.text
 
 
-def test_pictures_are_prepared_for_the_network_that_was_asked_for():
-    config = _settled(RECIPES["digits"](), ["model.image=32", "model.channels=3"])
-    assert (config.preprocess.image, config.preprocess.mean) == ((32, 32), (0.5, 0.5, 0.5))
-    told = _settled(RECIPES["digits"](), ["model.image=32", "preprocess.image=16"])
-    assert told.preprocess.image == (16, 16)
+def test_images_are_prepared_for_the_network_that_was_asked_for():
+    config = _settled(RECIPES["digits"](), ["model.image_size=32", "model.channels=3"])
+    assert (config.preprocess.image_size, config.preprocess.mean) == ((32, 32), (0.5, 0.5, 0.5))
+    told = _settled(RECIPES["digits"](), ["model.image_size=32", "preprocess.image_size=16"])
+    assert told.preprocess.image_size == (16, 16)
 
 
 def test_a_number_of_epochs_is_a_duration():

@@ -82,7 +82,7 @@ class Peer:
 
     @property
     def is_two(self) -> bool:
-        """A model of pictures and words."""
+        """A model of images and words."""
         return self.config in ("CLIPConfig", "SiglipConfig") and "Classification" not in self.model
 
 

@@ -114,7 +114,7 @@ def shuffled(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64
 
     A Feistel network permutes the next power of four; places that land outside are sent on until
     they land inside. Costs the same for the first place and the billionth, and no memory. Of few
-    things it would favour some permutations over others, so these are sorted by random numbers.
+    things it would favor some permutations over others, so these are sorted by random numbers.
     """
     at = np.asarray(places, dtype=np.uint64)
     if size < 1 or (at.size and int(at.max()) >= size):

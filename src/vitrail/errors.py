@@ -3,8 +3,8 @@
     VitrailError
     ├── ConfigError        a setting that cannot be: unknown name, wrong value, sizes that do not fit
     ├── ModelError         a network asked for something it cannot do
-    ├── ImageError         bytes that are not a picture, or a picture that cannot be used
-    ├── DataError          pictures and labels that cannot be learned from or measured on
+    ├── ImageError         bytes that are not an image, or an image that cannot be used
+    ├── DataError          images and labels that cannot be learned from or measured on
     ├── TrainError         a run that cannot start, go on or be resumed
     ├── CheckpointError    a file of weights that cannot be read or written
     │   ├── FormatError    tensors of no known layout, leftovers, missing ones, wrong shapes
@@ -34,11 +34,11 @@ class ModelError(VitrailError, ValueError):
 
 
 class ImageError(VitrailError, ValueError):
-    """Bytes that are not a picture, or a picture that cannot be used."""
+    """Bytes that are not an image, or an image that cannot be used."""
 
 
 class DataError(VitrailError, ValueError):
-    """Pictures and labels that cannot be learned from or measured on."""
+    """Images and labels that cannot be learned from or measured on."""
 
 
 class TrainError(VitrailError):

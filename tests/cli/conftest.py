@@ -78,7 +78,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "headless"
-    model(small(classes=0), task="embed").save(path)
+    model(small(num_classes=0), task="embed").save(path)
     return path
 
 
@@ -90,7 +90,7 @@ def photos(tmp_path: Path) -> Path:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         gradient(40 + len(name)).save(file)
-    (folder / "notes.txt").write_text("not a picture, and not called one")
+    (folder / "notes.txt").write_text("not an image, and not called one")
     (folder / "._a.jpg").write_bytes(b"\0\5\x16\7")
     (folder / ".thumbnails").mkdir()
     gradient().save(folder / ".thumbnails" / "a.png")

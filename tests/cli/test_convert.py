@@ -63,7 +63,7 @@ def test_json_is_alone_on_standard_output(vitrail, weights, tmp_path):
 
 
 def test_what_a_format_has_no_place_for_is_refused_by_name(vitrail, tmp_path):
-    model(small(registers=4)).save(tmp_path / "registers")
+    model(small(num_registers=4)).save(tmp_path / "registers")
     result = vitrail("convert", tmp_path / "registers", tmp_path / "out.pth", "--to", "torchvision")
     assert (result.status, result.out) == (1, "")
     assert result.problems == ["torchvision's format has no place for registers."]
@@ -91,24 +91,24 @@ def test_what_the_file_does_not_tell_its_next_reader_is_said(vitrail, weights, t
 
 def test_what_a_bare_file_cannot_tell_can_be_told(vitrail, tmp_path):
     """A grid that is no square and heads of an unusual width: the tensors have them, the names do not."""
-    wide = model(small(image=(32, 64), heads=4))
+    wide = model(small(image_size=(32, 64), num_heads=4))
     bare = tmp_path / "bare.pth"
     torch.save(TORCHVISION.table(wide.config).write(wide.net.state_dict(), wide.config), bare)
     result = vitrail("convert", bare, tmp_path / "again")
     assert result.status == 1
-    assert "pass image=(height, width)" in result.problems[0]
-    result = vitrail("convert", bare, tmp_path / "again", "--set", "heads=4", "--set", "image=32x64")
+    assert "pass image_size=(height, width)" in result.problems[0]
+    result = vitrail("convert", bare, tmp_path / "again", "--set", "num_heads=4", "--set", "image_size=32x64")
     assert result.status == 0, result.err
-    for again in (package.load(tmp_path / "again"), package.load(bare, image=(32, 64), heads=4)):
-        assert (again.config.heads, again.config.image) == (4, (32, 64))
+    for again in (package.load(tmp_path / "again"), package.load(bare, image_size=(32, 64), num_heads=4)):
+        assert (again.config.num_heads, again.config.image_size) == (4, (32, 64))
 
 
 def test_heads_a_format_does_not_keep_need_a_word(vitrail, tmp_path):
-    model(small(width=96, heads=4)).save(tmp_path / "odd")
+    model(small(width=96, num_heads=4)).save(tmp_path / "odd")
     assert vitrail("convert", tmp_path / "odd", tmp_path / "x.pth", "--to", "facebook").status == 1
     result = vitrail("convert", tmp_path / "odd", tmp_path / "x.pth", "--to", "facebook", "--approximate")
     assert result.status == 0, result.err
-    assert any("heads=4" in note for note in result.notes)
+    assert any("num_heads=4" in note for note in result.notes)
 
 
 def test_an_existing_destination_is_kept(vitrail, weights, tmp_path):
@@ -176,8 +176,8 @@ def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path
     [
         (["--to", "tim"], "no format is called 'tim'; did you mean 'timm'?"),
         (["--family", "DeiTT"], "no family is called 'DeiTT'; did you mean 'DeiT'?"),
-        (["--set", "haeds=4"], "no field 'haeds'; did you mean 'heads'?"),
-        (["--set", "heads"], "--set wants KEY=VALUE, such as heads=4, got 'heads'."),
+        (["--set", "num_haeds=4"], "no field 'num_haeds'; did you mean 'num_heads'?"),
+        (["--set", "heads"], "--set wants KEY=VALUE, such as num_heads=4, got 'heads'."),
         (["--section", "teacher"], "it has no section 'teacher'"),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 
 from vitrail.cli.console import out
 from vitrail.data.sources import content
-from vitrail.data.sources.catalogue import CATALOGUE, File
+from vitrail.data.sources.catalog import CATALOG, File
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +51,9 @@ def address(tmp_path, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as listening:
         url = f"http://127.0.0.1:{listening.server_address[1]}/"
         entry = dataclasses.replace(
-            CATALOGUE["mnist"], counts=(20, 10), digest=content.digest(made), addresses=(url,), files=tuple(files)
+            CATALOG["mnist"], counts=(20, 10), digest=content.digest(made), addresses=(url,), files=tuple(files)
         )
-        monkeypatch.setitem(CATALOGUE, "mnist", entry)
+        monkeypatch.setitem(CATALOG, "mnist", entry)
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield url
@@ -65,8 +65,8 @@ def test_every_data_set_is_listed_with_where_it_lies(vitrail):
     result = vitrail("datasets")
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
-    assert lines[0].split() == ["name", "pictures", "classes", "size", "where"]
-    assert [line.split()[0] for line in lines[1:]] == list(CATALOGUE)
+    assert lines[0].split() == ["name", "images", "classes", "size", "where"]
+    assert [line.split()[0] for line in lines[1:]] == list(CATALOG)
     assert lines[1] == "digits            1,797       10    8 x 8  in scikit-learn"
     wanted = (
         "cifar10          60,000       10  32 x 32  would be downloaded from https://www.cs.toronto.edu/~kriz/, 170 MB"
@@ -81,7 +81,7 @@ def test_no_line_is_wider_than_the_window(vitrail, monkeypatch, columns):
     lines = result.out.splitlines()
     assert max(map(len, lines)) <= columns
     if columns >= 80:  # nothing is folded
-        assert len(lines) == len(CATALOGUE) + (2 if columns < 100 else 1)
+        assert len(lines) == len(CATALOG) + (2 if columns < 100 else 1)
     assert not [line for line in lines if line != line.rstrip()]
     assert ("From where: in a window of 100 columns" in result.out) == (columns < 100)
 
@@ -97,7 +97,7 @@ def test_json_is_complete_and_alone(vitrail):
     result = vitrail("datasets", "--json")
     assert result.err == ""
     rows = {row["name"]: row for row in json.loads(result.out)["datasets"]}
-    assert list(rows) == list(CATALOGUE)
+    assert list(rows) == list(CATALOG)
     assert (rows["digits"]["here"], rows["digits"]["folder"]) == (True, None)
     assert (rows["mnist"]["here"], rows["mnist"]["bytes"]) == (False, 11_594_722)
     assert rows["cifar10"]["image"] == [32, 32, 3]

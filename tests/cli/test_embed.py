@@ -1,4 +1,4 @@
-"""`vitrail embed`: every picture's features in one file, whatever happens on the way."""
+"""`vitrail embed`: every image's features in one file, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vitrail.api import embedding
 
 @pytest.fixture
 def classes(tmp_path: Path) -> Path:
-    """Two classes of pictures to learn from and to test on."""
+    """Two classes of images to learn from and to test on."""
     folder, chance = tmp_path / "data", np.random.default_rng(0)
     for split, count in (("train", 7), ("test", 4)):
         for i in range(count):
@@ -30,10 +30,10 @@ def classes(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_picture_has_a_row(vitrail, weights, classes, tmp_path):
+def test_every_image_has_a_row(vitrail, weights, classes, tmp_path):
     out = tmp_path / "features.parquet"
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
-    assert (result.status, result.out) == (0, f"{out}: 11 pictures, 128 features each (what the head sees).\n")
+    assert (result.status, result.out) == (0, f"{out}: 11 images, 128 features each (what the head sees).\n")
     table = pq.read_table(out)
     assert table.column_names == ["key", "split", "label", "target", "embedding"]
     assert table["split"].to_pylist() == ["train"] * 7 + ["test"] * 4
@@ -48,10 +48,10 @@ def test_every_picture_has_a_row(vitrail, weights, classes, tmp_path):
 
 def test_options_choose_what_is_kept(vitrail, weights, classes, tmp_path):
     out = tmp_path / "f.parquet"
-    given = ("--split", "test", "--layers", "1,2", "--pool", "token+mean", "--keep", "float16", "--normalise", "--json")
+    given = ("--split", "test", "--layers", "1,2", "--pool", "token+mean", "--keep", "float16", "--normalize", "--json")
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out, *given)
     told = json.loads(result.out)
-    assert (told["pictures"], told["width"], told["place"]) == (4, 512, "layer 1+2, token+mean")
+    assert (told["images"], told["width"], told["place"]) == (4, 512, "layer 1+2, token+mean")
     rows = np.stack(pq.read_table(out)["embedding"].to_pylist()).astype(np.float64)
     assert np.linalg.norm(rows, axis=1) == pytest.approx(np.ones(4), abs=1e-3)
 
@@ -102,13 +102,13 @@ def test_a_file_that_is_there_is_not_made_again(vitrail, weights, classes, tmp_p
     assert pq.read_table(out).schema.field("embedding").type.list_size == 128
 
 
-def test_unreadable_pictures_are_named_and_left_out(vitrail, weights, classes, tmp_path):
-    (classes / "train" / "a" / "broken.png").write_bytes(b"no picture")
+def test_unreadable_images_are_named_and_left_out(vitrail, weights, classes, tmp_path):
+    (classes / "train" / "a" / "broken.png").write_bytes(b"no image")
     out = tmp_path / "f.parquet"
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
     assert (result.status, pq.read_metadata(out).num_rows) == (1, 11)
     assert any("train/a/broken.png" in note for note in result.notes)
-    assert result.problems == [f"1 picture could not be read and is not in {out}; with --skip-bad that is no error."]
+    assert result.problems == [f"1 image could not be read and is not in {out}; with --skip-bad that is no error."]
     again = vitrail("embed", "-m", weights, "--data", classes, "--out", out, "--skip-bad")
     assert (again.status, again.problems) == (0, [])
 

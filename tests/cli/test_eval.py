@@ -20,11 +20,11 @@ from vitrail.runtime.terminal import Terminal
 
 @pytest.fixture(scope="module")
 def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten pictures of two of the model's five classes."""
-    return pictures(tmp_path_factory.mktemp("album") / "album", {"cat": 6, "dog": 4})
+    """Ten images of two of the model's five classes."""
+    return images(tmp_path_factory.mktemp("album") / "album", {"cat": 6, "dog": 4})
 
 
-def pictures(folder: Path, counts: dict[str, int]) -> Path:
+def images(folder: Path, counts: dict[str, int]) -> Path:
     rng = np.random.default_rng(5)
     for name, count in counts.items():
         (folder / name).mkdir(parents=True)
@@ -49,13 +49,13 @@ def measured(vitrail: Command, weights: Path):
 def test_every_number_has_its_interval_beside_it(measured, album: Path):
     lines = measured(album).out.splitlines()
     assert lines[0].endswith("small on album")
-    assert lines[1] == "10 pictures of 2 classes, 5 known, 32 px"
+    assert lines[1] == "10 images of 2 classes, 5 known, 32 px"
     found = {line.split("  ")[0]: line.split() for line in lines if line.startswith(("top-1", "loss", "calibration"))}
     assert set(found) == {"top-1", "loss", "calibration error"}
     for words in found.values():
         number, low, high = (float(w) for w in [w for w in words if w.replace(".", "").isdigit()][:3])
         assert low <= number <= high
-    assert any(line.startswith("pictures a second") for line in lines)
+    assert any(line.startswith("images a second") for line in lines)
 
 
 def test_the_worst_classes_are_listed_with_what_was_said_instead(measured, album: Path):
@@ -83,7 +83,7 @@ def test_json_says_the_same(measured, album: Path):
     [size] = values["sizes"]
     assert size["image"] == [32, 32]
     assert size["count"] == 10
-    assert size["top1"]["interval"] == "wilson"  # ten pictures: fewer than ten right or wrong
+    assert size["top1"]["interval"] == "wilson"  # ten images: fewer than ten right or wrong
     assert len(size["calibration"]["bins"]) == 15
     assert {row["name"] for row in size["classes"]} == {"cat", "dog"}
     shown = f"{100 * size['top1']['value']:.1f} %"
@@ -91,7 +91,7 @@ def test_json_says_the_same(measured, album: Path):
 
 
 def test_several_sizes_are_a_table_that_fits_eighty_columns(measured, album: Path):
-    out = measured(album, "--image", "32,48,24x40", "--flip").out
+    out = measured(album, "--image-size", "32,48,24x40", "--flip").out
     assert max(map(len, out.splitlines())) <= 80
     assert "each with its mirror image" in out
     assert "against 32" in out
@@ -114,9 +114,9 @@ def test_results_are_all_that_is_on_standard_output(measured, album: Path, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--image", "30"], "patch=8 leaves 6 px"),
-        (["--image", "32,30"], "patch=8 leaves 6 px"),
-        (["--image", "32,x"], "--image wants 384 or 384x288"),
+        (["--image-size", "30"], "patch_size=8 leaves 6 px"),
+        (["--image-size", "32,30"], "patch_size=8 leaves 6 px"),
+        (["--image-size", "32,x"], "--image-size wants 384 or 384x288"),
         (["--protocol", "imagenet"], "no WordNet numbers"),
         (["--protocol", "imgnet"], "did you mean 'imagenet'"),
         (["--real", "nowhere.json"], "nowhere.json cannot be read"),
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(
 
 
 def test_classes_that_do_not_match_are_refused(vitrail: Command, weights: Path, tmp_path: Path):
-    folder = pictures(tmp_path / "photos", {"rose": 2, "tulip": 2, "cat": 1})
+    folder = images(tmp_path / "photos", {"rose": 2, "tulip": 2, "cat": 1})
     result = vitrail("eval", "-m", weights, "--data", folder)
     assert (result.status, len(result.problems)) == (1, 1)
     assert (
@@ -150,7 +150,7 @@ def test_a_model_without_classes_is_refused(vitrail: Command, headless: Path, al
     assert "no classes to be right or wrong about" in result.problems[0]
 
 
-def test_an_empty_folder_and_pictures_without_labels_are_refused(vitrail: Command, weights: Path, tmp_path: Path):
+def test_an_empty_folder_and_images_without_labels_are_refused(vitrail: Command, weights: Path, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     result = vitrail("eval", "-m", weights, "--data", tmp_path / "empty")
     assert (result.status, len(result.problems)) == (1, 1)
@@ -160,20 +160,20 @@ def test_an_empty_folder_and_pictures_without_labels_are_refused(vitrail: Comman
     assert "no class folders" in result.problems[0]
 
 
-def test_unreadable_pictures_are_refused_by_name_or_left_out(vitrail: Command, weights: Path, tmp_path: Path):
-    folder = pictures(tmp_path / "photos", {"cat": 3, "dog": 2})
+def test_unreadable_images_are_refused_by_name_or_left_out(vitrail: Command, weights: Path, tmp_path: Path):
+    folder = images(tmp_path / "photos", {"cat": 3, "dog": 2})
     (folder / "cat" / "1.png").write_bytes(b"broken")
     result = vitrail("eval", "-m", weights, "--data", folder)
     assert result.status == 1
-    assert "1 of 5 pictures of photos cannot be measured on" in result.problems[0]
+    assert "1 of 5 images of photos cannot be measured on" in result.problems[0]
     assert "--skip-bad" in result.problems[0]
     result = vitrail("eval", "-m", weights, "--data", folder, "--skip-bad")
     assert result.status == 0
-    assert "1 picture could not be read and was left out" in result.out
+    assert "1 image could not be read and was left out" in result.out
 
 
 def test_one_class_is_measured_and_said(vitrail: Command, weights: Path, tmp_path: Path):
-    result = vitrail("eval", "-m", weights, "--data", pictures(tmp_path / "photos", {"cat": 3}))
+    result = vitrail("eval", "-m", weights, "--data", images(tmp_path / "photos", {"cat": 3}))
     assert result.status == 0
     assert any("one class, 'cat'" in said for said in result.notes)
 
@@ -188,7 +188,7 @@ def test_without_a_model_the_one_that_ships_is_measured(vitrail: Command, album:
     result = vitrail("eval", "--data", album, "--device", "cpu")
     assert result.status == 0, result.err
     assert result.out.startswith("vitrail/")
-    assert "10 pictures of 2 classes, 10 known" in result.out
+    assert "10 images of 2 classes, 10 known" in result.out
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from vitrail.config import BiTConfig
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> Path:
+def image(tmp_path: Path) -> Path:
     gradient().save(tmp_path / "one.png")
     return tmp_path / "one.png"
 
@@ -22,23 +22,23 @@ def picture(tmp_path: Path) -> Path:
 @pytest.fixture(scope="module")
 def bit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "bit"
-    model(BiTConfig(image=128, classes=5, layers=(1, 1, 1, 1), width=0.5)).save(path)
+    model(BiTConfig(image_size=128, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5)).save(path)
     return path
 
 
-def test_one_picture_gives_its_figures_and_says_where_they_are(vitrail, weights, picture, tmp_path):
-    result = vitrail("explain", picture, "-m", weights, "-o", tmp_path / "out")
+def test_one_image_gives_its_figures_and_says_where_they_are(vitrail, weights, image, tmp_path):
+    result = vitrail("explain", image, "-m", weights, "-o", tmp_path / "out")
     assert result.status == 0
     name, *files = result.out.splitlines()
-    assert name.startswith(f"{picture}  ")
+    assert name.startswith(f"{image}  ")
     wanted = [tmp_path / "out" / f"one-{end}.png" for end in ("overview", "layers", "heads-2")]
     assert [line.strip() for line in files] == [str(path) for path in wanted]
     assert all(path.stat().st_size > 5000 for path in wanted)
 
 
-def test_the_numbers_behind_them_and_how_far_to_trust_them(vitrail, weights, picture, tmp_path):
+def test_the_numbers_behind_them_and_how_far_to_trust_them(vitrail, weights, image, tmp_path):
     options = ("--format", "npz", "--method", "rollout,gradient", "--class", "dog", "--query", "1,2", "--trust")
-    result = vitrail("explain", picture, "-m", weights, "-o", tmp_path / "out", *options)
+    result = vitrail("explain", image, "-m", weights, "-o", tmp_path / "out", *options)
     assert result.status == 0
     assert "most faithful here: " in result.out
     with np.load(tmp_path / "out" / "one.npz") as arrays:
@@ -55,10 +55,10 @@ def test_json_for_machines(vitrail, weights, photos, tmp_path):
     assert set(rows[0]["faithfulness"]) == {"rollout", "gradient", "attention", "occlusion", "random"}
 
 
-def test_a_broken_picture_is_named_and_the_rest_is_explained(vitrail, weights, picture, tmp_path):
+def test_a_broken_image_is_named_and_the_rest_is_explained(vitrail, weights, image, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no")
     result = vitrail(
-        "explain", tmp_path / "broken.png", picture, "-m", weights, "-o", tmp_path / "out", "--format", "npz"
+        "explain", tmp_path / "broken.png", image, "-m", weights, "-o", tmp_path / "out", "--format", "npz"
     )
     assert result.status == 1
     assert len(result.problems) == 2
@@ -66,7 +66,7 @@ def test_a_broken_picture_is_named_and_the_rest_is_explained(vitrail, weights, p
     assert (tmp_path / "out" / "one.npz").exists()
 
 
-def test_pictures_of_one_name_in_two_folders_do_not_overwrite_each_other(vitrail, weights, tmp_path):
+def test_images_of_one_name_in_two_folders_do_not_overwrite_each_other(vitrail, weights, tmp_path):
     for name in ("a/one.png", "b/one.png"):
         (tmp_path / name).parent.mkdir()
         gradient().save(tmp_path / name)
@@ -103,30 +103,30 @@ def test_figures_are_named_by_as_much_of_the_path_as_is_needed(paths, names):
         (["--method", ","], "got an empty list"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_sentence(vitrail, weights, picture, tmp_path, options, words):
-    result = vitrail("explain", picture, "-m", weights, "-o", tmp_path / "out", *options)
+def test_what_is_not_there_is_said_in_one_sentence(vitrail, weights, image, tmp_path, options, words):
+    result = vitrail("explain", image, "-m", weights, "-o", tmp_path / "out", *options)
     assert result.status in (1, 2)
     assert len(result.problems) == 1
     assert words in result.problems[0]
     assert not (tmp_path / "out").exists()
 
 
-def test_a_network_without_attention_is_asked_for_occlusion_only(vitrail, bit, picture, tmp_path):
-    result = vitrail("explain", picture, "-m", bit, "--method", "rollout", "-o", tmp_path / "out")
+def test_a_network_without_attention_is_asked_for_occlusion_only(vitrail, bit, image, tmp_path):
+    result = vitrail("explain", image, "-m", bit, "--method", "rollout", "-o", tmp_path / "out")
     assert result.status == 1
     assert result.problems == [
         "a BiT has convolutions and no attention to look at; try a ViT, or occlusion, which any can have."
     ]
     for option in (("--layer", 1), ("--query", "class")):
-        assert vitrail("explain", picture, "-m", bit, "-o", tmp_path / "out", *option).status == 1
-    result = vitrail("explain", picture, "-m", bit, "-o", tmp_path / "out", "--format", "npz")
+        assert vitrail("explain", image, "-m", bit, "-o", tmp_path / "out", *option).status == 1
+    result = vitrail("explain", image, "-m", bit, "-o", tmp_path / "out", "--format", "npz")
     assert result.status == 0
 
 
 def test_the_figures_of_a_model(vitrail, weights, photos, tmp_path):
     result = vitrail("figures", "-m", weights, "--data", photos, "-o", tmp_path / "out", "--format", "png,npz")
     assert result.status == 0
-    names = ("filters", "positions", "distances", "rollout", "colours")
+    names = ("filters", "positions", "distances", "rollout", "colors")
     assert result.out.splitlines() == [str(tmp_path / "out" / f"{n}.{f}") for n in names for f in ("png", "npz")]
     with np.load(tmp_path / "out" / "rollout.npz") as arrays:
         assert arrays["rollout"].shape == (6, 4, 4)
@@ -143,7 +143,7 @@ def test_some_figures_as_json(vitrail, weights, tmp_path):
     ("options", "words"),
     [
         (["--what", "filter"], "no figure is called 'filter'; did you mean 'filters'"),
-        (["--what", "colours", "--layer", "5"], "there is no layer 5"),
+        (["--what", "colors", "--layer", "5"], "there is no layer 5"),
         (["--what", "positions", "--layer", "5"], "there is no layer 5"),
         (["--timeline", "--layer", "1"], "--layer does not go with --timeline"),
         (["--timeline", "--format", "pdf"], "--format does not go with --timeline"),
@@ -170,7 +170,7 @@ def test_a_model_without_positions_says_why_there_is_no_figure(vitrail, tmp_path
     result = vitrail("figures", "-m", tmp_path / "m", "--what", "positions", "-o", tmp_path / "out")
     assert result.status == 1
     assert result.problems == [
-        "positions: this model has no positions: to it, a picture is a heap of patches in any order."
+        "positions: this model has no positions: to it, an image is a heap of patches in any order."
     ]
 
 
@@ -184,10 +184,10 @@ def test_bfloat16_on_a_cpu_ends_no_process(process, weights, tmp_path, command, 
     assert result.status == 0, result.err
 
 
-def test_assumed_class_names_are_noted_where_names_are_shown_only(vitrail, real_checkpoint, picture, tmp_path):
+def test_assumed_class_names_are_noted_where_names_are_shown_only(vitrail, real_checkpoint, image, tmp_path):
     assert not any(
         "ImageNet" in note
         for note in vitrail("figures", "-m", real_checkpoint, "--what", "filters", "-o", tmp_path).notes
     )
-    explained = vitrail("explain", picture, "-m", real_checkpoint, "--method", "attention", "-o", tmp_path)
+    explained = vitrail("explain", image, "-m", real_checkpoint, "--method", "attention", "-o", tmp_path)
     assert sum("ImageNet" in note for note in explained.notes) == 1

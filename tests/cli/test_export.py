@@ -32,7 +32,7 @@ def _own_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "tiny"
-    model(small(width=32, depth=1, mlp=48)).save(path)
+    model(small(width=32, depth=1, mlp_dim=48)).save(path)
     return path
 
 
@@ -46,7 +46,7 @@ def test_a_file_predicts_as_the_model_does(vitrail, tiny, photos, tmp_path):
     text = "\n".join(rest)
     assert "16 of 16" in text
     assert "0.0001 is allowed in float32" in text
-    assert prepared.startswith("pictures: ")
+    assert prepared.startswith("images: ")
     assert f"{tmp_path / 'tiny.onnx.json'} has these numbers, class names and preprocessing" in text
     assert f"compared in onnxruntime {version('onnxruntime')} on {cpu()}" in " ".join(text.split())
     wanted = vitrail("predict", photos, "-m", tiny)
@@ -67,13 +67,13 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 def test_json_has_everything(vitrail, tiny, photos, tmp_path):
-    options = ["--batch", 2, "--raw", "--image", "32x48", "--check", photos, "--json"]
+    options = ["--batch-size", 2, "--raw", "--image-size", "32x48", "--check", photos, "--json"]
     result = vitrail("export", tiny, tmp_path / "tiny.pt2", *options)
     assert result.status == 0
     said = json.loads(result.out)
     assert said["path"] == str(tmp_path / "tiny.pt2")
     assert said["input"] == {"shape": [2, 3, 32, 48], "type": "float32"}
-    assert (said["output"], said["comparison"]["pictures"]) == ("logits", 6)
+    assert (said["output"], said["comparison"]["images"]) == ("logits", 6)
     assert said["comparison"]["speed"]["batch"] == 2
 
 
@@ -90,11 +90,14 @@ def test_an_engine_for_a_checkpoint_is_made_once(vitrail, tiny, photos):
         (["--to", "onix"], "nothing is exported to 'onix'; did you mean 'onnx'?"),
         (
             ["--precision", "i8"],
-            "int8 in ONNX needs pictures to calibrate on, like those it will see: "
+            "int8 in ONNX needs images to calibrate on, like those it will see: "
             "pass --calibrate FOLDER, or --to openvino, which can do without.",
         ),
-        (["--batch", "many"], "--batch wants a number of pictures such as 8, or dynamic for any number, got 'many'."),
-        (["--image", "30"], "patch=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."),
+        (
+            ["--batch-size", "many"],
+            "--batch-size wants a number of images such as 8, or dynamic for any number, got 'many'.",
+        ),
+        (["--image-size", "30"], "patch_size=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."),
     ],
 )
 def test_what_cannot_be_is_one_sentence(vitrail, tiny, tmp_path, options, problem):
@@ -137,7 +140,7 @@ def test_names_of_files_are_checked_without_torch(tmp_path):
 
 
 def test_classes_without_names_are_told(vitrail, tmp_path):
-    model(small(width=32, depth=1, mlp=48), labels=None).save(tmp_path / "nameless")
+    model(small(width=32, depth=1, mlp_dim=48), labels=None).save(tmp_path / "nameless")
     result = vitrail("export", tmp_path / "nameless", tmp_path / "n.pt2")
     *_, report, names = result.out.splitlines()
     assert report.endswith("n.pt2.json has these numbers and the preprocessing")
@@ -148,18 +151,18 @@ def test_the_ratio_of_the_speed_line_is_that_of_the_rounds(vitrail, tiny, tmp_pa
     from vitrail.export import export as exporting
     from vitrail.export.compare import Speed
 
-    speed = Speed(export=7.04, model=9.449, ratio=0.95, batch=8)
+    speed = Speed(export=7.04, model=9.449, ratio=0.95, batch_size=8)
     monkeypatch.setattr(exporting, "in_turns", lambda *_: speed)
     lines = vitrail("export", tiny, tmp_path / "t.pt2").out.splitlines()
-    [line] = [line for line in lines if line.startswith("pictures a second")]
-    assert re.fullmatch(r"pictures a second +7\.04 +0\.95 x the model in turns, batches of 8", line)
+    [line] = [line for line in lines if line.startswith("images a second")]
+    assert re.fullmatch(r"images a second +7\.04 +0\.95 x the model in turns, batches of 8", line)
 
 
-def test_calibrating_and_comparing_on_the_same_pictures_is_told(vitrail, tiny, photos, tmp_path):
-    options = ["--precision", "int8", "--calibrate", photos, "--check", photos, "--batch", 8]
+def test_calibrating_and_comparing_on_the_same_images_is_told(vitrail, tiny, photos, tmp_path):
+    options = ["--precision", "int8", "--calibrate", photos, "--check", photos, "--batch-size", 8]
     same = vitrail("export", tiny, tmp_path / "a.onnx", *options)
-    assert same.status == 0, same.err  # six pictures for batches of eight
-    assert "calibrated and compared on the same pictures: others may agree less." in same.notes
+    assert same.status == 0, same.err  # six images for batches of eight
+    assert "calibrated and compared on the same images: others may agree less." in same.notes
 
 
 @pytest.mark.skipif(os.name != "posix", reason="there are no such signals")

@@ -29,7 +29,7 @@ def _own_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "tiny"
-    model(small(width=32, depth=1, mlp=48), origin="somebody/tiny").save(path)
+    model(small(width=32, depth=1, mlp_dim=48), origin="somebody/tiny").save(path)
     return path
 
 
@@ -68,7 +68,7 @@ def test_eval_measures_the_file_and_what_an_engine_makes_of_a_checkpoint(vitrail
 
 def test_eval_reads_well(vitrail, exported, album):
     lines = vitrail("eval", "-m", exported, "--data", album, "--device", "cpu").out.splitlines()
-    assert lines[:2] == [f"{exported.name} on album", "10 pictures of 2 classes, 5 known, 32 px"]
+    assert lines[:2] == [f"{exported.name} on album", "10 images of 2 classes, 5 known, 32 px"]
 
 
 CANNOT = "it can be run, but not looked into, changed or trained"
@@ -77,13 +77,13 @@ CANNOT = "it can be run, but not looked into, changed or trained"
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["explain", "PICTURE", "-m", "FILE"], CANNOT),
+        (["explain", "IMAGE", "-m", "FILE"], CANNOT),
         (["figures", "-m", "FILE"], CANNOT),
         (["probe", "-m", "FILE", "--data", "ALBUM"], CANNOT),
         (["export", "FILE", "again.onnx"], CANNOT),
         (["convert", "FILE", "again"], CANNOT),
         (["finetune", "-m", "FILE", "--data", "ALBUM", "--out", "run"], CANNOT),
-        (["eval", "-m", "FILE", "--data", "ALBUM", "--image", "32,64"], CANNOT),
+        (["eval", "-m", "FILE", "--data", "ALBUM", "--image-size", "32,64"], CANNOT),
         (["embed", "-m", "FILE", "--data", "ALBUM", "--out", "f.parquet"], "it gives classes and no features"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -92,7 +92,7 @@ def test_commands_that_need_more_say_so_in_one_sentence(
     vitrail, exported, album, tmp_path, monkeypatch, arguments, words
 ):
     monkeypatch.chdir(tmp_path)
-    names = {"FILE": exported, "ALBUM": album, "PICTURE": album / "cat" / "0.png"}
+    names = {"FILE": exported, "ALBUM": album, "IMAGE": album / "cat" / "0.png"}
     result = vitrail(*[names.get(word, word) for word in arguments])
     assert result.status == 1
     assert len(result.problems) == 1
@@ -105,7 +105,7 @@ def test_commands_that_need_more_say_so_in_one_sentence(
     ("options", "words"),
     [
         (["--dtype", "bfloat16"], "has its precision already"),
-        (["--image", "64"], "is exported already: image cannot be changed any more"),
+        (["--image-size", "64"], "is exported already: image cannot be changed any more"),
         (["--engine", "torch"], "is run by onnxruntime or openvino, not by torch"),
     ],
 )
@@ -120,4 +120,4 @@ def test_a_file_of_features_is_not_asked_for_classes(vitrail, album, headless, t
     result = vitrail("predict", album / "cat" / "0.png", "-m", path)
     assert result.problems == [f"{path} has no classes: it gives features, which vitrail embed writes."]
     made = vitrail("embed", "-m", path, "--data", album, "--out", tmp_path / "f.parquet")
-    assert (made.status, made.out.split(": ")[1]) == (0, "10 pictures, 128 features each (what the head sees).\n")
+    assert (made.status, made.out.split(": ")[1]) == (0, "10 images, 128 features each (what the head sees).\n")

@@ -28,17 +28,17 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned to tell four other colours apart."""
+    """A run that has learned to tell four other colors apart."""
     folder = tmp_path_factory.mktemp("start")
     classes = {"cyan": 16, "magenta": 16, "yellow": 16, "brown": 16}
-    config = on_photos(photos(folder / "colours", classes), 40, evaluate_every=None)
+    config = on_photos(photos(folder / "colors", classes), 40, evaluate_every=None)
     with one_thread():
-        trained(override(config, ["optim.lr=3e-3", "model.width=32", "model.mlp=64"]), folder / "run")
+        trained(override(config, ["optim.lr=3e-3", "model.width=32", "model.mlp_dim=64"]), folder / "run")
     return folder / "run"
 
 
 def test_a_model_and_a_folder_are_enough(vitrail: Command, start: Path, album: Path):
-    """Everything is the default; in a few hundred steps of a small model three colours are learned."""
+    """Everything is the default; in a few hundred steps of a small model three colors are learned."""
     result = vitrail("finetune", "--model", start, "--data", album)
     assert result.status == 0, result.err
     for words in ("start", "learns", "everything", "adamw at 0.0005, 0.75 of it a layer down", "in batches of 8"):
@@ -82,8 +82,8 @@ def test_the_same_command_resumes(vitrail: Command, start: Path, album: Path, ha
     assert result.status == 0, result.err
     assert vitrail("finetune", "--resume", "--out", half, "--no-report").status == 0
     for other, words in {
-        ("--train", "head"): "optim.train is all and cannot change",
-        ("--image", "32"): "image is None and cannot change",
+        ("--train", "head"): "optim.trainable is all and cannot change",
+        ("--image-size", "32"): "image is None and cannot change",
         ("--model", "elsewhere"): "start is ",
         ("--data", "digits"): "data.source is ",
     }.items():
@@ -105,7 +105,7 @@ def test_one_command_starts_goes_on_and_says_when_it_is_finished(vitrail: Comman
     assert again.notes == ["runs/finetune-my-photos is finished: there is nothing left to do."]
     assert json.loads(again.out)["scores"] == json.loads(done.out)["scores"]
     for other, words in {
-        ("--train", "head"): "optim.train is all and cannot change",
+        ("--train", "head"): "optim.trainable is all and cannot change",
         ("optim.lr=1",): "optim.lr is 0.0005 and cannot change",
     }.items():
         assert words in vitrail(*command, *other).problems[0]
@@ -126,29 +126,29 @@ def test_what_learns_is_what_moves(vitrail: Command, start: Path, album: Path, w
 
 def test_the_papers_way_at_a_small_size(vitrail: Command, start: Path, album: Path):
     result = vitrail(
-        "finetune", "--model", start, "--data", album, "--recipe", "paper", "image=32", "duration=110 steps",
+        "finetune", "--model", start, "--data", album, "--recipe", "paper", "image_size=32", "duration=110 steps",
         "optim.lr=0.03", *QUICK,
     )  # fmt: skip
     assert result.status == 0, result.err
     config = RunFolder(Path("runs/paper-my-photos")).read_config()
-    assert (config.optim.kind, config.image, config.model.image) == ("sgd", 32, (32, 32))
-    assert config.batch == 32  # of 52 pictures
-    assert package.load("runs/paper-my-photos").config.image == (32, 32)
+    assert (config.optim.kind, config.image_size, config.model.image_size) == ("sgd", 32, (32, 32))
+    assert config.batch_size == 32  # of 52 images
+    assert package.load("runs/paper-my-photos").config.image_size == (32, 32)
     assert "sgd at 0.03" in result.err
 
 
-def test_grey_pictures_for_a_model_of_colours(vitrail: Command, start: Path):
+def test_gray_images_for_a_model_of_colors(vitrail: Command, start: Path):
     for name, shade in (("dark", 40), ("light", 200)):
-        Path("grey", name).mkdir(parents=True)
+        Path("gray", name).mkdir(parents=True)
         for i in range(12):
-            Image.new("L", (20, 20), shade + i).save(Path("grey", name, f"{i}.png"))
-    result = vitrail("finetune", "--model", start, "--data", "grey", "duration=2 epochs", *QUICK)
+            Image.new("L", (20, 20), shade + i).save(Path("gray", name, f"{i}.png"))
+    result = vitrail("finetune", "--model", start, "--data", "gray", "duration=2 epochs", *QUICK)
     assert result.status == 0, result.err
-    assert package.load("runs/finetune-grey").predict("grey/dark/0.png")[0].label in ("dark", "light")
+    assert package.load("runs/finetune-gray").predict("gray/dark/0.png")[0].label in ("dark", "light")
 
 
 def test_a_network_without_a_head_and_one_of_another_library(vitrail: Command, album: Path):
-    model(small(classes=0), task="embed").save("headless")
+    model(small(num_classes=0), task="embed").save("headless")
     model(small()).save("timm", to="timm")
     for source in ("headless", "timm"):
         result = vitrail(
@@ -158,16 +158,16 @@ def test_a_network_without_a_head_and_one_of_another_library(vitrail: Command, a
         assert package.load(f"{source}-run").labels == ("blue", "green", "red")
 
 
-def test_few_pictures_are_enough(vitrail: Command, start: Path):
+def test_few_images_are_enough(vitrail: Command, start: Path):
     photos(Path("few"), {"a": 3, "b": 3})
     result = vitrail("finetune", "--model", start, "--data", "few", "duration=3 steps", *QUICK)
     assert result.status == 0, result.err
 
 
 def test_chance_may_be_changed_in_a_checkpoint(vitrail: Command, start: Path, album: Path):
-    settings = ["model.path_dropout=0.2", "duration=2 steps", "--out", "run", *QUICK]
+    settings = ["model.drop_path=0.2", "duration=2 steps", "--out", "run", *QUICK]
     assert vitrail("finetune", "--model", start, "--data", album, *settings).status == 0
-    assert RunFolder(Path("run")).read_config().model.path_dropout == 0.2
+    assert RunFolder(Path("run")).read_config().model.drop_path == 0.2
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def test_chance_may_be_changed_in_a_checkpoint(vitrail: Command, start: Path, al
         (["--recipe", "papers"], "no way to fine-tune is called 'papers'; did you mean 'paper'?"),
         (["--train", "heads"], "OptimConfig.train='heads' is not one of its values; did you mean 'head'?"),
         (["--train", "7"], "train=7 blocks, but the network has 2; try train=all."),
-        (["--image", "17"], "17"),
-        (["--image", "big"], "--image wants 384 or 384x288"),
+        (["--image-size", "17"], "17"),
+        (["--image-size", "big"], "--image-size wants 384 or 384x288"),
         (["model.depth=5"], "model.depth=5, but the checkpoint has 2"),
         (["optim.lr"], "got 'optim.lr', wanted key=value"),
-        (["batch=1000"], "batch=1000 is more than the 52 pictures"),
-        (["data.classes=('red',)"], "is of the class"),
+        (["batch_size=1000"], "batch_size=1000 is more than the 52 images"),
+        (["data.class_names=('red',)"], "is of the class"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -22,7 +22,7 @@ VITRAIL = [sys.executable, "-m", "vitrail"]
 
 
 def on_a_terminal(columns: int, *arguments: object, out: int | None = None) -> tuple[int, str]:
-    """Status and everything a person sees in a window of so many columns, without colours.
+    """Status and everything a person sees in a window of so many columns, without colors.
 
     `out` is where standard output goes instead.
     """
@@ -97,7 +97,7 @@ def test_the_installed_command_is_this_one():
     ("arguments", "said"),
     [
         (["predct"], "No such command 'predct'. Did you mean 'predict'? See `vitrail --help`."),
-        (["predict"], "Missing argument 'PICTURE'. See `vitrail predict --help`."),
+        (["predict"], "Missing argument 'IMAGE'. See `vitrail predict --help`."),
         (["convert", "a"], "Missing argument 'DST'. See `vitrail convert --help`."),
         (["predict", "a.jpg", "--top", "0"], "Invalid value for '--top'"),
         (["predict", "a.jpg", "--tpo", "1"], "No such option: --tpo"),
@@ -203,7 +203,7 @@ def test_an_interrupt_ends_it_quietly(crowd, weights):
 
 def test_on_a_terminal_results_and_notes_are_plain(weights, tmp_path):
     gradient().save(tmp_path / "a.png")
-    status, text = on_a_terminal(80, "predict", tmp_path / "a.png", "-m", weights, "--top", 2, "--image", 64)
+    status, text = on_a_terminal(80, "predict", tmp_path / "a.png", "-m", weights, "--top", 2, "--image-size", 64)
     assert status == 0
     lines = [line.split("\r")[-1] for line in text.splitlines()]
     assert "note: positions were resampled to 64x64 as timm does it." in lines
@@ -216,7 +216,7 @@ def test_progress_on_a_terminal_leaves_the_results_alone(weights, tmp_path):
     (tmp_path / "many").mkdir()
     for n in range(200):
         (tmp_path / "many" / f"{n:03}.png").symlink_to(tmp_path / "one.png")
-    (tmp_path / "many" / "bad.png").write_text("not a picture")
+    (tmp_path / "many" / "bad.png").write_text("not an image")
     with (tmp_path / "out.csv").open("w") as file:
         arguments = ("predict", tmp_path / "many", "-m", weights, "--top", 1)
         status, seen = on_a_terminal(100, *arguments, out=file.fileno())
@@ -226,7 +226,7 @@ def test_progress_on_a_terminal_leaves_the_results_alone(weights, tmp_path):
     assert lines[0] == "path,label,score,index,error"
     assert all(line.startswith(str(tmp_path / "many")) for line in lines[1:])
     assert "predicting" in seen
-    assert "error: 1 of 201 pictures could not be read." in seen
+    assert "error: 1 of 201 images could not be read." in seen
 
 
 @pytest.mark.parametrize(("columns", "weights_by"), [(80, "timm"), (120, "timm/vit_base_patch16_224.augreg")])

@@ -48,7 +48,7 @@ def test_families_say_what_they_were_checked_against(vitrail):
 def test_one_model_shows_its_settings_and_other_names(vitrail):
     result = vitrail("models", "dino_vits16")
     assert "also called  facebook/dino-vits16\n             dino_vits16\n" in result.out
-    assert "  heads=6  " in result.out
+    assert "  num_heads=6  " in result.out
     assert "timm/vit_small_patch16_224.dino" in result.out
 
 

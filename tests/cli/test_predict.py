@@ -23,7 +23,7 @@ def rows(text: str) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> Path:
+def image(tmp_path: Path) -> Path:
     gradient().save(tmp_path / "one.png")
     return tmp_path / "one.png"
 
@@ -31,13 +31,13 @@ def picture(tmp_path: Path) -> Path:
 # What is shown
 
 
-def test_one_file_gives_a_list_for_people(vitrail, weights, picture):
-    result = vitrail("predict", picture, "--model", weights)
+def test_one_file_gives_a_list_for_people(vitrail, weights, image):
+    result = vitrail("predict", image, "--model", weights)
     assert result.status == 0
     assert result.err == ""
     name, *lines = result.out.splitlines()
-    assert name == str(picture)
-    expected = package.load(weights).predict(picture)
+    assert name == str(image)
+    expected = package.load(weights).predict(image)
     assert lines == [f"  {100 * p.score:5.1f} %  {p.label}" for p in expected]
 
 
@@ -58,7 +58,7 @@ def test_a_folder_gives_a_csv_in_a_stable_order(vitrail, weights, photos):
     best = package.load(weights).predict(photos / "C.JPG")[0]
     assert found[0]["label_1"] == best.label == LABELS[int(found[0]["index_1"])]
     assert float(found[0]["score_1"]) == pytest.approx(best.score, abs=1e-5)
-    assert vitrail("predict", photos, "-m", weights, "--top", 2, "--batch", 2).out == result.out
+    assert vitrail("predict", photos, "-m", weights, "--top", 2, "--batch-size", 2).out == result.out
 
 
 def test_one_class_needs_no_numbers_in_the_header(vitrail, weights, photos):
@@ -89,7 +89,7 @@ def test_a_file_whose_name_looks_like_a_pattern_is_itself(vitrail, weights, tmp_
 
 
 def test_json_is_alone_on_standard_output(vitrail, weights, photos):
-    result = vitrail("predict", photos, photos / "a.jpg", "-m", weights, "--json", "--top", 3, "--image", "64")
+    result = vitrail("predict", photos, photos / "a.jpg", "-m", weights, "--json", "--top", 3, "--image-size", "64")
     said = json.loads(result.out)
     assert [entry["path"] for entry in said] == [str(photos / name) for name in IN_ORDER]
     assert [len(entry["predictions"]) for entry in said] == [3] * 6
@@ -97,18 +97,18 @@ def test_json_is_alone_on_standard_output(vitrail, weights, photos):
     assert result.notes == ["positions were resampled to 64x64 as timm does it."]
 
 
-def test_logits_are_given_when_asked_for(vitrail, weights, picture):
-    [entry] = json.loads(vitrail("predict", picture, "-m", weights, "--json", "--logits").out)
-    assert entry["logits"] == pytest.approx(package.load(weights).logits(picture)[0].tolist())
-    result = vitrail("predict", picture, "-m", weights, "--logits")
-    assert (result.status, result.problems) == (1, ["--logits gives every output of every picture: add --json."])
+def test_logits_are_given_when_asked_for(vitrail, weights, image):
+    [entry] = json.loads(vitrail("predict", image, "-m", weights, "--json", "--logits").out)
+    assert entry["logits"] == pytest.approx(package.load(weights).logits(image)[0].tolist())
+    result = vitrail("predict", image, "-m", weights, "--logits")
+    assert (result.status, result.problems) == (1, ["--logits gives every output of every image: add --json."])
 
 
 def test_results_can_go_to_a_file(vitrail, weights, photos, tmp_path):
     table, entries = tmp_path / "new" / "out.csv", tmp_path / "out.json"
     result = vitrail("predict", photos, "-m", weights, "--out", table)
     assert (result.status, result.out) == (0, "")
-    assert result.notes == [f"{table} has 6 of 6 pictures."]
+    assert result.notes == [f"{table} has 6 of 6 images."]
     assert table.read_text() == vitrail("predict", photos, "-m", weights).out
     assert vitrail("predict", photos / "a.jpg", "-m", weights, "-o", entries).status == 0  # the name says JSON
     assert json.loads(entries.read_text())[0]["path"] == str(photos / "a.jpg")
@@ -128,9 +128,9 @@ def test_a_file_of_results_is_replaced_only_when_the_new_one_is_complete(
     assert table.read_text() == "precious"
 
 
-def test_a_destination_that_cannot_be_is_told_before_the_work(vitrail, picture, tmp_path):
-    for to, said in ((tmp_path, "is a folder"), (picture / "out.csv", "is a file, not a folder")):
-        result = vitrail("predict", picture, "-m", "no-model-is-looked-for", "-o", to)
+def test_a_destination_that_cannot_be_is_told_before_the_work(vitrail, image, tmp_path):
+    for to, said in ((tmp_path, "is a folder"), (image / "out.csv", "is a file, not a folder")):
+        result = vitrail("predict", image, "-m", "no-model-is-looked-for", "-o", to)
         assert result.status == 1
         assert said in result.problems[0]
 
@@ -138,21 +138,21 @@ def test_a_destination_that_cannot_be_is_told_before_the_work(vitrail, picture, 
 # Options that change the model
 
 
-def test_another_size_need_not_be_square(vitrail, weights, picture):
-    result = vitrail("predict", picture, "-m", weights, "--image", "288x192")
+def test_another_size_need_not_be_square(vitrail, weights, image):
+    result = vitrail("predict", image, "-m", weights, "--image-size", "288x192")
     assert result.status == 0
     assert result.notes == ["positions were resampled to 288x192 as timm does it."]
     for wrong in ("abc", "0", "12x", "1x2x3", "-4"):
-        result = vitrail("predict", picture, "-m", weights, f"--image={wrong}")
-        assert result.problems == [f"--image wants 384 or 384x288 (height x width), got {wrong!r}."]
-    result = vitrail("predict", picture, "-m", weights, "--image", "30")
-    assert result.problems == ["patch=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."]
+        result = vitrail("predict", image, "-m", weights, f"--image_size={wrong}")
+        assert result.problems == [f"--image-size wants 384 or 384x288 (height x width), got {wrong!r}."]
+    result = vitrail("predict", image, "-m", weights, "--image-size", "30")
+    assert result.problems == ["patch_size=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."]
 
 
-def test_grey_and_transparent_pictures_go_through(vitrail, weights, tmp_path):
-    gradient().convert("L").save(tmp_path / "grey.png")
+def test_gray_and_transparent_images_go_through(vitrail, weights, tmp_path):
+    gradient().convert("L").save(tmp_path / "gray.png")
     gradient().convert("RGBA").save(tmp_path / "clear.png")
-    result = vitrail("predict", tmp_path / "grey.png", "-m", weights, "--channels", 1)
+    result = vitrail("predict", tmp_path / "gray.png", "-m", weights, "--channels", 1)
     assert result.notes == ["for 1 channel the first filters were summed over the 3 channels."]
     assert len(result.out.splitlines()) == 6
     result = vitrail("predict", tmp_path / "clear.png", "-m", weights, "--channels", 4)
@@ -160,31 +160,31 @@ def test_grey_and_transparent_pictures_go_through(vitrail, weights, tmp_path):
     assert len(result.out.splitlines()) == 6
 
 
-def test_settings_and_family_reach_the_model(vitrail, weights, picture):
-    plain = vitrail("predict", picture, "-m", weights).out
-    assert vitrail("predict", picture, "-m", weights, "--set", "activation=gelu-quick").out != plain
-    assert vitrail("predict", picture, "-m", weights, "--family", "DeiT").out != plain
-    result = vitrail("predict", picture, "-m", weights, "--set", "image=64")
-    assert result.problems == ["--set image=64: pass --image instead."]
+def test_settings_and_family_reach_the_model(vitrail, weights, image):
+    plain = vitrail("predict", image, "-m", weights).out
+    assert vitrail("predict", image, "-m", weights, "--set", "activation=gelu-quick").out != plain
+    assert vitrail("predict", image, "-m", weights, "--family", "DeiT").out != plain
+    result = vitrail("predict", image, "-m", weights, "--set", "image_size=64")
+    assert result.problems == ["--set image_size=64: pass --image-size instead."]
 
 
-def test_missing_class_names_are_mentioned_and_can_be_given(vitrail, picture, tmp_path):
+def test_missing_class_names_are_mentioned_and_can_be_given(vitrail, image, tmp_path):
     model(small(), labels=None).save(tmp_path / "nameless")
-    result = vitrail("predict", picture, "-m", tmp_path / "nameless", "--top", 1)
+    result = vitrail("predict", image, "-m", tmp_path / "nameless", "--top", 1)
     assert "  class " in result.out
     assert len(result.notes) == 1
     assert "--labels" in result.notes[0]
     (tmp_path / "names.txt").write_text("\n".join("vwxyz"))
-    result = vitrail("predict", picture, "-m", tmp_path / "nameless", "--labels", tmp_path / "names.txt")
+    result = vitrail("predict", image, "-m", tmp_path / "nameless", "--labels", tmp_path / "names.txt")
     assert result.err == ""
     assert {line.split()[-1] for line in result.out.splitlines()[1:]} == set("vwxyz")
 
 
-# What is not there, or not a picture
+# What is not there, or not an image
 
 
-def test_an_unreadable_picture_is_named_and_the_others_are_done(vitrail, weights, photos, tmp_path):
-    (photos / "bad.png").write_text("not a picture")
+def test_an_unreadable_image_is_named_and_the_others_are_done(vitrail, weights, photos, tmp_path):
+    (photos / "bad.png").write_text("not an image")
     (photos / "holiday" / "empty.jpg").touch()
     result = vitrail("predict", photos, "-m", weights)
     assert result.status == 1
@@ -196,7 +196,7 @@ def test_an_unreadable_picture_is_named_and_the_others_are_done(vitrail, weights
         str(photos / "bad.png"),
         str(photos / "holiday/empty.jpg"),
     ]
-    assert result.problems[2:] == ["2 of 8 pictures could not be read."]
+    assert result.problems[2:] == ["2 of 8 images could not be read."]
     said = json.loads(vitrail("predict", photos, "-m", weights, "--json").out)
     assert ["error" in entry for entry in said].count(True) == 2
     listing = vitrail("predict", photos / "a.jpg", photos / "bad.png", tmp_path / "gone.png", "-m", weights)
@@ -205,19 +205,19 @@ def test_an_unreadable_picture_is_named_and_the_others_are_done(vitrail, weights
     assert len(listing.problems) == 3
 
 
-def test_many_unreadable_pictures_are_counted(vitrail, weights, photos):
+def test_many_unreadable_images_are_counted(vitrail, weights, photos):
     for n in range(30):
-        (photos / f"bad{n}.png").write_text("not a picture")
+        (photos / f"bad{n}.png").write_text("not an image")
     result = vitrail("predict", photos, "-m", weights)
     assert len(result.problems) == command.SAID + 2
-    assert result.problems[-1] == "30 of 36 pictures could not be read."
+    assert result.problems[-1] == "30 of 36 images could not be read."
 
 
 def test_nothing_to_do_is_one_sentence(vitrail, tmp_path):
     (tmp_path / "album").mkdir()
     for given, said in (
-        (tmp_path / "album", "no pictures in the folder"),
-        (tmp_path / "gone.jpg", "no such picture or folder"),
+        (tmp_path / "album", "no images in the folder"),
+        (tmp_path / "gone.jpg", "no such image or folder"),
         (tmp_path / "*.jpg", "matches nothing."),
         (tmp_path / "al*", "matches only folders; name one without the pattern."),
     ):
@@ -227,25 +227,25 @@ def test_nothing_to_do_is_one_sentence(vitrail, tmp_path):
         assert said in result.problems[0]
 
 
-def test_a_model_that_does_not_exist_is_one_sentence(vitrail, picture):
-    result = vitrail("predict", picture, "-m", "ViTT-Ti/16")
+def test_a_model_that_does_not_exist_is_one_sentence(vitrail, image):
+    result = vitrail("predict", image, "-m", "ViTT-Ti/16")
     assert result.problems == ["no model is called 'ViTT-Ti/16'; did you mean 'ViT-Ti/16'?"]
 
 
-def test_a_model_without_classes_is_one_sentence(vitrail, headless, picture):
-    result = vitrail("predict", picture, "-m", headless)
+def test_a_model_without_classes_is_one_sentence(vitrail, headless, image):
+    result = vitrail("predict", image, "-m", headless)
     assert (result.status, result.out) == (1, "")
     assert len(result.problems) == len(result.err.splitlines()) == 1
     teach = f"teach it some: vitrail finetune --model {headless} --data DATA."
     assert result.problems == [f"{headless} has no classes yet; {teach}"]
 
 
-def test_a_device_that_is_not_there_is_one_sentence(vitrail, weights, picture):
-    result = vitrail("predict", picture, "-m", weights, "--device", "gpu")
+def test_a_device_that_is_not_there_is_one_sentence(vitrail, weights, image):
+    result = vitrail("predict", image, "-m", weights, "--device", "gpu")
     assert result.problems == ["there is no device 'gpu'; try cpu, cuda, cuda:1, mps or auto."]
 
 
-def test_iphone_pictures_are_not_passed_over(vitrail, weights, photos):
+def test_iphone_images_are_not_passed_over(vitrail, weights, photos):
     (photos / "IMG_1.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(32))
     result = vitrail("predict", photos, "-m", weights)
     assert str(photos / "IMG_1.HEIC") in result.problems[0]
@@ -275,26 +275,26 @@ def test_class_and_file_names_do_not_control_the_terminal(vitrail, hostile, tmp_
     }  # fmt: skip
 
 
-def test_json_keeps_names_as_they_are(vitrail, hostile, picture):
-    [row] = json.loads(vitrail("predict", picture, "-m", hostile, "--json").out)
+def test_json_keeps_names_as_they_are(vitrail, hostile, image):
+    [row] = json.loads(vitrail("predict", image, "-m", hostile, "--json").out)
     assert {p["label"] for p in row["predictions"]} == set(HOSTILE)
 
 
-def test_a_table_in_a_pipe_keeps_names_as_they_are(vitrail, hostile, picture):
-    _, row = csv.reader(io.StringIO(vitrail("predict", picture.parent, "-m", hostile).out))
+def test_a_table_in_a_pipe_keeps_names_as_they_are(vitrail, hostile, image):
+    _, row = csv.reader(io.StringIO(vitrail("predict", image.parent, "-m", hostile).out))
     assert "\x1b[31mred\x1b[0m" in row
 
 
 def test_a_table_of_predictions_has_no_formulas_and_can_be_trained_on(vitrail, hostile, tmp_path, monkeypatch):
-    (tmp_path / "-pictures").mkdir()
-    gradient().save(tmp_path / "-pictures" / "a.png")
+    (tmp_path / "-images").mkdir()
+    gradient().save(tmp_path / "-images" / "a.png")
     monkeypatch.chdir(tmp_path)
-    assert vitrail("predict", "-m", hostile, "--top", 1, "-o", "said.csv", "--", "-pictures").status == 0
+    assert vitrail("predict", "-m", hostile, "--top", 1, "-o", "said.csv", "--", "-images").status == 0
     path, label, *_ = list(csv.reader(io.StringIO(Path("said.csv").read_text())))[1]
-    assert path == "'-pictures/a.png"
+    assert path == "'-images/a.png"
     assert label.startswith("'") == (label.lstrip("'")[0] in "=-")
     source = open_parts(DataConfig(source="table:said.csv")).train
-    assert (source.key(0), source.labels) == ("-pictures/a.png", (label.removeprefix("'"),))
+    assert (source.key(0), source.labels) == ("-images/a.png", (label.removeprefix("'"),))
 
 
 @pytest.mark.parametrize(
@@ -302,10 +302,10 @@ def test_a_table_of_predictions_has_no_formulas_and_can_be_trained_on(vitrail, h
     [("tiny.safetensors", ", or install timm, which has ImageNet's names."), ("fine-tuned from tiny", ".")],
 )
 def test_timm_is_advised_only_where_it_would_name_the_classes(
-    vitrail, picture, tmp_path, monkeypatch, origin: str, advice: str
+    vitrail, image, tmp_path, monkeypatch, origin: str, advice: str
 ):
     monkeypatch.setattr("vitrail.weights.labels.imagenet_1k", lambda: None)
-    model(small(classes=1000), origin=origin).save(tmp_path / "bare")
-    result = vitrail("predict", picture, "-m", tmp_path / "bare")
+    model(small(num_classes=1000), origin=origin).save(tmp_path / "bare")
+    result = vitrail("predict", image, "-m", tmp_path / "bare")
     assert f"the checkpoint does not name its classes: pass --labels FILE{advice}" in result.notes
     assert "class " in result.out

@@ -1,4 +1,4 @@
-"""`vitrail probe`: numbers with their intervals, from pictures or from files of features."""
+"""`vitrail probe`: numbers with their intervals, from images or from files of features."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import numpy as np
 import pytest
 from PIL import Image
 
-COLOURS = {"blue": (20, 40, 230), "green": (30, 220, 40), "red": (230, 30, 20)}
+COLORS = {"blue": (20, 40, 230), "green": (30, 220, 40), "red": (230, 30, 20)}
 
 
 def draw(folder: Path, **counts: int) -> Path:
-    """Pictures whose colour is their class."""
+    """Images whose color is their class."""
     chance = np.random.default_rng(0)
     for split, count in counts.items():
-        for name, colour in COLOURS.items():
+        for name, color in COLORS.items():
             for i in range(count):
                 path = folder / split / name / f"{i}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 noise = chance.integers(-20, 20, (32, 32, 3))
-                Image.fromarray(np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)).save(path)
+                Image.fromarray(np.clip(np.array(color) + noise, 0, 255).astype(np.uint8)).save(path)
     return folder
 
 
 @pytest.fixture(scope="module")
-def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return draw(tmp_path_factory.mktemp("probe") / "colours", train=12, test=6)
+def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("probe") / "colors", train=12, test=6)
 
 
-def test_features_that_tell_the_classes_apart_score_full(vitrail, weights, colours):
-    result = vitrail("probe", "-m", weights, "--data", colours, "--shots", "1,5", "--k", "1,5", "--json")
+def test_features_that_tell_the_classes_apart_score_full(vitrail, weights, colors):
+    result = vitrail("probe", "-m", weights, "--data", colors, "--shots", "1,5", "--k", "1,5", "--json")
     found = json.loads(result.out)
     assert (found["train"], found["test"], found["width"], found["classes"]) == (36, 18, 128, 3)
     assert [(s["method"], s["value"]) for s in found["scores"]] == [
@@ -41,40 +41,40 @@ def test_features_that_tell_the_classes_apart_score_full(vitrail, weights, colou
     assert all(s["low"] < 1 for s in found["scores"] if s["method"] != "fewshot")
 
 
-def test_a_table_for_people_has_the_interval_beside_each_number(vitrail, weights, colours):
-    result = vitrail("probe", "-m", weights, "--data", colours, "--method", "knn,fewshot", "--shots", "5", "--k", "3")
+def test_a_table_for_people_has_the_interval_beside_each_number(vitrail, weights, colors):
+    result = vitrail("probe", "-m", weights, "--data", colors, "--method", "knn,fewshot", "--shots", "5", "--k", "3")
     lines = result.out.splitlines()
-    assert lines[0] == "36 pictures of 3 classes to learn from, 18 to measure on"
+    assert lines[0] == "36 images of 3 classes to learn from, 18 to measure on"
     assert [line.split()[0] for line in lines[4:]] == ["k-NN", "few-shot"]
     assert "100.00 %   82.4 to 100.0" in lines[4]
     assert "over 3 seeds" in lines[5]
     assert max(map(len, lines)) <= 80
 
 
-def test_files_of_features_give_the_same_numbers(vitrail, weights, colours, tmp_path):
+def test_files_of_features_give_the_same_numbers(vitrail, weights, colors, tmp_path):
     both, parts = tmp_path / "all.parquet", [tmp_path / "train.parquet", tmp_path / "test.parquet"]
-    vitrail("embed", "-m", weights, "--data", colours, "--out", both)
+    vitrail("embed", "-m", weights, "--data", colors, "--out", both)
     for part in parts:
-        vitrail("embed", "-m", weights, "--data", colours, "--out", part, "--split", part.stem)
+        vitrail("embed", "-m", weights, "--data", colors, "--out", part, "--split", part.stem)
     options = ("--shots", "1", "--k", "5", "--json", "--layer", "last")
-    pictures = json.loads(vitrail("probe", "-m", weights, "--data", colours, *options).out)
+    images = json.loads(vitrail("probe", "-m", weights, "--data", colors, *options).out)
     one = json.loads(vitrail("probe", "--features", both, *options).out)
     two = json.loads(vitrail("probe", "--features", parts[0], "--features", parts[1], *options).out)
-    assert one["scores"] == two["scores"] == pictures["scores"]
+    assert one["scores"] == two["scores"] == images["scores"]
 
 
-def test_features_of_another_model_are_one_sentence(vitrail, weights, headless, colours, tmp_path):
+def test_features_of_another_model_are_one_sentence(vitrail, weights, headless, colors, tmp_path):
     for name, model in (("train", weights), ("test", headless)):
-        vitrail("embed", "-m", model, "--data", colours, "--out", tmp_path / f"{name}.parquet", "--split", name)
+        vitrail("embed", "-m", model, "--data", colors, "--out", tmp_path / f"{name}.parquet", "--split", name)
     result = vitrail("probe", "--features", tmp_path / "train.parquet", "--features", tmp_path / "test.parquet")
     assert result.status == 1
     assert "has features of another" in result.problems[0]
 
 
-def test_fewer_pictures_are_each_classs_share(vitrail, weights, colours):
-    result = vitrail("probe", "-m", weights, "--data", colours, "--method", "knn", "--k", "1", "--most", "9", "--json")
+def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
+    result = vitrail("probe", "-m", weights, "--data", colors, "--method", "knn", "--k", "1", "--most", "9", "--json")
     assert (json.loads(result.out)["train"], json.loads(result.out)["test"]) == (9, 9)
-    assert any("9 of 36 pictures are used, each class's share of them" in note for note in result.notes)
+    assert any("9 of 36 images are used, each class's share of them" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_fewer_pictures_are_each_classs_share(vitrail, weights, colours):
     [
         (
             ("--method", "fewshot", "--shots", "13"),
-            "13 shots want 13 of each class, and 'blue' has 12 pictures",
+            "13 shots want 13 of each class, and 'blue' has 12 images",
         ),
-        (("--method", "knn", "--k", "37"), "k=37 neighbours of a bank of 36 entries; wanted 1 to 36."),
+        (("--method", "knn", "--k", "37"), "k=37 neighbors of a bank of 36 entries; wanted 1 to 36."),
         (("--k", "0"), "k=0: wanted 1 or more, such as 5 or 1,5."),
         (("--shots", "5,-1"), "shots=5,-1: wanted 1 or more, such as 5 or 1,5."),
         (("--c", "0"), "C=0: wanted a number above 0."),
@@ -94,9 +94,9 @@ def test_fewer_pictures_are_each_classs_share(vitrail, weights, colours):
         (("--shots", "many"), "--shots wants whole numbers such as 5 or 1,5,10, got 'many'."),
     ],
 )
-def test_what_cannot_be_is_one_sentence_before_any_work(vitrail, weights, colours, options, sentence, monkeypatch):
+def test_what_cannot_be_is_one_sentence_before_any_work(vitrail, weights, colors, options, sentence, monkeypatch):
     monkeypatch.setattr("vitrail.api.probing.gather", None)
-    result = vitrail("probe", "-m", weights, "--data", colours, *options)
+    result = vitrail("probe", "-m", weights, "--data", colors, *options)
     assert result.status == 1
     assert sentence in result.problems[0]
 
@@ -110,52 +110,52 @@ def test_one_class_is_one_sentence(vitrail, weights, tmp_path):
             (folder / split / name).rmdir()
     result = vitrail("probe", "-m", weights, "--data", folder)
     assert result.status == 1
-    assert "all 4 pictures are 'blue' (" in result.problems[0]
+    assert "all 4 images are 'blue' (" in result.problems[0]
     assert "wanted two classes or more" in result.problems[0]
 
 
 def test_what_was_not_asked_for_and_cannot_be_is_left_out_and_said(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "colours", train=4, test=2)
+    folder = draw(tmp_path / "colors", train=4, test=2)
     result = vitrail("probe", "-m", weights, "--data", folder, "--json")
     found = json.loads(result.out)["scores"]
     assert [s["shots"] for s in found if s["method"] == "fewshot"] == [1]
     assert [s["k"] for s in found if s["method"] == "knn"] == [12]
-    assert any("5, 10 and 25 shots are left out: the class with the fewest pictures has 4" in n for n in result.notes)
-    assert any("all 12 pictures to learn from vote, where 20 neighbours would" in n for n in result.notes)
+    assert any("5, 10 and 25 shots are left out: the class with the fewest images has 4" in n for n in result.notes)
+    assert any("all 12 images to learn from vote, where 20 neighbors would" in n for n in result.notes)
 
 
-def test_a_class_without_training_pictures_costs_few_shot_and_nothing_else(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "colours", train=8, test=2)
+def test_a_class_without_training_images_costs_few_shot_and_nothing_else(vitrail, weights, tmp_path):
+    folder = draw(tmp_path / "colors", train=8, test=2)
     rows = [f"{path.relative_to(folder)},{path.parent.name},{path.parts[-3]}" for path in folder.rglob("*.png")]
     rows = [row for row in rows if not row.endswith("red,train")]
     (folder / "labels.csv").write_text("\n".join(["image,label,split", *rows]))
     result = vitrail("probe", "-m", weights, "--data", folder / "labels.csv", "--k", "1", "--json")
     assert {s["method"] for s in json.loads(result.out)["scores"]} == {"knn", "logistic"}
-    assert any("few-shot is left out: the class with the fewest pictures has 0" in n for n in result.notes)
+    assert any("few-shot is left out: the class with the fewest images has 0" in n for n in result.notes)
     alone = vitrail("probe", "-m", weights, "--data", folder / "labels.csv", "--method", "fewshot")
-    assert "'red' has no pictures" in alone.problems[0]
+    assert "'red' has no images" in alone.problems[0]
 
 
 def test_features_without_a_test_part_are_split_and_that_is_said(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "colours", train=12)
+    folder = draw(tmp_path / "colors", train=12)
     vitrail("embed", "-m", weights, "--data", folder / "train", "--out", tmp_path / "f.parquet")
     result = vitrail("probe", "--features", tmp_path / "f.parquet", "--method", "knn", "--k", "1", "--json")
     found = json.loads(result.out)
     assert found["train"] + found["test"] == 36
-    assert any("there are no test pictures" in n and "held out to measure on" in n for n in result.notes)
+    assert any("there are no test images" in n and "held out to measure on" in n for n in result.notes)
     direct = json.loads(
         vitrail("probe", "-m", weights, "--data", folder / "train", "--method", "knn", "--k", "1", "--json").out
     )
     assert direct["scores"] == found["scores"]
 
 
-def test_an_unreadable_picture_is_an_error_unless_it_may_be_left_out(vitrail, weights, tmp_path):
-    folder = draw(tmp_path / "colours", train=4, test=2)
-    (folder / "test" / "red" / "broken.png").write_bytes(b"no picture")
+def test_an_unreadable_image_is_an_error_unless_it_may_be_left_out(vitrail, weights, tmp_path):
+    folder = draw(tmp_path / "colors", train=4, test=2)
+    (folder / "test" / "red" / "broken.png").write_bytes(b"no image")
     command = ("probe", "-m", weights, "--data", folder, "--method", "knn", "--k", "1", "--json")
     result = vitrail(*command)
     assert result.status == 1
-    assert "1 picture cannot be read" in result.problems[0]
+    assert "1 image cannot be read" in result.problems[0]
     assert json.loads(vitrail(*command, "--skip-bad").out)["unreadable"] == 1
 
 

@@ -48,7 +48,20 @@ def test_it_says_where_it_is_and_how_to_stop(vitrail, weights, started):
 
 def test_options_reach_the_server(vitrail, weights, started, monkeypatch):
     monkeypatch.setenv("SECRET", "a-token")
-    options = ("--max-bytes", 1000, "--max-pixels", 2000, "--max-images", 3, "--queue", 4, "--batch", 5, "--wait", 6)
+    options = (
+        "--max-bytes",
+        1000,
+        "--max-pixels",
+        2000,
+        "--max-images",
+        3,
+        "--queue",
+        4,
+        "--batch-size",
+        5,
+        "--wait",
+        6,
+    )
     result = vitrail("serve", "--model", weights, "--port", 0, "--workers", 2, "--token", "SECRET", *options)
     assert result.status == 0
     settings = started["settings"]
@@ -61,7 +74,7 @@ def test_options_reach_the_server(vitrail, weights, started, monkeypatch):
 
 def test_the_model_is_opened_with_its_options(vitrail, weights, started, tmp_path):
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
-    vitrail("serve", weights, "--port", 0, "--labels", tmp_path / "labels.txt", "--image", "64")
+    vitrail("serve", weights, "--port", 0, "--labels", tmp_path / "labels.txt", "--image-size", "64")
     served = started["opener"]()
     assert served.card.labels == ("a", "b", "c", "d", "e")
     assert served.shape == (64, 64, 3)
@@ -106,7 +119,7 @@ def test_on_loopback_only_its_own_names_are_answered_to(vitrail, weights, starte
     assert started["settings"].hosts == hosts
 
 
-def test_pictures_to_calibrate_on_reach_the_engine(vitrail, weights, started, monkeypatch, tmp_path):
+def test_images_to_calibrate_on_reach_the_engine(vitrail, weights, started, monkeypatch, tmp_path):
     from vitrail.export import engines
 
     given = {}
@@ -115,11 +128,11 @@ def test_pictures_to_calibrate_on_reach_the_engine(vitrail, weights, started, mo
         given.update(options, engine=engine)
         return engines.torch_engine(source.net, source.card)
 
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
+    images = tmp_path / "images"
+    images.mkdir()
     for number in range(3):
-        (pictures / f"{number}.jpg").write_bytes(photo(number))
-    vitrail("serve", weights, "--port", 0, "--engine", "auto", "--calibrate", pictures)
+        (images / f"{number}.jpg").write_bytes(photo(number))
+    vitrail("serve", weights, "--port", 0, "--engine", "auto", "--calibrate", images)
     monkeypatch.setattr(engines, "open_engine", open_engine)
     started["opener"]()
     assert (given["engine"], len(given["calibrate"])) == ("auto", 3)
@@ -131,9 +144,9 @@ def test_pictures_to_calibrate_on_reach_the_engine(vitrail, weights, started, mo
         (["a", "--model", "b"], "got a and --model b, wanted one of them"),
         (["--engine", "torsch"], "no engine is called 'torsch'; did you mean 'torch'"),
         (["--engine", "openvino", "--dtype", "bfloat16"], "--dtype bfloat16 is for torch alone: openvino has its own"),
-        (["--calibrate", "pictures"], "--calibrate lets --engine auto try int8"),
+        (["--calibrate", "images"], "--calibrate lets --engine auto try int8"),
         (["--token", "nothing-of-that-name"], "no such file and no environment variable"),
-        (["--image", "huge"], "--image wants 384"),
+        (["--image-size", "huge"], "--image-size wants 384"),
         (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),
         (["--port", "99999"], "port"),
         (["--workers", "0"], "workers"),
@@ -192,7 +205,7 @@ def test_an_exported_file_is_served_by_its_own_engine(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--image", 64], "is exported already: --image comes too late"),
+        (["--image-size", 64], "is exported already: --image-size comes too late"),
         (["--device", "cuda"], "is exported and runs on the CPU; for cuda, serve the checkpoint it was made from"),
         (["--dtype", "bfloat16"], "has its precision already; for bfloat16, export it anew or serve the checkpoint"),
     ],

@@ -14,13 +14,13 @@ TEN = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck"
 
 
 @pytest.fixture
-def picture(tmp_path: Path) -> Path:
+def image(tmp_path: Path) -> Path:
     gradient().save(tmp_path / "a.png")
     return tmp_path / "a.png"
 
 
-def test_predict_says_which_model_it_is_and_what_it_knows(vitrail, picture):
-    result = vitrail("predict", picture)
+def test_predict_says_which_model_it_is_and_what_it_knows(vitrail, image):
+    result = vitrail("predict", image)
     assert (result.status, result.problems) == (0, [])
     which, what = result.notes[-2:]
     assert which.startswith("no --model, so this is vitrail/cifar10, which ships with vitrail: ")
@@ -29,43 +29,43 @@ def test_predict_says_which_model_it_is_and_what_it_knows(vitrail, picture):
     assert "--model" in what
 
 
-def test_the_answer_is_one_of_the_ten_and_stands_alone(vitrail, picture):
-    rows = json.loads(vitrail("predict", picture, "--json", "--top", 10).out)
+def test_the_answer_is_one_of_the_ten_and_stands_alone(vitrail, image):
+    rows = json.loads(vitrail("predict", image, "--json", "--top", 10).out)
     named = [p["label"] for p in rows[0]["predictions"]]
     assert sorted(named) == sorted(TEN.replace(" and ", ", ").split(", "))
 
 
-def test_with_a_model_named_nothing_is_introduced(vitrail, picture, weights):
+def test_with_a_model_named_nothing_is_introduced(vitrail, image, weights):
     for named in (weights, DEFAULT.name):
-        result = vitrail("predict", picture, "-m", named)
+        result = vitrail("predict", image, "-m", named)
         assert result.status == 0
         assert "ships with vitrail" not in result.err
 
 
-def test_an_empty_name_is_not_the_same_as_none(vitrail, picture):
-    result = vitrail("predict", picture, "-m", "")
+def test_an_empty_name_is_not_the_same_as_none(vitrail, image):
+    result = vitrail("predict", image, "-m", "")
     assert result.status == 1
     assert result.problems[0].startswith("got an empty name")
 
 
-def test_a_folder_that_happens_to_have_its_name_is_not_taken(vitrail, picture, tmp_path, monkeypatch):
+def test_a_folder_that_happens_to_have_its_name_is_not_taken(vitrail, image, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model(small()).save("vitrail/cifar10")
-    rows = json.loads(vitrail("predict", picture, "--json", "--top", 10).out)
+    rows = json.loads(vitrail("predict", image, "--json", "--top", 10).out)
     assert len(rows[0]["predictions"]) == 10
 
 
-def test_what_is_asked_of_a_model_is_asked_of_it_too(vitrail, picture):
-    assert vitrail("predict", picture, "--image", 48).status == 0
-    result = vitrail("predict", picture, "--image", 33)
+def test_what_is_asked_of_a_model_is_asked_of_it_too(vitrail, image):
+    assert vitrail("predict", image, "--image-size", 48).status == 0
+    result = vitrail("predict", image, "--image-size", 33)
     assert result.status == 1
     assert "uncovered" in result.problems[0]
 
 
-def test_it_works_offline_in_a_process_of_its_own(process, picture, tmp_path):
-    result = process("predict", picture, cwd=tmp_path)
+def test_it_works_offline_in_a_process_of_its_own(process, image, tmp_path):
+    result = process("predict", image, cwd=tmp_path)
     assert result.status == 0
-    assert result.out.startswith(str(picture))
+    assert result.out.startswith(str(image))
     assert result.notes[-2].startswith("no --model, so this is vitrail/cifar10")
 
 

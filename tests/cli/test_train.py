@@ -15,7 +15,8 @@ from vitrail.recipes import RECIPES
 from vitrail.train.run import RunFolder
 
 TINY = (
-    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "data.workers=0", "compare=()",
+    "model.width=16", "model.depth=2", "model.num_heads=2", "model.mlp_dim=32", "batch_size=64", "data.workers=0",
+    "compare=()",
     "schedule.warmup=0 steps", "duration=12 steps", "log_every=3 steps", "evaluate_every=6 steps",
     "checkpoint_every=4 steps", "device=cpu",
 )  # fmt: skip
@@ -57,13 +58,13 @@ def test_json_is_for_machines(vitrail: Command):
     assert found["scores"]["count"] == 359
 
 
-def test_the_test_pictures_have_the_last_word(vitrail: Command):
+def test_the_test_images_have_the_last_word(vitrail: Command):
     """Digits have a test split; with others held out to choose by, both are told."""
     result = vitrail("train", "digits", *TINY, "data.held_out=0.1", "--no-report", "--json")
     found = json.loads(result.out)
     assert (found["scores"]["count"], found["test"]["count"]) == (143, 359)
     result = vitrail("train", "--resume", "--no-report")
-    assert [line.split("  ")[0] for line in result.out.splitlines()][:2] == ["accuracy", "on test pictures"]
+    assert [line.split("  ")[0] for line in result.out.splitlines()][:2] == ["accuracy", "on test images"]
 
 
 def test_a_name_that_is_taken_gets_a_number(vitrail: Command):
@@ -101,7 +102,7 @@ def test_a_finished_run_prints_its_result_again(vitrail: Command, done: Path):
 def test_a_folder_with_a_space_in_its_name_is_quoted(vitrail: Command, done: Path):
     shutil.copytree(done, "my cut")
     result = vitrail("train", "--resume", "--out", "my cut", "--no-report")
-    assert "vitrail predict --model 'my cut' PICTURE" in result.out
+    assert "vitrail predict --model 'my cut' IMAGE" in result.out
 
 
 def test_the_same_command_may_be_given_again_with_resume(vitrail: Command, done: Path):
@@ -110,7 +111,7 @@ def test_the_same_command_may_be_given_again_with_resume(vitrail: Command, done:
 
 
 @pytest.mark.parametrize(
-    "settings", [["optim.lr=0.1"], ["seed=1"], ["schedule.warmup=1 step"], ["batch=32"], ["--data", "mnist"]]
+    "settings", [["optim.lr=0.1"], ["seed=1"], ["schedule.warmup=1 step"], ["batch_size=32"], ["--data", "mnist"]]
 )
 def test_a_run_cannot_change_what_it_computes(vitrail: Command, done: Path, settings: list[str]):
     result = vitrail("train", "--resume", "--out", done, *settings)
@@ -135,7 +136,7 @@ def test_a_finished_run_can_be_made_longer_and_not_shorter(vitrail: Command, don
 
 
 def test_one_command_starts_a_run_and_says_when_it_is_finished(vitrail: Command):
-    command = ["train", "digits", *TINY, "batch=auto", "--no-report", "--json", "--auto-resume"]
+    command = ["train", "digits", *TINY, "batch_size=auto", "--no-report", "--json", "--auto-resume"]
     first = vitrail(*command)
     assert first.status == 0, first.err
     before = contents(Path("runs"))
@@ -155,7 +156,7 @@ def test_a_run_cannot_become_another_network(vitrail: Command, done: Path):
 
 
 def test_a_run_may_change_how_it_is_watched_and_spread(vitrail: Command, done: Path):
-    watched = ["log_every=1 step", "accumulate=2", "data.workers=1", "on_nan=skip", "recompute=true"]
+    watched = ["log_every=1 step", "grad_accum_steps=2", "data.workers=1", "on_nan=skip", "gradient_checkpointing=true"]
     result = vitrail("train", "--resume", "--out", done, *watched, "--no-report")
     assert result.status == 0, result.err
 
@@ -200,17 +201,20 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "optm.lr=1"], "no setting 'optm.lr': TrainConfig has no 'optm'; did you mean 'optim'?"),
         (["digits", "optim.lr", "0.1"], "got two recipes, digits and optim.lr; settings are written KEY=VALUE."),
         (["digits", "optim.lr=fast"], "OptimConfig.lr wants float, got 'fast'."),
-        (["digits", "batch=0"], "batch=0: one picture or more."),
-        (["digits", "batch=5000"], "batch=5000 is more than the 1,438 pictures to learn from; try batch=719."),
+        (["digits", "batch_size=0"], "batch_size=0: one image or more."),
+        (
+            ["digits", "batch_size=5000"],
+            "batch_size=5000 is more than the 1,438 images to learn from; try batch_size=719.",
+        ),
         (["digits", "duration=ten epochs"], "got 'ten epochs', wanted a duration with its unit"),
         (
             ["digits", "duration=5 steps", "schedule.warmup=5 epochs"],
             "a warm-up of 5 epochs is 57 steps, and the whole run has 5",
         ),
-        (["digits", "model.image=9"], "patch=2 leaves"),
-        (["digits", "augment.unmixed=-3 epochs"], "got '-3 epochs', wanted a duration with its unit"),
-        (["digits", "batch=auto", "parallel=fsdp"], "with parallel=fsdp give a number"),
-        (["digits", "classify.weights=balanced", "data.order=balanced"], "classify.weights=none with it"),
+        (["digits", "model.image_size=9"], "patch_size=2 leaves"),
+        (["digits", "augment.mix_off=-3 epochs"], "got '-3 epochs', wanted a duration with its unit"),
+        (["digits", "batch_size=auto", "parallel=fsdp"], "with parallel=fsdp give a number"),
+        (["digits", "classify.class_weights=balanced", "data.order=balanced"], "classify.class_weights=none with it"),
         (["digits", "device=tpu"], "there is no device 'tpu'"),
         (["digits", "data.source=nowhere"], "nowhere"),
         (["digits", "--data", "photos/"], "photos"),
@@ -237,7 +241,7 @@ def test_what_cannot_be_is_one_sentence(vitrail: Command, arguments: list[str], 
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '{"batch": "many"}', '{"colour": "red"}'])
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"batch": "many"}', '{"color": "red"}'])
 def test_a_file_that_holds_no_settings(vitrail: Command, content: str):
     Path("mine.json").write_text(content)
     result = vitrail("train", "mine.json")
@@ -247,6 +251,6 @@ def test_a_file_that_holds_no_settings(vitrail: Command, content: str):
 
 def test_settings_may_come_in_any_order(vitrail: Command, done: Path):
     """Each alone would be refused."""
-    teach = ["objective=distill", f"distill.teacher={done}", "model.width=27", "model.heads=3"]
+    teach = ["objective=distill", f"distill.teacher={done}", "model.width=27", "model.num_heads=3"]
     result = vitrail("train", "digits", *TINY[1:2], *TINY[3:], *teach, "duration=1 step", "--no-report")
     assert result.status == 0, result.err

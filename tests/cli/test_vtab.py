@@ -27,15 +27,15 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lists: dict[str, list[str]] = {"train800": [], "val200": [], "test": []}
     for i, (pixels, number) in enumerate(zip(digits.images[:180], digits.target[:180], strict=True)):
         part = "test" if i % 3 == 0 else "val200" if i % 3 == 1 and i % 2 else "train800"
-        picture = Image.fromarray((pixels * 15).astype(np.uint8)).resize((32, 32)).convert("RGB")
+        image = Image.fromarray((pixels * 15).astype(np.uint8)).resize((32, 32)).convert("RGB")
         path = root / "svhn" / "images" / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        image.save(path)
         lists[part].append(f"images/{i}.png {number}")
         size = "large" if number >= 5 else "small"
         path = root / "eurosat" / ("test" if part == "test" else "train") / size / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        image.save(path)
     for name, lines in lists.items():
         (root / "svhn" / f"{name}.txt").write_text("\n".join(lines))
     return root
@@ -81,7 +81,7 @@ def test_what_cannot_be_is_one_sentence(vitrail, weights, tasks, options, senten
 @pytest.mark.slow
 def test_fine_tuning_follows_the_protocol(vitrail, weights, tasks, tmp_path):
     """A rate chosen on the 200, then all 1,000 learn; a second call finds its runs finished."""
-    given = ("--steps", "8", "--lr", "0.03,0.1", "--image", "32", "--device", "cpu", "--out", tmp_path, "--json")
+    given = ("--steps", "8", "--lr", "0.03,0.1", "--image-size", "32", "--device", "cpu", "--out", tmp_path, "--json")
     command = ("vtab", "-m", weights, "--root", tasks, "--tasks", "svhn", *given)
     result = vitrail(*command)
     assert result.status == 0, result.err

@@ -13,41 +13,42 @@ from vitrail.errors import ConfigError
 
 
 def test_sizes_may_be_one_number_or_two() -> None:
-    assert ViTConfig(image=224) == ViTConfig(image=(224, 224))
-    assert ViTConfig(image=[224, 448], patch=[16, 32]).grid == (14, 14)  # type: ignore[arg-type]
-    assert ViTConfig(image=64, stem=StemConfig(), patch=1).grid == (4, 4)
-    assert ViTConfig(image=65, stem=StemConfig(), patch=1).grid == (5, 5), "SAME padding rounds up"
+    assert ViTConfig(image_size=224) == ViTConfig(image_size=(224, 224))
+    assert ViTConfig(image_size=[224, 448], patch_size=[16, 32]).grid == (14, 14)  # type: ignore[arg-type]
+    assert ViTConfig(image_size=64, stem=StemConfig(), patch_size=1).grid == (4, 4)
+    assert ViTConfig(image_size=65, stem=StemConfig(), patch_size=1).grid == (5, 5), "SAME padding rounds up"
 
 
 @given(
-    image=st.sampled_from([224, (32, 64), (16, 16)]),
-    registers=st.integers(0, 8),
-    stem=st.sampled_from([None, StemConfig(layers=(1, 2), width=0.5)]),
+    image_size=st.sampled_from([224, (32, 64), (16, 16)]),
+    num_registers=st.integers(0, 8),
+    stem=st.sampled_from([None, StemConfig(layers=(1, 2), width_factor=0.5)]),
     layer_scale=st.sampled_from([None, 0.1, 1e-5]),
     norm_eps=st.floats(1e-12, 1e-3),
 )
 def test_json_and_back_is_the_identity(**options: object) -> None:
-    config = ViTConfig(**options | ({"patch": 2} if options["stem"] else {}))  # type: ignore[arg-type]
+    config = ViTConfig(**options | ({"patch_size": 2} if options["stem"] else {}))  # type: ignore[arg-type]
     assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_other_configs_survive_json_too() -> None:
     for config in (
         BiTConfig(layers=(1, 2), root_pad="none"),
-        PreprocessConfig(mean=(0.5,), std=(0.1,), centre="floor"),
+        PreprocessConfig(mean=(0.5,), std=(0.1,), crop_rounding="floor"),
     ):
         assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_overrides_follow_dotted_paths() -> None:
-    config = ViTConfig(stem=StemConfig(), patch=1)
+    config = ViTConfig(stem=StemConfig(), patch_size=1)
     changed = override(
-        config, ["heads=4", "stem.width=2", "layer_scale=none", "pool=gap", "image=(64,128)", "norm_eps=1e-5"]
+        config,
+        ["num_heads=4", "stem.width_factor=2", "layer_scale=none", "pool=gap", "image_size=(64,128)", "norm_eps=1e-5"],
     )
     assert (changed.heads, changed.stem.width, changed.layer_scale, changed.pool) == (4, 2.0, None, "gap")
     assert changed.image == (64, 128)
     assert changed.norm_eps == 1e-5
-    assert config.heads == 12, "the original stays"
+    assert config.num_heads == 12, "the original stays"
 
 
 @pytest.mark.parametrize(
@@ -58,15 +59,15 @@ def test_overrides_follow_dotted_paths() -> None:
         ("heads.x=2", "'heads' is 12, which has no parts"),
         ("heads", "wanted key=value"),
         ("heads=four", "ViTConfig.heads wants int, got 'four'"),
-        ("heads=true", "wants int"),
+        ("num_heads=true", "wants int"),
         ("activation=relu", "is not one of its values"),
         ("activation=gelu_tanh", "did you mean 'gelu-tanh'"),
-        ("heads=5", "width=768 is not divisible into heads=5"),
+        ("num_heads=5", "width=768 is not divisible into num_heads=5"),
     ],
 )
 def test_wrong_overrides_name_the_nearest_right_one(assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        override(ViTConfig(stem=StemConfig(), patch=1), [assignment])
+        override(ViTConfig(stem=StemConfig(), patch_size=1), [assignment])
 
 
 def test_unknown_fields_from_a_file_are_named() -> None:

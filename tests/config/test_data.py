@@ -17,10 +17,10 @@ from vitrail.errors import ConfigError
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"held_out": 0.0}, "held_out=0.0 is a share of the pictures: between 0 and 1"),
+        ({"held_out": 0.0}, "held_out=0.0 is a share of the images: between 0 and 1"),
         ({"held_out": 1.0}, "held_out=1.0 is a share"),
-        ({"bad_share": 1.5}, "bad_share=1.5 is a share"),
-        ({"repeats": 0}, "repeats=0: a picture is seen at least once"),
+        ({"max_bad_fraction": 1.5}, "max_bad_fraction=1.5 is a share"),
+        ({"repeats": 0}, "repeats=0: an image is seen at least once"),
         ({"workers": -1}, "workers=-1: 0 or more"),
         ({"order": "random"}, "is not one of its values"),
         ({"source": 3}, "DataConfig.source wants str, got 3"),
@@ -36,13 +36,13 @@ def test_data_that_cannot_be_is_refused(settings: dict[str, Any], message: str) 
     [
         ({"flip": 1.5}, "flip=1.5 is a chance"),
         ({"erase": -0.1}, "erase=-0.1 is a chance"),
-        ({"mix_chance": 2.0}, "mix_chance=2.0 is a chance"),
+        ({"mix_prob": 2.0}, "mix_prob=2.0 is a chance"),
         ({"scale": (0.0, 1.0)}, "scale=0.0, 1.0: wanted two positive numbers"),
         ({"scale": (0.9, 0.5)}, "the smaller one first"),
         ({"scale": (0.5, 1.5)}, "shares of the area: at most 1"),
         ({"erase_scale": (0.5, 1.5)}, "shares of the area: at most 1"),
         ({"ratio": (2.0, 1.0)}, "the smaller one first"),
-        ({"jitter": (0.4, 0.4, 0.4, 0.6)}, "hue 0.6 is a share of the colour circle"),
+        ({"jitter": (0.4, 0.4, 0.4, 0.6)}, "hue 0.6 is a share of the color circle"),
         ({"jitter": (-0.1, 0.0, 0.0, 0.0)}, "are 0 or more"),
         ({"jitter": (0.1, 0.1)}, "jitter wants"),
         ({"mixup": -1.0}, "are 0 or more"),
@@ -68,8 +68,8 @@ def test_what_is_not_a_number_is_refused(name: str) -> None:
         ({}, False),
         ({"mixup": 0.8}, True),
         ({"cutmix": 1.0}, True),
-        ({"mixup": 0.8, "mix_chance": 0.0}, False),
-        ({"mix_chance": 0.5}, False),
+        ({"mixup": 0.8, "mix_prob": 0.0}, False),
+        ({"mix_prob": 0.5}, False),
     ],
 )
 def test_mixing_is_on_when_a_kind_of_it_is(settings: dict[str, Any], mixes: bool) -> None:
@@ -79,7 +79,7 @@ def test_mixing_is_on_when_a_kind_of_it_is(settings: dict[str, Any], mixes: bool
 @given(
     source=st.text(max_size=20),
     held_out=st.none() | st.floats(0.01, 0.99),
-    classes=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    num_classes=st.none() | st.lists(st.text(max_size=5), max_size=3).map(tuple),
     resident=st.sampled_from([None, True, False]),
     workers=st.none() | st.integers(0, 64),
 )
@@ -90,7 +90,7 @@ def test_data_settings_survive_json(**settings: Any) -> None:
 
 @given(
     scale=st.tuples(st.floats(0.01, 0.5), st.floats(0.5, 1.0)),
-    jitter=st.tuples(*[st.floats(0, 0.5)] * 4),
+    color_jitter=st.tuples(*[st.floats(0, 0.5)] * 4),
     mixup=st.floats(0, 10),
     layers=st.integers(0, 5),
 )
@@ -101,10 +101,15 @@ def test_augmentation_settings_survive_json(**settings: Any) -> None:
 
 def test_overrides_of_data_and_augmentation() -> None:
     data = override(
-        DataConfig(), ["source=folder:my photos/", "held_out=0.2", "classes=('cat', 'dog')", "resident=true"]
+        DataConfig(), ["source=folder:my photos/", "held_out=0.2", "class_names=('cat', 'dog')", "resident=true"]
     )
-    assert (data.source, data.held_out, data.classes, data.resident) == ("folder:my photos/", 0.2, ("cat", "dog"), True)
+    assert (data.source, data.held_out, data.class_names, data.resident) == (
+        "folder:my photos/",
+        0.2,
+        ("cat", "dog"),
+        True,
+    )
     augment = override(AugmentConfig(), ["scale=(0.05, 1)", "jitter=(0.4, 0.4, 0.4, 0)", "policy=three", "crop=none"])
     assert augment.scale == (0.05, 1.0)
-    assert augment.jitter == (0.4, 0.4, 0.4, 0.0)
+    assert augment.color_jitter == (0.4, 0.4, 0.4, 0.0)
     assert (augment.policy, augment.crop) == ("three", "none")

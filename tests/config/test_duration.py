@@ -70,18 +70,18 @@ def test_it_lasts_a_while_and_ends(count: float) -> None:
     ],
 )
 def test_steps_cover_it(duration: Duration, batch: int, size: int, wanted: int) -> None:
-    assert duration.to_steps(batch=batch, images=size) == wanted
+    assert duration.to_steps(batch_size=batch, images=size) == wanted
 
 
-@given(count=st.integers(0, 10_000), batch=st.integers(1, 10_000), size=st.integers(1, 2_000_000))
+@given(count=st.integers(0, 10_000), batch_size=st.integers(1, 10_000), size=st.integers(1, 2_000_000))
 def test_whole_epochs_are_counted_exactly(count: int, batch: int, size: int) -> None:
-    assert epochs(count).to_steps(batch=batch, images=size) == math.ceil(Fraction(count * size, batch))
+    assert epochs(count).to_steps(batch_size=batch, images=size) == math.ceil(Fraction(count * size, batch))
 
 
 @pytest.mark.parametrize("duration", [steps(3), images(96)])
 def test_steps_and_images_need_no_size_of_the_data(duration: Duration) -> None:
     """As a plain stream's, which nobody has counted."""
-    assert duration.to_steps(batch=32, images=0) == 3
+    assert duration.to_steps(batch_size=32, images=0) == 3
 
 
 def test_it_is_spoken_of_in_words() -> None:

@@ -24,30 +24,30 @@ from vitrail.config import (
 from vitrail.config.base import Config
 from vitrail.errors import ConfigError
 
-RUN = TrainConfig(model=ViTConfig(image=32, patch=4, classes=0))
+RUN = TrainConfig(model=ViTConfig(image_size=32, patch_size=4, num_classes=0))
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (ClassifyConfig, {"smoothing": 1.0}, "smoothing=1.0 is a share"),
+        (ClassifyConfig, {"label_smoothing": 1.0}, "label_smoothing=1.0 is a share"),
         (ClassifyConfig, {"loss": "hinge"}, "is not one of its values; there is sigmoid, softmax"),
-        (MaskedPatchConfig, {"share": 0.0}, "share is in"),
-        (MaskedPatchConfig, {"masked": 0.8, "replaced": 0.3}, "at most 1 together"),
-        (MaskedPatchConfig, {"masked": -0.1}, "shares"),
-        (OptimConfig, {"lr": 0.0}, "lr, eps and head_lr must be positive"),
-        (OptimConfig, {"head_lr": -1.0}, "must be positive"),
-        (OptimConfig, {"clip": 0.0}, "clip=0.0 must be positive, or none"),
+        (MaskedPatchConfig, {"mask_ratio": 0.0}, "share is in"),
+        (MaskedPatchConfig, {"mask_token_prob": 0.8, "random_patch_prob": 0.3}, "at most 1 together"),
+        (MaskedPatchConfig, {"mask_token_prob": -0.1}, "shares"),
+        (OptimConfig, {"lr": 0.0}, "lr, eps and head_lr_factor must be positive"),
+        (OptimConfig, {"head_lr_factor": -1.0}, "must be positive"),
+        (OptimConfig, {"grad_clip": 0.0}, "grad_clip=0.0 must be positive, or none"),
         (OptimConfig, {"layer_decay": 1.5}, "layer_decay=1.5 is in"),
         (OptimConfig, {"weight_decay": -0.1}, "weight_decay is 0 or more"),
         (OptimConfig, {"betas": (0.9, 1.0)}, "betas and momentum are in"),
         (OptimConfig, {"betas": (0.9,)}, "betas wants"),
         (OptimConfig, {"momentum": 1.0}, "betas and momentum are in"),
-        (OptimConfig, {"train": -1}, "train=-1 counts blocks"),
-        (OptimConfig, {"train": "nothing"}, "is not one of its values"),
-        (OptimConfig, {"train": True}, "is not one of its values"),
+        (OptimConfig, {"trainable": -1}, "train=-1 counts blocks"),
+        (OptimConfig, {"trainable": "nothing"}, "is not one of its values"),
+        (OptimConfig, {"trainable": True}, "is not one of its values"),
         (OptimConfig, {"kind": "adam"}, "did you mean 'adamw'"),
-        (ScheduleConfig, {"floor": 1.1}, "floor=1.1 is a share"),
+        (ScheduleConfig, {"min_lr_ratio": 1.1}, "min_lr_ratio=1.1 is a share"),
         (ScheduleConfig, {"kind": "cosin"}, "did you mean 'cosine'"),
     ],
 )
@@ -62,9 +62,9 @@ def test_what_cannot_be_is_refused(kind: type[Config], settings: dict[str, Any],
         (OptimConfig, "lr", math.nan),
         (OptimConfig, "lr", math.inf),
         (OptimConfig, "weight_decay", math.nan),
-        (OptimConfig, "clip", math.nan),
-        (DistillConfig, "share", 1.5),
-        (DistillConfig, "share", -0.5),
+        (OptimConfig, "grad_clip", math.nan),
+        (DistillConfig, "alpha", 1.5),
+        (DistillConfig, "alpha", -0.5),
         (DistillConfig, "temperature", 0.0),
     ],
 )
@@ -76,12 +76,12 @@ def test_numbers_that_would_ruin_a_run_are_refused(kind: type[Config], name: str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": None}, "a run needs a model: a network's config, or start=CHECKPOINT"),
-        ({"batch": 0}, "batch=0: one picture or more"),
-        ({"batch": "largest"}, "is not one of its values; it is a whole number or auto."),
-        ({"batch": 1.5}, "batch=1.5 is not one of its values; it is a whole number or auto."),
+        ({"model": None}, "a run needs a model: a network's config, or init_from=CHECKPOINT"),
+        ({"batch_size": 0}, "batch_size=0: one image or more"),
+        ({"batch_size": "largest"}, "is not one of its values; it is a whole number or auto."),
+        ({"batch_size": 1.5}, "batch_size=1.5 is not one of its values; it is a whole number or auto."),
         ({"compile": 3}, "it is true, false or graphs."),
-        ({"accumulate": 0}, "accumulate=0: 1 or more"),
+        ({"grad_accum_steps": 0}, "grad_accum_steps=0: 1 or more"),
         ({"ema": 1.0}, "ema=1.0 is between 0 and 1, or none"),
         ({"objective": "distill"}, "objective=distill needs distill.teacher"),
         ({"objective": "masked-patch", "model": BiTConfig()}, "masked patches need a ViT"),
@@ -92,25 +92,29 @@ def test_numbers_that_would_ruin_a_run_are_refused(kind: type[Config], name: str
 )
 def test_parts_that_do_not_fit_together_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        RUN.but(**changes)
+        RUN.replace(**changes)
 
 
 @pytest.mark.parametrize("changes", [{"log_every": steps(0)}, {"checkpoint_every": steps(0)}, {"patience": 0}])
 def test_every_so_often_is_not_never(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        RUN.but(**changes)
+        RUN.replace(**changes)
 
 
 def test_a_run_survives_json_with_all_its_parts() -> None:
     for config in (
         RUN,
-        TrainConfig(model=BiTConfig(layers=(1, 2)), seed=7, batch="auto", ema=0.999, evaluate_every=None),
+        TrainConfig(model=BiTConfig(layers=(1, 2)), seed=7, batch_size="auto", ema=0.999, evaluate_every=None),
         TrainConfig(
-            start="ViT-B/16", image=384, objective="distill", distill=DistillConfig(teacher="x"), duration=steps(5)
+            init_from="ViT-B/16",
+            image_size=384,
+            objective="distill",
+            distill=DistillConfig(teacher="x"),
+            duration=steps(5),
         ),
-        RUN.but(image=(32, 64), compare=("model.position=none", "seed=1"), patience=3),
-        RUN.but(optim=OptimConfig(kind="muon", train=2, layer_decay=0.75, clip=None)),
-        RUN.but(optim={"train": "head"}, schedule=ScheduleConfig(kind="rsqrt", warmup=epochs(0.25))),
+        RUN.replace(image_size=(32, 64), compare=("model.position=none", "seed=1"), patience=3),
+        RUN.replace(optim=OptimConfig(kind="muon", trainable=2, layer_decay=0.75, grad_clip=None)),
+        RUN.replace(optim={"trainable": "head"}, schedule=ScheduleConfig(kind="rsqrt", warmup=epochs(0.25))),
     ):
         text = json.dumps(config.to_dict(), allow_nan=False)
         assert TrainConfig.from_dict(json.loads(text)) == config
@@ -127,22 +131,22 @@ def test_overrides_reach_every_part() -> None:
         RUN,
         [
             "optim.lr=3e-4",
-            "optim.train=2",
+            "optim.trainable=2",
             "optim.betas=(0.9, 0.95)",
-            "optim.clip=none",
+            "optim.grad_clip=none",
             "schedule.warmup=5 epochs",
             "model.width=192",
-            "model.heads=3",
+            "model.num_heads=3",
             "data.source=cifar10",
             "augment.mixup=0.8",
             "augment.policy=none",
-            "batch=auto",
+            "batch_size=auto",
             "ema=none",
             "evaluate_every=none",
             "duration=1.5m images",
         ],
     )
-    assert (changed.optim.lr, changed.optim.train, changed.optim.betas, changed.optim.clip) == (
+    assert (changed.optim.lr, changed.optim.trainable, changed.optim.betas, changed.optim.grad_clip) == (
         3e-4,
         2,
         (0.9, 0.95),
@@ -163,7 +167,7 @@ def test_overrides_reach_every_part() -> None:
         ("schedule.warm=1 step", "did you mean 'warmup'"),
         ("optim=3", "OptimConfig"),
         ("seed=1.5", "TrainConfig.seed wants int, got 1.5"),
-        ("optim.train=last", "is not one of its values; it is a whole number, all or head."),
+        ("optim.trainable=last", "is not one of its values; it is a whole number, all or head."),
     ],
 )
 def test_wrong_overrides_name_the_nearest_right_one(assignment: str, message: str) -> None:

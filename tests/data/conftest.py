@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pictures import encoded
+from images import encoded
 from PIL import Image
 from sklearn.datasets import load_sample_image
 

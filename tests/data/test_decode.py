@@ -1,4 +1,4 @@
-"""Every kind of picture a folder may hold comes out as a person sees it, or says in one sentence why not."""
+"""Every kind of image a folder may hold comes out as a person sees it, or says in one sentence why not."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pictures import encoded
+from images import encoded
 from PIL import Image, ImageCms
 
 from vitrail.data.decode import decode, open_image
 from vitrail.errors import ImageError
 
 
-def png(width: int, height: int, depth: int, colour: int, rows: bytes, **chunks: bytes) -> bytes:
+def png(width: int, height: int, depth: int, color: int, rows: bytes, **chunks: bytes) -> bytes:
     """A PNG written by hand: what Pillow's writer cannot make."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     extra = b"".join(chunk(name.encode(), data) for name, data in chunks.items())
     body = chunk(b"IDAT", zlib.compress(rows))
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + extra + body + chunk(b"IEND", b"")
@@ -40,13 +40,13 @@ def distance(a: np.ndarray, b: np.ndarray) -> int:
 # Where it comes from
 
 
-def test_path_string_bytes_and_pillow_image_are_one_picture(photo: np.ndarray, tmp_path: Path) -> None:
+def test_path_string_bytes_and_pillow_image_are_one_image(photo: np.ndarray, tmp_path: Path) -> None:
     data = encoded(Image.fromarray(photo), "PNG")
     file = tmp_path / "photo.png"
     file.write_bytes(data)
     tensor = torch.from_numpy(photo).permute(2, 0, 1)
-    for picture in (file, str(file), data, Image.open(io.BytesIO(data)), photo, tensor):
-        assert np.array_equal(decode(picture), photo)
+    for image in (file, str(file), data, Image.open(io.BytesIO(data)), photo, tensor):
+        assert np.array_equal(decode(image), photo)
 
 
 def test_what_is_decoded_may_be_written_to(jpeg: bytes) -> None:
@@ -106,7 +106,7 @@ def test_orientation_of_a_pillow_image_is_applied_once(photo: np.ndarray) -> Non
 
 
 @pytest.mark.parametrize("exif", [b"garbage", b"MM\0*\0\0\0\x08\xff\xff", b"II*\0\xff\xff\xff\x7f"])
-def test_a_damaged_exif_block_does_not_cost_the_picture(photo: np.ndarray, jpeg: bytes, exif: bytes) -> None:
+def test_a_damaged_exif_block_does_not_cost_the_image(photo: np.ndarray, jpeg: bytes, exif: bytes) -> None:
     assert np.array_equal(
         decode(encoded(Image.fromarray(photo), "JPEG", quality=92, exif=b"Exif\0\0" + exif)), decode(jpeg)
     )
@@ -122,37 +122,37 @@ def test_an_unknown_orientation_is_left_alone(photo: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "TIFF big-endian", "Pillow I", "Pillow I;16B"])
-def test_16_bit_grey_is_scaled_by_its_full_range(kind: str) -> None:
+def test_16_bit_gray_is_scaled_by_its_full_range(kind: str) -> None:
     deep = np.array([[0, 128, 129, 257, 32768, 65534, 65535, 40000]], np.uint16)
     wanted = np.rint(deep / 257).astype(np.uint8)
     assert wanted[0, -2] == 255  # a clipped reading has 255 nearly everywhere
     assert wanted[0, 4] == 128
     big = Image.frombytes("I;16B", (8, 1), deep.astype(">u2").tobytes())
-    pictures = {
+    images = {
         "TIFF big-endian": lambda: encoded(big, "TIFF"),
         "Pillow I": lambda: Image.fromarray(deep.astype(np.int32)),
         "Pillow I;16B": lambda: big,
     }
-    picture = pictures.get(kind, lambda: encoded(Image.fromarray(deep), kind))()
-    assert np.array_equal(decode(picture, 1)[:, :, 0], wanted)
-    assert np.array_equal(decode(picture), np.repeat(wanted[:, :, None], 3, axis=2))
+    image = images.get(kind, lambda: encoded(Image.fromarray(deep), kind))()
+    assert np.array_equal(decode(image, 1)[:, :, 0], wanted)
+    assert np.array_equal(decode(image), np.repeat(wanted[:, :, None], 3, axis=2))
 
 
-def test_16_bit_grey_stands_upright_too() -> None:
+def test_16_bit_gray_stands_upright_too() -> None:
     exif, deep = Image.Exif(), (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
     exif[0x0112] = 6
     turned = decode(encoded(Image.fromarray(deep), "PNG", exif=exif), 1)[:, :, 0]
     assert np.array_equal(turned, np.rot90(np.rint(deep / 257), -1))
 
 
-@pytest.mark.parametrize("colour", [2, 4, 6])
-def test_16_bit_colour_png_keeps_its_range(colour: int) -> None:
-    deep = {2: [0, 32768, 65535], 4: [32768, 65535], 6: [0, 32768, 65535, 65535]}[colour]
-    data = png(1, 1, 16, colour, b"\0" + np.array(deep, ">u2").tobytes())
-    assert decode(data)[0, 0].tolist() == ([128, 128, 128] if colour == 4 else [0, 128, 255])
+@pytest.mark.parametrize("color", [2, 4, 6])
+def test_16_bit_color_png_keeps_its_range(color: int) -> None:
+    deep = {2: [0, 32768, 65535], 4: [32768, 65535], 6: [0, 32768, 65535, 65535]}[color]
+    data = png(1, 1, 16, color, b"\0" + np.array(deep, ">u2").tobytes())
+    assert decode(data)[0, 0].tolist() == ([128, 128, 128] if color == 4 else [0, 128, 255])
 
 
-def test_16_bit_colour_tiff_keeps_its_range() -> None:
+def test_16_bit_color_tiff_keeps_its_range() -> None:
     tifffile = pytest.importorskip("tifffile")
     out = io.BytesIO()
     tifffile.imwrite(out, np.array([[[0, 32768, 65535]]], np.uint16), photometric="rgb")
@@ -204,15 +204,15 @@ def test_transparency_is_laid_on_white(photo: np.ndarray, kind: str) -> None:
     weight = alpha[:, :, None] / 255
     wanted = np.rint(photo * weight + 255 * (1 - weight)).astype(np.uint8)
     image = Image.fromarray(full)
-    picture = {"file": encoded(image, "PNG"), "array": full, "Pillow": image}[kind]
-    assert distance(decode(picture), wanted) <= 1
-    assert np.array_equal(decode(picture, 4), full)
+    given = {"file": encoded(image, "PNG"), "array": full, "Pillow": image}[kind]
+    assert distance(decode(given), wanted) <= 1
+    assert np.array_equal(decode(given, 4), full)
 
 
-def test_grey_with_alpha_is_laid_on_white() -> None:
+def test_gray_with_alpha_is_laid_on_white() -> None:
     image = Image.fromarray(np.array([[[10, 255], [10, 0], [10, 128]]], np.uint8), "LA")
-    for picture in (encoded(image, "PNG"), image, image.convert("La")):
-        got = decode(picture, 1)[0, :, 0]
+    for given in (encoded(image, "PNG"), image, image.convert("La")):
+        got = decode(given, 1)[0, :, 0]
         assert got[:2].tolist() == [10, 255]
         assert abs(int(got[2]) - 132) <= 1
 
@@ -233,34 +233,34 @@ def test_palette_with_transparency(transparency: int | bytes) -> None:
     assert decode(data, 4)[0, :, 3].tolist() == [255, 0, 255]
 
 
-def test_a_transparent_colour_of_a_plain_png() -> None:
-    grey = png(3, 1, 8, 0, b"\0" + bytes([0, 100, 255]), tRNS=struct.pack(">H", 100))
+def test_a_transparent_color_of_a_plain_png() -> None:
+    gray = png(3, 1, 8, 0, b"\0" + bytes([0, 100, 255]), tRNS=struct.pack(">H", 100))
     deep = png(3, 1, 16, 0, b"\0" + np.array([0, 1000, 65535], ">u2").tobytes(), tRNS=struct.pack(">H", 1000))
-    colour = png(2, 1, 8, 2, b"\0" + bytes([1, 2, 3, 4, 5, 6]), tRNS=struct.pack(">HHH", 1, 2, 3))
-    assert decode(grey, 1)[0, :, 0].tolist() == [0, 255, 255]
+    color = png(2, 1, 8, 2, b"\0" + bytes([1, 2, 3, 4, 5, 6]), tRNS=struct.pack(">HHH", 1, 2, 3))
+    assert decode(gray, 1)[0, :, 0].tolist() == [0, 255, 255]
     assert decode(deep, 1)[0, :, 0].tolist() == [0, 255, 255]
     assert decode(deep, 4)[0, :, 3].tolist() == [255, 0, 255]
-    assert decode(colour)[0].tolist() == [[255, 255, 255], [4, 5, 6]]
+    assert decode(color)[0].tolist() == [[255, 255, 255], [4, 5, 6]]
 
 
-# Colour spaces
+# Color spaces
 
 INKS = np.array([[0, 0, 0, 0], [255, 0, 0, 0], [0, 255, 0, 0], [0, 0, 255, 0], [0, 0, 0, 255], [60, 120, 30, 80]])
 INKED = np.rint((255 - INKS[:, :3]) * (255 - INKS[:, 3:]) / 255).astype(np.uint8)  # paper minus ink
 
 
-def patches(colours: np.ndarray) -> np.ndarray:
+def patches(colors: np.ndarray) -> np.ndarray:
     """16 x 16 pixels of each, side by side: what survives JPEG's blocks."""
-    return colours.astype(np.uint8).repeat(16, axis=0)[None].repeat(16, axis=0)
+    return colors.astype(np.uint8).repeat(16, axis=0)[None].repeat(16, axis=0)
 
 
-def test_cmyk_jpeg_and_tiff_have_their_colours() -> None:
+def test_cmyk_jpeg_and_tiff_have_their_colors() -> None:
     image = Image.frombytes("CMYK", (96, 16), patches(INKS).tobytes())
     assert distance(decode(encoded(image, "TIFF")), patches(INKED)) <= 1
     assert distance(decode(encoded(image, "JPEG", quality=98, subsampling=0)), patches(INKED)) <= 3
 
 
-def test_ycck_jpeg_has_its_colours() -> None:
+def test_ycck_jpeg_has_its_colors() -> None:
     simplejpeg = pytest.importorskip("simplejpeg")
     adobe = np.ascontiguousarray(255 - patches(INKS))  # Adobe's programs store what is left of the paper
     data = simplejpeg.encode_jpeg(adobe, quality=98, colorspace="CMYK", colorsubsampling="444")
@@ -269,7 +269,7 @@ def test_ycck_jpeg_has_its_colours() -> None:
     assert distance(decode(data), patches(INKED)) <= 4
 
 
-def test_other_colour_spaces(photo: np.ndarray) -> None:
+def test_other_color_spaces(photo: np.ndarray) -> None:
     image = Image.fromarray(photo)
     assert distance(decode(image.convert("YCbCr")), photo) <= 3
     assert distance(decode(image.convert("HSV")), photo) <= 12
@@ -280,12 +280,12 @@ def test_other_colour_spaces(photo: np.ndarray) -> None:
     assert np.abs(decode(encoded(lab, "TIFF")).astype(int) - photo).mean() < 2
 
 
-def test_grey_is_repeated_and_colour_is_weighed(photo: np.ndarray) -> None:
-    grey = decode(photo, 1)
+def test_gray_is_repeated_and_color_is_weighed(photo: np.ndarray) -> None:
+    gray = decode(photo, 1)
     luma = np.rint(photo @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)[:, :, None]
-    assert distance(grey, luma) <= 1
-    assert np.array_equal(decode(grey[:, :, 0]), grey.repeat(3, axis=2))
-    assert np.array_equal(decode(grey), grey.repeat(3, axis=2))
+    assert distance(gray, luma) <= 1
+    assert np.array_equal(decode(gray[:, :, 0]), gray.repeat(3, axis=2))
+    assert np.array_equal(decode(gray), gray.repeat(3, axis=2))
     assert np.array_equal(decode(photo, 4), np.dstack([photo, np.full(photo.shape[:2], 255, np.uint8)]))
 
 
@@ -294,7 +294,7 @@ def test_grey_is_repeated_and_colour_is_weighed(photo: np.ndarray) -> None:
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "TIFF"])
 def test_animated_gives_the_first_frame(kind: str) -> None:
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "green", "blue")]
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "green", "blue")]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = encoded(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert decode(data)[4, 4].tolist() == [255, 0, 0]
@@ -308,7 +308,7 @@ def test_20000_pixels_wide() -> None:
     assert decode(encoded(Image.new("RGB", (20_000, 3)), "PNG")).shape == (3, 20_000, 3)
 
 
-def test_between_the_two_limits_a_picture_is_read_in_silence(monkeypatch: pytest.MonkeyPatch, jpeg: bytes) -> None:
+def test_between_the_two_limits_an_image_is_read_in_silence(monkeypatch: pytest.MonkeyPatch, jpeg: bytes) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 90 * 130 - 1)
     assert decode(jpeg).shape == (90, 130, 3)
 

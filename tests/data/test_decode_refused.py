@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pictures import encoded
+from images import encoded
 from PIL import Image, ImageFile
 
 from vitrail.data.decode import decode
@@ -41,13 +41,13 @@ def test_an_address_is_not_a_file() -> None:
 
 
 def test_a_folder_an_empty_file_and_a_pipe_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match=rf"{tmp_path} is a folder, wanted a picture"):
+    with pytest.raises(ImageError, match=rf"{tmp_path} is a folder, wanted an image"):
         decode(tmp_path)
     empty = tmp_path / "empty.jpg"
     empty.touch()
     with pytest.raises(ImageError, match=r"empty\.jpg is empty \(0 bytes\)"):
         decode(empty)
-    with pytest.raises(ImageError, match=r"picture of 0 bytes is empty"):
+    with pytest.raises(ImageError, match=r"image of 0 bytes is empty"):
         decode(b"")
     if hasattr(os, "mkfifo"):
         os.mkfifo(tmp_path / "pipe")
@@ -76,10 +76,10 @@ def test_a_name_no_file_can_have() -> None:
         (b"II*\0\x08\0\0\0\0\0", "a TIFF, damaged or"),
     ],
 )
-def test_not_a_picture_says_what_it_is(data: bytes, reason: str, tmp_path: Path) -> None:
+def test_not_an_image_says_what_it_is(data: bytes, reason: str, tmp_path: Path) -> None:
     file = tmp_path / "cat.jpg"
     file.write_bytes(data)
-    with pytest.raises(ImageError, match=rf"cat\.jpg is not a picture: .*{reason}"):
+    with pytest.raises(ImageError, match=rf"cat\.jpg is not an image: .*{reason}"):
         decode(file)
 
 
@@ -90,7 +90,7 @@ def test_a_program_is_not_run() -> None:
 
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("left", [0.3, 0.7, 0.99])
-def test_a_truncated_jpeg_is_never_half_a_picture(jpeg: bytes, left: float, progressive: bool, tmp_path: Path) -> None:
+def test_a_truncated_jpeg_is_never_half_an_image(jpeg: bytes, left: float, progressive: bool, tmp_path: Path) -> None:
     whole = encoded(Image.open(io.BytesIO(jpeg)), "JPEG", progressive=progressive)
     file = tmp_path / "half.jpg"
     file.write_bytes(whole[: int(len(whole) * left)])
@@ -108,7 +108,7 @@ def test_truncated_files_stay_errors_where_somebody_asked_pillow_to_accept_them(
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "TGA", "ICO", "AVIF", "JPEG2000"])
-def test_damage_anywhere_gives_a_picture_or_an_image_error(photo: np.ndarray, kind: str) -> None:
+def test_damage_anywhere_gives_an_image_or_an_image_error(photo: np.ndarray, kind: str) -> None:
     if kind not in Image.SAVE:
         Image.init()
     if kind not in Image.SAVE:
@@ -125,7 +125,7 @@ def test_damage_anywhere_gives_a_picture_or_an_image_error(photo: np.ndarray, ki
         except ImageError as error:
             errors.append((len(data), str(error)))
     assert len(errors) > 20
-    assert all(f"picture of {size} bytes" in message for size, message in errors)
+    assert all(f"image of {size} bytes" in message for size, message in errors)
 
 
 # Plugins
@@ -220,7 +220,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
         (np.zeros((4, 5), bool), r"dtype bool.*x\.astype\(np\.uint8\) \* 255"),
         (np.zeros((3, 40, 50), np.uint8), r"has 50 channels, wanted 1, 3 or 4; try x\.transpose\(1, 2, 0\)"),
         (np.zeros((4, 5, 2), np.uint8), r"has 2 channels, wanted 1, 3 or 4"),
-        (np.zeros((2, 4, 5, 3), np.uint8), r"wanted one picture.*list\(x\)"),
+        (np.zeros((2, 4, 5, 3), np.uint8), r"wanted one image.*list\(x\)"),
         (np.zeros((5,), np.uint8), r"shape \(5,\), wanted uint8 H W or H W C"),
         (np.zeros((0, 5, 3), np.uint8), r"shape \(0, 5, 3\).*at least one pixel"),
         (np.zeros((4, 5, 0), np.uint8), r"at least one pixel"),
@@ -236,7 +236,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
         (None, r"got NoneType, wanted a path"),
     ],
 )
-def test_what_is_no_picture_says_what_was_wanted(array: Any, message: str) -> None:
+def test_what_is_no_image_says_what_was_wanted(array: Any, message: str) -> None:
     with pytest.raises(ImageError, match=message):
         decode(array)
 
@@ -248,13 +248,13 @@ def test_threads_leave_the_process_as_it_was(jpeg: bytes, monkeypatch: pytest.Mo
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 90 * 130 - 1)  # each reading would warn
     palette = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
     palette.putpalette([0, 0, 0, 9, 9, 9])
-    pictures = [jpeg, encoded(palette, "PNG", transparency=bytes([0, 255])), jpeg[:900]]
+    images = [jpeg, encoded(palette, "PNG", transparency=bytes([0, 255])), jpeg[:900]]
     filters, failures = list(warnings.filters), []
 
     def work() -> None:
         for turn in range(60):
             try:
-                decode(pictures[turn % 3])
+                decode(images[turn % 3])
             except ImageError:
                 pass
             except BaseException as error:

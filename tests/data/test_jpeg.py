@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import encoded
+from images import encoded
 from PIL import Image
 
 from vitrail.config import PreprocessConfig
@@ -36,7 +36,7 @@ def pillow_alone() -> Iterator[None]:
 
 
 def scene(height: int, width: int, mode: str = "RGB") -> Image.Image:
-    """Smooth colours with some texture."""
+    """Smooth colors with some texture."""
     y, x = np.mgrid[:height, :width]
     planes = [128 + 100 * np.sin(x / (3 + c) + y / (7 - c)) + (x * y * (c + 1)) % 23 for c in range(3)]
     return Image.fromarray(np.stack(planes, axis=2).clip(0, 255).astype(np.uint8)).convert(mode)
@@ -74,7 +74,7 @@ def test_simplejpeg_is_in_use_here() -> None:
     progressive=st.booleans(),
     quality=st.sampled_from([30, 90, 100]),
 )
-def test_whole_pictures_have_pillows_pixels(
+def test_whole_images_have_pillows_pixels(
     height: int, width: int, mode: str, subsampling: int, progressive: bool, quality: int
 ) -> None:
     data = encoded(
@@ -83,7 +83,7 @@ def test_whole_pictures_have_pillows_pixels(
     wanted = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     found = jpeg.header(data)
     assert found is not None
-    assert (found.height, found.width, found.grey) == (height, width, mode == "L")
+    assert (found.height, found.width, found.gray) == (height, width, mode == "L")
     assert jpeg.pixels(found) is not None
     assert np.array_equal(decode(data), wanted)
     assert np.array_equal(np.asarray(open_image(data)), wanted)
@@ -111,15 +111,15 @@ def test_rare_chroma_layouts_are_left_to_pillow(layout: str) -> None:
 
 
 def test_evaluation_sees_the_same_with_and_without_simplejpeg() -> None:
-    pictures = [encoded(scene(260, 300), "JPEG"), oriented(scene(300, 260), 6), encoded(scene(90, 300, "L"), "JPEG")]
+    images = [encoded(scene(260, 300), "JPEG"), oriented(scene(300, 260), 6), encoded(scene(90, 300, "L"), "JPEG")]
     for config in (
-        PreprocessConfig(image=224, resize="short", resize_to=248, interpolation="bicubic"),
-        PreprocessConfig(image=224, antialias=False),
-        PreprocessConfig(image=28, mean=(0.5,), std=(0.5,)),
+        PreprocessConfig(image_size=224, resize="short", resize_to=248, interpolation="bicubic"),
+        PreprocessConfig(image_size=224, antialias=False),
+        PreprocessConfig(image_size=28, mean=(0.5,), std=(0.5,)),
     ):
-        fast = [Preprocess(config).pixels(p) for p in pictures]
+        fast = [Preprocess(config).pixels(p) for p in images]
         with pillow_alone():
-            assert all(np.array_equal(Preprocess(config).pixels(p), f) for p, f in zip(pictures, fast, strict=True))
+            assert all(np.array_equal(Preprocess(config).pixels(p), f) for p, f in zip(images, fast, strict=True))
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_a_library_with_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("orientation", range(9))
-def test_tags_turn_pictures_as_pillow_alone_does(orientation: int) -> None:
+def test_tags_turn_images_as_pillow_alone_does(orientation: int) -> None:
     data = oriented(scene(40, 56), orientation)
     found = open_jpeg(data)
     assert found is not None
@@ -238,7 +238,7 @@ def test_fill_bytes_before_a_marker_are_passed_over() -> None:
     mode=st.sampled_from(["L", "RGB"]),
     subsampling=st.sampled_from([0, 1, 2]),
 )
-def test_a_smaller_picture_is_pillows_draft(height: int, width: int, scale: int, mode: str, subsampling: int) -> None:
+def test_a_smaller_image_is_pillows_draft(height: int, width: int, scale: int, mode: str, subsampling: int) -> None:
     data = encoded(scene(height, width, mode), "JPEG", subsampling=subsampling)
     found = open_jpeg(data)
     assert found is not None
@@ -252,7 +252,7 @@ def test_a_smaller_picture_is_pillows_draft(height: int, width: int, scale: int,
 
 
 @pytest.mark.parametrize("scale", [2, 4, 8])
-def test_a_smaller_picture_looks_like_the_large_one(scale: int) -> None:
+def test_a_smaller_image_looks_like_the_large_one(scale: int) -> None:
     large = scene(32, 40).resize((640, 512), Image.Resampling.BICUBIC)
     found = open_jpeg(encoded(large, "JPEG", quality=95))
     assert found is not None
@@ -260,7 +260,7 @@ def test_a_smaller_picture_looks_like_the_large_one(scale: int) -> None:
     assert np.abs(found.pixels(scale).astype(int) - wanted).mean() < 2
 
 
-def test_a_smaller_picture_stands_upright_too() -> None:
+def test_a_smaller_image_stands_upright_too() -> None:
     found = open_jpeg(oriented(scene(80, 120), 6))
     plain = open_jpeg(encoded(scene(80, 120), "JPEG"))
     assert found is not None
@@ -306,7 +306,7 @@ def test_a_part_is_that_part_of_the_whole(
     top, left, bottom, right = (v // scale * scale for v in (top, left, bottom, right))
     box = (top, left, bottom - top, right - left)
     part = found.part(box, scale)
-    # Counted from the other end, the sides are no multiples of the scale: only the stored picture's grid is exact.
+    # Counted from the other end, the sides are no multiples of the scale: only the stored image's grid is exact.
     stored = jpeg.unturned(box, found.header, found.turn)
     rows, columns = (
         slice(round(first / scale), round((first + length) / scale))

@@ -1,4 +1,4 @@
-"""Batches: the same from any workers, ranks and start; bad pictures keep their places; evaluation misses nothing."""
+"""Batches: the same from any workers, ranks and start; bad images keep their places; evaluation misses nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from picture_source import Pictures
-from pictures import encoded
+from image_source import Images
+from images import encoded
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
@@ -26,7 +26,7 @@ from vitrail.data.order import Order
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 
-SMALL = PreprocessConfig(image=32)
+SMALL = PreprocessConfig(image_size=32)
 FILES = DataConfig(workers=0, resident=False)
 
 
@@ -46,7 +46,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def train(source: Any, config: DataConfig = FILES, **changes: Any) -> Loader:
     options: dict[str, Any] = {
-        "augment": AugmentConfig(), "preprocess": SMALL, "batch": 12, "seed": 3, "device": "cpu", "steps": 6,
+        "augment": AugmentConfig(), "preprocess": SMALL, "batch_size": 12, "seed": 3, "device": "cpu", "steps": 6,
     }  # fmt: skip
     return training_batches(source, config=config, **{**options, **changes})
 
@@ -66,18 +66,18 @@ def equal(a: Batch, b: Batch) -> bool:
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_the_number_of_workers_changes_nothing(photos: list[Path], workers: int) -> None:
-    alone = collect(train(Pictures(photos)))
+    alone = collect(train(Images(photos)))
     assert len(alone) == 6
-    shared = collect(train(Pictures(photos), FILES.but(workers=workers)))
+    shared = collect(train(Images(photos), FILES.replace(workers=workers)))
     assert all(equal(a, b) for a, b in zip(alone, shared, strict=True))
 
 
 @pytest.mark.parametrize("start", [1, 3, 5])
 @pytest.mark.parametrize("order", ["shuffled", "balanced"])
 def test_a_run_can_begin_at_any_step(photos: list[Path], start: int, order: str) -> None:
-    config = FILES.but(order=order, repeats=2)
-    whole = collect(train(Pictures(photos), config))
-    later = collect(train(Pictures(photos), config.but(workers=2), start_step=start))
+    config = FILES.replace(order=order, repeats=2)
+    whole = collect(train(Images(photos), config))
+    later = collect(train(Images(photos), config.replace(workers=2), start_step=start))
     assert [b.step for b in later] == list(range(start, 6))
     assert all(equal(a, b) for a, b in zip(whole[start:], later, strict=True))
 
@@ -86,8 +86,8 @@ def test_a_run_can_begin_at_any_step(photos: list[Path], start: int, order: str)
 @pytest.mark.parametrize("resident", [False, True])
 def test_ranks_together_have_the_batch_of_one_process(photos: list[Path], world: int, resident: bool) -> None:
     config = DataConfig(workers=0, resident=resident)
-    whole = collect(train(Pictures(photos), config, steps=3))
-    parts = [collect(train(Pictures(photos), config, steps=3, rank=rank, world=world)) for rank in range(world)]
+    whole = collect(train(Images(photos), config, steps=3))
+    parts = [collect(train(Images(photos), config, steps=3, rank=rank, world=world)) for rank in range(world)]
     for step, batch in enumerate(whole):
         for name in ("images", "targets", "weights", "slots", "indices"):
             together = torch.cat([getattr(part[step], name) for part in parts])
@@ -95,8 +95,8 @@ def test_ranks_together_have_the_batch_of_one_process(photos: list[Path], world:
 
 
 def test_batches_are_what_the_definition_says(photos: list[Path]) -> None:
-    source, order = Pictures(photos), Order(41, seed=3)
-    for batch in collect(train(source, FILES.but(workers=2), steps=2)):
+    source, order = Images(photos), Order(41, seed=3)
+    for batch in collect(train(source, FILES.replace(workers=2), steps=2)):
         indices = order.indices(12 * batch.step, 12)
         assert np.array_equal(batch.indices, indices)
         assert np.array_equal(batch.targets, indices % 3)
@@ -112,14 +112,14 @@ def test_batches_are_what_the_definition_says(photos: list[Path]) -> None:
             assert np.abs(image.permute(1, 2, 0).numpy() - wanted).max() <= 1
 
 
-def test_every_epoch_has_every_picture(photos: list[Path]) -> None:
-    loader = train(Pictures(photos), batch=10, steps=41)
+def test_every_epoch_has_every_image(photos: list[Path]) -> None:
+    loader = train(Images(photos), batch_size=10, steps=41)
     seen = torch.cat([b.indices for b in collect(loader)]).reshape(10, 41)
     assert all(sorted(epoch.tolist()) == list(range(41)) for epoch in seen)
 
 
 def test_a_loader_counts_and_ends(photos: list[Path]) -> None:
-    loader = train(Pictures(photos), FILES.but(workers=1))
+    loader = train(Images(photos), FILES.replace(workers=1))
     assert len(loader) == 6
     assert loader.cropped
     next(loader)
@@ -131,24 +131,24 @@ def test_a_loader_counts_and_ends(photos: list[Path]) -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("config", [FILES, FILES.but(workers=2), DataConfig(workers=0, resident=True)])
+@pytest.mark.parametrize("config", [FILES, FILES.replace(workers=2), DataConfig(workers=0, resident=True)])
 def test_a_closed_loader_has_no_more_batches(photos: list[Path], config: DataConfig) -> None:
-    with train(Pictures(photos), config) as loader:
+    with train(Images(photos), config) as loader:
         next(loader)
     assert list(loader) == []
     assert len(loader) == 0
 
 
 def test_batches_that_are_kept_stay_what_they_were(photos: list[Path]) -> None:
-    loader = train(Pictures(photos), FILES.but(workers=2), steps=20)
+    loader = train(Images(photos), FILES.replace(workers=2), steps=20)
     kept = collect(loader)
-    assert all(equal(a, b) for a, b in zip(kept, collect(train(Pictures(photos), steps=20)), strict=True))
+    assert all(equal(a, b) for a, b in zip(kept, collect(train(Images(photos), steps=20)), strict=True))
 
 
 @pytest.mark.slow  # a busy machine is no reason to fail
 def test_the_first_batch_comes_soon(photos: list[Path]) -> None:
     start = time.perf_counter()
-    with train(Pictures(photos), FILES.but(workers=2)) as loader:
+    with train(Images(photos), FILES.replace(workers=2)) as loader:
         next(loader)
     assert time.perf_counter() - start < 2
 
@@ -156,10 +156,10 @@ def test_the_first_batch_comes_soon(photos: list[Path]) -> None:
 @pytest.mark.parametrize("crop", ["none", "pad"])
 def test_without_crops_training_sees_what_evaluation_sees(photos: list[Path], crop: Any) -> None:
     augment = AugmentConfig(crop=crop)
-    flow = train(Pictures(photos), augment=augment, steps=2)
+    flow = train(Images(photos), augment=augment, steps=2)
     assert isinstance(flow, Flow)
     assert not flow.cropped
-    held = train(Pictures(photos), DataConfig(workers=0), augment=augment, steps=2)
+    held = train(Images(photos), DataConfig(workers=0), augment=augment, steps=2)
     assert isinstance(held, OnDevice)
     for a, b in zip(collect(flow), collect(held), strict=True):
         assert equal(a, b)
@@ -172,66 +172,66 @@ def test_without_crops_training_sees_what_evaluation_sees(photos: list[Path], cr
 
 def test_several_labels_are_rows_of_zeros_and_ones(photos: list[Path]) -> None:
     targets = np.random.default_rng(0).random((41, 5)) < 0.3
-    batch = collect(train(Pictures(photos, targets, classes=5), steps=1))[0]
+    batch = collect(train(Images(photos, targets, classes=5), steps=1))[0]
     assert batch.targets.dtype == torch.float32
     assert np.array_equal(batch.targets, targets[batch.indices])
     assert batch.weights.eq(1).all()
 
 
-def test_pictures_without_a_label_are_left_out(photos: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_images_without_a_label_are_left_out(photos: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     targets = np.where(np.arange(41) % 4 == 1, -1, np.arange(41) % 3)
     for blocks in (None, (11, 20, 10)):
-        batches = collect(train(Pictures(photos, targets, blocks=blocks, name=f"with {blocks}"), batch=31, steps=2))
+        batches = collect(train(Images(photos, targets, blocks=blocks, name=f"with {blocks}"), batch_size=31, steps=2))
         for batch in batches:
             assert sorted(batch.indices.tolist()) == [i for i in range(41) if i % 4 != 1]
             assert np.array_equal(batch.targets, targets[batch.indices])
-    assert "10 of 41 pictures have no label and are left out" in caplog.text
+    assert "10 of 41 images have no label and are left out" in caplog.text
 
 
 def test_where_no_label_is_needed_all_are_used(photos: list[Path]) -> None:
-    batch = collect(train(Pictures(photos, np.full(41, -1)), batch=41, steps=1, labelled=False))[0]
+    batch = collect(train(Images(photos, np.full(41, -1)), batch_size=41, steps=1, labeled=False))[0]
     assert sorted(batch.indices.tolist()) == list(range(41))
     assert batch.weights.eq(1).all()
     assert batch.targets.eq(0).all()
 
 
 def test_no_labels_at_all_is_said(photos: list[Path]) -> None:
-    source = Pictures(photos, np.full(41, -1))
-    with pytest.raises(DataError, match="none of the 41 pictures of pictures has a label"):
+    source = Images(photos, np.full(41, -1))
+    with pytest.raises(DataError, match="none of the 41 images of images has a label"):
         train(source)
-    with pytest.raises(DataError, match="none of the 41 pictures of pictures has a label to measure on"):
-        evaluation_batches(source, preprocess=SMALL, batch=8, device="cpu")
+    with pytest.raises(DataError, match="none of the 41 images of images has a label to measure on"):
+        evaluation_batches(source, preprocess=SMALL, batch_size=8, device="cpu")
 
 
 def test_a_batch_that_cannot_be_shared_is_said(photos: list[Path]) -> None:
-    with pytest.raises(ConfigError, match=r"batch=12 cannot be shared by 5 processes; try 10"):
-        train(Pictures(photos), world=5)
+    with pytest.raises(ConfigError, match=r"batch_size=12 cannot be shared by 5 processes; try 10"):
+        train(Images(photos), world=5)
 
 
-# Grey
+# Gray
 
 
-def test_grey_pictures_have_one_channel(photos: list[Path]) -> None:
-    grey = PreprocessConfig(image=24, mean=(0.5,), std=(0.5,))
-    assert collect(train(Pictures(photos), preprocess=grey, steps=1))[0].images.shape == (12, 1, 24, 24)
+def test_gray_images_have_one_channel(photos: list[Path]) -> None:
+    gray = PreprocessConfig(image_size=24, mean=(0.5,), std=(0.5,))
+    assert collect(train(Images(photos), preprocess=gray, steps=1))[0].images.shape == (12, 1, 24, 24)
 
 
 # Evaluation
 
 
 @settings(max_examples=25)
-@given(count=st.integers(1, 41), batch=st.integers(1, 12), world=st.integers(1, 4), resident=st.booleans())
-def test_evaluation_has_every_picture_once(
+@given(count=st.integers(1, 41), batch_size=st.integers(1, 12), world=st.integers(1, 4), resident=st.booleans())
+def test_evaluation_has_every_image_once(
     photos: list[Path], count: int, batch: int, world: int, resident: bool
 ) -> None:
-    source = Pictures(photos[:count])
+    source = Images(photos[:count])
     config = DataConfig(workers=0, resident=None if resident else False)
     ranks = [
         collect(
             evaluation_batches(
                 source,
-                preprocess=PreprocessConfig(image=8),
-                batch=batch,
+                preprocess=PreprocessConfig(image_size=8),
+                batch_size=batch,
                 device="cpu",
                 rank=r,
                 world=world,
@@ -258,10 +258,10 @@ def test_evaluation_has_every_picture_once(
 def test_evaluation_sees_preprocess_to_the_bit(
     photos: list[Path], workers: int, resident: bool | None, antialias: bool
 ) -> None:
-    preprocess, source = SMALL.but(antialias=antialias), Pictures(photos)
+    preprocess, source = SMALL.replace(antialias=antialias), Images(photos)
     config = DataConfig(workers=workers, resident=resident)
     for _ in range(2):  # the second time from what was kept
-        batches = collect(evaluation_batches(source, preprocess=preprocess, batch=10, device="cpu", config=config))
+        batches = collect(evaluation_batches(source, preprocess=preprocess, batch_size=10, device="cpu", config=config))
         images = torch.cat([b.images for b in batches])[:41]
         wanted = np.stack([Preprocess(preprocess).pixels(p) for p in photos])
         assert np.array_equal(images.permute(0, 2, 3, 1), wanted)
@@ -269,18 +269,22 @@ def test_evaluation_sees_preprocess_to_the_bit(
 
 
 def test_what_is_measured_on_again_is_decoded_once(photos: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Pictures(photos)
-    first = collect(evaluation_batches(source, preprocess=SMALL, batch=10, device="cpu", config=DataConfig(workers=0)))
+    source = Images(photos)
+    first = collect(
+        evaluation_batches(source, preprocess=SMALL, batch_size=10, device="cpu", config=DataConfig(workers=0))
+    )
     monkeypatch.setattr(Preprocess, "pixels", lambda *_: pytest.fail("decoded again"))
-    again = collect(evaluation_batches(source, preprocess=SMALL, batch=10, device="cpu", config=DataConfig(workers=0)))
+    again = collect(
+        evaluation_batches(source, preprocess=SMALL, batch_size=10, device="cpu", config=DataConfig(workers=0))
+    )
     assert all(equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_unlabelled_pictures_do_not_count_in_a_measurement(photos: list[Path]) -> None:
+def test_unlabeled_images_do_not_count_in_a_measurement(photos: list[Path]) -> None:
     targets = np.where(np.arange(41) % 4 == 1, -1, np.arange(41) % 3)
     for config in (FILES, DataConfig(workers=0)):
         batches = collect(
-            evaluation_batches(Pictures(photos, targets), preprocess=SMALL, batch=41, device="cpu", config=config)
+            evaluation_batches(Images(photos, targets), preprocess=SMALL, batch_size=41, device="cpu", config=config)
         )
         assert np.array_equal(batches[0].weights, (targets >= 0).astype(np.float32))
         assert np.array_equal(batches[0].targets, np.maximum(targets, 0))

@@ -1,4 +1,4 @@
-"""Pictures that cannot be read: named once, black, of no weight; too many end a run, any ends a measurement."""
+"""Images that cannot be read: named once, black, of no weight; too many end a run, any ends a measurement."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from picture_source import Pictures
-from pictures import encoded
+from image_source import Images
+from images import encoded
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
@@ -16,36 +16,36 @@ from vitrail.data.bad import Bad
 from vitrail.data.loader import Loader, OnDevice, evaluation_batches, training_batches
 from vitrail.errors import DataError
 
-SMALL = PreprocessConfig(image=16)
+SMALL = PreprocessConfig(image_size=16)
 BAD = (3, 11, 17)
 
 
-def pictures(bad: tuple[int, ...] = BAD, count: int = 20, name: str = "photos") -> Pictures:
+def images(bad: tuple[int, ...] = BAD, count: int = 20, name: str = "photos") -> Images:
     """JPEGs of many sizes, some cut off."""
     random, found = np.random.default_rng(0), []
     for i in range(count):
         pixels = random.integers(0, 256, (20 + i, 80 - i, 3), np.uint8)
         data = encoded(Image.fromarray(pixels), "JPEG")
         found.append(data[:-200] if i in bad else data)
-    return Pictures(found, name=name)
+    return Images(found, name=name)
 
 
 def train(source: Any, **changes: Any) -> Loader:
-    config = DataConfig(**{"workers": 0, "resident": False, "bad_share": 0.2, **changes.pop("data", {})})
+    config = DataConfig(**{"workers": 0, "resident": False, "max_bad_fraction": 0.2, **changes.pop("data", {})})
     options: dict[str, Any] = {
-        "augment": AugmentConfig(), "preprocess": SMALL, "batch": 20, "seed": 0, "device": "cpu", "steps": 4,
+        "augment": AugmentConfig(), "preprocess": SMALL, "batch_size": 20, "seed": 0, "device": "cpu", "steps": 4,
     }  # fmt: skip
     return training_batches(source, config=config, **{**options, **changes})
 
 
 def measure(source: Any, batch: int = 6, **data: Any) -> Loader:
     config = DataConfig(**{"workers": 0, "resident": False, **data})
-    return evaluation_batches(source, preprocess=SMALL, batch=batch, device="cpu", config=config)
+    return evaluation_batches(source, preprocess=SMALL, batch_size=batch, device="cpu", config=config)
 
 
 @pytest.mark.parametrize("data", [{}, {"workers": 2}, {"resident": True}], ids=["here", "workers", "resident"])
-def test_bad_pictures_keep_their_slots_black_and_weightless(data: dict[str, Any]) -> None:
-    with train(pictures(), data=data) as loader:
+def test_bad_images_keep_their_slots_black_and_weightless(data: dict[str, Any]) -> None:
+    with train(images(), data=data) as loader:
         for batch in loader:
             bad = np.isin(batch.indices, BAD)
             assert bad.sum() == 3
@@ -57,7 +57,7 @@ def test_bad_pictures_keep_their_slots_black_and_weightless(data: dict[str, Any]
 
 
 def test_each_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    with train(pictures(name="named"), steps=6) as loader:
+    with train(images(name="named"), steps=6) as loader:
         list(loader)
     lines = [r.getMessage() for r in caplog.records if "cannot be used" in r.getMessage()]
     assert sorted(line.split()[1] for line in lines) == ["11", "17", "3"]
@@ -68,12 +68,12 @@ def test_each_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("data", [{}, {"workers": 2}, {"resident": True}], ids=["here", "workers", "resident"])
 def test_too_many_end_the_run_with_their_list(data: dict[str, Any]) -> None:
     bad = tuple(range(0, 48, 2))
-    source = pictures(bad, count=60)
+    source = images(bad, count=60)
     with (
         pytest.raises(
-            DataError, match=r"of 60 pictures of photos cannot be used, more than data.bad_share=0.3"
+            DataError, match=r"of 60 images of photos cannot be used, more than data.max_bad_fraction=0.3"
         ) as caught,
-        train(source, data={**data, "bad_share": 0.3}, batch=60) as loader,
+        train(source, data={**data, "max_bad_fraction": 0.3}, batch_size=60) as loader,
     ):
         list(loader)
     lines = str(caught.value).splitlines()
@@ -82,15 +82,18 @@ def test_too_many_end_the_run_with_their_list(data: dict[str, Any]) -> None:
     assert all("truncated" in line for line in lines[1:-1])
 
 
-def test_the_share_counts_pictures_not_readings() -> None:
-    with train(pictures(), data={"bad_share": 3 / 20}, steps=30) as loader:
+def test_the_share_counts_images_not_readings() -> None:
+    with train(images(), data={"max_bad_fraction": 3 / 20}, steps=30) as loader:
         assert len(list(loader)) == 30
-    with pytest.raises(DataError, match="3 of 20"), train(pictures(), data={"bad_share": 2.9 / 20}, steps=30) as loader:
+    with (
+        pytest.raises(DataError, match="3 of 20"),
+        train(images(), data={"max_bad_fraction": 2.9 / 20}, steps=30) as loader,
+    ):
         list(loader)
 
 
 def test_of_several_processes_none_refuses_alone_and_all_refuse_together() -> None:
-    loaders = [train(pictures(), data={"bad_share": 0.1}, steps=1, rank=rank, world=2) for rank in range(2)]
+    loaders = [train(images(), data={"max_bad_fraction": 0.1}, steps=1, rank=rank, world=2) for rank in range(2)]
     for loader in loaders:
         list(loader)
     news = sum(loader.news for loader in loaders)
@@ -104,10 +107,10 @@ def test_of_several_processes_none_refuses_alone_and_all_refuse_together() -> No
         assert loader.news == 0
 
 
-def test_bad_pictures_are_bad_whatever_reads_them() -> None:
+def test_bad_images_are_bad_whatever_reads_them() -> None:
     weights = []
     for workers in (0, 1, 3):
-        with train(pictures(), data={"workers": workers}, batch=7) as loader:
+        with train(images(), data={"workers": workers}, batch_size=7) as loader:
             weights.append([b.weights.tolist() for b in loader])
     assert weights[0] == weights[1] == weights[2]
 
@@ -119,8 +122,8 @@ def test_bad_pictures_are_bad_whatever_reads_them() -> None:
 def test_a_measurement_refuses_with_the_complete_list(data: dict[str, Any]) -> None:
     bad = tuple(range(1, 60, 2))
     with (
-        pytest.raises(DataError, match=r"30 of 60 pictures of photos cannot be measured on; .*--skip-bad") as caught,
-        measure(pictures(bad, count=60), **data) as batches,
+        pytest.raises(DataError, match=r"30 of 60 images of photos cannot be measured on; .*--skip-bad") as caught,
+        measure(images(bad, count=60), **data) as batches,
     ):
         list(batches)
     lines = str(caught.value).splitlines()[1:]
@@ -130,14 +133,14 @@ def test_a_measurement_refuses_with_the_complete_list(data: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("data", [{}, {"workers": 2}, {"resident": None}], ids=["here", "workers", "resident"])
 def test_told_to_it_leaves_them_out_and_lists_them(data: dict[str, Any]) -> None:
-    with measure(pictures(), skip_bad=True, **data) as batches:
+    with measure(images(), skip_bad=True, **data) as batches:
         weights = {int(i): float(w) for b in batches for i, w in zip(b.indices, b.weights, strict=True) if i >= 0}
     assert weights == {i: float(i not in BAD) for i in range(20)}
     assert set(batches.bad) == {"3", "11", "17"}
 
 
 def test_what_was_kept_is_refused_again() -> None:
-    source = pictures()
+    source = images()
     for _ in range(2):
         with pytest.raises(DataError, match="3 of 20"):
             measure(source, resident=None)

@@ -23,7 +23,7 @@ block_sizes = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(sum).
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WINDOW_PICTURES", 1)
+    monkeypatch.setattr(order, "WINDOW_IMAGES", 1)
     order._layout.cache_clear()
 
 
@@ -91,7 +91,7 @@ def test_balanced_has_every_class_once_a_round(counts: list[int], seed: int, tur
     assert all(sorted(row) == present for row in drawn)
 
 
-def test_balanced_shows_each_picture_of_a_class_equally_often() -> None:
+def test_balanced_shows_each_image_of_a_class_equally_often() -> None:
     targets = np.array([0] * 3 + [1] * 30 + [2] * 7)
     drawn = Order(targets, seed=5, mode="balanced").indices(0, 3 * 210)
     assert Counter(Counter(drawn.tolist()).values()) == {70: 3, 7: 30, 30: 7}
@@ -166,16 +166,16 @@ def test_shuffled_each_mixes_sizes() -> None:
 
 
 def test_nothing_to_learn_from_is_said() -> None:
-    with pytest.raises(DataError, match="no pictures"):
+    with pytest.raises(DataError, match="no images"):
         Order(0, seed=0)
-    with pytest.raises(DataError, match="no picture has one"):
+    with pytest.raises(DataError, match="no image has one"):
         Order(np.array([-1, -1]), seed=0, mode="balanced")
-    with pytest.raises(DataError, match="hold 5 pictures, wanted 6"):
+    with pytest.raises(DataError, match="hold 5 images, wanted 6"):
         Order(6, seed=0, blocks=(2, 3))
 
 
-def test_balancing_needs_one_label_a_picture() -> None:
-    with pytest.raises(ConfigError, match="one label for each picture"):
+def test_balancing_needs_one_label_an_image() -> None:
+    with pytest.raises(ConfigError, match="one label for each image"):
         Order(5, seed=0, mode="balanced")
-    with pytest.raises(ConfigError, match="one label for each picture"):
+    with pytest.raises(ConfigError, match="one label for each image"):
         Order(np.zeros((5, 3), bool), seed=0, mode="balanced")  # type: ignore[arg-type]

@@ -56,8 +56,8 @@ def timm_eval() -> Callable[[Image.Image], torch.Tensor]:
 @pytest.mark.peer
 @pytest.mark.parametrize("size", SIZES)
 def test_timm_vit_tiny_bit_for_bit(size: tuple[int, int], timm_eval: Callable[[Image.Image], torch.Tensor]) -> None:
-    for picture in (photo(*size), drawn(*size)):
-        assert torch.equal(Preprocess(TIMM).prepare(picture), timm_eval(picture))
+    for image in (photo(*size), drawn(*size)):
+        assert torch.equal(Preprocess(TIMM).prepare(image), timm_eval(image))
 
 
 @pytest.mark.peer
@@ -66,8 +66,8 @@ def test_every_rounding_of_size_and_crop_is_timms(timm_eval: Callable[[Image.Ima
     prepare = Preprocess(TIMM).prepare
     for long in range(201, 206):  # 249, 250, 251, 252 and 254 pixels
         for size in ((200, long), (long, 200)):
-            picture = drawn(*size)
-            assert torch.equal(prepare(picture), timm_eval(picture)), size
+            image = drawn(*size)
+            assert torch.equal(prepare(image), timm_eval(image)), size
 
 
 @pytest.mark.peer
@@ -75,7 +75,7 @@ def test_every_rounding_of_size_and_crop_is_timms(timm_eval: Callable[[Image.Ima
 @pytest.mark.parametrize("crop", [(28, 28), (25, 20), (12, 24), (38, 8)])
 @pytest.mark.parametrize("resize_to", [24, 29, 38])
 def test_torchvision_bit_for_bit(resize_to: int, crop: tuple[int, int], interpolation: Any) -> None:
-    """Crops larger than the picture included: there is black around it."""
+    """Crops larger than the image included: there is black around it."""
     transforms = import_peer("torchvision.transforms")
     theirs = transforms.Compose(
         [
@@ -87,7 +87,7 @@ def test_torchvision_bit_for_bit(resize_to: int, crop: tuple[int, int], interpol
     )
     ours = Preprocess(
         PreprocessConfig(
-            image=crop,
+            image_size=crop,
             resize="short",
             resize_to=resize_to,
             interpolation=interpolation,
@@ -115,7 +115,7 @@ def test_without_resize_to_a_crop_that_is_not_square_is_just_covered() -> None:
     for crop in ((192, 256), (256, 192), (97, 224)):
         plain = {"mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear"}
         theirs = timm.data.create_transform((3, *crop), crop_pct=1.0, **plain)
-        ours = Preprocess(PreprocessConfig(image=crop, resize="short"))
+        ours = Preprocess(PreprocessConfig(image_size=crop, resize="short"))
         for size in SIZES[:-1:2]:
             assert torch.equal(ours.prepare(photo(*size)), theirs(photo(*size)))
 
@@ -138,7 +138,7 @@ def hugging_face(name: str, **settings: Any) -> Callable[[Image.Image], torch.Te
     """One of its image processors, the one that uses Pillow."""
     processor = getattr(import_peer("transformers"), name)(**settings)
     assert processor.backend == "pil"
-    return lambda picture: processor(picture, return_tensors="pt")["pixel_values"][0]
+    return lambda image: processor(image, return_tensors="pt")["pixel_values"][0]
 
 
 FAMILIES = {
@@ -150,7 +150,7 @@ FAMILIES = {
         {},
     ),
     "CLIP 336": (
-        PreprocessConfig(image=336, resize="short", interpolation="bicubic", mean=CLIP_MEAN, std=CLIP_STD),
+        PreprocessConfig(image_size=336, resize="short", interpolation="bicubic", mean=CLIP_MEAN, std=CLIP_STD),
         "CLIPImageProcessorPil",
         {"size": {"shortest_edge": 336}, "crop_size": {"height": 336, "width": 336}},
     ),
@@ -165,7 +165,7 @@ FAMILIES = {
         },
     ),
     "BiT": (
-        PreprocessConfig(image=448, interpolation="bilinear"),
+        PreprocessConfig(image_size=448, interpolation="bilinear"),
         "BitImageProcessorPil",
         {
             "size": {"height": 448, "width": 448},
@@ -187,7 +187,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hugging_face_to_a_millionth(family: str) -> None:
     config, name, settings = FAMILIES[family]
-    theirs, ours = hugging_face(name, **settings), Preprocess(config.but(centre="floor"))
+    theirs, ours = hugging_face(name, **settings), Preprocess(config.replace(crop_rounding="floor"))
     for size in SIZES[::2]:
         torch.testing.assert_close(ours.prepare(drawn(*size)), theirs(drawn(*size)), rtol=0, atol=1e-6)
 
@@ -196,9 +196,9 @@ def test_hugging_face_to_a_millionth(family: str) -> None:
 def test_hugging_face_crops_and_pads_to_a_millionth_at_every_remainder() -> None:
     theirs = hugging_face("CLIPImageProcessorPil", size={"shortest_edge": 30}, crop_size={"height": 25, "width": 37})
     config = PreprocessConfig(
-        image=(25, 37), resize="short", resize_to=30, interpolation="bicubic", mean=CLIP_MEAN, std=CLIP_STD
+        image_size=(25, 37), resize="short", resize_to=30, interpolation="bicubic", mean=CLIP_MEAN, std=CLIP_STD
     )
-    ours = Preprocess(config.but(centre="floor"))
+    ours = Preprocess(config.replace(crop_rounding="floor"))
     for long in range(30, 50):
         for size in ((30, long), (long, 30)):
             torch.testing.assert_close(ours.prepare(drawn(*size)), theirs(drawn(*size)), rtol=0, atol=1e-6)
@@ -207,7 +207,9 @@ def test_hugging_face_crops_and_pads_to_a_millionth_at_every_remainder() -> None
 def test_the_two_centres_differ_by_one_pixel_at_most() -> None:
     for side in range(1, 60):
         for crop in range(1, 60):
-            a, b = (Preprocess(TIMM.but(centre=centre))._span(side, crop)[0] for centre in ("round", "floor"))
+            a, b = (
+                Preprocess(TIMM.replace(crop_rounding=center))._span(side, crop)[0] for center in ("round", "floor")
+            )
             assert a - b in (0, 1)
             assert a == b or (side - crop) % 2
 
@@ -232,24 +234,24 @@ def by_definition(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 
 @pytest.mark.parametrize("size", [(90, 130), (33, 57), (20, 9), (5, 7), (40, 40), (1, 1), (1, 80)])
 def test_without_antialias_each_output_looks_at_one_point(size: tuple[int, int]) -> None:
-    picture = drawn(*size)
-    got = Preprocess(PreprocessConfig(image=(32, 40), antialias=False)).pixels(picture)
+    image = drawn(*size)
+    got = Preprocess(PreprocessConfig(image_size=(32, 40), antialias=False)).pixels(image)
     assert got.dtype == np.float32
-    np.testing.assert_allclose(got, by_definition(np.asarray(picture), 32, 40), rtol=0, atol=2e-3)
+    np.testing.assert_allclose(got, by_definition(np.asarray(image), 32, 40), rtol=0, atol=2e-3)
 
 
 @given(st.integers(1, 80), st.integers(1, 80), st.integers(1, 60), st.integers(1, 60))
 def test_without_antialias_is_torchs_interpolate(height: int, width: int, rows: int, columns: int) -> None:
-    picture = np.array(drawn(height, width))
-    got = Preprocess(PreprocessConfig(image=(rows, columns), antialias=False)).prepare(picture)
-    floats = torch.from_numpy(picture).permute(2, 0, 1)[None].float()
+    image = np.array(drawn(height, width))
+    got = Preprocess(PreprocessConfig(image_size=(rows, columns), antialias=False)).prepare(image)
+    floats = torch.from_numpy(image).permute(2, 0, 1)[None].float()
     wanted = torch.nn.functional.interpolate(floats, (rows, columns), mode="bilinear", align_corners=False)[0]
     torch.testing.assert_close(got, wanted / 127.5 - 1, rtol=0, atol=1e-5)
 
 
 def test_antialias_makes_a_difference_only_when_shrinking() -> None:
     small, large = drawn(20, 20), drawn(400, 400)
-    with_, without = PreprocessConfig(image=100), PreprocessConfig(image=100, antialias=False)
+    with_, without = PreprocessConfig(image_size=100), PreprocessConfig(image_size=100, antialias=False)
     assert np.abs(Preprocess(with_).pixels(small) - Preprocess(without).pixels(small)).max() <= 1
     assert np.abs(Preprocess(with_).pixels(large) - Preprocess(without).pixels(large)).max() > 50
 
@@ -257,25 +259,27 @@ def test_antialias_makes_a_difference_only_when_shrinking() -> None:
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "lanczos"])
 def test_every_filter_without_antialias_is_pillows_when_enlarging(interpolation: Any) -> None:
     """Enlarging, Pillow does not widen its filter either; in its float mode it does not round."""
-    picture = drawn(40, 60)
-    ours = Preprocess(PreprocessConfig(image=(120, 150), interpolation=interpolation, antialias=False)).pixels(picture)
-    bands = (band.convert("F").resize((150, 120), preprocess.FILTERS[interpolation]) for band in picture.split())
+    image = drawn(40, 60)
+    ours = Preprocess(PreprocessConfig(image_size=(120, 150), interpolation=interpolation, antialias=False)).pixels(
+        image
+    )
+    bands = (band.convert("F").resize((150, 120), preprocess.FILTERS[interpolation]) for band in image.split())
     np.testing.assert_allclose(ours, np.stack([np.asarray(band) for band in bands], axis=2), rtol=0, atol=2e-3)
 
 
 def test_without_antialias_the_crop_is_a_part_of_the_whole() -> None:
-    picture = drawn(90, 131)
-    whole = Preprocess(PreprocessConfig(image=(60, 87), antialias=False)).pixels(picture)
-    config = PreprocessConfig(image=(40, 50), resize="short", resize_to=60, antialias=False)
-    np.testing.assert_allclose(Preprocess(config).pixels(picture), whole[10:50, 18:68], rtol=0, atol=1e-3)
-    config = PreprocessConfig(image=(64, 50), resize="short", resize_to=60, antialias=False)
-    padded = Preprocess(config).pixels(picture)
+    image = drawn(90, 131)
+    whole = Preprocess(PreprocessConfig(image_size=(60, 87), antialias=False)).pixels(image)
+    config = PreprocessConfig(image_size=(40, 50), resize="short", resize_to=60, antialias=False)
+    np.testing.assert_allclose(Preprocess(config).pixels(image), whole[10:50, 18:68], rtol=0, atol=1e-3)
+    config = PreprocessConfig(image_size=(64, 50), resize="short", resize_to=60, antialias=False)
+    padded = Preprocess(config).pixels(image)
     np.testing.assert_allclose(padded[2:62], whole[:, 18:68], rtol=0, atol=1e-3)
     assert not padded[:2].any()
     assert not padded[62:].any()
 
 
-# Pictures too long to be resized whole
+# Images too long to be resized whole
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic", "lanczos"])
@@ -284,7 +288,7 @@ def test_without_antialias_the_crop_is_a_part_of_the_whole() -> None:
 def test_resizing_only_what_the_crop_needs_gives_the_same_pixels(
     size: tuple[int, int], crop: Any, interpolation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare = Preprocess(PreprocessConfig(image=crop, resize="short", resize_to=56, interpolation=interpolation))
+    prepare = Preprocess(PreprocessConfig(image_size=crop, resize="short", resize_to=56, interpolation=interpolation))
     whole = prepare.pixels(drawn(*size))
     monkeypatch.setattr(preprocess, "WHOLE", 0)
     part = prepare.pixels(drawn(*size))
@@ -303,7 +307,7 @@ def test_a_strip_costs_little_memory_and_shows_its_middle(size: tuple[int, int],
     middle = tuple(slice(side // 2 - 10, side // 2 + 10) if side > 20 else slice(None) for side in size)
     strip[middle] = 10
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pixels = Preprocess(TIMM.but(antialias=antialias)).pixels(strip)
+    pixels = Preprocess(TIMM.replace(antialias=antialias)).pixels(strip)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
     assert grown < 100e6  # whole, it would be gigabytes
     assert pixels.shape == (224, 224, 3)
@@ -313,17 +317,17 @@ def test_a_strip_costs_little_memory_and_shows_its_middle(size: tuple[int, int],
 # What it takes and gives
 
 
-def test_one_picture_several_and_none() -> None:
+def test_one_image_several_and_none() -> None:
     prepare = Preprocess(TIMM)
-    pictures = [photo(100, 120), np.array(drawn(50, 40)), torch.zeros(3, 9, 9, dtype=torch.uint8)]
-    several = prepare(pictures)
+    images = [photo(100, 120), np.array(drawn(50, 40)), torch.zeros(3, 9, 9, dtype=torch.uint8)]
+    several = prepare(images)
     assert several.shape == (3, 3, 224, 224)
     assert several.is_contiguous()
     assert several.dtype == torch.float32
-    for one, picture in zip(several, pictures, strict=True):
-        assert torch.equal(one, prepare.prepare(picture))
-        assert torch.equal(one[None], prepare(picture))
-    assert torch.equal(prepare(iter(pictures)), several)
+    for one, image in zip(several, images, strict=True):
+        assert torch.equal(one, prepare.prepare(image))
+        assert torch.equal(one[None], prepare(image))
+    assert torch.equal(prepare(iter(images)), several)
     assert prepare([]).shape == (0, 3, 224, 224)
     with pytest.raises(ImageError, match="got int, wanted a path"):
         prepare(17)  # type: ignore[arg-type]
@@ -331,19 +335,19 @@ def test_one_picture_several_and_none() -> None:
 
 def test_the_two_halves_make_the_whole() -> None:
     for antialias in (True, False):
-        prepare = Preprocess(TIMM.but(antialias=antialias))
+        prepare = Preprocess(TIMM.replace(antialias=antialias))
         pixels = prepare.pixels(photo(300, 200))
         assert pixels.dtype == prepare.dtype
         assert pixels.shape == (224, 224, 3)
         batch = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        assert torch.equal(prepare.normalise(batch)[0], prepare.prepare(photo(300, 200)))
+        assert torch.equal(prepare.normalize(batch)[0], prepare.prepare(photo(300, 200)))
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4, 5])
 @pytest.mark.parametrize("antialias", [True, False])
 def test_any_number_of_channels(channels: int, antialias: bool) -> None:
     values = tuple(0.1 * (c + 1) for c in range(channels))
-    config = PreprocessConfig(image=20, mean=values, std=values, antialias=antialias)
+    config = PreprocessConfig(image_size=20, mean=values, std=values, antialias=antialias)
     flat = np.full((31, 17, channels), 255, np.uint8)
     got = Preprocess(config)(flat)
     assert got.shape == (1, channels, 20, 20)
@@ -352,49 +356,49 @@ def test_any_number_of_channels(channels: int, antialias: bool) -> None:
 
 
 def test_channels_resized_apart_are_those_resized_together() -> None:
-    picture = np.array(drawn(50, 60))
-    five = np.concatenate([picture, picture[:, :, :2]], axis=2)
-    config = PreprocessConfig(image=20, mean=(0.5,) * 5, std=(0.5,) * 5)
-    together = Preprocess(PreprocessConfig(image=20)).pixels(picture)
+    image = np.array(drawn(50, 60))
+    five = np.concatenate([image, image[:, :, :2]], axis=2)
+    config = PreprocessConfig(image_size=20, mean=(0.5,) * 5, std=(0.5,) * 5)
+    together = Preprocess(PreprocessConfig(image_size=20)).pixels(image)
     assert np.array_equal(Preprocess(config).pixels(five), np.concatenate([together, together[:, :, :2]], axis=2))
 
 
-def test_normalise_leaves_its_input_alone_and_carries_gradients() -> None:
-    prepare = Preprocess(PreprocessConfig(image=8))
+def test_normalize_leaves_its_input_alone_and_carries_gradients() -> None:
+    prepare = Preprocess(PreprocessConfig(image_size=8))
     floats = torch.rand(2, 3, 8, 8) * 255
     kept = floats.clone()
     preprocess._made.cache_clear()  # what the first caller's mode makes is what the next one gets
     with torch.inference_mode():
-        prepare.normalise(floats)
+        prepare.normalize(floats)
     assert torch.equal(floats, kept)
     floats.requires_grad_()
-    prepare.normalise(floats).sum().backward()
+    prepare.normalize(floats).sum().backward()
     assert floats.grad is not None
     torch.testing.assert_close(floats.grad, torch.full_like(floats, 1 / 127.5))
 
 
-def test_normalise_wants_channels_first() -> None:
+def test_normalize_wants_channels_first() -> None:
     with pytest.raises(ImageError, match=r"shape \(1, 8, 8, 3\), wanted B 3 H W"):
-        Preprocess(PreprocessConfig(image=8)).normalise(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
+        Preprocess(PreprocessConfig(image_size=8)).normalize(torch.zeros(1, 8, 8, 3, dtype=torch.uint8))
 
 
-def test_normalise_can_be_exported_and_compiled() -> None:
-    prepare = Preprocess(PreprocessConfig(image=8, mean=IMAGENET_MEAN, std=IMAGENET_STD))
+def test_normalize_can_be_exported_and_compiled() -> None:
+    prepare = Preprocess(PreprocessConfig(image_size=8, mean=IMAGENET_MEAN, std=IMAGENET_STD))
 
-    class Normalise(torch.nn.Module):
+    class Normalize(torch.nn.Module):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            return prepare.normalise(batch)
+            return prepare.normalize(batch)
 
     batch = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
     preprocess._made.cache_clear()  # so that a tensor of the trace would be kept, were it kept
-    exported = torch.export.export(Normalise(), (batch,)).module()
-    compiled = torch.compile(Normalise(), backend="aot_eager", fullgraph=True)
-    wanted = prepare.normalise(batch)
+    exported = torch.export.export(Normalize(), (batch,)).module()
+    compiled = torch.compile(Normalize(), backend="aot_eager", fullgraph=True)
+    wanted = prepare.normalize(batch)
     torch.testing.assert_close(exported(batch), wanted)
     torch.testing.assert_close(compiled(batch), wanted)
 
 
-# Real pictures
+# Real images
 
 
 def images(folder: Path, count: int) -> Iterator[bytes]:
@@ -407,7 +411,7 @@ def images(folder: Path, count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.peer
-def test_imagenet_pictures_are_timms_bit_for_bit(
+def test_imagenet_images_are_timms_bit_for_bit(
     imagenet_val: Path, timm_eval: Callable[[Image.Image], torch.Tensor]
 ) -> None:
     for data in images(imagenet_val, 12):

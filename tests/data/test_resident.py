@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from picture_source import Pictures
-from pictures import encoded
+from image_source import Images
+from images import encoded
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
@@ -23,7 +23,7 @@ from vitrail.data.view import Evaluated, Native
 from vitrail.errors import ConfigError
 
 CPU = torch.device("cpu")
-GREY = {"mean": (0.5,), "std": (0.5,)}
+GRAY = {"mean": (0.5,), "std": (0.5,)}
 
 
 @pytest.fixture
@@ -31,27 +31,28 @@ def pixels() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (50, 12, 10, 3), np.uint8)
 
 
-def arrays(pixels: np.ndarray) -> Pictures:
-    source = Pictures(list(pixels))
+def arrays(pixels: np.ndarray) -> Images:
+    source = Images(list(pixels))
     source.pixels = pixels
     return source
 
 
-def files(pixels: np.ndarray) -> Pictures:
-    return Pictures([encoded(Image.fromarray(p.squeeze()), "PNG") for p in pixels])
+def files(pixels: np.ndarray) -> Images:
+    return Images([encoded(Image.fromarray(p.squeeze()), "PNG") for p in pixels])
 
 
 def train(source: Any, **changes: Any) -> Loader:
     options: dict[str, Any] = {
-        "config": DataConfig(workers=0), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image=16),
-        "batch": 8, "seed": 1, "device": "cpu", "steps": 4,
+        "config": DataConfig(workers=0), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image_size=16),
+        "batch_size": 8, "seed": 1, "device": "cpu", "steps": 4,
     }  # fmt: skip
     return training_batches(source, **{**options, **changes})
 
 
 def choose(source: Any, **changes: Any) -> Any:
     options: dict[str, Any] = {
-        "config": DataConfig(), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image=16), "device": CPU,
+        "config": DataConfig(), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image_size=16),
+        "device": CPU,
     }  # fmt: skip
     return resident.choose(source, **{**options, **changes})
 
@@ -61,7 +62,7 @@ def choose(source: Any, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("make", [arrays, files])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_pictures_of_one_size_stay_at_that_size(pixels: np.ndarray, make: Any, workers: int) -> None:
+def test_images_of_one_size_stay_at_that_size(pixels: np.ndarray, make: Any, workers: int) -> None:
     loader = train(make(pixels), config=DataConfig(workers=workers))
     assert isinstance(loader, OnDevice)
     assert not loader.cropped
@@ -83,11 +84,11 @@ def test_what_a_batch_holds_may_be_changed(pixels: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("make", [arrays, files])
-def test_grey_is_repeated_and_colour_becomes_grey(pixels: np.ndarray, make: Any) -> None:
-    grey = pixels[..., :1].copy()
-    batch = next(train(make(grey)))
-    assert np.array_equal(batch.images.permute(0, 2, 3, 1), grey[batch.indices].repeat(3, axis=3))
-    batch = next(train(make(pixels), preprocess=PreprocessConfig(image=16, **GREY)))
+def test_gray_is_repeated_and_color_becomes_gray(pixels: np.ndarray, make: Any) -> None:
+    gray = pixels[..., :1].copy()
+    batch = next(train(make(gray)))
+    assert np.array_equal(batch.images.permute(0, 2, 3, 1), gray[batch.indices].repeat(3, axis=3))
+    batch = next(train(make(pixels), preprocess=PreprocessConfig(image_size=16, **GRAY)))
     wanted = [np.asarray(Image.fromarray(p).convert("L")) for p in pixels[batch.indices]]
     assert np.array_equal(batch.images[:, 0], wanted)
 
@@ -95,12 +96,12 @@ def test_grey_is_repeated_and_colour_becomes_grey(pixels: np.ndarray, make: Any)
 @pytest.mark.parametrize("crop", ["none", "pad"])
 def test_without_crops_they_stay_as_evaluation_sees_them(pixels: np.ndarray, crop: Any) -> None:
     batch = next(train(arrays(pixels), augment=AugmentConfig(crop=crop)))
-    wanted = [Preprocess(PreprocessConfig(image=16)).pixels(p) for p in pixels[batch.indices]]
+    wanted = [Preprocess(PreprocessConfig(image_size=16)).pixels(p) for p in pixels[batch.indices]]
     assert np.array_equal(batch.images.permute(0, 2, 3, 1), wanted)
 
 
 def test_values_that_are_never_rounded_stay_so(pixels: np.ndarray) -> None:
-    preprocess = PreprocessConfig(image=16, antialias=False)
+    preprocess = PreprocessConfig(image_size=16, antialias=False)
     batch = next(train(arrays(pixels), augment=AugmentConfig(crop="none"), preprocess=preprocess))
     assert batch.images.dtype == torch.float32
     wanted = [Preprocess(preprocess).pixels(p) for p in pixels[batch.indices]]
@@ -110,27 +111,29 @@ def test_values_that_are_never_rounded_stay_so(pixels: np.ndarray) -> None:
 # Whether
 
 
-def test_pictures_of_many_sizes_are_read_as_they_are_needed(pixels: np.ndarray) -> None:
-    mixed = Pictures([*pixels[:30], pixels[0][:5]])
+def test_images_of_many_sizes_are_read_as_they_are_needed(pixels: np.ndarray) -> None:
+    mixed = Images([*pixels[:30], pixels[0][:5]])
     assert choose(mixed) is None
     assert isinstance(choose(mixed, augment=AugmentConfig(crop="none")), Evaluated)
     assert isinstance(choose(mixed, config=DataConfig(resident=True)), Evaluated)
     assert isinstance(train(mixed), Flow)
 
 
-def test_large_pictures_of_one_size_are_cut_up_by_workers() -> None:
+def test_large_images_of_one_size_are_cut_up_by_workers() -> None:
     wide, small = arrays(np.zeros((3, 100, 100, 3), np.uint8)), arrays(np.zeros((3, 40, 40, 3), np.uint8))
-    image = PreprocessConfig(image=64)
+    image = PreprocessConfig(image_size=64)
     assert choose(wide, preprocess=image) is None
     assert isinstance(choose(small, preprocess=image), Native)
-    assert choose(small, preprocess=PreprocessConfig(image=65)) is None
+    assert choose(small, preprocess=PreprocessConfig(image_size=65)) is None
     assert isinstance(choose(wide, preprocess=image, config=DataConfig(resident=True)), Native)
-    assert isinstance(choose(wide, preprocess=PreprocessConfig(image=49), config=DataConfig(resident=True)), Evaluated)
-    assert isinstance(train(small, preprocess=PreprocessConfig(image=65)), Flow)
+    assert isinstance(
+        choose(wide, preprocess=PreprocessConfig(image_size=49), config=DataConfig(resident=True)), Evaluated
+    )
+    assert isinstance(train(small, preprocess=PreprocessConfig(image_size=65)), Flow)
 
 
 def test_one_of_another_size_among_many_is_found_in_time(pixels: np.ndarray) -> None:
-    odd = Pictures([*pixels, *pixels, pixels[0][:5], *pixels])
+    odd = Images([*pixels, *pixels, pixels[0][:5], *pixels])
     assert isinstance(choose(odd), Native)
     assert isinstance(train(odd), Flow)
 
@@ -140,7 +143,7 @@ def test_it_can_be_refused_and_demanded(pixels: np.ndarray, monkeypatch: pytest.
     monkeypatch.setattr(resident, "free_memory", lambda device: pixels.size * 3)
     assert choose(arrays(pixels)) is None
     assert isinstance(choose(arrays(pixels), config=DataConfig(resident=True)), Native)
-    with pytest.raises(ConfigError, match=r"data.resident=true needs 0 MiB for pictures, and cpu has 0 MiB free"):
+    with pytest.raises(ConfigError, match=r"data.resident=true needs 0 MiB for images, and cpu has 0 MiB free"):
         choose(arrays(pixels), config=DataConfig(resident=True), sharers=4)
     monkeypatch.setattr(resident, "free_memory", lambda device: pixels.size * 4)
     assert isinstance(choose(arrays(pixels)), Native)
@@ -152,21 +155,20 @@ def test_what_is_still_to_be_decoded_must_not_take_long(pixels: np.ndarray, monk
     assert isinstance(choose(arrays(pixels)), Native)
 
 
-def test_an_unreadable_picture_does_not_hide_the_size(pixels: np.ndarray) -> None:
+def test_an_unreadable_image_does_not_hide_the_size(pixels: np.ndarray) -> None:
     source = files(pixels)
-    source.pictures[0] = source.pictures[0][:60]
+    source.images[0] = source.images[0][:60]
     assert isinstance(choose(source), Native)
 
 
 def test_the_choice_is_said(pixels: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
-    source, mixed = arrays(pixels), Pictures([*pixels, pixels[0][:5]])
+    source, mixed = arrays(pixels), Images([*pixels, pixels[0][:5]])
     source.name = mixed.name = "said"
     train(source)
-    assert "said: 50 pictures of 12 x 10 stay on cpu (0 MiB)" in caplog.text
+    assert "said: 50 images of 12 x 10 stay on cpu (0 MiB)" in caplog.text
     train(mixed, config=DataConfig(resident=True, workers=0))
     assert (
-        "said: 51 pictures of 16 x 16 stay on cpu (0 MiB), as evaluation sees them: random parts are taken"
-        in caplog.text
+        "said: 51 images of 16 x 16 stay on cpu (0 MiB), as evaluation sees them: random parts are taken" in caplog.text
     )
 
 

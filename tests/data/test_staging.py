@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from picture_source import Pictures
-from pictures import encoded
+from image_source import Images
+from images import encoded
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
@@ -19,12 +19,12 @@ from vitrail.data.workers import Nobody, Taken
 
 
 def test_labels_are_looked_up_and_what_is_missing_does_not_count() -> None:
-    labels = Labels(np.array([2, -1, 0]), several=False, needed=True)
+    labels = Labels(np.array([2, -1, 0]), multi_label=False, needed=True)
     indices = np.array([0, 1, 2, -1])
     assert labels.of(indices).tolist() == [2, 0, 0, 2]
     assert labels.count(indices).tolist() == [True, False, True, False]
-    assert Labels(labels.targets, several=False, needed=False).count(indices).tolist() == [True, True, True, False]
-    several = Labels(np.array([[True, False], [False, False]]), several=True, needed=True)
+    assert Labels(labels.targets, multi_label=False, needed=False).count(indices).tolist() == [True, True, True, False]
+    several = Labels(np.array([[True, False], [False, False]]), multi_label=True, needed=True)
     assert several.of(np.array([1, 0])).tolist() == [[0, 0], [1, 0]]
     assert several.count(np.array([1, -1])).tolist() == [True, False]
 
@@ -40,19 +40,19 @@ def test_on_the_cpu_the_memory_itself_is_handed_on() -> None:
     assert np.array_equal(batch.images.permute(0, 2, 3, 1), images)
 
 
-def files(folder: Path, count: int = 40) -> Pictures:
+def files(folder: Path, count: int = 40) -> Images:
     random, found = np.random.default_rng(0), []
     for i in range(count):
         found.append(folder / f"{i}.jpg")
         pixels = random.integers(0, 256, (40 + i, 60, 3), np.uint8)
         found[-1].write_bytes(encoded(Image.fromarray(pixels), "JPEG"))
-    return Pictures(found)
+    return Images(found)
 
 
 def train(source: Any, device: str, workers: int, steps: int = 12) -> Loader:
     return training_batches(
         source, config=DataConfig(workers=workers, resident=False), augment=AugmentConfig(),
-        preprocess=PreprocessConfig(image=32), batch=16, seed=0, device=device, steps=steps,
+        preprocess=PreprocessConfig(image_size=32), batch_size=16, seed=0, device=device, steps=steps,
     )  # fmt: skip
 
 

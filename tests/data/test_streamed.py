@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pictures import encoded
+from images import encoded
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
@@ -33,7 +33,7 @@ def write(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> str:
     return str(path)
 
 
-def picture(number: int) -> bytes:
+def encoded_image(number: int) -> bytes:
     random = np.random.default_rng(number)
     return encoded(Image.fromarray(random.integers(0, 256, (20 + number % 9, 24, 3), np.uint8)), "JPEG")
 
@@ -45,7 +45,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         write(
             folder / f"{s}.tar",
-            [(f"{i:03d}", {"jpg": picture(i), "cls": str(i % 3).encode()}) for i in range(15 * s, 15 * s + 15)],
+            [(f"{i:03d}", {"jpg": encoded_image(i), "cls": str(i % 3).encode()}) for i in range(15 * s, 15 * s + 15)],
         )
         for s in range(4)
     ]
@@ -58,7 +58,8 @@ def stream(shards: list[str]) -> Stream:
 def train(source: Stream, **changes: Any) -> Loader:
     config = DataConfig(**{"workers": 0, **changes.pop("data", {})})
     options: dict[str, Any] = {
-        "augment": AugmentConfig(), "preprocess": PreprocessConfig(image=16), "batch": 8, "seed": 3, "device": "cpu",
+        "augment": AugmentConfig(), "preprocess": PreprocessConfig(image_size=16), "batch_size": 8, "seed": 3,
+        "device": "cpu",
         "steps": 10,
     }  # fmt: skip
     return training_batches(source, config=config, **{**options, **changes})
@@ -80,8 +81,8 @@ def test_the_number_of_workers_changes_nothing(shards: list[str]) -> None:
         assert all(same(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
-def test_an_epoch_has_every_picture_once(shards: list[str]) -> None:
-    with train(stream(shards), batch=60, steps=2, augment=AugmentConfig(crop="none")) as loader:
+def test_an_epoch_has_every_image_once(shards: list[str]) -> None:
+    with train(stream(shards), batch_size=60, steps=2, augment=AugmentConfig(crop="none")) as loader:
         first, second = list(loader)
     for batch in (first, second):
         assert np.bincount(batch.targets, minlength=3).tolist() == [20, 20, 20]
@@ -89,10 +90,12 @@ def test_an_epoch_has_every_picture_once(shards: list[str]) -> None:
     assert not torch.equal(first.images, second.images)
 
 
-def test_two_ranks_share_the_pictures(shards: list[str]) -> None:
+def test_two_ranks_share_the_images(shards: list[str]) -> None:
     seen: list[bytes] = []
     for rank in range(2):
-        with train(stream(shards), batch=60, steps=1, augment=AugmentConfig(crop="none"), rank=rank, world=2) as loader:
+        with train(
+            stream(shards), batch_size=60, steps=1, augment=AugmentConfig(crop="none"), rank=rank, world=2
+        ) as loader:
             batch = next(loader)
         assert batch.slots.tolist() == list(range(30 * rank, 30 * rank + 30))
         seen += [image.numpy().tobytes() for image in batch.images]
@@ -120,32 +123,34 @@ def test_a_state_of_other_ranks_is_refused(shards: list[str]) -> None:
         train(stream(shards), state=state, world=2)
 
 
-def test_bad_pictures_have_no_weight_and_too_many_end_it(shards: list[str], tmp_path: Path) -> None:
-    samples = [(f"{i}", {"jpg": picture(i)[:-200] if i % 4 == 1 else picture(i), "cls": b"1"}) for i in range(16)]
+def test_bad_images_have_no_weight_and_too_many_end_it(shards: list[str], tmp_path: Path) -> None:
+    samples = [
+        (f"{i}", {"jpg": encoded_image(i)[:-200] if i % 4 == 1 else encoded_image(i), "cls": b"1"}) for i in range(16)
+    ]
     broken = write(tmp_path / "broken.tar", samples)
-    with train(stream([broken]), batch=16, steps=2, data={"bad_share": 0.004}) as loader:
+    with train(stream([broken]), batch_size=16, steps=2, data={"max_bad_fraction": 0.004}) as loader:
         batches = list(loader)
     assert [b.weights.sum().item() for b in batches] == [12, 12]
     assert set(loader.bad) == {"broken/1", "broken/5", "broken/9", "broken/13"}
     with (
-        pytest.raises(DataError, match=r"4 of 1,000 pictures of shards cannot be used"),
-        train(stream([broken]), batch=16, steps=2, data={"bad_share": 0.003}) as loader,
+        pytest.raises(DataError, match=r"4 of 1,000 images of shards cannot be used"),
+        train(stream([broken]), batch_size=16, steps=2, data={"max_bad_fraction": 0.003}) as loader,
     ):
         list(loader)
 
 
-def test_pictures_without_a_label_have_no_weight_where_one_is_needed(tmp_path: Path) -> None:
-    samples = [(f"{i}", {"jpg": picture(i), **({"cls": b"2"} if i % 2 else {})}) for i in range(8)]
+def test_images_without_a_label_have_no_weight_where_one_is_needed(tmp_path: Path) -> None:
+    samples = [(f"{i}", {"jpg": encoded_image(i), **({"cls": b"2"} if i % 2 else {})}) for i in range(8)]
     shard = write(tmp_path / "half.tar", samples)
-    for labelled, weight in ((True, 4), (False, 8)):
-        with train(stream([shard]), steps=1, labelled=labelled) as loader:
+    for labeled, weight in ((True, 4), (False, 8)):
+        with train(stream([shard]), steps=1, labeled=labeled) as loader:
             batch = next(loader)
         assert batch.weights.sum() == weight
         assert sorted(batch.targets.tolist()) == [0] * 4 + [2] * 4
 
 
 def test_several_labels(tmp_path: Path) -> None:
-    samples = [(f"{i}", {"jpg": picture(i), "txt": b"a|c" if i % 2 else b"b"}) for i in range(8)]
+    samples = [(f"{i}", {"jpg": encoded_image(i), "txt": b"a|c" if i % 2 else b"b"}) for i in range(8)]
     with train(stream([write(tmp_path / "several.tar", samples)]), steps=1) as loader:
         batch = next(loader)
     assert sorted(batch.targets.tolist()) == [[0, 1, 0]] * 4 + [[1, 0, 1]] * 4

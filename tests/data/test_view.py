@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from picture_source import Pictures
-from pictures import encoded
+from image_source import Images
+from images import encoded
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
@@ -28,7 +28,7 @@ from vitrail.data.sources.base import Sample
 from vitrail.data.view import ODD_SIZE, Cropped, Evaluated, Native, Reading, resize, smallest_scale, unshared
 from vitrail.errors import DataError
 
-GREY = {"mean": (0.5,), "std": (0.5,)}
+GRAY = {"mean": (0.5,), "std": (0.5,)}
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +37,16 @@ def large() -> Image.Image:
     return Image.fromarray(load_sample_image("china.jpg")).resize((1280, 854), Image.Resampling.BICUBIC)
 
 
-def read(view: Any, *pictures: Any, keys: Any = None) -> tuple[np.ndarray, list[tuple[int, str]]]:
-    out = np.full((len(pictures), *view.shape), 77, view.dtype)
-    keys = keys_of(0, 0, np.arange(len(pictures))) if keys is None else keys
-    return out, Reading(Pictures(pictures), view)(np.arange(len(pictures)), keys, out)
+def read(view: Any, *images: Any, keys: Any = None) -> tuple[np.ndarray, list[tuple[int, str]]]:
+    out = np.full((len(images), *view.shape), 77, view.dtype)
+    keys = keys_of(0, 0, np.arange(len(images))) if keys is None else keys
+    return out, Reading(Images(images), view)(np.arange(len(images)), keys, out)
 
 
-def pillows(picture: Any, key: Any, size: int, mode: str = "RGB", augment: AugmentConfig | None = None) -> np.ndarray:
-    """The definition: all of the picture decoded, its box cut out, Pillow's resize."""
+def pillows(image: Any, key: Any, size: int, mode: str = "RGB", augment: AugmentConfig | None = None) -> np.ndarray:
+    """The definition: all of the image decoded, its box cut out, Pillow's resize."""
     augment = augment or AugmentConfig()
-    pixels = decode(picture, 1 if mode == "L" else 3).squeeze()
+    pixels = decode(image, 1 if mode == "L" else 3).squeeze()
     top, left, height, width = crop_boxes(np.array([key]), [pixels.shape[:2]], augment.scale, augment.ratio)[0].tolist()
     part = Image.fromarray(pixels[top : top + height, left : left + width])
     filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
@@ -63,52 +63,52 @@ def distance(a: np.ndarray, b: np.ndarray) -> int:
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "array"])
 def test_a_crop_has_pillows_values(photo: np.ndarray, kind: str, interpolation: Any) -> None:
-    picture = photo if kind == "array" else encoded(Image.fromarray(photo), kind)
+    image = photo if kind == "array" else encoded(Image.fromarray(photo), kind)
     augment = AugmentConfig(interpolation=interpolation)
     keys = keys_of(1, 2, np.arange(12))
-    out, problems = read(Cropped(PreprocessConfig(image=48), augment), *[picture] * 12, keys=keys)
+    out, problems = read(Cropped(PreprocessConfig(image_size=48), augment), *[image] * 12, keys=keys)
     assert problems == []
     for row, key in zip(out, keys, strict=True):
-        apart = np.abs(row.astype(int) - pillows(picture, key, 48, augment=augment))
+        apart = np.abs(row.astype(int) - pillows(image, key, 48, augment=augment))
         assert np.quantile(apart, 0.995) <= 1
         assert apart.max() <= (1 if interpolation == "bilinear" else 12)  # bicubic overshoots, and is cut off twice
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 1), ("L", 3)])
-def test_grey_and_colour_become_each_other(photo: np.ndarray, mode: str, channels: int, kind: str) -> None:
-    picture = encoded(Image.fromarray(photo).convert(mode), kind)
-    config = PreprocessConfig(image=48, **(GREY if channels == 1 else {}))
+def test_gray_and_color_become_each_other(photo: np.ndarray, mode: str, channels: int, kind: str) -> None:
+    image = encoded(Image.fromarray(photo).convert(mode), kind)
+    config = PreprocessConfig(image_size=48, **(GRAY if channels == 1 else {}))
     keys = keys_of(0, 0, [5])
-    out, problems = read(Cropped(config, AugmentConfig()), picture, keys=keys)
+    out, problems = read(Cropped(config, AugmentConfig()), image, keys=keys)
     assert problems == []
-    assert distance(out[0], pillows(picture, keys[0], 48, "L" if channels == 1 else "RGB")) <= 1
+    assert distance(out[0], pillows(image, keys[0], 48, "L" if channels == 1 else "RGB")) <= 1
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_part_is_taken_of_the_upright_picture(large: Image.Image, orientation: int) -> None:
+def test_the_part_is_taken_of_the_upright_image(large: Image.Image, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    picture = encoded(large.resize((160, 107)), "JPEG", exif=exif)
+    image = encoded(large.resize((160, 107)), "JPEG", exif=exif)
     keys = keys_of(0, 1, [3])
-    out, _ = read(Cropped(PreprocessConfig(image=64), AugmentConfig()), picture, keys=keys)
-    assert distance(out[0], pillows(picture, keys[0], 64)) <= 1
+    out, _ = read(Cropped(PreprocessConfig(image_size=64), AugmentConfig()), image, keys=keys)
+    assert distance(out[0], pillows(image, keys[0], 64)) <= 1
 
 
 def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(
     large: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    picture, keys = encoded(large, "JPEG", quality=92), keys_of(0, 0, np.arange(16))
+    image, keys = encoded(large, "JPEG", quality=92), keys_of(0, 0, np.arange(16))
     scales: list[int] = []
     whole = jpeg.pixels
     monkeypatch.setattr(jpeg, "pixels", lambda header, scale=1, rows=None: scales.append(scale) or whole(header, scale))
-    out, _ = read(Cropped(PreprocessConfig(image=64), AugmentConfig()), *[picture] * 16, keys=keys)
+    out, _ = read(Cropped(PreprocessConfig(image_size=64), AugmentConfig()), *[image] * 16, keys=keys)
     assert set(scales) == {4, 8}
     monkeypatch.undo()
-    pixels = decode(picture)
+    pixels = decode(image)
     boxes = crop_boxes(keys, [pixels.shape[:2]] * 16, (0.08, 1), (3 / 4, 4 / 3))
     for row, box, scale in zip(out, boxes.tolist(), scales, strict=True):
-        top, left, bottom, right = (  # to the nearest pixel of the smaller picture, which is half of the output's
+        top, left, bottom, right = (  # to the nearest pixel of the smaller image, which is half of the output's
             scale * round(side / scale) for side in (box[0], box[1], box[0] + box[2], box[1] + box[3])
         )
         part = Image.fromarray(pixels[top:bottom, left:right])
@@ -118,10 +118,10 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(
 
 
 def test_crops_are_the_same_with_and_without_simplejpeg(large: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = [encoded(large.resize(size), "JPEG") for size in ((1280, 854), (300, 256), (90, 200))]
-    fast, _ = read(Cropped(PreprocessConfig(image=64), AugmentConfig()), *pictures)
+    images = [encoded(large.resize(size), "JPEG") for size in ((1280, 854), (300, 256), (90, 200))]
+    fast, _ = read(Cropped(PreprocessConfig(image_size=64), AugmentConfig()), *images)
     monkeypatch.setattr(jpeg, "trusted", lambda: None)
-    slow, _ = read(Cropped(PreprocessConfig(image=64), AugmentConfig()), *pictures)
+    slow, _ = read(Cropped(PreprocessConfig(image_size=64), AugmentConfig()), *images)
     assert np.array_equal(fast, slow)
 
 
@@ -143,8 +143,8 @@ def test_the_scale_is_the_least_that_keeps_the_part_large_enough(
 
 @settings(max_examples=25)
 @given(first=st.integers(0, 900), length=st.integers(100, 1000), orientation=st.sampled_from([1, 3, 6, 8]))
-def test_what_is_cut_out_of_a_smaller_picture_lies_where_it_should(first: int, length: int, orientation: int) -> None:
-    """A picture that is its own ruler: its rows say where the cut was."""
+def test_what_is_cut_out_of_a_smaller_image_lies_where_it_should(first: int, length: int, orientation: int) -> None:
+    """An image that is its own ruler: its rows say where the cut was."""
     rows = (np.arange(2000) // 8).astype(np.uint8)[:, None].repeat(1000, axis=1)
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -153,7 +153,7 @@ def test_what_is_cut_out_of_a_smaller_picture_lies_where_it_should(first: int, l
     assert jpeg is not None
     assert jpeg.size == (2000, 1000)
     out = np.empty((8, 8, 3), np.uint8)
-    Cropped(PreprocessConfig(image=8), AugmentConfig())._put(jpeg.part((first, 0, length, 1000), 8), out)
+    Cropped(PreprocessConfig(image_size=8), AugmentConfig())._put(jpeg.part((first, 0, length, 1000), 8), out)
     wanted = (first + (np.arange(8) + 0.5) * length / 8) / 8 - 0.5
     apart = np.abs(out[:, 0, 0] - wanted)[1:-1]  # at the ends the filter leans inwards
     assert apart.max() <= 2  # half a decoded pixel at each end, rounding, and JPEG
@@ -186,19 +186,19 @@ def test_resizing_leaves_what_it_is_given_alone() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        PreprocessConfig(image=32, resize="short", resize_to=36, interpolation="bicubic"),
-        PreprocessConfig(image=32, antialias=False),
+        PreprocessConfig(image_size=32, resize="short", resize_to=36, interpolation="bicubic"),
+        PreprocessConfig(image_size=32, antialias=False),
     ],
 )
 def test_evaluation_is_preprocess_to_the_bit(photo: np.ndarray, config: PreprocessConfig) -> None:
-    pictures = [encoded(Image.fromarray(photo), kind) for kind in ("JPEG", "PNG")]
-    out, problems = read(Evaluated(config), *pictures)
+    images = [encoded(Image.fromarray(photo), kind) for kind in ("JPEG", "PNG")]
+    out, problems = read(Evaluated(config), *images)
     assert problems == []
     assert out.dtype == Preprocess(config).dtype
-    assert all(np.array_equal(o, Preprocess(config).pixels(p)) for o, p in zip(out, pictures, strict=True))
+    assert all(np.array_equal(o, Preprocess(config).pixels(p)) for o, p in zip(out, images, strict=True))
 
 
-def test_native_pictures_stay_as_they_are_and_others_are_named(photo: np.ndarray) -> None:
+def test_native_images_stay_as_they_are_and_others_are_named(photo: np.ndarray) -> None:
     small = photo[:8, :8]
     out, problems = read(Native((8, 8, 3)), small, encoded(Image.fromarray(small), "PNG"), photo)
     assert np.array_equal(out[0], small)
@@ -213,8 +213,8 @@ def test_native_pictures_stay_as_they_are_and_others_are_named(photo: np.ndarray
 
 def test_what_cannot_be_read_is_black_and_said_why(photo: np.ndarray, tmp_path: Path) -> None:
     good = encoded(Image.fromarray(photo), "JPEG")
-    for view in (Cropped(PreprocessConfig(image=16), AugmentConfig()), Evaluated(PreprocessConfig(image=16))):
-        out, problems = read(view, good, good[:700], b"not a picture", tmp_path / "none.jpg", good)
+    for view in (Cropped(PreprocessConfig(image_size=16), AugmentConfig()), Evaluated(PreprocessConfig(image_size=16))):
+        out, problems = read(view, good, good[:700], b"not an image", tmp_path / "none.jpg", good)
         assert [row for row, _ in problems] == [1, 2, 3]
         assert "truncated" in problems[0][1]
         assert "begins with b'not a pictur'" in problems[1][1]
@@ -223,16 +223,16 @@ def test_what_cannot_be_read_is_black_and_said_why(photo: np.ndarray, tmp_path: 
         assert min(out[0].max(), out[4].max()) > 0
 
 
-def test_no_picture_is_a_black_row(photo: np.ndarray) -> None:
+def test_no_image_is_a_black_row(photo: np.ndarray) -> None:
     out = np.full((2, 16, 16, 3), 77, np.uint8)
-    work = Reading(Pictures([photo]), Evaluated(PreprocessConfig(image=16)))
+    work = Reading(Images([photo]), Evaluated(PreprocessConfig(image_size=16)))
     assert work(np.array([-1, 0]), np.zeros(2, np.uint64), out) == []
     assert out[0].max() == 0
     assert out[1].max() > 0
 
 
-def test_trouble_in_the_source_is_the_pictures_trouble(photo: np.ndarray) -> None:
-    class Broken(Pictures):
+def test_trouble_in_the_source_is_the_images_trouble(photo: np.ndarray) -> None:
+    class Broken(Images):
         def __getitem__(self, index: int) -> Sample:
             if index == 1:
                 raise DataError("shard 7 could not be read in 4 tries.")
@@ -241,38 +241,38 @@ def test_trouble_in_the_source_is_the_pictures_trouble(photo: np.ndarray) -> Non
             return super().__getitem__(index)
 
     out = np.zeros((3, 16, 16, 3), np.uint8)
-    work = Reading(Broken([photo] * 3), Evaluated(PreprocessConfig(image=16)))
+    work = Reading(Broken([photo] * 3), Evaluated(PreprocessConfig(image_size=16)))
     problems = work(np.arange(3), np.zeros(3, np.uint64), out)
     assert problems == [(1, "shard 7 could not be read in 4 tries"), (2, "[Errno 5] Input/output error")]
 
 
-def test_a_mistake_in_the_program_is_not_a_bad_picture() -> None:
-    class Wrong(Pictures):
+def test_a_mistake_in_the_program_is_not_a_bad_image() -> None:
+    class Wrong(Images):
         def __getitem__(self, index: int) -> Sample:
             raise KeyError("oops")
 
-    work = Reading(Wrong([b""]), Evaluated(PreprocessConfig(image=16)))
+    work = Reading(Wrong([b""]), Evaluated(PreprocessConfig(image_size=16)))
     with pytest.raises(KeyError, match="oops"):
         work(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
 
 
-def test_pictures_that_are_far_away_are_fetched_together(photo: np.ndarray) -> None:
-    class Far(Pictures):
+def test_images_that_are_far_away_are_fetched_together(photo: np.ndarray) -> None:
+    class Far(Images):
         def __getitem__(self, index: int) -> Sample:
             time.sleep(0.03)
             if index == 5:
                 raise DataError("gone.")
             return super().__getitem__(index)
 
-    pictures = [photo[i:] for i in range(16)]
-    work = Reading(Far(pictures), Evaluated(PreprocessConfig(image=16)))
+    images = [photo[i:] for i in range(16)]
+    work = Reading(Far(images), Evaluated(PreprocessConfig(image_size=16)))
     first, again = np.zeros((2, 16, 16, 16, 3), np.uint8)
     assert work(np.arange(16), np.zeros(16, np.uint64), first) == [(5, "gone")]
     start = time.perf_counter()
     assert work(np.arange(16), np.zeros(16, np.uint64), again) == [(5, "gone")]
     assert time.perf_counter() - start < 16 * 0.03
     assert np.array_equal(first, again)
-    near, _ = read(Evaluated(PreprocessConfig(image=16)), *pictures)
+    near, _ = read(Evaluated(PreprocessConfig(image_size=16)), *images)
     near[5] = 0
     assert np.array_equal(first, near)
 
@@ -294,13 +294,13 @@ def test_a_process_of_its_own_opens_its_own_files() -> None:
     assert fresh.file is None
     assert fresh.numbers is not source.numbers
     assert np.shares_memory(fresh.numbers, source.numbers)  # but what is only data is not copied
-    plain = Pictures([b""])
+    plain = Images([b""])
     assert unshared(plain) is plain
     assert pickle.loads(pickle.dumps(source)).file is None
 
 
 def test_the_source_is_unshared_in_another_process_only(photo: np.ndarray) -> None:
-    work = Reading(Pictures([photo]), Evaluated(PreprocessConfig(image=16)))
+    work = Reading(Images([photo]), Evaluated(PreprocessConfig(image_size=16)))
     source = work.source
     work(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
     assert work.source is source

@@ -178,7 +178,7 @@ def test_a_mistake_in_the_program_is_raised_as_it_is(kind: str, make: Made) -> N
 def test_a_mistake_in_a_process_comes_with_its_traceback(make: Made) -> None:
     pool = make("processes", Crash())
     pool.ask(*numbers(1))
-    with pytest.raises(TrainError, match=r"reading pictures failed: ZeroDivisionError: a mistake") as caught:
+    with pytest.raises(TrainError, match=r"reading images failed: ZeroDivisionError: a mistake") as caught:
         pool.take()
     assert "in __call__" in "".join(caught.value.__notes__)
 

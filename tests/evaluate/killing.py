@@ -25,7 +25,7 @@ from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.models import build
 from vitrail.weights.card import Card
 
-CONFIG = ViTConfig(image=32, patch=8, width=64, depth=2, heads=2, mlp=128, classes=3)
+CONFIG = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, num_heads=2, mlp_dim=128, num_classes=3)
 
 
 def draw(folder: Path, count: int) -> Path:
@@ -34,7 +34,7 @@ def draw(folder: Path, count: int) -> Path:
         path = folder / "photos" / "abc"[i % 3] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         if i == 17:
-            path.write_bytes(b"no picture")
+            path.write_bytes(b"no image")
         else:
             Image.fromarray(chance.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
     return folder / "photos"
@@ -48,9 +48,9 @@ def start(data: Path, out: Path) -> int:
     status = 1
     try:
         os.dup2(os.open(out.parent / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-        card = Card(config=CONFIG, preprocess=PreprocessConfig(image=32), labels=("a", "b", "c"))
+        card = Card(config=CONFIG, preprocess=PreprocessConfig(image_size=32), labels=("a", "b", "c"))
         model = vitrail.Model(build(CONFIG, seed=0).eval(), card)
-        embed(model, str(data), out, batch=4, part=8, advance=lambda count: time.sleep(0.01))
+        embed(model, str(data), out, batch_size=4, part=8, advance=lambda count: time.sleep(0.01))
         status = 0
     except BaseException:
         traceback.print_exc()

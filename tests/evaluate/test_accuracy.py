@@ -20,11 +20,11 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate import Scores, measure
 
-PICTURES, CLASSES = 101, 7
-PREPROCESS = Preprocess(PreprocessConfig(image=4, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4)))
-IMAGES = torch.randint(0, 256, (PICTURES, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-TARGETS = torch.randint(0, CLASSES, (PICTURES,), generator=torch.Generator().manual_seed(2))
-SEVERAL = torch.rand(PICTURES, CLASSES, generator=torch.Generator().manual_seed(3)) < 0.3
+COUNT, CLASSES = 101, 7
+PREPROCESS = Preprocess(PreprocessConfig(image_size=4, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4)))
+IMAGES = torch.randint(0, 256, (COUNT, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+TARGETS = torch.randint(0, CLASSES, (COUNT,), generator=torch.Generator().manual_seed(2))
+SEVERAL = torch.rand(COUNT, CLASSES, generator=torch.Generator().manual_seed(3)) < 0.3
 
 
 class Small(nn.Module):
@@ -45,8 +45,8 @@ class Small(nn.Module):
 def batches(
     size: int, targets: Tensor = TARGETS, *, first: int = 0, every: int = 1, padded: bool = False
 ) -> Iterator[Batch]:
-    """Every `every`-th picture from `first`; with padding, batches are full and fillers weigh nothing."""
-    mine = torch.arange(first, PICTURES, every)
+    """Every `every`-th image from `first`; with padding, batches are full and fillers weigh nothing."""
+    mine = torch.arange(first, COUNT, every)
     for indices in mine.split(size):
         weights = torch.ones(len(indices))
         if padded and len(indices) < size:
@@ -56,7 +56,7 @@ def batches(
 
 
 def scores(size: int = 16, net: nn.Module | None = None, **options: object) -> Scores:
-    values: dict = {"preprocess": PREPROCESS, "classes": CLASSES} | options
+    values: dict = {"preprocess": PREPROCESS, "num_classes": CLASSES} | options
     targets = values.pop("targets", TARGETS)
     return measure(net or Small(), batches(size, targets, padded=True), **values)
 
@@ -66,7 +66,7 @@ def logits() -> np.ndarray:
     mean, std = (np.array(v).reshape(3, 1, 1) for v in (PREPROCESS.config.mean, PREPROCESS.config.std))
     images = (IMAGES.numpy() / 255 - mean) / std
     net = Small()
-    return images.reshape(PICTURES, -1) @ net.head.weight.detach().double().numpy().T + net.head.bias.detach().numpy()
+    return images.reshape(COUNT, -1) @ net.head.weight.detach().double().numpy().T + net.head.bias.detach().numpy()
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -76,16 +76,16 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 def test_the_numbers_are_scikit_learns(logits: np.ndarray):
     got, truth, said = scores(), TARGETS.numpy(), logits.argmax(1)
-    assert got.count == PICTURES
+    assert got.count == COUNT
     assert got.top1 == accuracy_score(truth, said)
     assert got.top5 == top_k_accuracy_score(truth, logits, k=5)
     assert got.loss == pytest.approx(log_loss(truth, softmax(logits)), rel=1e-6)
     assert np.array_equal(got.confusion, confusion_matrix(truth, said, labels=range(CLASSES)))
 
 
-def test_every_picture_is_told_of_in_the_order_of_the_source(logits: np.ndarray):
+def test_every_image_is_told_of_in_the_order_of_the_source(logits: np.ndarray):
     got, probability = scores().samples, softmax(logits)
-    places = np.arange(PICTURES)
+    places = np.arange(COUNT)
     assert np.array_equal(got.index, places)
     assert np.array_equal(got.truth, TARGETS.numpy())
     assert np.array_equal(got.prediction, logits.argmax(1))
@@ -131,7 +131,7 @@ def on_ranks(count: int, **options: object) -> list[Scores]:
             copy.deepcopy(Small()),
             batches(8, targets, first=rank, every=count, padded=True),
             preprocess=PREPROCESS,
-            classes=CLASSES,
+            num_classes=CLASSES,
             reduce=lambda t: together.join(rank, t, lambda parts: torch.stack(parts).sum(0)),
             gather=lambda t: together.join(rank, t, torch.cat),
             **options,
@@ -154,27 +154,27 @@ def test_the_number_of_processes_does_not_show(count: int):
 
 def test_several_labels_have_the_same_average_precision_on_any_number_of_processes():
     targets = SEVERAL.float()
-    wanted = scores(targets=targets, several=True)
-    for got in on_ranks(3, targets=targets, several=True):
+    wanted = scores(targets=targets, multi_label=True)
+    for got in on_ranks(3, targets=targets, multi_label=True):
         np.testing.assert_allclose(got.average_precisions, wanted.average_precisions, rtol=1e-12)
 
 
 def test_several_labels_on_several_processes_need_their_rows_joined():
     with pytest.raises(ConfigError, match="gather"):
-        measure(Small(), [], preprocess=PREPROCESS, classes=CLASSES, several=True, reduce=lambda t: t)
+        measure(Small(), [], preprocess=PREPROCESS, num_classes=CLASSES, multi_label=True, reduce=lambda t: t)
 
 
 def test_several_labels_are_scikit_learns(logits: np.ndarray):
-    got = scores(targets=SEVERAL.float(), several=True)
+    got = scores(targets=SEVERAL.float(), multi_label=True)
     probability, truth = 1 / (1 + np.exp(-logits)), SEVERAL.numpy()
     wanted = [average_precision_score(truth[:, k], probability[:, k]) for k in range(CLASSES)]
     np.testing.assert_allclose(got.average_precisions, wanted, rtol=1e-6)
     assert got.mean_average_precision == pytest.approx(average_precision_score(truth, probability), rel=1e-6)
     losses = -np.where(truth, np.log(probability), np.log1p(-probability)).sum(1)
     assert got.loss == pytest.approx(losses.mean(), rel=1e-6)
-    labelled = truth.any(1)
-    assert not labelled.all()  # the case is in the data
-    assert got.top1 == truth[np.arange(PICTURES), logits.argmax(1)][labelled].mean()
+    labeled = truth.any(1)
+    assert not labeled.all()  # the case is in the data
+    assert got.top1 == truth[np.arange(COUNT), logits.argmax(1)][labeled].mean()
     assert got.confusion is None
 
 
@@ -187,7 +187,7 @@ def test_a_sigmoid_loss_asks_each_class_for_yes_or_no(logits: np.ndarray):
     np.testing.assert_allclose(got.samples.score, probability.max(1), rtol=1e-5)
 
 
-def test_pictures_without_a_label_do_not_count(logits: np.ndarray):
+def test_images_without_a_label_do_not_count(logits: np.ndarray):
     targets = TARGETS.clone()
     targets[::3] = -1
     known = targets.numpy() >= 0
@@ -226,8 +226,8 @@ def test_every_part_is_in_its_own_mode_again():
 
 def test_the_mode_comes_back_after_a_failure_too():
     net = Small().train()
-    with pytest.raises(ModelError, match="wanted 3 outputs a picture"):
-        scores(net=net, classes=3)
+    with pytest.raises(ModelError, match="wanted 3 outputs an image"):
+        scores(net=net, num_classes=3)
     assert net.training
 
 
@@ -247,17 +247,17 @@ def test_no_gradient_is_kept():
 
 
 def test_very_many_classes_have_no_confusion_matrix():
-    got = measure(Small(1200), batches(50), preprocess=PREPROCESS, classes=1200)
+    got = measure(Small(1200), batches(50), preprocess=PREPROCESS, num_classes=1200)
     assert got.confusion is None
-    assert len(got.samples) == PICTURES
+    assert len(got.samples) == COUNT
 
 
 def test_nothing_to_measure_on_is_said():
-    with pytest.raises(DataError, match="no labelled picture"):
-        measure(Small(), [], preprocess=PREPROCESS, classes=CLASSES)
+    with pytest.raises(DataError, match="no labeled image"):
+        measure(Small(), [], preprocess=PREPROCESS, num_classes=CLASSES)
 
 
-def test_a_process_without_pictures_may_take_part():
+def test_a_process_without_images_may_take_part():
     together = Together(2)
 
     def one(rank: int) -> Scores:
@@ -265,7 +265,7 @@ def test_a_process_without_pictures_may_take_part():
             Small(),
             batches(32) if rank == 0 else [],
             preprocess=PREPROCESS,
-            classes=CLASSES,
+            num_classes=CLASSES,
             reduce=lambda t: together.join(rank, t, lambda parts: torch.stack(parts).sum(0)),
             gather=lambda t: together.join(rank, t, torch.cat),
         )
@@ -282,15 +282,15 @@ def test_a_gpu_finds_the_same():
         Batch(b.step, b.images.cuda(), b.targets.cuda(), b.weights.cuda(), b.slots, b.indices)
         for b in batches(16, padded=True)
     ]
-    got = measure(Small().cuda(), moved, preprocess=PREPROCESS, classes=CLASSES)
+    got = measure(Small().cuda(), moved, preprocess=PREPROCESS, num_classes=CLASSES)
     assert (got.top1, got.top5, got.count) == (wanted.top1, wanted.top5, wanted.count)
     assert got.loss == pytest.approx(wanted.loss, rel=1e-5)
     assert np.array_equal(got.confusion, wanted.confusion)
 
 
-def test_each_picture_has_its_rank_its_loss_and_its_five_best(logits: np.ndarray):
+def test_each_image_has_its_rank_its_loss_and_its_five_best(logits: np.ndarray):
     got, truth = scores().samples, TARGETS.numpy()
-    places = np.arange(PICTURES)
+    places = np.arange(COUNT)
     order = np.argsort(-logits, 1)
     assert np.array_equal(got.best, order[:, :5])
     assert np.array_equal(got.rank, (order == truth[:, None]).argmax(1))
@@ -301,20 +301,20 @@ def test_of_equals_the_lower_numbers_are_the_best():
     net = Small()
     nn.init.zeros_(net.head.weight)
     nn.init.zeros_(net.head.bias)
-    assert np.array_equal(scores(net=net).samples.best, np.tile(np.arange(5), (PICTURES, 1)))
+    assert np.array_equal(scores(net=net).samples.best, np.tile(np.arange(5), (COUNT, 1)))
 
 
 def test_fewer_than_five_classes_have_fewer_best():
-    got = measure(Small(3), batches(50, TARGETS.clamp(max=2)), preprocess=PREPROCESS, classes=3)
-    assert got.samples.best.shape == (PICTURES, 3)
-    assert np.array_equal(np.sort(got.samples.best, 1), np.tile(np.arange(3), (PICTURES, 1)))
+    got = measure(Small(3), batches(50, TARGETS.clamp(max=2)), preprocess=PREPROCESS, num_classes=3)
+    assert got.samples.best.shape == (COUNT, 3)
+    assert np.array_equal(np.sort(got.samples.best, 1), np.tile(np.arange(3), (COUNT, 1)))
 
 
 def mirrored_logits() -> np.ndarray:
     mean, std = (np.array(v).reshape(3, 1, 1) for v in (PREPROCESS.config.mean, PREPROCESS.config.std))
     images = (IMAGES.numpy()[..., ::-1] / 255 - mean) / std
     net = Small()
-    return images.reshape(PICTURES, -1) @ net.head.weight.detach().double().numpy().T + net.head.bias.detach().numpy()
+    return images.reshape(COUNT, -1) @ net.head.weight.detach().double().numpy().T + net.head.bias.detach().numpy()
 
 
 def test_a_flip_takes_the_mean_of_the_probabilities(logits: np.ndarray):
@@ -328,12 +328,12 @@ def test_a_flip_takes_the_mean_of_the_probabilities(logits: np.ndarray):
 
 def test_a_flip_takes_the_mean_of_each_labels_own_probability_too(logits: np.ndarray):
     both = (1 / (1 + np.exp(-logits)) + 1 / (1 + np.exp(-mirrored_logits()))) / 2
-    got = scores(targets=SEVERAL.float(), several=True, flip=True)
+    got = scores(targets=SEVERAL.float(), multi_label=True, flip=True)
     np.testing.assert_allclose(got.samples.scores, both, rtol=1e-4, atol=1e-6)
 
 
-def test_whoever_watches_is_told_of_every_picture():
+def test_whoever_watches_is_told_of_every_image():
     seen: list[int] = []
     mine = [Batch(0, b.images, b.targets, b.weights, b.slots, b.indices) for b in batches(40)]
-    measure(Small(), mine, preprocess=PREPROCESS, classes=CLASSES, watch=seen.append)
+    measure(Small(), mine, preprocess=PREPROCESS, num_classes=CLASSES, watch=seen.append)
     assert seen == [40, 40, 21]

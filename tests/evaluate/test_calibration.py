@@ -40,7 +40,7 @@ def test_the_error_is_its_definitions(count: int, bins: int, data: st.DataObject
     assert found.lean == pytest.approx(score.mean() - right.mean(), abs=1e-12)
 
 
-def test_four_pictures_by_hand():
+def test_four_images_by_hand():
     # Two bins: (0, .5] holds .4 wrong; (.5, 1] holds .6 wrong, .8 right, .9 right: certainty 2.3/3, accuracy 2/3.
     found = calibration(np.array([0.4, 0.6, 0.8, 0.9]), np.array([False, False, True, True]), bins=2)
     assert found.counts.tolist() == [1, 3]

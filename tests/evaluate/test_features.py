@@ -14,7 +14,7 @@ import pytest
 import torch
 from compare import randomized
 from conftest import ROOT
-from picture_source import Pictures
+from image_source import Images
 from small_models import model, small
 
 from vitrail.config import BiTConfig
@@ -37,7 +37,7 @@ def images(count: int = 3) -> torch.Tensor:
 
 
 def bit() -> torch.nn.Module:
-    return randomized(build(BiTConfig(layers=(1, 1), width=0.5, image=32, classes=5)))
+    return randomized(build(BiTConfig(layers=(1, 1), width_factor=0.5, image_size=32, num_classes=5)))
 
 
 def features(net: torch.nn.Module, **place: object) -> torch.Tensor:
@@ -48,7 +48,7 @@ CONFIGS = {
     "token": small(),
     "gap, norm after": small(pool="gap", pool_norm="after"),
     "token+gap": small(pool="token+gap"),
-    "registers": small(registers=3),
+    "registers": small(num_registers=3),
     "distilled": small(distilled=True),
 }
 
@@ -71,7 +71,7 @@ def test_the_last_layer_pooled_as_the_network_does_is_what_the_head_sees(name: s
 
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_layer_is_what_leaves_its_block(layer: int):
-    net = randomized(build(small(registers=2)))
+    net = randomized(build(small(num_registers=2)))
     tokens = net.features(images(), want="tokens").tokens[layer]
     assert torch.equal(features(net, layers=(layer,), pool="token", norm=False), tokens[:, 0])
     assert torch.equal(features(net, layers=(layer,), pool="mean", norm=False), tokens[:, 3:].mean(1))
@@ -139,39 +139,39 @@ def test_what_a_network_does_not_have_is_one_sentence():
         Place(pool="men")
 
 
-def pictures(count: int) -> list[np.ndarray]:
+def random_images(count: int) -> list[np.ndarray]:
     return list(np.random.default_rng(0).integers(0, 255, (count, 32, 32, 3), dtype=np.uint8))
 
 
 @pytest.mark.parametrize("batch", [1, 4, 64])
-def test_all_labelled_pictures_are_gathered_in_order_whatever_the_batch(batch: int):
-    vit, given = model(small()), pictures(11)
-    source = Pictures(given, [0, 1, 2, -1, 0, 1, 2, 0, 1, 2, 0])
+def test_all_labeled_images_are_gathered_in_order_whatever_the_batch(batch: int):
+    vit, given = model(small()), random_images(11)
+    source = Images(given, [0, 1, 2, -1, 0, 1, 2, 0, 1, 2, 0])
     seen: list[int] = []
     found, bad = gather(
-        vit.net, source, preprocess=vit.preprocess, place=Place(), batch=batch, device=CPU, workers=0,
+        vit.net, source, preprocess=vit.preprocess, place=Place(), batch_size=batch, device=CPU, workers=0,
         advance=seen.append,
     )  # fmt: skip
-    labelled = [i for i in range(11) if i != 3]
-    assert found.targets.tolist() == [source.targets[i] for i in labelled]
-    assert torch.allclose(found.values, vit.embed([given[i] for i in labelled]), atol=1e-5)
+    labeled = [i for i in range(11) if i != 3]
+    assert found.targets.tolist() == [source.targets[i] for i in labeled]
+    assert torch.allclose(found.values, vit.embed([given[i] for i in labeled]), atol=1e-5)
     assert (bad, sum(seen)) == ({}, 11)
 
 
 def test_the_unreadable_are_left_out_and_named():
-    vit, given = model(small()), pictures(5)
-    source = Pictures([given[0], b"no picture", *given[2:]])
+    vit, given = model(small()), random_images(5)
+    source = Images([given[0], b"no image", *given[2:]])
     found, bad = gather(vit.net, source, preprocess=vit.preprocess, place=Place(), device=CPU, workers=0)
     assert (len(found), list(bad)) == (4, ["1"])
 
 
-def test_no_pictures_and_several_labels_are_refused():
+def test_no_images_and_several_labels_are_refused():
     vit = model(small())
     options = {"preprocess": vit.preprocess, "place": Place(), "device": CPU}
-    with pytest.raises(DataError, match="pictures has no pictures"):
-        gather(vit.net, Pictures([], []), **options)
-    with pytest.raises(DataError, match="several labels to a picture"):
-        gather(vit.net, Pictures(pictures(2), np.ones((2, 3), bool)), **options)
+    with pytest.raises(DataError, match="images has no images"):
+        gather(vit.net, Images([], []), **options)
+    with pytest.raises(DataError, match="several labels to an image"):
+        gather(vit.net, Images(random_images(2), np.ones((2, 3), bool)), **options)
 
 
 def test_other_weights_have_another_fingerprint():
@@ -186,7 +186,7 @@ def written(
     path, count: int = 7, split: str = "train", width: int = 4, dtype: str = "float32", targets=None, **changes: object
 ):
     """A file of two parts."""
-    source = Pictures(pictures(count)) if targets is None else Pictures(pictures(count), targets)
+    source = Images(random_images(count)) if targets is None else Images(random_images(count), targets)
     file = FeatureFile(path, SETTINGS | changes)
     file.begin()
     values = torch.arange(count * width).view(count, width).float()
@@ -237,31 +237,29 @@ def test_what_is_no_file_of_features_is_refused(tmp_path):
         about(tmp_path / "x.parquet")
 
 
-def test_of_training_pictures_alone_a_tenth_is_held_out_and_that_is_said(tmp_path, caplog):
+def test_of_training_images_alone_a_tenth_is_held_out_and_that_is_said(tmp_path, caplog):
     values = written(tmp_path / "train.parquet", 200)
     train, test = read_features([tmp_path / "train.parquet"])
     assert 10 < len(test) < 35
     assert sorted(torch.cat([train.values, test.values])[:, 0].tolist()) == values[:, 0].tolist()
-    assert f"there are no test pictures: {len(test)} of 200 are held out to measure on" in caplog.text
+    assert f"there are no test images: {len(test)} of 200 are held out to measure on" in caplog.text
     again = read_features([tmp_path / "train.parquet"])
     assert torch.equal(again[1].values, test.values)
 
 
 def test_without_anything_to_learn_from_two_files_are_asked_for(tmp_path):
     written(tmp_path / "test.parquet", split="test")
-    with pytest.raises(DataError, match="has only test pictures, and nothing to learn from; pass --features twice"):
+    with pytest.raises(DataError, match="has only test images, and nothing to learn from; pass --features twice"):
         read_features([tmp_path / "test.parquet"])
     written(tmp_path / "few.parquet", targets=[0, 1, 2, -1, -1, -1, -1])
-    with pytest.raises(
-        DataError, match=r"few\.parquet has no test pictures, and nothing can be held out: .* one picture"
-    ):
+    with pytest.raises(DataError, match=r"few\.parquet has no test images, and nothing can be held out: .* one image"):
         read_features([tmp_path / "few.parquet"])
 
 
 def test_features_that_are_no_numbers_are_refused_whoever_wants_them():
     values = torch.zeros(5, 3)
     values[1, 2], values[4, 0] = torch.nan, torch.inf
-    with pytest.raises(DataError, match="2 of the 5 pictures of photos have features that are NaN or infinite"):
+    with pytest.raises(DataError, match="2 of the 5 images of photos have features that are NaN or infinite"):
         Features(values, torch.zeros(5, dtype=torch.int64), ("a",), "photos")
 
 
@@ -269,13 +267,13 @@ MANY_PARTS = """
 import resource, sys
 from pathlib import Path
 import torch
-from picture_source import Pictures
+from image_source import Images
 from vitrail.evaluate.feature_file import FeatureFile, table_of
 import numpy as np
 
 file = FeatureFile(Path(sys.argv[1]), {"labels": []})
 file.begin()
-source = Pictures([np.zeros((8, 8, 3), np.uint8)])
+source = Images([np.zeros((8, 8, 3), np.uint8)])
 for number in range(80):
     bad = {str(number): "broken"} if number % 40 == 0 else {}
     table = table_of(source, "train", torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2), "float32")
@@ -342,8 +340,8 @@ def test_parts_of_other_settings_are_refused(tmp_path):
 
 
 def test_several_labels_and_none_are_kept(tmp_path):
-    several = Pictures(pictures(2), np.array([[True, False, True], [False, False, False]]))
+    several = Images(random_images(2), np.array([[True, False, True], [False, False, False]]))
     table = table_of(several, "train", torch.arange(2), torch.zeros(2, 4), "float32")
     assert table["target"].to_pylist() == [[0, 2], []]
-    one = Pictures(pictures(2), [-1, 1])
+    one = Images(random_images(2), [-1, 1])
     assert table_of(one, "train", torch.arange(2), torch.zeros(2, 4), "float32")["target"].to_pylist() == [None, 1]

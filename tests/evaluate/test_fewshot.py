@@ -19,14 +19,14 @@ CPU = torch.device("cpu")
 def clouds(each: int, classes: int, width: int, seed: int = 0, spread: float = 1.0) -> Features:
     """Classes around points of their own."""
     chance = np.random.default_rng(seed)
-    centres = np.random.default_rng(99).normal(size=(classes, width)) * 3
+    centers = np.random.default_rng(99).normal(size=(classes, width)) * 3
     targets = np.repeat(np.arange(classes), each)
-    values = centres[targets] + spread * chance.normal(size=(len(targets), width))
+    values = centers[targets] + spread * chance.normal(size=(len(targets), width))
     return Features(torch.from_numpy(values), torch.from_numpy(targets), tuple(f"class {i}" for i in range(classes)))
 
 
 def slowly(train: Features, test: Features, dual: bool, ridge: float = 1024.0) -> np.ndarray:
-    """The regularised normal equations, solved as they stand: Q K."""
+    """The regularized normal equations, solved as they stand: Q K."""
     x, z, y = train.values.double().numpy(), test.values.double().numpy(), train.targets.numpy()
     mean, deviation = x.mean(0), x.std(0) + 1e-5
     x, z = ((a - mean) / deviation for a in (x, z))
@@ -74,7 +74,7 @@ def test_neither_scale_nor_shift_of_the_features_matters(scale: float, shift: fl
     assert torch.equal(before, few_shot(moved(train), moved(test), 5, 0, device=CPU))
 
 
-def test_classes_far_apart_are_learned_from_one_picture_each():
+def test_classes_far_apart_are_learned_from_one_image_each():
     train, test = clouds(5, 6, 30, spread=0.1), clouds(20, 6, 30, seed=1, spread=0.1)
     assert torch.equal(few_shot(train, test, 1, 0, device=CPU), test.targets)
 
@@ -113,14 +113,14 @@ def test_too_few_of_a_class_is_one_sentence():
     train = clouds(4, 3, 6)
     train = train.some(torch.arange(len(train) - 2))
     with pytest.raises(
-        DataError, match="5 shots want 5 of each class, and 'class 2' has 2 pictures \\(features\\); try --shots 2"
+        DataError, match="5 shots want 5 of each class, and 'class 2' has 2 images \\(features\\); try --shots 2"
     ):
         few_shot(train, train, 5, 0, device=CPU)
 
 
 def test_one_class_is_one_sentence():
     train = clouds(9, 1, 6)
-    with pytest.raises(DataError, match="all 9 pictures are 'class 0' \\(features\\); wanted two classes"):
+    with pytest.raises(DataError, match="all 9 images are 'class 0' \\(features\\); wanted two classes"):
         few_shot(train, train, 5, 0, device=CPU)
 
 

@@ -7,12 +7,12 @@ import copy
 import numpy as np
 import pytest
 import torch
-from picture_source import Pictures
+from image_source import Images
 from small_models import gradient, model, small
 
 from vitrail.evaluate.features import Features, Place, gather
 from vitrail.evaluate.fewshot import few_shot
-from vitrail.evaluate.knn import Blocks, nearest_neighbours
+from vitrail.evaluate.knn import Blocks, nearest_neighbors
 from vitrail.evaluate.logistic import fit, objective, scaled
 
 pytestmark = pytest.mark.gpu
@@ -20,37 +20,37 @@ pytestmark = pytest.mark.gpu
 
 def blobs(count: int, width: int = 48, classes: int = 5, seed: int = 0) -> Features:
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
+    centers = torch.randn(classes, width, generator=torch.Generator().manual_seed(7))
     targets = torch.arange(count) % classes
-    values = centres[targets] + torch.randn(count, width, generator=generator)
+    values = centers[targets] + torch.randn(count, width, generator=generator)
     return Features(values, targets, tuple("abcde"[:classes]))
 
 
 @pytest.mark.parametrize("blocks", [None, Blocks(640, 100)])
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
-def test_the_same_neighbours(where: str, blocks: Blocks | None):
+def test_the_same_neighbors(where: str, blocks: Blocks | None):
     bank, queries = torch.randn(5000, 64), torch.randn(300, 64)
     bank[100] = bank[7]  # of equals the lower number
     queries[0] = bank[7]
-    here = nearest_neighbours(bank, queries, 20)
-    there = nearest_neighbours(bank.to(where), queries.cuda(), 20, blocks=blocks)
+    here = nearest_neighbors(bank, queries, 20)
+    there = nearest_neighbors(bank.to(where), queries.cuda(), 20, blocks=blocks)
     assert there.index.device.type == "cuda"
     assert torch.equal(here.index, there.index.cpu())
     torch.testing.assert_close(here.similarity, there.similarity.cpu())
 
 
 @pytest.mark.parametrize("allowed", ["older", "newer"])
-def test_the_same_neighbours_where_tf32_is_allowed(allowed: str):
+def test_the_same_neighbors_where_tf32_is_allowed(allowed: str):
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     bank, queries = torch.randn(20000, 64), torch.randn(500, 64)
-    here = nearest_neighbours(bank, queries, 20)
+    here = nearest_neighbors(bank, queries, 20)
     try:
         if allowed == "older":
             matmul.allow_tf32 = True
         else:
             matmul.fp32_precision = "tf32"
-        there = nearest_neighbours(bank, queries.cuda(), 20)
+        there = nearest_neighbors(bank, queries.cuda(), 20)
         assert matmul.fp32_precision == "tf32"
     finally:
         if allowed == "older":
@@ -77,9 +77,11 @@ def test_the_same_optimum_of_logistic_regression():
 
 def test_the_same_features():
     vit = model(small())
-    source = Pictures([np.asarray(gradient(30 + i)) for i in range(13)])
+    source = Images([np.asarray(gradient(30 + i)) for i in range(13)])
     here, there = (
-        gather(net, source, preprocess=vit.preprocess, place=Place(), batch=4, device=torch.device(d), workers=0)[0]
+        gather(net, source, preprocess=vit.preprocess, place=Place(), batch_size=4, device=torch.device(d), workers=0)[
+            0
+        ]
         for d, net in (("cpu", vit.net), ("cuda", copy.deepcopy(vit.net).cuda()))
     )
     assert torch.equal(here.targets, there.targets)

@@ -1,4 +1,4 @@
-"""Bootstrap intervals against scipy, a slow loop over resampled pictures, and what they must hold."""
+"""Bootstrap intervals against scipy, a slow loop over resampled images, and what they must hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_share_of_a_million_is_no_trouble():
     assert (found.low, found.high) == pytest.approx((0.743 - spread, 0.743 + spread), abs=2e-6)
 
 
-def test_a_share_has_the_interval_that_drawing_pictures_again_gives():
+def test_a_share_has_the_interval_that_drawing_images_again_gives():
     right = np.arange(200) < 130
     rng = np.random.default_rng(7)
     drawn = [right[rng.integers(0, 200, 200)].mean() for _ in range(20_000)]
@@ -66,7 +66,7 @@ def test_the_interval_of_a_mean_is_the_same_each_time():
     assert intervals.mean(values) == intervals.mean(values)
 
 
-def test_every_resample_has_as_many_pictures_as_there_are():
+def test_every_resample_has_as_many_images_as_there_are():
     blocks = list(intervals.draws(37, 2500))
     counts = np.concatenate(blocks)
     assert counts.shape == (2500, 37)
@@ -80,7 +80,7 @@ def test_what_is_not_a_number_has_no_interval():
     assert math.isnan(found.high)
 
 
-def test_a_difference_on_the_same_pictures_is_known_better_than_either_share():
+def test_a_difference_on_the_same_images_is_known_better_than_either_share():
     before = np.arange(1000) < 700
     right = before.copy()
     right[690:730] = [False] * 10 + [True] * 30  # ten lost, thirty won
@@ -120,7 +120,7 @@ def test_classes_that_nobody_has_have_no_mean_precision():
     assert math.isnan(found.low)
 
 
-def test_numbers_found_together_are_those_found_alone_and_pictures_are_drawn_once(monkeypatch: pytest.MonkeyPatch):
+def test_numbers_found_together_are_those_found_alone_and_images_are_drawn_once(monkeypatch: pytest.MonkeyPatch):
     rng = np.random.default_rng(0)
     one, other = (rng.normal(size=(40, 1)), first), (rng.normal(size=(40, 3)), lambda sums: np.abs(sums).sum(-1))
     alone = [intervals.of_sums(*one), intervals.of_sums(*other)]
@@ -140,7 +140,7 @@ def first(sums: np.ndarray) -> np.ndarray:
     return sums[..., 0] / 40
 
 
-def test_the_interval_of_a_mean_of_shares_is_the_normal_one_for_many_pictures():
+def test_the_interval_of_a_mean_of_shares_is_the_normal_one_for_many_images():
     shares = [(0.3, 4000), (0.8, 1000), (0.5, 9000)]
     found = intervals.mean_of_shares(shares)
     spread = 1.96 * math.sqrt(sum(p * (1 - p) / n for p, n in shares)) / 3

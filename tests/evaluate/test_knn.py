@@ -1,4 +1,4 @@
-"""Nearest neighbours: the right ones, in the right order, whatever the blocks; and DINO's vote."""
+"""Nearest neighbors: the right ones, in the right order, whatever the blocks; and DINO's vote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluate import knn
-from vitrail.evaluate.knn import Blocks, Neighbours, nearest_neighbours, voted, votes
+from vitrail.evaluate.knn import Blocks, Neighbors, nearest_neighbors, voted, votes
 
 
 def features(rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -31,9 +31,9 @@ def by_hand(bank: torch.Tensor, queries: torch.Tensor, k: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("k", [1, 5, 20, 100])
-def test_neighbours_are_scikit_learns(k: int):
+def test_neighbors_are_scikit_learns(k: int):
     bank, queries = features(3000, 48), features(130, 48, seed=1)
-    near = nearest_neighbours(bank, queries, k, blocks=Blocks(700, 37))
+    near = nearest_neighbors(bank, queries, k, blocks=Blocks(700, 37))
     peer = NearestNeighbors(n_neighbors=k, metric="cosine", algorithm="brute").fit(bank.double().numpy())
     distances, indices = peer.kneighbors(queries.double().numpy())
     assert (near.index.numpy() == indices).all()
@@ -50,7 +50,7 @@ def test_neighbours_are_scikit_learns(k: int):
 def test_blocks_of_any_size_give_the_same_bits(rows: int, blocks: tuple[int, int], k: int, seed: int):
     bank, queries = features(rows, 24, seed), features(23, 24, seed + 1)
     k = min(k, rows)
-    one, other = nearest_neighbours(bank, queries, k), nearest_neighbours(bank, queries, k, blocks=Blocks(*blocks))
+    one, other = nearest_neighbors(bank, queries, k), nearest_neighbors(bank, queries, k, blocks=Blocks(*blocks))
     assert torch.equal(one.index, other.index)
     assert torch.equal(one.similarity, other.similarity)
     assert (one.index.numpy() == by_hand(bank, queries, k)).all()
@@ -61,19 +61,19 @@ def test_blocks_of_any_size_give_the_same_bits(rows: int, blocks: tuple[int, int
 def test_of_equal_entries_the_lower_number_comes_first(which: list[int], k: int, block: int):
     kinds = features(6, 16)
     bank, queries = kinds[which], kinds
-    near = nearest_neighbours(bank, queries, k, blocks=Blocks(block, 4))
+    near = nearest_neighbors(bank, queries, k, blocks=Blocks(block, 4))
     assert (near.index.numpy() == by_hand(bank, queries, k)).all()
 
 
 def test_entries_that_are_all_the_same_come_in_order():
     bank = torch.ones(5000, 8) * 0.3
-    near = nearest_neighbours(bank, torch.ones(3, 8), 7, blocks=Blocks(448, 2))
+    near = nearest_neighbors(bank, torch.ones(3, 8), 7, blocks=Blocks(448, 2))
     assert near.index.tolist() == [list(range(7))] * 3
 
 
 def test_rows_of_zeros_are_like_nothing():
     bank = torch.cat([torch.zeros(4, 8), torch.eye(8)])
-    near = nearest_neighbours(bank, torch.eye(8)[:1], 2)
+    near = nearest_neighbors(bank, torch.eye(8)[:1], 2)
     assert near.index.tolist() == [[4, 0]]
     assert near.similarity.tolist() == [[1.0, 0.0]]
 
@@ -82,42 +82,42 @@ def test_length_does_not_matter():
     bank, queries = features(300, 16), features(9, 16, seed=1)
     scales = torch.rand(300, 1, generator=torch.Generator().manual_seed(2)) * 100 + 0.01
     assert torch.equal(
-        nearest_neighbours(bank, queries, 5).index, nearest_neighbours(bank * scales, queries * 7, 5).index
+        nearest_neighbors(bank, queries, 5).index, nearest_neighbors(bank * scales, queries * 7, 5).index
     )
 
 
-def test_no_queries_have_no_neighbours():
-    assert nearest_neighbours(features(9, 4), features(0, 4), 3).index.shape == (0, 3)
+def test_no_queries_have_no_neighbors():
+    assert nearest_neighbors(features(9, 4), features(0, 4), 3).index.shape == (0, 3)
 
 
 def test_progress_counts_every_query():
     seen: list[int] = []
-    nearest_neighbours(features(50, 4), features(23, 4), 3, blocks=Blocks(64, 10), advance=seen.append)
+    nearest_neighbors(features(50, 4), features(23, 4), 3, blocks=Blocks(64, 10), advance=seen.append)
     assert sum(seen) == 23
     assert max(seen) <= 10
 
 
 @pytest.mark.parametrize("k", [0, 11])
-def test_more_neighbours_than_there_are_is_one_sentence(k: int):
-    with pytest.raises(ConfigError, match=rf"k={k} neighbours of a bank of 10 entries; wanted 1 to 10\."):
-        nearest_neighbours(features(10, 4), features(2, 4), k)
+def test_more_neighbors_than_there_are_is_one_sentence(k: int):
+    with pytest.raises(ConfigError, match=rf"k={k} neighbors of a bank of 10 entries; wanted 1 to 10\."):
+        nearest_neighbors(features(10, 4), features(2, 4), k)
 
 
 def test_features_of_two_widths_are_refused():
     with pytest.raises(DataError, match="4 numbers and the queries' 5"):
-        nearest_neighbours(features(10, 4), features(2, 5), 1)
+        nearest_neighbors(features(10, 4), features(2, 5), 1)
 
 
 def test_broken_features_are_refused():
     with pytest.raises(DataError, match="NaN or infinite"):
-        nearest_neighbours(torch.full((3, 4), torch.nan), features(2, 4), 1)
+        nearest_neighbors(torch.full((3, 4), torch.nan), features(2, 4), 1)
 
 
 def test_the_vote_is_dinos():
-    """Its evaluation code, transcribed: a one-hot of each neighbour, times exp(similarity / T), summed."""
+    """Its evaluation code, transcribed: a one-hot of each neighbor, times exp(similarity / T), summed."""
     bank, queries, k, classes = features(200, 12), features(40, 12, seed=1), 20, 7
     targets = torch.from_numpy(np.random.default_rng(0).integers(0, classes, 200))
-    near = nearest_neighbours(bank, queries, k)
+    near = nearest_neighbors(bank, queries, k)
     wanted = np.zeros((40, classes))
     for q in range(40):
         for place in range(k):
@@ -128,15 +128,15 @@ def test_the_vote_is_dinos():
     assert voted(got).tolist() == wanted.argmax(1).tolist()
 
 
-def test_one_search_serves_smaller_numbers_of_neighbours():
+def test_one_search_serves_smaller_numbers_of_neighbors():
     bank, queries = features(200, 12), features(40, 12, seed=1)
     targets = torch.arange(200) % 3
-    many, few = nearest_neighbours(bank, queries, 100), nearest_neighbours(bank, queries, 5)
+    many, few = nearest_neighbors(bank, queries, 100), nearest_neighbors(bank, queries, 5)
     assert torch.equal(votes(many, targets, 3, 5), votes(few, targets, 3, 5))
 
 
 def test_a_uniform_vote_counts_heads_and_ties_go_to_the_lower_class():
-    near = Neighbours(torch.tensor([[0.9, 0.5, 0.4, 0.3]]), torch.tensor([[2, 1, 0, 3]]))
+    near = Neighbors(torch.tensor([[0.9, 0.5, 0.4, 0.3]]), torch.tensor([[2, 1, 0, 3]]))
     targets = torch.tensor([1, 1, 0, 0])
     assert votes(near, targets, 3, 4, vote="uniform").tolist() == [[2, 2, 0]]
     assert voted(votes(near, targets, 3, 4, vote="uniform")).tolist() == [0]
@@ -145,7 +145,7 @@ def test_a_uniform_vote_counts_heads_and_ties_go_to_the_lower_class():
 
 
 def test_a_vote_of_more_than_were_looked_for_is_refused():
-    near = nearest_neighbours(features(20, 4), features(2, 4), 3)
+    near = nearest_neighbors(features(20, 4), features(2, 4), 3)
     with pytest.raises(ConfigError, match="the nearest 3 were looked for"):
         votes(near, torch.zeros(20, dtype=torch.int64), 1, 4)
 
@@ -154,12 +154,12 @@ def test_many_near_duplicates_do_not_pile_up():
     """Everything reaches the floor: what waits is compared and cut as it comes."""
     bank = torch.ones(4000, 8) + 1e-7 * features(4000, 8)
     queries = torch.ones(5, 8)
-    near = nearest_neighbours(bank, queries, 2, blocks=Blocks(256, 5))
-    again = nearest_neighbours(bank, queries, 2, blocks=Blocks(4000, 1))
+    near = nearest_neighbors(bank, queries, 2, blocks=Blocks(256, 5))
+    again = nearest_neighbors(bank, queries, 2, blocks=Blocks(4000, 1))
     assert torch.equal(near.index, again.index)
 
 
-def test_the_usual_numbers_of_neighbours_are_in_order():
+def test_the_usual_numbers_of_neighbors_are_in_order():
     assert list(knn.KS) == sorted(knn.KS)
 
 
@@ -172,7 +172,7 @@ def test_threads_are_what_they_were_after_a_failure(monkeypatch: pytest.MonkeyPa
     try:
         torch.set_num_threads(3)
         with pytest.raises(MemoryError):
-            nearest_neighbours(features(9, 4), features(7, 4), 2)
+            nearest_neighbors(features(9, 4), features(7, 4), 2)
         with ThreadPoolExecutor(1) as later:
             assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
     finally:
@@ -199,7 +199,7 @@ def test_a_gpu_multiplies_whole_float32_whatever_is_allowed_outside(monkeypatch:
     try:
         matmul.fp32_precision = allowed
         with pytest.raises(MemoryError):
-            nearest_neighbours(features(9, 4), features(7, 4).as_subclass(Elsewhere), 2)
+            nearest_neighbors(features(9, 4), features(7, 4).as_subclass(Elsewhere), 2)
         assert (seen, matmul.fp32_precision) == (["ieee"], allowed)
     finally:
         matmul.fp32_precision = before
@@ -229,7 +229,7 @@ def test_threads_are_what_they_were_and_change_nothing():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(nearest_neighbours(bank, queries, 5, blocks=Blocks(640, 16)))
+            found.append(nearest_neighbors(bank, queries, 5, blocks=Blocks(640, 16)))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

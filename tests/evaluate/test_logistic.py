@@ -15,9 +15,9 @@ from vitrail.evaluate.logistic import choose, fit, held_out, objective, scaled
 def overlapping(each: int, classes: int, width: int, seed: int = 0) -> Features:
     """Classes that no line parts, on features of very different sizes."""
     chance = np.random.default_rng(seed)
-    centres = np.random.default_rng(99).normal(size=(classes, width))
+    centers = np.random.default_rng(99).normal(size=(classes, width))
     targets = np.repeat(np.arange(classes), each)
-    values = (centres[targets] + 1.5 * chance.normal(size=(len(targets), width))) * np.logspace(-2, 2, width) + 5
+    values = (centers[targets] + 1.5 * chance.normal(size=(len(targets), width))) * np.logspace(-2, 2, width) + 5
     labels = tuple(f"class {i}" for i in range(classes))
     return Features(torch.from_numpy(values), torch.from_numpy(targets), labels)
 
@@ -49,7 +49,7 @@ def test_the_gradient_is_zero_at_the_optimum(classes: int):
 
 
 def test_the_objective_is_scikit_learns_over_c_n():
-    """Half the squared weights plus C times the summed loss, by hand: one feature, two pictures."""
+    """Half the squared weights plus C times the summed loss, by hand: one feature, two images."""
     x, targets = torch.tensor([[1.0], [-1.0]], dtype=torch.float64), torch.tensor([1, 0])
     weights, bias = torch.tensor([[2.0]], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     wanted = np.log1p(np.exp(-2.0)) + 2.0**2 / 2 / (3.0 * 2)
@@ -113,7 +113,7 @@ def test_a_best_c_at_the_edge_of_its_range_is_noted(
     assert f"the best C, {edge:g}, is at the edge of the range that was tried, 1e-06 to 1e+06" in caplog.text
 
 
-def test_few_noisy_pictures_want_a_small_c():
+def test_few_noisy_images_want_a_small_c():
     chance = torch.Generator().manual_seed(0)
     values, targets = torch.randn(60, 40, generator=chance), torch.arange(60) % 2
     values[:, 0] += targets * 2.0
@@ -141,7 +141,7 @@ def test_one_class_is_one_sentence():
         fit(train, 1.0)
 
 
-def test_one_picture_of_each_class_leaves_c_at_one_and_says_so(caplog: pytest.LogCaptureFixture):
+def test_one_image_of_each_class_leaves_c_at_one_and_says_so(caplog: pytest.LogCaptureFixture):
     seen: list[int] = []
     assert choose(overlapping(1, 3, 4), advance=seen.append) == 1.0
     assert "none can be kept aside to choose C by: it is 1" in caplog.text

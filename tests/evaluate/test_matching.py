@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from picture_source import Pictures
+from image_source import Images
 
 from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.errors import DataError
@@ -20,8 +20,8 @@ TIMM = synsets.listed()
 needs_timm = pytest.mark.skipif(TIMM is None, reason="timm is not installed; make test installs it")
 
 
-def source(labels: list[str], targets: object = None) -> Pictures:
-    found = Pictures([b""] * (len(labels) if targets is None else len(targets)), targets, classes=len(labels))  # type: ignore[arg-type]
+def source(labels: list[str], targets: object = None) -> Images:
+    found = Images([b""] * (len(labels) if targets is None else len(targets)), targets, classes=len(labels))  # type: ignore[arg-type]
     found.labels = tuple(labels)
     return found
 
@@ -59,13 +59,13 @@ def test_names_that_are_imagenets_tell_which_output_is_which():
 def test_assumed_names_are_matched_unless_as_many_others_go_by_order():
     names = imagenet_1k()
     assert names is not None
-    config = ViTConfig(image=16, patch=8, classes=1000, width=8, depth=1, heads=1, mlp=8)
-    card = Card(config=config, preprocess=PreprocessConfig(image=16), labels=names, notes=(ASSUMED,))
+    config = ViTConfig(image_size=16, patch_size=8, num_classes=1000, width=8, depth=1, num_heads=1, mlp_dim=8)
+    card = Card(config=config, preprocess=PreprocessConfig(image_size=16), labels=names, notes=(ASSUMED,))
     others = [f"thing {k}" for k in range(1000)]
     assert model_names(card, source(["church", "chain saw"])) == names
     assert model_names(card, source(sorted(names))) == names  # in another order, as folders are
     assert model_names(card, source(others)) is None
-    assert model_names(card.but(notes=()), source(others)) == names  # the checkpoint names them
+    assert model_names(card.replace(notes=()), source(others)) == names  # the checkpoint names them
 
 
 @needs_timm
@@ -103,7 +103,7 @@ def test_names_match_whatever_their_capitals_and_hyphens():
 
 
 def test_a_name_of_two_outputs_is_no_match():
-    with pytest.raises(DataError, match=r"knows 1 of the 2 classes of pictures \(not crane\)"):
+    with pytest.raises(DataError, match=r"knows 1 of the 2 classes of images \(not crane\)"):
         match_classes(source(["crane", "hen"]), ["crane", "Crane", "hen"], 3)
 
 
@@ -112,13 +112,13 @@ def test_other_classes_are_refused_in_one_sentence_with_what_to_try():
     with pytest.raises(DataError) as caught:
         match_classes(source(["cat", "dog", "bird"]), labels, 1000)
     assert str(caught.value) == (
-        "the model knows none of the 3 classes of pictures (not cat, dog, bird): it has 1,000 of its own, such as "
+        "the model knows none of the 3 classes of images (not cat, dog, bird): it has 1,000 of its own, such as "
         "thing 0, thing 1, thing 2. Measure it on those, name its outputs with --labels FILE, or teach it these with "
         "vitrail finetune."
     )
 
 
-def test_a_class_without_pictures_may_be_unknown():
+def test_a_class_without_images_may_be_unknown():
     found = match_classes(source(["cat", "unicorn"], targets=[0, 0, -1]), ["dog", "cat"], 2)
     assert found.places.tolist() == [1, -1]
     assert Mapped(source(["cat", "unicorn"], targets=[0, 0, -1]), found).targets.tolist() == [1, 1, -1]
@@ -152,12 +152,12 @@ def test_the_imagenet_protocol_insists_on_numbers():
         match_classes(source(["cat"]), ["cat"], 1, imagenet=True)
 
 
-def test_pictures_without_labels_are_refused():
+def test_images_without_labels_are_refused():
     with pytest.raises(DataError, match="no labels to be right or wrong about"):
         match_classes(source([], targets=[-1]), ["cat"], 1)
 
 
-def test_pictures_keep_everything_but_their_numbers():
+def test_images_keep_everything_but_their_numbers():
     plain = source(["cat", "dog"], targets=[1, 0, -1])
     mapped = Mapped(plain, match_classes(plain, ["hen", "dog", "cat"], 3))
     assert mapped.targets.tolist() == [1, 2, -1]

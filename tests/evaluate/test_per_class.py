@@ -74,7 +74,7 @@ def test_several_labels_are_scikit_learns_too():
 def test_the_worst_classes_come_first_and_of_equals_the_one_that_loses_most():
     truth = [0, 0, 1, 2, 3, 3]
     found = per_class(samples(truth, [0, 1, 0, 0, 3, 3], loss=[0.1, 2, 1.0, 5.0, 0.1, 0.2]), 5)
-    assert found.worst(10) == [2, 1, 0, 3]  # 4 has no pictures
+    assert found.worst(10) == [2, 1, 0, 3]  # 4 has no images
     assert found.worst(1) == [2]
 
 

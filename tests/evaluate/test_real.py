@@ -1,4 +1,4 @@
-"""ImageNet-ReaL: several right answers to a picture, by hand, by a slow loop and by timm's own code."""
+"""ImageNet-ReaL: several right answers to an image, by hand, by a slow loop and by timm's own code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_published_labels_are_fifty_thousand():
         pytest.skip("timm is not installed; make test installs it")
     labels = read_real(None)
     assert len(labels) == 50_000
-    assert sum(not row for row in labels) == 3163  # 46,837 pictures have labels, as the paper says
+    assert sum(not row for row in labels) == 3163  # 46,837 images have labels, as the paper says
 
 
 def test_without_a_file_and_without_timm_there_is_nothing_to_measure_by(monkeypatch: pytest.MonkeyPatch):
@@ -80,7 +80,7 @@ def test_the_number_in_a_name_counts_from_one():
 
 @pytest.mark.parametrize("labels", [[[1], [2]], {"other.jpg": [1]}])
 def test_names_that_do_not_match_are_refused(labels: list[list[int]] | dict[str, list[int]]):
-    with pytest.raises(DataError, match="do not go with these pictures: they are called 000000 and the like"):
+    with pytest.raises(DataError, match="do not go with these images: they are called 000000 and the like"):
         valid_outputs(["000000", "000001"], labels, range(1000))
 
 
@@ -142,5 +142,5 @@ def test_without_numbers_the_names_decide_or_it_is_said_aloud(monkeypatch: pytes
 
 
 def test_no_label_at_all_is_refused():
-    with pytest.raises(DataError, match="none of the 1 pictures has a ReaL label"):
+    with pytest.raises(DataError, match="none of the 1 images has a ReaL label"):
         real_accuracy(samples(np.array([[1, 2]])), [[]])

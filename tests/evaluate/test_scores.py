@@ -14,7 +14,7 @@ from vitrail.evaluate import Samples, Scores, average_precision, wilson
 
 
 def test_wilson_is_as_worked_by_hand():
-    # 8 of 10, z = 1.96: centre (0.8 + 0.19208) / 1.38416, half 1.96 / 1.38416 * sqrt(0.016 + 0.009604).
+    # 8 of 10, z = 1.96: center (0.8 + 0.19208) / 1.38416, half 1.96 / 1.38416 * sqrt(0.016 + 0.009604).
     low, high = wilson(8, 10, z=1.96)
     assert low == pytest.approx(0.716738 - 0.226581, abs=1e-6)
     assert high == pytest.approx(0.716738 + 0.226581, abs=1e-6)

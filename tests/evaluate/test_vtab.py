@@ -1,4 +1,4 @@
-"""VTAB-1k: which tasks there are, where they are found, and which pictures learn and choose."""
+"""VTAB-1k: which tasks there are, where they are found, and which images learn and choose."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from picture_source import Pictures
+from image_source import Images
 from PIL import Image
 
 from vitrail.errors import DataError, NotFound
@@ -58,7 +58,7 @@ def test_published_lists_are_read(tmp_path):
     data = open_task(DTD, str(folder), tmp_path)
     assert (len(data.learn), len(data.choose), len(data.test)) == (2, 1, 2)
     assert data.learn.key(1) == "some where/b.png"
-    assert data.learn[1].picture == str(folder / "some where/b.png")
+    assert data.learn[1].image == str(folder / "some where/b.png")
     assert data.learn.labels == data.test.labels == ("0", "1", "2")
     assert data.test.targets.tolist() == [2, 0]
 
@@ -69,7 +69,7 @@ def test_a_list_that_is_none_is_one_sentence(tmp_path, text):
     folder.mkdir()
     for name in ("train800", "val200", "test"):
         (folder / f"{name}.txt").write_text(text)
-    with pytest.raises(DataError, match=r"wanted a path, a space and a class number|names no pictures"):
+    with pytest.raises(DataError, match=r"wanted a path, a space and a class number|names no images"):
         open_task(DTD, str(folder), tmp_path)
 
 
@@ -83,7 +83,7 @@ def test_folders_of_eight_hundred_and_two_hundred_are_taken_as_they_are(tmp_path
 
 
 def test_a_thousand_are_drawn_and_parted():
-    source = Pictures([b""] * 3000)
+    source = Images([b""] * 3000)
     learn, choose = drawn(source, None, DTD)
     keys = [{part.key(i) for i in range(len(part))} for part in (learn, choose)]
     assert (len(keys[0]), len(keys[1]), keys[0] & keys[1]) == (800, 200, set())
@@ -92,17 +92,17 @@ def test_a_thousand_are_drawn_and_parted():
 
 
 def test_those_to_choose_by_come_from_the_validation_part_where_there_is_one():
-    train, validation = Pictures([b""] * 900, name="train"), Pictures([b""] * 300, name="validation")
+    train, validation = Images([b""] * 900, name="train"), Images([b""] * 300, name="validation")
     learn, choose = drawn(train, validation, DTD)
     assert (learn.source.name, len(learn), choose.source.name, len(choose)) == ("train", 800, "validation", 200)
 
 
-def test_fewer_pictures_are_parted_four_to_one_and_said(caplog):
-    learn, choose = drawn(Pictures([b""] * 50), None, DTD)
+def test_fewer_images_are_parted_four_to_one_and_said(caplog):
+    learn, choose = drawn(Images([b""] * 50), None, DTD)
     assert (len(learn), len(choose)) == (40, 10)
-    assert "DTD has 50 pictures to learn from, not 1,000: 40 learn, 10 choose." in caplog.text
+    assert "DTD has 50 images to learn from, not 1,000: 40 learn, 10 choose." in caplog.text
     with pytest.raises(DataError, match="too few to keep some aside"):
-        drawn(Pictures([b""] * 3), None, DTD)
+        drawn(Images([b""] * 3), None, DTD)
 
 
 def test_data_without_a_test_part_is_one_sentence(tmp_path):

@@ -30,7 +30,7 @@ from vitrail.models import build
 
 KINDS = {
     "token": small(),
-    "registers": small(registers=3),
+    "registers": small(num_registers=3),
     "distilled": small(distilled=True),
     "gap": small(pool="gap", class_token=False),
     "token+gap": small(pool="token+gap"),
@@ -39,20 +39,20 @@ KINDS = {
     "relative": small(position="relative"),
     "rope": small(position="rope-2d"),
     "every layer": small(position="learned-1d", position_at="layers"),
-    "hybrid": small(image=64, patch=1, stem=StemConfig(layers=(1, 1), width=0.5)),
+    "hybrid": small(image_size=64, patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5)),
     "qk-norm": small(qk_norm=True, layer_scale=0.1),
 }
 
 
-def picture(config: ViTConfig, count: int = 2) -> torch.Tensor:
-    return torch.randn(count, 3, *config.image)
+def image(config: ViTConfig, count: int = 2) -> torch.Tensor:
+    return torch.randn(count, 3, *config.image_size)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_walk_sees_what_the_network_computes(name: str):
     config = KINDS[name]
     net = randomized(build(config)).eval()
-    images = picture(config)
+    images = image(config)
     want = ("attention", "logits", *(["pool_attention"] if net.pool is not None else []))
     with torch.no_grad():
         out = net.features(images, want=want)
@@ -68,7 +68,7 @@ def test_a_walk_sees_what_the_network_computes(name: str):
 
 def test_only_the_layers_asked_for_are_written_out(monkeypatch: pytest.MonkeyPatch):
     net = randomized(build(small(depth=4))).eval()
-    images = picture(net.config)
+    images = image(net.config)
     seen = []
     for block in net.blocks:
         plain = block.attention.forward
@@ -87,7 +87,7 @@ def test_a_layer_is_gone_when_the_next_one_is_computed():
     """So that any depth needs the memory of one layer."""
     net = randomized(build(small(depth=5))).eval()
     alive: list[weakref.ref] = []
-    for attention in Walk(net, picture(net.config)):
+    for attention in Walk(net, image(net.config)):
         alive.append(weakref.ref(attention))
         del attention
         gc.collect()
@@ -107,13 +107,13 @@ def test_whoever_rolls_out_measures_or_views_keeps_one_layer_at_a_time(monkeypat
 
     monkeypatch.setattr(attention_module, "single", watched)
     for look in (class_view, attention_views, attention_distance):
-        look(net, picture(net.config))
+        look(net, image(net.config))
     assert most == [0] * 15
 
 
 def test_a_network_in_training_goes_on_training_while_it_is_watched():
     net = randomized(build(small(dropout=0.5))).train()
-    images = picture(net.config)
+    images = image(net.config)
     wanted = [a.clone() for a in Walk(net.eval(), images)]
     net.train()
     for got, want in zip(Walk(net, images), wanted, strict=True):
@@ -124,7 +124,7 @@ def test_a_network_in_training_goes_on_training_while_it_is_watched():
 
 def test_half_precision_rows_still_sum_to_one():
     net = randomized(build(small())).eval().bfloat16()
-    for attention in Walk(net, picture(net.config).bfloat16()):
+    for attention in Walk(net, image(net.config).bfloat16()):
         assert attention.dtype == torch.float32
         torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:3]))
 
@@ -133,16 +133,16 @@ def test_half_precision_rows_still_sum_to_one():
 def test_views_and_what_goes_to_special_tokens_make_up_everything(name: str):
     config = KINDS[name]
     net = randomized(build(config)).eval()
-    views, special = attention_views(net, picture(config))
-    assert views.shape == (config.depth, 2, config.heads, *config.grid)
-    assert special.shape == (config.depth, 2, config.heads, config.prefix)
-    torch.testing.assert_close(views.sum((3, 4)) + special.sum(3), torch.ones(config.depth, 2, config.heads))
+    views, special = attention_views(net, image(config))
+    assert views.shape == (config.depth, 2, config.num_heads, *config.grid)
+    assert special.shape == (config.depth, 2, config.num_heads, config.num_prefix_tokens)
+    torch.testing.assert_close(views.sum((3, 4)) + special.sum(3), torch.ones(config.depth, 2, config.num_heads))
 
 
 def test_a_patch_is_asked_by_its_row_and_column():
-    config = small(registers=2)
+    config = small(num_registers=2)
     net = randomized(build(config)).eval()
-    images = picture(config)
+    images = image(config)
     attention = net.features(images, want=("attention",)).attention
     views, special = attention_views(net, images, query=(2, 3))
     token = 3 + 1 * config.grid[1] + 2
@@ -152,7 +152,7 @@ def test_a_patch_is_asked_by_its_row_and_column():
 
 
 def test_special_tokens_have_names():
-    net = build(small(distilled=True, registers=2))
+    net = build(small(distilled=True, num_registers=2))
     assert special_names(net.config) == ("class", "distill", "register 1", "register 2")
     assert [token_number(net, name, (4, 4)) for name in special_names(net.config)] == [0, 1, 2, 3]
     assert token_number(net, (1, 1), (4, 4)) == 4
@@ -163,7 +163,7 @@ def test_special_tokens_have_names():
 def test_what_the_head_reads_is_a_distribution_over_tokens(name: str, seed: int):
     config = KINDS[name]
     torch.manual_seed(seed)
-    weights = asking(randomized(build(config)), picture(config))
+    weights = asking(randomized(build(config)), image(config))
     np.testing.assert_allclose(weights.sum(1).numpy(), 1, atol=1e-5)
     assert (weights >= 0).all()
 
@@ -182,9 +182,9 @@ def test_a_query_is_written_as_people_write_it(text: str, query: object):
     ],
 )
 def test_a_token_that_is_not_there_is_refused(query: object, words: str):
-    net = build(small(registers=1))
+    net = build(small(num_registers=1))
     with pytest.raises(ModelError, match=words):
-        attention_views(net, picture(net.config), query=query)
+        attention_views(net, image(net.config), query=query)
 
 
 @pytest.mark.parametrize("layer", [0, 3, -3, 99])
@@ -199,6 +199,6 @@ def test_layers_count_from_one_or_from_the_end():
 
 
 def test_a_network_without_attention_is_refused():
-    net = build(BiTConfig(image=32, classes=2, layers=(1, 1, 1, 1), width=0.5))
+    net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
     with pytest.raises(ModelError, match="convolutions and no attention"):
         Walk(net, torch.randn(1, 3, 32, 32))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compare import randomized
-from explain.test_attention import KINDS, picture
+from explain.test_attention import KINDS, image
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ sides = st.integers(1, 16)
 
 
 def slow(attention: np.ndarray, grid: tuple[int, int], side: tuple[float, float], special: int) -> float:
-    """One head of one picture, T T: pair by pair."""
+    """One head of one image, T T: pair by pair."""
     total = 0.0
     count = grid[0] * grid[1]
     for q in range(count):
@@ -86,15 +86,15 @@ def test_a_patch_that_looks_at_no_patch_counts_for_nothing():
 def test_every_kind_of_network_has_distances_in_pixels(name: str):
     config = KINDS[name]
     net = randomized(build(config)).eval()
-    images = picture(config, 3)
+    images = image(config, 3)
     got = attention_distance(net, images)
-    assert got.shape == (config.depth, config.heads)
+    assert got.shape == (config.depth, config.num_heads)
     assert (got > 0).all()
-    assert (got <= math.hypot(*config.image)).all()
+    assert (got <= math.hypot(*config.image_size)).all()
     torch.testing.assert_close(attention_distance(net, images.split(2)), got)  # batches of any size
 
 
-def test_no_picture_is_refused():
+def test_no_image_is_refused():
     net = build(KINDS["token"])
-    with pytest.raises(DataError, match="no picture"):
+    with pytest.raises(DataError, match="no image"):
         attention_distance(net, iter(()))

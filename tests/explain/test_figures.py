@@ -51,8 +51,8 @@ FIGURES = {
     "positions": lambda: figures.positions(2 * RANDOM.random((7, 7, 7, 7)) - 1, LONG, UNDER),
     "many positions": lambda: figures.positions(2 * RANDOM.random((31, 20, 31, 20)) - 1, LONG, UNDER),
     "filters": lambda: figures.filters(RANDOM.normal(size=(28, 8, 8, 3)), RANDOM.random(28), LONG, UNDER),
-    "grey filters": lambda: figures.filters(RANDOM.normal(size=(3, 8, 8, 1)), RANDOM.random(3), LONG, UNDER),
-    "colours": lambda: figures.colours([pixels()] * 7, RANDOM.random((7, 3, 4, 3)), LONG, UNDER),
+    "gray filters": lambda: figures.filters(RANDOM.normal(size=(3, 8, 8, 1)), RANDOM.random(3), LONG, UNDER),
+    "colors": lambda: figures.colors([pixels()] * 7, RANDOM.random((7, 3, 4, 3)), LONG, UNDER),
 }
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import randomized
-from explain.test_attention import KINDS, picture
+from explain.test_attention import KINDS, image
 from small_models import gradient, model
 
 from vitrail.explain import (
     attention_distance,
     attention_views,
     class_view,
-    feature_colours,
+    feature_colors,
     gradient_view,
     occlusion,
     patch_features,
@@ -29,7 +29,7 @@ def test_the_same_maps(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # torch lets convolutions round, unless told
     config = KINDS[name]
     net = randomized(build(config)).eval()
-    images, targets = picture(config), torch.tensor([1, 3])
+    images, targets = image(config), torch.tensor([1, 3])
     here = _looked(net, images, targets)
     there = _looked(net.cuda(), images.cuda(), targets.cuda())
     for what, value in here.items():
@@ -49,10 +49,10 @@ def _looked(net, images, targets) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_whole_look_and_colours():
+def test_a_whole_look_and_colors():
     vit = model(KINDS["map"])
     vit.to("cuda")
     look = vit.explain(gradient(), trust=True)
     assert set(look.faithful) == {"rollout", "gradient", "attention", "occlusion", "random"}
     images = vit.preprocess(gradient()).cuda()
-    assert feature_colours(patch_features(vit.net, images)).shape == (1, 4, 4, 3)
+    assert feature_colors(patch_features(vit.net, images)).shape == (1, 4, 4, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compare import randomized
-from explain.test_attention import KINDS, picture
+from explain.test_attention import KINDS, image
 from small_models import small
 from torch import Tensor
 
@@ -24,7 +24,7 @@ def by_definition(net: ViT, images: Tensor, targets: Tensor) -> Tensor:
     joint = torch.eye(x.shape[1], dtype=images.dtype).expand(len(images), -1, -1)
     for weights, grad in zip(attention, grads[: config.depth], strict=True):
         joint = joint + (weights * grad).clamp(min=0).mean(1) @ joint
-    special = config.prefix
+    special = config.num_prefix_tokens
     if look:
         pool = (look[0] * grads[-1]).clamp(min=0).mean(1)[:, 0]  # B N
         row = torch.einsum("bn,bnt->bt", pool, joint[:, -pool.shape[1] :])
@@ -41,7 +41,7 @@ def by_definition(net: ViT, images: Tensor, targets: Tensor) -> Tensor:
 def test_block_by_block_is_the_same_as_all_at_once(name: str):
     config = KINDS[name]
     net = randomized(build(config)).eval().double()
-    images, targets = picture(config).double(), torch.tensor([1, 3])
+    images, targets = image(config).double(), torch.tensor([1, 3])
     got = gradient_view(net, images, targets)
     assert got.shape == (2, *config.grid)
     torch.testing.assert_close(got.double(), by_definition(net, images, targets), rtol=1e-5, atol=1e-9)
@@ -50,14 +50,14 @@ def test_block_by_block_is_the_same_as_all_at_once(name: str):
 
 def test_another_class_has_another_explanation():
     net = randomized(build(small())).eval()
-    images = picture(net.config, 1)
+    images = image(net.config, 1)
     one, other = (gradient_view(net, images, torch.tensor([k])) for k in (0, 1))
     assert not torch.allclose(one, other)
 
 
 def test_it_leaves_no_gradient_and_no_mode_behind():
     net = randomized(build(ViTConfig(**small().to_dict() | {"dropout": 0.5}))).train()
-    images = picture(net.config, 1)
+    images = image(net.config, 1)
     with torch.no_grad():  # as most callers are
         view = gradient_view(net, images, torch.tensor([0]))
     assert net.training
@@ -66,16 +66,16 @@ def test_it_leaves_no_gradient_and_no_mode_behind():
 
 
 def test_a_network_without_classes_or_with_other_classes_is_refused():
-    net = build(small(classes=0))
+    net = build(small(num_classes=0))
     with pytest.raises(ModelError, match="no classes to explain"):
-        gradient_view(net, picture(net.config, 1), torch.tensor([0]))
+        gradient_view(net, image(net.config, 1), torch.tensor([0]))
     net = build(small())
     for wrong in (torch.tensor([5]), torch.tensor([-1]), torch.tensor([0, 1])):
         with pytest.raises(ModelError, match="wanted 1 class numbers from 0 to 4"):
-            gradient_view(net, picture(net.config, 1), wrong)
+            gradient_view(net, image(net.config, 1), wrong)
 
 
 def test_a_network_without_attention_is_refused():
-    net = build(BiTConfig(image=32, classes=2, layers=(1, 1, 1, 1), width=0.5))
+    net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
     with pytest.raises(ModelError, match="no attention"):
         gradient_view(net, torch.randn(1, 3, 32, 32), torch.tensor([0]))

@@ -54,7 +54,7 @@ def light_in(row: int, column: int) -> Tensor:
 @given(st.integers(0, 2), st.integers(0, 4), st.integers(1, 3), st.integers(1, 7))
 def test_occlusion_finds_the_only_patch_that_matters(row: int, column: int, size: int, batch: int):
     net, image = Bright(row, column), light_in(row, column)
-    got = occlusion(net, image, torch.tensor([1]), size=size, fill="zero", batch=batch)[0]
+    got = occlusion(net, image, torch.tensor([1]), size=size, fill="zero", batch_size=batch)[0]
     assert got.shape == (3, 5)
     assert got[row, column] == got.max() > 0
     assert max(net.sizes) <= batch
@@ -98,17 +98,17 @@ def test_one_row_or_one_patch_can_be_occluded():
 def test_classes_that_are_no_alternatives_have_a_probability_of_their_own():
     net, image = Bright(1, 2), light_in(1, 2)
     lost = torch.sigmoid(torch.tensor(3.0)) - 0.5  # the other class's logit is 0 in any case
-    alone = occlusion(net, image, torch.tensor([1]), size=1, fill="zero", several=True)
+    alone = occlusion(net, image, torch.tensor([1]), size=1, fill="zero", multi_label=True)
     torch.testing.assert_close(alone[0, 1, 2], lost)
-    other = occlusion(net, image, torch.tensor([0]), size=1, fill="zero", several=True)
+    other = occlusion(net, image, torch.tensor([0]), size=1, fill="zero", multi_label=True)
     assert torch.equal(other, torch.zeros_like(other))
-    curves = faithfulness(net, image[0], {"map": alone[0]}, 0, several=True)
+    curves = faithfulness(net, image[0], {"map": alone[0]}, 0, multi_label=True)
     np.testing.assert_allclose(curves["map"].deletion.values, 0.5)
 
 
 def test_patches_lie_on_what_they_cover():
     """35 pixels hold four patches of 8; the last three rows and columns are never seen."""
-    net = randomized(build(small(image=35, uncovered="ignore"))).eval()
+    net = randomized(build(small(image_size=35, uncovered="ignore"))).eval()
     image = torch.randn(1, 3, 35, 35)
     assert seen(net, image).shape == (1, 3, 32, 32)
     got = occlusion(net, image, torch.tensor([2]), size=1)
@@ -120,7 +120,7 @@ def test_patches_lie_on_what_they_cover():
 
 
 def test_convolutional_networks_can_be_occluded_too():
-    net = randomized(build(BiTConfig(image=32, classes=2, layers=(1, 1, 1, 1), width=0.5))).eval()
+    net = randomized(build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))).eval()
     assert occlusion(net, torch.randn(1, 3, 32, 32), torch.tensor([0]), size=7, stride=7).shape == (1, 14, 14)
 
 
@@ -179,7 +179,7 @@ def test_curves_do_not_depend_on_the_batch_and_are_the_same_each_time():
     net = randomized(build(small())).eval().double()
     image = torch.randn(3, 32, 32, dtype=torch.float64)
     maps = {"one": torch.rand(4, 4)}
-    first, second = (faithfulness(net, image, maps, 2, steps=5, batch=batch) for batch in (3, 64))
+    first, second = (faithfulness(net, image, maps, 2, steps=5, batch_size=batch) for batch in (3, 64))
     for name in ("one", "random"):
         np.testing.assert_allclose(first[name].deletion.values, second[name].deletion.values, atol=1e-6)
         np.testing.assert_allclose(first[name].insertion.values, second[name].insertion.values, atol=1e-6)

@@ -20,7 +20,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("kind", MEANING)
-@pytest.mark.parametrize("shape", [{"image": (32, 48)}, {"registers": 2}])
+@pytest.mark.parametrize("shape", [{"image_size": (32, 48)}, {"num_registers": 2}])
 def test_a_place_is_most_like_itself(kind: str, shape: dict):
     net = randomized(build(small(position=kind, **shape)))
     alike = position_similarity(net)
@@ -34,7 +34,7 @@ def test_a_place_is_most_like_itself(kind: str, shape: dict):
 
 
 def test_learned_positions_are_compared_by_their_cosine():
-    net = randomized(build(small(registers=1)))
+    net = randomized(build(small(num_registers=1)))
     table = net.positions[0].table.detach().double().numpy()  # the patches' alone, h w D
     alike = position_similarity(net)
     for i, j, k, m in [(0, 1, 2, 3), (3, 3, 0, 0), (1, 1, 1, 2)]:
@@ -74,17 +74,17 @@ def test_each_layer_may_have_positions_of_its_own():
 
 def test_another_size_has_resampled_positions():
     net = randomized(build(small()))
-    got = position_similarity(net, image=64)
+    got = position_similarity(net, image_size=64)
     np.testing.assert_allclose(got, position_similarity(net.resized(64)))
     with pytest.raises(ModelError, match="cannot be resampled"):
-        position_similarity(build(small(position="relative")), image=64)
+        position_similarity(build(small(position="relative")), image_size=64)
 
 
 def test_what_has_no_positions_is_refused_with_the_reason():
     with pytest.raises(ModelError, match="a heap of patches"):
         position_similarity(build(small(position="none")))
     with pytest.raises(ModelError, match="sees places by convolution"):
-        position_similarity(build(BiTConfig(image=32, classes=2, layers=(1, 1, 1, 1), width=0.5)))
+        position_similarity(build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5)))
 
 
 def test_filters_are_the_principal_components_of_the_patch_projection():
@@ -99,6 +99,6 @@ def test_filters_are_the_principal_components_of_the_patch_projection():
 
 
 def test_a_hybrids_filters_are_refused_with_the_reason():
-    net = build(small(image=64, patch=1, stem=StemConfig(layers=(1, 1), width=0.5)))
+    net = build(small(image_size=64, patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5)))
     with pytest.raises(ModelError, match="a ResNet's"):
         filters(net)

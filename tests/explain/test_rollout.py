@@ -18,13 +18,13 @@ from vitrail.models import ViT, build
 
 POOLS = {
     "token": small(),
-    "registers": small(registers=3),
+    "registers": small(num_registers=3),
     "distilled": small(distilled=True),
     "gap": small(pool="gap", class_token=False),
     "token+gap": small(pool="token+gap"),
     "map": small(pool="map", class_token=False),
     "coca": small(pool="coca", pool_width=6, pool_heads=3),
-    "hybrid": small(image=64, patch=1, stem=StemConfig(layers=(1, 1), width=0.5)),
+    "hybrid": small(image_size=64, patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5)),
 }
 
 
@@ -37,7 +37,7 @@ def layers(count: int, batch: int, heads: int, tokens: int, seed: int = 0) -> li
 
 
 def by_hand(attention: list[np.ndarray]) -> np.ndarray:
-    """One picture, H T T a layer: the recursion, entry by entry."""
+    """One image, H T T a layer: the recursion, entry by entry."""
     tokens = attention[0].shape[-1]
     joint = np.eye(tokens)
     for layer in attention:
@@ -81,9 +81,9 @@ def test_no_layer_is_refused():
 def test_the_view_is_what_the_head_reads(name: str):
     config = POOLS[name]
     net = randomized(build(config))
-    images = torch.randn(2, 3, *config.image)
+    images = torch.randn(2, 3, *config.image_size)
     out = net.features(images, want=("attention", "pool_attention") if net.pool is not None else ("attention",))
-    joint, special = rollout(out.attention), config.prefix
+    joint, special = rollout(out.attention), config.num_prefix_tokens
     patches = joint[:, special:].mean(1)
     rows = {
         "token": joint[:, 0],
@@ -107,7 +107,7 @@ def test_other_sizes_have_other_grids():
 
 
 def test_a_network_in_training_is_looked_at_as_in_evaluation_and_goes_on_training():
-    net = randomized(build(ViTConfig(**small().to_dict() | {"dropout": 0.5, "path_dropout": 0.5})))
+    net = randomized(build(ViTConfig(**small().to_dict() | {"dropout": 0.5, "drop_path": 0.5})))
     images = torch.randn(1, 3, 32, 32)
     wanted = class_view(net.eval(), images)
     assert isinstance(net.train(), ViT)
@@ -117,6 +117,6 @@ def test_a_network_in_training_is_looked_at_as_in_evaluation_and_goes_on_trainin
 
 
 def test_a_network_without_attention_is_refused():
-    net = build(BiTConfig(image=32, classes=2, layers=(1, 1, 1, 1), width=0.5))
+    net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
     with pytest.raises(ModelError, match="no attention"):
         class_view(net, torch.randn(1, 3, 32, 32))

@@ -34,7 +34,7 @@ from vitrail.weights.card import Card
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
-TINY = BiTConfig(layers=(1, 1, 1, 1), width=0.5, image=32, classes=5)
+TINY = BiTConfig(layers=(1, 1, 1, 1), width_factor=0.5, image_size=32, num_classes=5)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def drawn(folder: Path, **changes: Any) -> dict[str, Path]:
 def test_frames_are_what_each_network_gives_by_itself():
     nets = [randomized(build(small()), seed) for seed in range(3)]
     images = torch.randn(4, 3, 32, 32)
-    found = frames(nets, images=images, picture=images[:1])
+    found = frames(nets, images=images, image=images[:1])
     assert found.subjects == list(SUBJECTS)
     assert found.left_out == {}
     for now, net in enumerate(nets):
@@ -77,9 +77,9 @@ def test_what_a_model_does_not_have_is_left_out_with_the_reason():
     found = frames([build(small(position="none"))] * 2)
     assert found.subjects == ["filters"]
     assert found.left_out["positions"].startswith("this model has no positions")
-    assert found.left_out["rollout"] == "there is no picture to see it on."
+    assert found.left_out["rollout"] == "there is no image to see it on."
     image = torch.zeros(1, 3, 32, 32)
-    bit = frames([build(TINY)], images=image, picture=image)
+    bit = frames([build(TINY)], images=image, image=image)
     assert bit.arrays == {}
     assert set(bit.left_out) == set(SUBJECTS)
 
@@ -120,7 +120,7 @@ def test_patterns_are_paired_for_the_largest_sum_of_absolute_cosines(seed: int):
     np.testing.assert_array_equal(got[1], two[1])
 
 
-# The pictures
+# The images
 
 
 @given(st.integers(1, 100))
@@ -139,9 +139,9 @@ def test_a_map_for_each_patch_stands_where_the_patch_is():
     for row in range(2):
         for column in range(3):
             alike[row, column, row, column] = 1.0
-    picture = maps(alike, 0.0)
+    image = maps(alike, 0.0)
     side, gap = 16, 4
-    bright = (picture[..., 3] == 255) & (picture[..., 0] > 200)  # viridis ends in yellow
+    bright = (image[..., 3] == 255) & (image[..., 0] > 200)  # viridis ends in yellow
     for row in range(2):
         for column in range(3):
             top, left = row * (2 * side + gap), column * (3 * side + gap)
@@ -152,19 +152,19 @@ def test_a_map_for_each_patch_stands_where_the_patch_is():
 def test_many_maps_are_thinned_from_edge_to_edge():
     alike = np.random.default_rng(0).random((20, 20, 20, 20))
     alike[0, 0], alike[-1, -1] = 0.0, 1.0
-    picture = maps(alike, 0.0)
-    assert picture.shape == (7 * 40 + 6 * 3, 7 * 40 + 6 * 3, 4)
-    assert (picture[:40, :40] == picture[0, 0]).all()
-    assert (picture[-40:, -40:] == picture[-1, -1]).all()
+    image = maps(alike, 0.0)
+    assert image.shape == (7 * 40 + 6 * 3, 7 * 40 + 6 * 3, 4)
+    assert (image[:40, :40] == image[0, 0]).all()
+    assert (image[-40:, -40:] == image[-1, -1]).all()
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3])
-def test_patterns_are_grey_where_they_are_nought_and_share_one_scale(channels: int):
+def test_patterns_are_gray_where_they_are_nought_and_share_one_scale(channels: int):
     shapes = np.zeros((2, 4, 4, channels))
     shapes[0, 0, 0] = 0.5
-    picture = sheet(shapes, reach=1.0)
-    assert picture[0, 0, :3].tolist() == [191] * 3
-    assert picture[-1, -1, :3].tolist() == [128] * 3
+    image = sheet(shapes, reach=1.0)
+    assert image[0, 0, :3].tolist() == [191] * 3
+    assert image[-1, -1, :3].tolist() == [128] * 3
 
 
 def film(subject: str, arrays: dict[str, np.ndarray], **changes: Any) -> Film:
@@ -208,7 +208,7 @@ def test_thirty_frames_of_the_papers_grid_are_less_than_two_megabytes(tmp_path: 
     assert path.stat().st_size < 2_000_000
 
 
-def test_colours_of_the_scale_survive_the_palette(tmp_path: Path):
+def test_colors_of_the_scale_survive_the_palette(tmp_path: Path):
     from matplotlib import colormaps
 
     ramp = (255 * colormaps[HEAT](np.linspace(0, 1, 256))[None, :, :3]).round().astype(np.uint8).repeat(20, 0)
@@ -223,10 +223,10 @@ def test_colours_of_the_scale_survive_the_palette(tmp_path: Path):
 def test_a_strip_names_its_moments_and_only_the_scores_that_were_measured_then():
     values = np.random.default_rng(0).random((3, 4, 4))
     moments = [Moment(0, 0.0), Moment(20, 1.02), Moment(60, 3.06, 0.913)]
-    picture = np.zeros((8, 8, 3), np.uint8)
-    figure = draw_strip(Film("rollout", {"rollout": values}, moments, "test: ViT", picture=picture))
+    image = np.zeros((8, 8, 3), np.uint8)
+    figure = draw_strip(Film("rollout", {"rollout": values}, moments, "test: ViT", image=image))
     titles = [ax.get_title() for ax in figure.axes]
-    assert titles == ["", "epoch 0\n", "epoch 1.02\n", "epoch 3.06\n91.3 % right", ""]  # the picture and the scale
+    assert titles == ["", "epoch 0\n", "epoch 1.02\n", "epoch 3.06\n91.3 % right", ""]  # the image and the scale
 
 
 # Of a run
@@ -251,10 +251,10 @@ def test_a_run_is_followed_from_its_first_step_to_its_last(run: Path):
                 assert 1 < gif.n_frames <= 6
 
 
-def test_a_picture_of_ones_own_is_what_is_rolled_out(run: Path, tmp_path: Path):
-    picture = np.random.default_rng(0).integers(0, 256, (20, 20, 1), dtype=np.uint8)
+def test_an_image_of_ones_own_is_what_is_rolled_out(run: Path, tmp_path: Path):
+    image = np.random.default_rng(0).integers(0, 256, (20, 20, 1), dtype=np.uint8)
     seen = {}
-    for name, options in {"first": {}, "own": {"picture": picture}}.items():
+    for name, options in {"first": {}, "own": {"image": image}}.items():
         paths = timeline(run, tmp_path / name, ["rollout"], **options)
         with np.load(paths[-1]) as arrays:
             seen[name] = arrays["rollout"]
@@ -290,17 +290,17 @@ def test_without_its_data_the_rest_is_drawn(run: Path, tmp_path: Path, caplog: p
     (folder / "config.json").write_text(json.dumps(config))
     for step, net in enumerate([build(small(position="none")), build(small(position="none"), seed=1)]):
         shutil.rmtree(folder / "snapshots" / f"{4 * step:08d}")
-        card = Card(config=net.config, preprocess=PreprocessConfig(image=32))
+        card = Card(config=net.config, preprocess=PreprocessConfig(image_size=32))
         checkpoint.write(net, card, folder / "snapshots" / f"{4 * step:08d}")
     names = {path.stem for path in timeline(folder, tmp_path / "out")}
     assert names == {"timeline-filters"}
-    assert "left out distances: the pictures it was measured on cannot be read" in caplog.text
+    assert "left out distances: the images it was measured on cannot be read" in caplog.text
     assert "left out positions: this model has no positions" in caplog.text
 
 
 def test_a_model_with_nothing_to_follow_is_an_error_with_all_reasons(run: Path, tmp_path: Path):
     folder, net = copied(run, tmp_path / "run", 0), build(TINY)
-    card = Card(config=net.config, preprocess=PreprocessConfig(image=32))
+    card = Card(config=net.config, preprocess=PreprocessConfig(image_size=32))
     for step in (0, 1):
         checkpoint.write(net, card, folder / "snapshots" / f"{step:08d}")
     said = r"nothing to follow in .*; positions: a BiT .*; filters: .*; distances: .*; rollout: a BiT"

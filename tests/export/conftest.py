@@ -40,12 +40,12 @@ def _own_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def tiny() -> vitrail.Model:
     """A classifier of five things with one block, at a size that is not square."""
-    return model(small(image=(32, 48), width=32, depth=1, mlp=48))
+    return model(small(image_size=(32, 48), width=32, depth=1, mlp_dim=48))
 
 
 @pytest.fixture(scope="session")
-def pictures(tiny: vitrail.Model) -> list[np.ndarray[Any, Any]]:
-    """Twelve pictures, H W C each, as the classifier's preprocessing makes them."""
+def images(tiny: vitrail.Model) -> list[np.ndarray[Any, Any]]:
+    """Twelve images, H W C each, as the classifier's preprocessing makes them."""
     return [tiny.preprocess.pixels(gradient(40 + 3 * i, 90 - 4 * i).rotate(30 * i)) for i in range(12)]
 
 
@@ -55,22 +55,22 @@ def own(tiny: vitrail.Model) -> TorchEngine:
 
 
 @pytest.fixture(scope="session")
-def onnx_file(tiny: vitrail.Model, pictures: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+def onnx_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Pixels to probabilities, any batch."""
     sheet = Sheet(card=tiny.card, to="onnx", answer="probabilities")
-    return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.onnx", pictures)
+    return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.onnx", images)
 
 
 @pytest.fixture(scope="session")
-def int8_file(tiny: vitrail.Model, pictures: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+def int8_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Pixels to logits in ONNX, in 8-bit integers, any batch."""
     sheet = Sheet(card=tiny.card, to="onnx", precision="int8", answer="logits")
     path = tmp_path_factory.mktemp("exported") / "tiny.onnx"
-    return export(tiny.net, sheet, path, pictures, calibration=pictures, timed=False)
+    return export(tiny.net, sheet, path, images, calibration=images, timed=False)
 
 
 @pytest.fixture(scope="session")
-def openvino_file(tiny: vitrail.Model, pictures: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    """Normalised images to logits, three at a time."""
-    sheet = Sheet(card=tiny.card, to="openvino", inside=False, batch=3)
-    return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.xml", pictures, timed=False)
+def openvino_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """Normalized images to logits, three at a time."""
+    sheet = Sheet(card=tiny.card, to="openvino", inside=False, batch_size=3)
+    return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.xml", images, timed=False)

@@ -60,7 +60,7 @@ def test_the_group_divides_every_products_inputs(inputs: list[int]):
     given = [ops.parameter([-1, size], np.float32) for size in inputs]
     weights = [ops.constant(np.ones((8, size), np.float32)) for size in inputs]
     outputs = [ops.matmul(x, weight, False, True) for x, weight in zip(given, weights, strict=True)]
-    model = openvino.Model(outputs, given, "several")
+    model = openvino.Model(outputs, given, "multi_label")
     assert group_of(model) == 0  # nothing is compressed yet
     compress(model)
     group = group_of(model)
@@ -74,8 +74,8 @@ def test_a_network_without_products_is_refused():
         compress(openvino.Model([ops.relu(x)], [x], "none"))
 
 
-def test_a_network_in_such_integers_is_smaller_and_close_to_the_model(tiny, own, pictures):
-    batch = np.stack(pictures)
+def test_a_network_in_such_integers_is_smaller_and_close_to_the_model(tiny, own, images):
+    batch = np.stack(images)
     exact = kept_engine(tiny.net, tiny.card, "openvino")
     engine = kept_engine(tiny.net, tiny.card, "openvino", "int8")
     wanted, got = own.logits(batch), engine.logits(batch)

@@ -29,21 +29,21 @@ from vitrail.runtime import tiles
 from vitrail.runtime.cpu import Cpu
 
 
-def test_torch_is_the_default_and_gives_the_networks_logits(tiny, pictures):
+def test_torch_is_the_default_and_gives_the_networks_logits(tiny, images):
     engine = open_engine(tiny, device="cpu")
     assert (engine.name, engine.precision, engine.card) == ("torch", "float32", tiny.card)
-    np.testing.assert_allclose(engine.logits(np.stack(pictures)), tiny._run(pictures, "logits"), atol=1e-6)
+    np.testing.assert_allclose(engine.logits(np.stack(images)), tiny._run(images, "logits"), atol=1e-6)
 
 
-def test_a_checkpoint_by_its_path_is_opened(tiny, own, pictures, tmp_path):
+def test_a_checkpoint_by_its_path_is_opened(tiny, own, images, tmp_path):
     tiny.save(tmp_path / "tiny")
-    batch = np.stack(pictures)
+    batch = np.stack(images)
     np.testing.assert_array_equal(open_engine(tmp_path / "tiny", device="cpu").logits(batch), own.logits(batch))
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_probabilities_come_back_as_logits_with_the_same_softmax(onnx_file, own, pictures, engine):
-    batch = np.stack(pictures)
+def test_probabilities_come_back_as_logits_with_the_same_softmax(onnx_file, own, images, engine):
+    batch = np.stack(images)
     opened = open_engine(onnx_file.path, engine)
     got, wanted = (np.exp(x - x.max(1, keepdims=True)) for x in (opened.logits(batch), own.logits(batch)))
     np.testing.assert_allclose(got, wanted, rtol=1e-4)
@@ -51,11 +51,11 @@ def test_probabilities_come_back_as_logits_with_the_same_softmax(onnx_file, own,
 
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
-def test_threads_that_ask_at_once_get_their_own_answers(onnx_file, own, pictures, engine):
+def test_threads_that_ask_at_once_get_their_own_answers(onnx_file, own, images, engine):
     opened = open_engine(onnx_file.path, engine)
-    wanted = opened.logits(np.stack(pictures))
+    wanted = opened.logits(np.stack(images))
     with ThreadPoolExecutor(6) as pool:
-        jobs = [pool.submit(opened.logits, pictures[i % 12][None]) for i in range(120)]
+        jobs = [pool.submit(opened.logits, images[i % 12][None]) for i in range(120)]
         for i, job in enumerate(jobs):
             np.testing.assert_allclose(job.result()[0], wanted[i % 12], atol=1e-4)
 
@@ -74,26 +74,26 @@ def test_threads_are_counted_from_one(tiny):
         open_engine(tiny, threads=0)
 
 
-def test_auto_takes_what_was_fastest_says_so_and_remembers(tiny, own, pictures, monkeypatch, caplog):
+def test_auto_takes_what_was_fastest_says_so_and_remembers(tiny, own, images, monkeypatch, caplog):
     speeds = {"torch": 50.0, "onnxruntime": 120.0, "openvino": 80.0}
     monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: speeds[engine.name])
     monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
     engine = open_engine(tiny, "auto", device="cpu")
     assert (engine.name, engine.precision) == ("onnxruntime", "float32")
-    assert "takes onnxruntime in float32: 120 pictures a second (torch 50)" in caplog.text
-    batch = np.stack(pictures)
+    assert "takes onnxruntime in float32: 120 images a second (torch 50)" in caplog.text
+    batch = np.stack(images)
     np.testing.assert_allclose(engine.logits(batch), own.logits(batch), atol=1e-4)
     monkeypatch.setattr(choose, "_raced", None)  # not again
     assert open_engine(tiny, "auto", device="cpu").name == "onnxruntime"
     assert open_engine(tiny, "onnxruntime", device="cpu").name == "onnxruntime"  # the file is there, too
     assert "remembered in" in caplog.text
     [choice] = Path(os.environ["VITRAIL_ENGINES"]).glob("*/choice-*.json")
-    assert json.loads(choice.read_text())["pictures_per_second"] == {"torch float32": 50, "onnxruntime float32": 120}
+    assert json.loads(choice.read_text())["images_per_second"] == {"torch float32": 50, "onnxruntime float32": 120}
 
 
 def test_a_choice_is_not_taken_over_by_another_cpu(tiny, monkeypatch):
     raced = []
-    found = {"engine": "torch", "precision": "float32", "pictures_per_second": {"torch float32": 1.0}, "refused": {}}
+    found = {"engine": "torch", "precision": "float32", "images_per_second": {"torch float32": 1.0}, "refused": {}}
     monkeypatch.setattr(choose, "_raced", lambda *arguments: raced.append(1) or found)
     cpus = [Cpu("a", "x86_64", features, ()) for features in (("avx2",), ("avx2", "avx_vnni"))]
     cpus += [Cpu("b", "x86_64", ("avx2",), ()), Cpu("a", "aarch64", ("avx2",), ())]
@@ -125,9 +125,9 @@ def test_an_int8_file_of_an_older_version_warns_on_a_cpu_without_vnni(int8_file,
         assert ("export the model anew" in caplog.text) == (not any("VNNI" in name for name in one))
 
 
-def test_openvinos_own_integers_hold_on_every_cpu(tiny, pictures, tmp_path, monkeypatch, caplog):
+def test_openvinos_own_integers_hold_on_every_cpu(tiny, images, tmp_path, monkeypatch, caplog):
     sheet = Sheet(card=tiny.card, to="openvino", precision="int8", saturates=True)  # as in a file that does not say
-    made = export(tiny.net, sheet, tmp_path / "old.xml", pictures, timed=False)
+    made = export(tiny.net, sheet, tmp_path / "old.xml", images, timed=False)
     monkeypatch.setattr(engines, "cpu", lambda: Cpu("a", "x86_64", (), ("AVX2",)))
     open_file(made.path)
     assert "export the model anew" not in caplog.text
@@ -160,15 +160,15 @@ def test_auto_leaves_out_what_is_far_from_the_model(tiny, monkeypatch, caplog):
     assert "1 did not agree" in caplog.text
 
 
-def test_int8_needs_pictures_in_onnx_alone():
+def test_int8_needs_images_in_onnx_alone():
     assert [c for c in choose.candidates(False) if c[1] == "int8"] == [("openvino", "int8")]
     assert [c for c in choose.candidates(True) if c[1] == "int8"] == [("onnxruntime", "int8"), ("openvino", "int8")]
 
 
 def test_another_model_has_another_digest_and_other_names_do_not(tiny):
     plain = kept.digest(tiny.net, tiny.card)
-    assert plain == kept.digest(tiny.net, tiny.card.but(origin="elsewhere", labels=None))
-    assert plain != kept.digest(tiny.net, tiny.card.but(several=True))
+    assert plain == kept.digest(tiny.net, tiny.card.replace(origin="elsewhere", labels=None))
+    assert plain != kept.digest(tiny.net, tiny.card.replace(multi_label=True))
     assert plain != kept.digest(tiny.net.with_classes(5), tiny.card)
 
 
@@ -180,21 +180,21 @@ def test_files_that_were_written_another_way_are_not_taken_over(tiny, monkeypatc
 
 def test_a_kept_file_has_the_names_of_the_card_at_hand(tiny):
     first = kept.kept_engine(tiny.net, tiny.card, "onnxruntime")
-    names = tuple(f"other {i}" for i in range(tiny.config.classes))
-    again = kept.kept_engine(tiny.net, tiny.card.but(labels=names), "onnxruntime")
+    names = tuple(f"other {i}" for i in range(tiny.config.num_classes))
+    again = kept.kept_engine(tiny.net, tiny.card.replace(labels=names), "onnxruntime")
     assert (first.card.labels, again.card.labels) == (tiny.card.labels, names)
 
 
 @pytest.mark.parametrize(("engine", "name"), [("onnxruntime", "float32.onnx"), ("openvino", "float32.bin")])
 @pytest.mark.parametrize("how", ["cut", "changed"])
-def test_a_damaged_kept_file_is_made_anew(tiny, own, pictures, engine, name, how):
+def test_a_damaged_kept_file_is_made_anew(tiny, own, images, engine, name, how):
     kept.kept_engine(tiny.net, tiny.card, engine)
     path = kept.folder_of(tiny.net, tiny.card) / name
     data = path.read_bytes()
     middle = len(data) // 2
     path.write_bytes(data[:1000] if how == "cut" else data[:middle] + bytes(64) + data[middle + 64 :])
     again = open_engine(tiny, engine, device="cpu")
-    np.testing.assert_allclose(again.logits(np.stack(pictures)), own.logits(np.stack(pictures)), atol=1e-4)
+    np.testing.assert_allclose(again.logits(np.stack(images)), own.logits(np.stack(images)), atol=1e-4)
 
 
 def test_threads_take_turns_too(tmp_path):
@@ -225,9 +225,9 @@ def test_auto_on_a_file_that_nothing_reads_is_one_sentence(tmp_path):
         open_engine(tmp_path / "bad.onnx", "auto")
 
 
-def test_an_interrupted_call_leaves_the_engine_usable(onnx_file, own, pictures, monkeypatch):
+def test_an_interrupted_call_leaves_the_engine_usable(onnx_file, own, images, monkeypatch):
     opened = open_engine(onnx_file.path, "openvino", lanes=2, threads=2)
-    batch = np.stack(pictures)
+    batch = np.stack(images)
     wanted = opened.logits(batch)
 
     def interrupted(request: object) -> None:
@@ -241,10 +241,13 @@ def test_an_interrupted_call_leaves_the_engine_usable(onnx_file, own, pictures, 
     np.testing.assert_allclose(opened.logits(batch), wanted, atol=1e-6)
 
 
-def test_where_nothing_can_be_kept_engines_run_all_the_same(tiny, pictures, tmp_path, monkeypatch, caplog):
+def test_where_nothing_can_be_kept_engines_run_all_the_same(tiny, images, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("VITRAIL_ENGINES", str(tmp_path / "file"))
-    assert open_engine(tiny, "onnxruntime", device="cpu").logits(np.stack(pictures)).shape == (12, tiny.config.classes)
+    assert open_engine(tiny, "onnxruntime", device="cpu").logits(np.stack(images)).shape == (
+        12,
+        tiny.config.num_classes,
+    )
     assert "are not kept" in caplog.text
 
 
@@ -268,14 +271,14 @@ def test_where_every_disk_is_full_a_named_engine_is_one_error(tiny, engine):
 
 
 @pytest.mark.usefixtures("small_files")
-def test_where_every_disk_is_full_auto_goes_on_and_does_not_remember_why(tiny, pictures, monkeypatch, caplog):
+def test_where_every_disk_is_full_auto_goes_on_and_does_not_remember_why(tiny, images, monkeypatch, caplog):
     monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
-    assert open_engine(tiny, "auto", device="cpu").logits(np.stack(pictures)).shape == (12, tiny.config.classes)
+    assert open_engine(tiny, "auto", device="cpu").logits(np.stack(images)).shape == (12, tiny.config.num_classes)
     assert "there is no room: engines' files are not kept" in caplog.text
     assert not list(Path(os.environ["VITRAIL_ENGINES"]).rglob("choice-*.json"))
 
 
-def test_a_full_disk_under_the_cache_does_not_stop_an_engine(tiny, pictures, monkeypatch, caplog):
+def test_a_full_disk_under_the_cache_does_not_stop_an_engine(tiny, images, monkeypatch, caplog):
     cache, whole, room = Path(os.environ["VITRAIL_ENGINES"]), kept.export, kept._has_room
 
     def full(net: object, sheet: object, path: Path, *arguments: object, **options: object) -> object:
@@ -287,7 +290,7 @@ def test_a_full_disk_under_the_cache_does_not_stop_an_engine(tiny, pictures, mon
     monkeypatch.setattr(kept, "_has_room", lambda folder, count: not folder.is_relative_to(cache) and room(folder, 1))
     monkeypatch.setattr(kept, "_FULL", set())
     found = open_engine(tiny, "onnxruntime", device="cpu")
-    assert (found.name, found.logits(np.stack(pictures)).shape) == ("onnxruntime", (12, tiny.config.classes))
+    assert (found.name, found.logits(np.stack(images)).shape) == ("onnxruntime", (12, tiny.config.num_classes))
     assert f"{cache}: there is no room: engines' files are not kept" in caplog.text
     assert not list(cache.rglob("*.onnx"))
 
@@ -303,12 +306,12 @@ def test_auto_tries_both_engines_of_an_onnx_file_and_says_which(onnx_file, monke
         choose, "rate", lambda engine, batch, seconds: {"onnxruntime": 20.0, "openvino": 30.0}[engine.name]
     )
     assert open_engine(onnx_file.path, "auto").name == "openvino"
-    assert "takes openvino in float32: 30 pictures a second (onnxruntime 20)" in caplog.text
+    assert "takes openvino in float32: 30 images a second (onnxruntime 20)" in caplog.text
     assert open_engine(onnx_file.path).name == "onnxruntime"  # which it was compared in
 
 
-def test_a_fixed_batch_is_never_parted(openvino_file, own, pictures):
-    batch = np.stack(pictures[:7])
+def test_a_fixed_batch_is_never_parted(openvino_file, own, images):
+    batch = np.stack(images[:7])
     for lanes in (1, 2):
         opened = open_engine(openvino_file.path, threads=2, lanes=lanes)
         np.testing.assert_allclose(opened.logits(batch), own.logits(batch), atol=1e-4)
@@ -322,16 +325,16 @@ def test_an_engine_that_makes_something_else_of_a_file_is_refused(onnx_file, mon
 
 @pytest.mark.parametrize("engine", ["torch", "onnxruntime", "openvino"])
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_a_batch_shared_out_among_lanes_gives_each_picture_its_own_row(tiny, own, pictures, engine, lanes):
+def test_a_batch_shared_out_among_lanes_gives_each_image_its_own_row(tiny, own, images, engine, lanes):
     threads = torch.get_num_threads()
     opened = open_engine(tiny, engine, device="cpu", threads=3, lanes=lanes)
     try:
         for count in (12, 1, 5, 2):
-            batch = np.stack(pictures[:count])
+            batch = np.stack(images[:count])
             np.testing.assert_allclose(opened.logits(batch), own.logits(batch), atol=1e-4)
         with ThreadPoolExecutor(6) as pool:  # more callers than lanes, batches of every size
-            jobs = [(i, 1 + i % 5, pool.submit(opened.logits, np.stack(pictures[: 1 + i % 5]))) for i in range(40)]
-            wanted = own.logits(np.stack(pictures))
+            jobs = [(i, 1 + i % 5, pool.submit(opened.logits, np.stack(images[: 1 + i % 5]))) for i in range(40)]
+            wanted = own.logits(np.stack(images))
             for _, count, job in jobs:
                 np.testing.assert_allclose(job.result(), wanted[:count], atol=1e-4)
     finally:
@@ -374,10 +377,10 @@ def test_openvino_starts_under_a_limit_that_all_its_kernels_obey(given, instruct
 
 
 @pytest.mark.slow
-def test_openvino_survives_a_limit_below_avx512(tiny, pictures, tmp_path):
+def test_openvino_survives_a_limit_below_avx512(tiny, images, tmp_path):
     sheet = Sheet(card=tiny.card, to="openvino", precision="int8")
-    made = export(tiny.net, sheet, tmp_path / "tiny.xml", pictures, timed=False)
-    np.save(tmp_path / "pixels.npy", np.stack(pictures))
+    made = export(tiny.net, sheet, tmp_path / "tiny.xml", images, timed=False)
+    np.save(tmp_path / "pixels.npy", np.stack(images))
     code = (
         "import sys, numpy; from pathlib import Path; from vitrail.export.engines import open_file; "
         "print(open_file(Path(sys.argv[1])).outputs(numpy.load(sys.argv[2])).shape)"

@@ -23,8 +23,8 @@ from vitrail.export import compare, extras, formats
 from vitrail.export import export as exporting
 from vitrail.export.engines import FileEngine, TorchEngine, open_engine, open_file
 from vitrail.export.export import calibrating, export
+from vitrail.export.images import samples
 from vitrail.export.names import destination, format_of, precision_of
-from vitrail.export.pictures import samples
 from vitrail.export.sheet import Sheet
 from vitrail.runtime.cores import cores
 from vitrail.runtime.cpu import cpu
@@ -32,7 +32,7 @@ from vitrail.runtime.cpu import cpu
 
 @pytest.fixture(scope="module")
 def tiny_sheet(tiny) -> str:
-    return Sheet(card=tiny.card, to="onnx", batch=3, parameters=9).to_json()
+    return Sheet(card=tiny.card, to="onnx", batch_size=3, parameters=9).to_json()
 
 
 def test_a_file_says_what_goes_in_and_what_comes_out(onnx_file, tiny):
@@ -52,7 +52,7 @@ def test_the_report_beside_a_file_has_what_was_found(onnx_file):
     assert report["card"]["labels"] == list(LABELS)
     assert report["input"] == {"shape": [None, 32, 48, 3], "type": "uint8"}
     found = report["comparison"]
-    assert found["pictures"] == found["same_top1"]["count"] == 12
+    assert found["images"] == found["same_top1"]["count"] == 12
     assert 0 <= found["relative_error"] <= 1e-5 < found["relative_error_allowed"]
     assert found["speed"]["ratio"] > 0
     here = found["ran_on"]
@@ -63,39 +63,39 @@ def test_the_report_beside_a_file_has_what_was_found(onnx_file):
     assert report["bytes"] == onnx_file.path.stat().st_size
 
 
-def test_openvino_is_two_files_and_a_fixed_batch_is_filled_up(openvino_file, own, pictures):
+def test_openvino_is_two_files_and_a_fixed_batch_is_filled_up(openvino_file, own, images):
     names = sorted(p.name for p in openvino_file.path.parent.iterdir())
     assert names == ["tiny.bin", "tiny.xml", "tiny.xml.json"]
     engine = open_file(openvino_file.path)
-    assert (engine.name, engine.sheet.batch) == ("openvino", 3)
+    assert (engine.name, engine.sheet.batch_size) == ("openvino", 3)
     for count in (1, 3, 4, 7):
-        batch = np.stack(pictures[:count])
+        batch = np.stack(images[:count])
         np.testing.assert_allclose(engine.logits(batch), own.logits(batch), atol=1e-5)
 
 
-def test_an_export_that_disagrees_fails_and_leaves_nothing_behind(tiny, pictures, tmp_path, monkeypatch):
-    other = model(small(image=(32, 48), width=32, depth=1, mlp=48))
+def test_an_export_that_disagrees_fails_and_leaves_nothing_behind(tiny, images, tmp_path, monkeypatch):
+    other = model(small(image_size=(32, 48), width=32, depth=1, mlp_dim=48))
     with torch.no_grad():
         other.net.head.weight.mul_(1.01)
     monkeypatch.setattr(exporting, "model_of", lambda net, sheet: TorchEngine(other.net, other.card))
     sheet = Sheet(card=tiny.card, to="pt2")
     with pytest.raises(CheckpointError, match=r"tiny\.pt2 does not agree .* off by 0\.0\d+ of their size, 0\.0001"):
-        export(tiny.net, sheet, tmp_path / "tiny.pt2", pictures)
+        export(tiny.net, sheet, tmp_path / "tiny.pt2", images)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_export_that_fails_leaves_what_was_there(tiny, pictures, tmp_path, monkeypatch):
+def test_an_export_that_fails_leaves_what_was_there(tiny, images, tmp_path, monkeypatch):
     (tmp_path / "tiny.pt2").write_text("before")
     sheet = Sheet(card=tiny.card, to="pt2")
     with pytest.raises(CheckpointError, match="exists already"):
-        export(tiny.net, sheet, tmp_path / "tiny.pt2", pictures)
+        export(tiny.net, sheet, tmp_path / "tiny.pt2", images)
 
     def fails(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(formats, "write", fails)
     with pytest.raises(KeyboardInterrupt):
-        export(tiny.net, sheet, tmp_path / "tiny.pt2", pictures, overwrite=True)
+        export(tiny.net, sheet, tmp_path / "tiny.pt2", images, overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["tiny.pt2"]
     assert (tmp_path / "tiny.pt2").read_text() == "before"
 
@@ -140,16 +140,16 @@ def test_precisions_go_by_their_short_names_too():
     assert precision_of("int4") == "int4"
 
 
-def test_the_pages_snippet_prepares_pictures_as_vitrail_does(pictures, tmp_path, monkeypatch):
+def test_the_pages_snippet_prepares_images_as_vitrail_does(images, tmp_path, monkeypatch):
     page = (ROOT / "docs" / "export.md").read_text()
     [snippet] = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "onnxruntime" in code]
     code, replaced = re.subn(r"^(import vitrail|vitrail\.export.*)$", "", snippet, flags=re.MULTILINE)
     assert (replaced, "vitrail." in code) == (2, False)
-    how = PreprocessConfig(image=32, resize="short", resize_to=36)
-    vit = model(small(image=32, width=32, depth=1, mlp=48), preprocess=how)
+    how = PreprocessConfig(image_size=32, resize="short", resize_to=36)
+    vit = model(small(image_size=32, width=32, depth=1, mlp_dim=48), preprocess=how)
     sheet = Sheet(card=vit.card, to="onnx", answer="probabilities")
     monkeypatch.chdir(tmp_path)
-    export(vit.net, sheet, Path("model.onnx"), [vit.preprocess.pixels(picture) for picture in samples()], timed=False)
+    export(vit.net, sheet, Path("model.onnx"), [vit.preprocess.pixels(image) for image in samples()], timed=False)
     for size in ((90, 41), (37, 64), (20, 50)):
         gradient(*size).rotate(20).save("cat.jpg")
         names: dict[str, Any] = {}
@@ -160,21 +160,21 @@ def test_the_pages_snippet_prepares_pictures_as_vitrail_does(pictures, tmp_path,
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_formats_of_one_name_lie_side_by_side(tiny, pictures, tmp_path):
+def test_formats_of_one_name_lie_side_by_side(tiny, images, tmp_path):
     for suffix, to in (("pt2", "pt2"), ("onnx", "onnx")):
-        export(tiny.net, Sheet(card=tiny.card, to=to), tmp_path / f"tiny.{suffix}", pictures, timed=False)
+        export(tiny.net, Sheet(card=tiny.card, to=to), tmp_path / f"tiny.{suffix}", images, timed=False)
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["tiny.onnx", "tiny.onnx.json", "tiny.pt2", "tiny.pt2.json"]
 
 
-def test_a_file_says_what_it_was_made_from_and_not_where_that_lay(tiny, pictures, tmp_path):
+def test_a_file_says_what_it_was_made_from_and_not_where_that_lay(tiny, images, tmp_path):
     (tmp_path / "mine.safetensors").touch()
     for origin, wanted in (
         (str(tmp_path / "mine.safetensors"), "mine.safetensors"),
         ("timm/vit_tiny", "timm/vit_tiny"),
     ):
-        sheet = Sheet(card=tiny.card.but(origin=origin), to="onnx")
-        made = export(tiny.net, sheet, tmp_path / "tiny.onnx", pictures, timed=False, overwrite=True)
+        sheet = Sheet(card=tiny.card.replace(origin=origin), to="onnx")
+        made = export(tiny.net, sheet, tmp_path / "tiny.onnx", images, timed=False, overwrite=True)
         assert open_file(made.path).card.origin == made.sheet.card.origin == wanted
         everything = made.path.read_bytes() + made.report.read_bytes()
         assert str(tmp_path).encode() not in everything
@@ -182,17 +182,17 @@ def test_a_file_says_what_it_was_made_from_and_not_where_that_lay(tiny, pictures
 
 
 @pytest.mark.parametrize(("to", "parts"), [("onnx", ["t.onnx", "t.onnx.data"]), ("openvino", ["t.bin", "t.xml"])])
-def test_a_network_too_large_for_one_file_gets_two(tiny, pictures, own, tmp_path, monkeypatch, to, parts):
+def test_a_network_too_large_for_one_file_gets_two(tiny, images, own, tmp_path, monkeypatch, to, parts):
     monkeypatch.setattr(formats, "LARGEST", 1000)
     path = destination(tmp_path / "t", to)
-    made = export(tiny.net, Sheet(card=tiny.card, to=to), path, pictures, timed=False)
+    made = export(tiny.net, Sheet(card=tiny.card, to=to), path, images, timed=False)
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == parts
     assert made.size == sum((tmp_path / name).stat().st_size for name in parts) >= made.weights
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     for name in parts:
         (tmp_path / name).rename(moved / name)
-    batch = np.stack(pictures)
+    batch = np.stack(images)
     np.testing.assert_allclose(open_file(moved / path.name).logits(batch), own.logits(batch), atol=1e-5)
 
 
@@ -202,29 +202,29 @@ def test_size_is_told_by_the_weights_where_protobuf_cannot(onnx_file, monkeypatc
     assert 0.9 * onnx_file.weights <= formats.bytes_of(found) <= found.ByteSize()
 
 
-def test_int8_of_a_network_that_cannot_be_calibrated_is_refused_before_the_work(tiny, pictures, tmp_path, monkeypatch):
+def test_int8_of_a_network_that_cannot_be_calibrated_is_refused_before_the_work(tiny, images, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "LARGEST", 1000)
     monkeypatch.setattr(exporting, "traced", lambda *_: pytest.fail("traced"))
     sheet = Sheet(card=tiny.card, to="onnx", precision="int8")
-    with pytest.raises(ModelError, match=r"too many to be calibrated for int8.*openvino without pictures"):
-        export(tiny.net, sheet, tmp_path / "t.onnx", pictures, calibration=pictures)
+    with pytest.raises(ModelError, match=r"too many to be calibrated for int8.*openvino without images"):
+        export(tiny.net, sheet, tmp_path / "t.onnx", images, calibration=images)
 
 
 @pytest.mark.parametrize(("batch", "shapes"), [(8, [8, 8]), (16, [16]), (None, [4, 4, 4])])
-def test_a_fixed_batch_to_calibrate_on_is_filled_with_the_first_pictures_again(tiny, pictures, batch, shapes):
-    sheet = Sheet(card=tiny.card, to="onnx", precision="int8", batch=batch)
-    found = calibrating(sheet, pictures)
+def test_a_fixed_batch_to_calibrate_on_is_filled_with_the_first_images_again(tiny, images, batch, shapes):
+    sheet = Sheet(card=tiny.card, to="onnx", precision="int8", batch_size=batch)
+    found = calibrating(sheet, images)
     assert [len(part) for part in found] == shapes
     given = np.concatenate(found)
-    np.testing.assert_array_equal(given, np.stack([pictures[i % 12] for i in range(len(given))]))
+    np.testing.assert_array_equal(given, np.stack([images[i % 12] for i in range(len(given))]))
     assert calibrating(sheet, []) == []
 
 
 def test_the_tokens_that_are_no_patches_are_known(tiny):
     assert Sheet(card=tiny.card, to="onnx").special == ("class",)
-    config = small(image=(32, 48), distilled=True, registers=2)
+    config = small(image_size=(32, 48), distilled=True, num_registers=2)
     wanted = ("class", "distill", "register 1", "register 2")
-    assert Sheet(card=tiny.card.but(config=config), to="onnx").special == wanted
+    assert Sheet(card=tiny.card.replace(config=config), to="onnx").special == wanted
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_the_tokens_that_are_no_patches_are_known(tiny):
         ({"precision": "int4"}, "did you mean 'int8'"),
         ({"precision": "bfloat16"}, "no products in bfloat16"),
         ({"to": "pt2", "precision": "int8"}, "try onnx or openvino"),
-        ({"batch": 0}, "wanted 1 picture"),
+        ({"batch_size": 0}, "wanted 1 image"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_with_the_reason(tiny, options, message):
@@ -277,11 +277,15 @@ def test_damaged_metadata_are_a_sentence_about_the_file(tmp_path, onnx_file, tex
 
 TAMPERED = {
     "batch": (("input", "shape", 0), 10**9, r"got images of \[1000000000, 32, 48, 3\] .* takes \[None, 32, 48, 3\]"),
-    "image": (("card", "model", "image"), 64, r"got images of \[None, 64, 64, 3\] .* takes \[None, 32, 48, 3\]"),
-    "pixels": (("card", "model", "image"), 4_000_000, "got image=4000000x4000000, wanted at most 67,108,864 pixels"),
-    "prepared": (("card", "preprocess", "image"), 4_000_000, "got preprocess.image=4000000x4000000"),
-    "registers": (("card", "model", "registers"), 10**9, "got 1,000,000,024 patches and registers, wanted at most"),
-    "classes": (("card", "model", "classes"), 10**9, r"got 1000000000 classes .* gives \[5\]"),
+    "image": (("card", "model", "image_size"), 64, r"got images of \[None, 64, 64, 3\] .* takes \[None, 32, 48, 3\]"),
+    "pixels": (
+        ("card", "model", "image_size"),
+        4_000_000,
+        "got image_size=4000000x4000000, wanted at most 67,108,864 pixels",
+    ),
+    "prepared": (("card", "preprocess", "image_size"), 4_000_000, "got preprocess.image_size=4000000x4000000"),
+    "registers": (("card", "model", "num_registers"), 10**9, "got 1,000,000,024 patches and registers, wanted at most"),
+    "classes": (("card", "model", "num_classes"), 10**9, r"got 1000000000 classes .* gives \[5\]"),
 }
 
 
@@ -326,10 +330,10 @@ def test_any_part_of_a_sheet_may_be_wrong(tiny_sheet, data):
     assert Sheet.from_json(found.to_json()) == found  # what is taken is whole
 
 
-def test_networks_for_other_channels_have_pictures_to_compare_on(tmp_path):
+def test_networks_for_other_channels_have_images_to_compare_on(tmp_path):
     found = samples(5)
-    assert len({picture.tobytes() for picture in found}) == 16
-    assert all(picture.dtype == np.uint8 and picture.shape[2] == 5 for picture in found)
+    assert len({image.tobytes() for image in found}) == 16
+    assert all(image.dtype == np.uint8 and image.shape[2] == 5 for image in found)
     bands = found[0].transpose(2, 0, 1)
     assert len({band.tobytes() for band in bands}) == 5
 
@@ -341,10 +345,10 @@ def test_the_photographs_are_scikit_learns():
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_the_pictures_to_compare_on_are_all_different():
+def test_the_images_to_compare_on_are_all_different():
     found = samples()
-    assert len(found) == len({picture.tobytes() for picture in found}) == 16
-    assert all(picture.dtype == np.uint8 and picture.shape[2] == 3 for picture in found)
+    assert len(found) == len({image.tobytes() for image in found}) == 16
+    assert all(image.dtype == np.uint8 and image.shape[2] == 3 for image in found)
     assert samples(1)[0].shape[2] == 1
 
 
@@ -363,14 +367,14 @@ def test_errors_and_agreement_are_counted_by_hand(tiny):
     got[0] = [4.0, 0, 0, 0, 3]  # another class
     targets = np.array([0, 0, 0, -1])
     found = compare.measured(got, wanted, targets, engine_of(tiny))
-    assert (found.pictures, found.same, found.error) == (4, 3, 1.0)
+    assert (found.images, found.same, found.error) == (4, 3, 1.0)
     assert found.relative == pytest.approx(np.sqrt(2 / (25 + 1 + 4 + 81)))
     assert found.top1 == (pytest.approx(2 / 3), pytest.approx(1 / 3))
     assert found.change.value == pytest.approx(1 / 3)
     assert "off by 0.13 of their size" in found.problem
 
 
-def test_a_model_that_says_the_same_of_every_picture_proves_little(tiny):
+def test_a_model_that_says_the_same_of_every_image_proves_little(tiny):
     same = np.tile([0.0, 1, 0, 0, 0], (4, 1))
     assert "shows little" in compare.measured(same, same, None, engine_of(tiny)).notes[0]
     other = same + np.eye(4, 5)
@@ -390,7 +394,7 @@ def test_too_many_other_answers_are_a_disagreement(tiny):
     got[:20, :2] = [1.06, 1.04]
     found = compare.measured(got, wanted, None, engine_of(tiny, "int8"))
     assert found.relative < compare.TOLERANCE["int8"]
-    assert found.problem == "it names the same class in 20 of 40 pictures, wanted 90 %"
+    assert found.problem == "it names the same class in 20 of 40 images, wanted 90 %"
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -409,6 +413,6 @@ def test_probabilities_of_a_model_are_those_of_its_logits():
     assert compare.answers(logits, "features", False) is logits
 
 
-def test_a_file_lies_in_a_folder_that_is_there(tiny, pictures, tmp_path: Path):
+def test_a_file_lies_in_a_folder_that_is_there(tiny, images, tmp_path: Path):
     with pytest.raises(CheckpointError, match="make it first"):
-        export(tiny.net, Sheet(card=tiny.card, to="pt2"), tmp_path / "no" / "tiny.pt2", pictures)
+        export(tiny.net, Sheet(card=tiny.card, to="pt2"), tmp_path / "no" / "tiny.pt2", images)

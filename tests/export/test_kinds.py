@@ -15,28 +15,32 @@ from vitrail.export.engines import TorchEngine, open_file
 from vitrail.export.packaged import traced
 from vitrail.export.sheet import Sheet
 
-LITTLE = {"image": (16, 24), "patch": 8, "width": 16, "depth": 1, "mlp": 24}
+LITTLE = {"image_size": (16, 24), "patch_size": 8, "width": 16, "depth": 1, "mlp_dim": 24}
 KINDS: dict[str, ViTConfig | BiTConfig] = {
     "distilled": small(**LITTLE, distilled=True, activation="gelu-tanh"),
-    "registers, rope, swiglu": small(**LITTLE, registers=2, position="rope-2d", activation="swiglu", layer_scale=0.1),
+    "registers, rope, swiglu": small(
+        **LITTLE, num_registers=2, position="rope-2d", activation="swiglu", layer_scale=0.1
+    ),
     "relative, gap": small(**LITTLE, position="relative", pool="gap", class_token=False),
     "map, sincos": small(**LITTLE, pool="map", class_token=False, position="sincos-2d"),
     "clip": small(
         **LITTLE, pre_norm=True, activation="gelu-quick", patch_bias=False, head_bias=False, pool="coca", pool_width=6
     ),
     "rms, qk-norm": small(**LITTLE, norm="rms", qk_norm=True, pool="token+gap"),
-    "hybrid": small(**LITTLE | {"image": (32, 48), "patch": 1}, stem=StemConfig(layers=(1, 1), width=0.5)),
-    "bit": BiTConfig(layers=(1, 1), width=0.5, classes=5, image=(32, 48)),
+    "hybrid": small(
+        **LITTLE | {"image_size": (32, 48), "patch_size": 1}, stem=StemConfig(layers=(1, 1), width_factor=0.5)
+    ),
+    "bit": BiTConfig(layers=(1, 1), width_factor=0.5, num_classes=5, image_size=(32, 48)),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_format_gives_the_networks_numbers(kind: str, tmp_path: Path):
     config = KINDS[kind]
-    preprocess = PreprocessConfig(image=config.image, antialias=kind != "map, sincos")
+    preprocess = PreprocessConfig(image_size=config.image_size, antialias=kind != "map, sincos")
     vit = model(config, preprocess=preprocess, task="embed" if kind == "clip" else "classify", labels=None)
     answer = "features" if kind == "clip" else "logits"
-    height, width = config.image
+    height, width = config.image_size
     pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, 3), dtype=np.uint8)
     if kind == "map, sincos":  # TensorFlow's way to resize rounds nothing
         pixels = pixels.astype(np.float32) * np.float32(0.987)
@@ -55,7 +59,7 @@ def test_each_format_gives_the_networks_numbers(kind: str, tmp_path: Path):
 
 
 def test_several_classes_have_a_probability_each(tmp_path: Path):
-    vit = model(small(**LITTLE), several=True)
+    vit = model(small(**LITTLE), multi_label=True)
     sheet = Sheet(card=vit.card, to="pt2", answer="probabilities")
     formats.write(traced(vit.net, sheet), sheet, tmp_path / "several.pt2")
     engine = open_file(tmp_path / "several.pt2")
@@ -66,13 +70,13 @@ def test_several_classes_have_a_probability_each(tmp_path: Path):
 
 
 def test_a_size_the_model_was_not_made_for_has_its_positions_baked_in(tmp_path: Path):
-    vit = model(small(**LITTLE | {"image": 32}))
+    vit = model(small(**LITTLE | {"image_size": 32}))
     larger = vit.net.resized((24, 40))
-    card = vit.card.but(config=larger.config, preprocess=vit.card.preprocess.but(image=(24, 40)))
+    card = vit.card.replace(config=larger.config, preprocess=vit.card.preprocess.replace(image_size=(24, 40)))
     sheet = Sheet(card=card, to="pt2", inside=False)
     formats.write(traced(larger, sheet), sheet, tmp_path / "larger.pt2")
     pixels = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 3), dtype=np.uint8)
-    images = vit.preprocess.normalise(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    images = vit.preprocess.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2))
     with torch.no_grad():
         wanted = vit.net(images).numpy()  # resampled on the fly
     np.testing.assert_allclose(open_file(tmp_path / "larger.pt2").logits(pixels), wanted, atol=1e-5)

@@ -52,7 +52,7 @@ def test_it_is_used_exactly_where_nothing_can_tell() -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_hooks_wrappers_and_counters_see_every_layer(grad: bool) -> None:
-    mlp, x = MLP(ViTConfig(width=16, heads=2, mlp=24)), torch.randn(4, 16)
+    mlp, x = MLP(ViTConfig(width=16, num_heads=2, mlp_dim=24)), torch.randn(4, 16)
     seen: list[str] = []
     with torch.set_grad_enabled(grad):
         wanted = mlp(x)
@@ -60,7 +60,7 @@ def test_hooks_wrappers_and_counters_see_every_layer(grad: bool) -> None:
             layer.register_forward_hook(lambda *_, name=name: seen.append(name))
         assert relative(mlp(x), wanted) <= 1e-6
         assert seen == ["up", "down"]
-        mlp = MLP(ViTConfig(width=16, heads=2, mlp=24))
+        mlp = MLP(ViTConfig(width=16, num_heads=2, mlp_dim=24))
         with FlopCounterMode(display=False) as counter:
             mlp(x)
         assert counter.get_total_flops() == 2 * 2 * 4 * 16 * 24

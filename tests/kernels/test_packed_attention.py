@@ -15,7 +15,7 @@ from vitrail.config import ViTConfig
 from vitrail.kernels.packed_attention import MOST_TOKENS, can_pack, packed_attention, packed_attention_plain
 from vitrail.models import ViT
 
-SMALL = {"image": 16, "patch": 4, "width": 16, "depth": 2, "heads": 2, "mlp": 24, "classes": 5}
+SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
 
 
 @settings(max_examples=30)

@@ -10,7 +10,7 @@ from models.test_compile import KINDS
 from vitrail.config import ViTConfig
 from vitrail.models import build
 
-SMALL = {"image": 32, "patch": 8, "width": 32, "depth": 2, "heads": 2, "mlp": 48, "classes": 5}
+SMALL = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 2, "num_heads": 2, "mlp_dim": 48, "num_classes": 5}
 POSITIONS = ["none", "learned-1d", "learned-2d", "relative", "sincos-2d", "rope-2d"]
 VITS = {name: config for name, config in KINDS.items() if isinstance(config, ViTConfig)}
 
@@ -27,7 +27,7 @@ def test_tokens_stay_in_bfloat16(config: ViTConfig, train: bool) -> None:
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("options", [{}, {"layer_scale": 0.1, "pre_norm": True, "qk_norm": True, "registers": 2}])
+@pytest.mark.parametrize("options", [{}, {"layer_scale": 0.1, "pre_norm": True, "qk_norm": True, "num_registers": 2}])
 def test_logits_and_gradients_are_those_of_float32_to_a_few_percent(position: str, options: dict[str, object]) -> None:
     net = randomized(build(ViTConfig(**SMALL, position=position, **options))).train()
     images, wanted = torch.randn(8, 3, 32, 32), []

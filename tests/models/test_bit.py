@@ -23,7 +23,7 @@ from vitrail.errors import ModelError
 from vitrail.models.bit import BiT, flops, root_pool
 from vitrail.models.resnet import StandardizedConv
 
-SMALL = BiTConfig(layers=(1, 2), width=0.5, image=32, classes=10)
+SMALL = BiTConfig(layers=(1, 2), width_factor=0.5, image_size=32, num_classes=10)
 
 # Depth and width -> units of each stage, parameters with 1000 classes
 PARAMETERS = {
@@ -67,7 +67,9 @@ def from_big_vision(name: str, value: Tensor) -> tuple[str, Tensor]:
 def test_bit_gives_big_visions_logits():
     weights, values = np.load(golden("bigvision_bit_small.npz")), np.load(golden("bigvision_bit_small_io.npz"))
     state = dict(from_big_vision(k, torch.from_numpy(v)) for k, v in weights.items())
-    net = loaded(BiTConfig(root_pad="none", layers=(1, 1, 1, 1), width=0.5, image=64, classes=10), state)
+    net = loaded(
+        BiTConfig(root_pad="none", layers=(1, 1, 1, 1), width_factor=0.5, image_size=64, num_classes=10), state
+    )
     with torch.no_grad():
         logits = net(torch.from_numpy(values["images_nhwc"]).permute(0, 3, 1, 2))
     assert relative(logits, torch.from_numpy(values["logits"])) <= 1e-5
@@ -84,7 +86,7 @@ def test_bit_gives_timms_logits_at_even_and_odd_sizes():
     for old, new in names.items():
         state = {k.replace(old, new): v for k, v in state.items()}
     state["head.weight"] = state["head.weight"].flatten(1)
-    net = loaded(BiTConfig(standardize_eps=1e-8, classes=10), state)
+    net = loaded(BiTConfig(standardize_eps=1e-8, num_classes=10), state)
     with torch.no_grad():
         for size in [(64, 64), (65, 47)]:
             images = torch.randn(2, 3, *size)
@@ -105,7 +107,7 @@ def test_bit_gives_transformers_logits_and_maps():
     state = theirs.state_dict()
     for old, new in names.items():
         state = {k.replace(old, new): v for k, v in state.items()}
-    net = loaded(BiTConfig(layers=(1, 2, 1), width=0.5, standardize_eps=1e-8, classes=10), state)
+    net = loaded(BiTConfig(layers=(1, 2, 1), width_factor=0.5, standardize_eps=1e-8, num_classes=10), state)
     images = torch.randn(2, 3, 65, 64)
     with torch.no_grad():
         ours, expected = net.features(images, want=("logits", "maps")), theirs(images)
@@ -128,7 +130,7 @@ def test_a_border_of_zeros_wins_where_the_map_is_negative(height: int, width: in
 def test_every_size_has_its_golden_count(name: str):
     layers, count = PARAMETERS[name]
     with torch.device("meta"):
-        net = BiT(BiTConfig(layers=layers, width=float(name.split("x")[1])))
+        net = BiT(BiTConfig(layers=layers, width_factor=float(name.split("x")[1])))
     assert sum(p.numel() for p in net.parameters()) == count
 
 
@@ -172,7 +174,7 @@ def test_images_of_another_kind_are_refused():
 
 
 def test_first_values_are_the_originals():
-    net = BiT(BiTConfig(layers=(1, 1), classes=5), seed=1)
+    net = BiT(BiTConfig(layers=(1, 1), num_classes=5), seed=1)
     assert torch.equal(net.root.weight, BiT(net.config, seed=1).root.weight)
     assert not torch.equal(net.root.weight, BiT(net.config, seed=2).root.weight)
     weight = net.stages[1][0].conv2.weight
@@ -188,7 +190,7 @@ def test_a_new_head_is_zero_and_the_rest_a_copy():
     net, images = randomized(BiT(SMALL)), torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         new = net.with_classes(3)
-        assert new.config.classes == 3
+        assert new.config.num_classes == 3
         assert torch.equal(new(images), torch.zeros(1, 3))
         bare = net.with_classes(0)
         assert torch.equal(bare(images), net.features(images, "pooled").pooled)
@@ -201,7 +203,7 @@ def test_a_new_head_is_zero_and_the_rest_a_copy():
 def test_resizing_records_the_size_and_keeps_the_answer():
     net, images = randomized(BiT(SMALL)), torch.randn(1, 3, 32, 32)
     resized = net.resized((48, 64))
-    assert resized.config.image == (48, 64)
+    assert resized.config.image_size == (48, 64)
     assert torch.equal(resized(images), net(images))
 
 
@@ -237,7 +239,7 @@ def test_it_compiles_and_exports_in_one_graph():
 
 @pytest.mark.parametrize("size", [(64, 64), (45, 30)])
 def test_flops_are_what_torch_counts(size: tuple[int, int]):
-    config = BiTConfig(layers=(1, 2, 1), width=0.5, channels=4, classes=7)
+    config = BiTConfig(layers=(1, 2, 1), width_factor=0.5, channels=4, num_classes=7)
     with torch.device("meta"):
         net, images = BiT(config), torch.empty(3, 4, *size)
     with FlopCounterMode(display=False) as counter:
@@ -406,7 +408,7 @@ def test_a_cuda_graph_neither_keeps_kernels_nor_uses_kept_ones():
         captured = net(images)
     assert not kept(net)
     for conv in standardized(net):
-        conv.weight.mul_(2).add_(1)  # standardised, this is the same kernel
+        conv.weight.mul_(2).add_(1)  # standardized, this is the same kernel
     graph.replay()
     assert relative(captured, expected) <= 1e-2
     net.root.weight.normal_()

@@ -13,7 +13,7 @@ from vitrail.models import Net, build
 from vitrail.models.published import VARIANTS
 from vitrail.models.variants import parse
 
-SMALL = {"image": 32, "patch": 8, "width": 16, "depth": 1, "heads": 2, "mlp": 24, "classes": 5}
+SMALL = {"image_size": 32, "patch_size": 8, "width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
 TWO = SMALL | {"depth": 2}
 """For what blocks share or draw one after the other; every other block traces like the first."""
 KINDS: dict[str, ViTConfig | BiTConfig] = {
@@ -23,16 +23,16 @@ KINDS: dict[str, ViTConfig | BiTConfig] = {
     "relative": ViTConfig(**SMALL, position="relative"),
     "relative, shared, gap": ViTConfig(**TWO, position="relative", position_at="shared", pool="gap"),
     "sincos, gap": ViTConfig(**SMALL, position="sincos-2d", pool="gap", class_token=False),
-    "rope, registers": ViTConfig(**SMALL, position="rope-2d", registers=2),
+    "rope, registers": ViTConfig(**SMALL, position="rope-2d", num_registers=2),
     "map": ViTConfig(**SMALL, pool="map", class_token=False),
     "distilled": ViTConfig(**SMALL, distilled=True),
-    "dinov2": ViTConfig(**SMALL, layer_scale=0.1, activation="swiglu", registers=2, pool="token+gap"),
+    "dinov2": ViTConfig(**SMALL, layer_scale=0.1, activation="swiglu", num_registers=2, pool="token+gap"),
     "clip": ViTConfig(**SMALL, pre_norm=True, activation="gelu-quick", patch_bias=False, head_bias=False),
     "rms, qk-norm": ViTConfig(**SMALL, norm="rms", qk_norm=True, pool_norm="after", pool="gap"),
-    "dropouts": ViTConfig(**TWO, dropout=0.1, attention_dropout=0.1, path_dropout=0.2),
+    "dropouts": ViTConfig(**TWO, dropout=0.1, attention_dropout=0.1, drop_path=0.2),
     "pre-training head": ViTConfig(**SMALL, pre_logits=8),
-    "hybrid": ViTConfig(**SMALL | {"patch": 1}, stem=StemConfig(layers=(1, 1), width=0.5)),
-    "bit": BiTConfig(layers=(1, 1), width=0.5, classes=5, image=32),
+    "hybrid": ViTConfig(**SMALL | {"patch_size": 1}, stem=StemConfig(layers=(1, 1), width_factor=0.5)),
+    "bit": BiTConfig(layers=(1, 1), width_factor=0.5, num_classes=5, image_size=32),
 }
 
 
@@ -40,12 +40,12 @@ def shrunk(name: str) -> ViTConfig | BiTConfig:
     """A published model with all of its options and little of its size."""
     config = parse(name)
     if isinstance(config, BiTConfig):
-        return config.but(layers=(1,) * len(config.layers), width=0.5, image=32, classes=5)
-    stem = config.stem and config.stem.but(layers=(1,) * len(config.stem.layers), width=0.5)
-    patch = pair(config.patch)[0] if stem else 8
+        return config.replace(layers=(1,) * len(config.layers), width_factor=0.5, image_size=32, num_classes=5)
+    stem = config.stem and config.stem.replace(layers=(1,) * len(config.stem.layers), width_factor=0.5)
+    patch = pair(config.patch_size)[0] if stem else 8
     side = 2 * patch * (stem.stride if stem else 1)
-    small = config.but(width=16, heads=2, depth=1, mlp=24, patch=patch, image=side, stem=stem)
-    return small.but(classes=5) if config.classes else small
+    small = config.replace(width=16, num_heads=2, depth=1, mlp_dim=24, patch_size=patch, image_size=side, stem=stem)
+    return small.replace(num_classes=5) if config.num_classes else small
 
 
 PUBLISHED = {shrunk(v.name): v.name for v in VARIANTS}
@@ -81,7 +81,7 @@ def test_compiles_as_one_graph_for_evaluation_and_training(kind: str) -> None:
 
 @pytest.mark.parametrize("config", PUBLISHED, ids=PUBLISHED.values())
 def test_every_published_model_compiles_as_one_graph(config: ViTConfig | BiTConfig) -> None:
-    net, images = randomized(build(config)).train(), torch.randn(2, 3, *pair(config.image))
+    net, images = randomized(build(config)).train(), torch.randn(2, 3, *pair(config.image_size))
     outputs = torch.compile(net, fullgraph=True, backend="eager")(images)  # KINDS go on to AOTAutograd
     assert relative(outputs.detach(), net(images).detach()) <= 1e-5
     outputs.sum().backward()

@@ -17,8 +17,8 @@ from vitrail.config import BiTConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.models import Net, build, drop
 
-SMALL = {"image": 16, "patch": 4, "width": 16, "depth": 3, "heads": 2, "mlp": 24, "classes": 5}
-RATES = {"dropout": 0.2, "path_dropout": 0.5}
+SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 3, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
+RATES = {"dropout": 0.2, "drop_path": 0.5}
 
 
 def keys_for(count: int, step: int = 0) -> Tensor:
@@ -29,14 +29,14 @@ def training(**options: object) -> Net:
     return randomized(build(ViTConfig(**SMALL | RATES | options))).double().train()  # type: ignore[arg-type]
 
 
-def pictures(count: int) -> Tensor:
+def random_images(count: int) -> Tensor:
     return torch.randn(count, 3, 16, 16, dtype=torch.float64)
 
 
 @settings(max_examples=15)
 @given(st.permutations(range(6)), st.integers(1, 5))
 def test_a_samples_draws_do_not_depend_on_its_batch(order: list[int], first: int) -> None:
-    net, images, keys = training(), pictures(6), keys_for(6)
+    net, images, keys = training(), random_images(6), keys_for(6)
     whole = net(images, keys)
     parts = torch.cat(
         [net(images[order[:first]], keys[order[:first]]), net(images[order[first:]], keys[order[first:]])]
@@ -44,9 +44,9 @@ def test_a_samples_draws_do_not_depend_on_its_batch(order: list[int], first: int
     torch.testing.assert_close(parts, whole[order], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"path_dropout": 0.0}, {"dropout": 0.0}, {}])
+@pytest.mark.parametrize("options", [{"drop_path": 0.0}, {"dropout": 0.0}, {}])
 def test_other_keys_give_other_draws_and_the_same_keys_the_same(options: dict[str, float]) -> None:
-    net, images = training(**options), pictures(4)
+    net, images = training(**options), random_images(4)
     one = net(images, keys_for(4))
     assert torch.equal(net(images, keys_for(4)), one)
     assert not torch.equal(net(images, keys_for(4, step=1)), one)
@@ -108,7 +108,7 @@ def test_rates_are_met_and_means_kept(rate: float, dtype: torch.dtype, fresh: bo
     assert float((skipped == 0).double().mean()) == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / 20_000))
 
 
-def test_neighbours_are_not_alike() -> None:
+def test_neighbors_are_not_alike() -> None:
     u = (drop.draws(torch.zeros(32, 10_000), keys_for(32)).double() + 0.5) / drop.LEVELS
     noise = 5 / math.sqrt(u.numel()) / 12
     assert float(u.mean()) == pytest.approx(0, abs=5 * math.sqrt(1 / 12 / u.numel()))
@@ -128,7 +128,7 @@ def test_a_part_by_itself_draws_afresh() -> None:
 
 
 def test_without_keys_torchs_own_seed_decides() -> None:
-    net, images = training(), pictures(3)
+    net, images = training(), random_images(3)
     torch.manual_seed(1)
     one, two = net(images), net(images)
     assert not torch.equal(one, two)
@@ -139,8 +139,8 @@ def test_without_keys_torchs_own_seed_decides() -> None:
 def test_nothing_is_drawn_in_evaluation_or_at_rate_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fresh_keys", "draws"):
         monkeypatch.setattr(drop, name, lambda *_: pytest.fail("drawn"))
-    images = pictures(2)
-    net, other = training(dropout=0.0, path_dropout=0.0), training().eval()
+    images = random_images(2)
+    net, other = training(dropout=0.0, drop_path=0.0), training().eval()
     state = torch.get_rng_state()
     assert torch.equal(net(images), net.eval()(images))
     other(images, keys_for(2))
@@ -150,7 +150,7 @@ def test_nothing_is_drawn_in_evaluation_or_at_rate_zero(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("keys", [keys_for(3), None], ids=["keys", "fresh"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_gradient_checkpointing_draws_the_same_again(keys: Tensor | None, inside: bool) -> None:
-    images = pictures(3)
+    images = random_images(3)
     found = []
     for on in (False, True):
         net = training()
@@ -167,7 +167,7 @@ def test_gradient_checkpointing_draws_the_same_again(keys: Tensor | None, inside
 def test_a_compiled_network_drops_the_same_and_is_not_compiled_again_each_step(checkpointing: bool) -> None:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    net, images = training(depth=1, path_dropout=0.0), pictures(3)
+    net, images = training(depth=1, drop_path=0.0), random_images(3)
     net.gradient_checkpointing = checkpointing
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     for step in range(3):
@@ -180,7 +180,7 @@ def test_a_compiled_network_drops_the_same_and_is_not_compiled_again_each_step(c
 @pytest.mark.slow
 def test_inductor_drops_the_same() -> None:
     torch.compiler.reset()
-    net, images = training(depth=2), pictures(3)
+    net, images = training(depth=2), random_images(3)
     compiled = torch.compile(net, fullgraph=True)
     for step in range(20):  # what inductor writes past the end of, if it does, shows after a while
         got = compiled(images, keys_for(3, step))
@@ -190,7 +190,7 @@ def test_inductor_drops_the_same() -> None:
 
 
 def test_a_bit_takes_keys_and_draws_nothing() -> None:
-    net = randomized(build(BiTConfig(layers=(1,), width=0.5, classes=5, image=32))).train()
+    net = randomized(build(BiTConfig(layers=(1,), width_factor=0.5, num_classes=5, image_size=32))).train()
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(net(images, keys_for(2)), net(images))
     assert net.features(images, want="pooled", keys=keys_for(2)).pooled is not None
@@ -199,4 +199,4 @@ def test_a_bit_takes_keys_and_draws_nothing() -> None:
 @pytest.mark.parametrize("keys", [torch.zeros(2, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 1).long()])
 def test_wrong_keys_get_one_clear_sentence(keys: Tensor) -> None:
     with pytest.raises(ModelError, match="one int64 key for each of 3 images"):
-        training()(pictures(3), keys)
+        training()(random_images(3), keys)

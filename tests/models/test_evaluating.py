@@ -28,7 +28,7 @@ from vitrail.serve.served import features
 
 def learning() -> vitrail.Model:
     """A model in training mode, in which two passes differ, with one block that is kept in evaluation mode."""
-    vit = model(small(path_dropout=0.9, dropout=0.5, attention_dropout=0.5))
+    vit = model(small(drop_path=0.9, dropout=0.5, attention_dropout=0.5))
     vit.net.train()
     vit.net.blocks[0].eval()
     return vit
@@ -52,13 +52,13 @@ def pixels() -> np.ndarray:
 
 CALLS: dict[str, Callable[[vitrail.Model], Any]] = {
     "logits": lambda vit: vit.logits(gradient()),
-    "logits of several": lambda vit: vit.logits([gradient()] * 3, batch=2),
+    "logits of several": lambda vit: vit.logits([gradient()] * 3, batch_size=2),
     "predict": lambda vit: torch.tensor([p.score for p in vit.predict(gradient())]),
     "embed": lambda vit: vit.embed(gradient()),
     "stream": lambda vit: torch.stack(list(vit.stream([gradient()] * 2))),
     "explain": lambda vit: torch.from_numpy(np.stack(list(vit.explain(gradient()).maps.values()))),
     "figures": lambda vit: torch.from_numpy(Portrait(vit, [gradient()]).draw("distances").arrays["distances"]),
-    "colours": lambda vit: torch.from_numpy(Portrait(vit, [gradient()]).draw("colours").arrays["colours"]),
+    "colors": lambda vit: torch.from_numpy(Portrait(vit, [gradient()]).draw("colors").arrays["colors"]),
     "engine": lambda vit: torch.from_numpy(TorchEngine(vit.net, vit.card).logits(pixels())),
     "service": lambda vit: torch.from_numpy(features(vit, pixels())),
 }
@@ -84,7 +84,7 @@ def test_measuring_in_training_mode_gives_the_same_and_changes_no_mode(tmp_path:
         "probe": lambda: probe(
             vit, DataConfig(source=data, workers=0), asked=Asked(methods=("knn",), ks=(1,))
         ).to_dict(),
-        "embed": lambda: embed(vit, data, tmp_path / "x.parquet", overwrite=True).pictures,
+        "embed": lambda: embed(vit, data, tmp_path / "x.parquet", overwrite=True).images,
     }
     for name, call in measured.items():
         with unchanged(vit.net):
@@ -140,7 +140,7 @@ def test_a_network_in_evaluation_mode_keeps_what_it_remembers() -> None:
 
 
 def test_a_bit_evaluates_too() -> None:
-    bit = model(BiTConfig(image=32, classes=5, layers=(1, 1, 1, 1), width=0.5))
+    bit = model(BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5))
     bit.net.train()
     bit.logits(gradient())
     assert all(modes(bit.net).values())

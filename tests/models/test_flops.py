@@ -14,7 +14,7 @@ from vitrail.models.flops import flops, training_flops
 from vitrail.objectives import Classify, Labels
 from vitrail.train.optim import freeze
 
-TINY = ViTConfig(image=16, patch=4, classes=5, width=16, depth=3, heads=2, mlp=32)
+TINY = ViTConfig(image_size=16, patch_size=4, num_classes=5, width=16, depth=3, num_heads=2, mlp_dim=32)
 
 
 @pytest.mark.parametrize("train", ["all", "head", 0, 1, 3])

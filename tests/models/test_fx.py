@@ -43,7 +43,7 @@ def test_a_traced_graph_trains_and_draws_like_the_network(kind: str) -> None:
 
 
 def test_a_graph_traced_after_evaluation_follows_its_weights() -> None:
-    """What evaluation has cached, positions or a standardised kernel, must not become a constant of the graph."""
+    """What evaluation has cached, positions or a standardized kernel, must not become a constant of the graph."""
     for kind in ("plain", "rope, registers", "bit"):
         net, images = randomized(build(KINDS[kind])), torch.randn(2, 3, 32, 32)
         with torch.no_grad():

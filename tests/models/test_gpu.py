@@ -75,7 +75,17 @@ def test_tokens_stay_in_bf16_under_autocast(kind: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_sample_drops_the_same_as_on_the_cpu(compiled: bool) -> None:
-    config = ViTConfig(image=32, patch=8, width=16, depth=3, heads=2, mlp=24, classes=5, dropout=0.2, path_dropout=0.4)
+    config = ViTConfig(
+        image_size=32,
+        patch_size=8,
+        width=16,
+        depth=3,
+        num_heads=2,
+        mlp_dim=24,
+        num_classes=5,
+        dropout=0.2,
+        drop_path=0.4,
+    )
     net, images = randomized(build(config)).double().train(), torch.randn(4, 3, 32, 32).double()
     keys = torch.randint(1 << 62, (4,))
     wanted = net(images, keys)
@@ -98,7 +108,7 @@ def test_another_size_is_resampled_on_the_device_and_remembered() -> None:
 def test_gradient_checkpointing_saves_memory() -> None:
     peaks = []
     for on in (False, True):
-        net = build(ViTConfig(width=384, heads=6, mlp=1536, depth=12, classes=10)).cuda().train()
+        net = build(ViTConfig(width=384, num_heads=6, mlp_dim=1536, depth=12, num_classes=10)).cuda().train()
         net.gradient_checkpointing = on
         torch.cuda.reset_peak_memory_stats()
         net(torch.randn(32, 3, 224, 224, device="cuda")).sum().backward()

@@ -74,7 +74,11 @@ def test_every_parameter_of_the_known_ones_too(config: ViTConfig | BiTConfig) ->
 
 
 def test_everything_under_the_patches_of_a_hybrid_is_the_stem() -> None:
-    net = build(ViTConfig(image=32, patch=1, width=16, depth=2, heads=2, mlp=24, stem=StemConfig(layers=(1, 1))))
+    net = build(
+        ViTConfig(
+            image_size=32, patch_size=1, width=16, depth=2, num_heads=2, mlp_dim=24, stem=StemConfig(layers=(1, 1))
+        )
+    )
     assert {net.depth_of(n) for n, _ in net.named_parameters() if n.startswith(("stem", "patch"))} == {0}
 
 

@@ -22,7 +22,7 @@ from vitrail.models.hybrid import ResNetStem, StemUnit, flops
 from vitrail.models.resnet import max_pool_same, same_padding, standardize
 
 TIMM = {"standardize": "var", "standardize_eps": 1e-8, "norm_eps": 1e-5}
-SMALL = StemConfig(layers=(1, 2), width=0.5)
+SMALL = StemConfig(layers=(1, 2), width_factor=0.5)
 
 
 def loaded(config: StemConfig, state: dict[str, Tensor]) -> ResNetStem:
@@ -80,7 +80,7 @@ def original_vit(features: Tensor, w: dict[str, Tensor]) -> Tensor:
 def test_the_stem_gives_the_original_codes_logits(name: str, layers: tuple[int, ...]):
     weights = {k: torch.from_numpy(v) for k, v in np.load(golden(f"{name}.npz")).items()}
     io = np.load(golden(f"{name}_io.npz"))
-    stem = loaded(StemConfig(layers=layers, width=0.5), stem_state(weights))
+    stem = loaded(StemConfig(layers=layers, width_factor=0.5), stem_state(weights))
     with torch.no_grad():
         logits = original_vit(stem(torch.from_numpy(io["images_nhwc"]).permute(0, 3, 1, 2)), weights)
     assert relative(logits, torch.from_numpy(io["logits"])) <= 1e-5
@@ -130,7 +130,7 @@ def test_the_two_conventions_are_not_the_same_function():
             assert low <= relative(stem(images), theirs(images)) <= high
 
 
-# Padding and standardisation
+# Padding and standardization
 
 
 @given(size=st.integers(1, 300), kernel=st.sampled_from([1, 3, 7]), stride=st.integers(1, 3))
@@ -155,9 +155,9 @@ def test_same_max_pool_never_takes_the_border(height: int, width: int):
 def test_standardize_is_its_formula_in_any_precision(by: str, dtype: torch.dtype):
     kernel = (torch.randn(8, 6, 3, 3) * 0.02 + 1).to(dtype)
     exact = kernel.double()
-    centred = exact - exact.mean((1, 2, 3), keepdim=True)
+    centered = exact - exact.mean((1, 2, 3), keepdim=True)
     std = exact.std((1, 2, 3), keepdim=True, correction=0)
-    expected = centred / (std + 1e-3) if by == "std" else centred / (std.square() + 1e-3).sqrt()
+    expected = centered / (std + 1e-3) if by == "std" else centered / (std.square() + 1e-3).sqrt()
     got = standardize(kernel, by, 1e-3)
     assert got.dtype == dtype
     assert relative(got.double(), expected) <= {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 4e-3)
@@ -252,7 +252,7 @@ def test_gradient_checkpointing_changes_nothing():
 @pytest.mark.parametrize("layers", [(), (1, 2), (2, 1, 1)])
 @pytest.mark.parametrize("size", [(32, 32), (45, 30)])
 def test_flops_are_what_torch_counts(layers: tuple[int, ...], size: tuple[int, int]):
-    config = StemConfig(layers=layers, width=0.5)
+    config = StemConfig(layers=layers, width_factor=0.5)
     with torch.device("meta"):
         stem, images = ResNetStem(config, 4), torch.empty(3, 4, *size)
     with FlopCounterMode(display=False) as counter:
@@ -262,4 +262,4 @@ def test_flops_are_what_torch_counts(layers: tuple[int, ...], size: tuple[int, i
 
 def test_a_width_the_groups_do_not_divide_is_refused():
     with pytest.raises(ConfigError, match=r"do not divide 16 channels; try a width that is a multiple of 0\.5"):
-        ResNetStem(StemConfig(width=0.25), 3)
+        ResNetStem(StemConfig(width_factor=0.25), 3)

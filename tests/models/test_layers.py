@@ -18,7 +18,7 @@ from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.models import Net, build
 
-DEEP = {"image": 32, "patch": 8, "width": 32, "depth": 6, "heads": 2, "mlp": 48, "classes": 5}
+DEEP = {"image_size": 32, "patch_size": 8, "width": 32, "depth": 6, "num_heads": 2, "mlp_dim": 48, "num_classes": 5}
 
 
 def deep(**options: Any) -> Net:
@@ -66,12 +66,14 @@ def test_layers_are_those_of_timm(kind: str, norm: bool) -> None:
             for i, (maps, prefix) in enumerate(wanted):
                 assert relative(got.patch_maps[i], maps.permute(0, 2, 3, 1)) <= 1e-5
                 assert relative(got.prefix_tokens[i], prefix) <= 1e-5
-                assert torch.equal(got.tokens[i][:, net.config.prefix :].unflatten(1, (4, 4)), got.patch_maps[i])
+                assert torch.equal(
+                    got.tokens[i][:, net.config.num_prefix_tokens :].unflatten(1, (4, 4)), got.patch_maps[i]
+                )
 
 
 @pytest.mark.parametrize("position", ["learned-1d", "relative", "rope-2d"])
 def test_some_layers_are_those_of_all(position: Any) -> None:
-    net = deep(position=position, registers=2)
+    net = deep(position=position, num_registers=2)
     with torch.no_grad():
         whole = net.features(images(), ("tokens", "attention", "logits"))
         some = net.features(images(), ("tokens", "attention", "logits"), layers=[4, 1, -1])
@@ -115,12 +117,12 @@ def test_layers_that_are_not_wanted_are_not_kept() -> None:
 def test_wide_images_give_wide_maps() -> None:
     wide = torch.randn(1, 3, 16, 48)
     assert deep().features(wide, "patch_maps", layers=[0]).patch_maps[0].shape == (1, 2, 6, 32)
-    hybrid = build(ViTConfig(**DEEP | {"patch": 1}, stem=StemConfig(layers=(1, 1), width=0.5)))
+    hybrid = build(ViTConfig(**DEEP | {"patch_size": 1}, stem=StemConfig(layers=(1, 1), width_factor=0.5)))
     assert hybrid.features(wide, "patch_maps", layers=[0]).patch_maps[0].shape == (1, 2, 6, 32)
 
 
 def test_a_bit_has_stages() -> None:
-    net = randomized(build(BiTConfig(layers=(1, 1, 1), width=0.5, classes=5, image=32)))
+    net = randomized(build(BiTConfig(layers=(1, 1, 1), width_factor=0.5, num_classes=5, image_size=32)))
     done = counted(net, net.stages)
     with torch.no_grad():
         whole = net.features(images(), "maps").maps
@@ -170,7 +172,7 @@ def test_layers_compile_as_one_graph() -> None:
 
 def test_a_model_gives_features_of_images() -> None:
     vit = model(small())
-    out = vit.features([gradient()] * 3, ("patch_maps", "pooled"), layers=[0, 1], batch=2)
+    out = vit.features([gradient()] * 3, ("patch_maps", "pooled"), layers=[0, 1], batch_size=2)
     assert [m.shape for m in out.patch_maps] == [(3, 4, 4, 128)] * 2
     torch.testing.assert_close(out.pooled, vit.embed([gradient()] * 3))
     assert vit.features(gradient(), layers=[1]).tokens[0].shape == (1, 17, 128)

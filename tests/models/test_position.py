@@ -16,7 +16,7 @@ from vitrail.config import ViTConfig
 from vitrail.models import ViT
 from vitrail.models.position import RESAMPLE, Learned2d, Relative, Rope2d, resample, sincos_2d
 
-CONFIG = ViTConfig(image=(12, 16), patch=4, width=16, depth=2, heads=2, mlp=16, classes=3)
+CONFIG = ViTConfig(image_size=(12, 16), patch_size=4, width=16, depth=2, num_heads=2, mlp_dim=16, num_classes=3)
 
 
 def test_google_resampling_is_scipys_zoom() -> None:
@@ -42,11 +42,11 @@ def along(values: np.ndarray, count: int, *, a: float, antialias: bool, corners:
     wide = max(scale, 1.0) if antialias else 1.0
     result = []
     for i in range(count):
-        centre = i * scale if corners else (i + 0.5) * scale - 0.5
-        reach = range(math.floor(centre - 2 * wide) - 1, math.ceil(centre + 2 * wide) + 2)
+        center = i * scale if corners else (i + 0.5) * scale - 0.5
+        reach = range(math.floor(center - 2 * wide) - 1, math.ceil(center + 2 * wide) + 2)
         if antialias:  # only what is there counts, and the weights are made to sum to one
             reach = range(max(reach.start, 0), min(reach.stop, size))
-        weights = np.array([cubic((j - centre) / wide, a) for j in reach])
+        weights = np.array([cubic((j - center) / wide, a) for j in reach])
         rows = values[np.clip(np.array(list(reach)), 0, size - 1)]
         result.append(np.tensordot(weights / weights.sum(), rows, axes=1))
     return np.array(result)
@@ -117,9 +117,9 @@ def test_sincos_is_columns_then_rows() -> None:
 @given(st.integers(0, 2), st.booleans())
 def test_relative_attention_is_its_definition(registers: int, class_token: bool) -> None:
     """Query times the embedding of p_q - p_k joins the logits, between patches only."""
-    config = CONFIG.but(position="relative", registers=registers, class_token=class_token, pool="gap")
+    config = CONFIG.replace(position="relative", num_registers=registers, class_token=class_token, pool="gap")
     position = randomized(Relative(config))
-    special, count, heads, k = config.prefix, 12, 2, 8
+    special, count, heads, k = config.num_prefix_tokens, 12, 2, 8
     q, keys = torch.randn(1, heads, special + count, k), torch.randn(1, heads, special + count, k)
     q2, k2, bias = position((3, 4), q)(q, keys)
     assert q2 is q
@@ -134,7 +134,7 @@ def test_relative_attention_is_its_definition(registers: int, class_token: bool)
 
 
 def test_rope_turns_pairs_by_the_place_of_the_patch() -> None:
-    config = CONFIG.but(position="rope-2d", registers=1)
+    config = CONFIG.replace(position="rope-2d", num_registers=1)
     q, k = torch.randn(1, 2, 2 + 12, 8, dtype=torch.float64), torch.randn(1, 2, 2 + 12, 8, dtype=torch.float64)
     turned, _, bias = Rope2d(config)((3, 4), q)(q, k)
     assert bias is None
@@ -153,7 +153,7 @@ def test_rope_turns_pairs_by_the_place_of_the_patch() -> None:
 
 @pytest.mark.parametrize("place", ["stem", "layers", "shared"])
 def test_positions_come_in_where_they_are_said_to(place: str) -> None:
-    net = randomized(ViT(CONFIG.but(position_at=place)))
+    net = randomized(ViT(CONFIG.replace(position_at=place)))
     assert len(net.positions) == (2 if place == "layers" else 1)
     images = torch.randn(1, 3, 12, 16)
     with torch.no_grad():

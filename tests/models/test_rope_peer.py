@@ -39,14 +39,14 @@ def peer(registers: int = 2, theta: float = 100.0, **options: Any) -> Any:
 
 def ours(registers: int = 2, theta: float = 100.0) -> ViTConfig:
     return ViTConfig(
-        image=32,
-        patch=PATCH,
-        classes=0,
+        image_size=32,
+        patch_size=PATCH,
+        num_classes=0,
         width=WIDTH,
         depth=DEPTH,
-        heads=HEADS,
-        mlp=64,
-        registers=registers,
+        num_heads=HEADS,
+        mlp_dim=64,
+        num_registers=registers,
         position="rope-2d",
         rope_base=theta,
         norm_eps=1e-5,

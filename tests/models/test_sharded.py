@@ -15,7 +15,17 @@ from torch.distributed.fsdp import fully_shard
 from vitrail.config import ViTConfig
 from vitrail.models import build
 
-CONFIG = ViTConfig(image=16, patch=4, width=64, depth=2, heads=2, mlp=96, classes=5, registers=2, pre_logits=16)
+CONFIG = ViTConfig(
+    image_size=16,
+    patch_size=4,
+    width=64,
+    depth=2,
+    num_heads=2,
+    mlp_dim=96,
+    num_classes=5,
+    num_registers=2,
+    pre_logits=16,
+)
 
 
 def work(rank: int, rendezvous: str, out: str) -> None:

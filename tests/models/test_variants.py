@@ -130,12 +130,12 @@ def test_timms_network_of_this_name_has_this_size(variant: Variant) -> None:
         assert checkpoint in timm.list_pretrained(checkpoint.partition(".")[0] + "*")
     config = parse(variant.name)
     with torch.device("meta"):
-        theirs = timm.create_model(name, num_classes=config.classes)
+        theirs = timm.create_model(name, num_classes=config.num_classes)
     count = sum(p.numel() for p in theirs.parameters())
     if variant.name.startswith("DINOv2") and variant.name.endswith("reg"):
         count += config.width  # timm folds the class token's position into the token
     if variant.name.startswith("CLIP"):
-        count -= config.classes  # timm's projection has a bias, of zeros
+        count -= config.num_classes  # timm's projection has a bias, of zeros
     assert parameters(config) == count
 
 
@@ -156,7 +156,7 @@ def test_names_are_understood_in_any_spelling() -> None:
     assert config_for("timm/vit_base_patch16_224.augreg_in21k_ft_in1k") == parse("ViT-B/16")
     assert config_for("google/vit-base-patch16-384") == parse("ViT-B/16@384")
     assert find("dinov2_vits14_reg").name == "DINOv2-S/14-reg"
-    assert config_for("ViT-S/8@96x64", classes=10).grid == (12, 8)
+    assert config_for("ViT-S/8@96x64", num_classes=10).grid == (12, 8)
     assert config_for("BV-S/16-tok").placed_prefix == 0
     assert config_for("R50+ViT-L/32").stem.layers == (3, 4, 6, 3)
 
@@ -171,7 +171,7 @@ def test_any_size_patch_and_image_combine(size: str, patch: int, times: int, fam
     config = parse(f"{family}-{size}/{patch}@{patch * times}")
     assert isinstance(config, ViTConfig)
     assert (config.width, config.grid) == (SIZES[size].width, (times, times))
-    assert heads_for(config.width, config.mlp) == config.heads
+    assert heads_for(config.width, config.mlp_dim) == config.num_heads
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_what_a_family_says_it_was_checked_against_is_tested() -> None:
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "DeiT-Ti/16-distilled", "SigLIP-B/16", "BiT-R50x1"])
 def test_a_published_model_runs(name: str) -> None:
     config = parse(name)
-    net = build(config.but(depth=1) if isinstance(config, ViTConfig) else config, seed=0).eval()
-    size = (64, 64) if isinstance(config, BiTConfig) else pair(config.image)
+    net = build(config.replace(depth=1) if isinstance(config, ViTConfig) else config, seed=0).eval()
+    size = (64, 64) if isinstance(config, BiTConfig) else pair(config.image_size)
     with torch.no_grad():
         assert net(torch.randn(1, 3, *size)).isfinite().all()

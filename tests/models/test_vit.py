@@ -22,7 +22,7 @@ from vitrail.models.base import adapt_channels
 from vitrail.models.flops import flops, parameters
 from vitrail.models.layers import PatchProjection
 
-SMALL = {"image": 16, "patch": 4, "width": 16, "depth": 2, "heads": 2, "mlp": 24, "classes": 5}
+SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
 ALL = ("logits", "pooled", "pre_logits", "patches", "tokens", "attention")
 
 
@@ -39,12 +39,12 @@ def configs(draw: st.DrawFn) -> ViTConfig:
     pool = pick("token", "gap", "map", "token+gap") if class_token else pick("gap", "map")
     distilled = class_token and pool == "token" and pick(True, False)
     return small(
-        image=pick(16, (16, 24)),
-        patch=pick(4, (8, 4)),
+        image_size=pick(16, (16, 24)),
+        patch_size=pick(4, (8, 4)),
         channels=pick(1, 3, 4),
         class_token=class_token,
         distilled=distilled,
-        registers=pick(0, 3),
+        num_registers=pick(0, 3),
         position=position,
         position_at=pick("layers", "shared")
         if position in ("relative", "rope-2d")
@@ -62,11 +62,11 @@ def configs(draw: st.DrawFn) -> ViTConfig:
         pool=pool,
         pool_norm=pick("before", "none") if pool == "token+gap" else pick("before", "after", "none"),
         pre_logits=0 if distilled else pick(0, 12),
-        classes=pick(0, 5),
+        num_classes=pick(0, 5),
         head_bias=pick(True, False),
         dropout=pick(0.0, 0.1),
         attention_dropout=pick(0.0, 0.1),
-        path_dropout=pick(0.0, 0.3),
+        drop_path=pick(0.0, 0.3),
     )
 
 
@@ -74,13 +74,13 @@ def configs(draw: st.DrawFn) -> ViTConfig:
 @given(configs())
 def test_every_option_works_with_every_other(config: ViTConfig) -> None:
     net = randomized(ViT(config))
-    images = torch.randn(2, config.channels, *config.image)  # type: ignore[misc]
+    images = torch.randn(2, config.channels, *config.image_size)  # type: ignore[misc]
     want = [*ALL, *(["heads"] if config.distilled else []), *(["pool_attention"] if config.pool == "map" else [])]
     with torch.no_grad():
         out = net.features(images, want=want)
         plain = net(images)
-    tokens = math.prod(config.grid) + config.prefix
-    assert plain.shape == (2, config.classes or config.head_width)
+    tokens = math.prod(config.grid) + config.num_prefix_tokens
+    assert plain.shape == (2, config.num_classes or config.head_width)
     assert relative(out.logits, plain) <= 1e-5
     assert [t.shape for t in out.tokens] == [(2, tokens, 16)] * 3
     assert out.patches.shape == (2, *config.grid, 16)
@@ -100,7 +100,7 @@ def test_every_option_works_with_every_other(config: ViTConfig) -> None:
 @given(configs())
 def test_flops_are_torchs_own_count(config: ViTConfig) -> None:
     net = ViT(config).eval()
-    images = torch.randn(1, config.channels, *config.image)  # type: ignore[misc]
+    images = torch.randn(1, config.channels, *config.image_size)  # type: ignore[misc]
     # The counter knows not every fused kernel; written out, attention is two products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(images)
@@ -130,7 +130,7 @@ def test_patch_projection_is_the_strided_convolution() -> None:
 
 
 def test_uncovered_edges_are_left_out_as_a_convolution_does() -> None:
-    net = randomized(ViT(small(image=18, uncovered="ignore")))
+    net = randomized(ViT(small(image_size=18, uncovered="ignore")))
     assert net.config.grid == (4, 4)
     images = torch.randn(1, 3, 18, 19)
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_cocas_pool_says_what_it_needs(options: dict[str, object], message: str)
 
 
 def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> None:
-    config = small(registers=2, pool="map", layer_scale=1e-4)
+    config = small(num_registers=2, pool="map", layer_scale=1e-4)
     one = ViT(config, seed=3)
     torch.randn(7)
     two, three = ViT(config, seed=3), ViT(config, seed=4)
@@ -182,7 +182,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_was_drawn_before() -> Non
 
 @torch.no_grad()
 def test_first_values_are_the_papers() -> None:
-    net = ViT(ViTConfig(width=384, heads=6, mlp=1536, depth=1, classes=10, pre_logits=384), seed=0)
+    net = ViT(ViTConfig(width=384, num_heads=6, mlp_dim=1536, depth=1, num_classes=10, pre_logits=384), seed=0)
     block = net.blocks[0]
     limit = math.sqrt(6 / (384 + 384))
     for part in block.attention.qkv.weight.chunk(3):  # each a matrix of its own, not one of 3D x D
@@ -198,7 +198,7 @@ def test_first_values_are_the_papers() -> None:
     for zeros in (net.class_token, net.head.weight, net.head.bias, net.patch.bias, block.attention.qkv.bias):
         assert not zeros.any()
     assert ViT(small(head_bias_init=-10.0)).head.bias.unique().tolist() == [-10.0]
-    mapped = ViT(small(width=256, pool="map", class_token=False, registers=4), seed=0)
+    mapped = ViT(small(width=256, pool="map", class_token=False, num_registers=4), seed=0)
     bound = math.sqrt(6 / 257)
     assert 0.95 * bound < float(mapped.pool.probe.abs().max()) <= bound
     assert float(mapped.pool.kv.weight.abs().max()) == pytest.approx(math.sqrt(6 / 512), rel=0.01)
@@ -250,7 +250,11 @@ def test_resampled_positions_are_remembered_in_evaluation_only() -> None:
 
 def test_a_skeleton_and_a_state_dict_are_a_network() -> None:
     config = small(
-        position="sincos-2d", pool="map", class_token=False, stem=StemConfig(layers=(1,), width=0.5), patch=1
+        position="sincos-2d",
+        pool="map",
+        class_token=False,
+        stem=StemConfig(layers=(1,), width_factor=0.5),
+        patch_size=1,
     )
     net = randomized(ViT(config))
     skeleton = build(config, skeleton=True)
@@ -265,7 +269,7 @@ def test_a_skeleton_and_a_state_dict_are_a_network() -> None:
 def test_new_heads_are_zero_and_leave_the_old_network_alone() -> None:
     net = randomized(ViT(small(pre_logits=12)))
     fresh = net.with_classes(3)
-    assert fresh.config.classes == 3
+    assert fresh.config.num_classes == 3
     assert fresh.config.pre_logits == 0
     assert not fresh.head.weight.any()
     assert not fresh.head.bias.any()
@@ -276,12 +280,12 @@ def test_new_heads_are_zero_and_leave_the_old_network_alone() -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4, 6])
-def test_other_channels_answer_alike_to_a_grey_picture(channels: int) -> None:
+def test_other_channels_answer_alike_to_a_gray_image(channels: int) -> None:
     net = randomized(ViT(small()))
-    grey = torch.randn(1, 1, 16, 16)
+    gray = torch.randn(1, 1, 16, 16)
     with torch.no_grad():
-        wanted = net(grey.expand(-1, 3, -1, -1))
-        got = net.with_channels(channels)(grey.expand(-1, channels, -1, -1))
+        wanted = net(gray.expand(-1, 3, -1, -1))
+        got = net.with_channels(channels)(gray.expand(-1, channels, -1, -1))
     if channels in (1, 6):
         assert relative(got, wanted) <= 1e-5
     else:
@@ -332,8 +336,8 @@ def test_weights_may_be_mapped_over_as_ensembles_do() -> None:
     [
         (torch.zeros(3, 16, 16), "wanted images as B 3 H W, got \\(3, 16, 16\\)"),
         (torch.zeros(1, 1, 16, 16), "wanted images as B 3 H W"),
-        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "wanted normalised float images, got torch.uint8"),
-        (torch.zeros(1, 3, 18, 16), "patch=4 leaves 2 px of the image's height 18 uncovered; try height 16 or 20"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "wanted normalized float images, got torch.uint8"),
+        (torch.zeros(1, 3, 18, 16), "patch_size=4 leaves 2 px of the image's height 18 uncovered; try height 16 or 20"),
         (torch.zeros(1, 3, 16, 2), "try width 4"),
     ],
 )
@@ -360,19 +364,19 @@ def test_wanting_what_is_not_there(want: str, message: str) -> None:
     ("options", "message"),
     [
         (
-            {"image": 230, "patch": 16},
-            "patch=16 leaves 6 px of the image's height 230 uncovered; try height 224 or 240",
+            {"image_size": 230, "patch_size": 16},
+            "patch_size=16 leaves 6 px of the image's height 230 uncovered; try height 224 or 240",
         ),
-        ({"heads": 3}, "width=16 is not divisible into heads=3"),
+        ({"num_heads": 3}, "width=16 is not divisible into num_heads=3"),
         ({"class_token": False}, "pool='token' needs class_token=true"),
         ({"position": "relative", "position_at": "stem"}, "lives inside the attention"),
         ({"position": "learned"}, "did you mean 'learned-"),
         ({"dropout": 1.0}, "is a probability"),
-        ({"width": 18, "heads": 3, "position": "rope-2d"}, "multiple of 4"),
+        ({"width": 18, "num_heads": 3, "position": "rope-2d"}, "multiple of 4"),
         ({"depth": 0}, "depth must be positive"),
         ({"depth": "12"}, "wants int, got '12'"),
         ({"distilled": True, "pool": "gap"}, "reads two tokens"),
-        ({"stem": StemConfig(), "patch": 3}, "does not divide the stem's"),
+        ({"stem": StemConfig(), "patch_size": 3}, "does not divide the stem's"),
     ],
 )
 def test_impossible_configs_are_refused_at_birth(options: dict[str, object], message: str) -> None:

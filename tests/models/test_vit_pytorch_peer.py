@@ -2,7 +2,7 @@
 
 Its ViT with patch dropout is: in evaluation nothing is dropped, and what is left is a ViT without
 qkv bias, with LayerNorm's epsilon of torch and no position on the class token. Its plain ViT and its
-SimpleViT normalise each patch before and after the projection, which no network of ours does: of the
+SimpleViT normalize each patch before and after the projection, which no network of ours does: of the
 first everything after the patches is compared, of the second the sin-cos positions.
 """
 
@@ -27,7 +27,15 @@ pytestmark = pytest.mark.peer
 
 SIZES: dict[str, Any] = {"dim": 48, "depth": 3, "heads": 4, "dim_head": 12, "mlp_dim": 64, "num_classes": 7}
 OURS = ViTConfig(
-    patch=8, width=48, depth=3, heads=4, mlp=64, classes=7, qkv_bias=False, activation="gelu", norm_eps=1e-5
+    patch_size=8,
+    width=48,
+    depth=3,
+    num_heads=4,
+    mlp_dim=64,
+    num_classes=7,
+    qkv_bias=False,
+    activation="gelu",
+    norm_eps=1e-5,
 )
 
 
@@ -58,7 +66,7 @@ def filled(config: ViTConfig, state: dict[str, Tensor]) -> ViT:
 def whole(theirs: nn.Module, config: ViTConfig) -> ViT:
     """The network with patch dropout, as ours."""
     projection, head = theirs.to_patch_embedding[1], theirs.mlp_head
-    patches = projection.weight.unflatten(1, (*pair(config.patch), 3))  # channels last
+    patches = projection.weight.unflatten(1, (*pair(config.patch_size), 3))  # channels last
     state = block_weights(theirs) | linear("norm", head[0]) | linear("head", head[1])
     state |= {"patch.weight": patches.permute(0, 3, 1, 2), "patch.bias": projection.bias}
     state |= {
@@ -71,7 +79,7 @@ def whole(theirs: nn.Module, config: ViTConfig) -> ViT:
 @pytest.mark.parametrize("image", [(32, 32), (24, 56)])
 def test_the_vit_with_patch_dropout_is_the_same_function(image: tuple[int, int]) -> None:
     theirs = randomized(vit_with_patch_dropout.ViT(image_size=image, patch_size=8, **SIZES))
-    net = whole(theirs, OURS.but(image=image, position_on_class=False))
+    net = whole(theirs, OURS.replace(image_size=image, position_on_class=False))
     images = torch.randn(2, 3, *image)
     with torch.no_grad():
         assert relative(net(images), theirs(images)) <= 1e-5
@@ -80,7 +88,9 @@ def test_the_vit_with_patch_dropout_is_the_same_function(image: tuple[int, int])
 def test_a_size_of_the_paper_agrees_too() -> None:
     sizes = {"dim": 192, "depth": 12, "heads": 3, "dim_head": 64, "mlp_dim": 768, "num_classes": 10}
     theirs = randomized(vit_with_patch_dropout.ViT(image_size=224, patch_size=16, **sizes))
-    config = OURS.but(patch=16, width=192, depth=12, heads=3, mlp=768, classes=10, position_on_class=False)
+    config = OURS.replace(
+        patch_size=16, width=192, depth=12, num_heads=3, mlp_dim=768, num_classes=10, position_on_class=False
+    )
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         assert relative(whole(theirs, config)(images), theirs(images)) <= 1e-5
@@ -88,7 +98,7 @@ def test_a_size_of_the_paper_agrees_too() -> None:
 
 def plain(theirs: nn.Module, **options: Any) -> ViT:
     """The plain network, as ours but for how patches are projected, which is left out."""
-    config = OURS.but(image=32, **options)
+    config = OURS.replace(image_size=32, **options)
     rows = theirs.pos_embedding
     table = rows[config.placed_prefix :].unflatten(0, config.grid)
     state = block_weights(theirs) | linear("norm", theirs.transformer.norm) | linear("head", theirs.mlp_head)

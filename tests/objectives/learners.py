@@ -17,8 +17,8 @@ from vitrail.models import Net, build
 from vitrail.objectives import Distill, Labels, MaskedPatch, Objective, Teacher, make_objective
 from vitrail.weights.card import Card
 
-SMALL = {"image": 16, "patch": 4, "width": 16, "depth": 2, "heads": 2, "mlp": 24, "classes": 5}
-WAY = PreprocessConfig(image=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
+SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
+WAY = PreprocessConfig(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
 
 
 def net_of(seed: int = 0, **options: Any) -> Net:
@@ -42,29 +42,31 @@ def teacher_of(net: Net, way: PreprocessConfig = WAY, **options: Any) -> Teacher
 
 
 def classify(loss: str = "softmax", smoothing: float = 0.1, **options: Any) -> Objective:
-    config = TrainConfig(model=ViTConfig(**SMALL), classify=ClassifyConfig(loss=loss, smoothing=smoothing, **options))
+    config = TrainConfig(
+        model=ViTConfig(**SMALL), classify=ClassifyConfig(loss=loss, label_smoothing=smoothing, **options)
+    )
     counts = np.array([1, 2, 0, 4, 5])
     return make_objective(config, net_of(**RATES), WAY, class_counts=counts)
 
 
-def masked(target: str = "mean-colour", net: Net | None = None, **options: Any) -> MaskedPatch:
+def masked(target: str = "mean-color", net: Net | None = None, **options: Any) -> MaskedPatch:
     found = MaskedPatch(net or net_of(**RATES), MaskedPatchConfig(target=target, **options), WAY, seed=0)
     torch.nn.init.normal_(found.guess.weight)
     return found
 
 
 def distill(kind: str = "hard", distilled: bool = True) -> Distill:
-    labels = Labels(ClassifyConfig(smoothing=0.1), 5)
+    labels = Labels(ClassifyConfig(label_smoothing=0.1), 5)
     net = net_of(distilled=distilled, **RATES)
     return Distill(net, labels, teacher_of(net_of(1)), DistillConfig(kind=kind, teacher="another"))
 
 
-RATES = {"dropout": 0.2, "path_dropout": 0.3}
+RATES = {"dropout": 0.2, "drop_path": 0.3}
 LEARNERS = {
     "softmax": classify,
     "sigmoid": lambda: classify("sigmoid"),
-    "balanced": lambda: classify(weights="balanced"),
-    "mean colour": masked,
+    "balanced": lambda: classify(class_weights="balanced"),
+    "mean color": masked,
     "downsized": lambda: masked("downsized"),
     "pixels": lambda: masked("pixels"),
     "hard": distill,
@@ -77,6 +79,6 @@ def saved(net: Net, path: Path, labels: tuple[str, ...] | None = None, **changes
     """The network as a checkpoint that a config can name."""
     from vitrail.weights import checkpoint
 
-    card = Card(config=net.config, preprocess=WAY.but(**changes), labels=labels)
+    card = Card(config=net.config, preprocess=WAY.replace(**changes), labels=labels)
     checkpoint.write(net, card, path)
     return str(path)

@@ -24,11 +24,11 @@ from vitrail.objectives.classify import balanced_weights
 
 
 def labels(classes: int = 5, several: bool = False, counts: Any = None, **options: Any) -> Labels:
-    return Labels(ClassifyConfig(**options), classes, several=several, class_counts=counts)
+    return Labels(ClassifyConfig(**options), classes, multi_label=several, class_counts=counts)
 
 
 def by_hand(logits: Tensor, wanted: Tensor, loss: str, smoothing: float) -> list[float]:
-    """Picture by picture, class by class, in Python's floats."""
+    """Image by image, class by class, in Python's floats."""
     found = []
     for row, target in zip(logits.tolist(), wanted.tolist(), strict=True):
         classes, mass, total = len(row), sum(target), 0.0
@@ -56,19 +56,19 @@ def test_the_losses_are_their_definitions(b: int, k: int, loss: str, smoothing: 
     soft = F.one_hot(numbers, k).double()
     if mixed:
         soft = 0.3 * soft + 0.7 * soft.flip(0)
-    got = labels(k, loss=loss, smoothing=smoothing)(logits, soft if mixed else numbers)
+    got = labels(k, loss=loss, label_smoothing=smoothing)(logits, soft if mixed else numbers)
     assert got.tolist() == pytest.approx(by_hand(logits, soft, loss, smoothing), rel=1e-6)  # one-hots are float32
 
 
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_hard_labels_are_soft_ones_of_one_class(loss: str) -> None:
     logits, numbers = torch.randn(7, 5), torch.randint(5, (7,))
-    goal = labels(loss=loss, smoothing=0.2)
+    goal = labels(loss=loss, label_smoothing=0.2)
     torch.testing.assert_close(goal(logits, numbers), goal(logits, F.one_hot(numbers, 5).float()))
 
 
 def test_smoothing_and_mixing_may_come_in_either_order() -> None:
-    goal, soft = labels(smoothing=0.3), F.one_hot(torch.tensor([0, 3]), 5).float()
+    goal, soft = labels(label_smoothing=0.3), F.one_hot(torch.tensor([0, 3]), 5).float()
     mixed = 0.4 * soft + 0.6 * soft.flip(0)
     torch.testing.assert_close(goal.smoothed(mixed), 0.4 * goal.smoothed(soft) + 0.6 * goal.smoothed(soft.flip(0)))
 
@@ -76,7 +76,7 @@ def test_smoothing_and_mixing_may_come_in_either_order() -> None:
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=1, max_size=4), st.sampled_from([0.0, 0.2]))
 def test_several_labels_are_a_yes_or_no_each(rows: list[list[bool]], smoothing: float) -> None:
     wanted, logits = torch.tensor(rows).float(), torch.randn(len(rows), 4)
-    goal = labels(4, several=True, loss="softmax", smoothing=smoothing)  # softmax is no choice here
+    goal = labels(4, several=True, loss="softmax", label_smoothing=smoothing)  # softmax is no choice here
     assert goal(logits, wanted).tolist() == pytest.approx(by_hand(logits, wanted, "sigmoid", smoothing), rel=1e-4)
     right = [all((v > 0) == t for v, t in zip(r, ts, strict=True)) for r, ts in zip(logits.tolist(), rows, strict=True)]
     assert goal.correct(logits, wanted).tolist() == right
@@ -90,12 +90,12 @@ def test_timm_computes_the_same() -> None:
     logits, numbers = torch.randn(16, 5), torch.randint(5, (16,))
     soft = torch.randn(16, 5).softmax(-1)
     mean = lambda each: float(each.mean())  # noqa: E731
-    assert mean(labels(smoothing=0.1)(logits, numbers)) == pytest.approx(
+    assert mean(labels(label_smoothing=0.1)(logits, numbers)) == pytest.approx(
         float(LabelSmoothingCrossEntropy(0.1)(logits, numbers)), rel=1e-5
     )
     assert mean(labels()(logits, soft)) == pytest.approx(float(SoftTargetCrossEntropy()(logits, soft)), rel=1e-5)
     theirs = BinaryCrossEntropy(smoothing=0.1, reduction="none")(logits, numbers).sum(-1)
-    torch.testing.assert_close(labels(loss="sigmoid", smoothing=0.1)(logits, numbers), theirs)
+    torch.testing.assert_close(labels(loss="sigmoid", label_smoothing=0.1)(logits, numbers), theirs)
 
 
 def test_correct_counts_the_likeliest_class() -> None:
@@ -130,7 +130,7 @@ WEIGHTS = torch.tensor([4.0, 4 / 3, 0.5])
 
 def test_weights_are_those_of_torch() -> None:
     """Class numbers and mixtures, as `F.cross_entropy(weight=)` weighs them."""
-    learner = Classify(net_of(classes=3), labels(3, counts=[1, 3, 8], weights="balanced")).eval()
+    learner = Classify(net_of(num_classes=3), labels(3, counts=[1, 3, 8], class_weights="balanced")).eval()
     images, mixed = torch.randn(3, 3, 16, 16), torch.randn(3, 3).softmax(-1)
     for targets in (torch.tensor([0, 1, 2]), mixed):
         wanted = F.cross_entropy(learner.net(images), targets, weight=WEIGHTS, reduction="sum")
@@ -141,8 +141,8 @@ def test_weights_are_those_of_torch() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_weighted_mixture_is_the_sum_of_its_weighted_labels(loss: str, smoothing: float) -> None:
     logits, share = torch.randn(3, 3, dtype=torch.float64), torch.randn(3, 3, dtype=torch.float64).softmax(-1)
-    plain = labels(3, loss=loss, smoothing=smoothing)
-    goal = labels(3, counts=[1, 3, 8], weights="balanced", loss=loss, smoothing=smoothing)
+    plain = labels(3, loss=loss, label_smoothing=smoothing)
+    goal = labels(3, counts=[1, 3, 8], class_weights="balanced", loss=loss, label_smoothing=smoothing)
     each = [plain(logits, torch.full((3,), k)) * WEIGHTS[k].double() for k in range(3)]
     for k in range(3):
         torch.testing.assert_close(goal(logits, torch.full((3,), k)), each[k], rtol=1e-6, atol=0)
@@ -166,7 +166,7 @@ def mixtures(counts: list[int]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_balanced_classes_are_equally_likely_also_where_images_are_mixed(loss: str, smoothing: float) -> None:
     """The constant logits at which the expected loss is lowest, by Newton's method."""
-    goal = labels(2, counts=[100, 5], weights="balanced", loss=loss, smoothing=smoothing)
+    goal = labels(2, counts=[100, 5], class_weights="balanced", loss=loss, label_smoothing=smoothing)
     targets, often = mixtures([100, 5])
 
     def expected(logits: Tensor) -> Tensor:
@@ -190,15 +190,15 @@ def test_a_distilled_network_is_trained_on_what_it_answers_with() -> None:
 
 
 def test_what_cannot_be_is_said_at_once() -> None:
-    config = TrainConfig(model=ViTConfig(**SMALL), classify=ClassifyConfig(weights="balanced"))
-    with pytest.raises(DataError, match="how many pictures"):
+    config = TrainConfig(model=ViTConfig(**SMALL), classify=ClassifyConfig(class_weights="balanced"))
+    with pytest.raises(DataError, match="how many images"):
         make_objective(config, net_of(), WAY)
     with pytest.raises(DataError, match=r"each of 5 classes counted, got \(4,\)"):
         make_objective(config, net_of(), WAY, class_counts=np.ones(4))
     with pytest.raises(ConfigError, match="with several labels try none"):
-        make_objective(config, net_of(), WAY, several=True, class_counts=np.ones(5))
+        make_objective(config, net_of(), WAY, multi_label=True, class_counts=np.ones(5))
     with pytest.raises(ModelError, match="without a head"):
-        make_objective(TrainConfig(model=ViTConfig(**SMALL)), net_of(classes=0), WAY)
+        make_objective(TrainConfig(model=ViTConfig(**SMALL)), net_of(num_classes=0), WAY)
     for targets in (torch.zeros(3).long(), torch.zeros(4), torch.zeros(4, 3)):
         with pytest.raises(ModelError, match="4 class numbers or soft labels"):
             labels()(torch.zeros(4, 5), targets)

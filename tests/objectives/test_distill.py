@@ -1,4 +1,4 @@
-"""Distillation against DeiT's formulas, and teachers that see pictures their own way."""
+"""Distillation against DeiT's formulas, and teachers that see images their own way."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_share_is_the_teachers() -> None:
     images, targets = torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.randint(5, (4,))
     found = {}
     for share in (0.0, 0.3, 1.0):
-        learner.config = learner.config.but(share=share)
+        learner.config = learner.config.replace(alpha=share)
         found[share] = learner(images, targets, torch.ones(4))["loss"]
     torch.testing.assert_close(found[0.3], 0.7 * found[0.0] + 0.3 * found[1.0])
 
@@ -96,31 +96,31 @@ def test_labels_and_teacher_are_weighed_each_by_its_own_classes() -> None:
     torch.testing.assert_close(learner(images, targets, torch.ones(6))["loss"], wanted)
 
 
-def test_the_teacher_sees_pictures_as_it_was_trained_to() -> None:
+def test_the_teacher_sees_images_as_it_was_trained_to() -> None:
     """The same bytes prepared for the student and shown to the teacher, or prepared for the teacher."""
     pixels = torch.randint(256, (4, 3, 16, 16), dtype=torch.uint8)
-    theirs = PreprocessConfig(image=16, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    theirs = PreprocessConfig(image_size=16, mean=IMAGENET_MEAN, std=IMAGENET_STD)
     net = net_of(1).eval()
-    got = teacher_of(net, theirs, dtype=torch.float32)(Preprocess(WAY).normalise(pixels))
+    got = teacher_of(net, theirs, dtype=torch.float32)(Preprocess(WAY).normalize(pixels))
     with torch.no_grad():
-        torch.testing.assert_close(got, net(Preprocess(theirs).normalise(pixels)), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, net(Preprocess(theirs).normalize(pixels)), rtol=1e-4, atol=1e-5)
 
 
 def test_another_size_is_resized_with_antialias() -> None:
-    net, images = net_of(1, image=8).eval(), torch.randn(2, 3, 16, 16)
-    got = teacher_of(net, WAY.but(image=8), dtype=torch.float32)(images)
+    net, images = net_of(1, image_size=8).eval(), torch.randn(2, 3, 16, 16)
+    got = teacher_of(net, WAY.replace(image_size=8), dtype=torch.float32)(images)
     with torch.no_grad():
         torch.testing.assert_close(got, net(F.interpolate(images, (8, 8), mode="bilinear", antialias=True)))
     assert not got.requires_grad
 
 
-def test_a_grey_student_may_have_a_colour_teacher() -> None:
-    grey = PreprocessConfig(image=16, mean=(0.5,), std=(0.5,))
+def test_a_gray_student_may_have_a_color_teacher() -> None:
+    gray = PreprocessConfig(image_size=16, mean=(0.5,), std=(0.5,))
     net, images = net_of(1).eval(), torch.randn(2, 1, 16, 16)
-    teacher = load_like(net, grey)
+    teacher = load_like(net, gray)
     with torch.no_grad():
-        colour = (images * 0.5 + 0.5 - torch.tensor(WAY.mean)[:, None, None]) / torch.tensor(WAY.std)[:, None, None]
-        torch.testing.assert_close(teacher(images), net(colour), rtol=1e-4, atol=1e-5)
+        color = (images * 0.5 + 0.5 - torch.tensor(WAY.mean)[:, None, None]) / torch.tensor(WAY.std)[:, None, None]
+        torch.testing.assert_close(teacher(images), net(color), rtol=1e-4, atol=1e-5)
 
 
 def load_like(net: Any, student: PreprocessConfig) -> Any:
@@ -172,15 +172,15 @@ def test_the_same_classes_in_another_order_are_put_in_ours(tmp_path: Path, caplo
 def test_a_teacher_of_something_else_is_refused(tmp_path: Path) -> None:
     path = saved(net_of(1), tmp_path / "teacher", NAMES)
     with pytest.raises(ConfigError, match="knows 5 classes, the student 7; they must be the same"):
-        make_objective(config(path), net_of(classes=7), WAY)
+        make_objective(config(path), net_of(num_classes=7), WAY)
     with pytest.raises(ConfigError, match="calls class 2 'cat', the data 'cow'"):
         make_objective(config(path), net_of(), WAY, labels=("ant", "bee", "cow", "dog", "eel"))
-    with pytest.raises(ConfigError, match="one label to a picture"):
-        make_objective(config(path), net_of(), WAY, several=True)
-    four = WAY.but(mean=(0.5,) * 4, std=(0.5,) * 4)
+    with pytest.raises(ConfigError, match="one label to an image"):
+        make_objective(config(path), net_of(), WAY, multi_label=True)
+    four = WAY.replace(mean=(0.5,) * 4, std=(0.5,) * 4)
     with pytest.raises(ConfigError, match="sees 3 channels, the student 4"):
         make_objective(config(path), net_of(channels=4), four)
-    headless = saved(net_of(1, classes=0), tmp_path / "features")
+    headless = saved(net_of(1, num_classes=0), tmp_path / "features")
     with pytest.raises(ConfigError, match="knows no classes"):
         make_objective(config(headless), net_of(), WAY)
     with pytest.raises(NotFound):
@@ -189,7 +189,7 @@ def test_a_teacher_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_in_double_precision_the_teacher_is_exact_too(tmp_path: Path) -> None:
     path = saved(net_of(1), tmp_path / "teacher")
-    learner = make_objective(config(path, kind="soft").but(precision="float64"), net_of().double(), WAY)
+    learner = make_objective(config(path, kind="soft").replace(precision="float64"), net_of().double(), WAY)
     assert learner.teacher(torch.randn(1, 3, 16, 16, dtype=torch.float64)).dtype == torch.float64
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     whole = learner.teacher(images)

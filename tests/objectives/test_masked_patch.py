@@ -22,10 +22,10 @@ from vitrail.objectives import MaskedPatch, make_objective
 from vitrail.weights.card import channels_for
 
 
-def learner(target: str = "mean-colour", share: float = 0.5, **options: Any) -> MaskedPatch:
+def learner(target: str = "mean-color", share: float = 0.5, **options: Any) -> MaskedPatch:
     net = net_of(**options).double()
     way = channels_for(WAY, net.config.channels)
-    found = MaskedPatch(net, MaskedPatchConfig(target=target, share=share), way, seed=0).double()
+    found = MaskedPatch(net, MaskedPatchConfig(target=target, mask_ratio=share), way, seed=0).double()
     torch.nn.init.normal_(found.guess.weight)
     torch.nn.init.normal_(found.guess.bias)
     return found
@@ -36,7 +36,7 @@ def cells(image: np.ndarray, rows: int, columns: int) -> list[np.ndarray]:
     return [part for band in np.split(image, rows, 1) for part in np.split(band, columns, 2)]
 
 
-def colour_of(part: np.ndarray) -> int:
+def color_of(part: np.ndarray) -> int:
     """C p q in [0, 1] -> 3 bits of each channel's mean, the first channel's the highest."""
     number = 0
     for channel in part:
@@ -45,8 +45,8 @@ def colour_of(part: np.ndarray) -> int:
 
 
 @settings(max_examples=20)
-@given(st.sampled_from([1, 3, 4]), st.sampled_from([(16, 16), (8, 24)]), st.sampled_from(["mean-colour", "downsized"]))
-def test_colours_are_three_bits_of_the_mean_of_a_patch_or_of_its_sixteenths(
+@given(st.sampled_from([1, 3, 4]), st.sampled_from([(16, 16), (8, 24)]), st.sampled_from(["mean-color", "downsized"]))
+def test_colors_are_three_bits_of_the_mean_of_a_patch_or_of_its_sixteenths(
     channels: int, size: tuple[int, int], target: str
 ) -> None:
     one = learner(target, channels=channels)
@@ -54,14 +54,14 @@ def test_colours_are_three_bits_of_the_mean_of_a_patch_or_of_its_sixteenths(
     grid = (size[0] // 4, size[1] // 4)
     got = one.miniatures(images, grid)
     mean, std = one.mean.numpy(), one.std.numpy()
-    for image, colours in zip(images.numpy(), got.tolist(), strict=True):
-        for patch, found in zip(cells(image * std + mean, *grid), colours, strict=True):
+    for image, colors in zip(images.numpy(), got.tolist(), strict=True):
+        for patch, found in zip(cells(image * std + mean, *grid), colors, strict=True):
             parts = cells(patch, 4, 4) if target == "downsized" else [patch]
-            assert found == [colour_of(part) for part in parts]
+            assert found == [color_of(part) for part in parts]
     assert int(got.max()) < 8**channels
 
 
-def test_known_colours_have_known_numbers() -> None:
+def test_known_colors_have_known_numbers() -> None:
     one = MaskedPatch(net_of(), MaskedPatchConfig(), PreprocessConfig(mean=(0, 0, 0), std=(1, 1, 1)))
     shades = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.5, 0.0], [-0.2, 0.0, 1.3]])
     images = shades[:, :, None, None].expand(-1, -1, 4, 8)
@@ -98,12 +98,12 @@ def test_every_patch_is_chosen_equally_often_and_corrupted_as_often_as_told() ->
 
 
 def by_hand(one: MaskedPatch, images: Tensor, keys: Tensor) -> list[float]:
-    """The loss of each picture, one patch at a time."""
+    """The loss of each image, one patch at a time."""
     net, found = one.net, []
     for image, key in zip(images, keys, strict=True):
         chosen = one.chosen(key[None], math.prod(net.config.grid))
         x, grid = net.embed(image[None], corrupt=lambda p, c=chosen, k=key: one.corrupted(p, c, k[None]))
-        final = net.norm(net.encode(x, grid))[0, net.config.prefix :]
+        final = net.norm(net.encode(x, grid))[0, net.config.num_prefix_tokens :]
         shown = cells(image.numpy(), *grid)
         mean, std = (v.numpy() for v in (one.mean, one.std))
         losses = []
@@ -112,17 +112,17 @@ def by_hand(one: MaskedPatch, images: Tensor, keys: Tensor) -> list[float]:
             if one.config.target == "pixels":
                 losses.append(np.mean((said - shown[n].flatten()) ** 2))
                 continue
-            parts = [shown[n]] if one.config.target == "mean-colour" else cells(shown[n], 4, 4)
+            parts = [shown[n]] if one.config.target == "mean-color" else cells(shown[n], 4, 4)
             for scores, part in zip(np.split(said, len(parts)), parts, strict=True):
-                colour = colour_of(part * std + mean)
-                losses.append(math.log(np.exp(scores).sum()) - scores[colour])
+                color = color_of(part * std + mean)
+                losses.append(math.log(np.exp(scores).sum()) - scores[color])
         found.append(float(np.mean(losses)))
     return found
 
 
-@pytest.mark.parametrize("target", ["mean-colour", "downsized", "pixels"])
+@pytest.mark.parametrize("target", ["mean-color", "downsized", "pixels"])
 @pytest.mark.parametrize(
-    "options", [{}, {"pool": "map", "class_token": False}, {"position": "rope-2d", "registers": 2}]
+    "options", [{}, {"pool": "map", "class_token": False}, {"position": "rope-2d", "num_registers": 2}]
 )
 def test_the_loss_is_its_definition(target: str, options: dict[str, Any]) -> None:
     one, keys = learner(target, **options), keys_for(3)
@@ -136,10 +136,10 @@ def test_the_loss_is_its_definition(target: str, options: dict[str, Any]) -> Non
         assert ("correct" in got) == (target != "pixels")
 
 
-@pytest.mark.parametrize("target", ["mean-colour", "downsized"])
+@pytest.mark.parametrize("target", ["mean-color", "downsized"])
 def test_an_oracle_is_always_right(target: str) -> None:
     one, images = learner(target), torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    colours = one.miniatures(images, (4, 4))
+    colors = one.miniatures(images, (4, 4))
     constant = torch.full_like(images, 0.3)
     wanted = one.miniatures(constant, (4, 4))[0, 0]
     torch.nn.init.zeros_(one.guess.weight)
@@ -148,7 +148,7 @@ def test_an_oracle_is_always_right(target: str) -> None:
     got = one(constant, torch.zeros(2), torch.ones(2), keys_for(2))
     assert float(got["correct"]) == 2
     assert float(got["loss"].detach()) == pytest.approx(0, abs=1e-9)
-    assert colours.shape == (2, 16, 16 if target == "downsized" else 1)
+    assert colors.shape == (2, 16, 16 if target == "downsized" else 1)
 
 
 def test_a_fresh_guess_is_uniform() -> None:
@@ -161,14 +161,14 @@ def test_a_fresh_guess_is_uniform() -> None:
 
 OPTIONS = [
     {},
-    {"classes": 0},
+    {"num_classes": 0},
     {"pool": "map", "class_token": False},
     {"pool": "gap", "pool_norm": "after", "class_token": False},
     {"pool": "token+gap"},
     {"pool_norm": "none"},
     {"distilled": True},
     {"pre_logits": 8},
-    {"position": "none", "registers": 1},
+    {"position": "none", "num_registers": 1},
 ]
 
 
@@ -179,14 +179,14 @@ def test_what_takes_no_part_is_not_waited_for(options: dict[str, Any]) -> None:
     unused = [n for n, p in one.named_parameters() if p.requires_grad and p.grad is None]
     frozen = {n for n, p in one.named_parameters() if not p.requires_grad}
     assert not unused
-    assert one.net.config.classes == one.net.config.pre_logits == 0
+    assert one.net.config.num_classes == one.net.config.pre_logits == 0
     assert all(n.startswith("net.pool.") for n in frozen)
 
 
 def test_the_network_given_keeps_its_head() -> None:
     net = net_of()
     one = masked(net=net)
-    assert net.config.classes == 5
+    assert net.config.num_classes == 5
     assert one.net is not net
     assert masked(net=one.net).net is one.net, "nothing to take off, nothing to copy"
 
@@ -195,16 +195,16 @@ def test_other_sizes_and_left_out_edges_are_fine() -> None:
     one = masked(net=net_of())
     got = one(torch.randn(2, 3, 8, 24), torch.zeros(2), torch.ones(2), keys_for(2))
     assert got["loss"].isfinite()
-    edged = learner("pixels", image=18, uncovered="ignore")
+    edged = learner("pixels", image_size=18, uncovered="ignore")
     images, keys = torch.randn(2, 3, 18, 18, dtype=torch.float64), keys_for(2)
     a, b = (edged(x, torch.zeros(2), torch.ones(2), keys)["loss"] for x in (images, images[:, :, :16, :16]))
     torch.testing.assert_close(a, b)
 
 
 def test_learning_it_works() -> None:
-    """A few steps on pictures of two colours: far better than chance."""
+    """A few steps on images of two colors: far better than chance."""
     torch.manual_seed(0)
-    one = MaskedPatch(build(ViTConfig(**SMALL | {"classes": 0}), seed=0), MaskedPatchConfig(), WAY, seed=0)
+    one = MaskedPatch(build(ViTConfig(**SMALL | {"num_classes": 0}), seed=0), MaskedPatchConfig(), WAY, seed=0)
     optimizer = torch.optim.AdamW(one.parameters(), lr=5e-3)
     for step in range(40):
         sides = torch.randint(2, (16, 1, 1, 1)) * 2.0 - 1
@@ -218,14 +218,16 @@ def test_learning_it_works() -> None:
 
 def test_what_cannot_be_is_said_at_once() -> None:
     config = TrainConfig(model=ViTConfig(**SMALL), objective="masked-patch")
-    hybrid = build(ViTConfig(**SMALL | {"patch": 1, "image": 32}, stem=StemConfig(layers=(1, 1), width=0.5)))
+    hybrid = build(
+        ViTConfig(**SMALL | {"patch_size": 1, "image_size": 32}, stem=StemConfig(layers=(1, 1), width_factor=0.5))
+    )
     with pytest.raises(ConfigError, match="plain ViT"):
         make_objective(config, hybrid, WAY)
     with pytest.raises(ConfigError, match="a BiT has none"):
-        make_objective(config, build(BiTConfig(layers=(1,), width=0.5, classes=5)), WAY)
-    with pytest.raises(ConfigError, match="too many colours"):
+        make_objective(config, build(BiTConfig(layers=(1,), width_factor=0.5, num_classes=5)), WAY)
+    with pytest.raises(ConfigError, match="too many colors"):
         learner(channels=5)
     with pytest.raises(ConfigError, match="4 x 4 miniature needs patches"):
-        learner("downsized", patch=2)
+        learner("downsized", patch_size=2)
     with pytest.raises(ModelError, match="two patches or more"):
         masked(net=net_of())(torch.randn(1, 3, 4, 4), torch.zeros(1), torch.ones(1))

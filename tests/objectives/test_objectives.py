@@ -1,4 +1,4 @@
-"""What all objectives promise: sums that add up, pictures that do not meet, one graph, a clean state."""
+"""What all objectives promise: sums that add up, images that do not meet, one graph, a clean state."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_order_of_a_batch_changes_nothing(kind: str, order: list[int]) -> No
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_a_picture_of_weight_zero_adds_nothing(kind: str) -> None:
+def test_an_image_of_weight_zero_adds_nothing(kind: str) -> None:
     learner, (images, targets, weights, keys) = made(kind), batch(6)
     kept = weights > 0
     without = learner(images[kept], targets[kept], weights[kept], keys[kept])
@@ -65,7 +65,7 @@ def test_a_picture_of_weight_zero_adds_nothing(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
-def test_weights_count_pictures(kind: str) -> None:
+def test_weights_count_images(kind: str) -> None:
     learner, (images, targets, _, keys) = made(kind), batch(4)
     weights = torch.tensor([2.0, 1.0, 1.0, 0.0])
     picked = torch.tensor([0, 0, 1, 2])
@@ -77,7 +77,7 @@ def test_weights_count_pictures(kind: str) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
 
 
-QUICK = ("softmax", "mean colour", "soft")
+QUICK = ("softmax", "mean color", "soft")
 ALL = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in LEARNERS]
 
 

@@ -40,19 +40,19 @@ def test_json_and_back_is_the_identity(name: str):
 def test_its_network_can_be_built_and_sees_what_is_prepared(name: str):
     config = RECIPES[name]()
     assert config.model is not None
-    net = build(config.model.but(classes=10), skeleton=True)
+    net = build(config.model.replace(num_classes=10), skeleton=True)
     assert sum(p.numel() for p in net.parameters()) > 1000
     assert config.preprocess is not None
-    assert config.preprocess.image == config.model.image
+    assert config.preprocess.image_size == config.model.image_size
     assert config.preprocess.channels == config.model.channels
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_its_schedule_fits_into_its_length(name: str):
     config, images = RECIPES[name](), IMAGES.get(name, 1_281_167)
-    assert isinstance(config.batch, int)
-    total = config.duration.to_steps(batch=config.batch, images=images)
-    schedule = Schedule(config.schedule, total=total, batch=config.batch, images=images)
+    assert isinstance(config.batch_size, int)
+    total = config.duration.to_steps(batch_size=config.batch_size, images=images)
+    schedule = Schedule(config.schedule, total=total, batch_size=config.batch_size, images=images)
     assert max(schedule(step) for step in (0, schedule.warmup, total // 2)) == 1.0
 
 
@@ -85,12 +85,12 @@ def test_the_readme_has_the_same_accuracy_and_interval(name: str):
 
 @pytest.mark.parametrize("images", [1, 5, 20, 100, 3_000, 60_000, 2_000_000])
 @pytest.mark.parametrize("make", [finetune, paper])
-def test_fine_tuning_fits_any_number_of_pictures(make, images: int):
+def test_fine_tuning_fits_any_number_of_images(make, images: int):
     for device in ("cpu", "cuda"):
         config = make("start", "photos", images=images, device=device)
-        assert 1 <= config.batch <= images
-        total = config.duration.to_steps(batch=config.batch, images=images)
-        Schedule(config.schedule, total=total, batch=config.batch, images=images)
+        assert 1 <= config.batch_size <= images
+        total = config.duration.to_steps(batch_size=config.batch_size, images=images)
+        Schedule(config.schedule, total=total, batch_size=config.batch_size, images=images)
         assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -98,8 +98,12 @@ def test_the_papers_settings():
     """Its Table 4 and appendix B.1.1."""
     config = paper("start", "photos", images=1_281_167)
     optim = config.optim
-    assert (optim.kind, optim.momentum, optim.clip, optim.weight_decay) == ("sgd", 0.9, 1.0, 0.0)
-    assert (config.image, config.batch, str(config.duration)) == (None, 512, "20000 steps")  # `larger` has its size
+    assert (optim.kind, optim.momentum, optim.grad_clip, optim.weight_decay) == ("sgd", 0.9, 1.0, 0.0)
+    assert (config.image_size, config.batch_size, str(config.duration)) == (
+        None,
+        512,
+        "20000 steps",
+    )  # `larger` has its size
     assert config.schedule.kind == "cosine"
     assert paper("start", "cifar", images=50_000).duration == Duration(count=10_000, unit="steps")
     assert paper("start", "pets", images=3_680).duration == Duration(count=500, unit="steps")
@@ -110,6 +114,6 @@ def test_less_learns_where_less_is_asked_for():
     assert config.optim.layer_decay == 0.75
     assert epochs(5).count <= config.duration.count <= 50
     head = only(config, "head").optim
-    assert (head.train, head.layer_decay) == ("head", None)
+    assert (head.trainable, head.layer_decay) == ("head", None)
     assert head.lr > config.optim.lr
-    assert only(config, 2).optim == config.optim.but(train=2)
+    assert only(config, 2).optim == config.optim.replace(trainable=2)

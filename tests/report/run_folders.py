@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, a source of small pictures, and a page taken apart."""
+"""Run folders as training leaves them, a source of small images, and a page taken apart."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from vitrail.data.sources.base import Sample
 from vitrail.evaluate import Scores, measure
 
 LABELS = ("cat", "dog & co", "<script>alert(1)</script>", "sea_horse")
-PREPROCESS = Preprocess(PreprocessConfig(image=8, mean=(0.5,), std=(0.5,)))
-MODEL = ViTConfig(image=8, patch=2, channels=1, classes=4, width=16, depth=2, heads=2, mlp=32)
+PREPROCESS = Preprocess(PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,)))
+MODEL = ViTConfig(image_size=8, patch_size=2, channels=1, num_classes=4, width=16, depth=2, num_heads=2, mlp_dim=32)
 
 
-class Pictures:
-    """Grey noise, 8 x 8, with labels."""
+class Images:
+    """Gray noise, 8 x 8, with labels."""
 
-    name, several, blocks = "noise", False, None
+    name, multi_label, blocks = "noise", False, None
 
     def __init__(self, count: int = 40, labels: tuple[str, ...] = LABELS, channels: int = 1) -> None:
         rng = np.random.default_rng(0)
@@ -43,14 +43,14 @@ class Pictures:
         return f"noise/{index:03d}.png"
 
 
-def measured(net: torch.nn.Module, source: Pictures, targets: torch.Tensor | None = None) -> Scores:
+def measured(net: torch.nn.Module, source: Images, targets: torch.Tensor | None = None) -> Scores:
     """What the network says of all of them."""
     images = torch.from_numpy(source.pixels).permute(0, 3, 1, 2)
     several = targets is not None
     targets = torch.from_numpy(source.targets) if targets is None else targets
     places = torch.arange(len(source))
     batch = Batch(0, images, targets, torch.ones(len(source)), places, places)
-    return measure(net, [batch], preprocess=PREPROCESS, classes=net.config.classes, several=several)
+    return measure(net, [batch], preprocess=PREPROCESS, num_classes=net.config.num_classes, multi_label=several)
 
 
 def logged(step: int, per_epoch: int = 10, **values: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def evaluated(step: int, top1: float | None, per_epoch: int = 10, **values: Any)
 def write_run(path: Path, lines: list[dict[str, Any]], **changes: Any) -> Path:
     """A run folder with these lines; keywords are settings."""
     path.mkdir(parents=True, exist_ok=True)
-    config = TrainConfig(model=MODEL, duration=epochs(20), name=path.name).but(**changes)
+    config = TrainConfig(model=MODEL, duration=epochs(20), name=path.name).replace(**changes)
     (path / "config.json").write_text(json.dumps(config.to_dict()))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

@@ -20,8 +20,8 @@ from report.run_folders import (
     LABELS,
     MODEL,
     PREPROCESS,
+    Images,
     Page,
-    Pictures,
     evaluated,
     logged,
     measured,
@@ -32,7 +32,7 @@ from report.run_folders import (
 from vitrail.config import BiTConfig, PreprocessConfig
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import NotFound
-from vitrail.evaluate import neighbours_baseline
+from vitrail.evaluate import neighbors_baseline
 from vitrail.models import Net, build
 from vitrail.report import write_report
 
@@ -55,8 +55,8 @@ class Whole:
 @pytest.fixture(scope="module")
 def all_of_it(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     folder = tmp_path_factory.mktemp("runs")
-    run, net, source = write_finished(folder / "digits"), randomized(build(MODEL)), Pictures()
-    without = MODEL.but(position="none").to_dict()
+    run, net, source = write_finished(folder / "digits"), randomized(build(MODEL)), Images()
+    without = MODEL.replace(position="none").to_dict()
     other = write_run(folder / "other", [evaluated(s, s / 800) for s in (100, 200)], model=without)
     page = report(
         run,
@@ -64,7 +64,7 @@ def all_of_it(tmp_path_factory: pytest.TempPathFactory) -> Whole:
         scores=measured(net, source),
         source=source,
         measured_on="test",
-        baselines={"3 nearest neighbours": neighbours_baseline(Pictures(60), source)},
+        baselines={"3 nearest neighbors": neighbors_baseline(Images(60), source)},
         comparisons=[other],
         unreadable=[("noise/bad.png", "is empty (0 bytes)")],
         command="vitrail train digits",
@@ -106,11 +106,11 @@ def test_every_link_leads_to_a_section(whole: Page):
 
 
 def test_it_opens_with_the_result_and_what_stands_beside_it(all_of_it: Whole):
-    scores, said = measured(all_of_it.net, Pictures()), all_of_it.page.text
-    assert f"{100 * scores.top1:.1f} % of 40 test pictures are named correctly." in said
+    scores, said = measured(all_of_it.net, Images()), all_of_it.page.text
+    assert f"{100 * scores.top1:.1f} % of 40 test images are named correctly." in said
     assert f"between {100 * scores.low:.1f} and {100 * scores.high:.1f} %" in said
     assert "this model" in said
-    assert "3 nearest neighbours" in said
+    assert "3 nearest neighbors" in said
     assert re.search(r"without positions 25\.0 %", said)  # the other run's last measurement
 
 
@@ -130,7 +130,7 @@ def test_it_says_what_was_trained(all_of_it: Whole):
 
 
 def test_it_says_how_to_use_it_and_to_repeat_it(whole: Page, all_of_it: Whole):
-    assert f"vitrail predict --model {all_of_it.run.name}/model picture.jpg" in whole.text
+    assert f"vitrail predict --model {all_of_it.run.name}/model image.jpg" in whole.text
     assert "vitrail train digits" in whole.text
     assert "--resume" not in whole.text
 
@@ -147,7 +147,7 @@ def test_a_resumed_run_is_repeated_from_its_settings(tmp_path: Path, net: Net, c
     assert "--auto-resume" not in page.text
 
 
-def test_it_lists_pictures_that_could_not_be_read(whole: Page):
+def test_it_lists_images_that_could_not_be_read(whole: Page):
     assert "unreadable" in whole.ids()
     assert "noise/bad.png is empty (0 bytes)" in whole.text
 
@@ -160,7 +160,7 @@ def test_names_of_classes_are_text_never_markup(whole: Page):
 
 
 def test_the_confusion_matrix_is_that_of_the_scores(finished: Path, net: Net):
-    source = Pictures()
+    source = Images()
     scores = measured(net, source)
     html = report(finished, net, scores=scores, source=source).html
     rows = re.findall(r"<tr><th scope=\"row\".*?</tr>", html, re.S)[: len(LABELS)]
@@ -168,8 +168,8 @@ def test_the_confusion_matrix_is_that_of_the_scores(finished: Path, net: Net):
     assert np.array_equal(np.array(table), scores.confusion)
 
 
-def test_pictures_are_the_sources_own_pixel_for_pixel(finished: Path, net: Net):
-    source = Pictures()
+def test_images_are_the_sources_own_pixel_for_pixel(finished: Path, net: Net):
+    source = Images()
     html = report(finished, net, scores=measured(net, source), source=source).html
     cards = re.findall(
         r'<figure class="card wrong" title="noise/(\d+)\.png"><img src="data:image/png;base64,(.*?)"', html
@@ -180,7 +180,7 @@ def test_pictures_are_the_sources_own_pixel_for_pixel(finished: Path, net: Net):
         assert np.array_equal(shown, source.pixels[int(index)].repeat(3, axis=2))
 
 
-def test_every_picture_says_what_it_shows(whole: Page):
+def test_every_image_says_what_it_shows(whole: Page):
     assert whole.all("img")
     assert all(attributes.get("alt") for attributes in whole.all("img"))
     assert {"lang": "en"} in [a for t, a in whole.tags if t == "html"]
@@ -188,9 +188,9 @@ def test_every_picture_says_what_it_shows(whole: Page):
 
 def test_figures_lie_beside_it_as_png(all_of_it: Whole):
     for name in ("curves", "confusion", "attention", "positions", "filters"):
-        with Image.open(all_of_it.run / "figures" / f"{name}.png") as picture:
-            assert picture.format == "PNG"
-            assert min(picture.size) >= 200, name
+        with Image.open(all_of_it.run / "figures" / f"{name}.png") as image:
+            assert image.format == "PNG"
+            assert min(image.size) >= 200, name
 
 
 def test_it_is_written_again_over_itself(finished: Path, net: Net):
@@ -201,7 +201,7 @@ def test_it_is_written_again_over_itself(finished: Path, net: Net):
 
 def test_a_run_stopped_early_says_so_and_how_to_go_on(tmp_path: Path, net: Net):
     run = write_run(tmp_path / "early", [logged(10)])
-    page = report(run, net, source=Pictures())
+    page = report(run, net, source=Images())
     assert "This run stopped at 1 of 20 epochs" in page.text
     assert "vitrail train --resume --out early" in page.text
     assert "1.81 is the loss." in page.text
@@ -211,14 +211,14 @@ def test_a_run_that_patience_ended_is_not_told_to_go_on(tmp_path: Path, net: Net
     run = write_run(tmp_path / "patient", [logged(10)])
     (run / "model").mkdir()
     (run / "model" / "config.json").touch()
-    page = report(run, net, source=Pictures())
+    page = report(run, net, source=Images())
     assert "This run stopped at 1 of 20 epochs" in page.text
     assert "--resume" not in page.text
 
 
 def test_class_names_in_charts_differ_and_are_whole_where_there_is_room(tmp_path: Path, net: Net):
     names = ("chain saw", "church", "a_very_long_name_that_ends_in_one", "a_very_long_name_that_ends_in_two")
-    source = Pictures(labels=names)
+    source = Images(labels=names)
     page = report(write_finished(tmp_path / "run"), net, labels=names, scores=measured(net, source), source=source)
     heads = re.findall(r'<th scope="(?:col|row)"[^>]*>(?:<span>)?([^<]*)', page.html.partition("matrix named")[2])
     wanted = ["chain saw", "church", "a very long…t ends in one", "a very long…t ends in two"]
@@ -230,7 +230,7 @@ def test_class_names_in_charts_differ_and_are_whole_where_there_is_room(tmp_path
 def test_a_matrix_of_many_named_classes_has_the_whole_width(tmp_path: Path):
     names = (*(f"class {i}" for i in range(10)), "red \x1b[31m")
     for count, layout in ((10, 'class="two"'), (11, 'class="two stacked"')):
-        net, source = randomized(build(MODEL.but(classes=count))), Pictures(labels=names[:count])
+        net, source = randomized(build(MODEL.replace(num_classes=count))), Images(labels=names[:count])
         run = write_finished(tmp_path / f"run{count}")
         page = report(run, net, labels=names[:count], scores=measured(net, source), source=source)
         assert layout in page.html
@@ -239,7 +239,7 @@ def test_a_matrix_of_many_named_classes_has_the_whole_width(tmp_path: Path):
 
 def test_it_holds_no_folders_of_this_machine(tmp_path: Path, net: Net):
     data, start = f"folder:{tmp_path}/my photos", f"{tmp_path}/weights/tiny.safetensors"
-    run = write_run(tmp_path / "run", [logged(200)], data={"source": data}, start=start, model=None)
+    run = write_run(tmp_path / "run", [logged(200)], data={"source": data}, init_from=start, model=None)
     command = shlex.join(["vitrail", "finetune", "--model", start, f"--data={data}", "--out", str(run)])
     page = report(run, net, command=command)
     assert str(tmp_path) not in page.html
@@ -261,25 +261,25 @@ def test_a_run_that_was_killed_while_it_wrote_a_line_has_a_page(finished: Path, 
 
 
 def test_without_final_scores_the_last_measurement_is_reported(finished: Path, net: Net):
-    assert "50.0 % of 40 validation pictures are named correctly." in report(finished, net).text
+    assert "50.0 % of 40 validation images are named correctly." in report(finished, net).text
 
 
 def test_a_test_that_had_no_part_in_choosing_comes_first(finished: Path, net: Net):
     found = {"top1": 0.61, "top5": 1.0, "loss": 1.0, "low": 0.58, "high": 0.64, "count": 1000}
     with (finished / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 200, "epoch": 20.0, "images": 6400, "test": found, "model_step": 150}) + "\n")
-    source = Pictures()
+    source = Images()
     scores = measured(net, source)
     page = report(finished, net, scores=scores, source=source)
-    assert "61.0 % of 1,000 test pictures are named correctly." in page.text
-    assert f"On 40 validation pictures: {100 * scores.top1:.1f} %." in page.text
+    assert "61.0 % of 1,000 test images are named correctly." in page.text
+    assert f"On 40 validation images: {100 * scores.top1:.1f} %." in page.text
     assert "this model, test 61.0 %" in page.text
-    assert "chosen on these same pictures" not in page.text
+    assert "chosen on these same images" not in page.text
 
 
-def test_weights_chosen_on_the_pictures_they_are_measured_on_say_so(finished: Path, net: Net):
-    scores = measured(net, Pictures())
-    warning = "chosen on these same pictures"
+def test_weights_chosen_on_the_images_they_are_measured_on_say_so(finished: Path, net: Net):
+    scores = measured(net, Images())
+    warning = "chosen on these same images"
     assert warning in report(finished, net, scores=scores, measured_on="held out").text
     assert warning not in report(finished, net, scores=scores, measured_on="test").text
 
@@ -293,7 +293,7 @@ def test_where_only_averaged_weights_were_measured_they_are_the_curve(tmp_path: 
 
 def test_very_many_classes_show_the_worst_only(finished: Path):
     labels = tuple(f"class number {i}" for i in range(150))
-    source, net = Pictures(600, labels), randomized(build(MODEL.but(classes=150)))
+    source, net = Images(600, labels), randomized(build(MODEL.replace(num_classes=150)))
     page = report(finished, net, scores=measured(net, source), source=source, labels=labels)
     assert "Mixed up most often:" in page.text
     assert re.search(r"The 16 weakest of 1[45]\d classes", page.text)
@@ -303,10 +303,10 @@ def test_very_many_classes_show_the_worst_only(finished: Path):
 
 
 def test_several_labels_are_told_by_average_precision(tmp_path: Path, net: Net):
-    source = Pictures()
+    source = Images()
     targets = (torch.rand(40, 4, generator=torch.Generator().manual_seed(0)) < 0.4).float()
     scores = measured(net, source, targets)
-    run = write_run(tmp_path / "several", [logged(200), evaluated(200, 0.5, map=scores.mean_average_precision)])
+    run = write_run(tmp_path / "multi_label", [logged(200), evaluated(200, 0.5, map=scores.mean_average_precision)])
     page = report(run, net, scores=scores, source=source)
     assert f"{100 * scores.mean_average_precision:.1f} % mean average precision over 4 classes" in page.text
     assert "By class: average precision." in page.text
@@ -315,12 +315,12 @@ def test_several_labels_are_told_by_average_precision(tmp_path: Path, net: Net):
 
 
 def test_several_labels_are_all_named_and_have_the_sigmoid(tmp_path: Path, net: Net):
-    source, targets = Pictures(), torch.tensor([[1.0, 1.0, 0.0, 1.0]]).repeat(40, 1)
+    source, targets = Images(), torch.tensor([[1.0, 1.0, 0.0, 1.0]]).repeat(40, 1)
     lines = [logged(100), logged(200), *(evaluated(step, 0.5, map=0.4) for step in (100, 200))]
-    run = write_run(tmp_path / "several", lines, classify={"smoothing": 0.1})
+    run = write_run(tmp_path / "multi_label", lines, classify={"label_smoothing": 0.1})
     page = report(run, net, scores=measured(net, source, targets), source=source)
     assert "Objective sigmoid cross-entropy, label smoothing 0.1" in page.text
-    assert "The likeliest class is one of the picture's own." in page.text
+    assert "The likeliest class is one of the image's own." in page.text
     looks = page.html.partition('id="attention"')[2]
     for part in (page.html.partition('id="right"')[2].partition("</section>")[0], looks.partition("</section>")[0]):
         assert "cat, dog &amp; co, sea horse" in part
@@ -332,10 +332,10 @@ def test_several_labels_are_all_named_and_have_the_sigmoid(tmp_path: Path, net: 
 def test_masked_patches_have_a_loss_and_no_accuracy(tmp_path: Path):
     lines = [logged(s, accuracy=None) for s in range(10, 201, 10)] + [evaluated(200, None, low=None, high=None)]
     run = write_run(tmp_path / "masked", lines, objective="masked-patch")
-    net = randomized(build(MODEL.but(classes=0)))
-    page = report(run, net, source=Pictures(), labels=())
+    net = randomized(build(MODEL.replace(num_classes=0)))
+    page = report(run, net, source=Images(), labels=())
     assert "0.271 is what the loss came to, from 1.81 at the start." in page.text
-    assert "On validation pictures it is 0.5." in page.text
+    assert "On validation images it is 0.5." in page.text
     assert "guess corrupted patches" in page.text
     assert "vitrail finetune --model" in page.text
     assert "classes" not in page.ids()
@@ -344,13 +344,13 @@ def test_masked_patches_have_a_loss_and_no_accuracy(tmp_path: Path):
 
 
 def test_a_network_without_attention_says_so_in_its_place(tmp_path: Path):
-    config = BiTConfig(image=32, channels=1, classes=4, layers=(1, 1, 1, 1), width=0.5)
+    config = BiTConfig(image_size=32, channels=1, num_classes=4, layers=(1, 1, 1, 1), width_factor=0.5)
     run = write_run(tmp_path / "bit", [logged(200)], model=config.to_dict())
     page = report(
         run,
         build(config).eval(),
-        source=Pictures(),
-        preprocess=Preprocess(PreprocessConfig(image=32, mean=(0.5,), std=(0.5,))),
+        source=Images(),
+        preprocess=Preprocess(PreprocessConfig(image_size=32, mean=(0.5,), std=(0.5,))),
     )
     assert "A BiT has convolutions and no attention" in page.text
     assert "it has no position embeddings" in page.text
@@ -359,32 +359,32 @@ def test_a_network_without_attention_says_so_in_its_place(tmp_path: Path):
 
 
 def test_a_model_without_positions_says_so(finished: Path):
-    net = randomized(build(MODEL.but(position="none")))
+    net = randomized(build(MODEL.replace(position="none")))
     assert "This model has no positions" in report(finished, net).text
 
 
-def test_colour_photographs_become_small_jpegs(finished: Path):
+def test_color_photographs_become_small_jpegs(finished: Path):
     from sklearn.datasets import load_sample_image
 
     photo = load_sample_image("china.jpg")
-    source = Pictures(4, channels=3)
+    source = Images(4, channels=3)
     source.pixels = np.stack([photo[:320, i * 40 : i * 40 + 320] for i in range(4)])
-    config = MODEL.but(image=224, patch=16, channels=3)
-    preprocess = Preprocess(PreprocessConfig(image=224))
+    config = MODEL.replace(image_size=224, patch_size=16, channels=3)
+    preprocess = Preprocess(PreprocessConfig(image_size=224))
     page = report(finished, randomized(build(config)), source=source, preprocess=preprocess)
     looks = [str(a["src"]) for a in page.all("img") if str(a["src"]).startswith("data:image/jpeg")]
     assert len(looks) == 8
     assert max(map(len, looks)) < 30_000
 
 
-def test_a_picture_that_cannot_be_read_any_more_is_left_out(finished: Path, net: Net, tmp_path: Path):
-    class Gone(Pictures):
+def test_an_image_that_cannot_be_read_any_more_is_left_out(finished: Path, net: Net, tmp_path: Path):
+    class Gone(Images):
         def __getitem__(self, index: int) -> Any:
             sample = super().__getitem__(index)
             return type(sample)(sample.key, tmp_path / "gone.png", sample.target)
 
-    page = report(finished, net, scores=measured(net, Pictures()), source=Gone())
-    assert "There is no picture to look at." in page.text
+    page = report(finished, net, scores=measured(net, Images()), source=Gone())
+    assert "There is no image to look at." in page.text
     assert "There is none to show." in page.text
 
 

@@ -1,4 +1,4 @@
-"""The parts a report is made of: markup, curves, words, choices of pictures, what weights show."""
+"""The parts a report is made of: markup, curves, words, choices of images, what weights show."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from compare import randomized
 from hypothesis import given
 from hypothesis import strategies as st
-from report.run_folders import MODEL, Page, Pictures, evaluated, logged, measured, write_run
+from report.run_folders import MODEL, Images, Page, evaluated, logged, measured, write_run
 
 from vitrail.config import StemConfig
 from vitrail.errors import ModelError
 from vitrail.evaluate import Samples, Scores
 from vitrail.explain import panes
-from vitrail.explain.filters import filter_pictures, filters
+from vitrail.explain.filters import filter_images, filters
 from vitrail.explain.positions import position_similarity
 from vitrail.models import Net, build
 from vitrail.report import words
 from vitrail.report.charts import MOST_POINTS, Chart, Series, apart, log_ticks, thinned, ticks, to_svg, wants_log
+from vitrail.report.images import thumbnail
 from vitrail.report.markup import Markup, tag
-from vitrail.report.pictures import thumbnail
 from vitrail.report.runs import differences, read_run, told_apart
 from vitrail.report.story import by_class, confused_pairs, some_right, surest_mistakes
 from vitrail.runtime import visible
@@ -134,11 +134,11 @@ def test_how_far_a_run_came_is_told_in_its_own_unit(tmp_path: Path, duration: st
 
 def test_runs_are_told_apart_by_what_differs(tmp_path: Path):
     first = read_run(write_run(tmp_path / "a", []))
-    without = read_run(write_run(tmp_path / "b", [], model=MODEL.but(position="none").to_dict()))
-    faster = read_run(write_run(tmp_path / "c", [], recompute=True, optim={"lr": 0.01}))
+    without = read_run(write_run(tmp_path / "b", [], model=MODEL.replace(position="none").to_dict()))
+    faster = read_run(write_run(tmp_path / "c", [], gradient_checkpointing=True, optim={"lr": 0.01}))
     assert differences(first.config, without.config) == {"model.position": "none"}
     assert told_apart(first, without) == "without positions"
-    assert told_apart(first, faster) == "lr 0.01, recompute on"
+    assert told_apart(first, faster) == "gradient checkpointing on, lr 0.01"
     assert told_apart(first, read_run(write_run(tmp_path / "d", []))) == "d"
 
 
@@ -181,7 +181,7 @@ def test_right_ones_are_of_as_many_classes_as_there_is_room_for():
 
 
 def test_classes_and_pairs_are_the_same_with_and_without_the_matrix(net: Net):
-    scores = measured(net, Pictures(200))
+    scores = measured(net, Images(200))
     bare = Scores(**{**scores.__dict__, "confusion": None})
     assert by_class(scores) == by_class(bare)
     assert sum(n for *_, n in confused_pairs(scores, 99)) == round((1 - scores.top1) * scores.count)
@@ -200,18 +200,18 @@ def test_positions_are_alike_by_their_cosine():
 
 
 def test_filters_are_the_principal_components():
-    net = randomized(build(MODEL.but(patch=4)))
+    net = randomized(build(MODEL.replace(patch_size=4)))
     patterns, shares = filters(net, most=5)
     matrix = net.patch.weight.detach().flatten(1).double().numpy()
     values, vectors = np.linalg.eigh(np.cov(matrix.T))
     assert shares == pytest.approx(values[::-1][:5] / values.sum())
     assert abs(patterns[0].ravel() @ vectors[:, -1]) == pytest.approx(1)
-    assert [p.shape for p in filter_pictures(patterns)] == [(4, 4, 3)] * 5
+    assert [p.shape for p in filter_images(patterns)] == [(4, 4, 3)] * 5
 
 
 def test_a_hybrids_filters_are_not_of_patches():
-    stem = StemConfig(layers=(1,), width=0.5).to_dict()
-    config = MODEL.but(image=32, patch=1, stem=stem)
+    stem = StemConfig(layers=(1,), width_factor=0.5).to_dict()
+    config = MODEL.replace(image_size=32, patch_size=1, stem=stem)
     with pytest.raises(ModelError, match="ResNet"):
         filters(build(config))
 
@@ -227,19 +227,19 @@ def test_a_view_lights_the_patch_it_is_about():
 def test_every_map_of_a_mosaic_is_in_its_place():
     maps = np.zeros((2, 3, 2, 2))
     maps[1, 2] = 1.0
-    picture = panes.mosaic(maps, side=3, gap=2, low=0.0, high=1.0)
-    assert picture.shape == (2 * 6 + 2, 3 * 6 + 4, 4)
-    assert (picture[8:, 16:, :3] == picture[-1, -1, :3]).all()
-    assert (picture[:, 6:8, 3] == 0).all()  # the gap is clear
-    assert not np.array_equal(picture[0, 0], picture[-1, -1])
+    image = panes.mosaic(maps, side=3, gap=2, low=0.0, high=1.0)
+    assert image.shape == (2 * 6 + 2, 3 * 6 + 4, 4)
+    assert (image[8:, 16:, :3] == image[-1, -1, :3]).all()
+    assert (image[:, 6:8, 3] == 0).all()  # the gap is clear
+    assert not np.array_equal(image[0, 0], image[-1, -1])
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
-def test_pictures_of_any_channels_can_be_shown(channels: int):
+def test_images_of_any_channels_can_be_shown(channels: int):
     assert panes.shown(np.zeros((5, 6, channels), np.float32)).shape == (5, 6, 3)
 
 
-def test_large_pictures_are_shrunk_and_small_ones_kept():
+def test_large_images_are_shrunk_and_small_ones_kept():
     assert thumbnail(np.zeros((400, 200, 3), np.uint8)).shape == (176, 88, 3)
     assert thumbnail(np.zeros((8, 8, 3), np.uint8)).shape == (8, 8, 3)
 

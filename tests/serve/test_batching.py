@@ -21,8 +21,8 @@ from small_models import model, small
 import vitrail
 from vitrail.serve import batching
 from vitrail.serve.app import Service
+from vitrail.serve.images import Opened
 from vitrail.serve.limits import Limits, shares
-from vitrail.serve.pictures import Opened
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_lone_request_does_not_wait_for_company(vit: vitrail.Model) -> None:
 
 def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
     with running(served(vit), work=replace(QUICK, wait=1.0)) as (client, service):
-        decode, batches = service.pictures.unpack, service.served.engine.batches  # type: ignore[attr-defined]
+        decode, batches = service.images.unpack, service.served.engine.batches  # type: ignore[attr-defined]
 
         def unpack(opened: Opened) -> Any:
             if opened.data == photo(0):  # is decoded after the other
@@ -62,7 +62,7 @@ def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
                 time.sleep(0.1)
             return decode(opened)
 
-        service.pictures.unpack = unpack  # type: ignore[method-assign]
+        service.images.unpack = unpack  # type: ignore[method-assign]
         client.post("/v1/predict", files=[("images", photo(0)), ("images", photo(1))])
         assert batches == [2]
 
@@ -150,11 +150,11 @@ def test_bytes_of_bodies_that_are_half_read_are_bounded_together(vit: vitrail.Mo
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200  # which has room
         sock.close()
         until(lambda: service.room.taken == 2 * (30_000 + len(start)))
-        assert client.post("/v1/predict", content=bytes(20_000), headers=JPEG).status_code == 400  # no picture
+        assert client.post("/v1/predict", content=bytes(20_000), headers=JPEG).status_code == 400  # no image
     assert service.room.taken == 0
 
 
-def test_a_deadline_passes_and_the_picture_never_reaches_the_engine(vit: vitrail.Model, senders: Any) -> None:
+def test_a_deadline_passes_and_the_image_never_reaches_the_engine(vit: vitrail.Model, senders: Any) -> None:
     with running(served(vit)) as (client, service):
         busy = Busy(client, service, senders)
         start = time.monotonic()
@@ -185,7 +185,7 @@ def test_a_client_that_hangs_up_costs_nothing_more(vit: vitrail.Model, senders: 
         assert "vitrail_clients_gone_total 1.0" in client.get("/metrics").text
 
 
-def test_a_picture_nobody_waits_for_is_not_decoded(vit: vitrail.Model, senders: Any) -> None:
+def test_an_image_nobody_waits_for_is_not_decoded(vit: vitrail.Model, senders: Any) -> None:
     with running(served(vit), work=replace(QUICK, decoders=1)) as (client, service):
         decoders = Decoders(service)
         seen, go = decoders.seen, decoders.go
@@ -203,8 +203,8 @@ class Decoders:
     """Decoders that are held, and what they were given."""
 
     def __init__(self, service: Service) -> None:
-        self.seen, self.go, self.unpack = [], threading.Event(), service.pictures.unpack
-        service.pictures.unpack = self.held  # type: ignore[method-assign]
+        self.seen, self.go, self.unpack = [], threading.Event(), service.images.unpack
+        service.images.unpack = self.held  # type: ignore[method-assign]
 
     def held(self, opened: Opened) -> Any:
         self.seen.append(len(opened.data))
@@ -256,7 +256,7 @@ def test_pixels_of_a_client_that_hung_up_do_not_wait_for_the_engine(vit: vitrail
         assert busy.first.result().status_code == 200
 
 
-def test_explanations_are_bounded_from_when_their_pictures_come(vit: vitrail.Model, senders: Any) -> None:
+def test_explanations_are_bounded_from_when_their_images_come(vit: vitrail.Model, senders: Any) -> None:
     with running(served(vit), work=replace(QUICK, looks=2, decoders=1)) as (client, service):
         decoders = Decoders(service)
         service.batcher.look_seconds = 6.0
@@ -276,7 +276,7 @@ def test_explanations_are_bounded_from_when_their_pictures_come(vit: vitrail.Mod
         assert client.post("/v1/explain", content=photo(), headers=JPEG).status_code == 200
 
 
-def test_more_pictures_than_may_ever_wait_are_too_many_not_too_early(vit: vitrail.Model) -> None:
+def test_more_images_than_may_ever_wait_are_too_many_not_too_early(vit: vitrail.Model) -> None:
     with running(served(vit), work=replace(QUICK, queue=2)) as (client, _):
         answer = client.post("/v1/predict", files=[("images", photo(i)) for i in range(3)])
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_images")
@@ -290,7 +290,7 @@ def test_more_pictures_than_may_ever_wait_are_too_many_not_too_early(vit: vitrai
 
 
 def test_explanations_and_predictions_take_turns(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, batch=1)) as (client, service):
+    with running(served(vit), work=replace(QUICK, batch_size=1)) as (client, service):
         busy = Busy(client, service, senders)
         order: list[str] = []
         step, run = service.batcher._step, service.batcher._run
@@ -336,7 +336,7 @@ def test_an_engine_that_fails_is_a_500_without_details_and_the_next_request_is_a
 
 
 def test_several_lanes_give_the_same_answers(vit: vitrail.Model, senders: Any) -> None:
-    work = shares(2, alone=True, batch=2)
+    work = shares(2, alone=True, batch_size=2)
     assert (work.lanes, work.threads, work.decoders) == (2, 1, 2)
     assert (shares(2, alone=False).lanes, shares(2, alone=False).threads) == (1, 2)
     with running(served(vit), work=work) as (client, _):
@@ -357,7 +357,7 @@ def test_whatever_fails_before_the_line_is_a_500_and_the_server_still_stops(
     with running(served(vit)) as (client, service):
         with monkeypatch.context() as patched:
             parts = {"submit": (service.batcher.decoders, "submit"), "metrics": (service.metrics.decode, "observe")}
-            patched.setattr(*parts.get(where, (service.pictures, "unpack")), broken)
+            patched.setattr(*parts.get(where, (service.images, "unpack")), broken)
             assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 500
         assert service.batcher._coming == 0
         assert service.batcher.waiting.taken == 0
@@ -369,7 +369,7 @@ def test_speed_counts_batches_that_run_side_by_side_and_no_others(
 ) -> None:
     what, now = served(vit), [0.0]
     service = Service(what, Limits(), QUICK)
-    batcher = batching.Batcher(what, service.pictures, replace(QUICK, lanes=4), service.metrics)
+    batcher = batching.Batcher(what, service.images, replace(QUICK, lanes=4), service.metrics)
     batcher._tell = lambda *_: None  # type: ignore[method-assign]
     monkeypatch.setattr(batching, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
     group = [(batching.Ticket(None, [b""]), 0, np.zeros(what.shape, np.uint8))] * 2  # type: ignore[arg-type]
@@ -379,7 +379,7 @@ def test_speed_counts_batches_that_run_side_by_side_and_no_others(
         return np.zeros((len(pixels), 5), np.float32)
 
     what.outputs = outputs  # type: ignore[method-assign]
-    for beside, speed in ((0, 20), (2, 60)):  # two pictures in a tenth of a second, alone or beside two others
+    for beside, speed in ((0, 20), (2, 60)):  # two images in a tenth of a second, alone or beside two others
         batcher._running = beside
         for _ in range(100):
             batcher._run(group)

@@ -1,4 +1,4 @@
-"""How many pictures an engine is given at a time: found by trying, in little time."""
+"""How many images an engine is given at a time: found by trying, in little time."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Timed:
 
 
 SLOWER_PAST_8 = {1: 24.1, 2: 21.9, 4: 20.5, 8: 19.7, 16: 21.5, 32: 23.8}
-"""Milliseconds for a picture in batches of these sizes: ViT-Ti/16 on one core."""
+"""Milliseconds for an image in batches of these sizes: ViT-Ti/16 on one core."""
 
 
 @pytest.mark.parametrize(
     ("seconds", "best"),
     [
         (lambda size: 0.004 * size, 1),  # nothing is gained by more
-        (lambda size: 0.02, 32),  # a batch costs what one picture does
+        (lambda size: 0.02, 32),  # a batch costs what one image does
         (lambda size: 0.01 + 0.02 * max(size - 8, 0), 8),
         (lambda size: SLOWER_PAST_8[size] * size / 1000, 8),  # 4 per cent better than 4, and worth it
         (lambda size: size * (1 if size < 4 else 0.99), 1),  # 1 per cent is not

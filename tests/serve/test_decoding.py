@@ -24,12 +24,12 @@ from serving import QUICK, photo, png_of, running, served, until
 from small_models import model, small
 
 import vitrail
-from vitrail.serve import decode_process, decoding, fair_queue, image_headers, pictures
+from vitrail.serve import decode_process, decoding, fair_queue, image_headers, images
 from vitrail.serve.app import Service
 from vitrail.serve.decode_process import DecodeProcess
 from vitrail.serve.image_headers import quick_header
+from vitrail.serve.images import Images, Opened
 from vitrail.serve.limits import Limits
-from vitrail.serve.pictures import Opened, Pictures
 from vitrail.serve.problems import Problem
 
 PNG = {"content-type": "image/png"}
@@ -60,8 +60,8 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def reader(vit: vitrail.Model, **limits: Any) -> Pictures:
-    return Pictures(vit.preprocess, Limits(**limits), (4, 4))
+def reader(vit: vitrail.Model, **limits: Any) -> Images:
+    return Images(vit.preprocess, Limits(**limits), (4, 4))
 
 
 def chunk(name: bytes, data: bytes = b"") -> bytes:
@@ -108,7 +108,7 @@ def test_what_an_image_costs_follows_from_its_header(
     data = saved(image, kind)
     opened = reader(vit).open(data)
     assert (opened.pixels, opened.cost, opened.large) == (600, cost, False)
-    monkeypatch.setattr(pictures, "SMALL_PIXELS", cost - 1)
+    monkeypatch.setattr(images, "SMALL_PIXELS", cost - 1)
     assert reader(vit).open(data).large
     assert np.array_equal(reader(vit).unpack(opened), reader(vit).pixels(data))
 
@@ -135,7 +135,7 @@ def test_what_takes_time_to_look_at_is_large_unseen(
 ) -> None:
     opened = reader(vit).open(data)
     assert opened.large
-    assert quick_header(data) == (len(data) > pictures.SMALL_BYTES)
+    assert quick_header(data) == (len(data) > images.SMALL_BYTES)
     if not quick_header(data):
         monkeypatch.setattr(Image, "open", None)
         assert reader(vit).open(data).pixels == Limits().pixels
@@ -153,7 +153,7 @@ def test_usual_files_are_quick() -> None:
 @pytest.mark.parametrize("data", [with_chunks(100), b"\xff\xd8" + b"\xff\xe9\0\x02" * 2000 + photo()[2:]])
 def test_what_is_not_judged_at_once_is_judged_when_it_is_decoded(vit: vitrail.Model, data: bytes) -> None:
     opened = reader(vit).open(data)
-    assert (opened.source, opened.cost) == (None, Limits().pixels // pictures.UNSEEN)
+    assert (opened.source, opened.cost) == (None, Limits().pixels // images.UNSEEN)
     assert np.array_equal(
         reader(vit).unpack(opened), reader(vit).pixels(photo(kind="PNG" if data[0] == 0x89 else "JPEG"))
     )
@@ -278,7 +278,7 @@ class Elsewhere:
     """Stands in for the process: each image waits until it is let go."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.images, self.go, self.seen, self.dropped = service.pictures, threading.Event(), [], 0
+        self.images, self.go, self.seen, self.dropped = service.images, threading.Event(), [], 0
         monkeypatch.setattr(decoding.Decoders, "_elsewhere", self._decoded)
 
     def _decoded(self, process: Any, request: Any, opened: Opened) -> Any:
@@ -299,7 +299,7 @@ def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: byt
             assert result["predictions"][0]["index"] == best.index
             assert result["predictions"][0]["score"] == pytest.approx(best.score, abs=1e-6)
         assert client.post("/v1/explain", content=large, headers=PNG).status_code == 200
-        assert client.post("/v1/picture?hide=[1]", content=large, headers=PNG).status_code == 200
+        assert client.post("/v1/image?hide=[1]", content=large, headers=PNG).status_code == 200
         tiff = saved(Image.effect_noise((300, 200), 90).convert("RGB"), "TIFF")
         assert len(tiff) > image_headers.SMALL_ODD
         assert client.post("/v1/predict", files=[("images", tiff)] * 5).status_code == 200
@@ -324,7 +324,7 @@ def test_what_a_request_costs_is_counted_before_anything_is_decoded(
 ) -> None:
     deep = saved(Image.new("I;16", (50, 40)), "PNG")  # 2,000 pixels that count for 8,000
     with running(served(vit), Limits(pixels=5000)) as (client, service):
-        monkeypatch.setattr(service.pictures, "unpack", None)
+        monkeypatch.setattr(service.images, "unpack", None)
         answer = client.post("/v1/predict", files=[("images", deep)] * 3)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_pixels")
         assert "24,000 pixels" in answer.json()["error"]["message"]

@@ -42,7 +42,7 @@ def test_it_says_how_arrays_are_read(page: Any) -> None:
     assert "row by row from 0" in page.inner_text("#post-v1-predict .values")
 
 
-def test_it_leads_back_and_keeps_the_colours_that_were_chosen(page: Any, site: httpx.Client) -> None:
+def test_it_leads_back_and_keeps_the_colors_that_were_chosen(page: Any, site: httpx.Client) -> None:
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.click("#theme")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before

@@ -128,7 +128,7 @@ def test_a_file_that_was_written_before_parameters_were_kept_is_served(exported:
 
 
 def test_an_exported_file_of_features_embeds_without_the_hidden_patches(tmp_path: Path) -> None:
-    vit = model(small(classes=0), task="embed")
+    vit = model(small(num_classes=0), task="embed")
     path = export(vit, tmp_path / "features.pt2", to="pt2").path
     with running(Served(open_engine(path, threads=1), name="small")) as (client, _):
         plain = client.post("/v1/embed", files={"image": photo()}).json()["results"][0]["embedding"]

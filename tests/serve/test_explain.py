@@ -32,10 +32,10 @@ from vitrail.explain import attention_distance, class_view, gradient_view, occlu
 from vitrail.explain.distance import uniform_distance
 from vitrail.explain.occlusion import windows
 from vitrail.serve import looking
+from vitrail.serve.images import Images
 from vitrail.serve.limits import Limits
 from vitrail.serve.looking import Asked, Looker, packed_attention, packed_map
 from vitrail.serve.metrics import Metrics
-from vitrail.serve.pictures import Pictures
 from vitrail.serve.problems import Problem
 from vitrail.serve.served import Served
 from vitrail.serve.streaming import Newest, in_lines
@@ -46,7 +46,7 @@ JPEG = {"content-type": "image/jpeg"}
 @pytest.fixture(scope="module")
 def vit() -> vitrail.Model:
     torch.manual_seed(0)
-    return model(small(registers=1, image=(32, 48)), preprocess=vitrail.PreprocessConfig(image=(32, 48)))
+    return model(small(num_registers=1, image_size=(32, 48)), preprocess=vitrail.PreprocessConfig(image_size=(32, 48)))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_maps_are_those_of_explain(client: httpx.Client, vit: vitrail.Model, ima
 def test_occlusion_is_done_a_few_squares_at_a_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looking, "AT_A_TIME", 1)
     what = served(vit)
-    looker = Looker(what, Pictures(vit.preprocess, Limits(), what.grid))
+    looker = Looker(what, Images(vit.preprocess, Limits(), what.grid))
     turns = {
         method: len(list(looker.steps(vit.preprocess.pixels(photo()), Asked(methods=(method,)))))
         for method in ("rollout", "occlusion")
@@ -114,11 +114,11 @@ def test_occlusion_is_done_a_few_squares_at_a_time(vit: vitrail.Model, monkeypat
     assert turns["occlusion"] == turns["rollout"] + 2 * 3  # squares of two patches on a grid of 4 x 6
 
 
-def test_occlusion_of_a_model_with_several_classes_to_a_picture(vit: vitrail.Model, images: torch.Tensor) -> None:
-    several = vitrail.Model(vit.net, vit.card.but(several=True))
+def test_occlusion_of_a_model_with_several_classes_to_an_image(vit: vitrail.Model, images: torch.Tensor) -> None:
+    several = vitrail.Model(vit.net, vit.card.replace(multi_label=True))
     with running(served(several)) as (client, _):
         found = explained(client, methods='["occlusion"]', target="bird")
-    wanted = occlusion(vit.net, images, torch.tensor([2]), stride=2, several=True)[0].numpy()
+    wanted = occlusion(vit.net, images, torch.tensor([2]), stride=2, multi_label=True)[0].numpy()
     assert np.allclose(map_of(found["maps"]["occlusion"], (4, 6)), wanted, atol=np.ptp(wanted) / 255)
 
 
@@ -126,22 +126,22 @@ def test_occlusion_of_a_model_with_several_classes_to_a_picture(vit: vitrail.Mod
     "changes",
     [
         {},
-        {"image": (8, 48)},  # a single row of patches
-        {"image": 40},  # an odd number of them: the last square ends at the edge
-        {"image": 36, "uncovered": "ignore"},  # the last 4 pixels belong to no patch
+        {"image_size": (8, 48)},  # a single row of patches
+        {"image_size": 40},  # an odd number of them: the last square ends at the edge
+        {"image_size": 36, "uncovered": "ignore"},  # the last 4 pixels belong to no patch
     ],
 )
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("turn", [0.0, 10.0])
 def test_occlusion_in_steps_is_occlusion(
-    changes: dict[str, Any], several: bool, turn: float, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], multi_label: bool, turn: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(looking, "TURN", turn)
     torch.manual_seed(1)
     net = model(small(**changes)).net
-    images, target = torch.randn(1, 3, *pair(changes.get("image", 32))), torch.tensor([3])
-    wanted = METHODS["occlusion"](net, images, target, several)[0]
-    steps = looking.occluded(net, images, target, several)
+    images, target = torch.randn(1, 3, *pair(changes.get("image_size", 32))), torch.tensor([3])
+    wanted = METHODS["occlusion"](net, images, target, multi_label)[0]
+    steps = looking.occluded(net, images, target, multi_label)
     count, found = 0, None
     while found is None:
         try:
@@ -157,7 +157,7 @@ def test_occlusion_in_steps_is_occlusion(
 
 def test_predictions_have_their_turn_within_an_occlusion(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(looking, "TURN", 0.0)
-    with running(served(vit), work=replace(QUICK, batch=1)) as (client, service), ThreadPoolExecutor(2) as pool:
+    with running(served(vit), work=replace(QUICK, batch_size=1)) as (client, service), ThreadPoolExecutor(2) as pool:
         order: list[str] = []
         step, run = service.batcher._step, service.batcher._run
         service.batcher._step = lambda ticket: (order.append("look"), time.sleep(0.05), step(ticket))[-1]  # type: ignore[func-returns-value, method-assign]
@@ -190,9 +190,9 @@ def test_predictions_and_target_are_those_of_predict(client: httpx.Client, vit: 
     assert list(found["maps"]) == ["rollout"]
 
 
-def test_what_is_hidden_is_hidden_from_the_network_and_not_from_the_picture(client: httpx.Client) -> None:
+def test_what_is_hidden_is_hidden_from_the_network_and_not_from_the_image(client: httpx.Client) -> None:
     whole, hidden = explained(client), explained(client, hide="[0,1,2,3,4,5,6,7]", fill="zero")
-    assert whole["picture"] == hidden["picture"]
+    assert whole["image"] == hidden["image"]
     assert whole["attention"] != hidden["attention"]
     raw = client.post(
         "/v1/predict", params={"hide": "[0,1,2,3,4,5,6,7]", "fill": "zero"}, content=photo(), headers=JPEG
@@ -201,10 +201,10 @@ def test_what_is_hidden_is_hidden_from_the_network_and_not_from_the_picture(clie
     assert [p["score"] for p in hidden["predictions"]] == pytest.approx(scores, abs=1e-5)
 
 
-def test_the_picture_is_what_the_network_sees_and_large_enough_to_be_seen(
+def test_the_image_is_what_the_network_sees_and_large_enough_to_be_seen(
     client: httpx.Client, vit: vitrail.Model
 ) -> None:
-    kind, _, text = explained(client)["picture"].partition(",")
+    kind, _, text = explained(client)["image"].partition(",")
     assert kind == "data:image/jpeg;base64"
     shown = Image.open(io.BytesIO(base64.b64decode(text)))
     assert shown.size == (384, 256)
@@ -263,7 +263,7 @@ def test_a_map_is_within_half_a_step_of_its_range(values: np.ndarray) -> None:
 
 def test_an_exported_graph_cannot_be_looked_into(vit: vitrail.Model) -> None:
     alone = Served(served(vit).engine)
-    looker = Looker(alone, Pictures(alone.preprocess, Limits(), alone.grid))
+    looker = Looker(alone, Images(alone.preprocess, Limits(), alone.grid))
     with pytest.raises(Problem, match="cannot be looked into") as refused:
         looker.check(looking.Asked())
     assert refused.value.status == 501
@@ -329,7 +329,7 @@ def test_a_partial_map_has_only_values_that_stay(grid: tuple[int, int], monkeypa
     monkeypatch.setattr(looking, "AT_A_TIME", 1)
     torch.manual_seed(1)
     image = (8 * grid[0], 8 * grid[1])
-    net = model(small(image=image)).net
+    net = model(small(image_size=image)).net
     steps = looking.occluded(net, torch.randn(1, 3, *image), torch.tensor([3]), False)
     parts, final = [], None
     while final is None:

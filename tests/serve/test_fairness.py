@@ -72,7 +72,7 @@ def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
     vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fair_queue, "CROWDED", 60)
-    work = replace(QUICK, lanes=2, batch=2)
+    work = replace(QUICK, lanes=2, batch_size=2)
     with running(served(vit), work=work) as (client, service), other_client(client) as other:
         assert other.post("/v1/predict", content=photo(7), headers=JPEG).status_code == 200
         service.served.engine.batches.clear()  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
 
 
 def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, lanes=2, batch=2)) as (client, service):
+    with running(served(vit), work=replace(QUICK, lanes=2, batch_size=2)) as (client, service):
         busy = Busy(client, service, senders)
         more = [busy.send(i) for i in range(2)]
         until(lambda: service.batcher._lanes == {"127.0.0.1": 2})

@@ -1,4 +1,4 @@
-"""The explorer in Firefox and in WebKit, where they are installed: the same pictures, words and bars as in Chromium."""
+"""The explorer in Firefox and in WebKit, where they are installed: the same images, words and bars as in Chromium."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_sample_is_looked_at(page: Any, cifar10: vitrail.Model) -> None:
 
 
 def test_a_patch_is_asked_by_pointing(page: Any, cifar10: vitrail.Model) -> None:
-    seen = page("#picture=cat&layer=4&head=2")
+    seen = page("#image=cat&layer=4&head=2")
     row = attention_views(cifar10.net, cifar10.preprocess(CAT), query=(3, 6), layers=(3,))[0][0, 0, 1]  # 8 8
     best = divmod(int(row.argmax()), 8)
     seen.move(*patch(seen, 2, 5))
@@ -78,7 +78,7 @@ def test_a_patch_is_asked_by_pointing(page: Any, cifar10: vitrail.Model) -> None
 
 
 def test_clicks_and_drags_hide_and_the_pointer_keeps_asking(page: Any, site: httpx.Client) -> None:
-    seen = page("#picture=cat")
+    seen = page("#image=cat")
     seen.drag(patch(seen, 3, 3))
     wait_for_bars(seen, hiding(site, [27], CAT.read_bytes()))
     seen.see("#words", "Row 4, column 4 looks most at")  # WebKit says that the pointer left, with every click
@@ -88,21 +88,21 @@ def test_clicks_and_drags_hide_and_the_pointer_keeps_asking(page: Any, site: htt
     wait_for_bars(seen, hiding(site, [27], CAT.read_bytes()))
 
 
-def test_a_picture_of_ones_own_is_remembered(page: Any, cifar10: vitrail.Model, tmp_path: Path) -> None:
+def test_an_image_of_ones_own_is_remembered(page: Any, cifar10: vitrail.Model, tmp_path: Path) -> None:
     mine = tmp_path / "mine.png"
     mine.write_bytes(drawing(4))
     wanted = as_bars((p.label, p.score) for p in cifar10.predict(drawing(4)))
     seen = page()
     seen.choose_file("#file", mine)
     wait_for_bars(seen, wanted)
-    until(lambda: re.search("picture=own:", seen.run("return location.hash")))
+    until(lambda: re.search("image_size=own:", seen.run("return location.hash")))
     fragment = seen.run("return location.hash")
     wait_for_bars(page(), as_bars((p.label, p.score) for p in cifar10.predict(CAT)))
     wait_for_bars(page(fragment), wanted)
 
 
 def test_keys_choose_layers_maps_and_panes(page: Any) -> None:
-    seen = page("#picture=cat&layer=3")
+    seen = page("#image=cat&layer=3")
     seen.press("]", "2")
     seen.see("#layer-out", "4 of 9")
     seen.press("c")

@@ -50,14 +50,14 @@ def test_it_opens_with_a_sample_and_says_what_the_model_says(opened: Opened, cif
 
 
 @pytest.mark.parametrize("how", ["drop", "paste"])
-def test_a_dropped_or_pasted_picture_is_looked_at(opened: Opened, cifar10: vitrail.Model, how: str) -> None:
+def test_a_dropped_or_pasted_image_is_looked_at(opened: Opened, cifar10: vitrail.Model, how: str) -> None:
     page = answered(opened())
     drop(page, drawing(), how=how)
     wait_for_bars(page, as_bars((p.label, p.score) for p in cifar10.predict(drawing())))
-    assert query(page)["picture"].startswith("own:")
+    assert query(page)["image"].startswith("own:")
 
 
-def test_the_camera_takes_a_picture(opened: Opened) -> None:
+def test_the_camera_takes_an_image(opened: Opened) -> None:
     page = answered(opened(permissions=["camera"]))
     page.locator("#camera").click()
     expect(page.locator("#camera-box")).to_be_visible()
@@ -65,19 +65,19 @@ def test_the_camera_takes_a_picture(opened: Opened) -> None:
     page.locator("#camera-take").click()
     expect(page.locator("#camera-box")).to_be_hidden()
     page.wait_for_timeout(300)
-    assert query(page)["picture"].startswith("own:")
+    assert query(page)["image"].startswith("own:")
 
 
-def test_what_is_no_picture_is_refused_in_words_and_the_page_goes_on(opened: Opened, cifar10: vitrail.Model) -> None:
-    page = answered(opened("#picture=coffee&hide=9", allowed=AWAY))
+def test_what_is_no_image_is_refused_in_words_and_the_page_goes_on(opened: Opened, cifar10: vitrail.Model) -> None:
+    page = answered(opened("#image=coffee&hide=9", allowed=AWAY))
     said = settled(page, lambda: bars(page))
-    for data, name in ((b"not a picture at all", "mine.png"), (b"words", "words.txt")):
+    for data, name in ((b"not an image at all", "mine.png"), (b"words", "words.txt")):
         drop(page, data, name=name)
-        expect(page.locator("#banner-text")).to_contain_text("That is no picture that can be read here")
+        expect(page.locator("#banner-text")).to_contain_text("That is no image that can be read here")
         expect(page.locator(".glass.waiting")).to_have_count(0)
-        expect(page.locator("#words")).to_contain_text("looks most at")  # the last good picture is still there
+        expect(page.locator("#words")).to_contain_text("looks most at")  # the last good image is still there
         assert bars(page) == said
-        assert {**query(page), "show": ""}.items() >= {"picture": "coffee", "hide": "9"}.items()
+        assert {**query(page), "show": ""}.items() >= {"image": "coffee", "hide": "9"}.items()
         page.locator("#banner-close").click()
     drop(page, drawing(1))
     wait_for_bars(page, as_bars((p.label, p.score) for p in cifar10.predict(drawing(1))))
@@ -85,7 +85,7 @@ def test_what_is_no_picture_is_refused_in_words_and_the_page_goes_on(opened: Ope
 
 
 def test_hovering_a_patch_lights_what_it_attends_to(opened: Opened, cifar10: vitrail.Model) -> None:
-    page = answered(opened("#picture=cat&layer=4&head=2"))
+    page = answered(opened("#image=cat&layer=4&head=2"))
     images = cifar10.preprocess(CAT)
     row = attention_views(cifar10.net, images, query=(3, 6), layers=(3,))[0][0, 0, 1]  # 8 8
     best = divmod(int(row.argmax()), 8)
@@ -95,7 +95,7 @@ def test_hovering_a_patch_lights_what_it_attends_to(opened: Opened, cifar10: vit
     share = float(re.search(r"\((.*?)\s%", page.locator("#words").inner_text()).group(1))
     assert share == pytest.approx(100 * float(row.max()), abs=0.6)
     order = row.flatten().argsort().tolist()
-    plain = opened("#picture=cat&show=plain")
+    plain = opened("#image=cat&show=plain")
     expect(plain.locator("figcaption")).to_contain_text("as the model gets it")
     expect(plain.locator("#words")).to_have_text("32 × 32 pixels.")
     lit, unlit = (settled(one, lambda one=one: lights(one)) for one in (page, plain))
@@ -134,7 +134,7 @@ def test_dragging_hides_an_area(opened: Opened, site: httpx.Client) -> None:
 
 def test_a_hidden_patch_does_not_become_the_query(opened: Opened) -> None:
     """After a drag the pointer is over what it hid: what was asked before is still asked."""
-    page = answered(opened("#picture=cat&layer=4&ask=4.7"))
+    page = answered(opened("#image=cat&layer=4&ask=4.7"))
     words = page.locator("#words")
     page.mouse.move(*patch(page, 5, 5))
     expect(words).to_contain_text("Row 6, column 6 looks most at")
@@ -160,7 +160,7 @@ def test_a_hidden_patch_does_not_become_the_query(opened: Opened) -> None:
 
 
 def test_a_long_press_on_the_query_leaves_a_visible_one(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=4", **PHONE))
+    page = answered(opened("#image=cat&layer=4", **PHONE))
     page.touchscreen.tap(*patch(page, 2, 3))
     expect(page.locator("#words")).to_contain_text("Row 3, column 4 looks most at")
     press(page, *patch(page, 2, 3), milliseconds=600)
@@ -179,7 +179,7 @@ def test_only_the_latest_wish_counts(opened: Opened, site: httpx.Client) -> None
 
 
 def test_a_link_restores_the_view(opened: Opened, site: httpx.Client) -> None:
-    page = answered(opened("#picture=coffee&layer=5"))
+    page = answered(opened("#image=coffee&layer=5"))
     page.keyboard.press("2")
     page.mouse.move(*patch(page, 1, 1))
     page.mouse.down()
@@ -193,7 +193,7 @@ def test_a_link_restores_the_view(opened: Opened, site: httpx.Client) -> None:
     wait_for_bars(page, hiding(site, [9, 10, 17, 18], (SAMPLES / "coffee.jpg").read_bytes()))
     words = query(page)
     assert words == {
-        **{"picture": "coffee", "hide": "9-10.17-18", "show": "attention", "layer": "5", "head": "2"},
+        **{"image": "coffee", "hide": "9-10.17-18", "show": "attention", "layer": "5", "head": "2"},
         **{"ask": "7.5", "paint": "heat"},
     }
     other = answered(opened(page.evaluate("location.hash")))
@@ -203,7 +203,7 @@ def test_a_link_restores_the_view(opened: Opened, site: httpx.Client) -> None:
     assert query(other) == words
 
 
-def test_a_picture_of_ones_own_is_restored_here_and_explained_elsewhere(opened: Opened, cifar10: vitrail.Model) -> None:
+def test_an_image_of_ones_own_is_restored_here_and_explained_elsewhere(opened: Opened, cifar10: vitrail.Model) -> None:
     page = answered(opened())
     drop(page, drawing(2))
     wait_for_bars(page, as_bars((p.label, p.score) for p in cifar10.predict(drawing(2))))
@@ -216,13 +216,13 @@ def test_a_picture_of_ones_own_is_restored_here_and_explained_elsewhere(opened: 
     wait_for_bars(again, said)
     stranger = opened(fragment)
     expect(stranger.locator("#banner-text")).to_contain_text("stayed in the browser")
-    assert query(stranger).items() >= {"picture": query(page)["picture"], "hide": "0"}.items()  # the link stays whole
+    assert query(stranger).items() >= {"image": query(page)["image"], "hide": "0"}.items()  # the link stays whole
     drop(stranger, drawing(2))
     wait_for_bars(stranger, said)  # with the patch hidden, as the link has it
 
 
 def test_the_keyboard_alone_is_enough(opened: Opened, site: httpx.Client) -> None:
-    page = answered(opened("#picture=cat&layer=3"))
+    page = answered(opened("#image=cat&layer=3"))
     page.locator("#stage").focus()
     page.keyboard.press("Tab")
     expect(page.locator(".glass")).to_be_focused()
@@ -262,7 +262,7 @@ def test_the_keyboard_alone_is_enough(opened: Opened, site: httpx.Client) -> Non
 
 
 def test_single_keys_can_be_switched_off(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=3"))
+    page = answered(opened("#image=cat&layer=3"))
     page.keyboard.press("?")
     page.locator("#keys-on").uncheck()
     page.keyboard.press("Escape")
@@ -273,8 +273,8 @@ def test_single_keys_can_be_switched_off(opened: Opened) -> None:
     expect(page.locator(".pane")).to_have_count(1)
 
 
-def test_two_layers_and_two_pictures_stand_side_by_side(opened: Opened, cifar10: vitrail.Model) -> None:
-    page = answered(opened("#picture=cat&layer=8"))
+def test_two_layers_and_two_images_stand_side_by_side(opened: Opened, cifar10: vitrail.Model) -> None:
+    page = answered(opened("#image=cat&layer=8"))
     page.locator("#compare").click()
     expect(page.locator(".pane figcaption")).to_contain_text(["ALayer 8", "BLayer 8"])
     expect(page.locator("#invite")).to_contain_text("The controls are for B")
@@ -291,7 +291,7 @@ def test_two_layers_and_two_pictures_stand_side_by_side(opened: Opened, cifar10:
     expect(page.locator(".label").nth(1)).to_have_text(capital(cifar10.predict(SAMPLES / "flower.jpg")[0].label))
     expect(page.locator(".label").nth(0)).to_have_text(capital(cifar10.predict(CAT)[0].label))
     words = query(page)
-    assert (words["picture"], words["picture2"], words["layer"], words["layer2"]) == ("cat", "flower", "8", "4")
+    assert (words["image"], words["image2"], words["layer"], words["layer2"]) == ("cat", "flower", "8", "4")
     other = answered(opened(page.evaluate("location.hash")))
     expect(other.locator(".block")).to_have_count(2)
     page.keyboard.press("c")
@@ -300,7 +300,7 @@ def test_two_layers_and_two_pictures_stand_side_by_side(opened: Opened, cifar10:
 
 
 def test_maps_distances_and_places_are_those_of_the_model(opened: Opened, cifar10: vitrail.Model) -> None:
-    page = answered(opened("#picture=cat&layer=2&paint=heat"))
+    page = answered(opened("#image=cat&layer=2&paint=heat"))
     told = {"Rollout": "%", "Gradient": "of the most", "Occlusion": re.compile("points (lost|won) when covered")}
     for name, unit in told.items():
         page.get_by_role("button", name=name).click()
@@ -330,7 +330,7 @@ def test_maps_distances_and_places_are_those_of_the_model(opened: Opened, cifar1
 
 
 def test_what_one_sees_is_downloaded_as_a_png(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&show2=rollout"))
+    page = answered(opened("#image=cat&show2=rollout"))
     page.wait_for_timeout(300)
     with page.expect_download() as found:
         page.locator("#save").click()
@@ -343,8 +343,8 @@ def test_what_one_sees_is_downloaded_as_a_png(opened: Opened) -> None:
 
 def test_dark_mode_follows_the_system_until_it_is_chosen(opened: Opened) -> None:
     def paper(page: Any) -> int:
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return sum(map(int, re.findall(r"\d+", colour)[:3]))
+        color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        return sum(map(int, re.findall(r"\d+", color)[:3]))
 
     assert paper(opened()) > 700
     page = opened(color_scheme="dark")
@@ -356,7 +356,7 @@ def test_dark_mode_follows_the_system_until_it_is_chosen(opened: Opened) -> None
 
 
 def test_a_phone_has_everything_within_its_width(opened: Opened, site: httpx.Client) -> None:
-    page = answered(opened("#picture=cat&layer=3", **PHONE))
+    page = answered(opened("#image=cat&layer=3", **PHONE))
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.touchscreen.tap(*patch(page, 2, 3))
     expect(page.locator("#words")).to_contain_text("Row 3, column 4 looks most at")
@@ -373,7 +373,7 @@ def test_a_phone_has_everything_within_its_width(opened: Opened, site: httpx.Cli
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_light_glides_or_jumps_as_the_system_wants_it(opened: Opened, motion: str) -> None:
-    page = answered(opened("#picture=cat&layer=1", reduced_motion=motion))
+    page = answered(opened("#image=cat&layer=1", reduced_motion=motion))
     settled(page, lambda: lights(page))
     script = """async () => {
         const shown = document.querySelector('.glass canvas'), canvas = document.createElement('canvas');

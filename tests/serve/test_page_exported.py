@@ -1,4 +1,4 @@
-"""The explorer before an exported file: pictures and hiding work, and it says what it cannot show."""
+"""The explorer before an exported file: images and hiding work, and it says what it cannot show."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def ready(page: Any) -> Any:
     return page
 
 
-def test_a_dropped_picture_is_named_and_patches_are_hidden(opened: Any, site: Any, cifar10: vitrail.Model) -> None:
-    page = ready(opened("#picture=cat"))
+def test_a_dropped_image_is_named_and_patches_are_hidden(opened: Any, site: Any, cifar10: vitrail.Model) -> None:
+    page = ready(opened("#image=cat"))
     data = drawing(1)
     drop(page, data)
     whole = as_bars((p.label, p.score) for p in cifar10.predict(data))
@@ -55,7 +55,7 @@ def test_a_dropped_picture_is_named_and_patches_are_hidden(opened: Any, site: An
 def test_it_says_what_cannot_be_seen_and_offers_none_of_it(opened: Any) -> None:
     from playwright.sync_api import expect
 
-    page = ready(opened("#picture=cat"))
+    page = ready(opened("#image=cat"))
     expect(page.locator("#words")).to_contain_text("exported")
     expect(page.locator("#words")).to_contain_text("cannot be looked into")
     for word in ("Attention", "Rollout", "Gradient", "Occlusion"):
@@ -71,5 +71,5 @@ def test_it_says_what_cannot_be_seen_and_offers_none_of_it(opened: Any) -> None:
 def test_a_link_that_asks_for_attention_opens_without_complaint(opened: Any) -> None:
     from playwright.sync_api import expect
 
-    page = ready(opened("#picture=cat&show=attention&layer=3&head=2&ask=2.2&hide=3-5"))
+    page = ready(opened("#image=cat&show=attention&layer=3&head=2&ask=2.2&hide=3-5"))
     expect(page.locator("#words")).to_contain_text("cannot be looked into")

@@ -51,7 +51,7 @@ def tallest(page: Any, at: str) -> float:
 def test_the_prediction_is_in_view_while_patches_are_hidden_on_a_phone(
     opened: Opened, site: httpx.Client, size: tuple[int, int]
 ) -> None:
-    page = answered(opened("#picture=cat&layer=4", **phone(*size)))
+    page = answered(opened("#image=cat&layer=4", **phone(*size)))
     page.get_by_role("button", name="Tap hides").click()  # scrolls to it
     for row, column in ((2, 3), (2, 4)):
         page.touchscreen.tap(*patch(page, row, column))
@@ -71,7 +71,7 @@ def test_the_prediction_is_in_view_while_patches_are_hidden_on_a_phone(
 
 
 def test_the_class_before_is_named_where_hiding_changes_it(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&hide=0-61", **phone(390, 844)))
+    page = answered(opened("#image=cat&hide=0-61", **phone(390, 844)))
     first, now = page.locator(".label").inner_text(), page.locator("#verdict .best")
     expect(now).to_have_text([first, "Cat"])
     expect(page.locator("#verdict")).to_contain_text("was")
@@ -86,7 +86,7 @@ def test_a_wide_screen_has_the_prediction_once(opened: Opened) -> None:
 
 
 def test_undo_and_clear_stand_in_one_line_with_the_rest(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&hide=0-40"))
+    page = answered(opened("#image=cat&hide=0-40"))
     script = """() => ['modes', 'hidden-count', 'fill', 'undo', 'clear'].map((id) => {
         const { top, height } = document.getElementById(id).getBoundingClientRect();
         return top + height / 2;
@@ -106,8 +106,8 @@ def test_undo_and_clear_stand_in_one_line_with_the_rest(opened: Opened) -> None:
 def named() -> Iterator[httpx.Client]:
     """A server of a model whose names are long, right to left, like HTML, or nothing."""
     torch.manual_seed(0)
-    vit = model(small(classes=len(NAMES)))
-    what = served(vitrail.Model(vit.net, vit.card.but(labels=tuple(NAMES))))
+    vit = model(small(num_classes=len(NAMES)))
+    what = served(vitrail.Model(vit.net, vit.card.replace(labels=tuple(NAMES))))
     what.name = "model-" + 3000 * "x"
     with running(what) as (client, _):
         yield client
@@ -116,7 +116,7 @@ def named() -> Iterator[httpx.Client]:
 @pytest.mark.parametrize("size", [(390, 844), (844, 390), (1440, 900)])
 def test_a_name_of_any_length_stays_in_its_place(opened: Opened, named: httpx.Client, size: tuple[int, int]) -> None:
     options = phone(*size) if size != (1440, 900) else {"viewport": {"width": 1440, "height": 900}}
-    page = answered(opened("#picture=cat&hide=3", at=str(named.base_url), **options))
+    page = answered(opened("#image=cat&hide=3", at=str(named.base_url), **options))
     found = named.post("/v1/predict", params={"hide": "3"}, content=CAT.read_bytes()).json()["results"][0][
         "predictions"
     ]
@@ -139,7 +139,7 @@ def test_a_name_of_any_length_stays_in_its_place(opened: Opened, named: httpx.Cl
 def test_long_names_are_cut_in_the_download_and_in_the_description_of_the_api(
     opened: Opened, named: httpx.Client
 ) -> None:
-    page = answered(opened("#picture=cat&hide=3", at=str(named.base_url)))
+    page = answered(opened("#image=cat&hide=3", at=str(named.base_url)))
     page.get_by_role("button", name="Gradient").click()
     expect(page.locator("#words")).to_contain_text("Most at")
     script = """() => {

@@ -55,7 +55,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
 
 def begun(opened: Opened, steps: Steps, squares: int) -> Any:
     """The page with so many of the 16 squares, and one request for them."""
-    page = answered(opened("#picture=cat&layer=4", allowed=AWAY))
+    page = answered(opened("#image=cat&layer=4", allowed=AWAY))
     script = """() => {
         const real = fetch;
         window.asked = [];
@@ -88,7 +88,7 @@ def test_occlusion_fills_in_square_by_square(opened: Opened, steps: Steps) -> No
     page.reload()
     expect(page.locator("#words")).to_contain_text("Most at rows")
     assert settled(page, lambda: lights(page)) == pytest.approx(final, abs=1)
-    page.get_by_role("button", name="Picture").click()
+    page.get_by_role("button", name="Image").click()
     plain = settled(page, lambda: lights(page))
     unknown = [row * 8 + column for row in (4, 5, 6, 7) for column in range(8)]
     assert sum(partly[i] > plain[i] for i in unknown) > 20  # paler than the image, as no value ever is
@@ -140,6 +140,6 @@ def test_what_goes_wrong_on_the_way_is_told(opened: Opened, steps: Steps) -> Non
 
 
 def test_two_panes_that_want_two_maps_get_both(opened: Opened, steps: Steps) -> None:
-    page = opened("#picture=cat&show=occlusion&show2=gradient")
+    page = opened("#image=cat&show=occlusion&show2=gradient")
     expect(page.locator("figcaption .ramp")).to_have_count(2)
     expect(page.locator("#words")).to_contain_text("Most at rows")

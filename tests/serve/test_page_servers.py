@@ -96,7 +96,7 @@ def test_a_server_that_went_away_is_awaited_and_nothing_is_lost(opened: Opened, 
     expect(page.locator("#banner-act")).to_have_text("Try now")
     page.mouse.click(*patch(page, 4, 5))
     with listening(cifar10, port) as where, httpx.Client(base_url=where) as client:
-        wait_for_bars(page, hiding(client, [36, 37], drawing(3)))  # the picture was sent again
+        wait_for_bars(page, hiding(client, [36, 37], drawing(3)))  # the image was sent again
         expect(page.locator("#banner-text")).to_have_text("The server is back.")
         expect(page.locator("#banner")).to_be_hidden()
         page.wait_for_timeout(500)
@@ -110,7 +110,7 @@ def test_a_sample_chosen_while_the_server_is_away_comes_with_it(opened: Opened, 
     page.locator(".sample[data-name=coffee]").click()
     expect(page.locator("#banner-text")).to_contain_text("The server is away")
     expect(page.locator(".sample[data-name=coffee]")).to_have_attribute("aria-pressed", "true")
-    assert query(page)["picture"] == "coffee"  # reloading would not forget it either
+    assert query(page)["image"] == "coffee"  # reloading would not forget it either
     with listening(cifar10, port):
         wait_for_bars(page, as_bars((p.label, p.score) for p in cifar10.predict(SAMPLES / "coffee.jpg")))
         page.wait_for_timeout(500)
@@ -122,7 +122,7 @@ def test_a_server_that_comes_back_with_another_model_is_not_taken_for_the_old_on
     """Patch 63 of 8 x 8 is nowhere in 4 x 4, and patch 9 is elsewhere: what was hidden is shown, and it says why."""
     port = free_port()
     with listening(cifar10, port) as where:
-        page = answered(opened("#picture=coffee&layer=9&hide=9.63&ask=8.8", at=where, allowed=AWAY))
+        page = answered(opened("#image=coffee&layer=9&hide=9.63&ask=8.8", at=where, allowed=AWAY))
         page.wait_for_timeout(300)
     page.mouse.click(*patch(page, 4, 4))
     expect(page.locator("#banner-text")).to_contain_text("The server is away")
@@ -132,18 +132,18 @@ def test_a_server_that_comes_back_with_another_model_is_not_taken_for_the_old_on
         expect(page.locator("#model")).to_contain_text("4 × 4 patches")
         expect(page.locator("#hidden-count")).to_contain_text("Nothing is hidden")
         words = query(page)
-        assert words["picture"] == "coffee"
+        assert words["image"] == "coffee"
         assert {"hide", "ask"}.isdisjoint(words)
         page.close()
 
 
 def test_an_exported_file_is_drawn_as_it_sees(opened: Opened) -> None:
     """The grid lies over the pixels that the model gets: the same with the network and without it."""
-    vit = model(small(image=64), preprocess=vitrail.PreprocessConfig(image=64, resize="short", resize_to=96))
+    vit = model(small(image_size=64), preprocess=vitrail.PreprocessConfig(image_size=64, resize="short", resize_to=96))
     seen = []
     for inside in (vit, None):
         with running(Served(Held(vit), inside, name="small")) as (client, _):
-            page = opened("#picture=cat&show=plain", at=str(client.base_url))
+            page = opened("#image=cat&show=plain", at=str(client.base_url))
             expect(page.locator("#words")).to_contain_text("64 × 64 pixels." if inside else "cannot be looked into")
             seen.append(settled(page, lambda page=page: lights(page)))
             if inside is None:
@@ -176,7 +176,7 @@ def test_the_token_is_asked_for_once(opened: Opened) -> None:
 def test_any_grid_and_tokens_that_are_no_patches(opened: Opened) -> None:
     """Not square, with a class token and registers: those are asked and looked at like patches."""
     torch.manual_seed(0)
-    vit = model(small(image=(24, 40), class_token=True, registers=2))
+    vit = model(small(image_size=(24, 40), class_token=True, num_registers=2))
     with running(served(vit)) as (client, _):
         page = answered(opened(at=str(client.base_url)))
         expect(page.locator(".chip")).to_contain_text(["what the head reads", "class", "register 1", "register 2"])
@@ -198,9 +198,9 @@ def test_any_grid_and_tokens_that_are_no_patches(opened: Opened) -> None:
 
 def test_layers_of_a_large_network_come_when_they_are_looked_at(opened: Opened) -> None:
     torch.manual_seed(0)
-    vit = model(small(image=128, patch=4))  # 2 layers, 2 heads, 1,025 tokens: too much to send unasked
+    vit = model(small(image_size=128, patch_size=4))  # 2 layers, 2 heads, 1,025 tokens: too much to send unasked
     with running(served(vit)) as (client, _):
-        page = opened("#picture=cat&layer=2", at=str(client.base_url))
+        page = opened("#image=cat&layer=2", at=str(client.base_url))
         answered(page)
         asked: list[str] = []
         page.on("request", lambda one: asked.append(one.url) if one.url.endswith("/explain") else None)
@@ -216,25 +216,25 @@ def test_layers_of_a_large_network_come_when_they_are_looked_at(opened: Opened) 
 
 
 def test_models_without_attention_or_classes_say_so(opened: Opened) -> None:
-    bit = model(BiTConfig(image=32, layers=(1, 1, 1, 1), width=0.5, classes=len(LABELS)))
+    bit = model(BiTConfig(image_size=32, layers=(1, 1, 1, 1), width_factor=0.5, num_classes=len(LABELS)))
     with running(served(bit)) as (client, _):
         page = opened(at=str(client.base_url))
         expect(page.locator("figcaption")).to_contain_text("loses by covering 2 × 2 patches")
-        expect(page.locator("#shows button")).to_have_text(["Occlusion", "Picture"])
-        page.get_by_role("button", name="Picture").click()
+        expect(page.locator("#shows button")).to_have_text(["Occlusion", "Image"])
+        page.get_by_role("button", name="Image").click()
         expect(page.locator("#words")).to_contain_text("no attention to look at")
         expect(page.locator("#layer-row")).to_be_hidden()
         page.mouse.click(*patch(page, 0, 0))
         expect(page.locator("#hidden-count")).to_contain_text("hidden")
         page.close()
-    tower = model(small(classes=0), task="embed")
+    tower = model(small(num_classes=0), task="embed")
     with running(served(tower)) as (client, _):
         page = opened(at=str(client.base_url), allowed=AWAY)
         expect(page.locator(".block .note")).to_contain_text("no classes")
         expect(page.locator("#words")).to_contain_text("looks most at")
         page.mouse.click(*patch(page, 0, 0, grid=(4, 4)))
         expect(page.locator("#hidden-count")).to_have_text("1 of 16 hidden")
-        expect(page.locator(".block .note")).to_contain_text(re.compile("whole pictures only|with and without"))
+        expect(page.locator(".block .note")).to_contain_text(re.compile("whole images only|with and without"))
         page.locator("#clear").click()
         page.locator("#compare").click()
         page.locator(".sample[data-name=flower]").click()

@@ -21,15 +21,15 @@ def test_a_link_that_comes_late_does_not_win(opened: Opened, cifar10: vitrail.Mo
     page = answered(opened())
     held: list[Any] = []
     page.route("**/samples/coffee.jpg", lambda route: held.append(route))
-    page.evaluate("location.hash = '#picture=coffee'")
+    page.evaluate("location.hash = '#image=coffee'")
     page.wait_for_timeout(100)
-    page.evaluate("location.hash = '#picture=rocket'")
+    page.evaluate("location.hash = '#image=rocket'")
     rocket = as_bars((p.label, p.score) for p in cifar10.predict(SAMPLES / "rocket.jpg"))
     wait_for_bars(page, rocket)
     held.pop().continue_()
     page.wait_for_timeout(400)
     wait_for_bars(page, rocket)
-    assert query(page)["picture"] == "rocket"
+    assert query(page)["image"] == "rocket"
 
 
 def test_a_file_that_takes_long_to_read_does_not_win_over_a_later_sample(
@@ -50,19 +50,19 @@ def test_a_file_that_takes_long_to_read_does_not_win_over_a_later_sample(
     wait_for_bars(page, coffee)
     page.wait_for_timeout(900)
     wait_for_bars(page, coffee)
-    assert query(page)["picture"] == "coffee"
+    assert query(page)["image"] == "coffee"
 
 
 def test_a_bad_file_in_a_second_pane_leaves_both_as_they_were(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=4&show2=rollout", allowed=AWAY))
+    page = answered(opened("#image=cat&layer=4&show2=rollout", allowed=AWAY))
     page.locator(".glass").nth(1).click(modifiers=["Shift"])  # the second pane is chosen
-    drop(page, b"not a picture", onto=".pane:nth-child(2) .glass")
-    expect(page.locator("#banner-text")).to_contain_text("no picture")
+    drop(page, b"not an image", onto=".pane:nth-child(2) .glass")
+    expect(page.locator("#banner-text")).to_contain_text("no image")
     expect(page.locator(".block")).to_have_count(1)
     expect(page.locator(".glass.waiting")).to_have_count(0)
     words = query(page)
-    assert words["picture"] == "cat"
-    assert "picture2" not in words
+    assert words["image"] == "cat"
+    assert "image2" not in words
 
 
 def test_a_camera_that_is_called_off_before_it_shows_anything_is_switched_off(opened: Opened) -> None:
@@ -118,7 +118,7 @@ def test_waiting_leaves_no_listener_behind(opened: Opened) -> None:
 
 
 def test_a_map_that_is_refused_is_not_asked_for_again_and_again(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=4", allowed=AWAY))
+    page = answered(opened("#image=cat&layer=4", allowed=AWAY))
     asked: list[Any] = []
 
     def refuse(route: Any) -> None:

@@ -33,7 +33,7 @@ def test_the_first_sight_says_what_to_do_and_shows_something(opened: Opened) -> 
     expect(page.locator("#words")).to_contain_text("Row 4, column 7 looks most at")  # the cat's eye
     expect(page.locator("figcaption")).to_contain_text("What the framed patch attends to.")
     assert query(page)["ask"] == "4.7"
-    plain = opened("#picture=cat&show=plain")
+    plain = opened("#image=cat&show=plain")
     expect(plain.locator("#words")).to_contain_text("pixels")
     seen, whole = (settled(one, lambda one=one: sum(lights(one))) for one in (page, plain))
     assert seen > 0.4 * whole  # dusk, not night
@@ -52,7 +52,7 @@ def test_whoever_gets_most_is_named_first(opened: Opened) -> None:
     vit = model(small(class_token=True))
     last = list(Walk(vit.net, vit.preprocess(CAT)))[-1][0].mean(0)  # T T
     with running(served(vit)) as (client, _):
-        page = answered(opened("#picture=cat&layer=2", at=str(client.base_url)))
+        page = answered(opened("#image=cat&layer=2", at=str(client.base_url)))
         for token in (0, 1, 6, 16):
             if token:
                 page.mouse.move(*patch(page, *divmod(token - 1, 4), grid=(4, 4)))
@@ -67,7 +67,7 @@ def test_whoever_gets_most_is_named_first(opened: Opened) -> None:
 
 
 def test_the_scale_says_how_bright_is_how_much(opened: Opened, cifar10: vitrail.Model) -> None:
-    page = answered(opened("#picture=cat&layer=4&ask=4.7"))
+    page = answered(opened("#image=cat&layer=4&ask=4.7"))
     row = attention_views(cifar10.net, cifar10.preprocess(CAT), query=(4, 7), layers=(3,))[0][0, 0].mean(0).flatten()
     ordered = row.sort().values
     high = max(float(ordered[int(0.965 * 63)]), 0.3 * float(ordered[-1]))
@@ -76,7 +76,7 @@ def test_the_scale_says_how_bright_is_how_much(opened: Opened, cifar10: vitrail.
     assert ends == pytest.approx([100 * low, 100 * high], abs=0.11)
     page.locator("[data-paint=heat]").click()
     expect(page.locator("figcaption .ramp.heat")).to_be_visible()
-    page.get_by_role("button", name="Picture").click()
+    page.get_by_role("button", name="Image").click()
     expect(page.locator("figcaption .ramp")).to_have_count(0)
 
 
@@ -126,11 +126,11 @@ def test_the_invitation_says_what_pointing_tells_in_each_map(opened: Opened) -> 
         "Rollout": "Point at a patch to see its share. Click to hide it.",
         "Gradient": "Point at a patch to see its weight. Click to hide it.",
         "Occlusion": "Point at a square to see its worth. Click to hide a patch.",
-        "Picture": "Click patches to hide them, and watch the prediction change.",
+        "Image": "Click patches to hide them, and watch the prediction change.",
     }.items():
         page.get_by_role("button", name=name).click()
         expect(invite).to_have_text(said)
-        assert invite.bounding_box()["height"] == high  # the picture stays where it is
+        assert invite.bounding_box()["height"] == high  # the image stays where it is
         caption = page.locator(".means")
         assert caption.evaluate("(one) => one.scrollWidth <= one.clientWidth")
     page.get_by_role("button", name="Click asks").click()
@@ -146,7 +146,7 @@ def test_a_finger_reads_the_value_of_a_map(opened: Opened) -> None:
 
 
 def test_occlusion_speaks_of_the_square_that_is_covered(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=4"))
+    page = answered(opened("#image=cat&layer=4"))
     page.get_by_role("button", name="Occlusion").click()
     page.mouse.move(*patch(page, 3, 4))
     expect(page.locator("#words")).to_contain_text("Rows 3 and 4, columns 5 and 6: ")
@@ -196,7 +196,7 @@ def test_what_the_class_wins_by_is_dark(opened: Opened) -> None:
 
 
 def test_the_place_that_is_compared_is_named(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=4&ask=4.7"))
+    page = answered(opened("#image=cat&layer=4&ask=4.7"))
     note = page.locator("#places-note")
     expect(note).to_contain_text("Row 4, column 7: ")
     page.get_by_role("button", name="Rollout").click()  # where nobody asks
@@ -206,7 +206,7 @@ def test_the_place_that_is_compared_is_named(opened: Opened) -> None:
 
 
 def test_row_column_and_the_brightest_patch_are_marked(opened: Opened, cifar10: vitrail.Model) -> None:
-    page = answered(opened("#picture=cat&layer=4"))
+    page = answered(opened("#image=cat&layer=4"))
     page.mouse.move(*patch(page, 2, 5))
     expect(page.locator(".tag.row")).to_have_text("3")
     expect(page.locator(".tag.column")).to_have_text("6")
@@ -225,15 +225,15 @@ def test_row_column_and_the_brightest_patch_are_marked(opened: Opened, cifar10: 
     expect(page.locator(".tag.row")).to_be_hidden()
 
 
-def test_a_map_that_takes_long_is_announced_on_the_picture(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=4"))
+def test_a_map_that_takes_long_is_announced_on_the_image(opened: Opened) -> None:
+    page = answered(opened("#image=cat&layer=4"))
     held: list[Any] = []
     page.route("**/v1/explain", lambda route: held.append(route))
     page.get_by_role("button", name="Occlusion").click()
     expect(page.locator("#status")).to_have_text("Computing occlusion…")
     expect(page.locator(".glass.waiting")).to_have_count(1)
-    picture, pill = page.locator(".glass").bounding_box(), page.locator("#status").bounding_box()
-    assert picture["y"] < pill["y"] < picture["y"] + picture["height"] / 4
+    image, pill = page.locator(".glass").bounding_box(), page.locator("#status").bounding_box()
+    assert image["y"] < pill["y"] < image["y"] + image["height"] / 4
     held.pop().continue_()
     expect(page.locator("#words")).to_contain_text("points lost")
     expect(page.locator("#status")).to_have_text("")
@@ -254,7 +254,7 @@ def test_a_desktop_needs_no_scrolling(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("size", [TABLET, PHONE], ids=["tablet", "phone"])
-def test_the_picture_is_seen_while_its_layer_is_chosen(opened: Opened, size: dict[str, Any]) -> None:
+def test_the_image_is_seen_while_its_layer_is_chosen(opened: Opened, size: dict[str, Any]) -> None:
     page = answered(opened(**size))
     high = size["viewport"]["height"]
     for control in ("#layer", "#heads", "#shows", "#modes"):
@@ -310,8 +310,8 @@ WRITTEN = """() => {
 }"""
 
 
-def test_the_download_has_letters_a_scale_and_whose_the_pictures_are(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=4&picture2=flower&show2=rollout"))
+def test_the_download_has_letters_a_scale_and_whose_the_images_are(opened: Opened) -> None:
+    page = answered(opened("#image=cat&layer=4&image2=flower&show2=rollout"))
     expect(page.locator(".block")).to_have_count(2)
     expect(page.locator(".label").nth(1)).not_to_have_text("…")
     expect(page.locator("figcaption .ramp")).to_have_count(2)
@@ -331,7 +331,7 @@ def test_the_download_has_letters_a_scale_and_whose_the_pictures_are(opened: Ope
 
 
 def test_the_download_says_what_is_hidden_and_what_it_changed(opened: Opened) -> None:
-    page = answered(opened("#picture=cat&layer=4&hide=18-22.26-30&fill=blur"))
+    page = answered(opened("#image=cat&layer=4&hide=18-22.26-30&fill=blur"))
     expect(page.locator(".change").first).not_to_be_empty()
     page.evaluate(WRITTEN)
     with page.expect_download():

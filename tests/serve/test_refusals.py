@@ -61,10 +61,10 @@ def test_a_hostile_file_is_refused_with_a_reason(client: httpx.Client, name: str
 
 
 def test_a_hostile_file_among_good_ones_is_named(client: httpx.Client) -> None:
-    files = [("images", photo()), ("images", b"no picture"), ("images", photo(1))]
+    files = [("images", photo()), ("images", b"no image"), ("images", photo(1))]
     answer = client.post("/v1/predict", files=files)
     assert reason(answer, 400) == "image_unreadable"
-    assert answer.json()["error"]["message"].startswith("picture 2 of 3: this is no picture that is read here")
+    assert answer.json()["error"]["message"].startswith("image 2 of 3: this is no image that is read here")
 
 
 def test_pixels_are_counted_before_any_is_decoded(client: httpx.Client) -> None:
@@ -83,7 +83,7 @@ def test_a_large_body_is_refused_when_announced_and_when_not(client: httpx.Clien
     assert reason(client.post("/v1/predict", json={"image": "A" * LIMITS.bytes}), 413) == "body_too_large"
 
 
-def test_too_many_pictures_are_refused(client: httpx.Client) -> None:
+def test_too_many_images_are_refused(client: httpx.Client) -> None:
     four = [photo()] * 4
     assert reason(client.post("/v1/predict", files=[("images", p) for p in four]), 413) == "too_many_images"
     texts = [base64.b64encode(p).decode() for p in four]
@@ -136,7 +136,7 @@ def test_a_body_that_is_not_compressed_may_say_so(client: httpx.Client, coding: 
         ({"json": {"image": "AAAA"}}, "image_unreadable"),
     ],
 )
-def test_a_body_without_pictures_is_refused(client: httpx.Client, body: dict[str, Any], code: str) -> None:
+def test_a_body_without_images_is_refused(client: httpx.Client, body: dict[str, Any], code: str) -> None:
     assert reason(client.post("/v1/predict", **body), 400) == code
 
 
@@ -183,7 +183,7 @@ def test_a_deadline_that_is_none_is_refused(client: httpx.Client, deadline: str)
     assert reason(answer, 400) == "bad_value"
 
 
-def test_explain_takes_one_picture(client: httpx.Client) -> None:
+def test_explain_takes_one_image(client: httpx.Client) -> None:
     answer = client.post("/v1/explain", files=[("images", photo()), ("images", photo())])
     assert reason(answer, 400) == "one_image"
 
@@ -242,7 +242,7 @@ def test_a_deadline_counts_while_the_body_arrives(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"])
-def test_a_picture_that_nobody_says_is_one_is_known_by_its_first_bytes(
+def test_an_image_that_nobody_says_is_one_is_known_by_its_first_bytes(
     client: httpx.Client, kind: str, form: str
 ) -> None:
     headers = {"content-type": kind} if kind else {}
@@ -251,12 +251,12 @@ def test_a_picture_that_nobody_says_is_one_is_known_by_its_first_bytes(
     assert client.post("/v1/predict", content=pieces, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("body", [b"", b"image=cat.jpg", b"\xff\xd8\xff", b"image=" + photo()])
+@pytest.mark.parametrize("body", [b"", b"image_size=cat.jpg", b"\xff\xd8\xff", b"image_size=" + photo()])
 @pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
 def test_other_bodies_that_nobody_names_are_refused_with_a_hint(client: httpx.Client, kind: str, body: bytes) -> None:
     answer = client.post("/v1/predict", content=body, headers={"content-type": kind} if kind else {})
     assert reason(answer, 415) == "unsupported_body"
-    assert "for a picture, send Content-Type: image/jpeg" in answer.json()["error"]["message"]
+    assert "for an image, send Content-Type: image/jpeg" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1/cat.jpg", "HTTPS://example.org", "file:///etc/passwd"])
@@ -265,7 +265,7 @@ def test_an_address_is_never_opened_and_that_is_said(client: httpx.Client, addre
     answer = client.post("/v1/predict", json={"images": [good, address]})
     assert reason(answer, 400) == "not_base64"
     message = answer.json()["error"]["message"]
-    assert message.startswith("picture 2 of 2: this is an address, and addresses are never opened")
+    assert message.startswith("image 2 of 2: this is an address, and addresses are never opened")
 
 
 def test_base64_with_escaped_strokes_is_read(client: httpx.Client) -> None:
@@ -279,7 +279,7 @@ LISTS = {
     "lists": b'{"image": "AAAA", "top": [' + b"[]," * 3_000_000 + b"1]}",
     "numbers": b'{"image": "AAAA", "hide": [' + b"1," * 4_500_000 + b"1]}",
     "objects": b'{"image": "AAAA", "top": [' + b"{}," * 3_000_000 + b"1]}",
-    "pictures": b'{"images": [' + b'"",' * 3_000_000 + b'""]}',
+    "images": b'{"images": [' + b'"",' * 3_000_000 + b'""]}',
     "escapes": b'{"image": "' + rb"\/" * 4_500_000 + b'"}',
 }
 
@@ -340,7 +340,7 @@ def test_no_bytes_bring_more_than_a_refusal(client: httpx.Client, data: bytes, p
     assert reason(answer, 400)
 
 
-def test_damaged_pictures_are_refused_or_read_whole(client: httpx.Client) -> None:
+def test_damaged_images_are_refused_or_read_whole(client: httpx.Client) -> None:
     random = np.random.default_rng(1)
     refused = 0
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "TIFF"):
@@ -357,10 +357,10 @@ def test_damaged_pictures_are_refused_or_read_whole(client: httpx.Client) -> Non
 
 
 def test_what_an_error_says_of_this_machine_is_not_passed_on() -> None:
-    assert told(ImageError("picture of 3 bytes cannot be read: no /usr/lib/x.so"), "damaged.") == "damaged."
+    assert told(ImageError("image of 3 bytes cannot be read: no /usr/lib/x.so"), "damaged.") == "damaged."
     assert told(ImageError("Pillow image RGB 3 x 4 is at 0x7f01"), "damaged.") == "damaged."
-    helped = ImageError("picture of 9 bytes is HEIC, which needs a plugin; try pip install pillow-heif.")
-    assert told(helped, "") == "the picture is HEIC, which needs a plugin."
+    helped = ImageError("image of 9 bytes is HEIC, which needs a plugin; try pip install pillow-heif.")
+    assert told(helped, "") == "the image is HEIC, which needs a plugin."
 
 
 @pytest.mark.parametrize("wrong", [{"bytes": 0}, {"pixels": -1}, {"images": 0}])

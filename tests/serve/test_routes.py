@@ -40,28 +40,28 @@ def as_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def bodies(pictures: list[bytes], **values: object) -> dict[str, dict[str, object]]:
+def bodies(images: list[bytes], **values: object) -> dict[str, dict[str, object]]:
     """The same request in every kind of body."""
     form = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     found: dict[str, dict[str, object]] = {
-        "form": {"files": [("images", ("a.jpg", data)) for data in pictures], "data": form},
-        "json": {"json": {"images": [as_base64(data) for data in pictures], **values}},
+        "form": {"files": [("images", ("a.jpg", data)) for data in images], "data": form},
+        "json": {"json": {"images": [as_base64(data) for data in images], **values}},
     }
-    if len(pictures) == 1:
-        raw = {"content": pictures[0], "params": form}
+    if len(images) == 1:
+        raw = {"content": images[0], "params": form}
         found["raw"] = {**raw, "headers": {"content-type": "image/jpeg"}}
         found["bytes"] = {**raw, "headers": {"content-type": "application/octet-stream"}}
-        found["form without a name"] = {"files": {"image": (None, pictures[0])}, "data": form}
-        found["form of one"] = {"files": {"file": pictures[0]}, "data": form}
-        found["json of one"] = {"json": {"image": f"data:image/jpeg;base64,{as_base64(pictures[0])}", **values}}
-        found["in pieces"] = {**found["raw"], "content": iter([pictures[0][:100], pictures[0][100:]])}
+        found["form without a name"] = {"files": {"image": (None, images[0])}, "data": form}
+        found["form of one"] = {"files": {"file": images[0]}, "data": form}
+        found["json of one"] = {"json": {"image": f"data:image/jpeg;base64,{as_base64(images[0])}", **values}}
+        found["in pieces"] = {**found["raw"], "content": iter([images[0][:100], images[0][100:]])}
     return found
 
 
 @pytest.mark.parametrize(
     "kind", ["form", "json", "raw", "bytes", "form of one", "form without a name", "json of one", "in pieces"]
 )
-def test_one_picture_is_named_as_predict_names_it(client: httpx.Client, vit: vitrail.Model, kind: str) -> None:
+def test_one_image_is_named_as_predict_names_it(client: httpx.Client, vit: vitrail.Model, kind: str) -> None:
     data = photo()
     answer = client.post("/v1/predict", **bodies([data], top=3)[kind])
     assert answer.status_code == 200
@@ -75,7 +75,7 @@ def test_one_picture_is_named_as_predict_names_it(client: httpx.Client, vit: vit
 
 
 @pytest.mark.parametrize("kind", ["form", "json"])
-def test_several_pictures_are_answered_in_order(client: httpx.Client, vit: vitrail.Model, kind: str) -> None:
+def test_several_images_are_answered_in_order(client: httpx.Client, vit: vitrail.Model, kind: str) -> None:
     files = [photo(i, "PNG" if i % 2 else "JPEG") for i in range(11)]
     found = client.post("/v1/predict", **bodies(files)[kind]).json()["results"]
     for result, wanted in zip(found, vit.predict(files), strict=True):
@@ -108,7 +108,7 @@ def test_hidden_patches_are_hidden_from_the_network(client: httpx.Client, vit: v
 
 @pytest.mark.parametrize("fill", ["mean", "zero", "blur"])
 @pytest.mark.parametrize("kind", ["raw", "form", "json"])
-def test_features_are_those_of_the_picture_without_the_hidden_patches(
+def test_features_are_those_of_the_image_without_the_hidden_patches(
     client: httpx.Client, vit: vitrail.Model, kind: str, fill: str
 ) -> None:
     files = [photo(i) for i in range(1 if kind == "raw" else 3)]
@@ -116,7 +116,7 @@ def test_features_are_those_of_the_picture_without_the_hidden_patches(
     whole = vit.embed(files).numpy()
     for number, data in enumerate(files):
         pixels = torch.from_numpy(vit.preprocess.pixels(data)).permute(2, 0, 1)
-        image = vit.preprocess.normalise(pixels)
+        image = vit.preprocess.normalize(pixels)
         instead = filling(image[None], fill)[0]
         for patch in (0, 5, 15):  # by hand: rows and columns of 8 pixels
             row, column = 8 * (patch // 4), 8 * (patch % 4)
@@ -159,7 +159,7 @@ def test_the_model_says_what_it_is(client: httpx.Client) -> None:
     assert found["limits"] == {"bytes": 16 * 2**20, "pixels": 50_000_000, "total_pixels": 200_000_000, "images": 16}
 
 
-def test_samples_are_listed_and_are_pictures(client: httpx.Client, vit: vitrail.Model) -> None:
+def test_samples_are_listed_and_are_images(client: httpx.Client, vit: vitrail.Model) -> None:
     listed = client.get("/v1/samples").json()
     assert len(listed) == 8
     for one in listed:
@@ -187,7 +187,7 @@ def test_metrics_count_requests_batches_and_seconds(live: tuple[httpx.Client, Se
     assert rose("vitrail_decode_seconds_count") == 3
     assert rose("vitrail_engine_seconds_count") >= 1
     assert rose('vitrail_request_seconds_count{route="/v1/predict"}') == 2
-    assert after["vitrail_queue_pictures"] == 0
+    assert after["vitrail_queue_images"] == 0
 
 
 def test_metrics_say_what_is_served_what_is_refused_and_what_the_process_takes(client: httpx.Client) -> None:
@@ -214,7 +214,7 @@ def test_no_client_can_make_up_names_for_the_metrics(client: httpx.Client) -> No
 
 
 def test_a_model_without_classes_gives_features_and_says_so() -> None:
-    vit = model(small(classes=0), task="embed")
+    vit = model(small(num_classes=0), task="embed")
     with running(served(vit)) as (client, _):
         refused = client.post("/v1/predict", **bodies([photo()])["raw"])
         assert refused.status_code == 400
@@ -225,7 +225,7 @@ def test_a_model_without_classes_gives_features_and_says_so() -> None:
 
 
 def test_a_network_without_attention_is_served_too() -> None:
-    vit = model(BiTConfig(image=32, classes=5, layers=(1, 1, 1, 1), width=0.5))
+    vit = model(BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5))
     with running(served(vit)) as (client, _):
         about = client.get("/v1/model").json()
         assert (about["attention"], about["methods"]) == (False, ["occlusion"])

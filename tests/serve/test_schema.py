@@ -16,21 +16,21 @@ from serving import QUICK, photo, running, served
 from small_models import LABELS
 
 from vitrail.serve.app import create_app
-from vitrail.serve.pictures import FORMATS
+from vitrail.serve.images import FORMATS
 from vitrail.serve.schema import KINDS
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed; make test installs it")
 import schemathesis
 from schemathesis import GenerationMode
 
-PICTURES = st.sampled_from([photo(0), photo(1), photo(2, "PNG"), photo(3, "WEBP")])
-schemathesis.openapi.format("binary", PICTURES)
-schemathesis.openapi.format("byte", PICTURES.map(lambda data: base64.b64encode(data).decode()))
+IMAGES = st.sampled_from([photo(0), photo(1), photo(2, "PNG"), photo(3, "WEBP")])
+schemathesis.openapi.format("binary", IMAGES)
+schemathesis.openapi.format("byte", IMAGES.map(lambda data: base64.b64encode(data).decode()))
 REFUSED = ["400", "403", "405", "408", "413", "415", "431"]
 EXAMPLES = int(os.environ.get("VITRAIL_EXAMPLES", "25"))
 RAW = (*KINDS, "application/octet-stream")
 for kind in RAW:
-    schemathesis.openapi.media_type(kind, PICTURES)
+    schemathesis.openapi.media_type(kind, IMAGES)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def description() -> dict[str, Any]:
 
 def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -> None:
     routes = {(path, method) for path, methods in description["paths"].items() for method in methods}
-    posts = {(f"/v1/{name}", "post") for name in ("predict", "embed", "explain", "picture")}
+    posts = {(f"/v1/{name}", "post") for name in ("predict", "embed", "explain", "image")}
     gets = {(f"/v1/{name}", "get") for name in ("model", "positions", "samples")}
     assert routes == posts | gets | {("/healthz", "get"), ("/readyz", "get"), ("/metrics", "get")}
 
@@ -58,8 +58,8 @@ def test_every_body_and_value_is_described_with_an_example(description: dict[str
     assert embed["hide"]["schema"]["examples"] == [[0, 1, 2]]
     assert embed["hide"]["schema"]["maxItems"] == 20_000
     assert embed["hide"]["schema"]["items"] == {"type": "integer", "minimum": 0, "maximum": 15}
-    picture = Image.open(io.BytesIO(base64.b64decode(content["application/json"]["example"]["image"])))
-    assert picture.size == (1, 1)
+    image = Image.open(io.BytesIO(base64.b64decode(content["application/json"]["example"]["image"])))
+    assert image.size == (1, 1)
     refusals = {"400", "403", "408", "413", "415", "503", "504"}
     assert refusals <= set(predict["responses"])
     schema = description["components"]["schemas"]["Prediction"]["properties"]
@@ -90,7 +90,7 @@ def api() -> Any:
         yield schemathesis.openapi.from_url(f"{client.base_url}/openapi.json", config=config)
 
 
-ROUTES = [(f"/v1/{name}", "POST") for name in ("predict", "embed", "explain", "picture")]
+ROUTES = [(f"/v1/{name}", "POST") for name in ("predict", "embed", "explain", "image")]
 ROUTES += [(path, "GET") for path in ("/v1/model", "/v1/positions", "/v1/samples", "/healthz", "/readyz", "/metrics")]
 
 

@@ -37,7 +37,7 @@ def test_every_route_is_known_to_be_open_or_closed() -> None:
     routes = {getattr(route, "path", "") for route in app.routes}
     folders = {f"/{path.split('/')[1]}/" for path in OPEN if path.count("/") > 1}
     open_ = {path for path in routes if path in OPEN or path.startswith(tuple(folders))}
-    posts = {"/v1/predict", "/v1/embed", "/v1/explain", "/v1/picture"}
+    posts = {"/v1/predict", "/v1/embed", "/v1/explain", "/v1/image"}
     assert routes - open_ == {*CLOSED, *posts}
 
 

@@ -51,7 +51,7 @@ def serving(
     script = weights.with_name("slowly.py")
     script.write_text(SLOWLY)
     run = [str(script)] if slowly else ["-m", "vitrail"]
-    command = [sys.executable, *run, "serve", str(weights), "--port", "0", "--batch", "4", *options]
+    command = [sys.executable, *run, "serve", str(weights), "--port", "0", "--batch-size", "4", *options]
     command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command] if files else command
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -87,7 +87,7 @@ def test_a_signal_drains_open_requests_are_answered_and_the_status_is_0(weights:
     with serving(weights, slowly=True) as (process, where):
         answers: list[httpx.Response] = []
         threads = [ask(where, answers) for _ in range(3)]
-        until(lambda: "vitrail_queue_pictures 3.0" in httpx.get(f"{where}/metrics").text)
+        until(lambda: "vitrail_queue_images 3.0" in httpx.get(f"{where}/metrics").text)
         process.send_signal(sig)
         ready = httpx.get(f"{where}/readyz")
         assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
@@ -104,7 +104,7 @@ def test_a_signal_to_the_whole_group_drains_like_one_to_the_first_process(weight
     with serving(weights, "--workers", workers, slowly=True) as (process, where):
         answers: list[httpx.Response] = []
         threads = [ask(where, answers) for _ in range(4)]
-        until(lambda: "vitrail_queue_pictures 4.0" in httpx.get(f"{where}/metrics").text)
+        until(lambda: "vitrail_queue_images 4.0" in httpx.get(f"{where}/metrics").text)
         process.terminate()  # as `timeout` does it: the process, and then its group
         os.killpg(process.pid, signal.SIGTERM)
         for worker in children(process.pid):
@@ -210,7 +210,7 @@ def test_a_second_signal_ends_at_once(weights: Path) -> None:
     with serving(weights, slowly=True) as (process, where):
         thread = threading.Thread(target=ask_in_vain, args=(where,))
         thread.start()
-        until(lambda: "vitrail_queue_pictures 1.0" in httpx.get(f"{where}/metrics").text)
+        until(lambda: "vitrail_queue_images 1.0" in httpx.get(f"{where}/metrics").text)
         process.terminate()
         time.sleep(AGAIN + 0.1)
         start = time.monotonic()

@@ -16,9 +16,9 @@ import vitrail.serve as serving
 from vitrail.cli import serve
 from vitrail.explain.hiding import Fill
 from vitrail.serve.app import create_app
+from vitrail.serve.images import FORMATS
 from vitrail.serve.limits import Limits, Work
 from vitrail.serve.metrics import Metrics
-from vitrail.serve.pictures import FORMATS
 from vitrail.serve.schema import PredictValues
 
 PAGE = (ROOT / "docs" / "serving.md").read_text()
@@ -63,7 +63,7 @@ def test_every_route_and_every_fill_is_on_the_page_with_the_defaults() -> None:
     said = re.search(r"`fill` is what stands there instead: (.*?)\. Layers", PAGE, re.DOTALL)
     assert said
     assert set(re.findall(r"`(\w+)`", said[1])) == set(get_args(Fill))
-    assert f"`{values.fill}`, the picture's mean colour (the default)" in said[1]
+    assert f"`{values.fill}`, the image's mean color (the default)" in said[1]
 
 
 def test_options_on_the_page_exist() -> None:

@@ -20,11 +20,11 @@ from PIL import Image
 from serving import QUICK, Held, photo, png_of, running, served, until
 from small_models import model, small
 
-from vitrail.serve import app, pictures
+from vitrail.serve import app, images
 from vitrail.serve.limits import Limits
 
 KINDS = ("image/jpeg", "application/json", "text/plain", "multipart/form-data; boundary=edge")
-PATHS = ("predict", "predict", "embed", "explain", "explain?methods=[%22occlusion%22]", "picture", "predict?hide=[999]")
+PATHS = ("predict", "predict", "embed", "explain", "explain?methods=[%22occlusion%22]", "image", "predict?hide=[999]")
 
 
 @lru_cache(maxsize=1)
@@ -79,7 +79,7 @@ class Failing(Held):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_after_a_storm_nothing_is_counted_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "HOLD", 0.01)
-    monkeypatch.setattr(pictures, "SMALL_PIXELS", 500_000)  # so that some are decoded in processes
+    monkeypatch.setattr(images, "SMALL_PIXELS", 500_000)  # so that some are decoded in processes
     torch.manual_seed(0)
     what = served(model(small()))
     what.engine = Failing(what.model)  # type: ignore[arg-type]
@@ -100,5 +100,5 @@ def test_after_a_storm_nothing_is_counted_any_more(monkeypatch: pytest.MonkeyPat
         for jobs in (decoders._small, decoders._large):
             until(lambda jobs=jobs: not (jobs._queue or jobs._busy))  # type: ignore[misc]
         assert decoders.budget.left == decoders.budget.total
-        assert "vitrail_queue_pictures 0.0" in client.get("/metrics").text
+        assert "vitrail_queue_images 0.0" in client.get("/metrics").text
         until(lambda: client.post("/v1/predict", files={"image": photo()}).status_code == 200)

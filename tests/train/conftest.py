@@ -11,9 +11,9 @@ from train.small_runs import SMALL, photos
 
 
 @pytest.fixture(scope="session")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty pictures of three colours, one of them rare."""
-    return photos(tmp_path_factory.mktemp("pictures") / "photos", {"red": 30, "green": 24, "blue": 6})
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty images of three colors, one of them rare."""
+    return photos(tmp_path_factory.mktemp("images") / "photos", {"red": 30, "green": 24, "blue": 6})
 
 
 @pytest.fixture(scope="session")

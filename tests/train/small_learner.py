@@ -18,7 +18,17 @@ from vitrail.train.optim import Optimizer, freeze, make_optimizer
 from vitrail.train.parallel import Ranks, part_of_step, whole, wrap
 
 # 5 classes, 3 registers: counts that no number of processes divides
-NET = ViTConfig(image=16, patch=4, width=24, depth=2, heads=2, mlp=40, classes=5, registers=3, layer_scale=0.1)
+NET = ViTConfig(
+    image_size=16,
+    patch_size=4,
+    width=24,
+    depth=2,
+    num_heads=2,
+    mlp_dim=40,
+    num_classes=5,
+    num_registers=3,
+    layer_scale=0.1,
+)
 BATCH = 8
 ALONE = Ranks(torch.device("cpu"))
 
@@ -43,7 +53,7 @@ def settings(parallel: str = "auto", **optim: Any) -> TrainConfig:
     return TrainConfig(model=NET, parallel=parallel, optim=OptimConfig(**{"lr": 1e-3, "weight_decay": 0.1} | optim))
 
 
-def pictures(step: int, slots: range = range(BATCH)) -> tuple[Tensor, Tensor]:
+def random_images(step: int, slots: range = range(BATCH)) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 3, 16, 16, dtype=torch.float64, generator=g)
     targets = torch.randint(5, (BATCH,), generator=g)
@@ -52,7 +62,7 @@ def pictures(step: int, slots: range = range(BATCH)) -> tuple[Tensor, Tensor]:
 
 def backward(wrapped: nn.Module, ranks: Ranks, step: int, parts: int = 1) -> float:
     """Gradients of the mean loss over the global batch; that mean."""
-    images, targets = pictures(step, ranks.slots(BATCH))
+    images, targets = random_images(step, ranks.slots(BATCH))
     total = 0.0
     for i, (x, y) in enumerate(zip(images.chunk(parts), targets.chunk(parts), strict=True)):
         with part_of_step(wrapped, last=i == parts - 1):
@@ -84,14 +94,14 @@ def trained(
 ) -> Run:
     """Steps of a run; `begin` sees it before the first of them."""
     learner = Learner().double()
-    freeze(learner, config.optim.train)
+    freeze(learner, config.optim.trainable)
     wrapped = wrap(learner, config, ranks)
     run = Run(learner, wrapped, make_optimizer(learner, config.optim), EMA(learner, decay), [])
     if begin is not None:
         begin(run)
     for step in steps:
         run.losses.append(backward(wrapped, ranks, step))
-        run.optimizer.clip(config.optim.clip)
+        run.optimizer.clip(config.optim.grad_clip)
         run.optimizer.step(1 / (1 + step))
         run.ema.update(step)
     return run

@@ -22,7 +22,8 @@ from vitrail.weights import checkpoint
 
 LENGTH = 20
 SMALL = (
-    "model.width=16", "model.depth=2", "model.heads=2", "model.mlp=32", "batch=64", "compare=()", "data.workers=1",
+    "model.width=16", "model.depth=2", "model.num_heads=2", "model.mlp_dim=32", "batch_size=64", "compare=()",
+    "data.workers=1",
     "data.resident=false", "schedule.warmup=0 steps", "log_every=3 steps", "evaluate_every=24 steps",
     "checkpoint_every=10 steps", "--no-report",
 )  # fmt: skip
@@ -30,49 +31,58 @@ SMALL = (
 
 
 def digits(length: int = LENGTH, **changes: Any) -> TrainConfig:
-    """Half a second of learning, with chance in the network and in the pictures."""
+    """Half a second of learning, with chance in the network and in the images."""
     config = TrainConfig(
         name="small",
         model=ViTConfig(
-            image=8, patch=4, channels=1, classes=0, width=16, depth=2, heads=2, mlp=32, dropout=0.1, path_dropout=0.1
+            image_size=8,
+            patch_size=4,
+            channels=1,
+            num_classes=0,
+            width=16,
+            depth=2,
+            num_heads=2,
+            mlp_dim=32,
+            dropout=0.1,
+            drop_path=0.1,
         ),
-        preprocess=PreprocessConfig(image=8, mean=(0.5,), std=(0.5,)),
+        preprocess=PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,)),
         augment=AugmentConfig(crop="pad", pad=1, flip=0.0, erase=0.2),
         optim=OptimConfig(lr=1e-2, weight_decay=0.05),
         data=DataConfig(workers=0),
         duration=steps(length),
-        batch=64,
+        batch_size=64,
         device="cpu",
         log_every=steps(3),
         evaluate_every=steps(5),
         checkpoint_every=steps(4),
     )
-    return config.but(**changes)
+    return config.replace(**changes)
 
 
 def photos(folder: Path, classes: dict[str, int], *, side: int = 32, seed: int = 0) -> Path:
-    """A folder of JPEGs: each class is a colour of its own, with noise."""
+    """A folder of JPEGs: each class is a color of its own, with noise."""
     drawn = np.random.default_rng(seed)
     for number, (name, count) in enumerate(classes.items()):
         (folder / name).mkdir(parents=True)
-        colour = np.roll([200, 60, 20], number) + 10 * (number // 3)
+        color = np.roll([200, 60, 20], number) + 10 * (number // 3)
         for i in range(count):
             noise = drawn.integers(-40, 40, (side, side + 4 * (i % 3), 3))
-            Image.fromarray((colour + noise).clip(0, 255).astype(np.uint8)).save(folder / name / f"{i:03d}.jpg")
+            Image.fromarray((color + noise).clip(0, 255).astype(np.uint8)).save(folder / name / f"{i:03d}.jpg")
     return folder
 
 
 def on_photos(folder: Path, length: int = 6, **changes: Any) -> TrainConfig:
     """A few steps on such a folder, read by whoever trains."""
-    config = digits(length).but(
-        model=ViTConfig(image=16, patch=8, classes=0, width=16, depth=2, heads=2, mlp=32),
-        preprocess=PreprocessConfig(image=16),
+    config = digits(length).replace(
+        model=ViTConfig(image_size=16, patch_size=8, num_classes=0, width=16, depth=2, num_heads=2, mlp_dim=32),
+        preprocess=PreprocessConfig(image_size=16),
         augment=AugmentConfig(scale=(0.5, 1.0)),
         data={"source": str(folder), "workers": 0},
-        batch=8,
+        batch_size=8,
         evaluate_every=None,
     )
-    return config.but(**changes)
+    return config.replace(**changes)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""batch=auto finds a batch that fits, or that is as fast as any."""
+"""batch_size=auto finds a batch that fits, or that is as fast as any."""
 
 from __future__ import annotations
 

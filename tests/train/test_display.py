@@ -265,7 +265,7 @@ def test_an_evaluation_shows_how_far_it_is():
 
 @pytest.mark.parametrize(("classes", "told"), [(3, False), (5, False), (6, True), (None, True)])
 def test_the_first_five_of_five_classes_are_not_told(classes: int | None, told: bool):
-    shown, _, out = display(classes=classes)
+    shown, _, out = display(num_classes=classes)
     with shown:
         shown.evaluated(100, Scores(top1=0.9, top5=1.0, loss=0.1, count=360, low=0.8, high=0.95))
     assert ("top5 100.00 %" in out.getvalue()) == told
@@ -365,8 +365,8 @@ def test_what_is_said_aloud_meanwhile_goes_above_the_panel():
     shown, _, out = display(terminal=True)
     before = log.handlers, log.propagate
     with shown:
-        say(["a picture could not be read"], about="test_display")
-    assert "note: a picture could not be read." in out.getvalue()
+        say(["an image could not be read"], about="test_display")
+    assert "note: an image could not be read." in out.getvalue()
     assert (log.handlers, log.propagate) == before
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from train.small_learner import Learner, pictures
+from train.small_learner import Learner, random_images
 
 from vitrail.errors import TrainError
 from vitrail.train.ema import EMA
@@ -45,7 +45,7 @@ def test_the_first_values_are_soon_forgotten_and_the_decay_is_then_as_asked() ->
 
 
 def test_the_learner_has_the_average_inside_and_its_own_weights_afterwards() -> None:
-    learner, images = Learner(), pictures(0)[0].float()
+    learner, images = Learner(), random_images(0)[0].float()
     ema = EMA(learner, 0.5)
     move(learner, 0)
     ema.update(100)

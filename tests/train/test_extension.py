@@ -48,7 +48,7 @@ def constant(length: int) -> TrainConfig:
 
 
 def same_state(one: Path, other: Path, step: int) -> bool:
-    """Of the checkpoints: weights, their average, the optimiser's memory, generators."""
+    """Of the checkpoints: weights, their average, the optimizer's memory, generators."""
     left, right = (load_file(folder / "checkpoint" / f"{step:08d}" / TENSORS) for folder in (one, other))
     return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
 
@@ -84,7 +84,7 @@ def test_at_a_constant_rate_an_extended_run_has_the_bits_of_the_longer_one(
 def test_a_falling_rate_is_that_of_the_longer_run_from_there_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     config = digits(20, log_every="1 step", evaluate_every=None)
     trained(config, tmp_path / "whole")
-    trained(config.but(duration=steps(10)), tmp_path / "run")
+    trained(config.replace(duration=steps(10)), tmp_path / "run")
     short = [line["lr"] for line in lines(tmp_path / "run") if "lr" in line]
     trained(config, tmp_path / "run", resume=True)
     longer, extended = ([line["lr"] for line in lines(tmp_path / name) if "lr" in line] for name in ("whole", "run"))
@@ -116,14 +116,14 @@ def test_a_run_whose_patience_is_used_up_is_not_said_to_be_extended(
     monkeypatch.setattr("vitrail.train.journal._better", lambda found, before: before[0] is None)
     stuck = digits(6, patience=2, evaluate_every="1 step")
     assert trained(stuck, tmp_path / "run").progress.step == 3
-    assert trained(stuck.but(duration=steps(8)), tmp_path / "run", resume=True).progress.step == 3
+    assert trained(stuck.replace(duration=steps(8)), tmp_path / "run", resume=True).progress.step == 3
     assert "the run is not extended: patience=2 is used up at step 3, 2 evaluations after the best one" in caplog.text
-    assert trained(stuck.but(duration=steps(8), patience=None), tmp_path / "run", resume=True).progress.step == 8
+    assert trained(stuck.replace(duration=steps(8), patience=None), tmp_path / "run", resume=True).progress.step == 8
 
 
 def test_a_duration_in_epochs_that_is_another_number_of_steps_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     album = photos(tmp_path / "album", {"a": 16, "b": 16}, side=8)
-    config = on_photos(album).but(duration="3 epochs")
+    config = on_photos(album).replace(duration="3 epochs")
     total = interrupted(config, tmp_path / "run", 3).progress.total
     for last in sorted(album.glob("*/*"))[::2]:
         last.unlink()
@@ -146,7 +146,7 @@ def test_a_run_cannot_be_made_shorter(tmp_path: Path):
     interrupted(constant(10), tmp_path / "run", 7)
     for shorter in ("9 steps", "5 steps", "0.2 epochs"):
         with pytest.raises(ConfigError, match=r"fewer than the 10 of the run \(10 steps\), of which 7 are done"):
-            trained(constant(10).but(duration=shorter), tmp_path / "run", resume=True)
+            trained(constant(10).replace(duration=shorter), tmp_path / "run", resume=True)
     assert RunFolder(tmp_path / "run").read_config().duration == steps(10)
 
 
@@ -166,7 +166,7 @@ def test_a_result_is_gone_before_the_settings_are_those_of_a_longer_run(
 
 def test_the_same_length_in_another_unit_is_no_extension(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     interrupted(constant(10), tmp_path / "run", 7)
-    trained(constant(10).but(duration="640 images"), tmp_path / "run", resume=True)
+    trained(constant(10).replace(duration="640 images"), tmp_path / "run", resume=True)
     assert "extended" not in caplog.text
 
 
@@ -174,13 +174,13 @@ def test_the_end_keeps_its_share_of_a_longer_run_and_the_start_stays(tmp_path: P
     """Unless they are given: what comes at the end may change with the length, how it began may not."""
     config = override(
         digits(10),
-        ["schedule.warmup=2 steps", "schedule.cooldown=4 steps", "augment.mixup=0.2", "augment.unmixed=1 step"],
+        ["schedule.warmup=2 steps", "schedule.cooldown=4 steps", "augment.mixup=0.2", "augment.mix_off=1 step"],
     )
     run = RunFolder(tmp_path / "run")
     run.begin(config)
     found = settings_of(run, ["duration=20 steps"], {})
     assert [str(found.schedule.warmup), str(found.schedule.cooldown)] == ["2 steps", "8 steps"]
-    assert str(found.augment.unmixed) == "2 steps"
+    assert str(found.augment.mix_off) == "2 steps"
     assert str(settings_of(run, ["duration=20 steps", "schedule.cooldown=3 steps"], {}).schedule.cooldown) == "3 steps"
     for refused in (["schedule.cooldown=3 steps"], ["duration=20 steps", "schedule.warmup=3 steps"]):
         with pytest.raises(ConfigError, match=r"schedule\.\w+ is \d steps and cannot change when a run is resumed"):

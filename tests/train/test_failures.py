@@ -50,7 +50,7 @@ def reached(running: Running, run: Path, step: int) -> None:
 def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
     commands: Commands, undisturbed: Path, tmp_path: Path, number: signal.Signals, status: int
 ):
-    """One that reaches the process which reads pictures, too."""
+    """One that reaches the process which reads images, too."""
     settings = ["train", "digits", *SMALL, "duration=48 steps", "--out", "my run"]
     running = commands.start(*settings, folder=tmp_path)
     reached(running, tmp_path / "my run", 12)
@@ -78,19 +78,19 @@ def test_an_interrupt_while_it_starts_ends_it(commands: Commands, tmp_path: Path
 
 
 def diverging(settings: tuple[str, ...] = ()) -> Result:
-    return override(digits(30), ["optim.kind=sgd", "optim.lr=1e18", "optim.clip=none", *settings])
+    return override(digits(30), ["optim.kind=sgd", "optim.lr=1e18", "optim.grad_clip=none", *settings])
 
 
-def test_a_loss_that_is_not_finite_stops_with_its_step_its_pictures_and_the_last_checkpoint(tmp_path: Path):
+def test_a_loss_that_is_not_finite_stops_with_its_step_its_images_and_the_last_checkpoint(tmp_path: Path):
     with at_step(9, poison), pytest.raises(TrainError) as caught:
         trained(digits(), tmp_path / "run")
     words = str(caught.value)
-    assert words.startswith("the loss of step 10 is not finite; its pictures were ")
+    assert words.startswith("the loss of step 10 is not finite; its images were ")
     assert words.count(" and 54 more;") == 1
     assert f"the last good checkpoint is {tmp_path}/run/checkpoint/00000008" in words
     assert "on_nan=skip" in words
     assert saved_steps(tmp_path / "run") == [4, 8]
-    named = words.split("its pictures were ")[1].split(" and 54 more")[0].split(", ")
+    named = words.split("its images were ")[1].split(" and 54 more")[0].split(", ")
     assert len(named) == 10
     assert len(set(named)) == 10
 

@@ -14,8 +14,8 @@ GOOD, BAD = torch.tensor(1.0), torch.tensor(float("nan"))
 
 
 def batch(step: int, device: str = "cpu") -> Batch:
-    pictures = torch.zeros(2, 1, 4, 4, device=device)
-    return Batch(step, pictures, torch.zeros(2), torch.ones(2), torch.arange(2), torch.arange(2))
+    images = torch.zeros(2, 1, 4, 4, device=device)
+    return Batch(step, images, torch.zeros(2), torch.ones(2), torch.arange(2), torch.arange(2))
 
 
 def describe(batch: Batch) -> str:

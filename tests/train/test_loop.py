@@ -123,7 +123,7 @@ def test_what_a_kill_left_half_written_is_swept_away(whole: Result, tmp_path: Pa
     assert {p.name for p in folder.iterdir()} == {"config.json", "metrics.jsonl", "checkpoint", "model"}
 
 
-def test_pictures_that_came_or_went_meanwhile_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_images_that_came_or_went_meanwhile_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     album = photos(tmp_path / "album", {"red": 12, "green": 12})
     interrupted(on_photos(album), tmp_path / "run", 3)
     had = len(open_data(on_photos(album).data).train)
@@ -147,14 +147,14 @@ def test_the_same_settings_give_the_same_bits_again(whole: Result, tmp_path: Pat
     settings = RunFolder(whole.run.path).read_config()
     trained(settings, tmp_path / "again")
     assert same_bits(tmp_path / "again", whole.run.path)
-    trained(settings.but(seed=1), tmp_path / "other")
+    trained(settings.replace(seed=1), tmp_path / "other")
     assert not same_bits(tmp_path / "other", whole.run.path)
 
 
 def test_the_run_folder_is_a_model_that_scores_what_was_said(whole: Result):
     model = vitrail.load(whole.run.path)
     held = open_data(whole.setup.config.data).validation
-    said = model.logits([held[i].picture for i in range(len(held))], batch=256).argmax(1)
+    said = model.logits([held[i].image for i in range(len(held))], batch_size=256).argmax(1)
     right = (said == torch.as_tensor(held.targets)).double().mean()
     assert whole.scores is not None
     assert float(right) == whole.scores.top1
@@ -184,7 +184,7 @@ def test_the_best_or_the_last_weights_become_the_model(tmp_path: Path, keep: str
     assert result.scores is not None
     assert result.scores.top1 == tops[10 if best else 30]
     assert (folder / "checkpoint" / "best-00000010").is_dir() is best
-    if held_out is not None:  # the test pictures are looked at once, in the end
+    if held_out is not None:  # the test images are looked at once, in the end
         tests = [line for line in lines(folder) if "test" in line]
         assert [line["model_step"] for line in tests] == [10 if best else 30]
         assert tests[0]["test"]["count"] == 359
@@ -233,7 +233,7 @@ def test_a_best_of_a_future_that_did_not_come_does_not_push_out_the_present(tmp_
     ("duration", "expected"), [("30 steps", 30), ("2 epochs", 45), ("1.5 epochs", 34), ("1k images", 16)]
 )
 def test_durations_have_units(tmp_path: Path, duration: str, expected: int):
-    """1,438 pictures in batches of 64."""
+    """1,438 images in batches of 64."""
     result = trained(digits(duration=duration, evaluate_every="1 epoch"), tmp_path / "run")
     assert result.progress.step == expected
     at = [line["step"] for line in lines(tmp_path / "run") if "evaluation" in line]
@@ -263,8 +263,8 @@ def test_a_folder_that_holds_a_run_is_refused_before_any_work(whole: Result, mon
 
 def test_batches_that_cannot_be(tmp_path: Path):
     for settings, words in {
-        "batch=2000": r"batch=2000 is more than the 1,438 pictures to learn from; try batch=719",
-        "accumulate=3": r"batch=64 cannot be shared evenly by 1 processes in 3 parts each; try batch=66",
+        "batch_size=2000": r"batch_size=2000 is more than the 1,438 images to learn from; try batch_size=719",
+        "grad_accum_steps=3": r"batch_size=64 cannot be shared evenly by 1 processes in 3 parts each; try .*=66",
     }.items():
         with pytest.raises(ConfigError, match=words):
             trained(override(digits(), [settings]), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Runs that learn without labels: on any pictures, measured on those held out, and what is left of them."""
+"""Runs that learn without labels: on any images, measured on those held out, and what is left of them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ALONE = Ranks(torch.device("cpu"))
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
-@pytest.mark.parametrize("target", ["mean-colour", "pixels"])
-def test_masked_patches_train_resume_and_load(pictures: Path, tmp_path: Path, target: str):
-    config = override(on_photos(pictures, 8), ["objective=masked-patch", f"masked_patch.target={target}"])
+@pytest.mark.parametrize("target", ["mean-color", "pixels"])
+def test_masked_patches_train_resume_and_load(images: Path, tmp_path: Path, target: str):
+    config = override(on_photos(images, 8), ["objective=masked-patch", f"masked_patch.target={target}"])
     whole = trained(config, tmp_path / "whole")
     interrupted(config, tmp_path / "cut", 3)
     resumed(tmp_path / "cut")
     assert whole.scores is None
     assert same_bits(tmp_path / "whole", tmp_path / "cut")
     loaded = vitrail.load(tmp_path / "whole")
-    assert loaded.embed(pictures / "red" / "000.jpg").shape == (1, 16)
+    assert loaded.embed(images / "red" / "000.jpg").shape == (1, 16)
     with pytest.raises(vitrail.VitrailError, match="has no classes"):
-        loaded.predict(pictures / "red" / "000.jpg")
-    tuned = trained(on_photos(pictures, 3, start=str(tmp_path / "whole"), model=None), tmp_path / "tuned")
+        loaded.predict(images / "red" / "000.jpg")
+    tuned = trained(on_photos(images, 3, init_from=str(tmp_path / "whole"), model=None), tmp_path / "tuned")
     assert tuned.setup.card.labels == ("blue", "green", "red")
 
 
-def unlabelled(folder: Path, kind: str) -> str:
-    """Pictures in one folder, alone or named by a table."""
+def unlabeled(folder: Path, kind: str) -> str:
+    """Images in one folder, alone or named by a table."""
     photos(folder / "flat", {"": 40})
     if kind == "folder":
         return f"folder:{folder / 'flat'}"
@@ -49,7 +49,7 @@ def unlabelled(folder: Path, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["folder", "table"])
 def test_masked_patches_want_no_labels(tmp_path: Path, kind: str):
-    source = unlabelled(tmp_path, kind)
+    source = unlabeled(tmp_path, kind)
     config = override(on_photos(tmp_path, 6), [f"data.source={source}", "optim.lr=1e-2"])
     with pytest.raises(DataError, match=r"no class folders|no column of labels"):
         trained(config, tmp_path / "classes")
@@ -59,9 +59,9 @@ def test_masked_patches_want_no_labels(tmp_path: Path, kind: str):
     assert vitrail.load(tmp_path / "run").embed(tmp_path / "flat" / "000.jpg").shape == (1, 16)
 
 
-def test_masked_patches_are_measured_on_what_is_held_out(pictures: Path, tmp_path: Path):
+def test_masked_patches_are_measured_on_what_is_held_out(images: Path, tmp_path: Path):
     settings = ["objective=masked-patch", "optim.lr=1e-2", "evaluate_every=3 steps", "keep=best"]
-    result = trained(override(on_photos(pictures, 12), settings), tmp_path / "run")
+    result = trained(override(on_photos(images, 12), settings), tmp_path / "run")
     found = {line["step"]: line["evaluation"] for line in lines(tmp_path / "run") if "evaluation" in line}
     assert list(found) == [3, 6, 9, 12]
     assert {f["count"] for f in found.values()} == {len(result.setup.splits.validation)}
@@ -69,8 +69,8 @@ def test_masked_patches_are_measured_on_what_is_held_out(pictures: Path, tmp_pat
     assert (result.progress.best_step, result.progress.best) == (best, -found[best]["loss"])
 
 
-def test_the_same_patches_are_hidden_however_often_and_in_whatever_batches(pictures: Path):
-    config = override(on_photos(pictures), ["objective=masked-patch"])
+def test_the_same_patches_are_hidden_however_often_and_in_whatever_batches(images: Path):
+    config = override(on_photos(images), ["objective=masked-patch"])
     trainer = Trainer(prepare(config, ALONE), ALONE)
     torch.nn.init.normal_(trainer.learner.guess.weight)
     first = trainer.evaluate()

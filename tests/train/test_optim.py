@@ -22,7 +22,7 @@ from vitrail.objectives.masked_patch import MaskedPatch
 from vitrail.train.optim import Optimizer, freeze, make_optimizer
 
 FACTORS = (0.25, 1.0, 0.5, 0.0, 0.1)
-RICH = NET.but(
+RICH = NET.replace(
     pool="map", pool_norm="before", class_token=True, pre_logits=6, position="learned-2d", qk_norm=True, pre_norm=True
 )
 
@@ -178,17 +178,17 @@ def test_what_a_rule_has_no_use_for_is_refused() -> None:
 
 
 def test_what_an_objective_adds_has_its_own_height_and_what_it_froze_stays_frozen() -> None:
-    learner = MaskedPatch(build(NET.but(pool="map")), MaskedPatchConfig(), PreprocessConfig(image=16))
+    learner = MaskedPatch(build(NET.replace(pool="map")), MaskedPatchConfig(), PreprocessConfig(image_size=16))
     freeze(learner, "all")
     assert not any(p.requires_grad for p in learner.net.pool.parameters())
-    optimizer = make_optimizer(learner, OptimConfig(lr=1.0, layer_decay=0.5, head_lr=10.0))
+    optimizer = make_optimizer(learner, OptimConfig(lr=1.0, layer_decay=0.5, head_lr_factor=10.0))
     speeds = {id(p): g["peak"] for rule in optimizer.rules for g in rule.param_groups for p in g["params"]}
     assert speeds[id(learner.mask_token)] == speeds[id(learner.net.patch.weight)] == 0.5 ** (NET.depth + 1)
     assert speeds[id(learner.guess.weight)] == 10.0
 
 
 def test_muon_needs_matrices() -> None:
-    net = BiTConfig(image=32, layers=(1,), width=0.5, classes=3)
+    net = BiTConfig(image_size=32, layers=(1,), width_factor=0.5, num_classes=3)
     with pytest.raises(ConfigError, match="muon turns matrices in blocks, and none learns here; try adamw"):
         make_optimizer(Plain(net), OptimConfig(kind="muon"))
 
@@ -197,10 +197,10 @@ def test_muon_needs_matrices() -> None:
     "config",
     [
         RICH,
-        NET.but(position="relative"),
-        NET.but(distilled=True, position="learned-1d", position_at="layers", activation="swiglu"),
-        NET.but(stem=StemConfig(layers=(1, 1), width=0.5), patch=1, image=32),
-        BiTConfig(image=32, layers=(1, 1), width=0.5, classes=3),
+        NET.replace(position="relative"),
+        NET.replace(distilled=True, position="learned-1d", position_at="layers", activation="swiglu"),
+        NET.replace(stem=StemConfig(layers=(1, 1), width_factor=0.5), patch_size=1, image_size=32),
+        BiTConfig(image_size=32, layers=(1, 1), width_factor=0.5, num_classes=3),
     ],
     ids=["everything", "relative", "distilled", "hybrid", "BiT"],
 )
@@ -249,7 +249,7 @@ def test_layer_decay_is_timms_on_the_same_network() -> None:
                 name = name.replace(old, new)
             wanted[f"net.{name}"] = (group["lr_scale"], group["weight_decay"])
     wanted["net.positions.0.prefix"] = wanted["net.positions.0.table"]  # one tensor there, two here
-    learner = Plain(NET.but(depth=3, registers=0, layer_scale=None))
+    learner = Plain(NET.replace(depth=3, num_registers=0, layer_scale=None))
     optimizer = make_optimizer(learner, OptimConfig(lr=1.0, weight_decay=0.05, layer_decay=0.7))
     found = speeds(learner, optimizer)
     for name in ("net.norm.weight", "net.norm.bias"):  # MAE's and BEiT's code count it with the head, timm below it
@@ -273,7 +273,7 @@ def test_the_head_and_what_the_objective_adds_may_learn_faster() -> None:
     learner = Learner()
     learner.predict = nn.Linear(24, 7)
     found = speeds(
-        learner, make_optimizer(learner, OptimConfig(lr=1.0, head_lr=10.0, layer_decay=0.5, weight_decay=0.1))
+        learner, make_optimizer(learner, OptimConfig(lr=1.0, head_lr_factor=10.0, layer_decay=0.5, weight_decay=0.1))
     )
     assert {n for n, (lr, _) in found.items() if lr == 10} == {
         "net.head.weight", "net.head.bias", "scale", "predict.weight", "predict.bias"
@@ -298,7 +298,7 @@ def test_only_what_was_chosen_learns(train: Any, prefixes: tuple[str, ...]) -> N
     freeze(learner, train)
     wanted = {n for n, _ in learner.named_parameters() if n.removeprefix("net.").startswith(prefixes)} | {"scale"}
     assert {n for n, p in learner.named_parameters() if p.requires_grad} == wanted
-    optimizer = make_optimizer(learner, OptimConfig(train=train, lr=0.1, weight_decay=0.1))
+    optimizer = make_optimizer(learner, OptimConfig(trainable=train, lr=0.1, weight_decay=0.1))
     before = values(learner)
     backward(learner, ALONE, 0)
     optimizer.step(1.0)
@@ -309,7 +309,7 @@ def test_only_what_was_chosen_learns(train: Any, prefixes: tuple[str, ...]) -> N
 
 def test_even_where_nobody_froze_it_nothing_else_moves() -> None:
     learner = Learner().double()
-    optimizer = make_optimizer(learner, OptimConfig(train="head", lr=0.1))
+    optimizer = make_optimizer(learner, OptimConfig(trainable="head", lr=0.1))
     backward(learner, ALONE, 0)
     before = values(learner)
     optimizer.step(1.0)
@@ -322,10 +322,10 @@ def test_even_where_nobody_froze_it_nothing_else_moves() -> None:
 def test_more_blocks_than_there_are_and_nothing_at_all_are_refused() -> None:
     with pytest.raises(ConfigError, match="train=3 blocks, but the network has 2; try train=all"):
         freeze(Learner(), 3)
-    learner = Plain(NET.but(classes=0))
+    learner = Plain(NET.replace(num_classes=0))
     freeze(learner, "head")
     with pytest.raises(ConfigError, match="nothing is left to learn"):
-        make_optimizer(learner, OptimConfig(train="head"))
+        make_optimizer(learner, OptimConfig(trainable="head"))
 
 
 @pytest.mark.parametrize("largest", [0.1, 1e6, None])
@@ -362,7 +362,7 @@ def test_a_resumed_run_goes_on_to_the_bit_whatever_the_order_of_groups(config: d
     second.load_state_dict(first.state_dict())
     two = make_optimizer(second, OptimConfig(**config))  # has taken no step
     two.load_state_tensors({n: t.clone() for n, t in reversed(one.state_tensors().items())})
-    other = make_optimizer(Learner(), OptimConfig(layer_decay=0.5, head_lr=3.0, **config))
+    other = make_optimizer(Learner(), OptimConfig(layer_decay=0.5, head_lr_factor=3.0, **config))
     other.load_state_tensors(one.state_tensors())  # the same names in other groups
     assert all(torch.equal(t, one.state_tensors()[n]) for n, t in other.state_tensors().items())
     for step in range(3, 6):
@@ -402,7 +402,7 @@ def test_the_first_step_is_torchs_to_the_bit() -> None:
 def test_memory_of_another_run_is_refused_by_name() -> None:
     optimizer = make_optimizer(Learner(), OptimConfig())
     state = optimizer.state_tensors()
-    with pytest.raises(TrainError, match="the optimiser's tensors in the checkpoint lack 'step/scale'"):
+    with pytest.raises(TrainError, match="the optimizer's tensors in the checkpoint lack 'step/scale'"):
         optimizer.load_state_tensors({n: t for n, t in state.items() if n != "step/scale"})
     with pytest.raises(TrainError, match="have 'exp_avg/other', which this run does not train"):
         optimizer.load_state_tensors(state | {"exp_avg/other": torch.zeros(1)})

@@ -23,8 +23,8 @@ from train.small_learner import (
     State,
     backward,
     close,
-    pictures,
     plain,
+    random_images,
     settings,
     trained,
 )
@@ -50,8 +50,8 @@ def processes() -> Iterator[Processes]:
 def gradients(config: TrainConfig, parts: int) -> State:
     with Ranks.start("cpu") as ranks:
         learner = Learner().double()
-        freeze(learner, config.optim.train)
-        learner.net.gradient_checkpointing = config.recompute
+        freeze(learner, config.optim.trainable)
+        learner.net.gradient_checkpointing = config.gradient_checkpointing
         if config.compile:
             warnings.simplefilter("ignore")  # the compiler looks at gradients that are not there
             learner.compile(backend="aot_eager", dynamic=False)
@@ -79,7 +79,7 @@ def test_neither_recomputing_nor_compiling_changes_them(
     learner = Learner().double()
     backward(learner, ALONE, 1)
     wanted = {n: p.grad for n, p in learner.named_parameters()}
-    close(processes.run(gradients, settings(parallel).but(**how), 2, world=2)[0], wanted, EXACT)
+    close(processes.run(gradients, settings(parallel).replace(**how), 2, world=2)[0], wanted, EXACT)
 
 
 @pytest.mark.parametrize("train", ["head", 1])
@@ -108,8 +108,8 @@ SGD = {"kind": "sgd", "lr": 0.1, "decay_by": "schedule"}
 @pytest.mark.parametrize(
     ("parallel", "world", "optim"),
     [
-        ("ddp", 2, {"clip": 0.5}),
-        ("fsdp", 4, {"clip": 0.5}),
+        ("ddp", 2, {"grad_clip": 0.5}),
+        ("fsdp", 4, {"grad_clip": 0.5}),
         ("fsdp", 2, SLOWER),
         ("ddp", 2, SGD),
         pytest.param("ddp", 4, SLOWER, marks=pytest.mark.slow),
@@ -131,7 +131,7 @@ def test_ten_steps_agree_on_any_number_of_processes(
 
 def measured(run: Run) -> list[Tensor]:
     """Logits with the run's own weights, with their average, and with its own again."""
-    net, images = network(run.wrapped).eval(), pictures(0)[0]
+    net, images = network(run.wrapped).eval(), random_images(0)[0]
     with torch.inference_mode():
         own = net(images).clone()
         with run.ema.swap():
@@ -214,8 +214,8 @@ def test_an_objective_may_leave_parameters_out(processes: Processes, parallel: s
 def in_bfloat16(parallel: str) -> tuple[State, set[torch.dtype]]:
     with Ranks.start("cpu") as ranks:
         learner = Learner()
-        wrapped = wrap(learner, settings(parallel).but(precision="bfloat16"), ranks)
-        images, targets = pictures(0, ranks.slots(BATCH))
+        wrapped = wrap(learner, settings(parallel).replace(precision="bfloat16"), ranks)
+        images, targets = random_images(0, ranks.slots(BATCH))
         with torch.autocast("cpu", torch.bfloat16):
             loss = wrapped(images.float(), targets)["loss"] / BATCH
         (loss * ranks.world).backward()
@@ -319,13 +319,15 @@ def test_one_process_has_no_group_and_is_told_what_it_says(
 
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch=10 cannot be shared evenly by 4 processes; try batch=12"):
+    with pytest.raises(ConfigError, match="batch_size=10 cannot be shared evenly by 4 processes; try batch_size=12"):
         Ranks(torch.device("cpu"), rank=1, world=4).slots(10)
-    config = settings("ddp").but(batch=24, augment=AugmentConfig(mixup=0.2).to_dict())
-    with pytest.raises(ConfigError, match=r"each of 4 processes 6 images, .* try batch=32, augment.mix_group=2 or"):
+    config = settings("ddp").replace(batch_size=24, augment=AugmentConfig(mixup=0.2).to_dict())
+    with pytest.raises(
+        ConfigError, match=r"each of 4 processes 6 images, .* try batch_size=32, augment.mix_group=2 or"
+    ):
         _shared(config, processes=4, images=100)
     assert _shared(config, processes=3, images=100) == 24
-    assert _shared(config.but(augment=AugmentConfig().to_dict()), processes=4, images=100) == 24
+    assert _shared(config.replace(augment=AugmentConfig().to_dict()), processes=4, images=100) == 24
 
 
 def dies(how: str, patience: float) -> None:
@@ -339,7 +341,7 @@ def dies(how: str, patience: float) -> None:
                     if how == "hangs":
                         time.sleep(2 * patience)
                         os._exit(4)
-                    raise ValueError("a picture is broken")
+                    raise ValueError("an image is broken")
                 backward(wrapped, ranks, step)
     except ValueError:
         os._exit(1)  # as an uncaught error ends a process

@@ -28,7 +28,7 @@ def process() -> Iterator[Processes]:
         yield group
 
 
-def pictures(device: torch.device) -> tuple[Tensor, Tensor]:
+def random_images(device: torch.device) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(0)
     return torch.randn(BATCH, 3, 16, 16, generator=g).to(device), torch.randint(5, (BATCH,), generator=g).to(device)
 
@@ -36,7 +36,7 @@ def pictures(device: torch.device) -> tuple[Tensor, Tensor]:
 def steps(wrapped: nn.Module, learner: nn.Module, config: TrainConfig, device: torch.device) -> dict[str, Tensor]:
     """Three steps, of which the last must not make the GPU wait; all that a checkpoint would hold."""
     optimizer, ema = make_optimizer(learner, config.optim), EMA(learner, 0.9)
-    images, targets = pictures(device)
+    images, targets = random_images(device)
     for step in range(3):
         with torch.autocast("cuda", torch.bfloat16, enabled=config.precision == "bfloat16"):
             loss = wrapped(images, targets)["loss"] / BATCH
@@ -54,7 +54,7 @@ def steps(wrapped: nn.Module, learner: nn.Module, config: TrainConfig, device: t
 
 def on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # TF32, the debug mode for waiting, whatever the compiler has to say
-    config = settings(parallel, kind=kind).but(precision=precision)
+    config = settings(parallel, kind=kind).replace(precision=precision)
     with Ranks.start("cuda") as ranks:
         alone = Learner().to(ranks.device)
         wanted = plain(steps(alone, alone, config, ranks.device))
@@ -66,7 +66,7 @@ def on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str
         again = {name: torch.zeros_like(t) for name, t in got.items()}
         load_sharded(Path(folder), again, ranks)
         same = all(torch.equal(a, b) for a, b in zip(plain(again).values(), plain(got).values(), strict=True))
-        images = pictures(ranks.device)[0]
+        images = random_images(ranks.device)[0]
         with torch.inference_mode():
             logits = network(wrapped).eval()(images), alone.net.eval()(images)
         whole = plain(got)

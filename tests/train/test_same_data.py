@@ -82,7 +82,7 @@ def test_fine_tuning_and_comparisons_refuse_other_classes_too(
     album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    model(small(classes=3, image=16)).save("start")
+    model(small(num_classes=3, image_size=16)).save("start")
     short = ["duration=2 steps", "data.workers=0", "device=cpu", "compare=('seed=1',)"]
     vitrail.finetune("start", "album", overrides=short, out="run", report=False)
     (album / "camel").rename(album / "ant")
@@ -133,8 +133,8 @@ def test_other_data_to_measure_on_have_the_classes_of_what_is_learned(album: Pat
 
 def test_a_head_is_kept_only_for_the_same_classes_in_the_same_order(album: Path, tmp_path: Path):
     for name, labels in {"same": ("apple", "bed", "bowl", "camel"), "other": ("bed", "apple", "bowl", "camel")}.items():
-        model(small(classes=4, image=16), labels=labels).save(tmp_path / name)
-        net = prepare(on_photos(album, start=str(tmp_path / name), model=None, preprocess=None), ALONE).net
+        model(small(num_classes=4, image_size=16), labels=labels).save(tmp_path / name)
+        net = prepare(on_photos(album, init_from=str(tmp_path / name), model=None, preprocess=None), ALONE).net
         assert bool(net.head.weight.any()) == (name == "same")
 
 
@@ -182,10 +182,10 @@ def test_without_labels_names_of_folders_are_names_of_images(
 
 
 def test_a_teacher_with_other_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    grey = PreprocessConfig(image=8, mean=(0.5,), std=(0.5,))
+    gray = PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,))
     for depth in (1, 2):
-        config = small(image=8, patch=4, channels=1, classes=10, depth=depth)
-        model(config, labels=tuple("0123456789"), preprocess=grey).save(tmp_path / f"{depth}")
+        config = small(image_size=8, patch_size=4, channels=1, num_classes=10, depth=depth)
+        model(config, labels=tuple("0123456789"), preprocess=gray).save(tmp_path / f"{depth}")
     teacher = (tmp_path / "1").rename(tmp_path / "teacher")
     interrupted(override(digits(4), ["objective=distill", f"distill.teacher={teacher}"]), tmp_path / "run", 2)
     shutil.copytree(tmp_path / "run", tmp_path / "same")
@@ -199,7 +199,7 @@ def test_a_teacher_with_other_weights_is_said(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.parametrize("mixup", [0, 0.2])
 def test_what_older_versions_did_otherwise_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, mixup: float):
-    interrupted(override(digits(4), [f"augment.mixup={mixup}", "classify.weights=balanced"]), tmp_path / "run", 2)
+    interrupted(override(digits(4), [f"augment.mixup={mixup}", "classify.class_weights=balanced"]), tmp_path / "run", 2)
     without_what_is_new(tmp_path / "run")
     resumed(tmp_path / "run")
     words = "older versions trained otherwise: from here on images are mixed within groups of augment.mix_group=8, not "

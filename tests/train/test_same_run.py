@@ -35,24 +35,33 @@ def everything_on(**changes: Any) -> TrainConfig:
     config = TrainConfig(
         name="same",
         model=ViTConfig(
-            image=8, patch=2, channels=1, classes=0, width=16, depth=2, heads=2, mlp=32, dropout=0.1, path_dropout=0.2
+            image_size=8,
+            patch_size=2,
+            channels=1,
+            num_classes=0,
+            width=16,
+            depth=2,
+            num_heads=2,
+            mlp_dim=32,
+            dropout=0.1,
+            drop_path=0.2,
         ),
-        preprocess=PreprocessConfig(image=8, mean=(0.5,), std=(0.5,)),
+        preprocess=PreprocessConfig(image_size=8, mean=(0.5,), std=(0.5,)),
         augment=AugmentConfig(
             scale=(0.4, 1.0),
             policy="rand",
-            layers=1,
-            jitter=(0.3, 0.3, 0.0, 0.0),
+            num_ops=1,
+            color_jitter=(0.3, 0.3, 0.0, 0.0),
             erase=0.3,
             mixup=0.5,
             cutmix=1.0,
-            mix_chance=0.5,
+            mix_prob=0.5,
             mix_group=4,
         ),
         optim=OptimConfig(lr=2e-2, weight_decay=0.1, layer_decay=0.8),
         schedule=ScheduleConfig(warmup=steps(5)),
         duration=steps(STEPS),
-        batch=16,
+        batch_size=16,
         ema=0.9,
         precision="float64",
         device="cpu",
@@ -60,7 +69,7 @@ def everything_on(**changes: Any) -> TrainConfig:
         evaluate_every=steps(15),
         checkpoint_every=steps(12),
     )
-    return config.but(**changes)
+    return config.replace(**changes)
 
 
 def train_here(config: dict[str, Any], folder: str, resume: bool = False) -> int:
@@ -95,7 +104,7 @@ def evaluations(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("world", "changes"),
-    [(2, []), (4, []), (2, ["accumulate=4", "recompute=true"]), (2, ["parallel=fsdp"])],
+    [(2, []), (4, []), (2, ["grad_accum_steps=4", "gradient_checkpointing=true"]), (2, ["parallel=fsdp"])],
     ids=["2", "4", "2 in parts", "2 sharded"],
 )
 def test_the_run_is_the_same(processes: Processes, alone: Path, tmp_path: Path, world: int, changes: list[str]):
@@ -150,7 +159,7 @@ def train_half(config: dict[str, Any], folder: str) -> int:
     return result.progress.step
 
 
-@pytest.mark.parametrize("target", ["mean-colour", "pixels"])
+@pytest.mark.parametrize("target", ["mean-color", "pixels"])
 def test_masked_patches_agree_too(processes: Processes, tmp_path: Path, target: str):
     config = everything_on(
         objective="masked-patch", masked_patch=MaskedPatchConfig(target=target).to_dict(),

@@ -18,7 +18,7 @@ BATCH, IMAGES = 10, 100
 
 
 def schedule(total: int, **settings: Any) -> Schedule:
-    return Schedule(ScheduleConfig(**settings), total=total, batch=BATCH, images=IMAGES)
+    return Schedule(ScheduleConfig(**settings), total=total, batch_size=BATCH, images=IMAGES)
 
 
 HALF = 1 / math.sqrt(2)

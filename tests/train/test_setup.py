@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from data.sources.conftest import pack
-from pictures import encoded
+from images import encoded
 from PIL import Image
 from small_models import model, small
 from train.processes import Processes
@@ -53,9 +53,9 @@ def first_losses(config: TrainConfig, folder: Path, *settings: str) -> list[floa
     return [line["loss"] for line in lines(folder) if "loss" in line]
 
 
-def test_every_blank_is_filled_in(pictures: Path):
-    setup = prepare(on_photos(pictures, preprocess=None), ALONE)
-    assert setup.config.model.classes == 3
+def test_every_blank_is_filled_in(images: Path):
+    setup = prepare(on_photos(images, preprocess=None), ALONE)
+    assert setup.config.model.num_classes == 3
     assert setup.config.preprocess == setup.card.preprocess
     assert setup.card.labels == ("blue", "green", "red")
     assert setup.counts is not None
@@ -63,7 +63,7 @@ def test_every_blank_is_filled_in(pictures: Path):
     assert TrainConfig.from_dict(json.loads(json.dumps(setup.config.to_dict()))) == setup.config
 
 
-@pytest.mark.parametrize("setting", ["accumulate=4", "recompute=true"])
+@pytest.mark.parametrize("setting", ["grad_accum_steps=4", "gradient_checkpointing=true"])
 def test_what_saves_memory_changes_nothing_else(tmp_path: Path, setting: str):
     config = digits(6, precision="float64", log_every="1 step", evaluate_every=None)
     plain = first_losses(config, tmp_path / "plain")
@@ -72,17 +72,17 @@ def test_what_saves_memory_changes_nothing_else(tmp_path: Path, setting: str):
 
 
 @pytest.fixture(scope="module")
-def plain_losses(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def plain_losses(images: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     with one_thread():
-        return first_losses(on_photos(pictures, log_every="1 step"), tmp_path_factory.mktemp("plain") / "run")
+        return first_losses(on_photos(images, log_every="1 step"), tmp_path_factory.mktemp("plain") / "run")
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         ["classify.loss=sigmoid"],
-        ["classify.smoothing=0.2"],
-        ["classify.weights=balanced"],
+        ["classify.label_smoothing=0.2"],
+        ["classify.class_weights=balanced"],
         ["data.order=balanced"],
         ["data.repeats=2"],
         ["optim.kind=sgd", "optim.lr=0.1"],
@@ -94,17 +94,17 @@ def plain_losses(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     ids=lambda settings: settings[0],
 )
 def test_settings_do_something_and_the_run_goes_on_with_them(
-    plain_losses: list[float], pictures: Path, tmp_path: Path, settings: list[str]
+    plain_losses: list[float], images: Path, tmp_path: Path, settings: list[str]
 ):
-    config = override(on_photos(pictures, log_every="1 step"), settings)
+    config = override(on_photos(images, log_every="1 step"), settings)
     assert first_losses(config, tmp_path / "changed") != pytest.approx(plain_losses, rel=1e-6)
     interrupted(config, tmp_path / "cut", 3)
     resumed(tmp_path / "cut")
     assert same_bits(tmp_path / "cut", tmp_path / "changed")
 
 
-def test_balanced_classes_are_seen_equally_often(pictures: Path):
-    config = on_photos(pictures, 30, data={"source": str(pictures), "workers": 0, "order": "balanced"})
+def test_balanced_classes_are_seen_equally_often(images: Path):
+    config = on_photos(images, 30, data={"source": str(images), "workers": 0, "order": "balanced"})
     trainer = Trainer(prepare(config, ALONE), ALONE)
     with trainer.batches(Progress()) as batches:
         seen = torch.cat([batch.targets for batch in batches])
@@ -131,8 +131,8 @@ def test_several_labels_from_a_table(tmp_path: Path):
     rows = []
     for i in range(40):
         has = [name for bit, name in enumerate(("red", "green", "blue")) if (i % 8) >> bit & 1]
-        colour = [220 if name in has else 30 for name in ("red", "green", "blue")]
-        Image.new("RGB", (16, 16), tuple(colour)).save(tmp_path / f"{i}.png")
+        color = [220 if name in has else 30 for name in ("red", "green", "blue")]
+        Image.new("RGB", (16, 16), tuple(color)).save(tmp_path / f"{i}.png")
         rows.append((f"{i}.png", "|".join(has)))
     with (tmp_path / "table.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("path", "labels"), *rows])
@@ -144,25 +144,25 @@ def test_several_labels_from_a_table(tmp_path: Path):
     assert all("map" in line["evaluation"] for line in lines(tmp_path / "run") if "evaluation" in line)
     answers = vitrail.load(tmp_path / "run").predict(Image.new("RGB", (16, 16), (220, 220, 30)), top=3)
     assert {a.label for a in answers if a.score > 0.5} == {"red", "green"}
-    found = trained(override(config, ["batch=auto", "duration=2 steps"]), tmp_path / "auto")
-    assert found.setup.config.batch in (1, 2, 4)
+    found = trained(override(config, ["batch_size=auto", "duration=2 steps"]), tmp_path / "auto")
+    assert found.setup.config.batch_size in (1, 2, 4)
 
 
 def test_a_batch_is_found_and_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    result = trained(digits(batch="auto", accumulate=2, duration="3 steps"), tmp_path / "run")
-    found = RunFolder(tmp_path / "run").read_config().batch
+    result = trained(digits(batch_size="auto", grad_accum_steps=2, duration="3 steps"), tmp_path / "run")
+    found = RunFolder(tmp_path / "run").read_config().batch_size
     assert isinstance(found, int)
     assert 16 <= found <= 1438 // 8
     assert found & (found - 1) == 0
-    assert f"batch={found} was found" in caplog.text
+    assert f"batch_size={found} was found" in caplog.text
     assert {line["images"] for line in lines(tmp_path / "run")} == {3 * found}
-    assert result.setup.config.batch == found
+    assert result.setup.config.batch_size == found
 
 
 def train_here(config: dict[str, Any], folder: str, resume: bool = False) -> Any:
     """In one of several processes."""
     result = fit(TrainConfig.from_dict(config), RunFolder(Path(folder)), resume=resume)
-    return result.setup.config.batch
+    return result.setup.config.batch_size
 
 
 @pytest.fixture(scope="module")
@@ -172,11 +172,11 @@ def processes() -> Iterator[Processes]:
 
 
 def test_all_processes_agree_on_a_batch(processes: Processes, tmp_path: Path):
-    config = digits(batch="auto", duration="2 steps").to_dict()
+    config = digits(batch_size="auto", duration="2 steps").to_dict()
     one, two = processes.run(train_here, config, str(tmp_path / "run"))
-    assert one == two == RunFolder(tmp_path / "run").read_config().batch
-    with pytest.raises(ConfigError, match="batch=63 cannot be shared evenly by 2 processes in 1 parts each"):
-        Trainer(prepare(digits(batch=63), ALONE), Ranks(torch.device("cpu"), 0, 2))
+    assert one == two == RunFolder(tmp_path / "run").read_config().batch_size
+    with pytest.raises(ConfigError, match="batch_size=63 cannot be shared evenly by 2 processes in 1 parts each"):
+        Trainer(prepare(digits(batch_size=63), ALONE), Ranks(torch.device("cpu"), 0, 2))
 
 
 def test_tensorboard_has_each_step_once_too(tmp_path: Path):
@@ -203,14 +203,14 @@ def test_a_compiled_run_learns_the_same(tmp_path: Path):
     assert compiled == pytest.approx(plain, rel=1e-3)
 
 
-def test_an_epoch_shows_each_labelled_picture_once(tmp_path: Path):
+def test_an_epoch_shows_each_labeled_image_once(tmp_path: Path):
     photos(tmp_path, {"red": 20, "green": 20})
     names = [(f"{c}/{i:03d}.jpg", c if i % 2 else "", "train") for c in ("red", "green") for i in range(20)]
     names += [(f"{c}/{i:03d}.jpg", c, "val") for c in ("red", "green") for i in range(4)]
     with (tmp_path / "table.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("path", "label", "split"), *names])
     config = on_photos(tmp_path, data={"source": f"table:{tmp_path}/table.csv", "workers": 0})
-    config = override(config, ["duration=2 epochs", "batch=5"])
+    config = override(config, ["duration=2 epochs", "batch_size=5"])
     trainer = Trainer(prepare(config, ALONE), ALONE)
     assert (trainer.images, trainer.total) == (20, 8)
     with trainer.batches(Progress()) as batches:
@@ -221,31 +221,31 @@ def test_an_epoch_shows_each_labelled_picture_once(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def teacher(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher") / "run"
     with one_thread():
-        trained(override(on_photos(pictures, 30), ["optim.lr=5e-3", "augment.crop=none"]), folder)
+        trained(override(on_photos(images, 30), ["optim.lr=5e-3", "augment.crop=none"]), folder)
     return folder
 
 
 @pytest.mark.parametrize(("kind", "distilled"), [("hard", True), ("soft", False)])
 def test_a_student_of_a_run_trains_resumes_and_loads(
-    teacher: Path, pictures: Path, tmp_path: Path, kind: str, distilled: bool
+    teacher: Path, images: Path, tmp_path: Path, kind: str, distilled: bool
 ):
     settings = ["objective=distill", f"distill.teacher={teacher}", f"distill.kind={kind}"]
-    config = override(on_photos(pictures, 8), [*settings, f"model.distilled={distilled}"])
+    config = override(on_photos(images, 8), [*settings, f"model.distilled={distilled}"])
     trained(config, tmp_path / "whole")
     interrupted(config, tmp_path / "cut", 5)
     resumed(tmp_path / "cut")
     assert same_bits(tmp_path / "whole", tmp_path / "cut")
     assert lines(tmp_path / "whole") == lines(tmp_path / "cut")
     assert "agreed" in lines(tmp_path / "whole")[0]
-    assert vitrail.load(tmp_path / "whole").predict(pictures / "red" / "000.jpg")[0].label in ("red", "green", "blue")
+    assert vitrail.load(tmp_path / "whole").predict(images / "red" / "000.jpg")[0].label in ("red", "green", "blue")
 
 
-def test_a_teacher_of_other_things_is_refused(pictures: Path, tmp_path: Path):
-    model(small(classes=7)).save(tmp_path / "other")
-    config = override(on_photos(pictures), ["objective=distill", f"distill.teacher={tmp_path}/other"])
+def test_a_teacher_of_other_things_is_refused(images: Path, tmp_path: Path):
+    model(small(num_classes=7)).save(tmp_path / "other")
+    config = override(on_photos(images), ["objective=distill", f"distill.teacher={tmp_path}/other"])
     with pytest.raises(ConfigError, match=r"the teacher .* knows 7 classes, the student 3"):
         trained(config, tmp_path / "run")
 
@@ -255,19 +255,19 @@ def test_a_teacher_of_other_things_is_refused(pictures: Path, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of three colours, under names of its own."""
+    """A model of three colors, under names of its own."""
     path = tmp_path_factory.mktemp("start") / "model"
-    given = model(small(classes=3, image=16), labels=("blue", "green", "red"), family="DeiT", origin="a test")
+    given = model(small(num_classes=3, image_size=16), labels=("blue", "green", "red"), family="DeiT", origin="a test")
     given.save(path)
     return path
 
 
-def test_a_head_is_kept_for_the_same_classes_and_new_for_others(start: Path, pictures: Path, tmp_path: Path):
-    config = on_photos(pictures, start=str(start), model=None, preprocess=None)
+def test_a_head_is_kept_for_the_same_classes_and_new_for_others(start: Path, images: Path, tmp_path: Path):
+    config = on_photos(images, init_from=str(start), model=None, preprocess=None)
     kept = prepare(config, ALONE)
     assert torch.equal(kept.net.head.weight, vitrail.load(start).net.head.weight)
     renamed = photos(tmp_path / "renamed", {"red": 4, "green": 4, "azure": 4})
-    new = prepare(config.but(data={"source": str(renamed)}), ALONE)
+    new = prepare(config.replace(data={"source": str(renamed)}), ALONE)
     assert new.card.labels == ("azure", "green", "red")
     assert not new.net.head.weight.any()
     assert torch.equal(new.net.blocks[0].mlp.up.weight, vitrail.load(start).net.blocks[0].mlp.up.weight)
@@ -275,20 +275,20 @@ def test_a_head_is_kept_for_the_same_classes_and_new_for_others(start: Path, pic
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
-def test_a_run_does_not_depend_on_the_file_it_started_from(start: Path, pictures: Path, tmp_path: Path):
+def test_a_run_does_not_depend_on_the_file_it_started_from(start: Path, images: Path, tmp_path: Path):
     """What is frozen would change when the file is written over, and end the run when it is cut off."""
     path = tmp_path / "start.safetensors"
     vitrail.load(start).save(path)
-    setup = prepare(on_photos(pictures, start=str(path), model=None, preprocess=None), ALONE)
+    setup = prepare(on_photos(images, init_from=str(path), model=None, preprocess=None), ALONE)
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert torch.equal(setup.net.head.weight, vitrail.load(start).net.head.weight)
 
 
 def test_a_run_killed_before_its_first_checkpoint_still_starts_from_its_checkpoint(
-    start: Path, pictures: Path, tmp_path: Path
+    start: Path, images: Path, tmp_path: Path
 ):
     """And one that goes on says where it came from; it needs the checkpoint no more."""
-    config = on_photos(pictures, start=str(start), model=None, preprocess=None)
+    config = on_photos(images, init_from=str(start), model=None, preprocess=None)
     trained(config, tmp_path / "whole")
     RunFolder(tmp_path / "early").begin(prepare(config, ALONE).config)
     resumed(tmp_path / "early")
@@ -306,22 +306,22 @@ def test_a_run_killed_before_its_first_checkpoint_still_starts_from_its_checkpoi
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["model.depth=3"], r"model.depth=3, but the checkpoint has 2.*path_dropout can change"),
-        (["image=30"], r"30"),
-        (["optim.train=5"], r"train=5 blocks, but the network has 2"),
+        (["model.depth=3"], r"model.depth=3, but the checkpoint has 2.*drop_path can change"),
+        (["image_size=30"], r"30"),
+        (["optim.trainable=5"], r"train=5 blocks, but the network has 2"),
     ],
 )
-def test_what_a_checkpoint_cannot_follow(start: Path, pictures: Path, settings: list[str], words: str):
-    config = on_photos(pictures, start=str(start), preprocess=None, model=vitrail.load(start).config)
+def test_what_a_checkpoint_cannot_follow(start: Path, images: Path, settings: list[str], words: str):
+    config = on_photos(images, init_from=str(start), preprocess=None, model=vitrail.load(start).config)
     with pytest.raises(ConfigError, match=words):
         Trainer(prepare(override(config, settings), ALONE), ALONE)
 
 
-def test_chance_may_change_in_a_checkpoint(start: Path, pictures: Path):
-    config = on_photos(pictures, start=str(start), preprocess=None, model=vitrail.load(start).config)
-    setup = prepare(override(config, ["model.path_dropout=0.2", "image=24"]), ALONE)
-    assert (setup.net.config.path_dropout, setup.net.config.image) == (0.2, (24, 24))
-    assert setup.card.preprocess.image == (24, 24)
+def test_chance_may_change_in_a_checkpoint(start: Path, images: Path):
+    config = on_photos(images, init_from=str(start), preprocess=None, model=vitrail.load(start).config)
+    setup = prepare(override(config, ["model.drop_path=0.2", "image_size=24"]), ALONE)
+    assert (setup.net.config.drop_path, setup.net.config.image_size) == (0.2, (24, 24))
+    assert setup.card.preprocess.image_size == (24, 24)
 
 
 # What cannot be
@@ -330,14 +330,14 @@ def test_chance_may_change_in_a_checkpoint(start: Path, pictures: Path):
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        (["image=32"], ConfigError, r"image=32 is for a checkpoint to start from; set model.image"),
-        (["model.classes=4"], ConfigError, r"model.classes=4, but the data has 10 classes"),
+        (["image_size=32"], ConfigError, r"image_size=32 is for a checkpoint to start from; set model.image"),
+        (["model.num_classes=4"], ConfigError, r"model.num_classes=4, but the data has 10 classes"),
         (["model.channels=3"], ConfigError, r"gives 1 channels and the network wants 3"),
-        (["model.image=16"], ConfigError, r"prepared at .*8.* made for .*16"),
+        (["model.image_size=16"], ConfigError, r"prepared at .*8.* made for .*16"),
         (["schedule.warmup=30 steps"], ConfigError, r"warm-up of 30 steps is 30 steps, and the whole run has 20"),
         (["data.source=no-such-data"], VitrailError, r"no-such-data"),
         (["data.source=./nowhere/"], VitrailError, r"nowhere"),
-        (["model.patch=3"], ConfigError, r"patch=3 leaves"),
+        (["model.patch_size=3"], ConfigError, r"patch_size=3 leaves"),
     ],
 )
 def test_settings_that_cannot_be(tmp_path: Path, settings: list[str], error: type[Exception], words: str):
@@ -357,15 +357,15 @@ def test_one_class_is_nothing_to_learn(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def web(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four shards of 40 pictures, and one to measure on."""
+    """Four shards of 40 images, and one to measure on."""
     folder = tmp_path_factory.mktemp("web")
     (folder / "classes.json").write_text('["dark", "light"]')
     for name in ("train-000", "train-001", "train-002", "train-003", "val-000"):
         members = []
         for i in range(40):
             shade = np.random.default_rng([i, *name.encode()]).integers(0, 120, (16, 16, 3)) + 130 * (i % 2)
-            picture = encoded(Image.fromarray(shade.astype(np.uint8)), "PNG")
-            members += [(f"{name}-{i:03d}.png", picture), (f"{name}-{i:03d}.cls", b"%d" % (i % 2))]
+            image = encoded(Image.fromarray(shade.astype(np.uint8)), "PNG")
+            members += [(f"{name}-{i:03d}.png", image), (f"{name}-{i:03d}.cls", b"%d" % (i % 2))]
         (folder / f"{name}.tar").write_bytes(pack(members))
     return folder
 
@@ -409,10 +409,10 @@ def train_half(config: dict[str, Any], folder: str) -> int:
 
 
 def test_a_loss_of_a_stream_that_is_not_finite_names_its_samples(web: Path, tmp_path: Path):
-    with pytest.raises(TrainError, match=r"the loss of step \d+ is not finite; its pictures were number \d+ of the"):
-        trained(override(streaming(web), ["optim.lr=1e30", "optim.kind=sgd", "optim.clip=none"]), tmp_path / "run")
+    with pytest.raises(TrainError, match=r"the loss of step \d+ is not finite; its images were number \d+ of the"):
+        trained(override(streaming(web), ["optim.lr=1e30", "optim.kind=sgd", "optim.grad_clip=none"]), tmp_path / "run")
 
 
-def test_the_data_are_measured_as_they_are(pictures: Path):
+def test_the_data_are_measured_as_they_are(images: Path):
     """What tests here rely on: a tenth is held out."""
-    assert open_data(on_photos(pictures).data).measured_on == "held out"
+    assert open_data(on_photos(images).data).measured_on == "held out"

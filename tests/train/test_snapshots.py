@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("quick_disk")
 
 def followed(**changes: Any) -> TrainConfig:
     """Twenty steps, four of them and the first and last ones kept."""
-    return digits(snapshot_every=steps(6), keep="last").but(**changes)
+    return digits(snapshot_every=steps(6), keep="last").replace(**changes)
 
 
 def taken(folder: Path) -> list[int]:
@@ -181,7 +181,7 @@ def test_a_measurement_that_fails_costs_none(tmp_path: Path, monkeypatch: pytest
 
     def fail(self: Trainer) -> Any:
         if next(asked) == 2:
-            raise DataError("a picture is gone")
+            raise DataError("an image is gone")
         return evaluate(self)
 
     monkeypatch.setattr(Trainer, "evaluate", fail)
@@ -225,7 +225,7 @@ def processes() -> Iterator[Processes]:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_of_several_processes_the_first_writes_them_whole(processes: Processes, tmp_path: Path, parallel: str):
     config = followed(duration="8 steps", ema=0.9, precision="float64")
-    spread = config.but(parallel=parallel).to_dict()
+    spread = config.replace(parallel=parallel).to_dict()
     assert processes.run(train_here, spread, str(tmp_path / "run")) == [8, 8]
     trained(config, tmp_path / "alone")
     assert taken(tmp_path / "run") == [0, 6, 8]

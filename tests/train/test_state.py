@@ -137,7 +137,7 @@ def test_what_a_killed_writer_left_is_swept_away(checkpoints: Checkpoints):
 
 def test_an_unknown_field_is_damage_not_a_crash(checkpoints: Checkpoints):
     saved(checkpoints, 10, 1)
-    (checkpoints.at(10) / "state.json").write_text('{"step": 10, "colour": "red"}')
+    (checkpoints.at(10) / "state.json").write_text('{"step": 10, "color": "red"}')
     with pytest.raises(CheckpointError, match="damaged"):
         read_progress(checkpoints.at(10))
 

@@ -25,7 +25,7 @@ from vitrail.weights.files import ALIGNMENT, aligned, open_archive
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.write import write_safetensors
 
-WIDE = {"width": 48, "heads": 3, "mlp": 20, "classes": 5, "depth": 1}
+WIDE = {"width": 48, "num_heads": 3, "mlp_dim": 20, "num_classes": 5, "depth": 1}
 """Sizes that are no multiples of ALIGNMENT, and a product with one row, whose bits depend on the address."""
 
 
@@ -144,7 +144,7 @@ def test_only_what_lies_badly_is_copied() -> None:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_our_own_files_are_used_where_they_lie(tmp_path: Path, kind: torch.dtype) -> None:
     """All but what is smaller than a step or no multiple of it."""
-    net, card = network(width=64, heads=4, mlp=128)
+    net, card = network(width=64, num_heads=4, mlp_dim=128)
     checkpoint.write(net.to(kind), card, tmp_path / "m")
     tensors = open_archive(tmp_path / "m").tensors
     odd = {name for name in tensors if tensors[name].nbytes % ALIGNMENT}

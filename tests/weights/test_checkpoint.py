@@ -30,10 +30,18 @@ from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Tensors, open_archive
 from vitrail.weights.google import POSEMBED
 
-SMALL: dict[str, Any] = {"image": 32, "patch": 8, "width": 128, "depth": 1, "heads": 2, "mlp": 192, "classes": 5}
+SMALL: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 8,
+    "width": 128,
+    "depth": 1,
+    "num_heads": 2,
+    "mlp_dim": 192,
+    "num_classes": 5,
+}
 TORCH = ViTConfig(**SMALL, activation="gelu")
 BIG_VISION = ViTConfig(**SMALL, position_on_class=False)
-BIT = BiTConfig(layers=(1, 1), width=0.5, classes=5, image=32)
+BIT = BiTConfig(layers=(1, 1), width_factor=0.5, num_classes=5, image_size=32)
 
 FORMATS: dict[str, tuple[str, ViTConfig | BiTConfig]] = {
     "vitrail": ("model.safetensors", TORCH),
@@ -43,9 +51,9 @@ FORMATS: dict[str, tuple[str, ViTConfig | BiTConfig]] = {
     "google": ("model.npz", ViTConfig(**SMALL)),
     "big_vision": ("model.npz", BIG_VISION),
     "vitrail BiT": ("model.safetensors", BIT),
-    "huggingface BiT": ("model.safetensors", BIT.but(standardize_eps=1e-8)),
+    "huggingface BiT": ("model.safetensors", BIT.replace(standardize_eps=1e-8)),
     "google BiT": ("model.npz", BIT),
-    "big_vision BiT": ("model.npz", BIT.but(root_pad="none")),
+    "big_vision BiT": ("model.npz", BIT.replace(root_pad="none")),
 }
 EVERY = pytest.mark.parametrize("kind", FORMATS)
 
@@ -166,7 +174,7 @@ def test_a_tensor_of_another_shape_is_an_error(kind: str, change: Callable[[Tens
                 with suppress(FormatError):  # another axis of length one is nothing to a token or a scale
                     assert same(checkpoint.read(path)[0], net)
             elif change is twice and name.endswith("embedding/kernel"):
-                assert checkpoint.read(path)[0].config.patch == (16, 8), "all that is known is the shape"
+                assert checkpoint.read(path)[0].config.patch_size == (16, 8), "all that is known is the shape"
             else:
                 with pytest.raises(FormatError, match=f"{path}: (read as {kind.split()[0]}|the names are of no known)"):
                     checkpoint.read(path)
@@ -274,7 +282,7 @@ def test_a_truncated_file_is_an_error(kind: str, share: float, tmp_path: Path) -
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"\x89PNG\r\n\x1a\n" + bytes(99), "a PNG picture; safetensors, npz or a file of torch.save was wanted"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(99), "a PNG image; safetensors, npz or a file of torch.save was wanted"),
         (b"<!DOCTYPE html><html>", "a web page, not weights"),
         (b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
         (b"hello", "a text file that begins 'hello'"),
@@ -310,14 +318,14 @@ def test_changes_override_the_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "facebook"])
 def test_heads_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path) -> None:
-    config = TORCH.but(width=48, heads=6)
+    config = TORCH.replace(width=48, num_heads=6)
     net, card = made(config)
     checkpoint.write(net, card, tmp_path / "x", to=to, approximate=True)
     path = bare(tmp_path / "x")
-    with pytest.raises(FormatError, match=r"heads share (a )?width (of )?48.*pass heads="):
+    with pytest.raises(FormatError, match=r"heads share (a )?width (of )?48.*pass num_heads="):
         checkpoint.read(path)
-    read, heard = checkpoint.read(path, changes={"heads": 6})
-    assert read.config.heads == heard.config.heads == 6
+    read, heard = checkpoint.read(path, changes={"num_heads": 6})
+    assert read.config.num_heads == heard.config.num_heads == 6
     assert same(read, net)
     assert not any("heads" in note for note in heard.notes), "nothing was assumed"
 
@@ -330,21 +338,21 @@ def bare(path: Path) -> Path:
 
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google"])
 def test_the_shape_of_positions_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path) -> None:
-    config = TORCH.but(image=(32, 56))
+    config = TORCH.replace(image_size=(32, 56))
     net, card = made(config)
     tensors = checkpoint.format_for(to, card).table(config).write(net.state_dict(), config)
     torch.save({name: t.clone() for name, t in tensors.items()}, tmp_path / "bare.pth")
-    with pytest.raises(FormatError, match=r"pass image=\(height, width\)"):
+    with pytest.raises(FormatError, match=r"pass image_size=\(height, width\)"):
         checkpoint.read(tmp_path / "bare.pth")
-    read, _ = checkpoint.read(tmp_path / "bare.pth", changes={"image": (32, 56)})
-    assert pair(read.config.image) == (32, 56)
+    read, _ = checkpoint.read(tmp_path / "bare.pth", changes={"image_size": (32, 56)})
+    assert pair(read.config.image_size) == (32, 56)
     assert same(read, net)
     with pytest.raises(FormatError):
-        checkpoint.read(tmp_path / "bare.pth", changes={"image": (64, 64)})
+        checkpoint.read(tmp_path / "bare.pth", changes={"image_size": (64, 64)})
 
 
 def test_positions_that_are_not_there_must_be_said_to_be_none(tmp_path: Path) -> None:
-    net, card = made(TORCH.but(position="none"))
+    net, card = made(TORCH.replace(position="none"))
     checkpoint.write(net, card, tmp_path / "model", to="timm")
     assert checkpoint.read(tmp_path / "model")[1].config.position == "none", "its config says so"
     path = bare(tmp_path / "model")
@@ -384,7 +392,7 @@ def test_whatever_is_written_in_a_sidecar_there_is_a_network_or_a_sentence(
     shutil.rmtree(folder)
 
 
-TINY = ViTConfig(image=8, patch=4, width=8, depth=1, heads=2, mlp=8, classes=3, activation="gelu")
+TINY = ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=8, num_classes=3, activation="gelu")
 
 
 def rewritten_without_header(path: Path) -> None:

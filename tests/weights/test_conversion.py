@@ -21,7 +21,13 @@ from vitrail.weights.conversion import convert, lost
 OWN = {"google": {"activation": "gelu-tanh"}, "big_vision": {"activation": "gelu-tanh", "position_on_class": False}}
 """What a format computes without being told."""
 UNUSUAL = PreprocessConfig(
-    image=32, resize="short", resize_to=37, interpolation="bicubic", antialias=True, mean=(0.4,) * 3, std=(0.2,) * 3
+    image_size=32,
+    resize="short",
+    resize_to=37,
+    interpolation="bicubic",
+    antialias=True,
+    mean=(0.4,) * 3,
+    std=(0.2,) * 3,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -58,12 +64,12 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     logger.handlers, logger.level, logger.propagate = before
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("multi_label", [False, True])
 @pytest.mark.parametrize("to", FORMATS)
 def test_the_library_says_what_the_command_says(
-    to: str, several: bool, tmp_path: Path, said: Callable[[], list[str]], command: Callable[..., list[str]]
+    to: str, multi_label: bool, tmp_path: Path, said: Callable[[], list[str]], command: Callable[..., list[str]]
 ) -> None:
-    vit = model(small(**OWN.get(to, {})), preprocess=UNUSUAL, several=several)
+    vit = model(small(**OWN.get(to, {})), preprocess=UNUSUAL, multi_label=multi_label)
     vit.save(tmp_path / "source")
     assert said() == []
     vit.save(tmp_path / "by library" / FORMATS[to], to=to)
@@ -72,7 +78,7 @@ def test_the_library_says_what_the_command_says(
     again = package.load(tmp_path / "by library" / FORMATS[to]).card
     assert any("class names" in note for note in notes) == (again.labels != LABELS)
     assert any("does not carry preprocessing (" in note for note in notes) == (again.preprocess != UNUSUAL)
-    assert any("multi-label" in note for note in notes) == (again.several != several)
+    assert any("multi-label" in note for note in notes) == (again.multi_label != multi_label)
 
 
 @pytest.mark.parametrize("to", ["google", "torchvision", "facebook"])
@@ -116,7 +122,7 @@ def test_every_step_of_a_chain_of_formats_says_what_it_loses(tmp_path: Path, sai
 
 
 def test_our_own_format_loses_nothing(tmp_path: Path) -> None:
-    vit = model(small(activation="gelu-quick", heads=4), preprocess=UNUSUAL, several=True)
+    vit = model(small(activation="gelu-quick", num_heads=4), preprocess=UNUSUAL, multi_label=True)
     found = convert(vit.net, vit.card, tmp_path / "m")
     assert (found.drift, found.lost, found.notes) == ((), (), [])
     assert found.tensors == len(vit.net.state_dict())
@@ -125,12 +131,12 @@ def test_our_own_format_loses_nothing(tmp_path: Path) -> None:
 def test_what_is_lost_is_named() -> None:
     card = model(small(resample="timm")).card
     assert lost(card, card) == []
-    there = card.but(config=card.config.but(resample="huggingface"))
+    there = card.replace(config=card.config.replace(resample="huggingface"))
     assert lost(card, there) == ["how positions are resampled for other sizes (it was timm, there huggingface)"]
-    assert lost(card.but(labels=None), card.but(labels=None, task="embed")) == [
+    assert lost(card.replace(labels=None), card.replace(labels=None, task="embed")) == [
         "that its outputs are classes (read back, they are features)"
     ]
-    assert lost(card, card.but(several=True)) == [
+    assert lost(card, card.replace(multi_label=True)) == [
         "whether an image may have several classes (multi-label), or exactly one"
     ]
 

@@ -80,8 +80,8 @@ def test_a_file_is_taken_for_what_is_in_it(kind: str, tmp_path: Path) -> None:
     make, family, task, resample, note = FILES[kind]
     _, card = read(make(), tmp_path)
     assert (card.family, card.task, card.config.resample) == (family, task, resample)
-    assert (card.config.norm_eps, card.config.heads) == (1e-6, HEADS)
-    assert card.config.activation == ("swiglu" if card.config.mlp == 344 else "gelu")
+    assert (card.config.norm_eps, card.config.num_heads) == (1e-6, HEADS)
+    assert card.config.activation == ("swiglu" if card.config.mlp_dim == 344 else "gelu")
     notes = [said for said in card.notes if not said.startswith("read 'model' of")]
     assert len(notes) == (1 if note else 0), notes
     assert all(said.startswith(note) for said in notes)
@@ -90,9 +90,9 @@ def test_a_file_is_taken_for_what_is_in_it(kind: str, tmp_path: Path) -> None:
         assert (card.preprocess.mean, card.preprocess.std) == (IMAGENET_MEAN, IMAGENET_STD)
         assert (card.preprocess.resize, card.preprocess.interpolation) == ("short", "bicubic")
     size = (224, 224) if family == "DINOv2" else (32, 32)  # DINOv2 learns at 518 and is evaluated at 224
-    assert pair(card.preprocess.image) == size
+    assert pair(card.preprocess.image_size) == size
     wanted = {"ViT": 35, "DeiT": 36, "MAE": 36, "DINO": 36, "DINOv2": 256}
-    assert card.preprocess.resize_to == wanted[family], "0.9, 0.875 or all of the picture, rounded down"
+    assert card.preprocess.resize_to == wanted[family], "0.9, 0.875 or all of the image, rounded down"
 
 
 NAMES = (
@@ -113,7 +113,7 @@ def test_the_name_of_a_file_is_no_evidence(kind: str, tmp_path: Path) -> None:
     cards = []
     for name in NAMES:
         file = first.rename(tmp_path / name)
-        cards.append(checkpoint.read(file)[1].but(origin=""))
+        cards.append(checkpoint.read(file)[1].replace(origin=""))
         first = file
     assert all(card == cards[0] for card in cards)
 
@@ -147,8 +147,8 @@ def test_ijepa_is_known_by_the_sections_of_its_file(name: str, tmp_path: Path) -
 
 def test_heads_that_no_published_size_has_are_assumed_and_noted(tmp_path: Path) -> None:
     _, card = checkpoint.read(saved(dinov2(), tmp_path))
-    assert card.config.heads == HEADS
-    assert card.notes == (f"{HEADS} heads of 64 are assumed; pass heads=... if there are others.",)
+    assert card.config.num_heads == HEADS
+    assert card.notes == (f"{HEADS} heads of 64 are assumed; pass num_heads=... if there are others.",)
 
 
 def test_the_family_can_be_said(tmp_path: Path) -> None:
@@ -177,10 +177,10 @@ def test_the_arguments_of_timms_training_script_are_followed_or_refused(tmp_path
     args = {"gp": "avg", "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "model_kwargs": kwargs}
     for name in ("vit_base_patch16_224", "hf-hub:timm/vit_base_patch16_224.augreg_in21k"):
         _, card = checkpoint.read(saved(training(deit(), model=name, **args), tmp_path))
-        assert (card.config.heads, card.config.activation, card.config.pool) == (4, "gelu-quick", "gap")
+        assert (card.config.num_heads, card.config.activation, card.config.pool) == (4, "gelu-quick", "gap")
         assert (card.preprocess.mean, card.preprocess.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     as_dict = {"model": deit(), "args": {"model": "vit_base_patch16_224", **args}}
-    assert checkpoint.read(saved(as_dict, tmp_path))[1].config.heads == 4
+    assert checkpoint.read(saved(as_dict, tmp_path))[1].config.num_heads == 4
     other = args | {"model_kwargs": {"norm_layer": "simplenorm"}}
     with pytest.raises(FormatError, match="norm_layer='simplenorm' is not a network that vitrail builds"):
         read(training(deit(), model="vit_base_patch16_224", **other), tmp_path)
@@ -228,9 +228,9 @@ def test_an_image_that_is_not_square_is_covered_and_never_padded(tmp_path: Path)
     cards = [checkpoint.read(saved(deit(), tmp_path))[1]]
     assert cards[0].notes == ("config.json says crop_pct=0.9, and the image is not square: no margin is cut off.",)
     (tmp_path / "config.json").unlink()
-    cards.append(checkpoint.read(saved(deit(), tmp_path), changes={"image": (16, 64)}, family="DeiT")[1])
+    cards.append(checkpoint.read(saved(deit(), tmp_path), changes={"image_size": (16, 64)}, family="DeiT")[1])
     for card in cards:
-        assert (pair(card.preprocess.image), card.preprocess.resize_to) == ((16, 64), None)
+        assert (pair(card.preprocess.image_size), card.preprocess.resize_to) == ((16, 64), None)
         assert Preprocess(card.preprocess).pixels(np.full((60, 80, 3), 9, np.uint8)).min() == 9
 
 
@@ -238,13 +238,13 @@ def test_a_grid_that_is_not_square_may_look_like_a_square_without_a_class_positi
     """3 x 5 patches and a class token have as many positions as 4 x 4 patches."""
     state = deit() | {"pos_embed": draw(1, 16, D)}
     _, card = read(state, tmp_path)
-    assert "none for the class token; pass image=(height, width) if that is wrong." in card.notes[0]
-    _, card = checkpoint.read(saved(state, tmp_path), changes={"heads": HEADS, "image": (24, 40)})
-    assert (card.config.image, card.config.position_on_class) == ((24, 40), True)
+    assert "none for the class token; pass image_size=(height, width) if that is wrong." in card.notes[0]
+    _, card = checkpoint.read(saved(state, tmp_path), changes={"num_heads": HEADS, "image_size": (24, 40)})
+    assert (card.config.image_size, card.config.position_on_class) == ((24, 40), True)
     assert not any("class token" in note for note in card.notes)
 
 
-def test_quantised_weights_are_not_taken_for_numbers(tmp_path: Path) -> None:
+def test_quantized_weights_are_not_taken_for_numbers(tmp_path: Path) -> None:
     state = deit() | {"blocks.0.mlp.fc1.weight": torch.ones(4 * D, D, dtype=torch.int8)}
-    with pytest.raises(FormatError, match="its weights are int8: quantised"):
+    with pytest.raises(FormatError, match="its weights are int8: quantized"):
         read(state, tmp_path)

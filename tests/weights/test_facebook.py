@@ -102,7 +102,7 @@ def test_the_same_numbers_as_timm_from_the_same_file(
     timm.models.load_checkpoint(
         theirs, str(tmp_path / "weights.pth"), strict=True, filter_fn=partial(module.checkpoint_filter_fn, **adapt)
     )
-    assert pair(card.config.image) == (size, size)
+    assert pair(card.config.image_size) == (size, size)
     assert relative(answer(net, size), answer(theirs, size)) <= 1e-5
 
 
@@ -194,11 +194,11 @@ def test_positions_are_resized_as_their_code_does(
     net, _ = read({"model": state}, tmp_path)
     wanted = facebooks_positions(state["pos_embed"], *grid, convention)  # class token, patches
     got = net.positions[0](grid, wanted)  # class token, registers, patches
-    registers = net.config.registers
+    registers = net.config.num_registers
     assert torch.equal(got[:1], wanted[:1])
     assert not got[1 : 1 + registers].any()
     assert (got[1 + registers :] - wanted[1:]).abs().max() <= 1e-6
-    size = tuple(n * side for n, side in zip(grid, pair(net.config.patch), strict=True))
+    size = tuple(n * side for n, side in zip(grid, pair(net.config.patch_size), strict=True))
     large = net.resized((size[0], size[1]))
     assert (large.positions[0].table.flatten(0, 1) - wanted[1:]).abs().max() <= 1e-6
     images = torch.randn(1, 3, *size)
@@ -285,32 +285,32 @@ def test_what_is_written_has_their_names_and_tensors(name: str, tmp_path: Path) 
 
 
 PLAIN: dict[str, Any] = {
-    "image": 32,
-    "patch": 8,
+    "image_size": 32,
+    "patch_size": 8,
     "width": D,
     "depth": 1,
-    "heads": 2,
-    "mlp": 4 * D,
+    "num_heads": 2,
+    "mlp_dim": 4 * D,
     "activation": "gelu",
 }
-DINOV2: dict[str, Any] = PLAIN | {"classes": 0, "layer_scale": 1e-5}
+DINOV2: dict[str, Any] = PLAIN | {"num_classes": 0, "layer_scale": 1e-5}
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (PLAIN | {"pool": "gap"}, "a mean over patches normalised first"),
+        (PLAIN | {"pool": "gap"}, "a mean over patches normalized first"),
         (PLAIN | {"pool_norm": "none"}, "without a final norm"),
         (PLAIN | {"proj_bias": False}, "outputs without bias in MAE, DINO, DeiT"),
         (PLAIN | {"activation": "swiglu"}, "SwiGLU outside DINOv2"),
         (PLAIN | {"distilled": True, "position_on_class": False}, "distillation token without a position"),
-        (DINOV2 | {"classes": 5}, "a head in DINOv2"),
+        (DINOV2 | {"num_classes": 5}, "a head in DINOv2"),
         (DINOV2 | {"distilled": True}, "a distillation token in DINOv2"),
         (DINOV2 | {"pool": "gap", "pool_norm": "after"}, "a mean over patches in DINOv2"),
-        (DINOV2 | {"activation": "swiglu", "mlp": 340}, "SwiGLU of width 340, no multiple of 8"),
+        (DINOV2 | {"activation": "swiglu", "mlp_dim": 340}, "SwiGLU of width 340, no multiple of 8"),
         (DINOV2 | {"activation": "swiglu", "position_on_class": False}, "SwiGLU outside DINOv2"),
-        (DINOV2 | {"registers": 2, "position_on_class": False}, "registers without a position on the class token"),
-        (PLAIN | {"heads": 4}, "heads=4"),
+        (DINOV2 | {"num_registers": 2, "position_on_class": False}, "registers without a position on the class token"),
+        (PLAIN | {"num_heads": 4}, "num_heads=4"),
         (PLAIN | {"norm_eps": 1e-5}, "epsilon of 1e-05"),
     ],
 )

@@ -338,7 +338,7 @@ def test_damage_inside_a_pickle_is_an_error(tmp_path: Path):
         open_archive(tmp_path / "y.pth")
 
 
-def test_a_missing_file_is_told_with_its_neighbours(tmp_path: Path):
+def test_a_missing_file_is_told_with_its_neighbors(tmp_path: Path):
     with pytest.raises(NotFound, match="is empty"):
         open_archive(tmp_path / "model.safetensors")
     save_file(TENSORS, tmp_path / "model.safetensors")

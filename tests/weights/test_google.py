@@ -44,7 +44,7 @@ def archive(values: Arrays) -> Archive:
 def read(form: Format, values: Arrays) -> tuple[ViT, Card]:
     """What `checkpoint.read` does, with a format given."""
     found = archive(values)
-    prefix = form.recognise(found)
+    prefix = form.recognize(found)
     assert prefix is not None
     found = found.under(prefix)
     found = Archive(found.source, found.tensors.renamed(form.spelling))
@@ -101,7 +101,7 @@ def test_positions_are_resized_as_the_original_does(name: str) -> None:
     patches = wanted["pos_embedding_resized"][0, config.placed_prefix :]
     assert (table.flatten(0, 1) - patches).abs().max() <= 1e-6
     stride = config.stem.stride if config.stem else 1
-    height, width = (n * side * stride for n, side in zip((rows, columns), pair(config.patch), strict=True))
+    height, width = (n * side * stride for n, side in zip((rows, columns), pair(config.patch_size), strict=True))
     resized = net.resized((height, width))
     whole = google.GOOGLE.table(resized.config).write(resized.state_dict(), resized.config)[google.POSEMBED]
     assert (whole - wanted["pos_embedding_resized"]).abs().max() <= 1e-6
@@ -123,26 +123,29 @@ def test_what_is_written_is_what_was_read(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("google_token", {"image": 40, "pool": "token"}),
-        ("google_prelogits", {"image": 40, "pool": "token", "pre_logits": 32}),
-        ("google_gap", {"image": 40, "pool": "gap", "class_token": False}),
-        ("google_hybrid_patch2", {"image": 64, "patch": 2, "stem": StemConfig(layers=(2, 2), width=0.5)}),
-        ("google_hybrid", {"image": 64, "patch": 1, "stem": StemConfig(layers=(2, 2, 2), width=0.5)}),
-        ("bigvision_tok", {"image": 40, "position_on_class": False}),
-        ("bigvision_gap_sincos", {"image": 224, "pool": "gap", "class_token": False, "position": "sincos-2d"}),
-        ("bigvision_map", {"image": 40, "pool": "map", "class_token": False}),
-        ("bigvision_rep", {"image": 40, "pool": "gap", "class_token": False, "pre_logits": 48}),
+        ("google_token", {"image_size": 40, "pool": "token"}),
+        ("google_prelogits", {"image_size": 40, "pool": "token", "pre_logits": 32}),
+        ("google_gap", {"image_size": 40, "pool": "gap", "class_token": False}),
+        (
+            "google_hybrid_patch2",
+            {"image_size": 64, "patch_size": 2, "stem": StemConfig(layers=(2, 2), width_factor=0.5)},
+        ),
+        ("google_hybrid", {"image_size": 64, "patch_size": 1, "stem": StemConfig(layers=(2, 2, 2), width_factor=0.5)}),
+        ("bigvision_tok", {"image_size": 40, "position_on_class": False}),
+        ("bigvision_gap_sincos", {"image_size": 224, "pool": "gap", "class_token": False, "position": "sincos-2d"}),
+        ("bigvision_map", {"image_size": 40, "pool": "map", "class_token": False}),
+        ("bigvision_rep", {"image_size": 40, "pool": "gap", "class_token": False, "pre_logits": 48}),
     ],
 )
 def test_the_config_is_read_from_names_and_shapes(name: str, options: dict[str, Any]) -> None:
     _, card = checkpoint.read(golden(f"{name}.npz"))
-    wanted = {"patch": 8, "width": 48, "depth": 3, "heads": 4, "mlp": 128, "classes": 10} | options
+    wanted = {"patch_size": 8, "width": 48, "depth": 3, "num_heads": 4, "mlp_dim": 128, "num_classes": 10} | options
     assert card.config == ViTConfig(activation="gelu-tanh", norm_eps=1e-6, resample="google", **wanted)
     family = "ViT" if name in ORIGINALS else "BV"
     assert (card.family, card.task) == (family, "classify")
     usual = FAMILIES[family].preprocess
-    assert card.preprocess.but(image=224, resize_to=usual.resize_to) == usual
-    assert card.preprocess.image == card.config.image
+    assert card.preprocess.replace(image_size=224, resize_to=usual.resize_to) == usual
+    assert card.preprocess.image_size == card.config.image_size
 
 
 def test_a_size_that_is_not_stored_is_assumed_and_said() -> None:
@@ -151,13 +154,13 @@ def test_a_size_that_is_not_stored_is_assumed_and_said() -> None:
     values = arrays("bigvision_gap_sincos")
     values["params/embedding/kernel"] = np.zeros((13, 9, 3, 48), np.float32)
     _, card = read(google.BIG_VISION, values)
-    assert card.config.image == (221, 225)
+    assert card.config.image_size == (221, 225)
 
 
 def test_a_file_without_a_head_gives_features() -> None:
     values = {k: v for k, v in arrays("google_token").items() if not k.startswith("head")}
     net, card = read(google.GOOGLE, values)
-    assert (card.config.classes, card.task) == (0, "embed")
+    assert (card.config.num_classes, card.task) == (0, "embed")
     assert net(torch.zeros(1, 3, 40, 40)).shape == (1, 48)
 
 
@@ -175,7 +178,7 @@ def test_without_positions_the_original_has_none() -> None:
     values = {k: v for k, v in arrays("google_gap").items() if "pos_embedding" not in k}
     _, card = read(google.GOOGLE, values)
     assert isinstance(card.config, ViTConfig)
-    assert (card.config.position, card.config.image) == ("none", (224, 224))
+    assert (card.config.position, card.config.image_size) == ("none", (224, 224))
 
 
 # Other spellings of the same network
@@ -198,8 +201,8 @@ def flax_groups(values: Arrays) -> Arrays:
 SPELLINGS: dict[str, Callable[[Arrays], Arrays]] = {
     "flax of today": lambda values: {renumbered(k): v for k, v in values.items()},
     "flax of today, under params/": lambda values: {f"params/{renumbered(k)}": v for k, v in values.items()},
-    "the optimiser's target": lambda values: {f"opt/target/{k}": v for k, v in values.items()},
-    "beside an optimiser": lambda values: (
+    "the optimizer's target": lambda values: {f"opt/target/{k}": v for k, v in values.items()},
+    "beside an optimizer": lambda values: (
         {f"params/{k}": v for k, v in values.items()}
         | {f"opt/0/mu/{k}": 0 * v for k, v in values.items()}
         | {"opt/0/count": np.array(3), "chrono/accum_train_time": np.array(1.5)}
@@ -236,7 +239,7 @@ BIG_VISION_SPELLINGS: dict[str, tuple[Format, Callable[[Arrays], Arrays]]] = {
     "without a prefix": (google.BIG_VISION, lambda values: {k.removeprefix("params/"): v for k, v in values.items()}),
     "blocks stacked": (google.BIG_VISION_SCAN, stack),
     "before 2022": (google.BIG_VISION, before_2022),
-    "beside an optimiser": (
+    "beside an optimizer": (
         google.BIG_VISION,
         lambda values: values | {k.replace("params", "opt/1/mu"): v for k, v in values.items()},
     ),
@@ -248,7 +251,7 @@ BIG_VISION_SPELLINGS: dict[str, tuple[Format, Callable[[Arrays], Arrays]]] = {
 def test_every_spelling_of_big_vision_is_the_same_network(name: str, spelling: str) -> None:
     form, respelled = BIG_VISION_SPELLINGS[spelling]
     values = respelled(arrays(name))
-    assert [f for f in google.FORMATS if f.recognise(archive(values)) is not None] == [form]
+    assert [f for f in google.FORMATS if f.recognize(archive(values)) is not None] == [form]
     net, card = read(form, values)
     wanted, description = checkpoint.read(golden(f"{name}.npz"))
     assert card.config == description.config
@@ -256,13 +259,13 @@ def test_every_spelling_of_big_vision_is_the_same_network(name: str, spelling: s
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_the_image_tower_of_two_is_read_for_comparing_pictures(scan: bool) -> None:
+def test_the_image_tower_of_two_is_read_for_comparing_images(scan: bool) -> None:
     values = {k: v for k, v in arrays("bigvision_map").items() if "/head/" not in k}
     values = stack(values) if scan else values
     values = {k.replace("params/", "params/img/"): v for k, v in values.items()}
     values |= {"params/txt/Embed_0/embedding": np.zeros((4, 4)), "params/t": np.ones(1), "params/b": np.ones(1)}
     form = google.BIG_VISION_TOWER_SCAN if scan else google.BIG_VISION_TOWER
-    assert [f for f in google.FORMATS if f.recognise(archive(values)) is not None] == [form]
+    assert [f for f in google.FORMATS if f.recognize(archive(values)) is not None] == [form]
     net, card = read(form, values)
     assert (card.family, card.task) == ("SigLIP", "embed")
     given = net.features(outputs("bigvision_map")["images_nhwc"].permute(0, 3, 1, 2), want="pooled")
@@ -293,7 +296,7 @@ def test_positions_of_n_plus_one_rows_place_big_visions_class_token_too() -> Non
     net, card = read(google.BIG_VISION, values)
     assert isinstance(card.config, ViTConfig)
     assert card.config.position_on_class
-    assert card.config.image == (40, 40)
+    assert card.config.image_size == (40, 40)
     assert torch.equal(
         net.state_dict()["positions.0.prefix"][0], torch.from_numpy(values["params/pos_embedding"][0, 0])
     )
@@ -336,8 +339,8 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_where(
         checkpoint.read(saved(values, tmp_path / "odd.npz"))
 
 
-def test_other_networks_are_not_recognised() -> None:
+def test_other_networks_are_not_recognized() -> None:
     mixer = {"stem/kernel": np.zeros((8, 8, 3, 48)), "MixerBlock_0/LayerNorm_0/scale": np.zeros(48)}
     flexible = arrays("bigvision_tok") | {"params/embedding/kernel": np.zeros((192, 48))}  # NaFlex: a plain matrix
     for values in (mixer, flexible):
-        assert [f for f in google.FORMATS if f.recognise(archive(values)) is not None] == []
+        assert [f for f in google.FORMATS if f.recognize(archive(values)) is not None] == []

@@ -19,12 +19,12 @@ from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint, google_bit
 from vitrail.weights.card import Card
 
-SMALL = BiTConfig(layers=(1, 2), width=0.5, classes=5)
+SMALL = BiTConfig(layers=(1, 2), width_factor=0.5, num_classes=5)
 PADS = {"google": "zero", "big_vision": "none"}
 
 
 def config_for(to: str, **changes: Any) -> BiTConfig:
-    return SMALL.but(root_pad=PADS[to], **changes)
+    return SMALL.replace(root_pad=PADS[to], **changes)
 
 
 def written(config: BiTConfig, path: Path, to: str) -> BiT:
@@ -44,7 +44,9 @@ def same_weights(net: BiT, other: BiT) -> None:
 def test_outputs_are_big_visions() -> None:
     net, card = checkpoint.read(golden("bigvision_bit_small.npz"))
     values = np.load(golden("bigvision_bit_small_io.npz"))
-    assert card.config == BiTConfig(layers=(1, 1, 1, 1), width=0.5, classes=10, image=224, root_pad="none")
+    assert card.config == BiTConfig(
+        layers=(1, 1, 1, 1), width_factor=0.5, num_classes=10, image_size=224, root_pad="none"
+    )
     assert (card.family, card.task, card.labels) == ("BiT", "classify", None)
     assert card.notes == ("the image's size is not stored: 224 assumed, and BiT takes any.",)
     with torch.no_grad():
@@ -111,14 +113,14 @@ def test_convolutions_with_numbers_in_their_names_are_read(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("to", PADS)
 def test_other_channels_and_no_head(to: str, tmp_path: Path) -> None:
-    net = written(config_for(to, channels=1, classes=0), tmp_path / "net.npz", to)
+    net = written(config_for(to, channels=1, num_classes=0), tmp_path / "net.npz", to)
     again, card = checkpoint.read(tmp_path / "net.npz")
     assert (card.config, card.task) == (net.config, "embed")
     assert card.preprocess.channels == 1
     same_weights(net, again)
 
 
-def test_an_optimiser_beside_the_network_is_passed_over(tmp_path: Path) -> None:
+def test_an_optimizer_beside_the_network_is_passed_over(tmp_path: Path) -> None:
     net = written(config_for("big_vision"), tmp_path / "net.npz", "big_vision")
     params = dict(np.load(tmp_path / "net.npz"))
     moments = {name.replace("params", "opt/0/mu"): 0 * array for name, array in params.items()}

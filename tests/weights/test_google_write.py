@@ -19,10 +19,10 @@ from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint, google
 from vitrail.weights.card import Card
 
-SMALL = ViTConfig(image=32, patch=8, width=64, depth=2, heads=4, mlp=96, classes=5)
+SMALL = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, num_heads=4, mlp_dim=96, num_classes=5)
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("both", {"registers": 2}, "registers"),
+    ("both", {"num_registers": 2}, "registers"),
     ("both", {"layer_scale": 0.1}, "LayerScale"),
     ("both", {"distilled": True}, "a distillation token"),
     ("both", {"qk_norm": True}, "qk-norm"),
@@ -38,7 +38,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("both", {"position": "rope-2d"}, "rope-2d positions"),
     ("both", {"position_at": "layers"}, "positions at every layer"),
     ("both", {"position_at": "shared"}, "positions at every layer"),
-    ("both", {"image": (32, 48)}, "a grid of 4x6 patches, which is not square"),
+    ("both", {"image_size": (32, 48)}, "a grid of 4x6 patches, which is not square"),
     ("both", {"pool": "gap", "class_token": False, "pool_norm": "after"}, "a norm after pooling"),
     ("both", {"pool_norm": "none"}, "a network without a final norm"),
     ("both", {"pool": "token+gap"}, "pool='token+gap'"),
@@ -48,7 +48,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("google", {"position_on_class": False}, "a class token without a position"),
     ("big_vision", {}, "a class token with a position"),
     ("big_vision", {"position": "none"}, "a network without positions"),
-    ("big_vision", {"stem": StemConfig(layers=(1,), width=0.5), "patch": 1}, "a ResNet stem"),
+    ("big_vision", {"stem": StemConfig(layers=(1,), width_factor=0.5), "patch_size": 1}, "a ResNet stem"),
 ]
 
 
@@ -56,7 +56,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_what_a_format_has_no_place_for_is_refused_by_name(
     to: str, options: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
-    config = SMALL.but(**options)
+    config = SMALL.replace(**options)
     card = Card(config=config, preprocess=FAMILIES["ViT"].preprocess)
     for name in ("google", "big_vision") if to == "both" else (to,):
         with pytest.raises(Inexpressible, match=re.escape(part)):
@@ -70,14 +70,20 @@ def test_what_a_format_has_no_place_for_is_refused_by_name(
         ({"activation": "gelu"}, "the exact GELU"),
         ({"activation": "gelu-quick"}, "QuickGELU"),
         ({"norm_eps": 1e-12}, "norm_eps=1e-12"),
-        ({"stem": StemConfig(layers=(1,), width=0.5, norm_eps=1e-5), "patch": 1}, "the stem's norm_eps=1e-05"),
-        ({"stem": StemConfig(layers=(1,), width=0.5, standardize="var"), "patch": 1}, "how the stem standardises"),
+        (
+            {"stem": StemConfig(layers=(1,), width_factor=0.5, norm_eps=1e-5), "patch_size": 1},
+            "the stem's norm_eps=1e-05",
+        ),
+        (
+            {"stem": StemConfig(layers=(1,), width_factor=0.5, standardize="var"), "patch_size": 1},
+            "how the stem standardizes",
+        ),
     ],
 )
 def test_a_convention_the_code_has_fixed_is_written_only_when_told(
     options: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
-    config = SMALL.but(**options)
+    config = SMALL.replace(**options)
     card, net = Card(config=config, preprocess=FAMILIES["ViT"].preprocess), build(config, seed=0)
     with pytest.raises(Inexpressible, match=re.escape(part)):
         checkpoint.write(net, card, tmp_path / "net.npz", to="google")
@@ -88,7 +94,7 @@ def test_a_convention_the_code_has_fixed_is_written_only_when_told(
 
 
 def test_what_loading_does_not_need_is_no_reason_to_refuse() -> None:
-    config = SMALL.but(dropout=0.1, path_dropout=0.2, resample="timm", pool_norm="after", head_bias_init=-10.0)
+    config = SMALL.replace(dropout=0.1, drop_path=0.2, resample="timm", pool_norm="after", head_bias_init=-10.0)
     google.GOOGLE.check(Card(config=config, preprocess=FAMILIES["ViT"].preprocess))
 
 
@@ -113,7 +119,7 @@ def written(config: ViTConfig, path: Path, to: str, approximate: bool = False) -
     ("to", "options", "theirs"),
     [
         ("google", {}, {}),
-        ("google", {"image": 48, "channels": 1}, {"img_size": 48, "in_chans": 1}),
+        ("google", {"image_size": 48, "channels": 1}, {"img_size": 48, "in_chans": 1}),
         (
             "google",
             {"pool": "gap", "class_token": False},
@@ -125,12 +131,12 @@ def written(config: ViTConfig, path: Path, to: str, approximate: bool = False) -
 )
 def test_timm_reads_what_is_written(to: str, options: dict[str, Any], theirs: dict[str, Any], tmp_path: Path) -> None:
     timm = import_peer("timm")
-    config = SMALL.but(**options)
+    config = SMALL.replace(**options)
     net = written(config, tmp_path / "net.npz", to)
     sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5}
     model = timm.models.VisionTransformer(**sizes | {"num_classes": 5, "act_layer": "gelu_tanh"} | theirs).eval()
     model.load_pretrained(str(tmp_path / "net.npz"))
-    images = torch.randn(2, config.channels, *pair(config.image))
+    images = torch.randn(2, config.channels, *pair(config.image_size))
     with torch.no_grad():
         assert relative(net(images), model(images)) <= 1e-5
 
@@ -138,7 +144,7 @@ def test_timm_reads_what_is_written(to: str, options: dict[str, Any], theirs: di
 @pytest.mark.peer
 def test_timm_reads_a_size_of_the_paper(tmp_path: Path) -> None:
     timm = import_peer("timm")
-    net = written(ViTConfig(width=192, heads=3, mlp=768, classes=10), tmp_path / "net.npz", "google")
+    net = written(ViTConfig(width=192, num_heads=3, mlp_dim=768, num_classes=10), tmp_path / "net.npz", "google")
     model = timm.create_model("vit_tiny_patch16_224", num_classes=10, act_layer="gelu_tanh").eval()
     model.load_pretrained(str(tmp_path / "net.npz"))
     images = torch.randn(1, 3, 224, 224)
@@ -149,7 +155,7 @@ def test_timm_reads_a_size_of_the_paper(tmp_path: Path) -> None:
 @pytest.mark.peer
 def test_timm_resizes_positions_of_these_files_by_the_convention_of_that_name(tmp_path: Path) -> None:
     timm = import_peer("timm")
-    net = written(SMALL.but(resample="timm-npz"), tmp_path / "net.npz", "google")
+    net = written(SMALL.replace(resample="timm-npz"), tmp_path / "net.npz", "google")
     sizes = {"img_size": (24, 56), "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5}
     model = timm.models.VisionTransformer(**sizes, num_classes=5, act_layer="gelu_tanh").eval()
     model.load_pretrained(str(tmp_path / "net.npz"))
@@ -176,8 +182,10 @@ def test_timm_reads_a_hybrid_that_is_written(layers: tuple[int, ...], tmp_path: 
     sizes = {"img_size": 64, "patch_size": 2, "embed_dim": 64, "depth": 2, "num_heads": 4, "mlp_ratio": 1.5}
     model = timm.models.VisionTransformer(**sizes, num_classes=5, act_layer="gelu_tanh", embed_layer=embed).eval()
 
-    stem = StemConfig(layers=layers, width=0.5, norm_eps=1e-5, standardize="var", standardize_eps=1e-8)
-    net = written(SMALL.but(image=64, patch=2, stem=stem), tmp_path / "net.npz", "google", approximate=True)
+    stem = StemConfig(layers=layers, width_factor=0.5, norm_eps=1e-5, standardize="var", standardize_eps=1e-8)
+    net = written(
+        SMALL.replace(image_size=64, patch_size=2, stem=stem), tmp_path / "net.npz", "google", approximate=True
+    )
     model.load_pretrained(str(tmp_path / "net.npz"))
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():

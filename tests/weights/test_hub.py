@@ -349,7 +349,7 @@ def test_errors_that_are_not_the_hubs_stay_themselves(server: Hub, cache: Path, 
 
 
 def test_the_environment_alone_is_enough_and_nobody_is_disturbed(server: Hub, tmp_path: Path):
-    """In a fresh process: HF_ENDPOINT, HF_HOME and HF_TOKEN are honoured, and no bar is drawn into a log."""
+    """In a fresh process: HF_ENDPOINT, HF_HOME and HF_TOKEN are honored, and no bar is drawn into a log."""
     server.token = "hf_right"
     environment = {n: v for n, v in os.environ.items() if not n.startswith(("HF_", "HUGGING"))} | {
         "PYTHONPATH": os.pathsep.join(sys.path),

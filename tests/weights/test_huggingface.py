@@ -29,13 +29,13 @@ from vitrail.weights.huggingface import HUGGINGFACE
 pytestmark = pytest.mark.peer
 
 
-def pictures(height: int = 32, width: int = 32, count: int = 2) -> Tensor:
+def random_images(height: int = 32, width: int = 32, count: int = 2) -> Tensor:
     return torch.randn(count, 3, height, width)
 
 
 def spelled(archive: Archive) -> Archive:
     """Under the names the table uses."""
-    assert HUGGINGFACE.recognise(archive) == ""
+    assert HUGGINGFACE.recognize(archive) == ""
     return Archive(**{**vars(archive), "tensors": archive.tensors.renamed(HUGGINGFACE.spelling)})
 
 
@@ -63,7 +63,7 @@ def loaded(folder: Path, peer: Peer, kind: str | None = None) -> Any:
 
 
 def size_of(card: Card) -> tuple[int, int]:
-    return pair(card.config.image) if isinstance(card.config, ViTConfig) else (32, 48)
+    return pair(card.config.image_size) if isinstance(card.config, ViTConfig) else (32, 48)
 
 
 @dataclass
@@ -91,7 +91,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @torch.no_grad()
 def test_the_same_numbers_and_again_after_writing(case: Converted) -> None:
-    images = pictures(*size_of(case.card))
+    images = random_images(*size_of(case.card))
     expected = theirs(case.peer, case.model, images)
     assert relative(case.net(images), expected) <= 1e-5
     again = loaded(case.ours, case.peer)
@@ -143,11 +143,11 @@ def test_names_in_memory_are_read_too(case: Converted, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_a_distillation_token_that_no_head_reads_is_a_register(tmp_path: Path) -> None:
     peer = Peer("DeiTForImageClassification", "DeiTConfig", VIT, logits)
-    model, images = peer.build(), pictures()
+    model, images = peer.build(), random_images()
     model.save_pretrained(tmp_path / "theirs")
     net, card = read(tmp_path / "theirs")
     assert isinstance(card.config, ViTConfig)
-    assert (card.config.registers, card.config.distilled) == (1, False)
+    assert (card.config.num_registers, card.config.distilled) == (1, False)
     assert relative(net(images), model(images).logits) <= 1e-5
     write(net, card, tmp_path / "ours")
     assert relative(loaded(tmp_path / "ours", peer)(images).logits, model(images).logits) <= 1e-5
@@ -176,7 +176,7 @@ def test_published_sizes_at_224(width: int, heads: int) -> None:
         model = transformers.ViTForImageClassification(config)
     model = randomized(model.to_empty(device="cpu"))
     net, _ = read(Archive("memory", Tensors.of(model.state_dict()), sidecars={"config.json": config.to_dict()}))
-    images = pictures(224, 224, 1)
+    images = random_images(224, 224, 1)
     assert relative(net(images), model(images).logits) <= 1e-5
 
 
@@ -202,7 +202,7 @@ def test_another_size_and_shape_resamples_as_transformers_does(name: str, tmp_pa
     model = peer.build(attn_implementation="eager")
     model.save_pretrained(tmp_path)
     net, _ = read(tmp_path)
-    images = pictures(48, 24)
+    images = random_images(48, 24)
     asked = {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True}
     expected = model(images, output_hidden_states=True, output_attentions=True, **asked)
     found = net.features(images, want=("logits", "tokens", "attention"))
@@ -224,7 +224,7 @@ def test_another_size_and_shape_resamples_as_transformers_does(name: str, tmp_pa
 def test_every_activation(act: str, tmp_path: Path) -> None:
     model = PEERS["vit"].build(hidden_act=act)
     model.save_pretrained(tmp_path)
-    images = pictures()
+    images = random_images()
     assert relative(read(tmp_path)[0](images), model(images).logits) <= 1e-5
 
 
@@ -232,11 +232,11 @@ def test_class_names_travel_along(tmp_path: Path) -> None:
     PEERS["vit"].build().save_pretrained(tmp_path / "theirs")
     net, card = read(tmp_path / "theirs")
     names = ("cat", "dog", "owl", "elk", "ant")
-    assert not card.several
-    write(net, card.but(labels=names, several=True), tmp_path / "ours")
+    assert not card.multi_label
+    write(net, card.replace(labels=names, multi_label=True), tmp_path / "ours")
     again = read(tmp_path / "ours")[1]
     assert again.labels == names
-    assert again.several
+    assert again.multi_label
     theirs = loaded(tmp_path / "ours", PEERS["vit"]).config
     assert tuple(theirs.id2label.values()) == names
     assert theirs.problem_type == "multi_label_classification"

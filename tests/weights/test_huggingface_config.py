@@ -88,7 +88,7 @@ def test_a_config_of_another_library_is_not_listened_to() -> None:
     config = transformers.ViTConfig(hidden_size=192, num_attention_heads=3, intermediate_size=768)
     archive = archive_of("ViTModel", config)
     archive.sidecars["config.json"] = {"architecture": "vit_tiny_patch16_224", "num_classes": 7}
-    assert HUGGINGFACE.describe(archive).config.heads == 3  # type: ignore[union-attr]
+    assert HUGGINGFACE.describe(archive).config.num_heads == 3  # type: ignore[union-attr]
 
 
 def test_class_names_are_read_and_placeholders_are_not() -> None:
@@ -117,7 +117,7 @@ def test_a_nested_config_may_leave_everything_out() -> None:
     config = transformers.SiglipVisionConfig()
     card = HUGGINGFACE.describe(archive_of("SiglipVisionModel", config, {"model_type": "siglip", "vision_config": {}}))
     assert isinstance(card.config, ViTConfig)
-    assert (card.config.heads, card.config.activation, card.config.norm_eps) == (12, "gelu-tanh", 1e-6)
+    assert (card.config.num_heads, card.config.activation, card.config.norm_eps) == (12, "gelu-tanh", 1e-6)
 
 
 def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Pat
     processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 30}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     net, card = checkpoint.read(tmp_path)
-    assert card.config.image == card.preprocess.image == (30, 30)
+    assert card.config.image_size == card.preprocess.image_size == (30, 30)
     assert card.config.uncovered == "ignore"
     images = torch.randn(2, 3, 30, 30)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_other_resnets_than_bits_are_refused_by_name(change: dict[str, Any]) -> 
         HUGGINGFACE.describe(bit(change))
 
 
-def test_neighbours_are_refused_by_name() -> None:
+def test_neighbors_are_refused_by_name() -> None:
     archive = vit({})
     archive.tensors.entries["encoder.layer.0.lambda_1"] = archive.tensors.entries["layernorm.weight"]
     with pytest.raises(FormatError, match="BEiT"):
@@ -182,19 +182,19 @@ def test_registers_may_be_none_of_them() -> None:
     config = transformers.Dinov2WithRegistersConfig(**TINY, mlp_ratio=2, num_register_tokens=0)
     card = HUGGINGFACE.describe(archive_of("Dinov2WithRegistersModel", config, {}))
     assert isinstance(card.config, ViTConfig)
-    assert (card.config.registers, card.config.resample) == (0, "timm")
+    assert (card.config.num_registers, card.config.resample) == (0, "timm")
 
 
 def test_positions_of_no_square_need_a_size() -> None:
     config = transformers.ViTConfig(**VIT | {"image_size": [16, 40]})
-    assert HUGGINGFACE.describe(archive_of("ViTModel", config, {})).config.image == (16, 40)
+    assert HUGGINGFACE.describe(archive_of("ViTModel", config, {})).config.image_size == (16, 40)
     with pytest.raises(FormatError, match="10 positions are no square"):
         HUGGINGFACE.describe(archive_of("ViTModel", config, {"image_size": None}))
 
 
 def test_other_formats_are_not_taken_for_this_one() -> None:
     for name in ("patch_embed.proj.weight", "conv_proj.weight", "embedding/kernel", "visual.conv1.weight"):
-        assert HUGGINGFACE.recognise(Archive("memory", Tensors.of({name: torch.zeros(1)}))) is None
+        assert HUGGINGFACE.recognize(Archive("memory", Tensors.of({name: torch.zeros(1)}))) is None
 
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -204,7 +204,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "vit, old": {"feature_extractor_type": "ViTFeatureExtractor", "resample": 2, "size": 40, **HALF},
     "vit": {"image_processor_type": "ViTImageProcessor", "resample": 3, "size": BOX, **IMAGENET},
     "vit, not square": {"image_processor_type": "ViTImageProcessor", "size": {"height": 24, "width": 40}},
-    "vit, no normalising": {"image_processor_type": "ViTImageProcessor", "size": BOX, "do_normalize": False},
+    "vit, no normalizing": {"image_processor_type": "ViTImageProcessor", "size": BOX, "do_normalize": False},
     "vit, another range": {"image_processor_type": "ViTImageProcessor", "size": BOX, "rescale_factor": 1 / 127.5},
     "vit, no range": {"image_processor_type": "ViTImageProcessor", "size": BOX, "do_rescale": False},
     "deit": {
@@ -244,7 +244,7 @@ def processed(stated: dict[str, Any], folder: Path) -> torch.Tensor:
 
 @pytest.mark.peer
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_pictures_are_prepared_as_transformers_does(name: str, tmp_path: Path) -> None:
+def test_images_are_prepared_as_transformers_does(name: str, tmp_path: Path) -> None:
     stated = PROCESSORS[name]
     preprocess, notes = read(stated, "vit", (40, 40), 3)
     assert not notes
@@ -268,7 +268,7 @@ def test_a_processor_comes_back_and_means_the_same_there(name: str, kind: str, t
 
 def test_a_processor_among_words_is_found() -> None:
     joint = {"image_processor": {"image_processor_type": "ViTImageProcessor", "size": BOX}, "processor_class": "X"}
-    assert HUGGINGFACE.describe(vit({}, processor_config=joint)).preprocess.image == (40, 40)
+    assert HUGGINGFACE.describe(vit({}, processor_config=joint)).preprocess.image_size == (40, 40)
 
 
 @pytest.mark.parametrize(
@@ -298,10 +298,10 @@ def test_one_channel_has_one_mean() -> None:
     assert preprocess.channels == 1
 
 
-PLAIN = ViTConfig(image=32, patch=8, classes=5, width=32, depth=1, heads=2, mlp=64)
-SCALED = PLAIN.but(layer_scale=1.0, pool="token+gap")
-CLIP = PLAIN.but(pre_norm=True, patch_bias=False, head_bias=False)
-SIGLIP = PLAIN.but(class_token=False, pool="map", classes=0)
+PLAIN = ViTConfig(image_size=32, patch_size=8, num_classes=5, width=32, depth=1, num_heads=2, mlp_dim=64)
+SCALED = PLAIN.replace(layer_scale=1.0, pool="token+gap")
+CLIP = PLAIN.replace(pre_norm=True, patch_bias=False, head_bias=False)
+SIGLIP = PLAIN.replace(class_token=False, pool="map", num_classes=0)
 
 
 @pytest.mark.parametrize(
@@ -317,8 +317,8 @@ SIGLIP = PLAIN.but(class_token=False, pool="map", classes=0)
         (PLAIN, {"norm": "rms"}, "RMSNorm"),
         (PLAIN, {"qk_norm": True}, "qk-norm"),
         (PLAIN, {"proj_bias": False}, "layers without bias"),
-        (PLAIN, {"stem": StemConfig(layers=(1,)), "patch": 1}, "a hybrid's stem"),
-        (PLAIN, {"patch": (8, 4)}, "patches that are not square"),
+        (PLAIN, {"stem": StemConfig(layers=(1,)), "patch_size": 1}, "a hybrid's stem"),
+        (PLAIN, {"patch_size": (8, 4)}, "patches that are not square"),
         (PLAIN, {"patch_bias": False}, "a patch projection without bias"),
         (PLAIN, {"head_bias": False}, "a head without bias"),
         (PLAIN, {"pre_logits": 16}, "the tanh layer before a head"),
@@ -326,28 +326,28 @@ SIGLIP = PLAIN.but(class_token=False, pool="map", classes=0)
         (PLAIN, {"pool": "gap"}, "pool='gap' after the norm with a head in ViTModel"),
         (PLAIN, {"pool": "gap", "pool_norm": "after"}, "pool='gap' before the norm"),
         (PLAIN, {"pool_norm": "none"}, "pool='token' without a norm"),
-        (PLAIN, {"registers": 4}, "registers without LayerScale"),
-        (PLAIN, {"distilled": True, "registers": 1}, "a distillation token beside other changes"),
+        (PLAIN, {"num_registers": 4}, "registers without LayerScale"),
+        (PLAIN, {"distilled": True, "num_registers": 1}, "a distillation token beside other changes"),
         (PLAIN, {"distilled": True, "layer_scale": 1.0}, "a distillation token beside other changes"),
         (SCALED, {"pool": "token"}, "pool='token' after the norm with a head in Dinov2Model"),
-        (SCALED, {"classes": 0}, "pool='token\\+gap' after the norm without a head"),
-        (SCALED, {"mlp": 72}, "an MLP of 72 at width 32"),
-        (SCALED, {"image": (32, 16)}, "an image that is not square in Dinov2Model"),
+        (SCALED, {"num_classes": 0}, "pool='token\\+gap' after the norm without a head"),
+        (SCALED, {"mlp_dim": 72}, "an MLP of 72 at width 32"),
+        (SCALED, {"image_size": (32, 16)}, "an image that is not square in Dinov2Model"),
         (CLIP, {"head_bias": True}, "a head with bias on the class token"),
         (CLIP, {"patch_bias": True}, "a patch bias beside a norm before the blocks"),
         (CLIP, {"qkv_bias": False}, "queries, keys and values without bias"),
         (CLIP, {"layer_scale": 1.0}, "LayerScale beside other changes"),
-        (CLIP, {"registers": 4}, "registers beside a norm before the blocks"),
-        (CLIP, {"image": (32, 16)}, "an image that is not square in CLIPVisionModel"),
-        (SIGLIP, {"classes": 5}, "pool='map' after the norm with a head in SiglipVisionModel"),
+        (CLIP, {"num_registers": 4}, "registers beside a norm before the blocks"),
+        (CLIP, {"image_size": (32, 16)}, "an image that is not square in CLIPVisionModel"),
+        (SIGLIP, {"num_classes": 5}, "pool='map' after the norm with a head in SiglipVisionModel"),
         (SIGLIP, {"class_token": True}, "an attention pool beside a class token"),
-        (SIGLIP, {"registers": 4}, "registers without a class token"),
+        (SIGLIP, {"num_registers": 4}, "registers without a class token"),
     ],
 )
 def test_what_has_no_place_is_refused_by_name(config: ViTConfig, changes: dict[str, Any], phrase: str) -> None:
     HUGGINGFACE.check(Card(config=config, preprocess=PreprocessConfig()))
     with pytest.raises(Inexpressible, match=phrase):
-        HUGGINGFACE.check(Card(config=config.but(**changes), preprocess=PreprocessConfig()))
+        HUGGINGFACE.check(Card(config=config.replace(**changes), preprocess=PreprocessConfig()))
 
 
 def test_names_for_a_projection_have_no_place() -> None:
@@ -357,7 +357,7 @@ def test_names_for_a_projection_have_no_place() -> None:
 
 def test_conventions_of_the_original_bit_pass_only_when_told() -> None:
     card = Card(config=BiTConfig(), preprocess=PreprocessConfig(), family="BiT")
-    with pytest.raises(Inexpressible, match="standardisation epsilon of 1e-10"):
+    with pytest.raises(Inexpressible, match="standardization epsilon of 1e-10"):
         HUGGINGFACE.check(card)
     HUGGINGFACE.check(card, approximate=True)
-    HUGGINGFACE.check(card.but(config=BiTConfig(standardize_eps=1e-8)))
+    HUGGINGFACE.check(card.replace(config=BiTConfig(standardize_eps=1e-8)))

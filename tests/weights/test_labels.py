@@ -180,8 +180,8 @@ def test_finding_names_imports_no_package():
 
 
 def thousand(**about: object) -> tuple[Net, Card]:
-    config = ViTConfig(image=16, patch=8, classes=1000, width=8, depth=1, heads=1, mlp=8)
-    card = Card(config=config, preprocess=PreprocessConfig(image=16), **about)
+    config = ViTConfig(image_size=16, patch_size=8, num_classes=1000, width=8, depth=1, num_heads=1, mlp_dim=8)
+    card = Card(config=config, preprocess=PreprocessConfig(image_size=16), **about)
     net = build(config)
     torch.nn.init.normal_(net.head.weight)
     return net, card
@@ -200,7 +200,7 @@ def test_names_that_are_stated_and_classes_that_are_others_stay_as_they_are(monk
     names = tuple(f"thing {i}" for i in range(1000))
     for about in (
         {"labels": names},
-        {"several": True},
+        {"multi_label": True},
         {"task": "embed"},
         {"origin": "fine-tuned from timm/vit_tiny"},
         {"origin": "trained on photos"},
@@ -212,8 +212,8 @@ def test_names_that_are_stated_and_classes_that_are_others_stay_as_they_are(monk
     for tensor in net.head.parameters():  # a new head, or one that was never trained
         torch.nn.init.zeros_(tensor)
     assert named(net, card) == card
-    small = card.config.but(classes=999)
-    assert named(build(small), card.but(config=small)).labels is None
+    small = card.config.replace(num_classes=999)
+    assert named(build(small), card.replace(config=small)).labels is None
 
 
 def test_without_a_package_that_has_the_names_classes_stay_numbers(monkeypatch: pytest.MonkeyPatch):
@@ -227,5 +227,5 @@ def test_the_published_file_has_names_in_every_way_of_loading_it(
     assert vitrail.load(real_checkpoint).label(285) == "Egyptian cat"
     assert ASSUMED in caplog.text
     assert vitrail.load(real_checkpoint, labels=[f"thing {i}" for i in range(1000)]).label(285) == "thing 285"
-    assert vitrail.load(real_checkpoint, classes=1000).label(285) == "Egyptian cat"
-    assert vitrail.load(real_checkpoint, classes=7).label(5) == "class 5"
+    assert vitrail.load(real_checkpoint, num_classes=1000).label(285) == "Egyptian cat"
+    assert vitrail.load(real_checkpoint, num_classes=7).label(5) == "class 5"

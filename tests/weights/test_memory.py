@@ -15,7 +15,7 @@ from vitrail.models import ViT, build
 from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, usual_preprocess
 
-TINY = ViTConfig(image=8, patch=4, width=8, depth=1, heads=2, mlp=8, classes=3, activation="gelu")
+TINY = ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=8, num_classes=3, activation="gelu")
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 

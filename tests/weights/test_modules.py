@@ -29,11 +29,11 @@ MLP = {"intermediate_size": 64}
 def agree(theirs: nn.Module, name: str = "") -> vitrail.Model:
     """Loaded; the outputs of both for two images differ by rounding."""
     vit = vitrail.load(theirs)
-    images = torch.randn(2, vit.config.channels, *pair(vit.config.image))
+    images = torch.randn(2, vit.config.channels, *pair(vit.config.image_size))
     with torch.no_grad():
         wanted = theirs(images)
         assert relative(vit.net(images), getattr(wanted, name) if name else wanted) <= 1e-5
-    assert vit.preprocess.config.image == pair(vit.config.image)
+    assert vit.preprocess.config.image_size == pair(vit.config.image_size)
     return vit
 
 
@@ -113,7 +113,7 @@ def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
     theirs = randomized(transformers.ViTForImageClassification(config))
     vit = agree(theirs, "logits")
     assert vit.labels == ("cat", "dog", "bird")
-    assert vit.card.several
+    assert vit.card.multi_label
     theirs.save_pretrained(tmp_path)
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1, 0.2, 0.3])
     processor.save_pretrained(tmp_path)
@@ -123,7 +123,7 @@ def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
     embeddings.patch_embeddings.image_size = (64, 64)
     embeddings.position_embeddings = nn.Parameter(torch.randn(1, 65, 32))
     larger = vitrail.load(loaded)
-    assert larger.preprocess.config.image == larger.config.image == (64, 64)
+    assert larger.preprocess.config.image_size == larger.config.image_size == (64, 64)
     assert larger.preprocess.config.mean == (0.1, 0.2, 0.3)
     assert any("resized to 64x64" in note for note in larger.card.notes)
 
@@ -155,7 +155,7 @@ def test_modes_wrappers_and_options() -> None:
     theirs = randomized(timm.create_model("test_vit")).train()
     theirs.config = {"lr": 1e-3}  # of a training script
     for wrapped in (torch.compile(theirs), nn.DataParallel(theirs), AveragedModel(theirs)):
-        vit = vitrail.load(wrapped, classes=3, image=80, labels=["a", "b", "c"])
+        vit = vitrail.load(wrapped, num_classes=3, image_size=80, labels=["a", "b", "c"])
         assert vit.predict(gradient(), top=1)[0].label in "abc"
         assert not vit.net.training
         assert theirs.training
@@ -238,7 +238,7 @@ def test_the_image_size_of_a_wrapped_network() -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return self.backbone(images)
 
-    assert agree(randomized(Wrapped())).config.image == (128, 32)
+    assert agree(randomized(Wrapped())).config.image_size == (128, 32)
 
 
 def test_other_networks_are_refused_by_name() -> None:
@@ -248,7 +248,7 @@ def test_other_networks_are_refused_by_name() -> None:
     adapted.blocks[0].mlp.fc1.lora_A = nn.Linear(64, 2)
     headed.head = nn.Sequential(nn.Linear(64, 3), nn.ReLU())
     with warnings.catch_warnings(action="ignore"):
-        quantised = torch.ao.quantization.quantize_dynamic(timm.create_model("test_vit", depth=1), {nn.Linear})
+        quantized = torch.ao.quantization.quantize_dynamic(timm.create_model("test_vit", depth=1), {nn.Linear})
     wanted = "is not a network that vitrail reads; wanted a Vision Transformer or BiT of timm"
     refused: list[tuple[Any, type[VitrailError], str]] = [
         (nn.Linear(3, 3), FormatError, f"torch's Linear {wanted}"),
@@ -269,7 +269,7 @@ def test_other_networks_are_refused_by_name() -> None:
             FormatError,
             r"timm's test_vit: read as timm, the tensors do not fit: left over head.0.weight, [^;]*$",
         ),
-        (quantised, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before it was quantised"),
+        (quantized, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before it was quantized"),
         (model(small()), NotFound, r"got a Model, wanted a file, .* or an nn\.Module"),
     ]
     for given, kind, message in refused:

@@ -24,7 +24,7 @@ from vitrail.weights import checkpoint
 from vitrail.weights.card import Card, portable
 from vitrail.weights.native import NATIVE
 
-SMALL = ViTConfig(image=8, patch=4, width=8, depth=1, heads=2, mlp=8, classes=3)
+SMALL = ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=8, num_classes=3)
 
 
 def saved(path: Path, config: ViTConfig | BiTConfig = SMALL, **options: Any) -> tuple[Net, Card]:
@@ -41,7 +41,7 @@ def bits(state: dict[str, Tensor]) -> dict[str, bytes]:
 @st.composite
 def cards(draw: st.DrawFn) -> Card:
     config: ViTConfig | BiTConfig = draw(bit_configs()) if draw(one_in(10)) else draw(vit_configs())
-    names = st.lists(st.text(max_size=20), min_size=config.classes, max_size=config.classes)
+    names = st.lists(st.text(max_size=20), min_size=config.num_classes, max_size=config.num_classes)
     return Card(
         config=config,
         preprocess=draw(preprocess_configs(config.channels)),
@@ -121,7 +121,7 @@ def rewritten(path: Path, change: Any) -> None:
         (lambda card: card.update(version=2), "wanted a vitrail card of version 1, got .*version=2"),
         (lambda card: card.pop("family") and None, "family is missing"),
         (lambda card: card["model"].update(hats=3), "has no field 'hats'; did you mean 'heads'"),
-        (lambda card: card["model"].update(heads=3), "not divisible into heads=3"),
+        (lambda card: card["model"].update(num_heads=3), "not divisible into num_heads=3"),
         (lambda card: card.update(labels=["a"]), "1 class names were given for 3 outputs"),
         (lambda card: card.update(labels=7), "model.safetensors: read as vitrail"),
         (lambda card: card.update(task="dance"), "task='dance' is not one of"),
@@ -130,7 +130,7 @@ def rewritten(path: Path, change: Any) -> None:
         (lambda card: "{", "model.safetensors: read as vitrail"),
         (lambda card: card["model"].update(width=16), "wrong shapes: .*patch.weight .8, 3, 4, 4. for .16, 3, 4, 4."),
         (lambda card: card["model"].update(depth=2), "missing blocks.1.norm1.weight"),
-        (lambda card: card["model"].update(classes=0), "left over head.bias, head.weight"),
+        (lambda card: card["model"].update(num_classes=0), "left over head.bias, head.weight"),
     ],
 )
 def test_a_card_that_does_not_fit_is_one_sentence(change: Any, message: str, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_is_there_is_replaced_only_when_told(tmp_path: Path) -> None:
     saved(tmp_path / "model")
     before = {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()}
     with pytest.raises(CheckpointError, match="exists already"):
-        saved(tmp_path / "model", BiTConfig(layers=(1,), width=0.5, classes=2))
+        saved(tmp_path / "model", BiTConfig(layers=(1,), width_factor=0.5, num_classes=2))
     assert {f.name: f.read_bytes() for f in (tmp_path / "model").iterdir()} == before
     net = build(SMALL, seed=1)
     checkpoint.write(net, Card(config=SMALL, preprocess=PreprocessConfig()), tmp_path / "model", overwrite=True)

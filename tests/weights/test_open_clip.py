@@ -50,7 +50,7 @@ def read(path: Path, **options: Any) -> tuple[ViT, Card]:
 
 def embedded(net: ViT) -> Tensor:
     with torch.no_grad():
-        return net(images(*pair(net.config.image)))
+        return net(images(*pair(net.config.image_size)))
 
 
 # Their own outputs
@@ -68,7 +68,7 @@ def test_a_repository_of_open_clip_gives_the_originals_embeddings(case: str, tmp
 def test_openais_dictionary_gives_the_originals_embeddings(half: bool, tmp_path: Path) -> None:
     net, card = read(saved(openai(half), tmp_path))
     assert card.config.activation == "gelu-quick"
-    assert card.config.heads == 2
+    assert card.config.num_heads == 2
     assert relative(embedded(net), recorded("openai.embedding")) <= (1e-5 if half else 1e-3)
     assert not [n for n in card.notes if "assumed" in n or "preprocessing" in n]  # OpenAI's is known
 
@@ -86,11 +86,11 @@ def test_openais_archive_of_torchscript_gives_the_same_network_as_its_dictionary
 
 def test_the_model_embeds_images_into_the_space_of_the_texts(tmp_path: Path) -> None:
     model = vitrail.load(saved(openai(), tmp_path))
-    picture = torch.randint(256, (40, 50, 3), dtype=torch.uint8).numpy()
+    image = torch.randint(256, (40, 50, 3), dtype=torch.uint8).numpy()
     with torch.no_grad():
-        wanted = model.net(model.preprocess(picture))
+        wanted = model.net(model.preprocess(image))
     assert wanted.shape == (1, 48)
-    assert relative(model.embed([picture]), wanted) <= 1e-6
+    assert relative(model.embed([image]), wanted) <= 1e-6
 
 
 def test_positions_are_resized_as_open_clip_does(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_positions_of_another_size_than_the_config_says_are_read_as_they_are(tmp
     save_file(state_of("vit"), tmp_path / "open_clip_model.safetensors")
     (tmp_path / "open_clip_config.json").write_text(json.dumps(whole))
     net, card = read(tmp_path)
-    assert pair(net.config.image) == (32, 32)
+    assert pair(net.config.image_size) == (32, 32)
     assert any("image_size=64" in note for note in card.notes)
 
 
@@ -275,7 +275,9 @@ def test_it_is_read_and_written_for_others_but_not_written(tmp_path: Path) -> No
 def test_formats_without_cocas_pool_refuse_it(tmp_path: Path) -> None:
     net, card = read(repository("coca", tmp_path))
     assert isinstance(card.config, ViTConfig)
-    plain = card.but(config=card.config.but(pre_norm=False, patch_bias=True, head_bias=True, position_on_class=False))
+    plain = card.replace(
+        config=card.config.replace(pre_norm=False, patch_bias=True, head_bias=True, position_on_class=False)
+    )
     for to in ("timm", "huggingface", "google", "big_vision", "torchvision", "facebook"):
         for tried in (card, plain):
             with pytest.raises(Inexpressible, match=r"coca|CoCa|attention pool"):

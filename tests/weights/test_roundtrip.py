@@ -25,12 +25,20 @@ from vitrail.weights.files import open_archive
 
 Config = ViTConfig | BiTConfig
 
-BASE: dict[str, Any] = {"image": 32, "patch": 8, "width": 128, "depth": 1, "heads": 2, "mlp": 192, "classes": 5}
+BASE: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 8,
+    "width": 128,
+    "depth": 1,
+    "num_heads": 2,
+    "mlp_dim": 192,
+    "num_classes": 5,
+}
 TORCH = BASE | {"activation": "gelu", "resample": "timm"}
 CLIP = {"pre_norm": True, "patch_bias": False, "norm_eps": 1e-5, "activation": "gelu-quick"}
-DINOV2 = {"image": 70, "patch": 14, "mlp": 512, "classes": 0, "layer_scale": 1e-5}
+DINOV2 = {"image_size": 70, "patch_size": 14, "mlp_dim": 512, "num_classes": 0, "layer_scale": 1e-5}
 TIMMS: dict[str, Any] = {"norm_eps": 1e-5, "standardize": "var", "standardize_eps": 1e-8}
-TINY = {"depth": 1, "width": 64, "heads": 1}
+TINY = {"depth": 1, "width": 64, "num_heads": 1}
 
 
 def vit(**options: Any) -> ViTConfig:
@@ -39,11 +47,11 @@ def vit(**options: Any) -> ViTConfig:
 
 def hybrid(layers: tuple[int, ...], patch: int = 1, **stem: Any) -> ViTConfig:
     image = patch * StemConfig(layers=layers).stride * 2
-    return vit(**TINY, stem=StemConfig(layers=layers, **stem), patch=patch, image=image)
+    return vit(**TINY, stem=StemConfig(layers=layers, **stem), patch_size=patch, image_size=image)
 
 
 def bit(**options: Any) -> BiTConfig:
-    small: dict[str, Any] = {"layers": (1, 1), "width": 0.5, "image": 64, "classes": 5}
+    small: dict[str, Any] = {"layers": (1, 1), "width_factor": 0.5, "image_size": 64, "num_classes": 5}
     return BiTConfig(**small | options)
 
 
@@ -71,14 +79,14 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "DeiT-III": (vit(layer_scale=1e-6, position_on_class=False),     "= = . . . . =", "LayerScale|without a position"),
     "MAE fine-tuned": (vit(pool="gap", pool_norm="after"),           "= = . . . . =", "after pooling|before the norm"),
     "DINOv2": (vit(**DINOV2),                                        "= = = . . . =", "LayerScale"),
-    "DINOv2 with registers": (vit(**DINOV2, registers=4),            "= = = . . . =", "registers"),
-    "DINOv2 g": (vit(**DINOV2 | {"activation": "swiglu", "mlp": 344}), "= = = . . . =", "SwiGLU"),
-    "DINOv2 for classes": (vit(**DINOV2 | {"pool": "token+gap", "classes": 5}),
+    "DINOv2 with registers": (vit(**DINOV2, num_registers=4),        "= = = . . . =", "registers"),
+    "DINOv2 g": (vit(**DINOV2 | {"activation": "swiglu", "mlp_dim": 344}), "= = = . . . =", "SwiGLU"),
+    "DINOv2 for classes": (vit(**DINOV2 | {"pool": "token+gap", "num_classes": 5}),
                                                                      "= . = . . . .", "token.gap|side by side"),
     "CLIP": (vit(**CLIP, head_bias=False),                           "= . = . . . .", "norm before|head without bias"),
-    "CLIP without projection": (vit(**CLIP, classes=0),              "= = = . . . .", "norm before"),
+    "CLIP without projection": (vit(**CLIP, num_classes=0),          "= = = . . . .", "norm before"),
     "CLIP with a head": (vit(**CLIP),                                "= = . . . . .", "norm before"),
-    "SigLIP": (ViTConfig(**BASE | {"class_token": False, "pool": "map", "classes": 0}),
+    "SigLIP": (ViTConfig(**BASE | {"class_token": False, "pool": "map", "num_classes": 0}),
                                                                      "= = = . . = .", "map|attention pool|class token"),
     # One thing changed at a time
     "mean of patches": (vit(class_token=False, pool="gap"),          "= = = . ~ ~ .", "class token"),
@@ -88,13 +96,13 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "pool beside a token": (vit(pool="map"),                         "= . . . . . .", "attention pool|class token"),
     "CoCa's pool": (vit(pool="coca", pool_width=24, pool_heads=3),   "= . . . . . .", "CoCa|coca|attention pool"),
     "tanh layer and head": (vit(pre_logits=24),                      "= . . = ~ . .", "tanh layer|with a position"),
-    "tanh layer alone": (vit(pre_logits=24, classes=0),              "= . = . ~ . .", "tanh|position|without a head"),
-    "no head": (vit(classes=0),                                      "= = = . ~ . =", "without a head|position"),
+    "tanh layer alone": (vit(pre_logits=24, num_classes=0),          "= . = . ~ . .", "tanh|position|without a head"),
+    "no head": (vit(num_classes=0),                                  "= = = . ~ . =", "without a head|position"),
     "head without bias": (vit(head_bias=False),                      "= . . . . . .", "head without bias"),
-    "registers": (vit(registers=3),                                  "= = . . . . .", "registers|head in DINOv2"),
-    "registers, token unplaced": (vit(registers=3, position_on_class=False),
+    "registers": (vit(num_registers=3),                              "= = . . . . .", "registers|head in DINOv2"),
+    "registers, token unplaced": (vit(num_registers=3, position_on_class=False),
                                                                      "= = . . . . .", "registers|without a position"),
-    "registers without a token": (vit(registers=3, class_token=False, pool="gap"),
+    "registers without a token": (vit(num_registers=3, class_token=False, pool="gap"),
                                                                      "= = . . . . .", "registers|class token"),
     "LayerScale": (vit(layer_scale=0.1),                             "= = . . . . .", "LayerScale|DINOv2"),
     "SwiGLU": (vit(activation="swiglu"),                             "= = . . . . .", "SwiGLU"),
@@ -106,12 +114,13 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     "no output bias": (vit(proj_bias=False),                         "= = . . . . .", "without bias"),
     "another epsilon": (vit(norm_eps=1e-12),                         "= ~ = ~ ~ . ~", "class token with a position"),
     "QuickGELU": (vit(activation="gelu-quick"),                      "= = = ~ ~ . ~", "class token with a position"),
-    "heads of 32": (vit(heads=4),                                    "= = = ~ ~ . ~", "class token with a position"),
+    "heads of 32": (vit(num_heads=4),                                "= = = ~ ~ . ~", "class token with a position"),
     "one channel": (vit(channels=1),                                 "= = = . ~ . =", "channels|position"),
-    "an oblong image": (vit(image=(32, 48)),                         "= = = . . . .", "not square"),
-    "an edge left out": (vit(image=35, uncovered="ignore"),          "= = = ~ ~ . ~", "class token with a position"),
-    "oblong patches": (vit(patch=(8, 4)),                            "= = . . . . .", "not square"),
-    "oblong patches, square grid": (vit(patch=(8, 4), image=(32, 16)), "= = . . ~ . =", "not square|with a position"),
+    "an oblong image": (vit(image_size=(32, 48)),                    "= = = . . . .", "not square"),
+    "an edge left out": (vit(image_size=35, uncovered="ignore"),     "= = = ~ ~ . ~", "class token with a position"),
+    "oblong patches": (vit(patch_size=(8, 4)),                       "= = . . . . .", "not square"),
+    "oblong patches, square grid": (vit(patch_size=(8, 4), image_size=(32, 16)),
+                                                                     "= = . . ~ . =", "not square|with a position"),
     "no positions": (vit(position="none"),                           "= = . . ~ . .", "without positions"),
     "learned-2d": (vit(position="learned-2d"),                       "= . . . . . .", "learned-2d positions"),
     "relative": (vit(position="relative"),                           "= . . . . . .", "relative positions"),
@@ -122,7 +131,7 @@ TABLE: dict[str, tuple[Config, str, str]] = {
     # ResNets
     "R + ViT, timm's": (hybrid((), 8, **TIMMS),                      "= = . . ~ . .", "stem"),
     "R + ViT, the original's": (hybrid((), 8),                       "= ~ . . ~ . .", "stem"),
-    "a narrow stem": (hybrid((1, 1), 2, width=0.5),                  "= . . . ~ . .", "stem"),
+    "a narrow stem": (hybrid((1, 1), 2, width_factor=0.5),           "= . . . ~ . .", "stem"),
     "BiT, the original's": (bit(),                                   "= . ~ . = ~ .", "BiT"),
     "BiT, big_vision's": (bit(root_pad="none"),                      "= . ~ . ~ = .", "BiT"),
     "BiT, Hugging Face's": (bit(standardize_eps=1e-8),               "= . = . ~ ~ .", "BiT"),
@@ -131,7 +140,7 @@ LARGE: dict[str, tuple[Config, str]] = {
     "R26 + ViT": (hybrid((2, 2, 2, 2)),                              "= ~ . . ~ . ."),
     "R50 + ViT, three stages": (hybrid((3, 4, 9), **TIMMS),          "= = . . ~ . ."),
     "R50 + ViT, four stages": (hybrid((3, 4, 6, 3), **TIMMS),        "= = . . ~ . ."),
-    "BiT R50x1": (bit(layers=(3, 4, 6, 3), width=1.0, standardize_eps=1e-8),
+    "BiT R50x1": (bit(layers=(3, 4, 6, 3), width_factor=1.0, standardize_eps=1e-8),
                                                                      "= = = . ~ ~ ."),
 }
 """Networks of one size only: too large to go through every pair, they go round once."""
@@ -159,7 +168,7 @@ def model(config: Config) -> tuple[Net, Card]:
         config=config,
         preprocess=usual_preprocess(family, config),
         family=family,
-        task="classify" if config.classes else "embed",
+        task="classify" if config.num_classes else "embed",
     )
     net = randomized(build(config, skeleton=True).to_empty(device="cpu"))
     assert isinstance(net, Net)
@@ -190,7 +199,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def logits(net: nn.Module, config: Config) -> Tensor:
-    images = torch.randn(2, config.channels, *pair(config.image), generator=torch.Generator().manual_seed(1))
+    images = torch.randn(2, config.channels, *pair(config.image_size), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return net(images)
 
@@ -244,7 +253,7 @@ def test_there_and_back_through_every_pair(config: Config, marks: str, named: st
             assert same(away.state_dict(), start), (first, second)
             back = write(away, heard_away, tmp_path / f"{first} {second} {first}", first)
             # Where the number of heads was lost, as said, Google's tensors have it in their shapes.
-            kept = getattr(heard_away.config, "heads", 0) == getattr(heard.config, "heads", 0)
+            kept = getattr(heard_away.config, "num_heads", 0) == getattr(heard.config, "num_heads", 0)
             assert same(stored(back), wanted, shapes=kept), (first, second)
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
@@ -252,19 +261,19 @@ def test_there_and_back_through_every_pair(config: Config, marks: str, named: st
 
 IRRELEVANT = {
     "resample": "each library resizes in its own way",
-    "image": "without learned positions any size will do, and some formats do not store it",
+    "image_size": "without learned positions any size will do, and some formats do not store it",
     "uncovered": "of an image that the patches cover",
     "position_at": "None is the usual place",
-    "position_std": "first values",
+    "position_init_std": "first values",
     "layer_scale": "first values, where there is one",
     "head_bias": "without a head there is none",
     "position_on_class": "without a class token or learned positions there is none",
     "rope_base": "without rope-2d there is none",
     "head_bias_init": "first values",
-    "pool_norm": "one token is the same normalised before or after it is picked",
+    "pool_norm": "one token is the same normalized before or after it is picked",
     "dropout": "training",
     "attention_dropout": "training",
-    "path_dropout": "training",
+    "drop_path": "training",
 }
 """Settings that may come back otherwise: the bits of the logits have been compared."""
 
@@ -296,7 +305,7 @@ def test_large_networks_go_round_once(config: Config, marks: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google", "facebook"])
-def test_a_token_is_the_same_normalised_before_or_after_it_is_picked(to: str, tmp_path: Path) -> None:
+def test_a_token_is_the_same_normalized_before_or_after_it_is_picked(to: str, tmp_path: Path) -> None:
     config = vit(pool_norm="after", activation="gelu-tanh" if to == "google" else "gelu")
     net, card = model(config)
     checkpoint.write(net, card, tmp_path / FORMATS[to], to=to)
@@ -309,24 +318,24 @@ def test_a_token_is_the_same_normalised_before_or_after_it_is_picked(to: str, tm
 @pytest.mark.parametrize(
     "config",
     [
-        vit(heads=4),
+        vit(num_heads=4),
         vit(activation="gelu-quick"),
-        vit(image=(32, 48)),
+        vit(image_size=(32, 48)),
         vit(distilled=True),
-        vit(**DINOV2 | {"heads": 8}, registers=2),
-        vit(**CLIP, classes=0),
+        vit(**DINOV2 | {"num_heads": 8}, num_registers=2),
+        vit(**CLIP, num_classes=0),
     ],
     ids=["heads", "activation", "oblong", "distilled", "registers", "CLIP"],
 )
 def test_one_file_says_as_much_as_a_folder(to: str, config: ViTConfig, tmp_path: Path) -> None:
     """In its header, which their libraries pass over."""
-    net, card = model(config.but(classes=3 if config.classes else 0))
-    card = card.but(labels=("a", "b", "c")) if net.config.classes else card
+    net, card = model(config.replace(num_classes=3 if config.num_classes else 0))
+    card = card.replace(labels=("a", "b", "c")) if net.config.num_classes else card
     checkpoint.write(net, card, tmp_path / "folder", to=to)
     checkpoint.write(net, card, tmp_path / "alone.safetensors", to=to)
     folder, heard = checkpoint.read(tmp_path / "folder")
     alone, too = checkpoint.read(tmp_path / "alone.safetensors")
-    assert too.but(origin="", notes=()) == heard.but(origin="", notes=())
+    assert too.replace(origin="", notes=()) == heard.replace(origin="", notes=())
     assert too.labels == card.labels
     assert same(alone.state_dict(), net.state_dict())
     assert same(folder.state_dict(), net.state_dict())
@@ -366,7 +375,7 @@ def test_any_change_of_a_usual_network_fits_or_is_refused(
 def nearer(config: ViTConfig) -> ViTConfig:
     """Without what timm never has, so that the rest is tried in all combinations."""
     pool = "token" if config.class_token and config.pool in ("map", "token+gap") else config.pool
-    return config.but(
+    return config.replace(
         position_at=None,
         pre_logits=0,
         head_bias=True,

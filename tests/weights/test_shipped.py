@@ -37,17 +37,17 @@ def vit() -> vitrail.Model:
 
 @pytest.fixture(scope="module")
 def thousand(shared: Path) -> tuple[list[np.ndarray[Any, Any]], torch.Tensor]:
-    """CIFAR-10's test pictures, the first thousand, and their classes."""
+    """CIFAR-10's test images, the first thousand, and their classes."""
     file = shared / "data" / "cifar10" / "test-00000-of-00001.parquet"
     if not file.exists():
         pytest.skip(f"no {file.name} beside the checkout")
     rows = next(pq.ParquetFile(file).iter_batches(1000))
-    pictures = [np.asarray(Image.open(io.BytesIO(row["bytes"]))) for row in rows["img"].to_pylist()]
-    return pictures, torch.tensor(rows["label"].to_pylist())
+    images = [np.asarray(Image.open(io.BytesIO(row["bytes"]))) for row in rows["img"].to_pylist()]
+    return images, torch.tensor(rows["label"].to_pylist())
 
 
-def right(vit: vitrail.Model, pictures: list[np.ndarray[Any, Any]], classes: torch.Tensor) -> int:
-    return int((vit.logits(pictures, batch=100).argmax(-1) == classes).sum())
+def right(vit: vitrail.Model, images: list[np.ndarray[Any, Any]], classes: torch.Tensor) -> int:
+    return int((vit.logits(images, batch_size=100).argmax(-1) == classes).sum())
 
 
 def test_its_name_loads_it_and_nobody_is_asked(vit, monkeypatch):
@@ -57,13 +57,13 @@ def test_its_name_loads_it_and_nobody_is_asked(vit, monkeypatch):
     assert vit.dtype == torch.float32
 
 
-def test_it_names_95_of_a_hundred_test_pictures(vit, thousand):
-    pictures, classes = thousand
-    assert right(vit, pictures[:100], classes[:100]) >= 95
+def test_it_names_95_of_a_hundred_test_images(vit, thousand):
+    images, classes = thousand
+    assert right(vit, images[:100], classes[:100]) >= 95
 
 
 @pytest.mark.slow
-def test_it_names_960_of_a_thousand_test_pictures(vit, thousand):
+def test_it_names_960_of_a_thousand_test_images(vit, thousand):
     assert right(vit, *thousand) >= 960
 
 
@@ -72,7 +72,7 @@ def test_what_it_says_of_itself_is_what_was_measured():
     assert told is not None
     share, low, high = (float(number) for number in told.groups())
     assert [low, high] == [round(100 * bound, 2) for bound in wilson(round(100 * share), 10_000)]
-    assert f"right on {share:.1f} % of CIFAR-10's test pictures" in DEFAULT.about
+    assert f"right on {share:.1f} % of CIFAR-10's test images" in DEFAULT.about
 
 
 def test_a_cat_is_a_cat(vit):
@@ -80,7 +80,7 @@ def test_a_cat_is_a_cat(vit):
     assert vit.predict(data.chelsea())[0].label == "cat"
 
 
-def test_a_photograph_keeps_its_proportions_and_a_small_picture_every_pixel(vit):
+def test_a_photograph_keeps_its_proportions_and_a_small_image_every_pixel(vit):
     wide = np.zeros((32, 64, 3), np.uint8)
     wide[:, 16:48] = np.random.default_rng(0).integers(256, size=(32, 32, 3))
     assert np.array_equal(vit.preprocess.pixels(wide), wide[:, 16:48])
@@ -91,7 +91,7 @@ def test_its_recipe_makes_such_a_model(vit):
     recipe = RECIPES["cifar10-small"]()
     assert recipe.model is not None
     # A card holds what was resolved: sizes as pairs, the number of classes.
-    assert recipe.model.but(classes=10, image=(32, 32), patch=(4, 4)) == vit.config
+    assert recipe.model.replace(num_classes=10, image_size=(32, 32), patch_size=(4, 4)) == vit.config
     assert recipe.preprocess == vit.card.preprocess
 
 

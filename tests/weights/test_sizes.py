@@ -21,7 +21,7 @@ from vitrail.weights import checkpoint, native
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
-BIT = BiTConfig(image=32, classes=5, layers=(1, 1), width=0.5)
+BIT = BiTConfig(image_size=32, num_classes=5, layers=(1, 1), width_factor=0.5)
 HUGE = 10**7
 
 
@@ -50,19 +50,22 @@ def stating(path: Path, vit: vitrail.Model, part: str, **changes: Any) -> Path:
 
 STATED: dict[str, tuple[dict[str, Any], str]] = {
     "depth": ({"depth": HUGE}, r"got depth=10000000, wanted no more than the file has tensors, \d+\."),
-    "width": ({"width": 2**40}, r"got depth=2, width=1099511627776 and mlp=256: .* wanted the file's"),
-    "mlp": ({"mlp": 10**18}, r"and mlp=1000000000000000000: .* weights or more"),
-    "classes": ({"classes": 10**18}, r"got classes=1000000000000000000: "),
-    "channels": ({"channels": 10**15}, r"got patch=8x8 and channels=1000000000000000: "),
+    "width": ({"width": 2**40}, r"got depth=2, width=1099511627776 and mlp_dim=256: .* wanted the file's"),
+    "mlp": ({"mlp_dim": 10**18}, r"and mlp_dim=1000000000000000000: .* weights or more"),
+    "classes": ({"num_classes": 10**18}, r"got num_classes=1000000000000000000: "),
+    "channels": ({"channels": 10**15}, r"got patch_size=8x8 and channels=1000000000000000: "),
     "pre_logits": ({"pre_logits": 10**15}, r"got pre_logits=1000000000000000: "),
-    "registers": ({"registers": 10**9}, r"got 1,000,000,016 patches and registers, wanted at most 1,048,576\."),
-    "image": ({"image": 4_000_000}, r"got image=4000000x4000000, wanted at most 67,108,864 pixels\."),
-    "a long image": ({"image": [4_000_000, 8]}, r"got image=4000000x8 of patch=8x8: 64,000,000 weights or more"),
-    "patch": ({"image": 4096, "patch": 1}, r"got 16,777,216 patches and registers"),
-    "stem": ({"stem": {"layers": [HUGE]}, "patch": 2}, r"got stem.layers=\(10000000,\), wanted no more than"),
+    "registers": ({"num_registers": 10**9}, r"got 1,000,000,016 patches and registers, wanted at most 1,048,576\."),
+    "image": ({"image_size": 4_000_000}, r"got image_size=4000000x4000000, wanted at most 67,108,864 pixels\."),
+    "a long image": (
+        {"image_size": [4_000_000, 8]},
+        r"got image_size=4000000x8 of patch_size=8x8: 64,000,000 weights or more",
+    ),
+    "patch": ({"image_size": 4096, "patch_size": 1}, r"got 16,777,216 patches and registers"),
+    "stem": ({"stem": {"layers": [HUGE]}, "patch_size": 2}, r"got stem.layers=\(10000000,\), wanted no more than"),
     "stem's width": (
-        {"stem": {"layers": [1], "width": 1e9}, "patch": 2},
-        r"got stem.layers=\(1,\) and stem.width=1e\+09",
+        {"stem": {"layers": [1], "width_factor": 1e9}, "patch_size": 2},
+        r"got stem.layers=\(1,\) and stem.width_factor=1e\+09",
     ),
 }
 
@@ -78,8 +81,8 @@ def test_a_description_with_huge_sizes_is_refused_before_it_is_built(name: str, 
 def test_a_huge_image_is_refused_where_no_tensor_shows_it(position: Any, part: str, tmp_path: Path) -> None:
     vit = model(small(position=position, class_token=False, pool="gap"))
     check_refused(
-        stating(tmp_path / "a.safetensors", vit, part, image=4_000_000),
-        "image=4000000x4000000, wanted at most 67,108,864 pixels",
+        stating(tmp_path / "a.safetensors", vit, part, image_size=4_000_000),
+        "image_size=4000000x4000000, wanted at most 67,108,864 pixels",
     )
 
 
@@ -89,7 +92,7 @@ def test_a_huge_image_is_refused_where_no_tensor_shows_it(position: Any, part: s
         ({"layers": [HUGE, 1]}, r"got layers=\(10000000, 1\), wanted no more than the file has tensors"),
         ({"layers": [1] * 200}, r"got layers=.* weights or more, wanted the file's"),
         ({"width": 1e12}, r"and width=1e\+12: "),
-        ({"classes": 10**12}, r"got classes=1000000000000: "),
+        ({"num_classes": 10**12}, r"got num_classes=1000000000000: "),
         ({"channels": 10**12}, r"got channels=1000000000000: "),
     ],
 )

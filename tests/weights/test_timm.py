@@ -23,7 +23,16 @@ from vitrail.weights.timm import TIMM_FORMAT
 pytestmark = pytest.mark.peer
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 7}
-TINY = {"image": 32, "patch": 8, "width": 64, "depth": 2, "heads": 4, "mlp": 96, "classes": 7, "activation": "gelu"}
+TINY = {
+    "image_size": 32,
+    "patch_size": 8,
+    "width": 64,
+    "depth": 2,
+    "num_heads": 4,
+    "mlp_dim": 96,
+    "num_classes": 7,
+    "activation": "gelu",
+}
 
 
 def saved(model: torch.nn.Module, folder: Path, **args: object) -> Path:
@@ -43,9 +52,9 @@ def test_every_vit_of_timm_is_described_at_its_own_size_as_timm_builds_it() -> N
         truth = recognition_timm.truth(case.name, model)
         folder = repository(model, case.name)
         for form, archive, family in (("folder", folder, None), ("bare", bare(folder, truth), truth["family"])):
-            recognised, archive = checkpoint.recognise(archive, family)
-            config = recognised.describe(archive).config
-            recognised.table(config).read(archive.tensors, build(config, skeleton=True), config)
+            recognized, archive = checkpoint.recognize(archive, family)
+            config = recognized.describe(archive).config
+            recognized.table(config).read(archive.tensors, build(config, skeleton=True), config)
             if expected(model) != said(config):
                 wrong[case.name, form] = set(expected(model).items()) ^ set(said(config).items())
     assert wrong == {}
@@ -82,31 +91,31 @@ def repository(model: torch.nn.Module, name: str) -> Archive:
 def expected(model: torch.nn.Module) -> dict[str, object]:
     """timm's conventions, read off its modules."""
     if not hasattr(model, "blocks"):
-        return {"stages": tuple(len(s.blocks) for s in model.stages), "classes": model.num_classes}
+        return {"stages": tuple(len(s.blocks) for s in model.stages), "num_classes": model.num_classes}
     block, mlp = model.blocks[0], model.blocks[0].mlp
     act = type(mlp.act).__name__
     return {
         "activation": {"GELU": "gelu", "GELUTanh": "gelu-tanh", "QuickGELU": "gelu-quick", "SiLU": "swiglu"}[act],
         "eps": block.norm1.eps,
-        "heads": block.attn.num_heads,
+        "num_heads": block.attn.num_heads,
         "pool": {"token": "token", "avg": "gap", "map": "map"}[model.global_pool],
         "grid": tuple(model.patch_embed.grid_size),
         "on class": model.cls_token is not None and not model.no_embed_class and model.pos_embed is not None,
-        "classes": model.num_classes,
+        "num_classes": model.num_classes,
     }
 
 
 def said(config: ViTConfig | BiTConfig) -> dict[str, object]:
     if isinstance(config, BiTConfig):
-        return {"stages": config.layers, "classes": config.classes}
+        return {"stages": config.layers, "num_classes": config.num_classes}
     return {
         "activation": config.activation,
         "eps": config.norm_eps,
-        "heads": config.heads,
+        "num_heads": config.num_heads,
         "pool": config.pool,
         "grid": config.grid,
         "on class": config.placed_prefix > 0,
-        "classes": config.classes,
+        "num_classes": config.num_classes,
     }
 
 
@@ -177,7 +186,7 @@ def test_a_timm_repository_gives_the_same_logits_and_goes_back_unchanged(
 def test_the_families_give_timms_logits(arch: str, args: dict[str, object], tmp_path: Path) -> None:
     theirs = randomized(timm.create_model(arch, num_classes=9, **args))
     net, card = checkpoint.read(saved(theirs, tmp_path / "timm", **args))
-    size = 64 if arch.startswith("resnetv2") else pair(card.config.image)[0]
+    size = 64 if arch.startswith("resnetv2") else pair(card.config.image_size)[0]
     images = torch.randn(1, 3, size, size)
     with torch.no_grad():
         assert relative(net(images), theirs(images)) <= 1e-5
@@ -270,7 +279,7 @@ def test_heads_come_from_the_architecture_at_any_depth(arch: str, depth: int | N
     args = {"depth": depth} if depth else {}
     with torch.device("meta"):
         model = timm.create_model(arch, **args)
-    assert TIMM_FORMAT.describe(repository(model, arch)).config.heads == model.blocks[0].attn.num_heads
+    assert TIMM_FORMAT.describe(repository(model, arch)).config.num_heads == model.blocks[0].attn.num_heads
 
 
 def test_heads_come_from_the_architecture_at_another_width() -> None:
@@ -279,7 +288,7 @@ def test_heads_come_from_the_architecture_at_another_width() -> None:
         model = timm.create_model("vit_base_patch16_224", depth=1, embed_dim=384)
     archive = repository(model, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = {"depth": 1, "embed_dim": 384}
-    assert TIMM_FORMAT.describe(archive).config.heads == model.blocks[0].attn.num_heads == 12
+    assert TIMM_FORMAT.describe(archive).config.num_heads == model.blocks[0].attn.num_heads == 12
 
 
 def test_npz_in_timm_is_resampled_by_the_convention_of_that_name() -> None:
@@ -296,7 +305,7 @@ def test_npz_in_timm_is_resampled_by_the_convention_of_that_name() -> None:
 
 def test_matching_counts_on_another_grid_are_still_resampled(tmp_path: Path) -> None:
     """16x16 and 8x32 have the same number of tokens; timm's loader lets them pass unresized."""
-    net = randomized(ViT(ViTConfig(**TINY | {"image": 128, "resample": "timm"})))
+    net = randomized(ViT(ViTConfig(**TINY | {"image_size": 128, "resample": "timm"})))
     wide = net.resized((64, 256))
     assert wide.positions[0].table.shape == (8, 32, 64)
     assert not torch.equal(wide.positions[0].table.flatten(0, 1), net.positions[0].table.flatten(0, 1))
@@ -309,7 +318,7 @@ def test_registers_with_positions_are_folded_and_said() -> None:
     archive = repository(theirs, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = SMALL
     card = TIMM_FORMAT.describe(archive)
-    assert card.config.registers == 2
+    assert card.config.num_registers == 2
     assert card.config.placed_prefix == 1
 
 
@@ -323,7 +332,7 @@ def test_registers_with_positions_are_folded_and_said() -> None:
         ({"pool": "token+gap"}, "side by side"),
         ({"head_bias": False}, "head without bias"),
         ({"norm_eps": 1e-12}, "1e-12"),
-        ({"stem": StemConfig(layers=(1, 1)), "patch": 2, "image": 64}, "stem"),
+        ({"stem": StemConfig(layers=(1, 1)), "patch_size": 2, "image_size": 64}, "stem"),
     ],
 )
 def test_what_timm_cannot_express_is_refused_by_name(changes: dict[str, object], named: str, tmp_path: Path) -> None:

@@ -28,7 +28,9 @@ SIZES = {
     "S": (384, 12, 6, 1536),
     "small": (64, 2, 1, 96),
 }
-SMALL = ViTConfig(image=32, patch=8, width=64, depth=2, heads=1, mlp=96, classes=7, activation="gelu")
+SMALL = ViTConfig(
+    image_size=32, patch_size=8, width=64, depth=2, num_heads=1, mlp_dim=96, num_classes=7, activation="gelu"
+)
 
 
 def theirs(size: str = "small", image: int = 32, patch: int = 8, **options: Any) -> nn.Module:
@@ -59,17 +61,21 @@ def card_of(config: ViTConfig | BiTConfig) -> Card:
 @pytest.mark.peer
 @pytest.mark.parametrize(
     ("size", "options"),
-    [("Ti", {"image": 224, "patch": 16}), ("S", {"image": 224, "patch": 16}), ("small", {"representation_size": 24})],
+    [
+        ("Ti", {"image_size": 224, "patch_size": 16}),
+        ("S", {"image_size": 224, "patch_size": 16}),
+        ("small", {"representation_size": 24}),
+    ],
 )
 def test_logits_are_torchvisions(size: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = theirs(size, **options)
     net, card = read(model, tmp_path)
     width, depth, heads, mlp = SIZES[size]
     image, patch = options.get("image", 32), options.get("patch", 8)
-    wanted = {"width": width, "depth": depth, "heads": heads, "mlp": mlp, "classes": 7}
+    wanted = {"width": width, "depth": depth, "num_heads": heads, "mlp_dim": mlp, "num_classes": 7}
     conventions = {"activation": "gelu", "norm_eps": 1e-6, "resample": "torchvision"}
     pre_logits = options.get("representation_size", 0)
-    assert card.config == ViTConfig(image=image, patch=patch, pre_logits=pre_logits, **wanted, **conventions)
+    assert card.config == ViTConfig(image_size=image, patch_size=patch, pre_logits=pre_logits, **wanted, **conventions)
     images = torch.randn(1, 3, image, image)
     with torch.no_grad():
         assert relative(net(images), model(images)) <= 1e-5
@@ -105,7 +111,7 @@ def test_positions_are_resized_as_torchvision_does(image: int, tmp_path: Path) -
 
 
 @pytest.mark.peer
-def test_a_picture_that_is_not_square_is_its_positions_resized_in_each_direction(tmp_path: Path) -> None:
+def test_an_image_that_is_not_square_is_its_positions_resized_in_each_direction(tmp_path: Path) -> None:
     """torchvision itself refuses; its parts, given positions of that grid, do the rest."""
     model = theirs()
     net, _ = read(model, tmp_path)
@@ -166,7 +172,7 @@ def test_older_names_of_the_mlp_are_read(tmp_path: Path) -> None:
 
 
 def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_path: Path) -> None:
-    config = SMALL.but(activation="gelu-tanh", pre_logits=16)
+    config = SMALL.replace(activation="gelu-tanh", pre_logits=16)
     net = randomized(build(config))
     checkpoint.write(net, card_of(config), tmp_path / "first.npz", to="google")
     net, card = checkpoint.read(tmp_path / "first.npz")
@@ -174,7 +180,7 @@ def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_
         checkpoint.write(net, card, tmp_path / "second.pth", to="torchvision")
     checkpoint.write(net, card, tmp_path / "second.pth", to="torchvision", approximate=True)
     net, card = checkpoint.read(tmp_path / "second.pth")
-    assert card.config == config.but(activation="gelu", resample="torchvision")
+    assert card.config == config.replace(activation="gelu", resample="torchvision")
     checkpoint.write(net, card, tmp_path / "third.npz", to="google", approximate=True)
     assert (tmp_path / "first.npz").read_bytes() == (tmp_path / "third.npz").read_bytes()
 
@@ -193,9 +199,9 @@ def described(config: ViTConfig) -> Card:
     ("width", "depth", "mlp", "heads"), [(1280, 32, 5120, 16), (1024, 24, 4096, 16), (128, 1, 64, 2)]
 )
 def test_heads_are_those_of_published_sizes_else_of_64_numbers(width: int, depth: int, mlp: int, heads: int) -> None:
-    card = described(SMALL.but(width=width, depth=depth, mlp=mlp, heads=heads))
+    card = described(SMALL.replace(width=width, depth=depth, mlp_dim=mlp, num_heads=heads))
     assert isinstance(card.config, ViTConfig)
-    assert card.config.heads == heads
+    assert card.config.num_heads == heads
     assert any(f"{heads} assumed" in note for note in card.notes)
 
 
@@ -210,7 +216,7 @@ def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> Non
             state = models.get_model(name, image_size=weights.meta["min_size"][0]).state_dict()
         card = TORCHVISION.describe(Archive("memory", Tensors.of(state)))
         asked, given = weights.transforms(), card.preprocess
-        assert (given.resize, given.resize_to, given.image) == (
+        assert (given.resize, given.resize_to, given.image_size) == (
             "short",
             asked.resize_size[0],
             2 * (asked.crop_size[0],),
@@ -243,7 +249,7 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_where(
 
 def test_heads_that_cannot_be_guessed_are_an_error() -> None:
     with pytest.raises(FormatError, match="how many heads share a width of 48"):
-        described(SMALL.but(width=48, heads=4))
+        described(SMALL.replace(width=48, num_heads=4))
 
 
 # What the format has no place for
@@ -252,25 +258,25 @@ def test_heads_that_cannot_be_guessed_are_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"registers": 2}, "registers"),
+        ({"num_registers": 2}, "registers"),
         ({"layer_scale": 0.1}, "LayerScale"),
         ({"distilled": True}, "a distillation token"),
         ({"pool": "gap", "class_token": False}, "a network without a class token"),
         ({"pool": "map", "class_token": False}, "a network without a class token"),
         ({"pool": "map"}, "a class token beside pool='map'"),
-        ({"stem": StemConfig(layers=(1,), width=0.5), "patch": 1}, "a ResNet stem"),
+        ({"stem": StemConfig(layers=(1,), width_factor=0.5), "patch_size": 1}, "a ResNet stem"),
         ({"position": "sincos-2d"}, "sincos-2d positions"),
         ({"position": "none"}, "a network without positions"),
         ({"position_on_class": False}, "a class token without a position"),
         ({"channels": 1}, "1 channels, where it has 3"),
-        ({"patch": (8, 4)}, "a patch of 8x4"),
-        ({"image": (32, 48)}, "a grid of 4x6 patches, which is not square"),
-        ({"classes": 0}, "a network without a head"),
+        ({"patch_size": (8, 4)}, "a patch of 8x4"),
+        ({"image_size": (32, 48)}, "a grid of 4x6 patches, which is not square"),
+        ({"num_classes": 0}, "a network without a head"),
         ({"head_bias": False}, "a head without bias"),
     ],
 )
 def test_it_is_refused_by_name(options: dict[str, Any], part: str, tmp_path: Path) -> None:
-    config = SMALL.but(**options)
+    config = SMALL.replace(**options)
     with pytest.raises(Inexpressible, match=re.escape(part)):
         checkpoint.write(build(config), card_of(config), tmp_path / "never.pth", to="torchvision")
     assert list(tmp_path.iterdir()) == []
@@ -286,13 +292,13 @@ def test_a_bit_network_is_refused() -> None:
         ({"activation": "gelu-tanh"}, "the tanh form of GELU"),
         ({"activation": "gelu-quick"}, "QuickGELU"),
         ({"norm_eps": 1e-12}, "norm_eps=1e-12"),
-        ({"heads": 4}, "heads=4"),
+        ({"num_heads": 4}, "num_heads=4"),
     ],
 )
 def test_what_its_code_or_its_files_cannot_state_is_written_only_when_told(
     options: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
-    config = SMALL.but(**options)
+    config = SMALL.replace(**options)
     net = build(config)
     with pytest.raises(Inexpressible, match=re.escape(part)):
         checkpoint.write(net, card_of(config), tmp_path / "net.pth", to="torchvision")

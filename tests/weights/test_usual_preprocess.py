@@ -1,4 +1,4 @@
-"""How pictures are prepared where a checkpoint says so, and where it does not."""
+"""How images are prepared where a checkpoint says so, and where it does not."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ USUAL = {
 
 
 @pytest.mark.parametrize(("family", "size"), USUAL)
-def test_each_family_prepares_pictures_as_its_own_code_does(family: str, size: int) -> None:
-    usual = usual_preprocess(family, ViTConfig(image=size, patch=16 if size % 16 == 0 else 14))
+def test_each_family_prepares_images_as_its_own_code_does(family: str, size: int) -> None:
+    usual = usual_preprocess(family, ViTConfig(image_size=size, patch_size=16 if size % 16 == 0 else 14))
     assert (usual.resize_to, usual.interpolation, usual.mean[0]) == USUAL[family, size]
-    assert usual.image == (size, size)
+    assert usual.image_size == (size, size)
 
 
 def test_dinov2_is_evaluated_at_224_whatever_its_positions_are_for() -> None:
     usual = usual_preprocess("DINOv2", parse("DINOv2-S/14"))
-    assert (usual.image, usual.resize_to) == ((224, 224), 256)
+    assert (usual.image_size, usual.resize_to) == ((224, 224), 256)
 
 
 def test_timm_keeps_nine_tenths_at_224_and_everything_at_384() -> None:
-    assert usual_preprocess("ViT", ViTConfig(image=224), "timm").resize_to == 248
-    assert usual_preprocess("ViT", ViTConfig(image=384), "timm").resize_to == 384
+    assert usual_preprocess("ViT", ViTConfig(image_size=224), "timm").resize_to == 248
+    assert usual_preprocess("ViT", ViTConfig(image_size=384), "timm").resize_to == 384
 
 
 @pytest.mark.peer
 def test_what_timms_tags_say_is_followed_to_the_bit() -> None:
-    """Every way of resizing, cropping and normalising among timm's ViT tags, on a real picture."""
+    """Every way of resizing, cropping and normalizing among timm's ViT tags, on a real image."""
     timm = import_peer("timm")
-    picture = Image.fromarray(load_sample_image("china.jpg")[:301, :400])
+    image = Image.fromarray(load_sample_image("china.jpg")[:301, :400])
     seen = set()
     modules = ("vision_transformer", "vision_transformer_hybrid", "deit")
     names = [n for m in modules for n in timm.list_models(module=m, pretrained=True)]
@@ -74,18 +74,20 @@ def test_what_timms_tags_say_is_followed_to_the_bit() -> None:
             continue
         seen.add(how)
         size = data["input_size"][1:]
-        config = SimpleNamespace(image=size, channels=3)
+        config = SimpleNamespace(image_size=size, channels=3)
         said = timm_config.Said(arch=name, cfg=cfg.to_dict())
         ours, heard = said.preprocess(config, PreprocessConfig())  # type: ignore[arg-type]
         assert heard, name
-        theirs = timm.data.create_transform(**data)(picture)
-        assert torch.allclose(Preprocess(ours).prepare(picture), theirs, atol=1e-6), name
+        theirs = timm.data.create_transform(**data)(image)
+        assert torch.allclose(Preprocess(ours).prepare(image), theirs, atol=1e-6), name
     assert len(seen) > 15
 
 
 def test_area_is_the_mean_of_what_lies_under_a_pixel() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (50, 37, 3), dtype=np.uint8)
-    config = PreprocessConfig(image=(16, 16), resize="short", resize_to=20, interpolation="area", centre="floor")
+    config = PreprocessConfig(
+        image_size=(16, 16), resize="short", resize_to=20, interpolation="area", crop_rounding="floor"
+    )
     got = Preprocess(config).pixels(pixels)
     height, width = round(20 * 50 / 37), 20
     whole = np.zeros((height, width, 3))
@@ -107,12 +109,14 @@ def test_area_is_the_mean_of_what_lies_under_a_pixel() -> None:
 
 
 def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> None:
-    config = ViTConfig(image=224, patch=16, width=192, depth=1, heads=3, mlp=768, classes=5, activation="gelu")
+    config = ViTConfig(
+        image_size=224, patch_size=16, width=192, depth=1, num_heads=3, mlp_dim=768, num_classes=5, activation="gelu"
+    )
     net, path = randomized(ViT(config)), tmp_path / "bare.pth"
     write_torch(path, TIMM_FORMAT.table(config).write(net.state_dict(), config))  # timm's names, nothing beside them
     plain, said = checkpoint.read(path)[1], checkpoint.read(path, family="vit")[1]
     assert plain.preprocess.resize_to == 248
-    assert plain.but(notes=()) == said
+    assert plain.replace(notes=()) == said
     assert len(plain.notes) == 1
     assert "pass --family NAME" in plain.notes[0]
     other = checkpoint.read(path, family="DeiT")[1]
@@ -120,7 +124,9 @@ def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> Non
 
 
 def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path: Path) -> None:
-    config = parse("CLIP-B/32").but(width=64, heads=1, mlp=64, depth=1, classes=3, head_bias=True, image=64)
+    config = parse("CLIP-B/32").replace(
+        width=64, num_heads=1, mlp_dim=64, depth=1, num_classes=3, head_bias=True, image_size=64
+    )
     card = Card(
         config=config,
         preprocess=usual_preprocess("CLIP", config),

@@ -1,4 +1,4 @@
-"""`vitrail embed`: from a model and pictures to a file of features, killed and resumed at will."""
+"""`vitrail embed`: from a model and images to a file of features, killed and resumed at will."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from vitrail.weights.card import portable
 SPLITS = ("train", "validation", "test", "all")
 DTYPES = ("float32", "float16")
 PART = 1024
-"""Pictures about in one part, and so lost at most when a run is killed."""
+"""Images about in one part, and so lost at most when a run is killed."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Embedded:
     """A file of features that is complete."""
 
     path: Path
-    pictures: int
+    images: int
     """Rows in it."""
     width: int
     place: str
     unreadable: Mapping[str, str] = field(default_factory=dict)
-    """Pictures that are not in it, and why."""
+    """Images that are not in it, and why."""
     fresh: bool = True
     """Whether anything had to be done."""
 
@@ -57,32 +57,34 @@ def embed(
     split: str = "all",
     place: Place | None = None,
     dtype: str = "float32",
-    normalise: bool = False,
-    batch: int = 64,
+    normalize: bool = False,
+    batch_size: int = 64,
     part: int = PART,
     overwrite: bool = False,
     started: Callable[[int, int], None] | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Embedded:
-    """Features of every picture of some data, with its key, in a Parquet file.
+    """Features of every image of some data, with its key, in a Parquet file.
 
     The same call goes on after an interruption, and gives the same file. `started` hears how many
-    pictures there are and how many are done already, `advance` of each few more.
+    images there are and how many are done already, `advance` of each few more.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"features cannot be kept as {dtype!r}{nearest(dtype, DTYPES)}")
     config = DataConfig(source=data) if isinstance(data, str) else data
     place = _settled(place or Place(), model)
-    sources = _sources(open_parts(config, labelled=False), config, split)
-    pieces = list(_pieces(sources, max(part // batch, 1) * batch))
-    file = FeatureFile(Path(out).expanduser(), _settings(model, config, split, place, sources, dtype, normalise, batch))
+    sources = _sources(open_parts(config, labeled=False), config, split)
+    pieces = list(_pieces(sources, max(part // batch_size, 1) * batch_size))
+    file = FeatureFile(
+        Path(out).expanduser(), _settings(model, config, split, place, sources, dtype, normalize, batch_size)
+    )
     total = sum(len(source) for source in sources.values())
     if file.begin(overwrite):
         with file.alone():
             missing = [n for n in range(len(pieces)) if not file.part(n).exists()]
             if started is not None:
                 started(total, total - sum(len(pieces[n][1]) for n in missing))
-            _write(model, sources, pieces, missing, file, place, batch, dtype, normalise, advance)
+            _write(model, sources, pieces, missing, file, place, batch_size, dtype, normalize, advance)
             file.join(len(pieces))
         fresh = True
     else:
@@ -102,7 +104,7 @@ def _settled(place: Place, model: Model) -> Place:
 
 
 def _streamed(model: Model, batches: Loader, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each batch the numbers of its readable pictures, and their features."""
+    """Of each batch the numbers of its readable images, and their features."""
     if not isinstance(model, Running):
         yield from stream(model.net, batches, preprocess=model.preprocess, place=place)
         return
@@ -125,19 +127,19 @@ def _sources(parts: Parts, config: DataConfig, split: str) -> dict[str, Source]:
     if split not in SPLITS:
         raise ConfigError(f"no split is called {split!r}{nearest(split, SPLITS)}")
     if hasattr(parts.train, "samples"):
-        raise DataError(f"{config.source} is a stream, whose pictures have no numbers to go on by; try shards:.")
+        raise DataError(f"{config.source} is a stream, whose images have no numbers to go on by; try shards:.")
     say(parts.notes, about=config.source)
     there = {"train": parts.train, "validation": parts.validation, "test": parts.test}
     there = {name: source for name, source in there.items() if source is not None and len(source)}
     if split != "all" and split not in there:
-        raise DataError(f"{config.source} has no {split} split; it has {', '.join(there) or 'no pictures at all'}.")
+        raise DataError(f"{config.source} has no {split} split; it has {', '.join(there) or 'no images at all'}.")
     if not there:
-        raise DataError(f"{config.source} has no pictures.")
+        raise DataError(f"{config.source} has no images.")
     return there if split == "all" else {split: there[split]}
 
 
 def _pieces(sources: Mapping[str, Source], size: int) -> Iterator[tuple[str, range]]:
-    """The pictures of each part of the file, always the same ones: whole batches."""
+    """The images of each part of the file, always the same ones: whole batches."""
     for split, source in sources.items():
         yield from ((split, range(i, min(i + size, len(source)))) for i in range(0, len(source), size))
 
@@ -149,9 +151,9 @@ def _write(
     missing: list[int],
     file: FeatureFile,
     place: Place,
-    batch: int,
+    batch_size: int,
     dtype: str,
-    normalise: bool,
+    normalize: bool,
     advance: Callable[[int], None] | None,
 ) -> None:
     """Every missing part of the file, split by split, through one loader each."""
@@ -164,12 +166,12 @@ def _write(
         ends = dict(zip(np.cumsum([len(pieces[n][1]) for n in wanted]).tolist(), wanted, strict=True))
         seen, waiting = 0, list[tuple[Tensor, Tensor]]()
         told: set[str] = set()
-        with feature_batches(rest, model.preprocess, batch=batch, device=model.device) as batches:
+        with feature_batches(rest, model.preprocess, batch_size=batch_size, device=model.device) as batches:
             for indices, values in _streamed(model, batches, place):
                 waiting.append(
-                    (torch.from_numpy(numbers)[indices], F.normalize(values, dim=1) if normalise else values)
+                    (torch.from_numpy(numbers)[indices], F.normalize(values, dim=1) if normalize else values)
                 )
-                step = min(batch, len(rest) - seen)
+                step = min(batch_size, len(rest) - seen)
                 seen += step
                 if seen in ends:
                     index, found = (torch.cat(parts) for parts in zip(*waiting, strict=True))
@@ -191,8 +193,8 @@ def _settings(
     place: Place,
     sources: Mapping[str, Source],
     dtype: str,
-    normalise: bool,
-    batch: int,
+    normalize: bool,
+    batch_size: int,
 ) -> dict[str, Any]:
     """All that decides the file's content."""
     first = next(iter(sources.values()))
@@ -204,18 +206,18 @@ def _settings(
         "data": portable(config.source),
         "data_digest": f"{zlib.crc32(config.source.encode(errors='surrogateescape')):08x}",
         "split": split,
-        "pictures": {name: [len(source), _names(source)] for name, source in sources.items()},
+        "images": {name: [len(source), _names(source)] for name, source in sources.items()},
         "labels": list(first.labels),
         "dtype": dtype,
-        "normalise": normalise,
-        "batch": batch,
+        "normalize": normalize,
+        "batch": batch_size,
         "vitrail": version("vitrail"),
     }
     return dict(json.loads(json.dumps(said)))  # as it will be read back
 
 
 def _names(source: Source) -> str:
-    """Eight letters that differ where pictures have come, gone or changed places."""
+    """Eight letters that differ where images have come, gone or changed places."""
     found = 0
     for i in range(len(source)):
         found = zlib.crc32(source.key(i).encode(errors="surrogateescape") + b"\n", found)

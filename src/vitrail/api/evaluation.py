@@ -1,4 +1,4 @@
-"""`vitrail.evaluate`: how well a model does on labelled pictures, at one size or at several."""
+"""`vitrail.evaluate`: how well a model does on labeled images, at one size or at several."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vitrail.data.sources.spec import parse
 from vitrail.errors import ConfigError, DataError, ModelError, VitrailError, nearest
 from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.calibration import BINS
-from vitrail.evaluate.evaluation import Evaluation, Measured, summarise
+from vitrail.evaluate.evaluation import Evaluation, Measured, summarize
 from vitrail.evaluate.matching import Mapped, Match, match_classes, model_names
 from vitrail.evaluate.real import Real, outputs_by_class, read_real, real_accuracy, valid_outputs
 from vitrail.evaluate.scores import Samples
@@ -38,11 +38,11 @@ from vitrail.weights.opening import adapted
 
 PROTOCOLS = ("auto", "imagenet", "real")
 BATCH = {"cpu": 32}
-"""Pictures at a time by device; elsewhere 256."""
+"""Images at a time by device; elsewhere 256."""
 
 Advance = Callable[[int], None]
 Watch = Callable[[str, int], AbstractContextManager[Advance]]
-"""What is done and of how many pictures -> a context that is told of so many more."""
+"""What is done and of how many images -> a context that is told of so many more."""
 
 
 @contextmanager
@@ -58,9 +58,9 @@ class _Task:
     match: Match
     config: DataConfig
     real: list[list[int] | None] | None
-    """The outputs that ImageNet-ReaL holds right, for each picture."""
+    """The outputs that ImageNet-ReaL holds right, for each image."""
     ranks: Ranks
-    batch: int
+    batch_size: int
     flip: bool
     bins: int
     watch: Watch
@@ -70,7 +70,7 @@ def evaluate(
     model: str | Path | Model,
     data: str,
     *,
-    image: Pair | Sequence[Pair] | None = None,
+    image_size: Pair | Sequence[Pair] | None = None,
     flip: bool = False,
     protocol: Literal["auto", "imagenet", "real"] = "auto",
     real: str | Path | None = None,
@@ -78,38 +78,38 @@ def evaluate(
     root: str | None = None,
     skip_bad: bool = False,
     workers: int | None = None,
-    batch: int | None = None,
+    batch_size: int | None = None,
     bins: int = BINS,
     device: str | None = None,
     dtype: str | torch.dtype | None = "float32",
     watch: Watch = unwatched,
     **options: Any,
 ) -> Evaluation:
-    """Measure a model on labelled pictures: `evaluate("runs/digits", "digits").top1.value`.
+    """Measure a model on labeled images: `evaluate("runs/digits", "digits").top1.value`.
 
     Of data with parts of its own the test part is measured, else the validation part, else all of it;
     `held_out`: what `train` would hold out. `image` is another size or several of them; `flip` takes
-    the mean of the probabilities of each picture and its mirror image. Classes are matched to outputs
+    the mean of the probabilities of each image and its mirror image. Classes are matched to outputs
     by WordNet's numbers, by name or by order; `protocol` "imagenet" insists on the first, "real" (or a
-    file of labels, `real`) adds ImageNet-ReaL. Under torchrun the pictures are shared out. A file, a
+    file of labels, `real`) adds ImageNet-ReaL. Under torchrun the images are shared out. A file, a
     name or a hub id is loaded with `options`, which are those of `load`; a model that is loaded
     already stays on its device unless another is named.
     """
     if protocol not in PROTOCOLS:
         raise ConfigError(f"no protocol {protocol!r}{nearest(protocol, PROTOCOLS)}")
-    if bins < 1 or (batch is not None and batch < 1):
-        raise ConfigError(f"bins={bins}, batch={batch}: wanted 1 or more.")
+    if bins < 1 or (batch_size is not None and batch_size < 1):
+        raise ConfigError(f"bins={bins}, batch_size={batch_size}: wanted 1 or more.")
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)
     device = device or (str(model.device) if isinstance(model, Model) else "auto")
     with Ranks.start(device) as ranks, first_speaks():
         vit, source = _first_ahead(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
         _check_model(vit, ranks.device)
-        sizes = _sizes(vit, image)
+        sizes = _sizes(vit, image_size)
         labels = model_names(vit.card, source)
         match = match_classes(
             source,
             labels,
-            vit.config.classes,
+            vit.config.num_classes,
             synsets=beside(data, source.labels),
             imagenet=protocol == "imagenet",
             named=parse(data).kind == "builtin",
@@ -122,7 +122,7 @@ def evaluate(
             notes.insert(0, ASSUMED)
         say([note for note in notes if note not in vit.card.notes], about=data)
         share = -(-len(source) // ranks.world)
-        several = min(batch or BATCH.get(ranks.device.type, 256), share)
+        several = min(batch_size or BATCH.get(ranks.device.type, 256), share)
         task = _Task(Mapped(source, match), match, config, valid, ranks, several, flip, bins, watch)
         found: list[Measured] = []
         unreadable: dict[str, str] = {}
@@ -134,7 +134,7 @@ def evaluate(
         model=vit.card.title if isinstance(model, Model) else portable(str(model)),
         data=source.name,
         names=match.names,
-        several=source.several,
+        multi_label=source.multi_label,
         matched=match.how,
         flip=flip,
         bins=bins,
@@ -173,15 +173,15 @@ def _part(config: DataConfig, vit: Model) -> Source:
     if isinstance(found, Stream):
         raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
     if not len(found):
-        raise DataError(f"{config.source} holds no pictures to measure on.")
+        raise DataError(f"{config.source} holds no images to measure on.")
     if not parts.split and vit.card.trained_here:
-        about = f"all {len(found):,} pictures of {found.name} are measured; if the model has learned from them, "
+        about = f"all {len(found):,} images of {found.name} are measured; if the model has learned from them, "
         say([f"{about}--held-out measures those that training holds out"], about=config.source)
     return found
 
 
 def _check_model(vit: Model, device: torch.device) -> None:
-    if vit.card.task != "classify" or not vit.config.classes:
+    if vit.card.task != "classify" or not vit.config.num_classes:
         raise ModelError(
             f"{vit.card.origin or 'the model'} has no classes to be right or wrong about: it gives features. Measure "
             "those with vitrail probe, or teach it classes with vitrail finetune."
@@ -192,20 +192,21 @@ def _check_model(vit: Model, device: torch.device) -> None:
 
 def _sizes(vit: Model, asked: Pair | Sequence[Pair] | None) -> list[tuple[int, int]]:
     """The sizes to measure at, each known to be possible before any work is done."""
-    own = pair(vit.config.image)
+    own = pair(vit.config.image_size)
     if asked is None:
-        return [pair(vit.card.preprocess.image)]
+        return [pair(vit.card.preprocess.image_size)]
     several = [asked] if isinstance(asked, int | tuple) else list(asked)
     sizes = list(dict.fromkeys(pair(size) for size in several))
     if not sizes:
         raise ConfigError("image names no size; wanted such as 224, or several: 160,224,288.")
     for size in sizes:
-        if size != pair(vit.card.preprocess.image):
+        if size != pair(vit.card.preprocess.image_size):
             vit.check_inside()
-        config = vit.config.but(image=size)
+        config = vit.config.replace(image_size=size)
         if isinstance(config, ViTConfig) and config.position == "relative" and size != own:
             raise ModelError(
-                f"relative positions cannot be resampled from {_spelled(own)} to {_spelled(size)}; leave --image out."
+                f"relative positions cannot be resampled from {_spelled(own)} to {_spelled(size)}; "
+                "leave --image-size out."
             )
     return sizes
 
@@ -213,9 +214,9 @@ def _sizes(vit: Model, asked: Pair | Sequence[Pair] | None) -> list[tuple[int, i
 def _valid(
     source: Source, match: Match, real: str | Path | None, names: Sequence[str] | None
 ) -> tuple[list[list[int] | None], list[str]]:
-    """The outputs that are right for each picture, and what had to be assumed; `names` are the model's own."""
-    if source.several:
-        raise DataError(f"{source.name} has several labels to a picture already; ImageNet-ReaL is for ImageNet's own.")
+    """The outputs that are right for each image, and what had to be assumed; `names` are the model's own."""
+    if source.multi_label:
+        raise DataError(f"{source.name} has several labels to an image already; ImageNet-ReaL is for ImageNet's own.")
     labels = read_real(real)
     keys = [source.key(i) for i in range(len(source))]
     outputs, note = outputs_by_class(len(match.names), match.synsets, names)
@@ -226,14 +227,14 @@ def _about(source: Source, vit: Model) -> list[str]:
     """What the numbers cannot say."""
     notes = []
     targets = source.targets
-    counts = targets.sum(0) if source.several else np.bincount(targets[targets >= 0], minlength=len(source.labels))
+    counts = targets.sum(0) if source.multi_label else np.bincount(targets[targets >= 0], minlength=len(source.labels))
     there = np.flatnonzero(counts)
     if len(there) == 1:
         name = source.labels[there[0]]
-        notes.append(f"every picture is of one class, {name!r}: how well others are told from it cannot be said")
-    if source.several and not vit.card.several:
+        notes.append(f"every image is of one class, {name!r}: how well others are told from it cannot be said")
+    if source.multi_label and not vit.card.multi_label:
         notes.append(
-            "pictures have several labels and the model was made to give one: its outputs are read as a yes or no each"
+            "images have several labels and the model was made to give one: its outputs are read as a yes or no each"
         )
     return notes
 
@@ -241,7 +242,7 @@ def _about(source: Source, vit: Model) -> list[str]:
 def _at_size(
     vit: Model, size: tuple[int, int], task: _Task, before: Measured | None
 ) -> tuple[Measured, dict[str, str]]:
-    """All pictures at one size, and those that could not be read."""
+    """All images at one size, and those that could not be read."""
     ranks, source = task.ranks, task.source
     net, preprocess = _resized(vit, size)
     net = net.to(ranks.device)
@@ -250,7 +251,7 @@ def _at_size(
         batches = evaluation_batches(
             source,
             preprocess=preprocess.config,
-            batch=task.batch,
+            batch_size=task.batch_size,
             device=ranks.device,
             rank=ranks.rank,
             world=ranks.world,
@@ -261,9 +262,9 @@ def _at_size(
                 net,
                 batches,
                 preprocess=preprocess,
-                classes=len(task.match.names),
-                several=source.several,
-                loss="sigmoid" if vit.card.several else "softmax",
+                num_classes=len(task.match.names),
+                multi_label=source.multi_label,
+                loss="sigmoid" if vit.card.multi_label else "softmax",
                 reduce=ranks.sum if several else None,
                 gather=ranks.gather if several else None,
                 flip=task.flip,
@@ -274,7 +275,9 @@ def _at_size(
     assert scores.samples is not None
     found = None if task.real is None else _real(scores.samples, task.real)
     outputs = len(task.match.names)
-    measured = summarise(scores, image=size, outputs=outputs, speed=speed, bins=task.bins, real=found, before=before)
+    measured = summarize(
+        scores, image_size=size, outputs=outputs, speed=speed, bins=task.bins, real=found, before=before
+    )
     return measured, batches.bad
 
 
@@ -286,9 +289,9 @@ def _resized(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
     """The model for another size, and what prepares for that; the model itself stays as it is."""
     if isinstance(vit, Running):
         return Called(vit), AsTheyAre(vit.card.preprocess)
-    if size == pair(vit.card.preprocess.image):
+    if size == pair(vit.card.preprocess.image_size):
         return vit.net, Preprocess(vit.card.preprocess)
-    net, card = adapted(vit.net, vit.card.but(notes=()), image=size)
+    net, card = adapted(vit.net, vit.card.replace(notes=()), image_size=size)
     say(card.notes, about=vit.card.origin)
     return net, Preprocess(card.preprocess)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vitrail.api.model import Model, Pixels, Want, load
 from vitrail.config import BiTConfig, DataConfig, Pair, ViTConfig
-from vitrail.data.decode import Picture
+from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import open_parts
 from vitrail.data.sources.base import Source
@@ -30,8 +30,8 @@ from vitrail.export.engines import Engine, open_engine, openvino_core
 from vitrail.export.export import Exported
 from vitrail.export.extras import need
 from vitrail.export.formats import parts_of
+from vitrail.export.images import samples
 from vitrail.export.names import NEEDS, is_exported, requested
-from vitrail.export.pictures import samples
 from vitrail.export.sheet import Answer, Sheet
 from vitrail.runtime import say
 from vitrail.runtime.tiles import check_bfloat16
@@ -39,9 +39,9 @@ from vitrail.weights.labels import read_labels
 from vitrail.weights.opening import adapted
 
 CALIBRATED = 128
-"""Pictures that int8 is calibrated on, at most."""
+"""Images that int8 is calibrated on, at most."""
 CHECKED = 1000
-"""Pictures that an export is compared on, at most."""
+"""Images that an export is compared on, at most."""
 
 
 def export(
@@ -49,12 +49,12 @@ def export(
     path: str | Path,
     *,
     to: str | None = None,
-    image: Pair | None = None,
-    batch: int | None = None,
+    image_size: Pair | None = None,
+    batch_size: int | None = None,
     raw: bool = False,
     precision: str = "float32",
-    calibrate: str | Sequence[Picture] | None = None,
-    check: str | Sequence[Picture] | None = None,
+    calibrate: str | Sequence[ImageLike] | None = None,
+    check: str | Sequence[ImageLike] | None = None,
     root: str | None = None,
     overwrite: bool = False,
     step: Callable[[str], None] = lambda what: None,
@@ -65,35 +65,35 @@ def export(
     """Write a model as "onnx", "pt2" (torch.export) or "openvino": `export("ViT-Ti/16", "model.onnx")`.
 
     Without `to` the name's ending tells which. The file takes pixels as they are, B H W C, 0 to 255, and
-    gives probabilities; `raw`: normalised images, B C H W, and logits. `image` is another size, `batch` a
-    fixed number of pictures. int8 is calibrated on the pictures of `calibrate`. Before it is called done
-    the file is run beside the model on the pictures of `check` (data as `vitrail.evaluate` takes them, or
+    gives probabilities; `raw`: normalized images, B C H W, and logits. `image` is another size, `batch` a
+    fixed number of images. int8 is calibrated on the images of `calibrate`. Before it is called done
+    the file is run beside the model on the images of `check` (data as `vitrail.evaluate` takes them, or
     a list; without it, parts of two photographs), and one that does not agree is not left behind. A name,
     a file or a hub id is loaded with `options`, which are those of `load`.
     """
     target, to, precision = check_request(path, to, precision, calibrate is not None, overwrite)
     vit = model if isinstance(model, Model) else load(model, **options)
-    net, card = adapted(vit.net, vit.card.but(config=vit.net.config, notes=()), image)
+    net, card = adapted(vit.net, vit.card.replace(config=vit.net.config, notes=()), image_size)
     say(card.notes, about=card.origin)
     sheet = Sheet(
-        card=card.but(notes=()),
+        card=card.replace(notes=()),
         to=cast(Any, to),
         precision=cast(Any, precision),
         inside=not raw,
         answer=_answer(vit, raw),
-        batch=batch,
+        batch_size=batch_size,
     )
-    pictures, targets = _checked(check, vit, root)
+    images, targets = _checked(check, vit, root)
     if precision == "int8" and calibrate and _same(calibrate, check):
-        say(["calibrated and compared on the same pictures: others may agree less"], about=str(target))
-    started(len(pictures))
+        say(["calibrated and compared on the same images: others may agree less"], about=str(target))
+    started(len(images))
     found = exporting.export(
         net,
         sheet,
         target,
-        exporting.prepared(sheet, pictures),
+        exporting.prepared(sheet, images),
         targets=targets,
-        calibration=exporting.prepared(sheet, calibration_pictures(calibrate, root)) if precision == "int8" else (),
+        calibration=exporting.prepared(sheet, calibration_images(calibrate, root)) if precision == "int8" else (),
         overwrite=overwrite,
         step=step,
         advance=advance,
@@ -116,7 +116,7 @@ def check_request(
     return target, to, precision
 
 
-def check_pictures(calibrate: str | None, check: str | None, root: str | None = None) -> None:
+def check_images(calibrate: str | None, check: str | None, root: str | None = None) -> None:
     """Raise DataError where there are none."""
     for data in filter(None, dict.fromkeys((calibrate, check))):
         _some(data, 1, root)
@@ -128,46 +128,46 @@ def _same(one: object, other: object) -> bool:
 
 
 def _answer(vit: Model, raw: bool) -> Answer:
-    if vit.card.task != "classify" or not vit.config.classes:
+    if vit.card.task != "classify" or not vit.config.num_classes:
         return "features"
     return "logits" if raw else "probabilities"
 
 
 def _checked(
-    check: str | Sequence[Picture] | None, vit: Model, root: str | None
+    check: str | Sequence[ImageLike] | None, vit: Model, root: str | None
 ) -> tuple[list[Any], npt.NDArray[np.int64] | None]:
-    """Pictures to compare on, and their classes where the data tell."""
+    """Images to compare on, and their classes where the data tell."""
     if check is None:
         return samples(vit.config.channels), None
     if not isinstance(check, str):
         return list(check), None
     source, places = _some(check, CHECKED, root)
-    pictures = [source[int(i)].picture for i in places]
-    if vit.card.task != "classify" or not vit.config.classes or source.several:
-        return pictures, None
+    images = [source[int(i)].image for i in places]
+    if vit.card.task != "classify" or not vit.config.num_classes or source.multi_label:
+        return images, None
     try:
         labels = model_names(vit.card, source)
-        match = match_classes(source, labels, vit.config.classes, synsets=beside(check, source.labels))
+        match = match_classes(source, labels, vit.config.num_classes, synsets=beside(check, source.labels))
     except DataError as error:
         say([f"whether answers are right is not compared: {error}"], about=check)
-        return pictures, None
+        return images, None
     say(match.notes, about=check)
-    return pictures, Mapped(source, match).targets.astype(np.int64)[places]
+    return images, Mapped(source, match).targets.astype(np.int64)[places]
 
 
-def calibration_pictures(calibrate: str | Sequence[Picture] | None, root: str | None = None) -> list[Any]:
-    """What int8 has its scales from: data as `vitrail.evaluate` takes them, or pictures; none of None."""
+def calibration_images(calibrate: str | Sequence[ImageLike] | None, root: str | None = None) -> list[Any]:
+    """What int8 has its scales from: data as `vitrail.evaluate` takes them, or images; none of None."""
     if not isinstance(calibrate, str):
         return list(calibrate or ())[:CALIBRATED]
     source, places = _some(calibrate, CALIBRATED, root)
-    return [source[int(i)].picture for i in places]
+    return [source[int(i)].image for i in places]
 
 
 def _some(data: str, most: int, root: str | None) -> tuple[Source, npt.NDArray[np.int64]]:
-    """A data set's measured part, and the numbers of so many pictures from all over it."""
-    source = open_parts(DataConfig(source=data, root=root), labelled=False).measured
+    """A data set's measured part, and the numbers of so many images from all over it."""
+    source = open_parts(DataConfig(source=data, root=root), labeled=False).measured
     if not hasattr(source, "__len__") or not len(source):
-        raise DataError(f"{data} has no pictures." if hasattr(source, "__len__") else f"{data} is a stream.")
+        raise DataError(f"{data} has no images." if hasattr(source, "__len__") else f"{data} is a stream.")
     return source, np.unique(np.linspace(0, len(source) - 1, min(most, len(source))).astype(np.int64))
 
 
@@ -211,7 +211,7 @@ class Running(Model):
 
     def check_features(self) -> None:
         """Raise ModelError where the outputs are classes."""
-        if self.card.task == "classify" and self.config.classes:
+        if self.card.task == "classify" and self.config.num_classes:
             raise self._refusal("it gives classes and no features")
 
     def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
@@ -229,7 +229,7 @@ class Running(Model):
 
     def _width(self, want: Want) -> int:
         own = self.config.pooled_width if isinstance(self.config, ViTConfig) else 0
-        return self.config.classes or own or super()._width(want)
+        return self.config.num_classes or own or super()._width(want)
 
     def __repr__(self) -> str:
         name = self.card.origin or self.card.family
@@ -248,9 +248,9 @@ class Called(nn.Module):
 
 
 class AsTheyAre(Preprocess):
-    """Pictures prepared as ever, and not normalised."""
+    """Images prepared as ever, and not normalized."""
 
-    def normalise(self, batch: Tensor) -> Tensor:
+    def normalize(self, batch: Tensor) -> Tensor:
         return batch
 
 
@@ -262,7 +262,7 @@ def running(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype | None = "float32",
     threads: int | None = None,
-    calibrate: str | Sequence[Picture] | None = None,
+    calibrate: str | Sequence[ImageLike] | None = None,
     root: str | None = None,
     **options: Any,
 ) -> Model:
@@ -275,9 +275,9 @@ def running(
         _check_unchanged(source, device, dtype, options)
     elif not isinstance(source, Model):
         source = load(source, dtype=dtype, **options)
-    vit = Running(open_engine(source, engine, device, threads, calibration_pictures(calibrate, root)), source)
+    vit = Running(open_engine(source, engine, device, threads, calibration_images(calibrate, root)), source)
     if labels is not None:
-        vit.card = vit.card.but(labels=read_labels(labels, vit.card.config.classes))
+        vit.card = vit.card.replace(labels=read_labels(labels, vit.card.config.num_classes))
     return vit
 
 

@@ -1,4 +1,4 @@
-"""`vit.explain(picture)`: what a model makes of one picture, seen from inside."""
+"""`vit.explain(image)`: what a model makes of one image, seen from inside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vitrail.data.decode import Picture
+from vitrail.data.decode import ImageLike
 from vitrail.errors import ConfigError, ModelError, nearest
 from vitrail.explain import attention_views, class_view, faithfulness, gradient_view, occlusion
 from vitrail.explain.attention import Query, Walk, attentive, special_names
@@ -46,18 +46,18 @@ METHODS: dict[str, Callable[[Net, Tensor, Tensor, bool], Tensor]] = {
     "rollout": lambda net, images, targets, several: class_view(net, images),
     "gradient": lambda net, images, targets, several: gradient_view(net, images, targets),
     "attention": lambda net, images, targets, several: last_view(net, images),
-    "occlusion": lambda net, images, targets, several: occlusion(net, images, targets, stride=2, several=several),
+    "occlusion": lambda net, images, targets, several: occlusion(net, images, targets, stride=2, multi_label=several),
 }
-"""Kinds of explanation: a network, pictures, class numbers, and whether a picture may have several of
+"""Kinds of explanation: a network, images, class numbers, and whether an image may have several of
 them -> B h w, large where it matters."""
 NEEDS_CLASSES = ("gradient", "occlusion")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """One picture and what happens to it; `figure` draws it, `save` writes all of it."""
+    """One image and what happens to it; `figure` draws it, `save` writes all of it."""
 
-    picture: str
+    image: str
     """Its name."""
     model: str
     """The model's name."""
@@ -94,18 +94,18 @@ class Look:
             raise ConfigError(f"no figure of this look is called {kind!r}{nearest(kind, known)}")
         if kind == "overview":
             scores = [(p.label, p.score) for p in self.predictions]
-            what = f"What {self.model} sees in {self.picture}" + (f": {self.target.label}" if self.target else "")
+            what = f"What {self.model} sees in {self.image}" + (f": {self.target.label}" if self.target else "")
             return figures.overview(self.pixels, self.maps, scores, what, self._under())
         if kind == "faithfulness":
             assert self.target is not None
-            what = f"Which explanation of “{self.target.label}” to trust: {self.picture}"
+            what = f"Which explanation of “{self.target.label}” to trust: {self.image}"
             return figures.faithfulness_curves(self.faithful, what, f"{self.model}; a random order is what to beat")
         assert self.attention is not None
         if kind == "layers":
-            what = f"Attention of every layer and head: {self.picture}"
+            what = f"Attention of every layer and head: {self.image}"
             return figures.layers(self.attention, what, f"{self.model}; {self._asked()}; each map has its own scale")
         number = _number(layer, len(self.attention))
-        what = f"Layer {number + 1} of {len(self.attention)}: {self.picture}"
+        what = f"Layer {number + 1} of {len(self.attention)}: {self.image}"
         under = f"{self.model}; {self._asked()}{self._elsewhere(number)}"
         mark = self.query if isinstance(self.query, tuple) else None
         return figures.heads(self.pixels, self.attention[number], what, under, mark)
@@ -132,7 +132,7 @@ class Look:
         layers: Sequence[int] = (-1,),
         stem: str | None = None,
     ) -> list[Path]:
-        """All figures (and "npz", the arrays) into a folder; files' names begin with `stem`, else the picture's."""
+        """All figures (and "npz", the arrays) into a folder; files' names begin with `stem`, else the image's."""
         from vitrail.explain.canvas import check_formats, save, save_arrays
 
         check_formats(formats)
@@ -140,7 +140,7 @@ class Look:
         names = {kind: -1 for kind in self.figures() if kind != "heads"}
         if depth:
             names |= {f"heads-{_number(layer, depth) + 1}": layer for layer in layers}
-        start = stem or Path(self.picture).stem
+        start = stem or Path(self.image).stem
         written = []
         for ending in formats:
             if ending == "npz":
@@ -153,7 +153,7 @@ class Look:
 
     def _under(self) -> str:
         height, width = next(iter(self.maps.values())).shape
-        return f"{height} × {width} patches; bright is much, each picture on its own scale"
+        return f"{height} × {width} patches; bright is much, each image on its own scale"
 
     def _asked(self) -> str:
         if isinstance(self.query, tuple):
@@ -170,7 +170,7 @@ class Look:
 
 def explain(
     model: Model,
-    picture: Picture,
+    image: ImageLike,
     *,
     name: str | None = None,
     target: str | int | None = None,
@@ -179,16 +179,16 @@ def explain(
     trust: bool = False,
     top: int = 5,
 ) -> Look:
-    """Look at one picture through a model.
+    """Look at one image through a model.
 
     `target` is the class to explain, by name or number; None: the likeliest one. `methods` are keys
     of METHODS; None: all that this model can have. `query` is whose attention is shown. `trust`
     adds deletion and insertion curves, which take some hundred forward passes.
     """
     chosen = _chosen(model, methods)
-    pixels = model.preprocess.pixels(picture)
+    pixels = model.preprocess.pixels(image)
     batch = torch.from_numpy(np.ascontiguousarray(pixels)).to(model.device).permute(2, 0, 1)[None]
-    images = model.preprocess.normalise(batch).to(model.dtype)
+    images = model.preprocess.normalize(batch).to(model.dtype)
     if query != "read":
         attentive(model.net)
     attentive_net = None if isinstance(model.net, BiT) else model.net
@@ -198,18 +198,18 @@ def explain(
         views, special = _array(found[:, 0]), _array(beside[:, 0])
     predictions, meant = _classes(model, images, target, top)
     targets = torch.tensor([meant.index if meant else 0], device=model.device)
-    several = model.card.several
+    several = model.card.multi_label
     maps = {method: METHODS[method](model.net, images, targets, several)[0] for method in chosen}
     trusted: dict[str, Faithfulness] = {}
     if trust:
         if meant is None:
             raise ModelError("deletion and insertion follow a class's probability, and this model has no classes.")
-        trusted = faithfulness(model.net, images[0], maps, meant.index, several=several)
+        trusted = faithfulness(model.net, images[0], maps, meant.index, multi_label=several)
     from vitrail.explain.panes import shown
 
     seen_size = seen(model.net, images).shape[2:]
     return Look(
-        picture=name or _name(picture),
+        image=name or _name(image),
         model=model.card.title,
         pixels=shown(pixels[: seen_size[0], : seen_size[1]]),
         predictions=predictions,
@@ -251,7 +251,7 @@ def _chosen(model: Model, methods: Sequence[str] | None) -> tuple[str, ...]:
     for method in methods or ():
         if method not in METHODS:
             raise ConfigError(f"no explanation is called {method!r}{nearest(method, METHODS)}")
-    classes = bool(model.config.classes) and model.card.task == "classify"
+    classes = bool(model.config.num_classes) and model.card.task == "classify"
     if methods is None:
         able = [m for m in METHODS if m == "occlusion" or not isinstance(model.net, BiT)]
         methods = [m for m in able if classes or m not in NEEDS_CLASSES]
@@ -268,7 +268,7 @@ def _classes(
     model: Model, images: Tensor, target: str | int | None, top: int
 ) -> tuple[list[Prediction], Prediction | None]:
     """The likeliest classes, and the one that is meant."""
-    if model.card.task != "classify" or not model.config.classes:
+    if model.card.task != "classify" or not model.config.num_classes:
         if target is not None:
             raise ModelError(f"there is no class {target!r} to explain: this model has no classes.")
         return [], None
@@ -276,7 +276,7 @@ def _classes(
 
     with torch.no_grad(), evaluating(model.net):
         logits = model.net(images).float().cpu()
-    ranked = model.ranked(logits, model.config.classes)[0]
+    ranked = model.ranked(logits, model.config.num_classes)[0]
     number = ranked[0].index if target is None else class_number(model, target)
     return ranked[:top], next(p for p in ranked if p.index == number)
 
@@ -285,8 +285,8 @@ def _array(found: Tensor) -> Floats:
     return found.float().cpu().numpy()
 
 
-def _name(picture: Picture) -> str:
-    return Path(picture).name if isinstance(picture, str | Path) else "a picture"
+def _name(image: ImageLike) -> str:
+    return Path(image).name if isinstance(image, str | Path) else "an image"
 
 
 def _number(layer: int, depth: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
-from vitrail.data.decode import Picture
+from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess, are_several
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.export.names import is_exported
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Pixels = npt.NDArray[Any]
 Want = Literal["logits", "pooled"]
 
-TRAINING = {"dropout", "attention_dropout", "path_dropout", "position_std", "head_bias_init"}
+TRAINING = {"dropout", "attention_dropout", "drop_path", "position_init_std", "head_bias_init"}
 """Fields of a config that change training or first values, and nothing that a loaded network computes."""
 
 
@@ -56,9 +56,9 @@ class Prediction:
 
 
 class Model:
-    """A network that knows how its pictures are prepared and what its classes are called.
+    """A network that knows how its images are prepared and what its classes are called.
 
-    `predict` names what is in pictures, `embed` gives features to compare them by, `logits` the raw
+    `predict` names what is in images, `embed` gives features to compare them by, `logits` the raw
     outputs, `explain` shows what it looks at, `save` writes it in any format that can express it.
     `net` is the nn.Module.
     """
@@ -122,83 +122,83 @@ class Model:
         if self.dtype == torch.bfloat16 and self.device.type == "cpu":
             check_bfloat16()
 
-    @overload  # a string is an iterable of strings too, but one picture
+    @overload  # a string is an iterable of strings too, but one image
     def predict(  # type: ignore[overload-overlap]
-        self, pictures: Picture, top: int = 5, batch: int = 32
+        self, images: ImageLike, top: int = 5, batch_size: int = 32
     ) -> list[Prediction]: ...
     @overload
-    def predict(self, pictures: Iterable[Picture], top: int = 5, batch: int = 32) -> list[list[Prediction]]: ...
-    def predict(self, pictures: Any, top: int = 5, batch: int = 32) -> Any:
-        """The likeliest classes of a picture, best first; several pictures give a list of such lists."""
+    def predict(self, images: Iterable[ImageLike], top: int = 5, batch_size: int = 32) -> list[list[Prediction]]: ...
+    def predict(self, images: Any, top: int = 5, batch_size: int = 32) -> Any:
+        """The likeliest classes of an image, best first; several images give a list of such lists."""
         _check_top(top)
-        ranked = self.ranked(self.logits(pictures, batch), top)
-        return ranked if are_several(pictures) else ranked[0]
+        ranked = self.ranked(self.logits(images, batch_size), top)
+        return ranked if are_several(images) else ranked[0]
 
-    def logits(self, pictures: Picture | Iterable[Picture], batch: int = 32) -> Tensor:
+    def logits(self, images: ImageLike | Iterable[ImageLike], batch_size: int = 32) -> Tensor:
         """The raw outputs, on the CPU: B classes."""
         self.check_classes()
-        return self._outputs(pictures, batch, "logits")
+        return self._outputs(images, batch_size, "logits")
 
-    def embed(self, pictures: Picture | Iterable[Picture], batch: int = 32) -> Tensor:
+    def embed(self, images: ImageLike | Iterable[ImageLike], batch_size: int = 32) -> Tensor:
         """Features before the head, on the CPU: B D (CLIP: in the space its texts share)."""
-        projects = self.card.task == "embed" and self.config.classes
-        return self._outputs(pictures, batch, "logits" if projects else "pooled")
+        projects = self.card.task == "embed" and self.config.num_classes
+        return self._outputs(images, batch_size, "logits" if projects else "pooled")
 
     def features(
         self,
-        images: Picture | Iterable[Picture],
+        images: ImageLike | Iterable[ImageLike],
         want: str | Sequence[str] | None = None,
         *,
         layers: Sequence[int] | None = None,
         norm: bool = False,
-        batch: int = 32,
+        batch_size: int = 32,
     ) -> Output:
         """Named intermediates of images, on the CPU: what `net.features` gives for each batch, put together.
 
         `vit.features("cat.jpg", "patch_maps", layers=[3, 7, 11]).patch_maps` is three times B h w D.
         """
         self.check_inside()
-        _check_batch(batch)
+        _check_batch(batch_size)
         outputs = []
-        for group in _groups(images if are_several(images) else [images], batch):  # type: ignore[list-item]
+        for group in _groups(images if are_several(images) else [images], batch_size):  # type: ignore[list-item]
             with torch.no_grad(), evaluating(self.net):
-                batched = self._normalised([self.preprocess.pixels(image) for image in group])
+                batched = self._normalized([self.preprocess.pixels(image) for image in group])
                 outputs.append(self.net.features(batched, want, layers=layers, norm=norm).map(_on_cpu))
         return joined(outputs)
 
-    def explain(self, picture: Picture, **options: Any) -> Look:
-        """What happens inside for one picture: `look.rollout`, `look.attention`, `look.figure().savefig(...)`.
+    def explain(self, image: ImageLike, **options: Any) -> Look:
+        """What happens inside for one image: `look.rollout`, `look.attention`, `look.figure().savefig(...)`.
 
         Options are those of `vitrail.api.looking.explain`: the class to explain (`target`), kinds of
         explanation (`methods`), whose attention (`query`), and `trust` for how far to believe them.
         """
         from vitrail.api.looking import explain
 
-        return explain(self, picture, **options)
+        return explain(self, image, **options)
 
     def stream(
-        self, pictures: Iterable[Picture], batch: int = 32, want: Want = "logits"
+        self, images: Iterable[ImageLike], batch_size: int = 32, want: Want = "logits"
     ) -> Iterator[Tensor | VitrailError]:
-        """Of each picture in turn its output, or the error where it cannot be read.
+        """Of each image in turn its output, or the error where it cannot be read.
 
         Threads decode the next batch while the network is busy with this one; no more than these
-        two are in memory, however many pictures there are.
+        two are in memory, however many images there are.
         """
-        _check_batch(batch)
-        pool = ThreadPoolExecutor(min(batch, cores(), 16), thread_name_prefix="decode")
+        _check_batch(batch_size)
+        pool = ThreadPoolExecutor(min(batch_size, cores(), 16), thread_name_prefix="decode")
         waiting: list[Future[Pixels | VitrailError]] = []
         try:
-            for group in chain(_groups(pictures, batch), [()]):
-                coming = [pool.submit(self._pixels, picture) for picture in group]
+            for group in chain(_groups(images, batch_size), [()]):
+                coming = [pool.submit(self._pixels, image) for image in group]
                 yield from self._answers([future.result() for future in waiting], want)
                 waiting = coming
         finally:
             pool.shutdown(cancel_futures=True)
 
     def ranked(self, logits: Tensor, top: int = 5) -> list[list[Prediction]]:
-        """B classes -> for each picture its best classes; scores sum to 1, unless it may have several of them."""
+        """B classes -> for each image its best classes; scores sum to 1, unless it may have several of them."""
         _check_top(top)
-        chances = logits.float().sigmoid() if self.card.several else logits.float().softmax(-1)
+        chances = logits.float().sigmoid() if self.card.multi_label else logits.float().softmax(-1)
         scores, indices = chances.topk(min(top, logits.shape[-1]))
         return [
             [Prediction(self.label(i), s, i) for s, i in zip(row_scores, row, strict=True)]
@@ -207,16 +207,16 @@ class Model:
 
     def label(self, index: int) -> str:
         """The name of a class, or its number where the checkpoint does not say."""
-        if not 0 <= index < self.config.classes:
-            raise ModelError(f"there is no class {index}: this model has {self.config.classes}.")
+        if not 0 <= index < self.config.num_classes:
+            raise ModelError(f"there is no class {index}: this model has {self.config.num_classes}.")
         return self.labels[index] if self.labels is not None else f"class {index}"
 
     def check_classes(self) -> None:
         """Raise ModelError where the outputs are not classes."""
-        if self.card.task != "classify" or not self.config.classes:
+        if self.card.task != "classify" or not self.config.num_classes:
             raise ModelError(
                 f"{self.card.origin or 'this model'} has no classes: it gives features. "
-                "Use embed, or load it with classes=... and train the new head."
+                "Use embed, or load it with num_classes=... and train the new head."
             )
 
     def check_inside(self) -> None:
@@ -231,26 +231,26 @@ class Model:
         What another library's format does not carry is logged, as `vitrail convert` prints it. Where that
         library would compute slightly different numbers, Inexpressible is raised unless `approximate` is true.
         """
-        card = self.card.but(config=self.net.config)
+        card = self.card.replace(config=self.net.config)
         if to == NATIVE.name:  # carries all of it
             checkpoint.write(self.net, card, path, overwrite=overwrite)
             return
         found = convert(self.net, card, path, to=to, overwrite=overwrite, approximate=approximate)
         say(found.notes, about=str(path))
 
-    def _outputs(self, pictures: Picture | Iterable[Picture], batch: int, want: Want) -> Tensor:
-        if not are_several(pictures):
-            return self._run([self.preprocess.pixels(cast(Picture, pictures))], want)
+    def _outputs(self, images: ImageLike | Iterable[ImageLike], batch_size: int, want: Want) -> Tensor:
+        if not are_several(images):
+            return self._run([self.preprocess.pixels(cast(ImageLike, images))], want)
         rows = []
-        for row in self.stream(pictures, batch, want):
+        for row in self.stream(images, batch_size, want):
             if isinstance(row, VitrailError):
                 raise row
             rows.append(row)
         return torch.stack(rows) if rows else torch.empty(0, self._width(want))
 
-    def _pixels(self, picture: Picture) -> Pixels | VitrailError:
+    def _pixels(self, image: ImageLike) -> Pixels | VitrailError:
         try:
-            return self.preprocess.pixels(picture)
+            return self.preprocess.pixels(image)
         except (ImageError, NotFound) as error:
             return error
 
@@ -263,33 +263,34 @@ class Model:
     @torch.no_grad()  # not inference_mode: what it gives cannot be trained on
     def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
         """B times H W C, 0 to 255 -> B outputs, on the CPU."""
-        images = self._normalised(pixels)
+        images = self._normalized(pixels)
         with evaluating(self.net):
             result = self.net(images) if want == "logits" else self.net.features(images, want=(want,)).pooled
         assert isinstance(result, Tensor)
-        if want == "logits" and self.config.classes not in (0, result.shape[-1]):
+        if want == "logits" and self.config.num_classes not in (0, result.shape[-1]):
             raise ModelError(
-                f"the network gives {result.shape[-1]} outputs, and its config says classes={self.config.classes}: its "
+                f"the network gives {result.shape[-1]} outputs, and its config says "
+                f"num_classes={self.config.num_classes}: its "
                 f"head was replaced. Use net.with_classes({result.shape[-1]}), which changes both."
             )
         return _on_cpu(result)
 
-    def _normalised(self, pixels: Sequence[Pixels]) -> Tensor:
+    def _normalized(self, pixels: Sequence[Pixels]) -> Tensor:
         """B times H W C, 0 to 255 -> what the network takes, B C H W."""
         batch = torch.from_numpy(np.stack(pixels)).to(self.device).permute(0, 3, 1, 2)
         self._check_bfloat16()  # someone may have moved the network by itself
-        return self.preprocess.normalise(batch).to(self.dtype)
+        return self.preprocess.normalize(batch).to(self.dtype)
 
     def _width(self, want: Want) -> int:
-        if want == "logits" and self.config.classes:
-            return self.config.classes
+        if want == "logits" and self.config.num_classes:
+            return self.config.num_classes
         return self.net.config.pooled_width if isinstance(self.net, ViT) else self.net.norm.weight.shape[0]
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.net.parameters()) / 1e6
-        what = f"{self.config.classes} classes" if self.card.task == "classify" else "features"
+        what = f"{self.config.num_classes} classes" if self.card.task == "classify" else "features"
         name = self.card.origin or self.card.family
-        return f"<vitrail.Model {name}: {count:.1f} M parameters, {_size(self.config.image)}, {what}>"
+        return f"<vitrail.Model {name}: {count:.1f} M parameters, {_size(self.config.image_size)}, {what}>"
 
 
 def check_fits(config: ViTConfig | BiTConfig, card: Card) -> None:
@@ -302,10 +303,12 @@ def check_fits(config: ViTConfig | BiTConfig, card: Card) -> None:
         differ = ["kind"]
     if differ:
         has, says = (", ".join(f"{name}={of[name]}" for name in differ[:3]) for of in (ours, theirs))
-        also = ", preprocess=..." * bool({"image", "channels"} & {*differ}) + ", labels=None" * ("classes" in differ)
+        also = ", preprocess=..." * bool({"image_size", "channels"} & {*differ}) + ", labels=None" * (
+            "num_classes" in differ
+        )
         raise ModelError(
             f"the network has {has}, and its card says {says}: the card is of another network. Load the checkpoint "
-            f"with these settings, or pass card.but(config=net.config{also})."
+            f"with these settings, or pass card.replace(config=net.config{also})."
         )
     if config.channels != card.preprocess.channels:
         raise ModelError(
@@ -318,9 +321,9 @@ def check_fits(config: ViTConfig | BiTConfig, card: Card) -> None:
 def load(
     source: str | Path | Found | nn.Module,
     *,
-    image: Pair | None = None,
+    image_size: Pair | None = None,
     channels: int | None = None,
-    classes: int | None = None,
+    num_classes: int | None = None,
     labels: str | Path | Sequence[str] | None = None,
     family: str | None = None,
     section: str | None = None,
@@ -347,7 +350,7 @@ def load(
         raise NotFound(
             f"got a {type(source).__name__}, wanted a file, a folder, a model's name, a hub id or an nn.Module."
         )
-    size: dict[str, Any] = {"image": image, "channels": channels, "classes": classes}
+    size: dict[str, Any] = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
     path = source.path if isinstance(source, Found) else source
     where = None if isinstance(path, nn.Module) else Path(path).expanduser()
     if where is not None and is_exported(where):
@@ -361,14 +364,14 @@ def load(
         net, card = adapted(*modules.read(source, changes=changes, **options), **size)
     else:
         net, card = open_checkpoint(source, changes=changes, section=section, **size, **options)
-    card = named(net, card) if labels is None else card.but(labels=read_labels(labels, card.config.classes))
+    card = named(net, card) if labels is None else card.replace(labels=read_labels(labels, card.config.num_classes))
     if card.origin not in SHIPPED:  # nothing about those had to be assumed
         say(card.notes, about=card.origin or Path(str(where)).name)
     return Model(net.to(target), card)
 
 
 def create(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Net:
-    """A fresh network by name, with the paper's first values: `create("ViT-B/16", classes=10, image=384)`."""
+    """A fresh network by name, with the paper's first values: `create("ViT-B/16", num_classes=10, image_size=384)`."""
     target = pick_device(device)
     return build(config_for(name, **changes), seed).to(target)
 
@@ -380,13 +383,13 @@ def fresh(name: str, *, seed: int | None = None, device: str | torch.device = "c
     family = (variant.name if variant else name).split("+")[-1].split("-")[0]
     known = next(k for k in FAMILIES if k.lower() == family.lower())
     preprocess = usual_preprocess(known, net.config)
-    classifies = net.config.classes and (known != "CLIP" or "classes" in changes)
+    classifies = net.config.num_classes and (known != "CLIP" or "num_classes" in changes)
     card = Card(config=net.config, preprocess=preprocess, family=known, origin=name)
-    return Model(net.eval(), card if classifies else card.but(task="embed"))
+    return Model(net.eval(), card if classifies else card.replace(task="embed"))
 
 
-def _size(image: Pair) -> str:
-    return "x".join(map(str, pair(image)))
+def _size(image_size: Pair) -> str:
+    return "x".join(map(str, pair(image_size)))
 
 
 def _on_cpu(x: Tensor) -> Tensor:
@@ -399,13 +402,13 @@ def _check_top(top: int) -> None:
         raise ConfigError(f"top={top}: wanted 1 class or more.")
 
 
-def _check_batch(batch: int) -> None:
-    if batch < 1:
-        raise ConfigError(f"batch={batch}: wanted 1 image at a time or more.")
+def _check_batch(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size}: wanted 1 image at a time or more.")
 
 
-def _groups(pictures: Iterable[Picture], size: int) -> Iterator[tuple[Picture, ...]]:
-    rest = iter(pictures)
+def _groups(images: Iterable[ImageLike], size: int) -> Iterator[tuple[ImageLike, ...]]:
+    rest = iter(images)
     while group := tuple(islice(rest, size)):
         yield group
 

@@ -1,4 +1,4 @@
-"""The paper's figures of any model: filters, positions, attention distances, rollout, features in colour."""
+"""The paper's figures of any model: filters, positions, attention distances, rollout, features in color."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from vitrail.config import DataConfig, Pair, ViTConfig, pair
-from vitrail.data.decode import Picture
+from vitrail.data.decode import ImageLike
 from vitrail.errors import ConfigError, DataError, ImageError, ModelError, VitrailError, nearest
 from vitrail.explain import (
     attention_distance,
     class_view,
-    feature_colours,
+    feature_colors,
     filters,
     patch_features,
     position_similarity,
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from vitrail.api.model import Model
 
-# B pictures at a time, L layers, H heads, h rows and w columns of patches
+# B images at a time, L layers, H heads, h rows and w columns of patches
 
 COUNT = 128
-"""Pictures that the paper's figures are made from."""
-COLOURED = 12
-"""Pictures that are drawn in the colours of their features."""
+"""Images that the paper's figures are made from."""
+COLORED = 12
+"""Images that are drawn in the colors of their features."""
 BATCH = 8
 
 
@@ -54,40 +54,40 @@ class Drawn:
 
 
 class Portrait:
-    """A model and the pictures it is looked at with; each figure is made when it is asked for."""
+    """A model and the images it is looked at with; each figure is made when it is asked for."""
 
     def __init__(
         self,
         model: Model,
-        pictures: Sequence[Picture] | None = None,
+        images: Sequence[ImageLike] | None = None,
         *,
         layer: int | None = None,
         foreground: bool = False,
         named: str = "",
         advance: Callable[[int], None] = lambda n: None,
     ) -> None:
-        """`layer`, from 1 or from -1, is whose positions and features are drawn; `advance` hears of pictures done."""
+        """`layer`, from 1 or from -1, is whose positions and features are drawn; `advance` hears of images done."""
         self.model, self.layer, self.foreground = model, layer, foreground
-        self.pictures = list(bundled() if pictures is None else pictures)
-        self.named = named or ("two photographs of scikit-learn's" if pictures is None else "the pictures given")
+        self.images = list(bundled() if images is None else images)
+        self.named = named or ("two photographs of scikit-learn's" if images is None else "the images given")
         self.advance = advance
         self.name = model.card.title
-        if not self.pictures:
-            raise DataError("there is no picture to look at; wanted one or more.")
+        if not self.images:
+            raise DataError("there is no image to look at; wanted one or more.")
 
     @cached_property
     def pixels(self) -> list[npt.NDArray[Any]]:
         """H W C each, as the network sees them; those that cannot be read are left out, aloud."""
         found, bad = [], []
-        for picture in self.pictures:
+        for image in self.images:
             try:
-                found.append(self.model.preprocess.pixels(picture))
+                found.append(self.model.preprocess.pixels(image))
             except ImageError as error:
                 bad.append(str(error))
         if bad:
-            say([f"{len(bad)} of {len(self.pictures)} pictures cannot be read and are left out: {bad[0]}"])
+            say([f"{len(bad)} of {len(self.images)} images cannot be read and are left out: {bad[0]}"])
         if not found:
-            raise DataError(f"none of the {len(self.pictures)} pictures can be read: {bad[0]}")
+            raise DataError(f"none of the {len(self.images)} images can be read: {bad[0]}")
         return found
 
     def batches(self, size: int = BATCH) -> Iterator[Tensor]:
@@ -95,7 +95,7 @@ class Portrait:
         for start in range(0, len(self.pixels), size):
             group = np.stack(self.pixels[start : start + size])
             batch = torch.from_numpy(group).to(self.model.device).permute(0, 3, 1, 2)
-            yield self.model.preprocess.normalise(batch).to(self.model.dtype)
+            yield self.model.preprocess.normalize(batch).to(self.model.dtype)
             self.advance(len(group))
 
     @property
@@ -139,21 +139,21 @@ class Portrait:
         return written
 
 
-def bundled() -> list[Picture]:
+def bundled() -> list[ImageLike]:
     """Two photographs that come with scikit-learn, openly licensed."""
     from sklearn.datasets import load_sample_images  # takes a second to import
 
     return [*load_sample_images().images]
 
 
-def pictures_of(data: str, count: int = COUNT, root: str | None = None) -> list[Picture]:
-    """So many pictures from all over a data set's measured part, in its order."""
+def images_of(data: str, count: int = COUNT, root: str | None = None) -> list[ImageLike]:
+    """So many images from all over a data set's measured part, in its order."""
     from vitrail.data.sources import open_parts
 
-    return _spread(open_parts(DataConfig(source=data, root=root), labelled=False).measured, data, count)
+    return _spread(open_parts(DataConfig(source=data, root=root), labeled=False).measured, data, count)
 
 
-def pictures_of_run(model: str | None, count: int = COUNT) -> list[Picture] | None:
+def images_of_run(model: str | None, count: int = COUNT) -> list[ImageLike] | None:
     """The same of what a run was measured on; None where the model is no run, or its data cannot be found any more."""
     from vitrail.data.sources import open_data
 
@@ -163,17 +163,17 @@ def pictures_of_run(model: str | None, count: int = COUNT) -> list[Picture] | No
     try:
         config = folder.read_config()
         with first_speaks():
-            return _spread(open_data(config.data, labelled=False).validation, config.data.source, count)
+            return _spread(open_data(config.data, labeled=False).validation, config.data.source, count)
     except VitrailError as error:
-        say([f"the pictures of the run cannot be had ({error})"])
+        say([f"the images of the run cannot be had ({error})"])
         return None
 
 
-def _spread(source: Any, name: str, count: int) -> list[Picture]:
+def _spread(source: Any, name: str, count: int) -> list[ImageLike]:
     if not hasattr(source, "__len__") or not len(source):
-        raise DataError(f"{name} has no pictures to look at." if hasattr(source, "__len__") else f"{name} is a stream.")
+        raise DataError(f"{name} has no images to look at." if hasattr(source, "__len__") else f"{name} is a stream.")
     places = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).astype(int))
-    return [source[int(i)].picture for i in places]
+    return [source[int(i)].image for i in places]
 
 
 def _filters(portrait: Portrait) -> Drawn:
@@ -205,7 +205,7 @@ def _distances(portrait: Portrait) -> Drawn:
 
     model = portrait.model
     found = attention_distance(model.net, portrait.batches()).numpy()
-    size = pair(model.config.image)
+    size = pair(model.config.image_size)
     uniform = uniform_distance(attentive(model.net).config.grid_of(size), _covered(model))
     under = f"{portrait.name}, {_px(size)}; mean over {portrait.named} ({len(portrait.pixels)})"
     figure = figures.distances(found, uniform, "How far each head looks", under)
@@ -222,20 +222,20 @@ def _rollout(portrait: Portrait) -> Drawn:
     return Drawn(figures.sheet(portrait.shown, [*maps], what, under, columns), {"rollout": maps})
 
 
-def _colours(portrait: Portrait) -> Drawn:
+def _colors(portrait: Portrait) -> Drawn:
     from vitrail.explain import figures
 
     model, parts = portrait.model, []
     for batch in portrait.batches():
         parts.append(patch_features(model.net, batch, portrait.layer).float().cpu())
-        if sum(map(len, parts)) >= COLOURED:
+        if sum(map(len, parts)) >= COLORED:
             break
-    features = torch.cat(parts)[:COLOURED]
-    found = feature_colours(features, portrait.foreground).numpy()
-    layer = "last layer, normalised" if portrait.layer is None else f"layer {portrait.layer}"
-    what = "Patches in the colours of their features"
+    features = torch.cat(parts)[:COLORED]
+    found = feature_colors(features, portrait.foreground).numpy()
+    layer = "last layer, normalized" if portrait.layer is None else f"layer {portrait.layer}"
+    what = "Patches in the colors of their features"
     under = f"{portrait.name}, {layer}; three principal components of {portrait.named} as red, green and blue"
-    return Drawn(figures.colours(portrait.shown[: len(found)], found, what, under), {"colours": found})
+    return Drawn(figures.colors(portrait.shown[: len(found)], found, what, under), {"colors": found})
 
 
 FIGURES: dict[str, Callable[[Portrait], Drawn]] = {
@@ -243,15 +243,15 @@ FIGURES: dict[str, Callable[[Portrait], Drawn]] = {
     "positions": _positions,
     "distances": _distances,
     "rollout": _rollout,
-    "colours": _colours,
+    "colors": _colors,
 }
 """Name -> how it is drawn."""
-NEED_PICTURES = ("distances", "rollout", "colours")
+NEED_IMAGES = ("distances", "rollout", "colors")
 
 
 def _covered(model: Model) -> tuple[int, int]:
     """Height and width of what patches lie on: the last rows and columns may be left out."""
-    size = pair(model.config.image)
+    size = pair(model.config.image_size)
     rows, columns = seen(model.net, torch.empty(1, 1, *size)).shape[2:]
     return rows, columns
 

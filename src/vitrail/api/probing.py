@@ -37,7 +37,7 @@ class Score:
 
     method: str
     name: str
-    """Which of its kind: 5 shots, 20 neighbours."""
+    """Which of its kind: 5 shots, 20 neighbors."""
     accuracy: Estimate
     spread: float | None = None
     """Standard deviation from one choice of shots to another."""
@@ -55,13 +55,13 @@ class Probe:
     scores: tuple[Score, ...]
     train: int
     test: int
-    """Pictures learned from and measured on."""
+    """Images learned from and measured on."""
     width: int
-    classes: int
+    num_classes: int
     unreadable: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        found = {"train": self.train, "test": self.test, "width": self.width, "classes": self.classes}
+        found = {"train": self.train, "test": self.test, "width": self.width, "classes": self.num_classes}
         return found | {"unreadable": self.unreadable, "scores": [score.to_dict() for score in self.scores]}
 
 
@@ -71,10 +71,10 @@ class Asked:
 
     methods: tuple[str, ...] = METHODS
     shots: tuple[int, ...] | None = None
-    """None: the paper's, `fewshot.SHOTS`, as far as every class has so many pictures."""
+    """None: the paper's, `fewshot.SHOTS`, as far as every class has so many images."""
     seeds: int = 3
     ks: tuple[int, ...] | None = None
-    """None: 20, or all pictures where there are fewer."""
+    """None: 20, or all images where there are fewer."""
     vote: knn.Vote = "weighted"
     strength: float | None = None
     """Logistic regression's C; None: chosen."""
@@ -106,12 +106,12 @@ def probe(
     asked: Asked | None = None,
     place: Place | None = None,
     most: int | None = None,
-    batch: int = 64,
+    batch_size: int = 64,
     watch: Watch = unwatched,
 ) -> Probe:
     """Learn from the training part of some data, with the network as it is; measure on its test part.
 
-    `most`: no more pictures than this of either part, with each class's share of them.
+    `most`: no more images than this of either part, with each class's share of them.
     """
     asked, config = asked or Asked(), DataConfig(source=data) if isinstance(data, str) else data
     splits = open_data(config)
@@ -124,12 +124,12 @@ def probe(
     place, found, bad = settled(place or Place(), model.net), [], 0
     for name, part in zip(("to learn from", "to measure on"), parts, strict=True):
         with watch(f"features {name}", len(part)) as advance:
-            options: dict[str, Any] = {"preprocess": model.preprocess, "place": place, "batch": batch}
+            options: dict[str, Any] = {"preprocess": model.preprocess, "place": place, "batch_size": batch_size}
             features, unread = gather(model.net, part, device=model.device, advance=advance, **options)
         found.append(features)
         bad += len(unread)
     if bad and not config.skip_bad:
-        many = "picture" if bad == 1 else "pictures"
+        many = "image" if bad == 1 else "images"
         raise DataError(f"{bad:,} {many} cannot be read; repair what is named above, or leave it out with --skip-bad.")
     return probe_features(found[0], found[1], asked, device=model.device, watch=watch, unreadable=bad)
 
@@ -143,26 +143,26 @@ def probe_files(
 
 
 def limited(source: Source, most: int | None) -> Source:
-    """So many of the pictures, with each class's share of them, chosen by a hash of their names."""
+    """So many of the images, with each class's share of them, chosen by a hash of their names."""
     if most is None or len(source) <= most:
         return source
     classes = len(np.unique(source.targets[source.targets >= 0]))
     if most < classes:
-        raise ConfigError(f"--most {most} is less than a picture of each of the {classes} classes of {source.name}.")
+        raise ConfigError(f"--most {most} is less than an image of each of the {classes} classes of {source.name}.")
     keys = (source.key(i) for i in range(len(source)))
     chosen = np.flatnonzero(stratified(keys, source.targets, most / len(source)))
-    say([f"{len(chosen):,} of {len(source):,} pictures are used, each class's share of them"], about=source.name)
+    say([f"{len(chosen):,} of {len(source):,} images are used, each class's share of them"], about=source.name)
     return Part(source, chosen)
 
 
 def _unseen(source: Source) -> Features:
-    """The classes of a source's pictures, with no features yet."""
-    if source.several:
-        raise DataError(f"{source.name} has several labels to a picture; features are probed with one each.")
+    """The classes of a source's images, with no features yet."""
+    if source.multi_label:
+        raise DataError(f"{source.name} has several labels to an image; features are probed with one each.")
     targets = torch.from_numpy(np.asarray(source.targets, dtype=np.int64))
     targets = targets[targets >= 0]
     if not len(targets):
-        raise DataError(f"none of the {len(source):,} pictures of {source.name} has a label.")
+        raise DataError(f"none of the {len(source):,} images of {source.name} has a label.")
     return Features(torch.empty(len(targets), 0), targets, source.labels, source.name)
 
 
@@ -178,14 +178,14 @@ def plan(train: Features, asked: Asked) -> Asked:
         if possible != shots and asked.shots is None and (possible or set(methods) != {"fewshot"}):
             *most, last = map(str, shots[len(possible) :])
             what = f"{', '.join(most)}{' and ' * bool(most)}{last} shots are" if possible else "few-shot is"
-            notes.append(f"{what} left out: the class with the fewest pictures has {least}")
+            notes.append(f"{what} left out: the class with the fewest images has {least}")
             shots, methods = possible, methods if possible else tuple(m for m in methods if m != "fewshot")
         for n in shots:
             fewshot.check_shots(train, n)
     if "knn" in methods and max(ks) > len(train):
         if asked.ks is not None:
             knn.check_k(max(ks), len(train))
-        notes.append(f"all {len(train)} pictures to learn from vote, where 20 neighbours would")
+        notes.append(f"all {len(train)} images to learn from vote, where 20 neighbors would")
         ks = (len(train),)
     say(notes, about=train.name)
     return replace(asked, methods=methods, shots=shots or None, ks=ks)
@@ -230,11 +230,11 @@ def _fewshot(train: Features, test: Features, asked: Asked, device: torch.device
 
 def _knn(train: Features, test: Features, asked: Asked, device: torch.device, watch: Watch) -> Iterator[Score]:
     assert asked.ks is not None
-    with watch("neighbours", len(test)) as advance:
-        near = knn.nearest_neighbours(train.values, test.values.to(device), max(asked.ks), advance=advance)
+    with watch("neighbors", len(test)) as advance:
+        near = knn.nearest_neighbors(train.values, test.values.to(device), max(asked.ks), advance=advance)
     for k in asked.ks:
         said = knn.voted(knn.votes(near, train.targets, len(train.labels), k, vote=asked.vote))
-        name = f"{k} {'neighbour' if k == 1 else 'neighbours'}"
+        name = f"{k} {'neighbor' if k == 1 else 'neighbors'}"
         yield Score("knn", name, _accuracy(said, test.targets), settings={"k": k, "vote": asked.vote})
 
 

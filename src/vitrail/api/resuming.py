@@ -17,15 +17,15 @@ RUNS = Path("runs")
 
 # What may change when a run goes on: how it is watched and spread, never what it computes.
 CHANGEABLE = (
-    "accumulate", "checkpoint_every", "compile", "data.bad_share", "data.root", "data.skip_bad", "data.workers",
-    "device", "evaluate_every", "log_every", "on_nan", "parallel", "patience", "recompute", "snapshot_every",
-    "tensorboard",
+    "grad_accum_steps", "checkpoint_every", "compile", "data.max_bad_fraction", "data.root", "data.skip_bad",
+    "data.workers", "device", "evaluate_every", "log_every", "on_nan", "parallel", "patience",
+    "gradient_checkpointing", "snapshot_every", "tensorboard",
 )  # fmt: skip
-LENGTH = ("duration", "schedule.cooldown", "augment.unmixed")
+LENGTH = ("duration", "schedule.cooldown", "augment.mix_off")
 """What may change as well where the duration does: a run can be made longer. The warm-up is how it began."""
 SHARES = ("schedule.warmup", *LENGTH[1:])
 """Parts of a new run that keep their share of its length, unless they are given."""
-FOUND = ("batch", "precision")
+FOUND = ("batch_size", "precision")
 """Settings whose `auto` was replaced by what was found when the run began."""
 BLANK = ("model", "preprocess")
 """Settings whose None was."""
@@ -65,7 +65,7 @@ def resumed(
     config: TrainConfig = override(before, [o for o in last if not _was_found(before, o)])
     names = {name_of(assignment) for assignment in overrides}
     if wanted is not None:
-        config = config.but(duration=wanted.duration)
+        config = config.replace(duration=wanted.duration)
     longer = config.duration != before.duration
     if longer:
         config = keep_shares(before, config, LENGTH[1:], names)
@@ -93,7 +93,7 @@ def differing(wanted: Any, there: Any, path: str = "") -> list[str]:
             for name in differing(getattr(wanted, inner), getattr(there, inner), f"{path}.{inner}".lstrip("."))
         ]
     blank = (path in BLANK and wanted is None) or (path in FOUND and wanted == "auto")
-    return [] if blank or (path == "model.classes" and wanted == 0) or _same(wanted, there) else [path]
+    return [] if blank or (path == "model.num_classes" and wanted == 0) or _same(wanted, there) else [path]
 
 
 def keep_shares(before: TrainConfig, config: TrainConfig, parts: Sequence[str], given: set[str]) -> TrainConfig:
@@ -102,13 +102,13 @@ def keep_shares(before: TrainConfig, config: TrainConfig, parts: Sequence[str], 
         part, length = at(config, name), before.duration
         if name not in given and config.duration != length and part.unit == length.unit:
             count = round(config.duration.count * part.count / length.count, 12)  # 0.3, not 0.30000000000000004
-            kept = config.duration.but(count=count)
+            kept = config.duration.replace(count=count)
             config = override(config, [f"{name}={kept}"])
     return config
 
 
 def _was_found(before: TrainConfig, assignment: str) -> bool:
-    """batch=auto, of a run that has its batch: the same command may be given again."""
+    """batch_size=auto, of a run that has its batch: the same command may be given again."""
     name, _, value = assignment.partition("=")
     return name.strip() in FOUND and value.strip() == "auto" and at(before, name.strip()) != "auto"
 

@@ -10,14 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from vitrail.config import pair
-from vitrail.data.decode import Picture
+from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import open_data
 from vitrail.errors import ModelError, NotFound, TrainError, VitrailError
 from vitrail.explain.animation import NEAR, Film, draw_animation, draw_strip
 from vitrail.explain.canvas import save, save_arrays
 from vitrail.explain.panes import Pixels, shown
-from vitrail.explain.timeline import NO_PICTURE, SUBJECTS, Frames, Moment, frames
+from vitrail.explain.timeline import NO_IMAGE, SUBJECTS, Frames, Moment, frames
 from vitrail.models import Net
 from vitrail.report.runs import Curve, Run, read_run
 from vitrail.runtime import say
@@ -29,7 +29,7 @@ from vitrail.weights.card import Card
 MOST = 60
 """Moments of an animation: of more snapshots, so many at equal distances are shown."""
 LOOKED_AT = 32
-"""Pictures whose attention distances are averaged."""
+"""Images whose attention distances are averaged."""
 BESIDE = {"filters": ("shares",), "distances": ("uniform",)}
 """Further numbers of a subject."""
 
@@ -39,14 +39,14 @@ Watch = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Seen:
-    """Pictures to look at attention on, as the network takes them; without them, the reason."""
+    """Images to look at attention on, as the network takes them; without them, the reason."""
 
     images: Tensor | None = None
     """B C H W."""
-    picture: Tensor | None = None
+    image: Tensor | None = None
     """1 C H W."""
     pixels: Pixels | None = None
-    """The same picture, for people."""
+    """The same image, for people."""
     missing: str = ""
 
 
@@ -55,20 +55,20 @@ def timeline(
     out: str | Path,
     what: Sequence[str] = (),
     *,
-    picture: Picture | None = None,
+    image: ImageLike | None = None,
     watch: Watch | None = None,
 ) -> list[Path]:
     """Follow a run through its snapshots: `timeline("runs/digits", "figures", ["positions"])`.
 
     For each subject ("positions", "filters", "distances", "rollout"; all, unless `what` names some)
     `out` gets timeline-SUBJECT.gif, the same as a strip (.png, .svg) and its numbers (.npz). Rollout is of
-    `picture`, else of the first that the run was measured on. What this model does not have is left out,
+    `image`, else of the first that the run was measured on. What this model does not have is left out,
     and said.
     """
     told = read_run(Path(run).expanduser())
     taken = _taken(told.path)
     _, card = checkpoint.read(taken[max(taken)])
-    seen = _seen(told.path, card, picture) if not what or {"distances", "rollout"} & set(what) else Seen()
+    seen = _seen(told.path, card, image) if not what or {"distances", "rollout"} & set(what) else Seen()
     whole, done = len(taken) + len(what or SUBJECTS), 0
 
     def watched() -> Iterator[Net]:
@@ -79,9 +79,9 @@ def timeline(
             if watch is not None:
                 watch(done, whole)
 
-    found = frames(watched(), what, images=seen.images, picture=seen.picture)
+    found = frames(watched(), what, images=seen.images, image=seen.image)
     _say_left_out(found, told, seen)
-    curve = told.measured("map" if told.several else "top1", ema=told.averages)
+    curve = told.measured("map" if told.multi_label else "top1", ema=told.averages)
     moments = [_moment(told, step, curve, max(taken)) for step in taken]
     paths: list[Path] = []
     for done, subject in enumerate(found.subjects, start=len(taken) + 1):
@@ -91,7 +91,7 @@ def timeline(
             moments,
             about=f"{told.name}: {_model(card)}",
             measured=list(zip(*(values.tolist() for values in curve), strict=True)),
-            picture=seen.pixels,
+            image=seen.pixels,
         )
         paths += _written(film, Path(out).expanduser() / f"timeline-{subject}")
         if watch is not None:
@@ -115,18 +115,18 @@ def _taken(run: Path) -> dict[int, Path]:
     return {step: found[step] for step in steps.tolist()}
 
 
-def _seen(run: Path, card: Card, picture: Picture | None) -> Seen:
-    """Pictures the run was measured on; a picture of the user's own stands in where they are gone."""
+def _seen(run: Path, card: Card, image: ImageLike | None) -> Seen:
+    """Images the run was measured on; an image of the user's own stands in where they are gone."""
     preprocess = Preprocess(card.preprocess)
-    images, missing, first = None, "", picture
+    images, missing, first = None, "", image
     try:
         config = RunFolder(run).read_config()
-        source = open_data(config.data, labelled=config.objective != "masked-patch").validation
+        source = open_data(config.data, labeled=config.objective != "masked-patch").validation
         some = np.unique(np.linspace(0, len(source) - 1, LOOKED_AT).round().astype(int))
-        images = preprocess([source[int(i)].picture for i in some])
-        first = source[0].picture if picture is None else picture
+        images = preprocess([source[int(i)].image for i in some])
+        first = source[0].image if image is None else image
     except (OSError, TrainError, VitrailError) as error:
-        missing = f"the pictures it was measured on cannot be read: {error}"
+        missing = f"the images it was measured on cannot be read: {error}"
     if first is None:
         return Seen(missing=missing)
     one = preprocess(first)
@@ -134,7 +134,7 @@ def _seen(run: Path, card: Card, picture: Picture | None) -> Seen:
 
 
 def _say_left_out(found: Frames, told: Run, seen: Seen) -> None:
-    known = {subject: seen.missing or why if why == NO_PICTURE else why for subject, why in found.left_out.items()}
+    known = {subject: seen.missing or why if why == NO_IMAGE else why for subject, why in found.left_out.items()}
     reasons = [f"{subject}: {why}" for subject, why in known.items()]
     if not found.subjects:
         raise ModelError(f"there is nothing to follow in {told.path}; {'; '.join(reasons)}")
@@ -150,8 +150,8 @@ def _moment(told: Run, step: int, curve: Curve, last: int) -> Moment:
 
 def _model(card: Card) -> str:
     """ViT, 28 px in patches of 4."""
-    size = "×".join(map(str, dict.fromkeys(pair(card.config.image))))
-    patch = getattr(card.config, "patch", None)
+    size = "×".join(map(str, dict.fromkeys(pair(card.config.image_size))))
+    patch = getattr(card.config, "patch_size", None)
     return f"{card.family}, {size} px" + (f" in patches of {pair(patch)[0]}" if patch else "")
 
 

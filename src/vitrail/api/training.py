@@ -17,7 +17,7 @@ from vitrail.data.loader import learnable
 from vitrail.data.sources import open_data
 from vitrail.data.staging import Labels
 from vitrail.errors import ConfigError, DataError, NotFound, TrainError, VitrailError, nearest
-from vitrail.evaluate import comparable, neighbours_baseline
+from vitrail.evaluate import comparable, neighbors_baseline
 from vitrail.evaluate.scores import Scores
 from vitrail.models.variants import config_for
 from vitrail.recipes import RECIPES
@@ -37,17 +37,17 @@ class Run:
     path: Path
     config: TrainConfig
     scores: Scores | None = None
-    """On the validation pictures; None for a run that was stopped."""
+    """On the validation images; None for a run that was stopped."""
     stopped: str | None = None
     """What ended it early: a signal's name, or "patience"."""
     compared: tuple[Run, ...] = field(default=())
     """The runs of `config.compare`, in its order."""
     baselines: Mapping[str, Scores] = field(default_factory=dict)
-    """What simple methods score on the same pictures, by name: for small data, 3-nearest neighbours."""
+    """What simple methods score on the same images, by name: for small data, 3-nearest neighbors."""
     saved: int | None = None
     """The step from which a run that a signal stopped goes on."""
     test: Scores | None = None
-    """On the test pictures, where there are some beside the validation ones."""
+    """On the test images, where there are some beside the validation ones."""
 
     @cached_property
     def model(self) -> Model:
@@ -115,14 +115,14 @@ def train(
     else:
         config = _settled(_chosen(recipe, data, model), overrides)
         if str(recipe) in RECIPES and not any(name_of(o) == "compare" for o in overrides):
-            config = config.but(compare=tuple(change for change in config.compare if _compares(config, change)))
+            config = config.replace(compare=tuple(change for change in config.compare if _compares(config, change)))
         folder = run_folder(out, config.name, resume=resume, auto_resume=auto_resume)
     wanted = config if auto_resume and folder.started else None
     if resume or wanted is not None:
         resume = True
         config = resumed(folder, overrides, {"data.source": data}, wanted)
         if model is not None:
-            named = config.but(model=_network(model, config.model).to_dict())
+            named = config.replace(model=_network(model, config.model).to_dict())
             named = override(named, [o for o in overrides if name_of(o).startswith("model.")])
             if _headless(named.model) != _headless(config.model):
                 raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
@@ -137,7 +137,7 @@ def finetune(
     *,
     recipe: str = "finetune",
     what: str | int = "all",
-    image: int | tuple[int, int] | None = None,
+    image_size: int | tuple[int, int] | None = None,
     overrides: Sequence[str] = (),
     device: str = "auto",
     out: str | Path | None = None,
@@ -157,15 +157,21 @@ def finetune(
         usual = recipe == "finetune" and not auto_resume
         if not (usual or _named(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
             raise ConfigError(f"--recipe {recipe} cannot change when a run is resumed. Start a new run instead.")
-        asked: dict[str, Any] = {"start": model or None, "data.source": data or None, "image": image and pair(image)}
-        if what != "all" or (auto_resume and "optim.train" not in map(name_of, overrides)):  # the same command is whole
-            asked["optim.train"] = what
+        asked: dict[str, Any] = {
+            "init_from": model or None,
+            "data.source": data or None,
+            "image_size": image_size and pair(image_size),
+        }
+        if what != "all" or (
+            auto_resume and "optim.trainable" not in map(name_of, overrides)
+        ):  # the same command is whole
+            asked["optim.trainable"] = what
         on = [f"device={device}"] if device != "auto" else []
         config = resumed(folder, [*overrides, *on], asked)
         if auto_resume and (done := _finished(folder, config)) is not None:
             return done
         return run(config, folder, resume=True, report=report, command=command)
-    config = tuned(model, data, recipe=recipe, what=what, image=image, overrides=overrides, device=device)
+    config = tuned(model, data, recipe=recipe, what=what, image_size=image_size, overrides=overrides, device=device)
     return run(config, folder, report=report, command=command)
 
 
@@ -188,11 +194,11 @@ def tuned(
     *,
     recipe: str = "finetune",
     what: str | int = "all",
-    image: int | tuple[int, int] | None = None,
+    image_size: int | tuple[int, int] | None = None,
     overrides: Sequence[str] = (),
     device: str = "auto",
 ) -> TrainConfig:
-    """The settings that `finetune` picks for a model and some pictures."""
+    """The settings that `finetune` picks for a model and some images."""
     known = {"finetune": tuning.finetune, "paper": tuning.paper}
     if recipe not in known:
         raise NotFound(f"no way to fine-tune is called {recipe!r}{nearest(recipe, known)}")
@@ -201,23 +207,23 @@ def tuned(
     with first_speaks():
         train = open_data(source).train
     if not hasattr(train, "__len__"):
-        raise DataError(f"nobody knows how many pictures {data} has, and settings depend on it; try shards:.")
-    images = len(learnable(train, Labels(train.targets, train.several, needed=True)))
+        raise DataError(f"nobody knows how many images {data} has, and settings depend on it; try shards:.")
+    images = len(learnable(train, Labels(train.targets, train.multi_label, needed=True)))
     config = known[recipe](model, data, images=images, device=pick_device(device).type)
-    if recipe == "paper" and image is None:
-        image = tuning.larger(open_checkpoint(model)[0].config)
-    config = config.but(name=_tuned_name(data, recipe), device=device, image=image)
+    if recipe == "paper" and image_size is None:
+        image_size = tuning.larger(open_checkpoint(model)[0].config)
+    config = config.replace(name=_tuned_name(data, recipe), device=device, image_size=image_size)
     if what != "all":
         config = tuning.only(config, what)
     if any(o.startswith("model.") for o in overrides):  # the checkpoint's own settings, to be changed
-        config = config.but(model=open_checkpoint(model, image=config.image)[0].config)
+        config = config.replace(model=open_checkpoint(model, image_size=config.image_size)[0].config)
     return _settled(config, overrides)
 
 
 def _settled(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     """A recipe's settings with the user's own, and what follows from these.
 
-    In a run of another length, parts of it keep their share; pictures are prepared for the network.
+    In a run of another length, parts of it keep their share; images are prepared for the network.
     """
     named = {name_of(assignment) for assignment in overrides}
     config = keep_shares(picked, override(picked, overrides), SHARES, named)
@@ -227,12 +233,16 @@ def _settled(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
 
 
 def _prepared(config: TrainConfig) -> TrainConfig:
-    """With pictures of the size and channels that the network wants."""
+    """With images of the size and channels that the network wants."""
     wanted, given = config.model, config.preprocess
-    if wanted is None or given is None or (pair(wanted.image), wanted.channels) == (pair(given.image), given.channels):
+    if (
+        wanted is None
+        or given is None
+        or (pair(wanted.image_size), wanted.channels) == (pair(given.image_size), given.channels)
+    ):
         return config
-    fitting = sized(given, pair(wanted.image), wanted.channels)
-    return config.but(preprocess=fitting.to_dict())
+    fitting = sized(given, pair(wanted.image_size), wanted.channels)
+    return config.replace(preprocess=fitting.to_dict())
 
 
 def _compares(config: TrainConfig, change: str) -> bool:
@@ -259,7 +269,9 @@ def run(
     with _told_when_stopped(folder):
         for change in config.compare:
             aside = RunFolder(folder.path / "compare" / _slug(change), folder.wait, folder.path)
-            other = fit(override(config.but(compare=(), snapshot_every=None), [change]), aside, resume=aside.started)
+            other = fit(
+                override(config.replace(compare=(), snapshot_every=None), [change]), aside, resume=aside.started
+            )
             others.append(Run(aside.path, other.setup.config, other.scores, other.stopped))
             if other.stopped not in (None, "patience"):
                 return Run(folder.path, config, result.scores, other.stopped, tuple(others), saved=other.saved)
@@ -302,7 +314,7 @@ def _baselines(result: Result) -> dict[str, Scores]:
     splits = result.setup.splits
     if result.scores is None or not comparable(splits.train, splits.validation):
         return {}
-    return {"3-nearest neighbours": neighbours_baseline(splits.train, splits.validation)}
+    return {"3-nearest neighbors": neighbors_baseline(splits.train, splits.validation)}
 
 
 def _report(done: Run, result: Result, command: str | None) -> None:
@@ -336,20 +348,20 @@ def _chosen(recipe: str | Path | TrainConfig, data: str | None, model: str | Non
     else:
         raise NotFound(f"no recipe is called {str(recipe)!r}{nearest(str(recipe), RECIPES)}")
     if data is not None:
-        config = config.but(data=config.data.but(source=data).to_dict())
+        config = config.replace(data=config.data.replace(source=data).to_dict())
     if model is not None:
-        config = config.but(model=_network(model, config.model).to_dict())
+        config = config.replace(model=_network(model, config.model).to_dict())
     return config
 
 
 def _network(name: str, usual: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:
-    """A network by name, for the pictures the recipe has."""
-    same: dict[str, Any] = {} if usual is None else {"image": usual.image, "channels": usual.channels}
-    return config_for(name, classes=0, **same)
+    """A network by name, for the images the recipe has."""
+    same: dict[str, Any] = {} if usual is None else {"image_size": usual.image_size, "channels": usual.channels}
+    return config_for(name, num_classes=0, **same)
 
 
 def _headless(network: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig | None:
-    return network.but(classes=0) if network is not None else None
+    return network.replace(num_classes=0) if network is not None else None
 
 
 def _named(overrides: Sequence[str]) -> str | None:
@@ -358,7 +370,7 @@ def _named(overrides: Sequence[str]) -> str | None:
 
 
 def _tuned_name(data: str, recipe: str) -> str:
-    return f"{recipe}-{_slug(Path(data.rpartition(':')[2]).name or 'pictures')}"
+    return f"{recipe}-{_slug(Path(data.rpartition(':')[2]).name or 'images')}"
 
 
 def _slug(text: str) -> str:

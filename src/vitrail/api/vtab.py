@@ -38,7 +38,7 @@ class TaskScore:
     task: Task
     accuracy: Estimate
     count: int
-    """Test pictures."""
+    """Test images."""
     chosen: dict[str, float]
     """What the 200 chose."""
 
@@ -79,13 +79,13 @@ def vtab(
     method: Method = "finetune",
     rates: Sequence[float] = RATES,
     steps: int = STEPS,
-    image: int | tuple[int, int] | None = None,
+    image_size: int | tuple[int, int] | None = None,
     device: str = "auto",
     out: str | Path = "runs/vtab",
-    batch: int = 64,
+    batch_size: int = 64,
     watch: Watch = unwatched,
 ) -> Vtab:
-    """800 pictures of each task learn and 200 choose, then 1,000 learn; accuracy on the whole test part.
+    """800 images of each task learn and 200 choose, then 1,000 learn; accuracy on the whole test part.
 
     finetune: the paper's SGD, all weights; runs go to `out`, and those that are finished there are
     not run again. linear: logistic regression on the features.
@@ -99,27 +99,33 @@ def vtab(
     if not any(task.name in there for task in asked):
         what = f"the task {asked[0].name}" if len(asked) == 1 else f"any of the {len(asked)} tasks"
         raise DataError(f"{root} does not hold {what}; it wants a folder named {asked[0].name}, say.")
-    vit = model if isinstance(model, Model) else load(model, device=device, image=image) if method == "linear" else None
+    vit = (
+        model
+        if isinstance(model, Model)
+        else load(model, device=device, image_size=image_size)
+        if method == "linear"
+        else None
+    )
     scores = []
     for task in asked:
         if task.name not in there:
             continue
         data = open_task(task, there[task.name], root)
         if vit is not None:
-            scores.append(_linear(vit, task, data, batch, watch))
+            scores.append(_linear(vit, task, data, batch_size, watch))
         else:
-            scores.append(_finetuned(str(model), task, data, rates, steps, image, device, Path(out) / task.name))
+            scores.append(_finetuned(str(model), task, data, rates, steps, image_size, device, Path(out) / task.name))
     found = {score.task.name: (score.accuracy.value, score.count) for score in scores}
     missing = tuple(task for task in TASKS.values() if task.name not in there)
     return Vtab(method, tuple(scores), missing, means(found))
 
 
-def _linear(vit: Model, task: Task, data: TaskData, batch: int, watch: Watch) -> TaskScore:
+def _linear(vit: Model, task: Task, data: TaskData, batch_size: int, watch: Watch) -> TaskScore:
     """C chosen on the 200, then learned from the 1,000."""
     parts = []
     for source in (data.learn, data.choose, data.test):
         with watch(f"{task.title}: features", len(source)) as advance:
-            options: dict[str, Any] = {"preprocess": vit.preprocess, "place": Place(), "batch": batch}
+            options: dict[str, Any] = {"preprocess": vit.preprocess, "place": Place(), "batch_size": batch_size}
             parts.append(gather(vit.net, source, device=vit.device, advance=advance, **options)[0])
     learn, choose, test = parts
     with watch(f"{task.title}: choosing C", logistic.FITS) as advance:
@@ -136,13 +142,13 @@ def _finetuned(
     data: TaskData,
     rates: Sequence[float],
     steps: int,
-    image: int | tuple[int, int] | None,
+    image_size: int | tuple[int, int] | None,
     device: str,
     out: Path,
 ) -> TaskScore:
     """The rate chosen on the 200, then learned from the 1,000."""
     out.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"recipe": "paper", "image": image, "device": device, "report": False}
+    options: dict[str, Any] = {"recipe": "paper", "image_size": image_size, "device": device, "report": False}
     length = [f"duration={steps} steps"]
     best = rates[0]
     if len(rates) > 1:
@@ -168,13 +174,15 @@ def _run(model: str, data: Path, folder: Path, options: dict[str, Any], override
 
 
 def _tested(vit: Model, data: TaskData, device: str) -> Estimate:
-    """On the test pictures, whose classes are found in the model by name."""
+    """On the test images, whose classes are found in the model by name."""
     vit = vit.to(device)
     names = list(vit.labels or ())
     there = torch.tensor([names.index(label) if label in names else -1 for label in data.test.labels])
-    batches = evaluation_batches(data.test, preprocess=vit.preprocess.config, batch=64, device=vit.device)
+    batches = evaluation_batches(data.test, preprocess=vit.preprocess.config, batch_size=64, device=vit.device)
     with batches:
-        scores = measure(vit.net, _renumbered(batches, there), preprocess=vit.preprocess, classes=vit.config.classes)
+        scores = measure(
+            vit.net, _renumbered(batches, there), preprocess=vit.preprocess, num_classes=vit.config.num_classes
+        )
     return _share(round(scores.top1 * scores.count), int((data.test.targets >= 0).sum()))
 
 
@@ -188,7 +196,7 @@ def _renumbered(batches: Any, there: torch.Tensor) -> Any:
 
 
 def _table(path: Path, parts: dict[str, list[Source]]) -> Path:
-    """Pictures as bytes with their labels and parts, in one Parquet file."""
+    """Images as bytes with their labels and parts, in one Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -208,16 +216,16 @@ def _table(path: Path, parts: dict[str, list[Source]]) -> Path:
 
 
 def _bytes(sample: Sample) -> bytes:
-    """A picture as a file holds it; pixels become PNG."""
+    """An image as a file holds it; pixels become PNG."""
     from PIL import Image
 
-    picture = sample.picture
-    if isinstance(picture, bytes):
-        return picture
-    if isinstance(picture, str | Path):
-        return Path(picture).read_bytes()
+    image = sample.image
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str | Path):
+        return Path(image).read_bytes()
     file = io.BytesIO()
-    Image.fromarray(decode(picture, 3)).save(file, "PNG")
+    Image.fromarray(decode(image, 3)).save(file, "PNG")
     return file.getvalue()
 
 

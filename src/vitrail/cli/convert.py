@@ -53,7 +53,7 @@ def convert(
     with err.status(f"reading {src}"):
         net, card = checkpoint.read(found.path, section=section, family=family, dtype=None, changes=given)
     if found.origin:
-        card = card.but(origin=found.origin)
+        card = card.replace(origin=found.origin)
     say([*found.notes, *card.notes])
     with err.status(f"writing {dst} and reading it back"):
         made = conversion.convert(net, card, dst, to=to, overwrite=overwrite, approximate=approximate)

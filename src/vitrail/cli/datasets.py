@@ -15,7 +15,7 @@ from vitrail.cli.options import Json
 from vitrail.errors import ConfigError, NotFound, nearest
 
 if TYPE_CHECKING:
-    from vitrail.data.sources.catalogue import Entry
+    from vitrail.data.sources.catalog import Entry
 
 WIDE = 100
 """Columns from which addresses fit beside the numbers."""
@@ -34,9 +34,9 @@ def datasets(name: Name = None, root: Root = None, get: Get = False, as_json: Js
         raise ConfigError("--get wants the name of the data set to get, such as vitrail datasets cifar10 --get.")
     with err.status("looking"):
         from vitrail.data.sources.builtin import fetch
-        from vitrail.data.sources.catalogue import CATALOGUE
+        from vitrail.data.sources.catalog import CATALOG
 
-        entries = list(CATALOGUE.values()) if name is None else [_entry(name)]
+        entries = list(CATALOG.values()) if name is None else [_entry(name)]
     if get:
         fetch(entries[0], root)
     rows = [_row(entry, root) for entry in entries]
@@ -51,12 +51,12 @@ def datasets(name: Name = None, root: Root = None, get: Get = False, as_json: Js
 
 
 def _entry(name: str) -> Entry:
-    from vitrail.data.sources.catalogue import CATALOGUE
+    from vitrail.data.sources.catalog import CATALOG
     from vitrail.data.sources.spec import known_as
 
     if found := known_as(name):
-        return CATALOGUE[found]
-    raise NotFound(f"no data set {name!r} is known by name{nearest(name, CATALOGUE)}")
+        return CATALOG[found]
+    raise NotFound(f"no data set {name!r} is known by name{nearest(name, CATALOG)}")
 
 
 def _row(entry: Entry, root: str | None) -> dict[str, Any]:
@@ -82,12 +82,12 @@ def _row(entry: Entry, root: str | None) -> dict[str, Any]:
 def _listing(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("name", no_wrap=True)
-    for title in ("pictures", "classes", "size"):
+    for title in ("images", "classes", "size"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("where", overflow="fold")
     for row in rows:
-        pictures = f"{row['train'] + row['test']:,}"
-        table.add_row(row["name"], pictures, str(len(row["classes"])), _size(row), _where(row, out.width >= WIDE))
+        images = f"{row['train'] + row['test']:,}"
+        table.add_row(row["name"], images, str(len(row["classes"])), _size(row), _where(row, out.width >= WIDE))
     return table
 
 
@@ -96,8 +96,8 @@ def _detail(row: dict[str, Any], verified: bool) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("name", f"{row['name']}: {row['title']}")
-    table.add_row("pictures", f"{row['train']:,} to learn from, {row['test']:,} to test on")
-    table.add_row("size", f"{_size(row)}, {'grey' if row['image'][2] == 1 else 'colour'}")
+    table.add_row("images", f"{row['train']:,} to learn from, {row['test']:,} to test on")
+    table.add_row("size", f"{_size(row)}, {'gray' if row['image'][2] == 1 else 'color'}")
     table.add_row("classes", Text(f"{len(row['classes'])}: {', '.join(row['classes'])}"))
     table.add_row("where", _where(row, wide=True))
     if row["layout"]:

@@ -1,4 +1,4 @@
-"""`vitrail embed`: features of every picture to a Parquet file, resumable."""
+"""`vitrail embed`: features of every image to a Parquet file, resumable."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Pool = Annotated[
 ]
 Norm = Annotated[bool, typer.Option("--norm/--no-norm", help="Apply the final norm to the layers' tokens.")]
 Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where built-in data lies.")]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable pictures out without complaint.")]
-Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Pictures at a time.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out without complaint.")]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Images at a time.")]
 
 
 def embed(
@@ -53,23 +53,23 @@ def embed(
     kept: Annotated[str, typer.Option("--keep", metavar="TYPE", help="Write float32, or float16: half as much.")] = (
         "float32"
     ),
-    normalise: Annotated[bool, typer.Option("--normalise", help="Scale each picture's features to length one.")] = (
+    normalize: Annotated[bool, typer.Option("--normalize", help="Scale each image's features to length one.")] = (
         False
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
-    image: Image = None,
+    image_size: Image = None,
     channels: Channels = None,
     root: Root = None,
     section: Section = None,
     family: Family = None,
     changes: Settings = None,
-    batch: Batch = 64,
+    batch_size: Batch = 64,
     device: Device = "auto",
     dtype: Dtype = "float32",
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
-    """Write what a model makes of every picture, for search or other tools: one row each, with its key.
+    """Write what a model makes of every image, for search or other tools: one row each, with its key.
 
     vitrail embed --model MODEL --data photos/ --out features.parquet
 
@@ -82,7 +82,7 @@ def embed(
     assert to is not None
     if to.suffix.lower() not in (".parquet", ".pq"):
         raise ConfigError(f"--out {to}: features are written as Parquet; call it {to.with_suffix('.parquet').name}.")
-    own: dict[str, Any] = {"image": size(image), "channels": channels}
+    own: dict[str, Any] = {"image_size": size(image_size), "channels": channels}
     told = settings(changes)
     layers = numbers(layer, "--layer")
     own |= {"section": section, "family": family, "device": device, "dtype": dtype}
@@ -108,8 +108,8 @@ def embed(
                 split=split,
                 place=place(layers, pool, norm),
                 dtype=kept,
-                normalise=normalise,
-                batch=batch,
+                normalize=normalize,
+                batch_size=batch_size,
                 overwrite=overwrite,
                 started=lambda total, before: bar.update(task, total=total, completed=before),
                 advance=advance,
@@ -117,18 +117,18 @@ def embed(
         except KeyboardInterrupt:
             saved = done // PART * PART
             problem(
-                f"stopped after {done:,} more pictures, {saved:,} of them saved; the same command goes on from there."
+                f"stopped after {done:,} more images, {saved:,} of them saved; the same command goes on from there."
             )
             raise typer.Exit(130) from None
     if as_json:
-        report = {"file": str(made.path), "pictures": made.pictures, "width": made.width, "place": made.place}
+        report = {"file": str(made.path), "images": made.images, "width": made.width, "place": made.place}
         typer.echo(json.dumps(report | {"unreadable": dict(made.unreadable)}, indent=2))
     else:
-        pictures = f"{made.pictures:,} picture{'s' * (made.pictures != 1)}"
-        show(f"{made.path}: {pictures}, {made.width} features each ({made.place}).")
+        images = f"{made.images:,} image{'s' * (made.images != 1)}"
+        show(f"{made.path}: {images}, {made.width} features each ({made.place}).")
     if made.unreadable and not skip_bad:
         count = len(made.unreadable)
-        many = "picture could not be read and is" if count == 1 else "pictures could not be read and are"
+        many = "image could not be read and is" if count == 1 else "images could not be read and are"
         problem(f"{count:,} {many} not in {made.path}; with --skip-bad that is no error.")
         raise typer.Exit(1)
 

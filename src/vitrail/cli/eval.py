@@ -1,4 +1,4 @@
-"""`vitrail eval`: how well a model does on labelled pictures, and how sure one can be of that."""
+"""`vitrail eval`: how well a model does on labeled images, and how sure one can be of that."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ Data = Annotated[
     typer.Option("--data", metavar="SPEC", help="A folder of class folders, a table, shards, or a built-in name."),
 ]
 Sizes = Annotated[
-    str | None, typer.Option("--image", metavar="SIZE,...", help="Another size, or several to compare: 160,224,288.")
+    str | None,
+    typer.Option("--image-size", metavar="SIZE,...", help="Another size, or several to compare: 160,224,288."),
 ]
-Flip = Annotated[bool, typer.Option("--flip", help="Each picture and its mirror image: the mean of both.")]
+Flip = Annotated[bool, typer.Option("--flip", help="Each image and its mirror image: the mean of both.")]
 Protocol = Annotated[
     str, typer.Option(metavar="NAME", help="auto; imagenet: classes by WordNet number alone; real: ImageNet-ReaL too.")
 ]
@@ -45,11 +46,9 @@ Real = Annotated[
     Path | None, typer.Option("--real", metavar="FILE", help="ImageNet-ReaL's labels; without it, timm's copy.")
 ]
 Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where built-in data lies.")]
-HeldOut = Annotated[
-    bool, typer.Option("--held-out", help="Only the pictures that training would hold out of this data.")
-]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable pictures out instead of refusing.")]
-Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Pictures at a time.", show_default="32, GPU 256")]
+HeldOut = Annotated[bool, typer.Option("--held-out", help="Only the images that training would hold out of this data.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out instead of refusing.")]
+Batch = Annotated[int | None, typer.Option(min=1, metavar="N", help="Images at a time.", show_default="32, GPU 256")]
 Bins = Annotated[int, typer.Option(min=1, metavar="N", help="Bins of the calibration error.")]
 Worst = Annotated[int, typer.Option(min=0, metavar="N", help="How many of the worst classes to list.")]
 Out = Annotated[
@@ -61,7 +60,7 @@ Formats = Annotated[str, typer.Option("--format", metavar="LIST", help="Of the f
 def evaluate(
     model: Source = None,
     data: Data = None,
-    image: Sizes = None,
+    image_size: Sizes = None,
     flip: Flip = False,
     protocol: Protocol = "auto",
     real: Real = None,
@@ -72,7 +71,7 @@ def evaluate(
     section: Section = None,
     family: Family = None,
     changes: Settings = None,
-    batch: Batch = None,
+    batch_size: Batch = None,
     bins: Bins = 15,
     device: Device = "auto",
     dtype: Dtype = "float32",
@@ -88,8 +87,8 @@ def evaluate(
     vitrail eval --model MODEL --data photos/ --out measured/
     """
     if data is None:
-        raise typer.BadParameter("eval needs --data: labelled pictures to measure on")
-    sizes = [size(text.strip()) for text in image.split(",")] if image is not None else None
+        raise typer.BadParameter("eval needs --data: labeled images to measure on")
+    sizes = [size(text.strip()) for text in image_size.split(",")] if image_size is not None else None
     kinds = [kind.strip() for kind in formats.split(",") if kind.strip()]
     if to is not None and to.exists() and not to.is_dir():
         raise ConfigError(f"--out {to} is a file; give the name of a folder.")
@@ -103,7 +102,7 @@ def evaluate(
     with first_speaks():
         alone = sizes[0] if sizes is not None and len(sizes) == 1 else None
         options: dict[str, Any] = {
-            "image": alone,
+            "image_size": alone,
             "labels": labels,
             "section": section,
             "family": family,
@@ -117,14 +116,14 @@ def evaluate(
     found = api.evaluate(
         vit,
         data,
-        image=[s for s in sizes if s is not None] if sizes is not None else None,
+        image_size=[s for s in sizes if s is not None] if sizes is not None else None,
         flip=flip,
         protocol=protocol,  # type: ignore[arg-type]
         real=real,
         held_out=held_out,
         root=root,
         skip_bad=skip_bad,
-        batch=batch,
+        batch_size=batch_size,
         bins=bins,
         device=device,
         watch=_watch,
@@ -155,7 +154,7 @@ def told(found: Evaluation, worst: int) -> Iterator[RenderableType]:
     first = found.first
     there = len(first.classes.present)
     yield Text(f"{found.model} on {found.data}", style="bold")
-    count = f"{first.scores.count:,} {'picture' if first.scores.count == 1 else 'pictures'}"
+    count = f"{first.scores.count:,} {'image' if first.scores.count == 1 else 'images'}"
     of = f"of {there:,} {'class' if there == 1 else 'classes'}" + (f", {len(found.names):,} known" * _partly(found))
     size_ = "" if len(found.sizes) > 1 else f", {_size(first)} px"
     yield Text(f"{count} {of}{size_}{', each with its mirror image' if found.flip else ''}\n", style="dim")
@@ -168,7 +167,7 @@ def told(found: Evaluation, worst: int) -> Iterator[RenderableType]:
         yield _worst(found, first, rows)
     if found.unreadable:
         bad = len(found.unreadable)
-        many = "picture could not be read and was" if bad == 1 else "pictures could not be read and were"
+        many = "image could not be read and was" if bad == 1 else "images could not be read and were"
         yield Text(f"\n{bad:,} {many} left out.", style="dim")
 
 
@@ -200,14 +199,14 @@ def _numbers(found: Evaluation, measured: Measured) -> Table:
         about = f"{how} {100 * abs(lean):.1f} %" if math.isfinite(lean) and abs(lean) >= 5e-4 else ""
         table.add_row("calibration error", *_share(measured.calibration.error, count), about)
     speed = measured.speed
-    table.add_row("pictures a second", f"{speed.whole:,.0f}", "", f"the network alone {speed.network:,.0f}")
+    table.add_row("images a second", f"{speed.whole:,.0f}", "", f"the network alone {speed.network:,.0f}")
     return table
 
 
 def _sweep(found: Evaluation) -> Table:
-    """A line for each size, and dim beneath it pictures a second and the intervals."""
+    """A line for each size, and dim beneath it images a second and the intervals."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    several = found.several
+    several = found.multi_label
     heads = ["size", "mAP, %" if several else "top-1, %", "top-5, %", "loss", "ECE, %"]
     heads += [] if several else [f"against {_size(found.first)}"]
     for head in heads:
@@ -257,7 +256,7 @@ def _worst(found: Evaluation, measured: Measured, rows: list[int]) -> Table:
 
 
 def _share(estimate: Estimate, count: int, *, signed: bool = False) -> tuple[str, str]:
-    """74.3 % and 71.6 to 77.0; two decimals where so many pictures give them a meaning."""
+    """74.3 % and 71.6 to 77.0; two decimals where so many images give them a meaning."""
     digits, plus = (2 if count >= 5000 else 1), "+" if signed else ""
     value, low, high = (f"{100 * v:{plus}.{digits}f}" for v in (estimate.value, estimate.low, estimate.high))
     return f"{value} %", f"{low} to {high}"
@@ -268,5 +267,5 @@ def _plain(estimate: Estimate) -> tuple[str, str]:
 
 
 def _size(measured: Measured) -> str:
-    height, width = measured.image
+    height, width = measured.image_size
     return f"{height}" if height == width else f"{height}x{width}"

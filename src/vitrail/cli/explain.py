@@ -1,4 +1,4 @@
-"""`vitrail explain`: what a model looks at in pictures, as figures."""
+"""`vitrail explain`: what a model looks at in images, as figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from vitrail.cli.console import one_line, problem, progress
 from vitrail.cli.opening import Channels, Device, Dtype, Image, Labels, Source, open_model
 from vitrail.cli.options import Family, Formats, Json, Section, Settings, listed, settings, size
-from vitrail.cli.predict import Pictures, find_pictures
+from vitrail.cli.predict import Images, find_images
 from vitrail.errors import ImageError, NotFound
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    pictures: Pictures,
+    images: Images,
     model: Source = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the figures go.")] = Path("explained"),
     methods: Annotated[
@@ -45,7 +45,7 @@ def explain(
     ] = False,
     formats: Formats = "png",
     labels: Labels = None,
-    image: Image = None,
+    image_size: Image = None,
     channels: Channels = None,
     section: Section = None,
     family: Family = None,
@@ -57,8 +57,8 @@ def explain(
     """Show what a model looks at: rollout, attention of every head, what speaks for a class, what is missed."""
     kinds, endings, layers = listed(methods), listed(formats) or (), _numbers(layer or "-1")
     told = settings(changes)
-    own: dict[str, Any] = {"image": size(image), "channels": channels, "labels": labels}
-    paths, _ = find_pictures(pictures)
+    own: dict[str, Any] = {"image_size": size(image_size), "channels": channels, "labels": labels}
+    paths, _ = find_images(images)
     vit = open_model(model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own)
     from vitrail.explain.attention import attentive, layer_number, parse_query
     from vitrail.explain.canvas import check_formats
@@ -87,7 +87,7 @@ def explain(
         typer.echo(json.dumps(rows, indent=2))
     if failed:
         if len(paths) > 1:
-            problem(f"{failed} of {len(paths)} pictures could not be read.")
+            problem(f"{failed} of {len(paths)} images could not be read.")
         raise typer.Exit(1)
 
 
@@ -115,7 +115,7 @@ def _lines(path: Path, look: Look, written: list[Path]) -> Iterator[str]:
 
 
 def stems(paths: Sequence[Path]) -> list[str]:
-    """What the files of each picture are called: its name, with as much of its folders as tells it from the others."""
+    """What the files of each image are called: its name, with as much of its folders as tells it from the others."""
     names = [path.with_suffix("") for path in paths]
     for parts in range(1, max((len(path.parts) for path in paths), default=1) + 1):
         found = ["-".join(name.parts[-parts:]).replace("/", "") for name in names]

@@ -33,17 +33,19 @@ To = Annotated[
         "--to", metavar="FORMAT", help="onnx, pt2 (torch.export) or openvino.", show_default="as DST ends, else onnx"
     ),
 ]
-Batch = Annotated[str, typer.Option("--batch", metavar="N", help="A fixed number of pictures at a time, or dynamic.")]
+Batch = Annotated[
+    str, typer.Option("--batch-size", metavar="N", help="A fixed number of images at a time, or dynamic.")
+]
 Raw = Annotated[
-    bool, typer.Option("--raw", help="Normalised images in and logits out, instead of pixels and probabilities.")
+    bool, typer.Option("--raw", help="Normalized images in and logits out, instead of pixels and probabilities.")
 ]
 Precision = Annotated[str, typer.Option(metavar="NAME", help="float32, bfloat16 or int8.")]
 Calibrate = Annotated[
-    str | None, typer.Option(metavar="SPEC", help="Pictures for int8, like those it will see: a folder, shards, ...")
+    str | None, typer.Option(metavar="SPEC", help="Images for int8, like those it will see: a folder, shards, ...")
 ]
 Check = Annotated[
     str | None,
-    typer.Option(metavar="SPEC", help="Pictures to compare on.", show_default="parts of two photographs"),
+    typer.Option(metavar="SPEC", help="Images to compare on.", show_default="parts of two photographs"),
 ]
 Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where built-in data lies.")]
 
@@ -52,8 +54,8 @@ def export(
     model: Model,
     dst: Target,
     to: To = None,
-    image: Image = None,
-    batch: Batch = "dynamic",
+    image_size: Image = None,
+    batch_size: Batch = "dynamic",
     raw: Raw = False,
     precision: Precision = "float32",
     calibrate: Calibrate = None,
@@ -68,19 +70,19 @@ def export(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a model for ONNX Runtime, torch.export or OpenVINO, and compare it with the model on real pictures.
+    """Write a model for ONNX Runtime, torch.export or OpenVINO, and compare it with the model on real images.
 
     vitrail export MODEL model.onnx
     """
     told = settings(changes)
-    options: dict[str, Any] = {"image": size(image), "labels": labels, "section": section, "family": family}
-    count = _count(batch)
+    options: dict[str, Any] = {"image_size": size(image_size), "labels": labels, "section": section, "family": family}
+    count = _count(batch_size)
     target, to, precision = _checked(dst, to, precision, calibrate, labels, overwrite)  # before the work, not after it
     with stoppable(), err.status("loading torch and the exporters"):
-        from vitrail.api.exporting import check_pictures, check_request
+        from vitrail.api.exporting import check_images, check_request
         from vitrail.api.exporting import export as run
 
-        check_pictures(calibrate, check, root)
+        check_images(calibrate, check, root)
         check_request(target, to, precision, calibrate is not None, overwrite)
     vit = open_model(model, told=told, classes=False, **options)
 
@@ -89,7 +91,7 @@ def export(
             vit,
             target,
             to=to,
-            batch=count,
+            batch_size=count,
             raw=raw,
             precision=precision,
             calibrate=calibrate,
@@ -127,8 +129,8 @@ class Steps:
 
     def __init__(self) -> None:
         self.bar = progress()
-        self.task = self.bar.add_task("preparing pictures", total=None)
-        self.pictures: int | None = None
+        self.task = self.bar.add_task("preparing images", total=None)
+        self.images: int | None = None
 
     def __enter__(self) -> Steps:
         self.bar.start()
@@ -137,13 +139,13 @@ class Steps:
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
-    def started(self, pictures: int) -> None:
-        self.pictures = pictures
+    def started(self, images: int) -> None:
+        self.images = images
 
     def step(self, what: str) -> None:
-        # Only comparing goes picture by picture; the bar of the others moves to and fro.
+        # Only comparing goes image by image; the bar of the others moves to and fro.
         self.bar.remove_task(self.task)
-        self.task = self.bar.add_task(what, total=self.pictures if what == "comparing" else None)
+        self.task = self.bar.add_task(what, total=self.images if what == "comparing" else None)
         if not err.is_terminal:
             err.print(Text(f"{what} ...", style="dim"))
 
@@ -173,7 +175,7 @@ def _count(batch: str) -> int | None:
     if batch == "dynamic":
         return None
     if not batch.isdecimal() or not int(batch):
-        raise ConfigError(f"--batch wants a number of pictures such as 8, or dynamic for any number, got {batch!r}.")
+        raise ConfigError(f"--batch-size wants a number of images such as 8, or dynamic for any number, got {batch!r}.")
     return int(batch)
 
 
@@ -181,17 +183,17 @@ def _summary(found: Exported) -> str:
     from vitrail.export.sheet import spelled
 
     sheet = found.sheet
-    many = "any batch" if sheet.batch is None else f"batches of {sheet.batch}"
-    goes = "pixels" if sheet.inside else "normalised images"
+    many = "any batch" if sheet.batch_size is None else f"batches of {sheet.batch_size}"
+    goes = "pixels" if sheet.inside else "normalized images"
     size_ = f"{found.size / 1e6:.1f} MB, the weights alone {found.weights / 1e6:.1f} in float32"
     first = f"{CALLED[sheet.to]}, {sheet.precision}, {spelled(sheet.image)} px, {many}, {goes} to {sheet.answer}"
-    return f"{first}\npictures: {sheet.card.preprocess.summary()}\n{size_}\n"
+    return f"{first}\nimages: {sheet.card.preprocess.summary()}\n{size_}\n"
 
 
 def _report(found: Exported) -> str:
     """What lies beside the file."""
     card = found.sheet.card
-    if card.task == "classify" and card.config.classes and card.labels is None:
+    if card.task == "classify" and card.config.num_classes and card.labels is None:
         return f"{found.report} has these numbers and the preprocessing\nits classes have no names: pass --labels FILE"
     return f"{found.report} has these numbers, {'class names and ' * (card.labels is not None)}preprocessing"
 
@@ -200,8 +202,8 @@ def _table(found: Exported) -> Table:
     """Compared with the model: one number to a line, and dim beside it what it is held against."""
     compared = found.comparison
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
-    of = "picture" if compared.pictures == 1 else "pictures"
-    table.add_column(f"on {compared.pictures:,} {of}", no_wrap=True)
+    of = "image" if compared.images == 1 else "images"
+    table.add_column(f"on {compared.images:,} {of}", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
     table.add_column("", style="dim")
     allowed = compared.to_dict()["relative_error_allowed"]
@@ -211,8 +213,8 @@ def _table(found: Exported) -> Table:
         table.add_row(*row)
     speed = compared.speed
     if speed is not None:
-        about = f"{speed.ratio:.2f} x the model in turns, batches of {speed.batch}"
-        table.add_row("pictures a second", f"{speed.export:,.3g}", about)
+        about = f"{speed.ratio:.2f} x the model in turns, batches of {speed.batch_size}"
+        table.add_row("images a second", f"{speed.export:,.3g}", about)
     return table
 
 
@@ -220,7 +222,7 @@ def _agreement(compared: Comparison) -> list[tuple[str, str, str]]:
     rows = []
     if compared.agreement is not None:
         low, high = 100 * compared.agreement.low, 100 * compared.agreement.high
-        about = f"{compared.same:,} of {compared.pictures:,}; 95 % interval {low:.1f} to {high:.1f}"
+        about = f"{compared.same:,} of {compared.images:,}; 95 % interval {low:.1f} to {high:.1f}"
         rows.append(("same top-1", f"{100 * compared.agreement.value:.1f} %", about))
     if compared.change is not None and compared.top1 is not None:
         change = compared.change

@@ -18,27 +18,27 @@ def figures(
     model: Source = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="SPEC", help="Pictures to look with: a folder, a data set's name ..."),
+        typer.Option("--data", metavar="SPEC", help="Images to look with: a folder, a data set's name ..."),
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the figures go.")] = Path("figures"),
     what: Annotated[
         str | None,
-        typer.Option("--what", metavar="NAMES", help="Some of filters,positions,distances,rollout,colours; else all."),
+        typer.Option("--what", metavar="NAMES", help="Some of filters,positions,distances,rollout,colors; else all."),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures to take of the data.")] = 128,
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="Images to take of the data.")] = 128,
     layer: Annotated[
         int | None, typer.Option(metavar="N", help="Whose positions and features: 1 is the first, -1 the last.")
     ] = None,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Colour what stands out from the background only.")
+        bool, typer.Option("--foreground", help="Color what stands out from the background only.")
     ] = False,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="Of a run folder: the same as it learned, animated (not colours)."),
+        typer.Option("--timeline", help="Of a run folder: the same as it learned, animated (not colors)."),
     ] = False,
     formats: Formats = "png",
     root: Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where data known by name lies.")] = None,
-    image: Image = None,
+    image_size: Image = None,
     channels: Channels = None,
     section: Section = None,
     family: Family = None,
@@ -47,32 +47,37 @@ def figures(
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Draw a model's filters, positions, attention distances, rollout of many pictures, features in colour."""
+    """Draw a model's filters, positions, attention distances, rollout of many images, features in color."""
     names, endings = listed(what), listed(formats) or ()
     if timeline:
-        given = {"--data": data, "--layer": layer, "--image": image, "--channels": channels, "--set": changes}
+        given = {"--data": data, "--layer": layer, "--image-size": image_size, "--channels": channels, "--set": changes}
         given |= {"--format": None if formats == "png" else formats}
         for option in [name for name, value in given.items() if value is not None]:
-            raise ConfigError(f"{option} does not go with --timeline, which takes the run's own settings and pictures.")
+            raise ConfigError(f"{option} does not go with --timeline, which takes the run's own settings and images.")
         written = _timeline(model, out, names)
     else:
-        own: dict[str, Any] = {"image": size(image), "channels": channels, "section": section, "family": family}
+        own: dict[str, Any] = {
+            "image_size": size(image_size),
+            "channels": channels,
+            "section": section,
+            "family": family,
+        }
         vit = open_model(model, told=settings(changes), classes=False, device=device, dtype=dtype, **own)
-        with err.status("looking for pictures"):
-            from vitrail.api.portrait import FIGURES, NEED_PICTURES, Portrait, pictures_of, pictures_of_run
+        with err.status("looking for images"):
+            from vitrail.api.portrait import FIGURES, NEED_IMAGES, Portrait, images_of, images_of_run
 
-            pictures = pictures_of(data, count, root) if data is not None else pictures_of_run(model, count)
-            if data is None and pictures is not None:
+            images = images_of(data, count, root) if data is not None else images_of_run(model, count)
+            if data is None and images is not None:
                 data = "what the run was measured on"
         with progress() as bar:
-            passes = [name for name in names or FIGURES if name in NEED_PICTURES]
-            task = bar.add_task("looking", total=max(len(pictures or (0, 0)) * len(passes), 1))
+            passes = [name for name in names or FIGURES if name in NEED_IMAGES]
+            task = bar.add_task("looking", total=max(len(images or (0, 0)) * len(passes), 1))
             portrait = Portrait(
                 vit,
-                pictures,
+                images,
                 layer=layer,
                 foreground=foreground,
-                named=f"pictures from {Path(data.rpartition(':')[2]).name or data}" if data is not None else "",
+                named=f"images from {Path(data.rpartition(':')[2]).name or data}" if data is not None else "",
                 advance=lambda n: bar.advance(task, n),
             )
             written = portrait.save(out, names, endings)

@@ -30,8 +30,8 @@ def finetune(
     what: Annotated[
         str, typer.Option("--train", metavar="all|head|N", help="What learns: all, the head, or the last N blocks too.")
     ] = "all",
-    image: Annotated[
-        str | None, typer.Option("--image", metavar="SIZE", help="Another resolution; positions are resampled.")
+    image_size: Annotated[
+        str | None, typer.Option("--image-size", metavar="SIZE", help="Another resolution; positions are resampled.")
     ] = None,
     out: Out = None,
     resume: Resume = False,
@@ -58,7 +58,7 @@ def finetune(
             data or "",
             recipe=recipe,
             what=learning,
-            image=size(image),
+            image_size=size(image_size),
             overrides=[*overrides, *([f"device={device}"] if device else [])],
             out=out,
             resume=resume,
@@ -75,7 +75,7 @@ def finetune(
         data,
         recipe=recipe,
         what=learning,
-        image=size(image),
+        image_size=size(image_size),
         overrides=overrides,
         device=device or "auto",
     )

@@ -108,7 +108,7 @@ def _row(listed: Listed) -> dict[str, Any]:
         "family": listed.family,
         "parameters": parameters(config),
         "flops": flops(config),
-        "image": list(pair(config.image)),
+        "image_size": list(pair(config.image_size)),
         "checkpoint": listed.checkpoint or listed.elsewhere or None,
         "aliases": list(listed.aliases),
     }
@@ -122,7 +122,7 @@ def _sizes(rows: list[dict[str, Any]], wide: bool) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("weights" if wide else "weights by", overflow="fold")
     for row in rows:
-        size = "x".join(map(str, row["image"])) if len(set(row["image"])) > 1 else str(row["image"][0])
+        size = "x".join(map(str, row["image_size"])) if len(set(row["image_size"])) > 1 else str(row["image_size"][0])
         found = row["checkpoint"] and (row["checkpoint"] if wide else row["checkpoint"].split("/")[0])
         weights = Text(found) if found else Text("none public", style="dim")
         table.add_row(row["name"], f"{row['parameters']:,}", f"{row['flops'] / 1e9:,.1f}", size, weights)

@@ -23,8 +23,8 @@ Labels = Annotated[
     str | None, typer.Option(metavar="FILE", help="Class names: one on each line, JSON, or the word imagenet-1k.")
 ]
 Image = Annotated[str | None, typer.Option(metavar="SIZE", help="Another size: 384, or 288x192 (height x width).")]
-Channels = Annotated[int | None, typer.Option(min=1, metavar="N", help="Take pictures as grey (1) or with alpha (4).")]
-Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Pictures at a time.")]
+Channels = Annotated[int | None, typer.Option(min=1, metavar="N", help="Take images as gray (1) or with alpha (4).")]
+Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Images at a time.")]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or mps.")]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")]
 
@@ -45,7 +45,7 @@ def open_model(
     """
     told = told or {}
     for name in told.keys() & options.keys():
-        raise ConfigError(f"--set {name}={told[name]}: pass --{name} instead.")
+        raise ConfigError(f"--set {name}={told[name]}: pass --{name.replace('_', '-')} instead.")
     with err.status(f"loading {model or 'the model that ships with vitrail'}"):
         from vitrail.api import load  # and torch: not before the arguments are known to be good
         from vitrail.weights.labels import ASSUMED
@@ -65,7 +65,7 @@ def open_model(
 
 
 def _introduce(shipped: Shipped) -> None:
-    """What was taken where no model was named, and what it can and cannot recognise."""
+    """What was taken where no model was named, and what it can and cannot recognize."""
     *labels, last = shipped.card.labels or ("nothing",)
     note(f"no --model, so this is {shipped.name}, which ships with vitrail: {shipped.about}.")
     note(
@@ -87,6 +87,6 @@ def _check_classes(vit: Model, model: str) -> None:
     if vit.labels is None:
         from vitrail.weights.labels import imagenet_1k
 
-        unknown = vit.config.classes == 1000 and not vit.card.trained_here and imagenet_1k() is None
+        unknown = vit.config.num_classes == 1000 and not vit.card.trained_here and imagenet_1k() is None
         timm = ", or install timm, which has ImageNet's names" if unknown else ""
         note(f"the checkpoint does not name its classes: pass --labels FILE{timm}.")

@@ -20,7 +20,7 @@ Section = Annotated[
 Settings = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="A setting the file does not tell, such as heads=4; may be repeated."
+        "--set", metavar="KEY=VALUE", help="A setting the file does not tell, such as num_heads=4; may be repeated."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
@@ -38,17 +38,17 @@ def size(text: str | None) -> int | tuple[int, int] | None:
     if match := PAIR.fullmatch(text.lower()):
         return int(match[1]), int(match[2])
     if not text.isdecimal() or not int(text):
-        raise ConfigError(f"--image wants 384 or 384x288 (height x width), got {text!r}.")
+        raise ConfigError(f"--image-size wants 384 or 384x288 (height x width), got {text!r}.")
     return int(text)
 
 
 def settings(given: Sequence[str] | None) -> dict[str, Any]:
-    """["heads=4", "image=224x448"] -> {"heads": 4, "image": (224, 448)}."""
+    """["num_heads=4", "image_size=224x448"] -> {"num_heads": 4, "image_size": (224, 448)}."""
     found: dict[str, Any] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
         if not (name and equals and value):
-            raise ConfigError(f"--set wants KEY=VALUE, such as heads=4, got {text!r}.")
+            raise ConfigError(f"--set wants KEY=VALUE, such as num_heads=4, got {text!r}.")
         found[name.strip()] = parse_value(value.strip())
     return found
 

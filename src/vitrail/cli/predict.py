@@ -1,4 +1,4 @@
-"""`vitrail predict`: what is in these pictures."""
+"""`vitrail predict`: what is in these images."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from vitrail.api import Model, Prediction
 
 SAID = 10
-"""So many unreadable pictures are named one by one on standard error."""
+"""So many unreadable images are named one by one on standard error."""
 
 
 @dataclass
 class Row:
-    """One picture with its classes, or with the reason it could not be read."""
+    """One image with its classes, or with the reason it could not be read."""
 
     path: Path
     classes: list[Prediction] = field(default_factory=list)
@@ -37,9 +37,9 @@ class Row:
     logits: list[float] | None = None
 
 
-Pictures = Annotated[
+Images = Annotated[
     list[str],
-    typer.Argument(metavar="PICTURE", help="Files, folders, or patterns in quotes ('photos/**/*.jpg')."),
+    typer.Argument(metavar="IMAGE", help="Files, folders, or patterns in quotes ('photos/**/*.jpg')."),
 ]
 Out = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a CSV here; JSON if it ends in .json.")
@@ -47,16 +47,16 @@ Out = Annotated[
 
 
 def predict(
-    pictures: Pictures,
+    images: Images,
     model: Source = None,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="How many classes to show.")] = 5,
     labels: Labels = None,
-    image: Image = None,
+    image_size: Image = None,
     channels: Channels = None,
     section: Section = None,
     family: Family = None,
     changes: Settings = None,
-    batch: Batch = 32,
+    batch_size: Batch = 32,
     device: Device = "auto",
     dtype: Dtype = "float32",
     engine: Engine = None,
@@ -65,40 +65,40 @@ def predict(
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: every raw output too.")] = False,
 ) -> None:
-    """Name what is in pictures. Files give a list for people; a folder or a pattern gives a CSV."""
+    """Name what is in images. Files give a list for people; a folder or a pattern gives a CSV."""
     as_json = as_json or (to is not None and to.suffix.lower() == ".json")
     if logits and not as_json:
-        raise ConfigError("--logits gives every output of every picture: add --json.")
+        raise ConfigError("--logits gives every output of every image: add --json.")
     if to is not None:
         _check_destination(to)
-    own: dict[str, Any] = {"image": size(image), "channels": channels, "labels": labels}
+    own: dict[str, Any] = {"image_size": size(image_size), "channels": channels, "labels": labels}
     told = settings(changes)
-    paths, many = find_pictures(pictures)
+    paths, many = find_images(images)
 
     own |= {"section": section, "family": family}
     vit = open_running(model, engine, calibrate=calibrate, told=told, device=device, dtype=dtype, **own)
-    rows = _Rows(vit, paths, batch, top, logits, bar=to is not None or not sys.stdout.isatty())
-    top = min(top, vit.config.classes)
+    rows = _Rows(vit, paths, batch_size, top, logits, bar=to is not None or not sys.stdout.isatty())
+    top = min(top, vit.config.num_classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or to is not None else _listing(rows)
     if to is not None:
         _write(to, "".join(text))
-        note(f"{to} has {len(paths) - rows.failed} of {len(paths)} pictures.")
+        note(f"{to} has {len(paths) - rows.failed} of {len(paths)} images.")
     else:
         for piece in text:
             # color=True: else click takes escape sequences out of names in files and pipes.
             typer.echo(visible(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
     if rows.failed and len(paths) > 1:
-        problem(f"{rows.failed} of {len(paths)} pictures could not be read.")
+        problem(f"{rows.failed} of {len(paths)} images could not be read.")
     if rows.failed:
         raise typer.Exit(1)
 
 
 class _Rows:
-    """The pictures' rows in order, as they are ready; the unreadable are counted and named."""
+    """The images' rows in order, as they are ready; the unreadable are counted and named."""
 
-    def __init__(self, vit: Model, paths: list[Path], batch: int, top: int, logits: bool, bar: bool) -> None:
-        self.vit, self.paths, self.batch, self.top, self.logits = vit, paths, batch, top, logits
-        self.bar = bar and len(paths) > batch
+    def __init__(self, vit: Model, paths: list[Path], batch_size: int, top: int, logits: bool, bar: bool) -> None:
+        self.vit, self.paths, self.batch, self.top, self.logits = vit, paths, batch_size, top, logits
+        self.bar = bar and len(paths) > batch_size
         self.failed = 0
 
     def __iter__(self) -> Iterator[Row]:
@@ -117,11 +117,11 @@ class _Rows:
         if self.failed <= SAID:
             problem(reason)
         elif self.failed == SAID + 1:
-            problem("more pictures cannot be read; the rest are counted.")
+            problem("more images cannot be read; the rest are counted.")
         return Row(path, error=reason)
 
 
-def find_pictures(given: Sequence[str]) -> tuple[list[Path], bool]:
+def find_images(given: Sequence[str]) -> tuple[list[Path], bool]:
     """Files in a stable order, each once, and whether a folder or a pattern was asked for.
 
     A file that is not there stays in the list, to be named among the unreadable, unless nothing is.
@@ -137,12 +137,12 @@ def find_pictures(given: Sequence[str]) -> tuple[list[Path], bool]:
         else:
             found.append(path)
     if not any(os.path.lexists(path) for path in found):
-        raise NotFound(f"no such picture or folder: {', '.join(map(str, found[:3]))} (looked from {Path.cwd()}).")
+        raise NotFound(f"no such image or folder: {', '.join(map(str, found[:3]))} (looked from {Path.cwd()}).")
     return list(dict.fromkeys(found)), many
 
 
 def _inside(folder: Path) -> list[Path]:
-    """Pictures in a folder and those in it, without hidden ones: macOS leaves ._photo.jpg beside photo.jpg."""
+    """Images in a folder and those in it, without hidden ones: macOS leaves ._photo.jpg beside photo.jpg."""
     suffixes = _suffixes()
     found = sorted(
         path
@@ -152,9 +152,7 @@ def _inside(folder: Path) -> list[Path]:
         and path.is_file()
     )
     if not found:
-        raise NotFound(
-            f"no pictures in the folder {folder}: looked for .jpg, .png, .webp and others, in subfolders too."
-        )
+        raise NotFound(f"no images in the folder {folder}: looked for .jpg, .png, .webp and others, in subfolders too.")
     return found
 
 
@@ -189,7 +187,7 @@ def _listing(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _csv(rows: Iterable[Row], top: int) -> Iterator[str]:
-    """path, then label, score and index of each class, then the reason where a picture failed."""
+    """path, then label, score and index of each class, then the reason where an image failed."""
     from vitrail.data.cells import csv_line
 
     numbers = [""] if top == 1 else [f"_{n}" for n in range(1, top + 1)]
@@ -200,7 +198,7 @@ def _csv(rows: Iterable[Row], top: int) -> Iterator[str]:
 
 
 def _json(rows: Iterable[Row]) -> Iterator[str]:
-    """A list, one entry for each picture."""
+    """A list, one entry for each image."""
     before = "[\n"
     for row in rows:
         entry: dict[str, Any] = {"path": str(row.path)}

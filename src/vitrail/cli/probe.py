@@ -42,12 +42,12 @@ def probe(
     shots: Annotated[
         str | None,
         typer.Option(
-            metavar="N,...", help="Few-shot: pictures of each class; without it 1,5,10,25, where there are so many."
+            metavar="N,...", help="Few-shot: images of each class; without it 1,5,10,25, where there are so many."
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, metavar="N", help="Few-shot: choices of them to average over.")] = 3,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="N,...", help="Neighbours that vote; without it 20, or all there are.")
+        str | None, typer.Option("--k", metavar="N,...", help="Neighbors that vote; without it 20, or all there are.")
     ] = None,
     vote: Annotated[
         str, typer.Option(metavar="HOW", help="weighted: by exp(cosine / 0.07), as DINO; or uniform.")
@@ -59,15 +59,15 @@ def probe(
     pool: Pool = "pooled",
     norm: Norm = True,
     most: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Use no more pictures of each part than this.")
+        int | None, typer.Option(min=2, metavar="N", help="Use no more images of each part than this.")
     ] = None,
-    image: Image = None,
+    image_size: Image = None,
     channels: Channels = None,
     root: Root = None,
     section: Section = None,
     family: Family = None,
     changes: Settings = None,
-    batch: Batch = 64,
+    batch_size: Batch = 64,
     device: Device = "auto",
     dtype: Dtype = "float32",
     skip_bad: SkipBad = False,
@@ -99,10 +99,17 @@ def probe(
     else:
         from vitrail.config import DataConfig
 
-        own: dict[str, Any] = {"image": size(image), "channels": channels, "section": section, "family": family}
+        own: dict[str, Any] = {
+            "image_size": size(image_size),
+            "channels": channels,
+            "section": section,
+            "family": family,
+        }
         vit = open_model(model, told=told, classes=False, device=device, dtype=dtype, **own)
         config = DataConfig(source=str(data), root=root, skip_bad=skip_bad)
-        found = run(vit, config, asked=asked, place=place(layers, pool, norm), most=most, batch=batch, watch=watch)
+        found = run(
+            vit, config, asked=asked, place=place(layers, pool, norm), most=most, batch_size=batch_size, watch=watch
+        )
     if as_json:
         named = {"model": model, "data": data} if not features else {"features": [str(f) for f in features]}
         typer.echo(json.dumps(named | found.to_dict(), indent=2))
@@ -121,8 +128,8 @@ def watch(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 def told_of(found: Probe) -> Iterator[RenderableType]:
     """What was measured, then one classifier to a line."""
-    pictures = f"{found.train:,} pictures of {found.classes} classes to learn from, {found.test:,} to measure on"
-    yield Text(f"{pictures}\n{found.width} features of each, as the network has them\n", style="dim")
+    images = f"{found.train:,} images of {found.num_classes} classes to learn from, {found.test:,} to measure on"
+    yield Text(f"{images}\n{found.width} features of each, as the network has them\n", style="dim")
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("", "", "accuracy", "95 % interval", ""):
         number = name == "accuracy"  # which a narrow window must not cut off

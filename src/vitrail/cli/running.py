@@ -27,7 +27,7 @@ Calibrate = Annotated[
     typer.Option(
         "--calibrate",
         metavar="SPEC",
-        help="Pictures that int8 of --engine auto has its scales from: a folder, shards, ...",
+        help="Images that int8 of --engine auto has its scales from: a folder, shards, ...",
     ),
 ]
 

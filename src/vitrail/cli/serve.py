@@ -42,21 +42,21 @@ def serve(
         str | None, typer.Option(metavar="WHERE", help="A file or an environment variable that holds the token.")
     ] = None,
     max_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="Of a request's body.")] = 16 * 2**20,
-    max_pixels: Annotated[int, typer.Option(min=1, metavar="N", help="Of one picture.")] = 50_000_000,
-    max_images: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures in one request.")] = 16,
+    max_pixels: Annotated[int, typer.Option(min=1, metavar="N", help="Of one image.")] = 50_000_000,
+    max_images: Annotated[int, typer.Option(min=1, metavar="N", help="Images in one request.")] = 16,
     allow_host: Annotated[
         list[str] | None,
         typer.Option("--allow-host", metavar="NAME", help="Another name it is asked by; give it again for more."),
     ] = None,
-    queue: Annotated[int, typer.Option(min=1, metavar="N", help="Pictures that may wait.")] = 256,
-    batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Pictures at a time; left out, a short timing finds it.")
+    queue: Annotated[int, typer.Option(min=1, metavar="N", help="Images that may wait.")] = 256,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Images at a time; left out, a short timing finds it.")
     ] = None,
     wait: Annotated[
         float, typer.Option(min=0, max=1000, metavar="MS", help="How long a batch waits for company.")
     ] = 4.0,
     labels: Labels = None,
-    image: Image = None,
+    image_size: Image = None,
     channels: Channels = None,
     section: Section = None,
     family: Family = None,
@@ -74,7 +74,7 @@ def serve(
     if calibrate is not None and engine != "auto":
         raise ConfigError("--calibrate lets --engine auto try int8; pass both, or neither.")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: no spinning where others work
-    own: dict[str, Any] = {"image": size(image), "channels": channels, "labels": labels, "device": device}
+    own: dict[str, Any] = {"image_size": size(image_size), "channels": channels, "labels": labels, "device": device}
     own |= {"told": settings(changes), "section": section, "family": family, "dtype": dtype, "calibrate": calibrate}
     server, several = _parts()
     from vitrail.export.names import is_exported
@@ -85,7 +85,7 @@ def serve(
     cores, near = max(own_cores() // workers, 1), host.startswith(LOOPBACK)
     how = server.Settings(
         limits=Limits(bytes=max_bytes, pixels=max_pixels, images=max_images),
-        work={"queue": queue, "batch": batch, "wait": wait / 1000},
+        work={"queue": queue, "batch_size": batch_size, "wait": wait / 1000},
         cores=cores,
         token=None if token is None else read_token(token),
         hosts=tuple(allow_host or ()) if allow_host or near else None,
@@ -103,7 +103,7 @@ def opened(model: str | None, engine: str | None, cores: int, calibrate: str | N
     """The model and the engine that runs it, in the process that will serve it."""
     _log_to_stderr()
     notes_to_stderr()  # a worker is a process of its own
-    from vitrail.api.exporting import calibration_pictures
+    from vitrail.api.exporting import calibration_images
     from vitrail.export.engines import FileEngine, open_engine
     from vitrail.export.names import is_exported
     from vitrail.serve.served import Served
@@ -113,20 +113,22 @@ def opened(model: str | None, engine: str | None, cores: int, calibrate: str | N
         _check_unchanged(model, **options | {"calibrate": calibrate})
         found, labels = open_engine(model, engine, threads=cores, lanes=cores), options.get("labels")
         if labels is not None and isinstance(found, FileEngine):
-            found = found.named(found.card.but(labels=read_labels(labels, found.card.config.classes)))
+            found = found.named(found.card.replace(labels=read_labels(labels, found.card.config.num_classes)))
         return Served(found, name=Path(model).stem, alone=True)
     vit = open_model(model, classes=False, **options)
     alone = vit.device.type == "cpu"
-    pictures = calibration_pictures(calibrate)
-    runs = open_engine(vit, engine, vit.device, threads=cores, calibrate=pictures, lanes=cores if alone else 1)
+    images = calibration_images(calibrate)
+    runs = open_engine(vit, engine, vit.device, threads=cores, calibrate=images, lanes=cores if alone else 1)
     return Served(runs, vit, alone=alone)
 
 
 def _check_unchanged(model: str, *, device: str = "auto", dtype: str = "float32", **options: Any) -> None:
     """Raise ConfigError where something else is wanted than what was exported."""
-    for name in ("image", "channels", "section", "family", "told", "calibrate"):
+    for name in ("image_size", "channels", "section", "family", "told", "calibrate"):
         if options.get(name):
-            raise ConfigError(f"{model} is exported already: --{'set' if name == 'told' else name} comes too late.")
+            raise ConfigError(
+                f"{model} is exported already: --{'set' if name == 'told' else name.replace('_', '-')} comes too late."
+            )
     if device not in ("auto", "cpu"):
         raise ConfigError(
             f"{model} is exported and runs on the CPU; for {device}, serve the checkpoint it was made from."

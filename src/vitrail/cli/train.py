@@ -36,7 +36,7 @@ AutoResume = Annotated[
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps or auto.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")]
 SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave unreadable pictures out of measurements instead of refusing.")
+    bool, typer.Option("--skip-bad", help="Leave unreadable images out of measurements instead of refusing.")
 ]
 Data = Annotated[
     str | None,
@@ -130,13 +130,13 @@ def spelled() -> str:
 
 def _results(done: Run) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, s in (("accuracy", done.scores), ("on test pictures", done.test)):
+    for name, s in (("accuracy", done.scores), ("on test images", done.test)):
         if s is None:
             continue
-        value, about = s.top1, f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} pictures"
+        value, about = s.top1, f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} images"
         if s.mean_average_precision is not None:
             name = name.replace("accuracy", "mean average precision")
-            value, about = s.mean_average_precision, f"{s.count} pictures; the likeliest label is right for"
+            value, about = s.mean_average_precision, f"{s.count} images; the likeliest label is right for"
             about += f" {100 * s.top1:.2f} % of those that have one"
         table.add_row(name, f"{100 * value:.2f} %", Text(about, style="dim"))
     beside = dict(done.baselines)
@@ -144,9 +144,9 @@ def _results(done: Run) -> Table:
     for name, scores in beside.items():
         table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
     model = shlex.quote(str(done.path))
-    use = f"predict --model {model} PICTURE"
+    use = f"predict --model {model} IMAGE"
     if done.config.objective == "masked-patch":  # it has no head to answer with yet
-        use = f"finetune --model {model} --data PICTURES"
+        use = f"finetune --model {model} --data IMAGES"
     table.add_row("model", str(done.path / "model"), Text(f"vitrail {use}", style="dim"))
     if done.report.exists():
         table.add_row("report", str(done.report), "")
@@ -168,7 +168,7 @@ def _recipe_for(data: str) -> str:
         return data
     raise ConfigError(
         f"--data {data} needs a recipe beside it, such as vitrail train deit-s16 --data {data}; with fewer than a "
-        f"million pictures start from a trained model: vitrail finetune --model MODEL --data {data}."
+        f"million images start from a trained model: vitrail finetune --model MODEL --data {data}."
     )
 
 
@@ -189,11 +189,13 @@ def picked(config: TrainConfig) -> Table:
     table = Table.grid(padding=(0, 2))
     optim = config.optim
     slower = f", {optim.layer_decay:g} of it a layer down" if optim.layer_decay else ""
-    what = {"all": "everything", "head": "the head only"}.get(str(optim.train), f"the head and {optim.train} blocks")
-    table.add_row("start", str(config.start))
+    what = {"all": "everything", "head": "the head only"}.get(
+        str(optim.trainable), f"the head and {optim.trainable} blocks"
+    )
+    table.add_row("start", str(config.init_from))
     table.add_row("data", config.data.source)
     table.add_row("learns", what)
-    table.add_row("optimiser", f"{optim.kind} at {optim.lr:g}{slower}")
-    table.add_row("length", f"{config.duration} in batches of {config.batch}")
-    table.add_row("size", "the checkpoint's own" if config.image is None else f"{config.image} px")
+    table.add_row("optimizer", f"{optim.kind} at {optim.lr:g}{slower}")
+    table.add_row("length", f"{config.duration} in batches of {config.batch_size}")
+    table.add_row("size", "the checkpoint's own" if config.image_size is None else f"{config.image_size} px")
     return table

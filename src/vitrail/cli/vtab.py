@@ -37,15 +37,15 @@ def vtab(
         str, typer.Option("--lr", metavar="LR,...", help="Fine-tuning: rates that the 200 choose from.")
     ] = "0.003,0.01,0.03",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fine-tuning: its length.")] = 2500,
-    image: Image = None,
+    image_size: Image = None,
     to: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where fine-tuned runs go.")] = Path(
         "runs/vtab"
     ),
-    batch: Batch = 64,
+    batch_size: Batch = 64,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """The VTAB-1k protocol: 800 pictures learn and 200 choose, then 1,000 learn, and the whole test part decides.
+    """The VTAB-1k protocol: 800 images learn and 200 choose, then 1,000 learn, and the whole test part decides.
 
     vitrail vtab --model MODEL --root vtab-1k/ --method linear
     """
@@ -66,10 +66,10 @@ def vtab(
         method=method,  # type: ignore[arg-type]
         rates=chosen,
         steps=steps,
-        image=size(image),
+        image_size=size(image_size),
         device=device,
         out=to,
-        batch=batch,
+        batch_size=batch_size,
         watch=watch,
     )
     if as_json:
@@ -101,7 +101,7 @@ def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
         yield Text(f"\n{len(found.missing)} of 19 tasks are not here, so there is no VTAB score: {names}.")
         yield Text(
             f"Put each in a folder of its name in {root}: train800.txt, val200.txt and test.txt (`path label` on a "
-            "line) with the pictures, or train/ and test/ with a folder for each class.",
+            "line) with the images, or train/ and test/ with a folder for each class.",
             style="dim",
         )
 

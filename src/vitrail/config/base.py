@@ -41,7 +41,7 @@ class Config:
     def check(self) -> None:
         """Raise ConfigError where the fields do not fit together."""
 
-    def but(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked again."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
@@ -80,7 +80,7 @@ def for_trainer(cls: type[C]) -> type[C]:
 
 
 def override(config: Config, assignments: Iterable[str]) -> Any:
-    """Apply `key=value` strings by dotted path: `override(cfg, ["heads=4", "stem.width=0.5"])`.
+    """Apply `key=value` strings by dotted path: `override(cfg, ["num_heads=4", "stem.width_factor=0.5"])`.
 
     All at once: settings that need each other may come in any order.
     """
@@ -88,7 +88,7 @@ def override(config: Config, assignments: Iterable[str]) -> Any:
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
-            raise ConfigError(f"got {assignment!r}, wanted key=value, such as heads=4.")
+            raise ConfigError(f"got {assignment!r}, wanted key=value, such as num_heads=4.")
         changes.append((path.strip().split("."), parse_value(text.strip()), path.strip()))
     return _changed(config, changes)
 

@@ -34,13 +34,13 @@ class Duration(Config):
         count = float(match[1]) * THOUSANDS[match[2].lower()]
         return cls(count=count, unit=f"{match[3].lower()}s")  # type: ignore[arg-type]
 
-    def to_steps(self, *, batch: int, images: int) -> int:
+    def to_steps(self, *, batch_size: int, images: int) -> int:
         """Steps of `batch` images that cover it, where an epoch is `images` images; rounded up."""
         if self.unit == "epochs" and images < 1:
             raise ConfigError(
-                f"{self} cannot be counted: nobody knows how many pictures a stream has; use steps or images."
+                f"{self} cannot be counted: nobody knows how many images a stream has; use steps or images."
             )
-        per_step = {"steps": 1.0, "epochs": batch / max(images, 1), "images": float(batch)}[self.unit]
+        per_step = {"steps": 1.0, "epochs": batch_size / max(images, 1), "images": float(batch_size)}[self.unit]
         return math.ceil(round(self.count / per_step, 6))
 
     def __str__(self) -> str:

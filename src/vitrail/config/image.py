@@ -1,4 +1,4 @@
-"""From a picture's bytes to the numbers a network was trained on: the part that must never drift."""
+"""From an image's bytes to the numbers a network was trained on: the part that must never drift."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, kw_only=True)
 class PreprocessConfig(Config):
-    """Resize, crop, scale to [0, 1], normalise. The defaults are the original ViT's."""
+    """Resize, crop, scale to [0, 1], normalize. The defaults are the original ViT's."""
 
-    image: Pair = 224
+    image_size: Pair = 224
     """Height and width of what the network gets."""
     resize: Literal["squash", "short"] = "squash"
     """Change the aspect to the crop's, or keep it and fit the short side."""
     resize_to: int | None = None
-    """The short side before the centre crop; None: no margin, the crop is just covered."""
-    centre: Literal["round", "floor"] = "round"
+    """The short side before the center crop; None: no margin, the crop is just covered."""
+    crop_rounding: Literal["round", "floor"] = "round"
     """Where the crop goes when an odd number of pixels is cut: torchvision and timm round half to
     even, Hugging Face rounds down."""
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos", "area"] = "bilinear"
@@ -41,17 +41,17 @@ class PreprocessConfig(Config):
     """Then divided by, per channel."""
 
     def check(self) -> None:
-        object.__setattr__(self, "image", pair(self.image))
+        object.__setattr__(self, "image_size", pair(self.image_size))
         if len(self.mean) != len(self.std):
             raise ConfigError(f"mean has {len(self.mean)} channels and std {len(self.std)}; they must agree.")
         if any(s <= 0 for s in self.std):
             raise ConfigError(f"std must be positive, got {self.std}.")
-        if min(pair(self.image)) < 1 or (self.resize_to is not None and self.resize_to < 1):
-            raise ConfigError(f"sizes must be positive, got image={self.image}, resize_to={self.resize_to}.")
+        if min(pair(self.image_size)) < 1 or (self.resize_to is not None and self.resize_to < 1):
+            raise ConfigError(f"sizes must be positive, got image_size={self.image_size}, resize_to={self.resize_to}.")
 
     def summary(self) -> str:
         """In a few words, for people."""
-        height, width = pair(self.image)
+        height, width = pair(self.image_size)
         if self.resize == "short":
             first = f"short side to {self.resize_to or min(height, width)}, crop {height}x{width}"
         elif self.resize_to:
@@ -64,5 +64,5 @@ class PreprocessConfig(Config):
 
     @property
     def channels(self) -> int:
-        """1 grey, 3 RGB, 4 RGBA."""
+        """1 gray, 3 RGB, 4 RGBA."""
         return len(self.mean)

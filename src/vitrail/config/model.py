@@ -17,11 +17,11 @@ Activation = Literal["gelu", "gelu-tanh", "gelu-quick", "swiglu"]
 
 @dataclass(frozen=True, kw_only=True)
 class StemConfig(Config):
-    """The hybrid's ResNet: post-activation, weight-standardised, group-normalised, SAME padding."""
+    """The hybrid's ResNet: post-activation, weight-standardized, group-normalized, SAME padding."""
 
     layers: tuple[int, ...] = (3, 4, 9)
     """Units in each stage; the map is 4 * 2**(stages - 1) times smaller than the image."""
-    width: float = 1.0
+    width_factor: float = 1.0
     """Times 64 channels in the first stage."""
     norm_eps: float = 1e-6
     """GroupNorm's epsilon: 1e-6 in the original, 1e-5 in timm."""
@@ -31,7 +31,7 @@ class StemConfig(Config):
     """1e-5 in the original, 1e-8 in timm."""
 
     def check(self) -> None:
-        _positive(self, "width")
+        _positive(self, "width_factor")
         if any(n < 1 for n in self.layers):
             raise ConfigError(f"every stage needs a unit, got layers={self.layers}.")
 
@@ -43,7 +43,7 @@ class StemConfig(Config):
     @property
     def channels(self) -> int:
         """Channels of the map."""
-        base = int(64 * self.width)
+        base = int(64 * self.width_factor)
         return base * 4 * 2 ** (len(self.layers) - 1) if self.layers else base
 
 
@@ -52,32 +52,32 @@ class StemConfig(Config):
 class ViTConfig(Config):
     """A Vision Transformer. The defaults are ViT-B/16 as the original code computes it."""
 
-    image: Pair = 224
+    image_size: Pair = 224
     """Height and width the position embeddings are made for; other sizes are resampled."""
-    patch: Pair = 16
+    patch_size: Pair = 16
     """Height and width of one patch in pixels (of the stem's map in a hybrid); must divide `image`."""
     uncovered: Literal["refuse", "ignore"] = "refuse"
     """What to do with an image the patches do not cover: refuse it, or leave out its last rows and
     columns, as a convolution does (SigLIP SO400M/14 at 384 px)."""
     channels: int = 3
     """Channels of the image."""
-    classes: int = 1000
+    num_classes: int = 1000
     """Outputs of the head; 0 for no head: the network then returns pooled features."""
 
     width: int = 768
     """Numbers per token."""
     depth: int = 12
     """Blocks."""
-    heads: int = 12
+    num_heads: int = 12
     """Attention heads; must divide `width`."""
-    mlp: int = 3072
+    mlp_dim: int = 3072
     """Hidden width of the MLP (after gating, for SwiGLU)."""
 
     class_token: bool = True
     """Prepend a learned token that collects the answer."""
     distilled: bool = False
     """A second such token with its own head, taught by another network (DeiT)."""
-    registers: int = 0
+    num_registers: int = 0
     """Extra learned tokens without a position or a reading (DINOv2)."""
 
     position: PositionKind = "learned-1d"
@@ -87,7 +87,7 @@ class ViTConfig(Config):
     table. None: the stem, or the layers for what lives inside the attention (relative, rope-2d)."""
     position_on_class: bool = True
     """The class (and distillation) token has a learned position too; big_vision's has none."""
-    position_std: float = 0.02
+    position_init_std: float = 0.02
     """Spread of learned positions at birth; big_vision has 1 / sqrt(width)."""
     resample: Resample = "google"
     """Whose convention resizes learned positions to another grid; see `models.position`."""
@@ -107,7 +107,7 @@ class ViTConfig(Config):
     proj_bias: bool = True
     """Bias in the attention's output and in the MLP."""
     qk_norm: bool = False
-    """Normalise queries and keys per head."""
+    """Normalize queries and keys per head."""
     layer_scale: float | None = None
     """First value of the learned scale on each branch; None for no such scale."""
     pre_norm: bool = False
@@ -134,23 +134,34 @@ class ViTConfig(Config):
     """After positions, attention and both MLP layers."""
     attention_dropout: float = 0.0
     """On the attention weights."""
-    path_dropout: float = 0.0
+    drop_path: float = 0.0
     """Stochastic depth: the last block's chance to be skipped, per image; rises linearly from 0."""
 
     stem: StemConfig | None = None
     """A ResNet before the patches makes it a hybrid."""
 
     def check(self) -> None:
-        _set(self, image=pair(self.image), patch=pair(self.patch))
-        _positive(self, "image", "patch", "channels", "width", "depth", "heads", "mlp", "norm_eps", "rope_base")
-        if self.classes < 0 or self.registers < 0 or self.pre_logits < 0:
+        _set(self, image_size=pair(self.image_size), patch_size=pair(self.patch_size))
+        _positive(
+            self,
+            "image_size",
+            "patch_size",
+            "channels",
+            "width",
+            "depth",
+            "num_heads",
+            "mlp_dim",
+            "norm_eps",
+            "rope_base",
+        )
+        if self.num_classes < 0 or self.num_registers < 0 or self.pre_logits < 0:
             raise ConfigError("classes, registers and pre_logits count things: 0 or more.")
-        if self.width % self.heads:
-            raise ConfigError(f"width={self.width} is not divisible into heads={self.heads}.")
-        for name in ("dropout", "attention_dropout", "path_dropout"):
+        if self.width % self.num_heads:
+            raise ConfigError(f"width={self.width} is not divisible into num_heads={self.num_heads}.")
+        for name in ("dropout", "attention_dropout", "drop_path"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is a probability: 0 or more, less than 1.")
-        self.grid_of(pair(self.image))
+        self.grid_of(pair(self.image_size))
         self._check_tokens()
         self._check_position()
 
@@ -161,7 +172,7 @@ class ViTConfig(Config):
             if self.distilled:
                 raise ConfigError("distilled=true needs class_token=true.")
         if self.pool == "token+gap" and self.pool_norm == "after":
-            raise ConfigError("pool='token+gap' joins normalised tokens: pool_norm='before' or 'none', not 'after'.")
+            raise ConfigError("pool='token+gap' joins normalized tokens: pool_norm='before' or 'none', not 'after'.")
         self._check_coca()
         if self.distilled and self.pool != "token":
             raise ConfigError(f"distilled=true reads two tokens: pool='token', not {self.pool!r}.")
@@ -174,8 +185,8 @@ class ViTConfig(Config):
                 raise ConfigError(f"pool_width and pool_heads belong to pool='coca', not to pool={self.pool!r}.")
             return
         if not self.class_token or self.pool_norm != "before":
-            raise ConfigError("pool='coca' pools normalised tokens: class_token=true and pool_norm='before'.")
-        width, heads = self.pooled_width, self.pool_heads or self.heads
+            raise ConfigError("pool='coca' pools normalized tokens: class_token=true and pool_norm='before'.")
+        width, heads = self.pooled_width, self.pool_heads or self.num_heads
         if width < 1 or heads < 1 or width % heads:
             raise ConfigError(f"pool_width={width} is not divisible into pool_heads={heads}.")
 
@@ -188,29 +199,30 @@ class ViTConfig(Config):
             raise ConfigError(f"learned-2d splits width={self.width} into halves: make it even.")
         if self.position == "sincos-2d" and (self.width % 4 or self.width < 8):
             raise ConfigError(f"sincos-2d splits width={self.width} into quarters: a multiple of 4, from 8.")
-        if self.position == "rope-2d" and (self.width // self.heads) % 4:
+        if self.position == "rope-2d" and (self.width // self.num_heads) % 4:
             raise ConfigError(
-                f"rope-2d rotates quarters of a head: its {self.width // self.heads} numbers must be a multiple of 4."
+                f"rope-2d rotates quarters of a head: width / num_heads = {self.width // self.num_heads} "
+                "must be a multiple of 4."
             )
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches at `image`."""
-        return self.grid_of(pair(self.image))
+        return self.grid_of(pair(self.image_size))
 
-    def grid_of(self, image: tuple[int, int]) -> tuple[int, int]:
+    def grid_of(self, image_size: tuple[int, int]) -> tuple[int, int]:
         """Rows and columns of patches of an image of this height and width."""
-        patch = pair(self.patch)
+        patch = pair(self.patch_size)
         if self.stem is None:
-            for side, name, size in zip(image, ("height", "width"), patch, strict=True):
+            for side, name, size in zip(image_size, ("height", "width"), patch, strict=True):
                 if side < size or (side % size and self.uncovered == "refuse"):
                     raise ConfigError(_uncovered(side, name, size))
-            return image[0] // patch[0], image[1] // patch[1]
-        rows, columns = (-(-side // self.stem.stride) for side in image)  # SAME padding rounds up
+            return image_size[0] // patch[0], image_size[1] // patch[1]
+        rows, columns = (-(-side // self.stem.stride) for side in image_size)  # SAME padding rounds up
         if rows % patch[0] or columns % patch[1]:
             raise ConfigError(
-                f"patch={patch[0]}x{patch[1]} does not divide the stem's {rows}x{columns} map of a "
-                f"{image[0]}x{image[1]} image; try a multiple of {patch[0] * self.stem.stride} pixels."
+                f"patch_size={patch[0]}x{patch[1]} does not divide the stem's {rows}x{columns} map of a "
+                f"{image_size[0]}x{image_size[1]} image; try a multiple of {patch[0] * self.stem.stride} pixels."
             )
         return rows // patch[0], columns // patch[1]
 
@@ -226,9 +238,9 @@ class ViTConfig(Config):
         return self.class_token + self.distilled if learned else 0
 
     @property
-    def prefix(self) -> int:
+    def num_prefix_tokens(self) -> int:
         """Tokens before the patches: class, distillation, registers, in this order."""
-        return self.class_token + self.distilled + self.registers
+        return self.class_token + self.distilled + self.num_registers
 
     @property
     def head_width(self) -> int:
@@ -245,17 +257,17 @@ class ViTConfig(Config):
 @for_trainer
 @dataclass(frozen=True, kw_only=True)
 class BiTConfig(Config):
-    """BiT's ResNet: pre-activation, weight-standardised, group-normalised, symmetric padding."""
+    """BiT's ResNet: pre-activation, weight-standardized, group-normalized, symmetric padding."""
 
-    image: Pair = 224
+    image_size: Pair = 224
     """Height and width it is meant for; it takes any."""
     channels: int = 3
     """Channels of the image."""
-    classes: int = 1000
+    num_classes: int = 1000
     """Outputs of the head; 0 for no head."""
     layers: tuple[int, ...] = (3, 4, 6, 3)
     """Units in each of the four stages."""
-    width: float = 1.0
+    width_factor: float = 1.0
     """Times 64 channels: the x1 ... x4 of the name."""
     norm_eps: float = 1e-5
     """GroupNorm's epsilon."""
@@ -265,8 +277,8 @@ class BiTConfig(Config):
     """Border of the first max-pool: zeros, which may win (the paper's, timm's), or nothing (big_vision)."""
 
     def check(self) -> None:
-        _set(self, image=pair(self.image))
-        _positive(self, "image", "channels", "width", "norm_eps")
+        _set(self, image_size=pair(self.image_size))
+        _positive(self, "image_size", "channels", "width_factor", "norm_eps")
         if not self.layers or any(n < 1 for n in self.layers):
             raise ConfigError(f"BiT needs units in every stage, got layers={self.layers}.")
 
@@ -286,4 +298,4 @@ def _positive(config: Config, *names: str) -> None:
 def _uncovered(side: int, name: str, patch: int) -> str:
     below, above = side // patch * patch, -(-side // patch) * patch
     tries = f"{above}" if not below else f"{below} or {above}"
-    return f"patch={patch} leaves {side - below} px of the image's {name} {side} uncovered; try {name} {tries}."
+    return f"patch_size={patch} leaves {side - below} px of the image's {name} {side} uncovered; try {name} {tries}."

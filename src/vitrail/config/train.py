@@ -1,4 +1,4 @@
-"""A training run: model, data, objective, optimiser, schedule. A recipe is a function that returns one."""
+"""A training run: model, data, objective, optimizer, schedule. A recipe is a function that returns one."""
 
 from __future__ import annotations
 
@@ -19,34 +19,40 @@ class ClassifyConfig(Config):
 
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Cross-entropy over the classes, or a yes or no for each, summed over them (what several labels
-    to a picture always have)."""
-    smoothing: float = 0.0
+    to an image always have)."""
+    label_smoothing: float = 0.0
     """Share of the target that is spread over all classes."""
-    weights: Literal["none", "balanced"] = "none"
+    class_weights: Literal["none", "balanced"] = "none"
     """balanced: weigh each class's term of the loss by how rare the class is; the mean weight is 1."""
 
     def check(self) -> None:
-        if not 0 <= self.smoothing < 1:
-            raise ConfigError(f"smoothing={self.smoothing} is a share: 0 or more, less than 1.")
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(f"label_smoothing={self.label_smoothing} is a share: 0 or more, less than 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedPatchConfig(Config):
     """Learning without labels, by guessing what corrupted patches showed (the paper's appendix B.1.2)."""
 
-    share: float = 0.5
+    mask_ratio: float = 0.5
     """Of the patches that are corrupted."""
-    masked: float = 0.8
+    mask_token_prob: float = 0.8
     """Of those: replaced by a learned token."""
-    replaced: float = 0.1
-    """Of those: replaced by another patch of the same picture. The rest stay as they are."""
-    target: Literal["mean-colour", "downsized", "pixels"] = "mean-colour"
-    """The patch's mean colour in 3 bits a channel (512 classes), a 4 x 4 miniature of it in the same
-    colours, or all its pixels by their squared error."""
+    random_patch_prob: float = 0.1
+    """Of those: replaced by another patch of the same image. The rest stay as they are."""
+    target: Literal["mean-color", "downsized", "pixels"] = "mean-color"
+    """The patch's mean color in 3 bits a channel (512 classes), a 4 x 4 miniature of it in the same
+    colors, or all its pixels by their squared error."""
 
     def check(self) -> None:
-        if not 0 < self.share <= 1 or min(self.masked, self.replaced) < 0 or self.masked + self.replaced > 1:
-            raise ConfigError("share is in (0, 1], and masked and replaced are shares that make at most 1 together.")
+        if (
+            not 0 < self.mask_ratio <= 1
+            or min(self.mask_token_prob, self.random_patch_prob) < 0
+            or self.mask_token_prob + self.random_patch_prob > 1
+        ):
+            raise ConfigError(
+                "mask_ratio is in (0, 1]; mask_token_prob and random_patch_prob are 0 or more and at most 1 together."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +63,14 @@ class DistillConfig(Config):
     """Anything that `vitrail.load` loads, with the same classes."""
     kind: Literal["hard", "soft"] = "hard"
     """Its decisions as labels, or its probabilities."""
-    share: float = 0.5
+    alpha: float = 0.5
     """Of the loss that the teacher has."""
     temperature: float = 3.0
     """Of the soft probabilities."""
 
     def check(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ConfigError(f"share={self.share} is a share of the loss: from 0 to 1.")
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"alpha={self.alpha} is the weight of the teacher in the loss: from 0 to 1.")
         if self.temperature <= 0:
             raise ConfigError(f"temperature={self.temperature} must be positive.")
 
@@ -92,26 +98,26 @@ class OptimConfig(Config):
     (big_vision: 1e-4 there is 0.1 here at lr=1e-3)."""
     layer_decay: float | None = None
     """Each layer below the head learns this much slower than the one above it."""
-    clip: float | None = 1.0
+    grad_clip: float | None = 1.0
     """Largest norm of the whole gradient."""
-    train: Literal["all", "head"] | int = "all"
+    trainable: Literal["all", "head"] | int = "all"
     """What learns: everything, the head only, or the head and the last so many blocks."""
-    head_lr: float = 1.0
+    head_lr_factor: float = 1.0
     """Times the learning rate, for the head."""
 
     def check(self) -> None:
-        if self.lr <= 0 or self.eps <= 0 or self.head_lr <= 0:
-            raise ConfigError("lr, eps and head_lr must be positive.")
-        if self.clip is not None and self.clip <= 0:
-            raise ConfigError(f"clip={self.clip} must be positive, or none.")
+        if self.lr <= 0 or self.eps <= 0 or self.head_lr_factor <= 0:
+            raise ConfigError("lr, eps and head_lr_factor must be positive.")
+        if self.grad_clip is not None and self.grad_clip <= 0:
+            raise ConfigError(f"grad_clip={self.grad_clip} must be positive, or none.")
         if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
             raise ConfigError(f"layer_decay={self.layer_decay} is in (0, 1], or none.")
         if self.weight_decay < 0 or not all(0 <= b < 1 for b in (*self.betas, self.momentum or 0.0)):
             raise ConfigError("weight_decay is 0 or more; betas and momentum are in [0, 1).")
         if self.kind == "adamw" and (self.momentum is not None or self.nesterov):
             raise ConfigError("momentum and nesterov are for sgd and muon; AdamW has betas.")
-        if isinstance(self.train, int) and self.train < 0:
-            raise ConfigError(f"train={self.train} counts blocks: 0 or more.")
+        if isinstance(self.trainable, int) and self.trainable < 0:
+            raise ConfigError(f"trainable={self.trainable} counts blocks: 0 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +130,14 @@ class ScheduleConfig(Config):
     """A straight rise from 0 at the start."""
     cooldown: Duration = steps(0)
     """A straight fall to `floor` at the end (for rsqrt and constant)."""
-    floor: float = 0.0
+    min_lr_ratio: float = 0.0
     """What is left at the end, as a share of the highest."""
     timescale: Duration = steps(10_000)
     """For rsqrt: the learning rate falls as 1 / sqrt(1 + t / timescale)."""
 
     def check(self) -> None:
-        if not 0 <= self.floor <= 1:
-            raise ConfigError(f"floor={self.floor} is a share of the highest learning rate: from 0 to 1.")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"min_lr_ratio={self.min_lr_ratio} is a share of the highest learning rate: from 0 to 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +149,13 @@ class TrainConfig(Config):
     seed: int = 0
     """Decides first values, order, augmentation, masks, dropout: everything drawn."""
     model: ViTConfig | BiTConfig | None = None
-    """The network; with `start`, None for the checkpoint's own. classes=0 takes the data's."""
-    start: str | None = None
+    """The network; with `start`, None for the checkpoint's own. num_classes=0 takes the data's."""
+    init_from: str | None = None
     """A checkpoint to begin from: anything that `vitrail.load` loads."""
-    image: int | tuple[int, int] | None = None
+    image_size: int | tuple[int, int] | None = None
     """With `start`: another image size; positions are resampled."""
     preprocess: PreprocessConfig | None = None
-    """How pictures are prepared for evaluation; None: the checkpoint's way or the family's usual one."""
+    """How images are prepared for evaluation; None: the checkpoint's way or the family's usual one."""
     data: DataConfig = DataConfig()
     augment: AugmentConfig = AugmentConfig()
     objective: Literal["classify", "masked-patch", "distill"] = "classify"
@@ -160,9 +166,9 @@ class TrainConfig(Config):
     schedule: ScheduleConfig = ScheduleConfig()
 
     duration: Duration = epochs(10)
-    batch: int | Literal["auto"] = 256
-    """Pictures per step, over all devices together; auto: the largest power of two that fits."""
-    accumulate: int = 1
+    batch_size: int | Literal["auto"] = 256
+    """Images per step, over all devices together; auto: the largest power of two that fits."""
+    grad_accum_steps: int = 1
     """Parts a batch is computed in, one after the other, to save memory; changes nothing else."""
     ema: float | None = None
     """Keep an average of the weights that forgets at this rate a step (0.9999), and measure it."""
@@ -172,7 +178,7 @@ class TrainConfig(Config):
     compile: bool | Literal["graphs"] = False
     """torch.compile: slow to start, then faster. graphs: as CUDA graphs too, for networks so small that
     a GPU waits for the host between its kernels; without a GPU, nothing is compiled."""
-    recompute: bool = False
+    gradient_checkpointing: bool = False
     """Gradient checkpointing: less memory, a third more time."""
     parallel: Literal["auto", "ddp", "fsdp"] = "auto"
     """Under torchrun: a copy of the model on each device, or each a shard of it. auto: ddp."""
@@ -187,7 +193,7 @@ class TrainConfig(Config):
     snapshot_every: Duration | None = None
     """Keep a copy of the weights so often, as a model that `vitrail.load` loads; the first ones and the last, too."""
     keep: Literal["auto", "best", "last"] = "auto"
-    """Which weights become the model: the best on the validation pictures or the last ones. auto: the
+    """Which weights become the model: the best on the validation images or the last ones. auto: the
     best, unless they were measured on the test split, where choosing would be cheating."""
     patience: int | None = None
     """Stop after so many evaluations without a better one."""
@@ -198,14 +204,14 @@ class TrainConfig(Config):
     """Overrides (`model.position=none`), each of which makes a second run to compare with in the report."""
 
     def check(self) -> None:
-        if self.model is None and self.start is None:
-            raise ConfigError("a run needs a model: a network's config, or start=CHECKPOINT.")
+        if self.model is None and self.init_from is None:
+            raise ConfigError("a run needs a model: a network's config, or init_from=CHECKPOINT.")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed} is too large; wanted a number of 64 bits.")
-        if isinstance(self.batch, int) and self.batch < 1:
-            raise ConfigError(f"batch={self.batch}: one picture or more.")
-        if self.accumulate < 1:
-            raise ConfigError(f"accumulate={self.accumulate}: 1 or more.")
+        if isinstance(self.batch_size, int) and self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size}: one image or more.")
+        if self.grad_accum_steps < 1:
+            raise ConfigError(f"grad_accum_steps={self.grad_accum_steps}: 1 or more.")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ConfigError(f"ema={self.ema} is between 0 and 1, or none.")
         for name in ("log_every", "evaluate_every", "checkpoint_every", "snapshot_every", "duration"):
@@ -213,10 +219,12 @@ class TrainConfig(Config):
                 raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}.")
         if self.patience is not None and self.patience < 1:
             raise ConfigError(f"patience={self.patience}: 1 or more evaluations, or none.")
-        if self.classify.weights == "balanced" and self.data.order == "balanced":
-            raise ConfigError("data.order=balanced shows classes equally often already: classify.weights=none with it.")
-        if self.batch == "auto" and self.parallel == "fsdp":
-            raise ConfigError("batch=auto tries the whole model on one device; with parallel=fsdp give a number.")
+        if self.classify.class_weights == "balanced" and self.data.order == "balanced":
+            raise ConfigError(
+                "data.order=balanced shows classes equally often already: classify.class_weights=none with it."
+            )
+        if self.batch_size == "auto" and self.parallel == "fsdp":
+            raise ConfigError("batch_size=auto tries the whole model on one device; with parallel=fsdp give a number.")
         if self.objective == "distill" and self.distill.teacher is None:
             raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
         if self.objective == "masked-patch" and not isinstance(self.model, ViTConfig | None):

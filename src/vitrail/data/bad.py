@@ -1,4 +1,4 @@
-"""Pictures that cannot be read: named once each, counted, and refused where there are too many."""
+"""Images that cannot be read: named once each, counted, and refused where there are too many."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from vitrail.runtime import say
 FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:]+/)+")
 """Of an absolute path in a sentence, all but its last part."""
 NAMED = 20
-"""So many unreadable pictures are named when there are too many to go on."""
+"""So many unreadable images are named when there are too many to go on."""
 
 
 class Bad:
-    """Pictures of a source that could not be read."""
+    """Images of a source that could not be read."""
 
     def __init__(self, name: str, total: int, share: float | None) -> None:
         self.name, self.total = name, total
         self.share = share
-        """Of all pictures that may be bad; None: of those to measure on, none."""
+        """Of all images that may be bad; None: of those to measure on, none."""
         self.found: dict[str, str] = {}
         self.told = 0
         """So many of them every process knows."""
@@ -44,14 +44,14 @@ class Bad:
         """Refuse more of them than there may be, with the list."""
         if not self.too_many(len(self.found)):
             return
-        these = f"{len(self.found):,} of {self.total:,} pictures of {self.name}"
+        these = f"{len(self.found):,} of {self.total:,} images of {self.name}"
         if self.share is None:
             raise DataError(
                 f"{these} cannot be measured on; remove or repair them, or leave them out with --skip-bad "
                 f"(data.skip_bad=true):{self._list(len(self.found))}"
             )
         raise DataError(
-            f"{these} cannot be used, more than data.bad_share={self.share:g} allows; remove or repair them, "
+            f"{these} cannot be used, more than data.max_bad_fraction={self.share:g} allows; remove or repair them, "
             f"or raise it (--resume goes on):{self._list(NAMED)}"
         )
 

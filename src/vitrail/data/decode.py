@@ -1,11 +1,11 @@
-"""From whatever holds a picture to pixels: uint8, H W C.
+"""From whatever holds an image to pixels: uint8, H W C.
 
 What a person's folder holds comes out as they would see it: turned upright by its EXIF tag, the
-first frame of an animation, transparency laid on white, 16-bit grey scaled by its full range.
-What cannot be read whole is an `ImageError` that names the file and says why; half a picture is
+first frame of an animation, transparency laid on white, 16-bit gray scaled by its full range.
+What cannot be read whole is an `ImageError` that names the file and says why; half an image is
 never returned.
 
-    decode         any picture -> array
+    decode         any image -> array
     open_image     the same as a Pillow image, for those who resize with Pillow anyway
     open_jpeg      a JPEG's size now, its pixels later and, for training, no more of them than needed
 
@@ -37,11 +37,11 @@ from vitrail.data import jpeg
 from vitrail.data.jpeg import ORIENTATION, SIDEWAYS, UPRIGHT, Box, Pixels, turned, unturned
 from vitrail.errors import ImageError, NotFound
 
-Picture = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
+ImageLike = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, an encoded file's bytes, a Pillow image, an array H W or H W C or a tensor C H W of uint8."""
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's name for a picture of so many channels."""
+"""Pillow's name for an image of so many channels."""
 
 # Formats Pillow would hand to another program (Ghostscript, Windows) to be run, not read.
 PROGRAMS = {"EPS", "WMF"}
@@ -53,7 +53,7 @@ PLUGINS = [
     (re.compile(rb"\xff\x0a|\0\0\0\x0cJXL ", re.S), "JPEG XL", "pillow_jxl", "pillow-jxl-plugin"),
 ]
 
-# Files that turn up under a picture's name.
+# Files that turn up under an image's name.
 STRANGERS = [
     (re.compile(rb"\s*<(!doctype html|html)", re.I), "it is a web page, as a failed download leaves"),
     (re.compile(rb"version https://git-lfs"), "it is a Git LFS pointer: run git lfs pull"),
@@ -66,54 +66,54 @@ STRANGERS = [
 ]
 
 
-def decode(picture: Picture, channels: int = 3) -> Pixels:
-    """Any picture as uint8 H W C, C = channels: 1 grey, 3 RGB, 4 RGBA; other counts need an array.
+def decode(image: ImageLike, channels: int = 3) -> Pixels:
+    """Any image as uint8 H W C, C = channels: 1 gray, 3 RGB, 4 RGBA; other counts need an array.
 
     An array that already has these channels is returned as it is, not copied.
     """
-    if isinstance(picture, np.ndarray | Tensor):
-        array = _as_array(picture)
+    if isinstance(image, np.ndarray | Tensor):
+        array = _as_array(image)
         if array.shape[2] == channels:
             return array
-    found = open_jpeg(picture) if channels in (1, 3) else None
-    if found is not None and (channels == 3 or found.header.grey):
+    found = open_jpeg(image) if channels in (1, 3) else None
+    if found is not None and (channels == 3 or found.header.gray):
         pixels = np.ascontiguousarray(found.pixels())
         return pixels if pixels.shape[2] == channels else pixels.repeat(3, axis=2)
-    return np.atleast_3d(np.array(open_image(picture, channels)))  # a copy: what Pillow lends is read-only
+    return np.atleast_3d(np.array(open_image(image, channels)))  # a copy: what Pillow lends is read-only
 
 
-def open_image(picture: Picture, channels: int = 3) -> Image.Image:
-    """Any picture as a loaded, upright Pillow image in mode L, RGB or RGBA."""
-    name = _name(picture)
+def open_image(image: ImageLike, channels: int = 3) -> Image.Image:
+    """Any image as a loaded, upright Pillow image in mode L, RGB or RGBA."""
+    name = _name(image)
     if channels not in MODES:
         raise ImageError(
-            f"{name} cannot be given {channels} channels; wanted 1 (grey), 3 (RGB) or 4 (RGBA), "
+            f"{name} cannot be given {channels} channels; wanted 1 (gray), 3 (RGB) or 4 (RGBA), "
             f"or a uint8 array H W {channels}."
         )
-    if isinstance(picture, np.ndarray | Tensor):
-        return _colours(_wrap(_as_array(picture), name), channels, name)
-    if isinstance(picture, Image.Image):
-        return _load(picture, channels, name)
-    if not isinstance(picture, str | Path | bytes):
+    if isinstance(image, np.ndarray | Tensor):
+        return _colors(_wrap(_as_array(image), name), channels, name)
+    if isinstance(image, Image.Image):
+        return _load(image, channels, name)
+    if not isinstance(image, str | Path | bytes):
         raise ImageError(
-            f"got {type(picture).__name__}, wanted a path, bytes, a Pillow image, a uint8 array H W C "
+            f"got {type(image).__name__}, wanted a path, bytes, a Pillow image, a uint8 array H W C "
             "or a uint8 tensor C H W."
         )
-    with _stream(picture) as stream:
+    with _stream(image) as stream:
         found = _jpeg(stream, name)
         pixels = None if found is None else jpeg.pixels(found.header)
         if found is None or pixels is None:
             return _load(_identify(stream, name), channels, name)
-    image = Image.fromarray(pixels[:, :, 0] if found.header.grey else pixels)
-    return _colours(image if found.turn is None else image.transpose(found.turn), channels, name)
+    decoded = Image.fromarray(pixels[:, :, 0] if found.header.gray else pixels)
+    return _colors(decoded if found.turn is None else decoded.transpose(found.turn), channels, name)
 
 
-def open_jpeg(picture: Picture) -> Jpeg | None:
+def open_jpeg(image: ImageLike) -> Jpeg | None:
     """A JPEG of a usual kind, not yet decoded; None for everything else."""
-    if not isinstance(picture, str | Path | bytes):
+    if not isinstance(image, str | Path | bytes):
         return None
-    with _stream(picture) as stream:
-        return _jpeg(stream, _name(picture))
+    with _stream(image) as stream:
+        return _jpeg(stream, _name(image))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +224,17 @@ def _turn(data: bytes) -> Image.Transpose | None:
             return None
 
 
-def _stream(picture: str | Path | bytes) -> IO[bytes]:
+def _stream(image: str | Path | bytes) -> IO[bytes]:
     """The open file, or an error that says what is there instead."""
-    if isinstance(picture, bytes):
-        return io.BytesIO(picture)
-    path = os.fspath(picture)
+    if isinstance(image, bytes):
+        return io.BytesIO(image)
+    path = os.fspath(image)
     if ":/" in path and re.match(r"[a-z][a-z0-9+]+:/", path):
-        raise NotFound(f"{picture} is an address, wanted a file; download it first.")
+        raise NotFound(f"{image} is an address, wanted a file; download it first.")
     try:
         kind = os.stat(path).st_mode
         if stat.S_ISDIR(kind):
-            raise ImageError(f"{path} is a folder, wanted a picture; try one of the files in it.")
+            raise ImageError(f"{path} is a folder, wanted an image; try one of the files in it.")
         if not stat.S_ISREG(kind):  # opening a pipe would wait for ever
             raise ImageError(f"{path} is not a regular file; read it yourself and pass the bytes.")
         return Path(path).open("rb")
@@ -251,11 +251,11 @@ def _identify(stream: IO[bytes], name: str) -> Image.Image:
     with _reading(name):
         start = stream.read(64)
         if not start:
-            raise ImageError(f"{name} is empty (0 bytes), wanted a picture; copy or download it again.")
+            raise ImageError(f"{name} is empty (0 bytes), wanted an image; copy or download it again.")
         try:
             image = _open(stream, start, name)
         except UnidentifiedImageError:
-            raise ImageError(f"{name} is not a picture: {_stranger(start)}.") from None
+            raise ImageError(f"{name} is not an image: {_stranger(start)}.") from None
     if image.format in PROGRAMS:
         raise ImageError(f"{name} is {image.format}, a program that draws; convert it to PNG first.")
     return image
@@ -285,18 +285,18 @@ def _load(image: Image.Image, channels: int, name: str) -> Image.Image:
     with _reading(name):
         image.load()
         turn = _upright(image)
-        return _colours(image if turn is None else image.transpose(turn), channels, name)
+        return _colors(image if turn is None else image.transpose(turn), channels, name)
 
 
 def _upright(image: Image.Image) -> Image.Transpose | None:
     """How to turn it."""
     try:
         return UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
-    except Exception:  # a damaged EXIF block is no reason to refuse the picture it came with
+    except Exception:  # a damaged EXIF block is no reason to refuse the image it came with
         return None
 
 
-def _colours(image: Image.Image, channels: int, name: str) -> Image.Image:
+def _colors(image: Image.Image, channels: int, name: str) -> Image.Image:
     """Mode L, RGB or RGBA, from any mode; without an alpha channel to hold it, transparency is white."""
     if min(image.size) < 1:
         raise ImageError(f"{name} has no pixels: {image.width} x {image.height}; wanted at least 1 x 1.")
@@ -316,7 +316,7 @@ def _colours(image: Image.Image, channels: int, name: str) -> Image.Image:
 
 
 def _deep(image: Image.Image, name: str) -> Image.Image:
-    """16-bit, 32-bit and float grey -> 8 bits, by the full range of the type, never clipped."""
+    """16-bit, 32-bit and float gray -> 8 bits, by the full range of the type, never clipped."""
     values = np.asarray(image)
     low, high = values.min(), values.max()
     if image.mode == "F":
@@ -325,55 +325,55 @@ def _deep(image: Image.Image, name: str) -> Image.Image:
                 f"{name} holds floating-point values from {low:g} to {high:g}, wanted [0, 1] or [0, 255]; "
                 "scale them first."
             )
-        grey = np.rint(values * (255 if high <= 1 else 1)).astype(np.uint8)
+        gray = np.rint(values * (255 if high <= 1 else 1)).astype(np.uint8)
     else:
         if low < 0 or high > 65535:
             raise ImageError(f"{name} holds 32-bit values from {low} to {high}, wanted [0, 65535]; scale them first.")
-        grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 257 = 65535 / 255: rounded, not cut
-    deep = Image.fromarray(grey)
-    clear = image.info.get("transparency")  # PNG: one grey value that is transparent
+        gray = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 257 = 65535 / 255: rounded, not cut
+    deep = Image.fromarray(gray)
+    clear = image.info.get("transparency")  # PNG: one gray value that is transparent
     if isinstance(clear, int):
         deep.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
     return deep
 
 
 def _from_lab(image: Image.Image) -> Image.Image:
-    """Through colour profiles: Pillow's own convert() does not know this mode."""
+    """Through color profiles: Pillow's own convert() does not know this mode."""
     lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
     return ImageCms.buildTransform(lab, srgb, "LAB", "RGB").apply(image)
 
 
 def _on_white(image: Image.Image) -> Image.Image:
     full = image if image.mode == "RGBA" else image.convert("RGBA")
-    alpha, colours = full.getchannel("A"), full.convert("RGB")
+    alpha, colors = full.getchannel("A"), full.convert("RGB")
     if alpha.getextrema() == (255, 255):
-        return colours
+        return colors
     white = Image.new("RGB", full.size, "white")
-    white.paste(colours, mask=alpha)
+    white.paste(colors, mask=alpha)
     return white
 
 
-def _as_array(picture: npt.NDArray[Any] | Tensor) -> Pixels:
+def _as_array(image: npt.NDArray[Any] | Tensor) -> Pixels:
     """uint8 H W C from an array H W or H W C or a tensor C H W; anything else says how to convert."""
-    tensor = isinstance(picture, Tensor)
-    name, wanted = _name(picture), "uint8 C H W" if tensor else "uint8 H W or H W C"
-    dtype = str(picture.dtype).removeprefix("torch.")
+    tensor = isinstance(image, Tensor)
+    name, wanted = _name(image), "uint8 C H W" if tensor else "uint8 H W or H W C"
+    dtype = str(image.dtype).removeprefix("torch.")
     if dtype != "uint8":
         cast = ".to(torch.uint8)" if tensor else ".astype(np.uint8)"
         scale = {"bool": f"x{cast} * 255", "uint16": f"(x // 257){cast}"}.get(dtype, f"(x * 255).round(){cast}")
         meaning = {"bool": "", "uint16": ""}.get(dtype, " if it holds [0, 1]")
         raise ImageError(f"got {name} and dtype {dtype}, wanted {wanted}; try {scale}{meaning}.")
-    if picture.ndim == 4:
-        raise ImageError(f"got {name}, wanted one picture, {wanted}; pass a batch as a list: list(x).")
-    if tensor and picture.ndim == 2:
+    if image.ndim == 4:
+        raise ImageError(f"got {name}, wanted one image, {wanted}; pass a batch as a list: list(x).")
+    if tensor and image.ndim == 2:
         raise ImageError(f"got {name}, wanted {wanted}; try x[None].")
-    if picture.ndim not in (2, 3):
+    if image.ndim not in (2, 3):
         raise ImageError(f"got {name}, wanted {wanted}.")
-    if 0 in picture.shape:
+    if 0 in image.shape:
         raise ImageError(f"got {name}, wanted {wanted} with at least one pixel.")
-    if isinstance(picture, Tensor):
-        return picture.detach().cpu().permute(1, 2, 0).numpy()
-    return picture if picture.ndim == 3 else picture[:, :, None]
+    if isinstance(image, Tensor):
+        return image.detach().cpu().permute(1, 2, 0).numpy()
+    return image if image.ndim == 3 else image[:, :, None]
 
 
 def _wrap(array: Pixels, name: str) -> Image.Image:
@@ -392,16 +392,16 @@ def _wrap(array: Pixels, name: str) -> Image.Image:
     return Image.fromarray(array[:, :, 0] if channels == 1 else array)
 
 
-def _name(picture: Any) -> str:
-    """What an error calls this picture."""
-    if isinstance(picture, bytes):
-        return f"picture of {len(picture)} bytes"
-    if isinstance(picture, np.ndarray | Tensor):
-        return f"{'tensor' if isinstance(picture, Tensor) else 'array'} of shape {tuple(picture.shape)}"
-    if isinstance(picture, Image.Image):
-        file = getattr(picture, "filename", "")
-        return str(file) if file else f"Pillow image {picture.mode} {picture.width} x {picture.height}"
-    return str(picture)
+def _name(image: Any) -> str:
+    """What an error calls this image."""
+    if isinstance(image, bytes):
+        return f"image of {len(image)} bytes"
+    if isinstance(image, np.ndarray | Tensor):
+        return f"{'tensor' if isinstance(image, Tensor) else 'array'} of shape {tuple(image.shape)}"
+    if isinstance(image, Image.Image):
+        file = getattr(image, "filename", "")
+        return str(file) if file else f"Pillow image {image.mode} {image.width} x {image.height}"
+    return str(image)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """JPEG files without Pillow: the same pixels sooner, and fewer of them where fewer will do.
 
     header     a file's bytes -> its size and kind, or None where Pillow has to judge
-    pixels     the picture as it is stored, whole or at 1/2, 1/4 or 1/8 of its size
-    turned     pixels made upright;   `unturned`: a box of the upright picture where it is stored
+    pixels     the image as it is stored, whole or at 1/2, 1/4 or 1/8 of its size
+    turned     pixels made upright;   `unturned`: a box of the upright image where it is stored
 
 simplejpeg (`pip install vitrail[fast]`) wraps the library that Pillow's own JPEG reader wraps, so
-that whole pictures have the same pixels; it is used only once it has shown that here. Whatever is
+that whole images have the same pixels; it is used only once it has shown that here. Whatever is
 unusual (CMYK, 12 bits, arithmetic coding, rare chroma layouts), and whatever that library so much
 as warns about, is left to Pillow, which alone decides what can be read.
 
@@ -38,14 +38,14 @@ Box = tuple[int, int, int, int]
 """Top, left, height, width."""
 
 SCALES = (8, 4, 2)
-"""A picture can be decoded at one over these of its size."""
+"""An image can be decoded at one over these of its size."""
 BLOCK = 16
 """Rows that are coded together, at most."""
 WORTH = 1.05
 """So many times the rows that are unpacked there must be for stopping to be worth it."""
 LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9")
 SMALLEST = 64
-"""Pictures with a shorter side are decoded whole: several scales would give them one size."""
+"""Images with a shorter side are decoded whole: several scales would give them one size."""
 
 # What each value of the EXIF orientation tag asks to be done to the stored pixels.
 UPRIGHT = {
@@ -85,7 +85,7 @@ class Header:
     """The whole file."""
     height: int
     width: int
-    grey: bool
+    gray: bool
     tagged: bool
     """Whether there is a block that may say which way up it goes."""
     stops: int
@@ -124,7 +124,7 @@ def header(data: bytes) -> Header | None:
 
 
 def _frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Height, width and whether it is grey, where it is of a usual kind."""
+    """Height, width and whether it is gray, where it is of a usual kind."""
     frame = data[at + 4 : at + 19]  # bits, height, width, components; for each: its name, layout, table
     if len(frame) < 9 or frame[0] != 8:
         return None
@@ -151,7 +151,7 @@ def pixels(jpeg: Header, scale: int = 1, rows: int | None = None) -> Pixels | No
     height, width = (-(-jpeg.height // scale), -(-jpeg.width // scale)) if scale > 1 else (0, 0)
     try:
         decoded: Pixels = library.decode_jpeg(
-            jpeg.data, "GRAY" if jpeg.grey else "RGB", min_height=height, min_width=width, strict=True
+            jpeg.data, "GRAY" if jpeg.gray else "RGB", min_height=height, min_width=width, strict=True
         )
     except ValueError:  # truncated or damaged, if only a little
         return None
@@ -164,16 +164,16 @@ def _first(library: ModuleType, jpeg: Header, scale: int, rows: int) -> Pixels |
     The library then minds that there are data left before the end marker. If that is all it minds
     (it tells what it came upon first), then all was well up to there, and the end marker is in place.
     """
-    height = (-(-rows // BLOCK) + 1) * BLOCK  # one row of blocks more: its colours reach into the last one
+    height = (-(-rows // BLOCK) + 1) * BLOCK  # one row of blocks more: its colors reach into the last one
     if height * WORTH > jpeg.height:
         return None
     data = bytearray(jpeg.data)
     data[jpeg.stops : jpeg.stops + 2] = height.to_bytes(2, "big")
-    out = np.empty((-(-height // scale), -(-jpeg.width // scale), 1 if jpeg.grey else 3), np.uint8)
+    out = np.empty((-(-height // scale), -(-jpeg.width // scale), 1 if jpeg.gray else 3), np.uint8)
     try:
         library.decode_jpeg(
             data,
-            "GRAY" if jpeg.grey else "RGB",
+            "GRAY" if jpeg.gray else "RGB",
             min_height=out.shape[0] if scale > 1 else 0,
             min_width=out.shape[1] if scale > 1 else 0,
             buffer=out,
@@ -194,7 +194,7 @@ def turned(pixels: Pixels, turn: Image.Transpose | None) -> Pixels:
 
 
 def unturned(box: Box, jpeg: Header, turn: Image.Transpose | None) -> Box:
-    """Where a box of the upright picture lies in the stored one."""
+    """Where a box of the upright image lies in the stored one."""
     if turn is None:
         return box
     top, left, height, width = (box[1], box[0], box[3], box[2]) if turn in SIDEWAYS else box

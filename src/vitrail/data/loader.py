@@ -1,14 +1,14 @@
-"""Batches of labelled pictures, for training and for measuring.
+"""Batches of labeled images, for training and for measuring.
 
-    training_batches      step after step, from any step on; the same pictures whoever reads them
-    evaluation_batches    every picture once, over all processes together
+    training_batches      step after step, from any step on; the same images whoever reads them
+    evaluation_batches    every image once, over all processes together
 
-Pictures that live on the device are picked by number (resident.py); others are read and cut out by
+Images that live on the device are picked by number (resident.py); others are read and cut out by
 workers, a few batches ahead (workers.py, view.py); a plain stream is read on (streamed.py). A random
 part is resized in float32 on the device, and in bytes by workers: the same part, to other rounding.
 
-A picture that cannot be read keeps its place, black and with weight 0. Training names it and goes
-on, up to a share of such pictures; measuring refuses, with the list, unless told to leave them out.
+An image that cannot be read keeps its place, black and with weight 0. Training names it and goes
+on, up to a share of such images; measuring refuses, with the list, unless told to leave them out.
 One of several processes refuses nothing by itself, which would leave the others waiting: they tell
 each other what they have found, and `Loader.agree` refuses in all of them.
 """
@@ -42,17 +42,17 @@ from vitrail.runtime import say
 from vitrail.runtime.cores import cores
 from vitrail.runtime.heap import keep_heap
 
-# N pictures in the source, B in a global batch, b of them this process's
+# N images in the source, B in a global batch, b of them this process's
 
 AHEAD = 4
 """Batches that workers may be ahead, where those are neither tiny nor huge."""
-AHEAD_PICTURES = 256
+AHEAD_IMAGES = 256
 AHEAD_BYTES = 1 << 30
 MOST_WORKERS = 24
 POSITIONS = 8192
 """So many places in the order are worked out at once."""
 EVALUATED = 512 << 20
-"""Bytes of pictures for measuring that are kept from one time to the next."""
+"""Bytes of images for measuring that are kept from one time to the next."""
 
 
 class Loader(ABC, Iterator[Batch]):
@@ -62,11 +62,11 @@ class Loader(ABC, Iterator[Batch]):
         self._bad, self.device, self.slots = bad, device, slots
         self.step, self.last = steps.start, steps.stop
         self.cropped = cropped
-        """Whether random parts of the pictures have been taken already."""
+        """Whether random parts of the images have been taken already."""
 
     @property
     def bad(self) -> dict[str, str]:
-        """Unreadable pictures so far: name -> reason."""
+        """Unreadable images so far: name -> reason."""
         return dict(self._bad.found)
 
     @property
@@ -116,12 +116,12 @@ class Loader(ABC, Iterator[Batch]):
 
 
 class OnDevice(Loader):
-    """Pictures that live on the device, picked by their rows there; row -1 fills up."""
+    """Images that live on the device, picked by their rows there; row -1 fills up."""
 
     def __init__(
         self,
         held: resident.Resident,
-        numbers: Indices,  # of the pictures in those rows
+        numbers: Indices,  # of the images in those rows
         rows_of: Callable[[int], Indices],
         labels: Labels,
         **options: Any,
@@ -147,7 +147,7 @@ class OnDevice(Loader):
 
 
 class Flow(Loader):
-    """Pictures that workers read, some batches ahead; number -1 fills up."""
+    """Images that workers read, some batches ahead; number -1 fills up."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Flow(Loader):
         super().__init__(**options)
         self.pool, self.source, self.rows_of, self.labels = pool, source, rows_of, labels
         self.settle = settle
-        """Called where pictures could not be read: raises if that will not do."""
+        """Called where images could not be read: raises if that will not do."""
         self.asked = self.step
         self.staged: deque[Staged] = deque()
         self.road = road_to(self.device, pool)
@@ -210,24 +210,26 @@ class Flow(Loader):
 
 
 class Plan:
-    """Which pictures a process has in which step of training."""
+    """Which images a process has in which step of training."""
 
-    def __init__(self, source: Source, labels: Labels, config: DataConfig, batch: int, seed: int, part: range) -> None:
+    def __init__(
+        self, source: Source, labels: Labels, config: DataConfig, batch_size: int, seed: int, part: range
+    ) -> None:
         self.numbers = learnable(source, labels)
         blocks = source.blocks
         if (left := len(source) - len(self.numbers)) > 0:
             if part.start == 0:  # one process says it for all
-                say([f"{left:,} of {len(source):,} pictures have no label and are left out"], about=source.name)
+                say([f"{left:,} of {len(source):,} images have no label and are left out"], about=source.name)
             if blocks is not None:
                 blocks = tuple(np.diff(np.searchsorted(self.numbers, np.cumsum(blocks)), prepend=0).tolist())
         kinds: Any = labels.targets[self.numbers] if config.order == "balanced" else len(self.numbers)
         self.order = Order(kinds, seed=seed, mode=config.order, repeats=config.repeats, blocks=blocks)
-        self.batch, self.seed, self.part = batch, seed, part
+        self.batch, self.seed, self.part = batch_size, seed, part
         self.slots = np.arange(part.start, part.stop)
-        self._steps, self._worked_out = range(0), np.empty((0, batch), np.int64)
+        self._steps, self._worked_out = range(0), np.empty((0, batch_size), np.int64)
 
     def indices(self, step: int) -> Indices:
-        """b: the pictures in this process's slots."""
+        """b: the images in this process's slots."""
         if step not in self._steps:  # several steps at once: much of the work is the same for one
             self._steps = range(step, step + max(POSITIONS // self.batch, 1))
             places = self.order.indices(step * self.batch, len(self._steps) * self.batch)
@@ -239,11 +241,11 @@ class Plan:
 
 
 def learnable(source: Source, labels: Labels) -> Indices:
-    """The numbers of the pictures that an epoch shows once each."""
+    """The numbers of the images that an epoch shows once each."""
     numbers = np.arange(len(source))
     found = numbers[labels.count(numbers)]
     if len(found) == 0:
-        raise DataError(f"none of the {len(source):,} pictures of {source.name} has a label.")
+        raise DataError(f"none of the {len(source):,} images of {source.name} has a label.")
     return found
 
 
@@ -253,25 +255,26 @@ def training_batches(
     config: DataConfig,
     augment: AugmentConfig,
     preprocess: PreprocessConfig,
-    batch: int,
+    batch_size: int,
     seed: int,
     device: torch.device | str,
     rank: int = 0,
     world: int = 1,
     start_step: int = 0,
     steps: int,
-    labelled: bool = True,
+    labeled: bool = True,
     state: dict[str, Any] | None = None,
 ) -> Loader:
-    """Batches of steps start_step, start_step + 1, ..., steps - 1; `batch` counts all processes' pictures.
+    """Batches of steps start_step, start_step + 1, ..., steps - 1; `batch` counts all processes' images.
 
-    labelled: leave pictures without a label out. state: what `Loader.state` gave, for a stream.
+    labeled: leave images without a label out. state: what `Loader.state` gave, for a stream.
     """
-    if batch % world:
+    if batch_size % world:
         raise ConfigError(
-            f"batch={batch} cannot be shared by {world} processes; try {batch // world * world or world}."
+            f"batch_size={batch_size} is not divisible by {world} processes; "
+            f"try {batch_size // world * world or world}."
         )
-    device, mine = torch.device(device), batch // world
+    device, mine = torch.device(device), batch_size // world
     if device.type == "cpu":
         keep_heap()
     part, workers = range(rank * mine, (rank + 1) * mine), count_workers(config, world)
@@ -281,10 +284,13 @@ def training_batches(
     if hasattr(source, "samples"):
         from vitrail.data.streamed import Streamed
 
-        options |= {"seed": seed, "rank": rank, "world": world, "state": state, "labelled": labelled}
+        options |= {"seed": seed, "rank": rank, "world": world, "state": state, "labeled": labeled}
         return Streamed(source, view, config, workers=workers, **options)
-    labels = Labels(source.targets, source.several, labelled)
-    plan, bad = Plan(source, labels, config, batch, seed, part), Bad(source.name, len(source), config.bad_share)
+    labels = Labels(source.targets, source.multi_label, labeled)
+    plan, bad = (
+        Plan(source, labels, config, batch_size, seed, part),
+        Bad(source.name, len(source), config.max_bad_fraction),
+    )
     options["bad"] = bad
     kept = resident.choose(
         source, config=config, augment=augment, preprocess=preprocess, device=device, sharers=_sharers(device, world)
@@ -311,29 +317,31 @@ def evaluation_batches(
     source: Source,
     *,
     preprocess: PreprocessConfig,
-    batch: int,
+    batch_size: int,
     device: torch.device | str,
     rank: int = 0,
     world: int = 1,
     config: DataConfig | None = None,
-    labelled: bool = True,
+    labeled: bool = True,
 ) -> Loader:
-    """Each picture once over all processes, as evaluation sees it; `batch` counts this process's alone.
+    """Each image once over all processes, as evaluation sees it; `batch` counts this process's alone.
 
     All processes have equally many batches, all of them full: what fills up has number -1 and weight
-    0, as have pictures without a label, where it takes one (`labelled`).
+    0, as have images without a label, where it takes one (`labeled`).
     """
     device, config = torch.device(device), config or DataConfig()
     share = -(-len(source) // world)
     numbers = np.arange(rank * share, min((rank + 1) * share, len(source)))
-    count = max(-(-share // batch), 1)
-    padded = np.append(np.arange(len(numbers)), np.full(max(count * batch - len(numbers), 0), -1)).reshape(count, batch)
-    labels = Labels(source.targets, source.several, labelled)
+    count = max(-(-share // batch_size), 1)
+    padded = np.append(np.arange(len(numbers)), np.full(max(count * batch_size - len(numbers), 0), -1)).reshape(
+        count, batch_size
+    )
+    labels = Labels(source.targets, source.multi_label, labeled)
     bad = Bad(source.name, len(source), 1.0 if config.skip_bad else None)
-    if labelled and not labels.count(np.arange(len(source))).any():
-        raise DataError(f"none of the {len(source):,} pictures of {source.name} has a label to measure on.")
+    if labeled and not labels.count(np.arange(len(source))).any():
+        raise DataError(f"none of the {len(source):,} images of {source.name} has a label to measure on.")
     options: dict[str, Any] = {"device": device, "steps": range(count), "bad": bad}
-    options["slots"] = torch.arange(rank * batch, (rank + 1) * batch)
+    options["slots"] = torch.arange(rank * batch_size, (rank + 1) * batch_size)
     view, workers = Evaluated(preprocess), min(count_workers(config, world), -(-len(numbers) // 8))
     held = _held(source, view, preprocess, config, device, workers, numbers)
     if held is not None:
@@ -349,8 +357,8 @@ def evaluation_batches(
             flow.close()
             bad.judge()
 
-    keys = np.zeros(batch, np.uint64)
-    pool = pool_for(Reading(source, view), view, batch, workers)
+    keys = np.zeros(batch_size, np.uint64)
+    pool = pool_for(Reading(source, view), view, batch_size, workers)
     return Flow(
         pool, source, lambda s: (np.where(padded[s] < 0, -1, padded[s] + rank * share), keys), labels, settle, **options
     )
@@ -365,7 +373,7 @@ def _held(
     workers: int,
     numbers: Indices,
 ) -> resident.Resident | None:
-    """Few pictures are decoded the first time they are measured on, and kept for the next."""
+    """Few images are decoded the first time they are measured on, and kept for the next."""
     if len(numbers) == 0:
         return None
     size, key = resident.size_of(view, len(numbers)), (preprocess, device, *numbers[[0, -1]].tolist())
@@ -382,7 +390,7 @@ def _held(
 def _chosen(held: resident.Resident, view: View, augment: AugmentConfig) -> str:
     n, _, height, width = held.images.shape
     size = resident.gib(held.images.numel() * held.images.element_size())
-    note = f"{n:,} pictures of {height} x {width} stay on {held.images.device} ({size})"
+    note = f"{n:,} images of {height} x {width} stay on {held.images.device} ({size})"
     if augment.crop == "resized" and not isinstance(view, Native):
         note += ", as evaluation sees them: random parts are taken of that"
     return note
@@ -397,7 +405,7 @@ def pool_for(work: Work, view: View, rows: int, workers: int) -> Pool:
 
 def depth_for(view: View, rows: int) -> int:
     """Batches to be ahead."""
-    return max(1, min(max(AHEAD, -(-AHEAD_PICTURES // rows)), AHEAD_BYTES // resident.size_of(view, rows)))
+    return max(1, min(max(AHEAD, -(-AHEAD_IMAGES // rows)), AHEAD_BYTES // resident.size_of(view, rows)))
 
 
 def count_workers(config: DataConfig, world: int) -> int:

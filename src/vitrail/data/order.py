@@ -1,14 +1,14 @@
-"""Which picture is learned from when: a pure function of the seed and the position.
+"""Which image is learned from when: a pure function of the seed and the position.
 
-Training reads one endless sequence of pictures; a step's batch is the next `batch` positions of it,
+Training reads one endless sequence of images; a step's batch is the next `batch` positions of it,
 whatever ends there, so that batches are always full. Nothing is remembered: any process can ask for
 any positions, in any order, and a resumed run asks for those it has not had.
 
-    shuffled    every picture once an epoch, in a new random order each time
+    shuffled    every image once an epoch, in a new random order each time
     balanced    every class once a round, in a new random order each time; each class goes through
-                its own pictures in random order, again and again
-    blocks      shuffled, for pictures that lie in runs (tar shards): the runs are shuffled, then the
-                pictures inside windows of a few of them, so that few are read at any time
+                its own images in random order, again and again
+    blocks      shuffled, for images that lie in runs (tar shards): the runs are shuffled, then the
+                images inside windows of a few of them, so that few are read at any time
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy.typing as npt
 from vitrail import chance
 from vitrail.errors import ConfigError, DataError
 
-# n positions asked for, N pictures, K classes
+# n positions asked for, N images, K classes
 
 Indices = npt.NDArray[np.int64]
 
 EPOCH, CLASSES, MEMBERS, BLOCKS, WINDOW, WALK = (
     chance.stream(f"order {name}") for name in ("epoch", "classes", "members", "blocks", "window", "walk")
 )
-WINDOW_PICTURES = 2**14
-"""A window is as many blocks as hold so many pictures, and at least `WINDOW_BLOCKS`."""
+WINDOW_IMAGES = 2**14
+"""A window is as many blocks as hold so many images, and at least `WINDOW_BLOCKS`."""
 WINDOW_BLOCKS = 4
 ROUNDS = 6
 
@@ -38,12 +38,12 @@ ROUNDS = 6
 class Order:
     """The endless training sequence: `Order(50_000, seed=0).indices(first=step * 256, count=256)`.
 
-    Made for a number of pictures, or for the class of each (balanced needs it; -1 is left out).
+    Made for a number of images, or for the class of each (balanced needs it; -1 is left out).
     """
 
     def __init__(
         self,
-        pictures: int | npt.NDArray[np.int64],
+        images: int | npt.NDArray[np.int64],
         *,
         seed: int,
         mode: Literal["shuffled", "balanced"] = "shuffled",
@@ -51,17 +51,17 @@ class Order:
         blocks: tuple[int, ...] | None = None,
     ) -> None:
         self.seed, self.mode, self.repeats = seed, mode, repeats
-        self.size = pictures if isinstance(pictures, int) else len(pictures)
+        self.size = images if isinstance(images, int) else len(images)
         if self.size < 1:
-            raise DataError("there are no pictures to learn from.")
+            raise DataError("there are no images to learn from.")
         if mode == "balanced":
-            self._members, self._starts, self._counts = _by_class(pictures)
+            self._members, self._starts, self._counts = _by_class(images)
         self.blocks = None if mode == "balanced" or blocks is None else tuple(n for n in blocks if n)
         if self.blocks is not None and sum(self.blocks) != self.size:
-            raise DataError(f"the blocks hold {sum(self.blocks)} pictures, wanted {self.size}.")
+            raise DataError(f"the blocks hold {sum(self.blocks)} images, wanted {self.size}.")
 
     def indices(self, first: int, count: int) -> Indices:
-        """Numbers of the pictures at positions first, first + 1, ..., first + count - 1."""
+        """Numbers of the images at positions first, first + 1, ..., first + count - 1."""
         places = np.arange(first, first + count, dtype=np.int64) // self.repeats
         if self.mode == "balanced":
             return self._balanced(places)
@@ -110,20 +110,20 @@ def _layout(blocks: tuple[int, ...], key: int) -> Layout:
     order = chance.shuffled(np.arange(len(blocks)), len(blocks), key)
     sizes = np.array(blocks, np.int64)
     starts, ends = np.cumsum(sizes) - sizes, np.cumsum(sizes[order])
-    together = max(WINDOW_BLOCKS, round(WINDOW_PICTURES / sizes.mean()))
+    together = max(WINDOW_BLOCKS, round(WINDOW_IMAGES / sizes.mean()))
     windows = max(len(blocks) // together, 1)
     last = np.arange(1, windows + 1) * len(blocks) // windows - 1  # each window's last block: all nearly alike
     return Layout(starts[order], ends - sizes[order], np.append(0, ends[last]))
 
 
 def _by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indices, Indices]:
-    """Pictures sorted by class, and where each class that has any begins and how many it has."""
+    """Images sorted by class, and where each class that has any begins and how many it has."""
     if isinstance(targets, int) or targets.ndim != 1:
-        raise ConfigError("order=balanced needs one label for each picture; try order=shuffled.")
+        raise ConfigError("order=balanced needs one label for each image; try order=shuffled.")
     members = np.argsort(targets, kind="stable")
     members = members[targets[members] >= 0]
     if len(members) == 0:
-        raise DataError("order=balanced needs labels, and no picture has one.")
+        raise DataError("order=balanced needs labels, and no image has one.")
     _, starts, counts = np.unique(targets[members], return_index=True, return_counts=True)
     return members.astype(np.int64), starts.astype(np.int64), counts.astype(np.int64)
 
@@ -132,7 +132,7 @@ def shuffled_each(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices
     """`chance.shuffled` where each place has a permutation of its own size and key: n, n, n -> n."""
     found = np.empty_like(places)
     few = sizes <= chance.FEW
-    for size in np.unique(sizes[few]).tolist():  # made whole, as there: a Feistel network favours some of few
+    for size in np.unique(sizes[few]).tolist():  # made whole, as there: a Feistel network favors some of few
         here = np.flatnonzero(sizes == size)
         order = np.argsort(chance.bits_np(keys[here], WALK, size), axis=1, kind="stable")
         found[here] = order[np.arange(len(here)), places[here]]

@@ -1,9 +1,9 @@
-"""From a picture to what a network was trained on, exactly as the code it came from does it.
+"""From an image to what a network was trained on, exactly as the code it came from does it.
 
 Two halves, because training, export and serving reuse the second one alone:
 
-    pixels       decode, resize, crop             one picture -> H W C, values 0 to 255
-    normalise    / 255, - mean, / std             B C H W on any device -> float32
+    pixels       decode, resize, crop             one image -> H W C, values 0 to 255
+    normalize    / 255, - mean, / std             B C H W on any device -> float32
 
 With antialias (Pillow's way: timm, torchvision, Hugging Face) the first half is uint8. Without it
 (TensorFlow's way: Google's own code) it is float32, because there the resized values are never
@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.config import PreprocessConfig, pair
-from vitrail.data.decode import MODES, Picture, decode, open_image
+from vitrail.data.decode import MODES, ImageLike, decode, open_image
 from vitrail.errors import ImageError
 
 FILTERS = {
@@ -34,10 +34,10 @@ FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 
-# How far each filter reaches, in pixels of whichever picture is the coarser.
+# How far each filter reaches, in pixels of whichever image is the coarser.
 REACH = {"nearest": 1, "bilinear": 1, "bicubic": 2, "lanczos": 3}
 
-# A picture whose resized whole would have more pixels than this is resized only where the crop
+# An image whose resized whole would have more pixels than this is resized only where the crop
 # needs it: a strip of 20,000 x 1 would otherwise become 4,960,000 x 248, five gigabytes.
 WHOLE = 2**24
 
@@ -49,47 +49,47 @@ Span = tuple[int, int]
 
 
 class Preprocess:
-    """What turns pictures into a network's input: `Preprocess(config)(pictures)`, B C H W.
+    """What turns images into a network's input: `Preprocess(config)(images)`, B C H W.
 
-    The two ways to centre a crop differ by one pixel when the excess is 3, 7, 11, ...
+    The two ways to center a crop differ by one pixel when the excess is 3, 7, 11, ...
     """
 
     def __init__(self, config: PreprocessConfig) -> None:
         self.config = config
-        self.crop = pair(config.image)
+        self.crop = pair(config.image_size)
 
     def __repr__(self) -> str:
         return f"Preprocess({self.config!r})"
 
-    def __call__(self, pictures: Picture | Iterable[Picture]) -> Tensor:
-        """One picture or several -> float32, B C H W."""
-        several: list[Picture] = list(pictures) if are_several(pictures) else [cast(Picture, pictures)]
+    def __call__(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
+        """One image or several -> float32, B C H W."""
+        several: list[ImageLike] = list(images) if are_several(images) else [cast(ImageLike, images)]
         batch = np.empty((len(several), *self.crop, self.config.channels), self.dtype)
-        for slot, picture in zip(batch, several, strict=True):
-            slot[:] = self.pixels(picture)
-        return self.normalise(torch.from_numpy(batch).permute(0, 3, 1, 2))
+        for slot, image in zip(batch, several, strict=True):
+            slot[:] = self.pixels(image)
+        return self.normalize(torch.from_numpy(batch).permute(0, 3, 1, 2))
 
-    def prepare(self, picture: Picture) -> Tensor:
-        """One picture -> float32, C H W."""
-        return self.normalise(torch.from_numpy(self.pixels(picture)).permute(2, 0, 1))
+    def prepare(self, image: ImageLike) -> Tensor:
+        """One image -> float32, C H W."""
+        return self.normalize(torch.from_numpy(self.pixels(image)).permute(2, 0, 1))
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]:
         """Of what `pixels` gives."""
         return np.uint8 if self.config.antialias or self.config.interpolation in ("nearest", "area") else np.float32
 
-    def pixels(self, picture: Picture) -> npt.NDArray[Any]:
+    def pixels(self, image: ImageLike) -> npt.NDArray[Any]:
         """Decode, resize, crop: H W C with values 0 to 255, uint8 or float32 (see `dtype`)."""
         channels = self.config.channels
         if self.dtype == np.float32 or self.config.interpolation == "area":
-            return self._sampled(decode(picture, channels)).astype(self.dtype, copy=False)
+            return self._sampled(decode(image, channels)).astype(self.dtype, copy=False)
         if channels in MODES:
-            out = np.array(self._resized(open_image(picture, channels)))
+            out = np.array(self._resized(open_image(image, channels)))
             return out[:, :, None] if out.ndim == 2 else out
-        bands = decode(picture, channels)  # Pillow knows no picture of so many channels: one at a time
+        bands = decode(image, channels)  # Pillow knows no image of so many channels: one at a time
         return np.stack([np.asarray(self._resized(Image.fromarray(bands[:, :, c]))) for c in range(channels)], axis=2)
 
-    def normalise(self, batch: Tensor) -> Tensor:
+    def normalize(self, batch: Tensor) -> Tensor:
         """Values 0 to 255 of any dtype, B C H W (or C H W), on any device -> float32 for the network."""
         config = self.config
         if batch.ndim < 3 or batch.shape[-3] != config.channels:
@@ -120,7 +120,7 @@ class Preprocess:
 
     def _span(self, side: int, crop: int) -> Span:
         """First and last + 1; what of it lies outside 0 to side is black."""
-        if self.config.centre == "floor":
+        if self.config.crop_rounding == "floor":
             first = (side - crop) // 2
         else:
             first = round((side - crop) / 2) if side >= crop else -((crop - side) // 2)
@@ -153,10 +153,10 @@ class Preprocess:
         return np.pad(part, [*zip(before, after, strict=True), (0, 0)]) if any(before + after) else part
 
 
-def are_several(pictures: Picture | Iterable[Picture]) -> TypeGuard[Iterable[Picture]]:
-    """Strings, bytes, arrays and tensors can be iterated too, but are one picture each."""
-    return isinstance(pictures, Iterable) and not isinstance(
-        pictures, str | Path | bytes | Image.Image | np.ndarray | Tensor
+def are_several(images: ImageLike | Iterable[ImageLike]) -> TypeGuard[Iterable[ImageLike]]:
+    """Strings, bytes, arrays and tensors can be iterated too, but are one image each."""
+    return isinstance(images, Iterable) and not isinstance(
+        images, str | Path | bytes | Image.Image | np.ndarray | Tensor
     )
 
 
@@ -171,7 +171,7 @@ def _rest(span: Span) -> Span:
 
 
 def _part(image: Image.Image, size: Size, spans: tuple[Span, Span], name: str) -> Image.Image:
-    """Some rows and columns of the picture resized to `size`, without making the whole."""
+    """Some rows and columns of the image resized to `size`, without making the whole."""
     near, box = [], []
     for source, side, (first, last) in zip((image.height, image.width), size, spans, strict=True):
         scale = source / side
@@ -191,15 +191,15 @@ def _part(image: Image.Image, size: Size, spans: tuple[Span, Span], name: str) -
 def _taps(source: int, side: int, span: Span, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """For some of `side` outputs: which of `source` inputs each mixes, and with what weights.
 
-    Pixel centres lie at halves, the filter is as wide as the input's pixels whatever the scale, and
-    weights that fall outside the picture are shared among the rest: tf.image.resize(antialias=False).
+    Pixel centers lie at halves, the filter is as wide as the input's pixels whatever the scale, and
+    weights that fall outside the image are shared among the rest: tf.image.resize(antialias=False).
     """
     if name == "area":
         return _shares(source, side, span)
     half, reach = np.float32(0.5), REACH[name]
-    centre = (np.arange(*span, dtype=np.float32) + half) * np.float32(source / side) - half  # float32, as there
-    index = np.floor(centre).astype(np.int64)[:, None] + np.arange(1 - reach, 1 + reach)
-    weight = _kernel(np.abs(centre[:, None] - index), name)
+    center = (np.arange(*span, dtype=np.float32) + half) * np.float32(source / side) - half  # float32, as there
+    index = np.floor(center).astype(np.int64)[:, None] + np.arange(1 - reach, 1 + reach)
+    weight = _kernel(np.abs(center[:, None] - index), name)
     weight[(index < 0) | (index >= source)] = 0
     weight /= weight.sum(axis=1, keepdims=True)
     return index.clip(0, source - 1), weight.astype(np.float32)

@@ -1,9 +1,9 @@
 """Small data sets: decoded once, and from then on a tensor of bytes on the device.
 
-    choose      the view in which a source's pictures can stay there, or None
-    load        all pictures through that view
+    choose      the view in which a source's images can stay there, or None
+    load        all images through that view
 
-Pictures that are all of one size stay as they are (CIFAR: 32 x 32), and random parts of them are
+Images that are all of one size stay as they are (CIFAR: 32 x 32), and random parts of them are
 taken on the device. Where nothing is cropped from them, they stay as evaluation sees them.
 """
 
@@ -31,18 +31,18 @@ from vitrail.data.view import ODD_SIZE, Evaluated, Native, Reading, View, noting
 from vitrail.data.workers import make_pool
 from vitrail.errors import ConfigError
 
-# N pictures, C channels, H rows, W columns
+# N images, C channels, H rows, W columns
 
 SHARE = 4
 """At most one part in so many of the free memory is taken without being asked to."""
 DECODED = 2 << 30
-"""Bytes that pictures which are still to be decoded may take: it must not keep anybody waiting."""
+"""Bytes that images which are still to be decoded may take: it must not keep anybody waiting."""
 LARGER = 4
-"""Pictures of more than so many times the area that is wanted are not cut up on the device."""
+"""Images of more than so many times the area that is wanted are not cut up on the device."""
 ON_CPU = 64
 """On a CPU, neither those nor what is made of them may be wider: above, workers are quicker."""
 LOOKED_AT = 32
-"""So many pictures of one size are taken to mean that all are, until one is found that is not."""
+"""So many images of one size are taken to mean that all are, until one is found that is not."""
 CHUNK = 4096
 BAR_AFTER = 1.0
 """Seconds before progress is shown."""
@@ -50,12 +50,12 @@ BAR_AFTER = 1.0
 
 @dataclass(frozen=True)
 class Resident:
-    """All pictures of a source, on the device."""
+    """All images of a source, on the device."""
 
     images: Tensor
     """N C H W, uint8, or float32 where the preprocessing never rounds."""
     bad: dict[int, str]
-    """Number of a picture that could not be read -> why; it is zero."""
+    """Number of an image that could not be read -> why; it is zero."""
 
 
 def choose(
@@ -67,7 +67,7 @@ def choose(
     device: torch.device,
     sharers: int = 1,
 ) -> View | None:
-    """How the pictures would stay on the device, if they fit there, shared with so many processes like this one."""
+    """How the images would stay on the device, if they fit there, shared with so many processes like this one."""
     if config.resident is False:
         return None
     view = _view(source, augment, preprocess, device, asked=config.resident is True)
@@ -78,7 +78,7 @@ def choose(
         if size > free:
             raise ConfigError(
                 f"data.resident=true needs {gib(size)} for {source.name}, and {device} has {gib(free)} free; "
-                "leave it out, and pictures are read as they are needed."
+                "leave it out, and images are read as they are needed."
             )
         return view
     return view if size <= free // SHARE and (source.pixels is not None or size <= DECODED) else None
@@ -89,7 +89,7 @@ def _view(
 ) -> View | None:
     if augment.crop != "resized":
         return Evaluated(preprocess)
-    pixels, wanted = source.pixels, pair(preprocess.image)
+    pixels, wanted = source.pixels, pair(preprocess.image_size)
     most = LARGER * wanted[0] * wanted[1]
     size = pixels.shape[1:3] if pixels is not None else common_size(source, most)
     if size is not None and size[0] * size[1] <= most:
@@ -100,13 +100,13 @@ def _view(
 
 
 def common_size(source: Source, most: int) -> tuple[int, int] | None:
-    """Height and width of a few of the pictures, if they are all alike and have at most so many pixels."""
+    """Height and width of a few of the images, if they are all alike and have at most so many pixels."""
     size = None
     for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int).tolist():
         with noting({}, 0):
-            picture = source[index].picture
-            jpeg = open_jpeg(picture)
-            found = jpeg.size if jpeg is not None else decode(picture).shape[:2]
+            image = source[index].image
+            jpeg = open_jpeg(image)
+            found = jpeg.size if jpeg is not None else decode(image).shape[:2]
             if found != (size or found) or found[0] * found[1] > most:
                 return None
             size = found
@@ -114,7 +114,7 @@ def common_size(source: Source, most: int) -> tuple[int, int] | None:
 
 
 def size_of(view: View, count: int) -> int:
-    """Bytes of so many pictures."""
+    """Bytes of so many images."""
     return count * int(np.prod(view.shape)) * np.dtype(view.dtype).itemsize
 
 
@@ -125,7 +125,7 @@ def gib(size: int) -> str:
 def load(
     source: Source, view: View, device: torch.device, workers: int, numbers: npt.NDArray[np.int64]
 ) -> Resident | None:
-    """These pictures of a source; None where one turns out to be of another size than the rest."""
+    """These images of a source; None where one turns out to be of another size than the rest."""
     pixels = source.pixels
     if pixels is not None and isinstance(view, Native) and pixels.shape[3] in (1, view.shape[2]):
         given = pixels if len(numbers) == len(pixels) else pixels[numbers]
@@ -162,7 +162,7 @@ def _decoded(
 
 
 def _placed(images: npt.NDArray[Any], channels: int, device: torch.device) -> Tensor:
-    """N H W C in memory -> N C H W on the device; grey is repeated where more channels are wanted."""
+    """N H W C in memory -> N C H W on the device; gray is repeated where more channels are wanted."""
     n, height, width, _ = images.shape
     dtype = torch.uint8 if images.dtype == np.uint8 else torch.float32
     out = torch.empty(n, channels, height, width, dtype=dtype, device=device)

@@ -15,23 +15,23 @@ from vitrail.data.order import Indices
 from vitrail.data.sources.base import Targets
 from vitrail.data.workers import Pool, Taken
 
-# b pictures of a batch, C channels, H W pixels, K classes
+# b images of a batch, C channels, H W pixels, K classes
 
 
 class Labels:
-    """All labels of a source, by the pictures' numbers; `needed`: a picture without one counts for nothing."""
+    """All labels of a source, by the images' numbers; `needed`: an image without one counts for nothing."""
 
-    def __init__(self, targets: Targets, several: bool, needed: bool) -> None:
-        self.targets, self.several, self.needed = targets, several, needed
+    def __init__(self, targets: Targets, multi_label: bool, needed: bool) -> None:
+        self.targets, self.multi_label, self.needed = targets, multi_label, needed
 
     def of(self, indices: Indices) -> Tensor:
-        """b int64, or b K float32 of zeros and ones; 0 where there is no label or no picture."""
+        """b int64, or b K float32 of zeros and ones; 0 where there is no label or no image."""
         found = self.targets[np.maximum(indices, 0)]
-        return torch.from_numpy(found.astype(np.float32) if self.several else np.maximum(found, 0))
+        return torch.from_numpy(found.astype(np.float32) if self.multi_label else np.maximum(found, 0))
 
     def count(self, indices: Indices) -> npt.NDArray[np.bool_]:
-        """b: whether there is a picture to learn from or to measure on."""
-        if self.several or not self.needed:
+        """b: whether there is an image to learn from or to measure on."""
+        if self.multi_label or not self.needed:
             return indices >= 0
         return (indices >= 0) & (self.targets[np.maximum(indices, 0)] >= 0)
 

@@ -26,7 +26,7 @@ from vitrail.data.view import Cropped, Reading, View
 from vitrail.data.workers import make_pool
 
 FIRST = 1000
-"""Before so many pictures have been seen, the share of bad ones is taken of this number."""
+"""Before so many images have been seen, the share of bad ones is taken of this number."""
 
 
 class Read(NamedTuple):
@@ -50,12 +50,12 @@ class Streamed(Loader):
         world: int,
         state: dict[str, Any] | None,
         workers: int,
-        labelled: bool,
+        labeled: bool,
         **options: Any,
     ) -> None:
-        bad = Bad(stream.name, FIRST, config.bad_share)
+        bad = Bad(stream.name, FIRST, config.max_bad_fraction)
         super().__init__(bad=bad, cropped=isinstance(view, Cropped), **options)
-        self.stream, self.world, self.seed, self.labelled = stream, world, seed, labelled
+        self.stream, self.world, self.seed, self.labeled = stream, world, seed, labeled
         self.rows = len(self.slots)
         self._seen(self.step)
         reader = stream.samples(state, rank, world, seed=seed)
@@ -93,7 +93,7 @@ class Streamed(Loader):
         self._seen(step + 1)
         if taken.problems and self.world == 1:
             self._bad.judge()
-        labels = Labels(self._targets(read.samples), self.stream.several, self.labelled)
+        labels = Labels(self._targets(read.samples), self.stream.multi_label, self.labeled)
         rows = np.arange(self.rows)
         batch = self.road.send(taken, labels.of(rows), labels.count(rows)).arrive(step, self.slots)
         self._state = read.state
@@ -101,11 +101,11 @@ class Streamed(Loader):
         return batch
 
     def _seen(self, steps: int) -> None:
-        """So many steps' pictures in all processes."""
+        """So many steps' images in all processes."""
         self._bad.total = max(self._bad.total, steps * self.rows * self.world)
 
     def _targets(self, samples: list[Sample]) -> Targets:
-        if not self.stream.several:
+        if not self.stream.multi_label:
             return np.array([sample.target for sample in samples], np.int64)
         targets = np.zeros((len(samples), len(self.stream.labels)), np.bool_)
         for row, sample in enumerate(samples):

@@ -1,9 +1,9 @@
-"""What of a picture goes into a batch: a random part of it, what evaluation sees, or all of it.
+"""What of an image goes into a batch: a random part of it, what evaluation sees, or all of it.
 
-    Cropped      a random part, resized: training on pictures of many sizes
+    Cropped      a random part, resized: training on images of many sizes
     Evaluated    what preprocess.py makes of it
-    Native       all its pixels, where all pictures have one size
-    Reading      pictures by their numbers -> rows of a batch, through one of these: what workers do
+    Native       all its pixels, where all images have one size
+    Reading      images by their numbers -> rows of a batch, through one of these: what workers do
 
 A random part is known before a JPEG is decoded, and most of a large photograph is then never
 computed: at 1/2, 1/4 or 1/8 of its size it is still sharper than what is made of it. Resizing is
@@ -29,7 +29,7 @@ from vitrail.chance import Keys
 from vitrail.config import PreprocessConfig, pair
 from vitrail.config.data import AugmentConfig
 from vitrail.data.augment.crop import crop_boxes
-from vitrail.data.decode import Jpeg, Picture, decode, open_jpeg
+from vitrail.data.decode import ImageLike, Jpeg, decode, open_jpeg
 from vitrail.data.jpeg import SCALES, SMALLEST, Pixels
 from vitrail.data.order import Indices
 from vitrail.data.preprocess import Preprocess
@@ -37,36 +37,36 @@ from vitrail.data.sources.base import Sample
 from vitrail.data.workers import Problems
 from vitrail.errors import ImageError, VitrailError
 
-# H W C: a picture's rows, columns, channels
+# H W C: an image's rows, columns, channels
 
 Shape = tuple[int, int, int]
 Found = dict[int, str]
-"""Row of a batch -> what was wrong with its picture."""
+"""Row of a batch -> what was wrong with its image."""
 RESIZE = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
 }
 FAR = 0.005
-"""Seconds that a picture which is near takes to be fetched, at most."""
+"""Seconds that an image which is near takes to be fetched, at most."""
 AT_ONCE = 16
 ODD_SIZE = "its size is "
-"""How the reason begins where a picture has not the size of the others."""
+"""How the reason begins where an image has not the size of the others."""
 
 
 class View(Protocol):
-    """How pictures become rows of a batch, all of one shape."""
+    """How images become rows of a batch, all of one shape."""
 
     shape: Shape
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]: ...
 
-    def __call__(self, pictures: dict[int, Picture], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
         """Fill the rows of `out`; those that cannot be are put into `found`."""
 
 
 class Numbered(Protocol):
-    """Whatever has pictures by number."""
+    """Whatever has images by number."""
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
@@ -77,19 +77,19 @@ class Cropped:
     dtype = np.uint8
 
     def __init__(self, preprocess: PreprocessConfig, augment: AugmentConfig) -> None:
-        self.size, self.channels = pair(preprocess.image), preprocess.channels
+        self.size, self.channels = pair(preprocess.image_size), preprocess.channels
         self.shape: Shape = (*self.size, self.channels)
         self.scale, self.ratio, self.interpolation = augment.scale, augment.ratio, augment.interpolation
 
-    def __call__(self, pictures: dict[int, Picture], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
         jpegs: dict[int, Jpeg] = {}
-        for row, picture in pictures.items():
+        for row, image in images.items():
             with noting(found, row):
-                jpeg = open_jpeg(picture) if self.channels in (1, 3) else None
+                jpeg = open_jpeg(image) if self.channels in (1, 3) else None
                 if jpeg is not None:
                     jpegs[row] = jpeg
                     continue
-                pixels = decode(picture, self.channels)
+                pixels = decode(image, self.channels)
                 box = crop_boxes(keys[row : row + 1], [pixels.shape[:2]], self.scale, self.ratio)[0].tolist()
                 self._put(pixels[box[0] : box[0] + box[2], box[1] : box[1] + box[3]], out[row])
         if not jpegs:
@@ -109,7 +109,7 @@ class Cropped:
 
 
 def smallest_scale(size: tuple[int, int], part: tuple[int, int], wanted: tuple[int, int]) -> int:
-    """The least of a picture that may be decoded so that a part of it is still no smaller than wanted."""
+    """The least of an image that may be decoded so that a part of it is still no smaller than wanted."""
     if min(size) < SMALLEST:
         return 1
     enough = (s for s in SCALES if all(side >= s * (w + 1) for side, w in zip(part, wanted, strict=True)))
@@ -131,28 +131,28 @@ class Evaluated:
 
     def __init__(self, preprocess: PreprocessConfig) -> None:
         self.preprocess = Preprocess(preprocess)
-        self.shape: Shape = (*pair(preprocess.image), preprocess.channels)
+        self.shape: Shape = (*pair(preprocess.image_size), preprocess.channels)
         self.dtype = self.preprocess.dtype
 
-    def __call__(self, pictures: dict[int, Picture], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
-        for row, picture in pictures.items():
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+        for row, image in images.items():
             with noting(found, row):
-                out[row] = self.preprocess.pixels(picture)
+                out[row] = self.preprocess.pixels(image)
 
 
 class Native:
-    """All pixels of pictures that have one size."""
+    """All pixels of images that have one size."""
 
     dtype = np.uint8
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def __call__(self, pictures: dict[int, Picture], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
         height, width, channels = self.shape
-        for row, picture in pictures.items():
+        for row, image in images.items():
             with noting(found, row):
-                pixels = decode(picture, channels)
+                pixels = decode(image, channels)
                 if pixels.shape != self.shape:
                     size = f"{pixels.shape[0]} x {pixels.shape[1]}"
                     raise ImageError(f"{ODD_SIZE}{size}, wanted {height} x {width}.")
@@ -160,9 +160,9 @@ class Native:
 
 
 class Reading:
-    """A pool's work: number -1 is no picture and a row of zeros, as is one that cannot be read.
+    """A pool's work: number -1 is no image and a row of zeros, as is one that cannot be read.
 
-    Where pictures are far away (their source takes its time), several are fetched at once.
+    Where images are far away (their source takes its time), several are fetched at once.
     """
 
     def __init__(self, source: Numbered, view: View) -> None:
@@ -180,25 +180,25 @@ class Reading:
             out[row] = 0
         return sorted(found.items())
 
-    def _fetched(self, indices: Indices, found: Found) -> dict[int, Picture]:
-        """Row -> picture, not yet decoded."""
-        pictures: dict[int, Picture] = {}
+    def _fetched(self, indices: Indices, found: Found) -> dict[int, ImageLike]:
+        """Row -> image, not yet decoded."""
+        images: dict[int, ImageLike] = {}
 
         def fetch(row: int) -> None:
             with noting(found, row):
-                pictures[row] = self.source[int(indices[row])].picture
+                images[row] = self.source[int(indices[row])].image
 
         rows, start = np.flatnonzero(indices >= 0).tolist(), time.perf_counter()
         for _ in map(fetch, rows) if self._threads is None else self._threads.map(fetch, rows):
             pass
         if self._threads is None and time.perf_counter() - start > FAR * len(rows) > 0:
             self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch")
-        return {row: pictures[row] for row in rows if row in pictures}
+        return {row: images[row] for row in rows if row in images}
 
 
 @contextmanager
 def noting(found: Found, row: int) -> Iterator[None]:
-    """What is wrong with a picture, or with where it lies, is remembered; a mistake of ours is not."""
+    """What is wrong with an image, or with where it lies, is remembered; a mistake of ours is not."""
     try:
         yield
     except (VitrailError, OSError) as error:

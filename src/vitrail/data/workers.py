@@ -1,4 +1,4 @@
-"""Processes that fill batches with pictures while the model computes.
+"""Processes that fill batches with images while the model computes.
 
 A *work* fills rows of an array: `work(indices, keys, out)`. A *pool* does it for whole batches, some
 batches ahead, in memory that its processes share, so that pixels are written once and never sent:
@@ -213,7 +213,7 @@ class Threads(Pool):
 
     def __init__(self, work: Work, workers: int, **options: Any) -> None:
         super().__init__(work, **options)
-        self.executor = ThreadPoolExecutor(workers, thread_name_prefix="pictures")
+        self.executor = ThreadPoolExecutor(workers, thread_name_prefix="images")
         self.futures: dict[int, list[Future[Problems]]] = {}
 
     def _begin(self, slot: int, parts: list[tuple[int, int]]) -> None:
@@ -351,7 +351,7 @@ class Processes(Pool):
             at = end
             if slot == CRASH:
                 self.close()
-                error = TrainError(f"reading pictures failed: {text.strip().splitlines()[-1]}")
+                error = TrainError(f"reading images failed: {text.strip().splitlines()[-1]}")
                 error.add_note(text)
                 raise error
             if done:
@@ -379,7 +379,7 @@ def _forked(count: int, serve: Callable[[], None]) -> list[BaseProcess]:
             # have been at: they decode, and compute with one thread of their own.
             warnings.simplefilter("ignore", DeprecationWarning)
             for number in range(count):
-                process = context.Process(target=_life, args=(serve,), daemon=True, name=f"pictures-{number}")
+                process = context.Process(target=_life, args=(serve,), daemon=True, name=f"images-{number}")
                 process.start()
                 processes.append(process)
     finally:
@@ -423,4 +423,4 @@ def _last_words(process: BaseProcess) -> str:
     code = process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
     hint = "; memory may have run out: try data.workers=1 or a smaller batch" if code == -signal.SIGKILL else ""
-    return f"a process that reads pictures ended on its own ({how}){hint}."
+    return f"a process that reads images ended on its own ({how}){hint}."

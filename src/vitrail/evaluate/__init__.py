@@ -1,6 +1,6 @@
 """Model + data -> numbers.
 
-accuracy, scores          every picture once: top-1, top-5, loss, confusion
+accuracy, scores          every image once: top-1, top-5, loss, confusion
 intervals, calibration    how far a number may be off; whether the model is right as often as it says
 per_class, real           each class by itself; ImageNet-ReaL's several labels
 matching, synsets         the data's classes and the model's outputs
@@ -9,7 +9,7 @@ evaluation                all of it together
 
 from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.guesses import Guesses, guess
-from vitrail.evaluate.neighbours import comparable, neighbours_baseline
+from vitrail.evaluate.neighbors import comparable, neighbors_baseline
 from vitrail.evaluate.scores import Samples, Scores, average_precision, wilson
 
 __all__ = [
@@ -20,6 +20,6 @@ __all__ = [
     "comparable",
     "guess",
     "measure",
-    "neighbours_baseline",
+    "neighbors_baseline",
     "wilson",
 ]

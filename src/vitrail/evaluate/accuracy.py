@@ -1,4 +1,4 @@
-"""Top-1, top-5, loss and what was said of each picture, exactly, however the pictures are batched and dealt out."""
+"""Top-1, top-5, loss and what was said of each image, exactly, however the images are batched and dealt out."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vitrail.evaluate.scores import CONFUSABLE, Samples, Scores, average_precisi
 from vitrail.models.base import evaluating
 from vitrail.runtime import arithmetic
 
-# b pictures of a batch, N of this process or of all, K classes
+# b images of a batch, N of this process or of all, K classes
 
 Combine = Callable[[Tensor], Tensor]
 """A tensor of this process -> one of all processes: their sum, or their rows one after the other."""
 BEST = 5
-"""So many of a picture's likeliest classes are kept."""
+"""So many of an image's likeliest classes are kept."""
 
 
 def measure(
@@ -32,8 +32,8 @@ def measure(
     batches: Iterable[Batch],
     *,
     preprocess: Preprocess,
-    classes: int,
-    several: bool = False,
+    num_classes: int,
+    multi_label: bool = False,
     precision: str = "float32",
     loss: Literal["softmax", "sigmoid"] = "softmax",
     reduce: Combine | None = None,
@@ -41,31 +41,31 @@ def measure(
     flip: bool = False,
     watch: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Every picture once, in evaluation mode; slots of weight 0 and pictures without a label do not count.
+    """Every image once, in evaluation mode; slots of weight 0 and images without a label do not count.
 
-    flip: of each picture and its mirror image, the mean of the probabilities. `watch` is told of each
-    batch how many pictures it had.
+    flip: of each image and its mirror image, the mean of the probabilities. `watch` is told of each
+    batch how many images it had.
 
     With several processes, each gives its own batches; `reduce` sums a tensor over them and `gather`
-    joins its rows. Without `gather`, `samples` holds this process's pictures only (several labels
-    need it: their average precision is of all pictures together).
+    joins its rows. Without `gather`, `samples` holds this process's images only (several labels
+    need it: their average precision is of all images together).
     """
-    if several and reduce is not None and gather is None:
+    if multi_label and reduce is not None and gather is None:
         raise ConfigError("several labels on several processes need gather: an average precision has no partial sums.")
-    own = _Parts(several, loss if not several else "sigmoid")
+    own = _Parts(multi_label, loss if not multi_label else "sigmoid")
     with evaluating(net), torch.no_grad():
         dtype = next((p.dtype for p in net.parameters()), torch.float32)
         for batch in batches:
-            images = preprocess.normalise(batch.images).to(dtype)
+            images = preprocess.normalize(batch.images).to(dtype)
             with arithmetic(precision, images.device):
                 logits = net(images)
                 mirrored = net(images.flip(-1)) if flip else None
-            if logits.ndim != 2 or logits.shape[1] != classes:
-                raise ModelError(f"wanted {classes} outputs a picture, got {tuple(logits.shape[1:])}.")
+            if logits.ndim != 2 or logits.shape[1] != num_classes:
+                raise ModelError(f"wanted {num_classes} outputs an image, got {tuple(logits.shape[1:])}.")
             own.add(_exact(logits) if mirrored is None else mean_of(logits, mirrored, own.loss), batch)
             if watch is not None:
                 watch(int((batch.indices >= 0).sum()))
-    return _scores(own.joined(classes), classes, several, reduce, gather)
+    return _scores(own.joined(num_classes), num_classes, multi_label, reduce, gather)
 
 
 def _exact(logits: Tensor) -> Tensor:
@@ -87,13 +87,13 @@ class _Parts:
 
     NAMES = ("index", "truth", "prediction", "rank", "score", "truth_score", "loss", "best", "counts")
 
-    def __init__(self, several: bool, loss: str) -> None:
-        self.several, self.loss = several, loss
-        self.kept: dict[str, list[Tensor]] = {name: [] for name in (*self.NAMES, *(["scores"] if several else []))}
+    def __init__(self, multi_label: bool, loss: str) -> None:
+        self.multi_label, self.loss = multi_label, loss
+        self.kept: dict[str, list[Tensor]] = {name: [] for name in (*self.NAMES, *(["scores"] if multi_label else []))}
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         targets = batch.targets.to(logits.device)
-        yes = targets > 0.5 if self.several else F.one_hot(targets.clamp(min=0), logits.shape[1]).bool()  # b K
+        yes = targets > 0.5 if self.multi_label else F.one_hot(targets.clamp(min=0), logits.shape[1]).bool()  # b K
         if self.loss == "sigmoid":
             losses = F.binary_cross_entropy_with_logits(logits, yes.to(logits), reduction="none").sum(1)
             scores = logits.sigmoid()
@@ -101,13 +101,13 @@ class _Parts:
             losses = F.cross_entropy(logits, targets.clamp(min=0), reduction="none")
             scores = logits.softmax(1)
         counts = batch.weights.to(logits.device) > 0
-        if not self.several:
+        if not self.multi_label:
             counts = counts & (targets >= 0)
         best = _best(logits)
         prediction = best[:, 0]
         row = {
             "index": batch.indices,
-            "truth": yes if self.several else targets,
+            "truth": yes if self.multi_label else targets,
             "prediction": prediction,
             "rank": _rank(logits, yes),
             "score": scores.gather(1, prediction[:, None])[:, 0].float(),
@@ -116,15 +116,15 @@ class _Parts:
             "best": best,
             "counts": counts,
         }
-        if self.several:
+        if self.multi_label:
             row["scores"] = scores.float().cpu()  # N K may be too much for the device
         for name, value in row.items():
             self.kept[name].append(value)
 
-    def joined(self, classes: int) -> dict[str, Tensor]:
-        """Of the pictures that count, on the CPU."""
-        if not self.kept["index"]:  # a process may have no picture at all
-            return _nothing(classes, self.several)
+    def joined(self, num_classes: int) -> dict[str, Tensor]:
+        """Of the images that count, on the CPU."""
+        if not self.kept["index"]:  # a process may have no image at all
+            return _nothing(num_classes, self.multi_label)
         whole = {name: torch.cat(parts).cpu() for name, parts in self.kept.items()}
         counts = whole.pop("counts")
         return {name: value[counts] for name, value in whole.items()}
@@ -143,7 +143,7 @@ def _best(logits: Tensor) -> Tensor:
 def _rank(logits: Tensor, yes: Tensor) -> Tensor:
     """b: how many classes come before the first right one. Of equals the lower number comes first; NaN is never right.
 
-    What cannot be right, as a picture without labels, comes after all classes and after the fifth.
+    What cannot be right, as an image without labels, comes after all classes and after the fifth.
     """
     classes = logits.shape[1]
     best = logits.masked_fill(~yes, -math.inf).argmax(1, keepdim=True)  # its likeliest right class
@@ -158,35 +158,39 @@ def _of_truth(scores: Tensor, yes: Tensor) -> Tensor:
     return least.masked_fill(~yes.any(1), math.nan)
 
 
-def _nothing(classes: int, several: bool) -> dict[str, Tensor]:
+def _nothing(num_classes: int, multi_label: bool) -> dict[str, Tensor]:
     ints, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
     row = dict.fromkeys(("index", "truth", "prediction", "rank"), ints)
     row |= {"score": floats, "truth_score": floats, "loss": floats.double()}
-    row["best"] = torch.empty(0, min(BEST, classes), dtype=torch.int64)
-    if several:
-        row |= {"truth": torch.empty(0, classes, dtype=torch.bool), "scores": torch.empty(0, classes)}
+    row["best"] = torch.empty(0, min(BEST, num_classes), dtype=torch.int64)
+    if multi_label:
+        row |= {"truth": torch.empty(0, num_classes, dtype=torch.bool), "scores": torch.empty(0, num_classes)}
     return row
 
 
 def _scores(
-    own: dict[str, Tensor], classes: int, several: bool, reduce: Combine | None, gather: Combine | None
+    own: dict[str, Tensor], num_classes: int, multi_label: bool, reduce: Combine | None, gather: Combine | None
 ) -> Scores:
-    """From this process's pictures to the numbers of all."""
-    labelled = own["truth"].any(1) if several else torch.ones(len(own["index"]), dtype=torch.bool)
+    """From this process's images to the numbers of all."""
+    labeled = own["truth"].any(1) if multi_label else torch.ones(len(own["index"]), dtype=torch.bool)
     rank = own["rank"]
     # fsum rounds once, at the end: neither the order nor the size of the batches can show.
     total = math.fsum(own["loss"].double().tolist()) if own["loss"].isfinite().all() else math.nan
-    sums = torch.tensor([len(rank), total, labelled.sum(), (rank < 1).sum(), (rank < 5).sum()], dtype=torch.float64)
-    confusion = _confusion(own["truth"], own["prediction"], classes) if not several and classes <= CONFUSABLE else None
+    sums = torch.tensor([len(rank), total, labeled.sum(), (rank < 1).sum(), (rank < 5).sum()], dtype=torch.float64)
+    confusion = (
+        _confusion(own["truth"], own["prediction"], num_classes)
+        if not multi_label and num_classes <= CONFUSABLE
+        else None
+    )
     if reduce is not None:
         sums = reduce(sums)
         confusion = None if confusion is None else reduce(confusion)
     if gather is not None:
         own = {name: gather(value) for name, value in own.items()}
-    samples = _samples(own, several)
+    samples = _samples(own, multi_label)
     count, total, asked, first, five = sums.tolist()
     if count == 0:
-        raise DataError("there is no labelled picture to measure on; check the data and its labels.")
+        raise DataError("there is no labeled image to measure on; check the data and its labels.")
     low, high = wilson(first, asked)
     return Scores(
         top1=first / asked if asked else math.nan,
@@ -196,24 +200,24 @@ def _scores(
         low=low,
         high=high,
         confusion=None if confusion is None else confusion.cpu().numpy(),
-        average_precisions=_precisions(samples) if several else None,
+        average_precisions=_precisions(samples) if multi_label else None,
         samples=samples,
     )
 
 
-def _confusion(truth: Tensor, prediction: Tensor, classes: int) -> Tensor:
+def _confusion(truth: Tensor, prediction: Tensor, num_classes: int) -> Tensor:
     """K K: rows are true, columns are said."""
-    return torch.bincount(truth * classes + prediction, minlength=classes**2).view(classes, classes)
+    return torch.bincount(truth * num_classes + prediction, minlength=num_classes**2).view(num_classes, num_classes)
 
 
-def _samples(rows: dict[str, Tensor], several: bool) -> Samples:
+def _samples(rows: dict[str, Tensor], multi_label: bool) -> Samples:
     order = np.argsort(rows["index"].numpy(), kind="stable")
 
     def sorted_(name: str) -> npt.NDArray[np.generic]:
         return rows[name].numpy()[order]
 
     kept = ("index", "truth", "prediction", "score", "truth_score", "rank", "loss", "best")
-    names = (*kept, *(["scores"] if several else []))
+    names = (*kept, *(["scores"] if multi_label else []))
     return Samples(**{name: sorted_(name) for name in names})  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
 """Whether a model is right as often as it says: the expected calibration error and the table behind it.
 
-Pictures are sorted into bins by how sure the model is of its answer; in each, how sure it is on
+Images are sorted into bins by how sure the model is of its answer; in each, how sure it is on
 average is held against how often it is right (Guo et al. 2017, with their 15 bins of equal width).
 """
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from vitrail.evaluate.intervals import Estimate, Statistic, of_sums
 from vitrail.evaluate.scores import Floats, Ints
 
-# N pictures, M bins
+# N images, M bins
 
 BINS = 15
 
@@ -26,11 +26,11 @@ class Calibration:
     """How sure, and how often right."""
 
     error: Estimate
-    """ECE: the mean over pictures of how far their bin's certainty is from its accuracy."""
+    """ECE: the mean over images of how far their bin's certainty is from its accuracy."""
     edges: Floats
     """M + 1: a bin holds what is above its lower edge and not above its upper one."""
     counts: Ints
-    """M: pictures."""
+    """M: images."""
     certainty: Floats
     """M: mean score of the answers; NaN in an empty bin."""
     accuracy: Floats
@@ -73,7 +73,7 @@ def calibration(
 
 
 def gaps(score: Floats, right: npt.NDArray[np.bool_], bins: int = BINS) -> tuple[Floats, Statistic]:
-    """N M, each picture's score less 1 or 0, in its bin; and the ECE, which needs only sums of that over pictures."""
+    """N M, each image's score less 1 or 0, in its bin; and the ECE, which needs only sums of that over images."""
     score = np.asarray(score, np.float64)
     found = np.zeros((len(score), bins))
     found[np.arange(len(score)), _bins(score, bins)] = score - right

@@ -1,4 +1,4 @@
-"""Everything one evaluation found: a model on some pictures, at one size or at several."""
+"""Everything one evaluation found: a model on some images, at one size or at several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitrail.evaluate.real import Real
 from vitrail.evaluate.scores import Samples, Scores
 from vitrail.evaluate.speed import Speed
 
-# N pictures, K outputs
+# N images, K outputs
 
 WORST = 10
 
@@ -24,10 +24,10 @@ WORST = 10
 class Measured:
     """What was found at one size; every number has its interval."""
 
-    image: tuple[int, int]
+    image_size: tuple[int, int]
     """Height and width of what the network was given."""
     top1: Estimate | None
-    """Share of pictures whose likeliest class is right; None where no picture has a label."""
+    """Share of images whose likeliest class is right; None where no image has a label."""
     top5: Estimate | None
     """With a right class among the likeliest five; None where there are no more than five."""
     loss: Estimate
@@ -38,11 +38,11 @@ class Measured:
     real: Real | None
     """Accuracy on ImageNet-ReaL's labels, where they were asked for."""
     change: Estimate | None
-    """Top-1 less that at the first size, over the same pictures; None at the first."""
+    """Top-1 less that at the first size, over the same images; None at the first."""
     classes: PerClass
     speed: Speed
     scores: Scores = field(repr=False)
-    """The plain numbers, the confusion matrix, and what was said of each picture."""
+    """The plain numbers, the confusion matrix, and what was said of each image."""
 
     @property
     def samples(self) -> Samples:
@@ -50,9 +50,9 @@ class Measured:
         return self.scores.samples
 
     def to_dict(self, names: Sequence[str], worst: int = WORST) -> dict[str, Any]:
-        """Plain values; of classes, all that have pictures."""
+        """Plain values; of classes, all that have images."""
         estimates = {"top1": self.top1, "top5": self.top5, "loss": self.loss, "map": self.mean_average_precision}
-        found: dict[str, Any] = {"image": list(self.image), "count": self.scores.count}
+        found: dict[str, Any] = {"image": list(self.image_size), "count": self.scores.count}
         found |= {name: _estimate(value) for name, value in estimates.items() if value is not None}
         if self.top1 is not None and self.mean_average_precision is None:
             found["wilson"] = {"low": self.scores.low, "high": self.scores.high}
@@ -84,25 +84,25 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A model on some pictures: `found.top1.value`, `.low`, `.high`; `sizes` holds every size that was asked for."""
+    """A model on some images: `found.top1.value`, `.low`, `.high`; `sizes` holds every size that was asked for."""
 
     model: str
     data: str
     names: tuple[str, ...]
     """What the model's outputs are called."""
-    several: bool
-    """Whether pictures have several labels."""
+    multi_label: bool
+    """Whether images have several labels."""
     matched: str
     """How classes and outputs were brought together: "synset", "name" or "order"."""
     flip: bool
     bins: int
     sizes: tuple[Measured, ...]
     keys: tuple[str, ...] = field(repr=False)
-    """The pictures' names in their source, by their numbers there."""
+    """The images' names in their source, by their numbers there."""
     notes: tuple[str, ...] = ()
     """What cannot be said, and what was assumed."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Pictures that were left out, and why."""
+    """Images that were left out, and why."""
 
     @property
     def first(self) -> Measured:
@@ -129,17 +129,17 @@ class Evaluation:
         return self.first.mean_average_precision
 
     def to_dict(self, worst: int = WORST) -> dict[str, Any]:
-        """All of it but what was said of each picture."""
+        """All of it but what was said of each image."""
         about = {"model": self.model, "data": self.data, "outputs": len(self.names), "matched": self.matched}
-        how = {"several": self.several, "flip": self.flip, "bins": self.bins}
+        how = {"multi_label": self.multi_label, "flip": self.flip, "bins": self.bins}
         said = {"notes": list(self.notes), "unreadable": self.unreadable}
         return {**about, **how, "sizes": [size.to_dict(self.names, worst) for size in self.sizes], **said}
 
 
-def summarise(
+def summarize(
     scores: Scores,
     *,
-    image: tuple[int, int],
+    image_size: tuple[int, int],
     outputs: int,
     speed: Speed,
     bins: int,
@@ -164,7 +164,7 @@ def summarise(
         value = scores.mean_average_precision
         map_ = mean_precision(samples.truth, samples.scores, np.nan if value is None else value)
     return Measured(
-        image=image,
+        image_size=image_size,
         top1=share(int(right.sum()), int(asked.sum())),
         top5=share(int((samples.rank < 5).sum()), int(asked.sum())) if outputs > 5 else None,
         loss=loss,
@@ -179,7 +179,7 @@ def summarise(
 
 
 def _change(samples: Samples, before: Measured) -> Estimate | None:
-    """None where other pictures were measured: one may be readable at one time and not at another."""
+    """None where other images were measured: one may be readable at one time and not at another."""
     assert samples.rank is not None
     assert before.samples.rank is not None
     if not np.array_equal(samples.index, before.samples.index):

@@ -1,6 +1,6 @@
 """Features in a Parquet file, written so that a killed run goes on where it stopped.
 
-Parquet cannot be added to. So each thousand pictures or so become a file of their own in a folder
+Parquet cannot be added to. So each thousand images or so become a file of their own in a folder
 beside the result, complete or not there at all; when the last one is, they are joined, one after
 the other, and the folder goes. settings.json in it says what they were made with: parts of two
 kinds are never joined.
@@ -110,7 +110,7 @@ class FeatureFile:
             pq.write_table(table.cast(schema), temporary, **WRITTEN)
 
     def join(self, count: int) -> dict[str, str]:
-        """All parts in one file, in order; which pictures could not be read, and why."""
+        """All parts in one file, in order; which images could not be read, and why."""
         bad: dict[str, str] = {}
         for n in range(count):  # one open at a time: there may be more of them than files may be open
             schema = pq.read_schema(self.part(n))
@@ -129,7 +129,7 @@ WRITTEN: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["split", "l
 
 
 def table_of(source: Source, split: str, indices: Tensor, values: Tensor, dtype: str) -> pa.Table:
-    """One row for each picture: key, split, label, target, embedding."""
+    """One row for each image: key, split, label, target, embedding."""
     numbers = indices.tolist()
     kind = pa.float16() if dtype == "float16" else pa.float32()
     flat = values.numpy().astype(np.float16 if dtype == "float16" else np.float32).reshape(-1)
@@ -145,9 +145,9 @@ def table_of(source: Source, split: str, indices: Tensor, values: Tensor, dtype:
 
 
 def _labels(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa.Array]:
-    """Names and numbers of the classes, null where a picture has none; lists where it may have several."""
+    """Names and numbers of the classes, null where an image has none; lists where it may have several."""
     chosen = source.targets[list(numbers)]
-    if source.several:
+    if source.multi_label:
         lists = [np.flatnonzero(row).tolist() for row in chosen]
         names = [[source.labels[i] for i in row] for row in lists]
         return pa.array(names, pa.list_(pa.string())), pa.array(lists, pa.list_(pa.int32()))
@@ -209,8 +209,8 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
     measured = next((s for s in ("test", "validation") if s in splits), None)
     if measured is None or "train" not in splits:
         raise DataError(
-            f"{paths[0]} has {'only ' * bool(splits)}{', '.join(splits) or 'no'} pictures, and nothing to learn from; "
-            f"pass --features twice, a file of training pictures first: --features train.parquet --features {name}."
+            f"{paths[0]} has {'only ' * bool(splits)}{', '.join(splits) or 'no'} images, and nothing to learn from; "
+            f"pass --features twice, a file of training images first: --features train.parquet --features {name}."
         )
     column = tables[0]["split"].to_numpy(zero_copy_only=False)
     parts = [tables[0].filter(pa.array(column == split)) for split in ("train", measured)]
@@ -218,17 +218,17 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
 
 
 def _held_out(table: pa.Table, labels: tuple[str, ...], name: str) -> tuple[Features, Features]:
-    """Training pictures in two, by a hash of their names, as data without a test part is."""
+    """Training images in two, by a hash of their names, as data without a test part is."""
     _check_single(table, name)
     table = table.filter(table["target"].is_valid())
     targets = table["target"].to_numpy().astype(np.int64)
     mask, notes = hold_out(table["key"].to_pylist(), targets, SHARE, labels)
     if not mask.any():
         raise DataError(
-            f"{name} has no test pictures, and nothing can be held out: {'; '.join(notes) or 'too few pictures'}; "
-            "pass --features twice, a file of test pictures second."
+            f"{name} has no test images, and nothing can be held out: {'; '.join(notes) or 'too few images'}; "
+            "pass --features twice, a file of test images second."
         )
-    said = f"there are no test pictures: {int(mask.sum()):,} of {len(mask):,} are held out to measure on, by a hash of "
+    said = f"there are no test images: {int(mask.sum()):,} of {len(mask):,} are held out to measure on, by a hash of "
     say([f"{said}their names", *notes], about=name)
     parts = [table.filter(pa.array(which)) for which in (~mask, mask)]
     return _features(parts[0], labels, f"{name}, but those held out"), _features(parts[1], labels, f"{name}, held out")
@@ -236,14 +236,14 @@ def _held_out(table: pa.Table, labels: tuple[str, ...], name: str) -> tuple[Feat
 
 def _check_single(table: pa.Table, name: str) -> None:
     if not pa.types.is_integer(table["target"].type):
-        raise DataError(f"{name} has several labels to a picture; features are probed with one each.")
+        raise DataError(f"{name} has several labels to an image; features are probed with one each.")
 
 
 def _features(table: pa.Table, labels: tuple[str, ...], name: str) -> Features:
     _check_single(table, name)
     table = table.filter(table["target"].is_valid())
     if not len(table):
-        raise DataError(f"{name} has no labelled pictures.")
+        raise DataError(f"{name} has no labeled images.")
     column = table["embedding"].combine_chunks()
     values: npt.NDArray[Any] = column.values.to_numpy(zero_copy_only=False).astype(np.float32)
     values = values[column.offset * column.type.list_size :][: len(column) * column.type.list_size]

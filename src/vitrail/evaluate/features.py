@@ -1,4 +1,4 @@
-"""What a network makes of pictures: features of any layer, pooled in one of a few ways, batch after batch."""
+"""What a network makes of images: features of any layer, pooled in one of a few ways, batch after batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vitrail.models import Net, ViT
 from vitrail.models.base import evaluating
 from vitrail.runtime import arithmetic
 
-# b pictures of a batch, N of all, T tokens, D features
+# b images of a batch, N of all, T tokens, D features
 
 POOLS = ("pooled", "token", "mean", "token+mean")
 ROWS = 65536
@@ -75,7 +75,7 @@ def settled(place: Place, net: Net) -> Place:
 
 
 def read(net: Net, images: Tensor, place: Place) -> Tensor:
-    """Normalised images, b C H W -> features, b D; `place` has been settled."""
+    """Normalized images, b C H W -> features, b D; `place` has been settled."""
     if place.pool == "pooled" and not place.layers:
         pooled = net.features(images, want="pooled").pooled
         assert pooled is not None
@@ -111,38 +111,38 @@ def _vector(net: ViT, tokens: Tensor, place: Place) -> Tensor:
     if place.pool.startswith("token"):
         parts.append(then(tokens[:, 0]))
     if place.pool.endswith("mean"):
-        parts.append(then(tokens[:, net.config.prefix :].mean(1)))
+        parts.append(then(tokens[:, net.config.num_prefix_tokens :].mean(1)))
     return torch.cat(parts, dim=1)
 
 
 def feature_batches(
-    source: Source, preprocess: Preprocess, *, batch: int, device: torch.device, workers: int | None = None
+    source: Source, preprocess: Preprocess, *, batch_size: int, device: torch.device, workers: int | None = None
 ) -> Loader:
-    """Every picture once, decoded as it is needed and kept by nobody; the unreadable have weight 0."""
+    """Every image once, decoded as it is needed and kept by nobody; the unreadable have weight 0."""
     if not len(source):
-        raise DataError(f"{source.name} has no pictures.")
+        raise DataError(f"{source.name} has no images.")
     config = DataConfig(resident=False, skip_bad=True, workers=workers)
     return evaluation_batches(
-        source, preprocess=preprocess.config, batch=batch, device=device, config=config, labelled=False
+        source, preprocess=preprocess.config, batch_size=batch_size, device=device, config=config, labeled=False
     )
 
 
 def stream(
     net: Net, batches: Iterable[Batch], *, preprocess: Preprocess, place: Place, precision: str = "float32"
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each batch the numbers of its readable pictures, and their features, float32 on the CPU."""
+    """Of each batch the numbers of its readable images, and their features, float32 on the CPU."""
     place = settled(place, net)
     dtype = next(p.dtype for p in net.parameters())
     for batch in batches:
         with evaluating(net), torch.no_grad(), arithmetic(precision, batch.images.device):
-            found = read(net, preprocess.normalise(batch.images).to(dtype), place)
+            found = read(net, preprocess.normalize(batch.images).to(dtype), place)
         kept = (batch.weights > 0).cpu()
         yield batch.indices[kept], found.float().cpu()[kept]
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of some pictures with their classes."""
+    """Features of some images with their classes."""
 
     values: Tensor
     """N D, float32, on the CPU."""
@@ -151,14 +151,14 @@ class Features:
     labels: tuple[str, ...]
     """Names of the classes."""
     name: str = "features"
-    """What people call the pictures."""
+    """What people call the images."""
 
     def __post_init__(self) -> None:
         finite = [part.isfinite().all(1) for part in self.values.split(ROWS)] or [torch.ones(0, dtype=torch.bool)]
         bad = len(self.values) - int(torch.cat(finite).sum())
         if bad:
             raise DataError(
-                f"{bad:,} of the {len(self.values):,} pictures of {self.name} have features that are NaN or infinite, "
+                f"{bad:,} of the {len(self.values):,} images of {self.name} have features that are NaN or infinite, "
                 "which no classifier can use; look for broken weights."
             )
 
@@ -175,27 +175,27 @@ def gather(
     *,
     preprocess: Preprocess,
     place: Place,
-    batch: int = 64,
+    batch_size: int = 64,
     device: torch.device,
     workers: int | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> tuple[Features, dict[str, str]]:
-    """The features of all labelled pictures of a source, and which of them could not be read, and why."""
-    if source.several:
-        raise DataError(f"{source.name} has several labels to a picture; features are probed with one each.")
+    """The features of all labeled images of a source, and which of them could not be read, and why."""
+    if source.multi_label:
+        raise DataError(f"{source.name} has several labels to an image; features are probed with one each.")
     targets = torch.from_numpy(np.asarray(source.targets, dtype=np.int64))
     values, numbers = [], []
-    with feature_batches(source, preprocess, batch=batch, device=device, workers=workers) as batches:
+    with feature_batches(source, preprocess, batch_size=batch_size, device=device, workers=workers) as batches:
         for indices, found in stream(net, batches, preprocess=preprocess, place=place):
             known = targets[indices] >= 0
             values.append(found[known])
             numbers.append(indices[known])
             if advance is not None:
-                advance(min(batch, len(source) - batch * (len(values) - 1)))
+                advance(min(batch_size, len(source) - batch_size * (len(values) - 1)))
         bad = batches.bad
     index = torch.cat(numbers)
     if not len(index):
-        raise DataError(f"none of the {len(source):,} pictures of {source.name} can be read and has a label.")
+        raise DataError(f"none of the {len(source):,} images of {source.name} can be read and has a label.")
     return Features(torch.cat(values), targets[index], source.labels, source.name), bad
 
 

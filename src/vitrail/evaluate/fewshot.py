@@ -1,4 +1,4 @@
-"""The paper's few-shot measure: a regularised least-squares fit from frozen features to the classes, in closed form.
+"""The paper's few-shot measure: a regularized least-squares fit from frozen features to the classes, in closed form.
 
 As big_vision has it: each feature is shifted and scaled to mean 0 and deviation 1 over the shots, a
 constant feature of 100 stands for the bias, a class is +1 where it is right and -1 elsewhere, and
@@ -57,12 +57,12 @@ class Decomposed:
         return LeastSquares(self.left @ scaled, self.mean, self.deviation)
 
 
-def decompose(values: Tensor, targets: Tensor, classes: int) -> Decomposed:
+def decompose(values: Tensor, targets: Tensor, num_classes: int) -> Decomposed:
     """N D features and their classes, in float64 (float32 on Apple's GPUs, which have no other)."""
     x = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
     mean, deviation = x.mean(0), x.std(0, correction=0) + LEAST
     x = _whitened(x, mean, deviation)  # N M
-    y = torch.full((len(x), classes), -1.0, dtype=x.dtype, device=x.device)
+    y = torch.full((len(x), num_classes), -1.0, dtype=x.dtype, device=x.device)
     y[torch.arange(len(x), device=x.device), targets.to(x.device)] = 1.0
     if len(x) <= x.shape[1]:
         eigenvalues, q = torch.linalg.eigh(x @ x.T)
@@ -75,13 +75,13 @@ def _whitened(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     return torch.cat([(x - mean) / deviation, x.new_full((len(x), 1), BIAS)], dim=1)
 
 
-def pick_shots(targets: Tensor, shots: int, classes: int, seed: int) -> Tensor:
-    """So many pictures of each class; which, its members, the seed and the class alone decide.
+def pick_shots(targets: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:
+    """So many images of each class; which, its members, the seed and the class alone decide.
 
     The shots of a smaller number are among those of a larger one.
     """
     picked = []
-    for label in range(classes):
+    for label in range(num_classes):
         members = (targets == label).nonzero()[:, 0]
         order = np.random.default_rng([seed, label]).permutation(len(members))
         picked.append(members[torch.from_numpy(order[:shots])])
@@ -91,15 +91,15 @@ def pick_shots(targets: Tensor, shots: int, classes: int, seed: int) -> Tensor:
 def check_shots(train: Features, shots: int) -> None:
     """Enough of every class, and two of them at least."""
     if shots < 1:
-        raise ConfigError(f"shots={shots}: wanted 1 picture of each class or more.")
+        raise ConfigError(f"shots={shots}: wanted 1 image of each class or more.")
     counts = torch.bincount(train.targets, minlength=len(train.labels))
     check_classes(train)
     if (least := int(counts.min())) < shots:
         label = train.labels[int(counts.argmin())]
-        many = "picture" if least == 1 else "pictures"
+        many = "image" if least == 1 else "images"
         raise DataError(
             f"{shots} shots want {shots} of each class, and {label!r} has {least or 'no'} {many} ({train.name}); "
-            f"try --shots {least or 1}{'' if least else ' and remove the class'}, or add pictures."
+            f"try --shots {least or 1}{'' if least else ' and remove the class'}, or add images."
         )
 
 
@@ -108,11 +108,11 @@ def check_classes(train: Features) -> None:
     there = train.targets.unique()
     if len(there) < 2:
         which = train.labels[int(there[0])] if len(there) else "no class"
-        raise DataError(f"all {len(train):,} pictures are {which!r} ({train.name}); wanted two classes or more.")
+        raise DataError(f"all {len(train):,} images are {which!r} ({train.name}); wanted two classes or more.")
 
 
 def few_shot(train: Features, test: Features, shots: int, seed: int, *, device: torch.device) -> Tensor:
-    """Q: the class said of each test picture, learned from so many pictures of each class."""
+    """Q: the class said of each test image, learned from so many images of each class."""
     check_shots(train, shots)
     chosen = train.some(pick_shots(train.targets, shots, len(train.labels), seed))
     fit = decompose(chosen.values.to(device), chosen.targets, len(train.labels)).solve()

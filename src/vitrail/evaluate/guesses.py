@@ -1,4 +1,4 @@
-"""How well corrupted patches are guessed on pictures that are not learned from."""
+"""How well corrupted patches are guessed on images that are not learned from."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Guesses:
     """What is measured where there are no classes."""
 
     loss: float
-    """Mean over the pictures, as in training."""
+    """Mean over the images, as in training."""
     accuracy: float | None
-    """Share of the colours guessed right; None where pixels are guessed."""
+    """Share of the colors guessed right; None where pixels are guessed."""
     count: int
-    """Pictures measured."""
+    """Images measured."""
 
     def to_dict(self) -> dict[str, float]:
         """What is logged."""
@@ -43,7 +43,7 @@ def guess(
     precision: str = "float32",
     reduce: Combine | None = None,
 ) -> Guesses:
-    """Every picture once, in evaluation mode; which of its patches are corrupted, its number alone decides.
+    """Every image once, in evaluation mode; which of its patches are corrupted, its number alone decides.
 
     So one measurement can be held against the next. `reduce` sums a tensor over processes.
     """
@@ -52,7 +52,7 @@ def guess(
     with evaluating(learner), torch.no_grad():
         dtype = next(p.dtype for p in learner.parameters())
         for batch in batches:
-            images = preprocess.normalise(batch.images).to(dtype)
+            images = preprocess.normalize(batch.images).to(dtype)
             keys = chance.keys_of(seed, 0, batch.indices.clamp(min=0).numpy())
             with arithmetic(precision, images.device):
                 found = learner(images, batch.targets, batch.weights, chance.as_tensor(keys, images.device))
@@ -61,6 +61,6 @@ def guess(
     sums = torch.stack(parts).cpu().double().sum(0)  # only now, so that a GPU is never waited for
     count, *totals = (sums if reduce is None else reduce(sums)).tolist()
     if count == 0:
-        raise DataError("there is no picture to measure on that can be read.")
+        raise DataError("there is no image to measure on that can be read.")
     means = {name: total / count for name, total in zip(names, totals, strict=True)}
     return Guesses(loss=means["loss"], accuracy=means.get("correct"), count=int(count))

@@ -1,9 +1,9 @@
-"""How far a number may be off: bootstrap intervals over the pictures that it was measured on.
+"""How far a number may be off: bootstrap intervals over the images that it was measured on.
 
     share          of 0 and 1: the bootstrap's distribution is a binomial one, and its quantiles are exact
-    mean, sums     other numbers: pictures drawn again, with replacement, by their counts
-    difference     of two models on the same pictures
-    mean_of_shares of several sets of pictures, such as tasks
+    mean, sums     other numbers: images drawn again, with replacement, by their counts
+    difference     of two models on the same images
+    mean_of_shares of several sets of images, such as tasks
 
 The bootstrap of a share that is nearly nothing or nearly all says too little: three of three right
 would be 100 % to 100 %. Wilson's interval takes its place there.
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from vitrail.evaluate.scores import Floats, Ints, wilson
 
-# N pictures, S numbers of each, R resamples of all of them, B resamples at a time
+# N images, S numbers of each, R resamples of all of them, B resamples at a time
 
 RESAMPLES = 2000
 INSIDE = 0.95
@@ -31,7 +31,7 @@ ENOUGH = 10
 BLOCK = 4_000_000
 """Counts that are held at once."""
 PRECISIONS = 500_000_000
-"""Pictures times classes times resamples of average precisions, which takes seconds; of more, fewer resamples."""
+"""Images times classes times resamples of average precisions, which takes seconds; of more, fewer resamples."""
 
 How = Literal["bootstrap", "wilson"]
 Statistic = Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]]
@@ -92,7 +92,7 @@ def of_sums(columns: Floats, statistic: Statistic, *, resamples: int = RESAMPLES
 def together(
     asked: Sequence[tuple[Floats, Statistic]], *, resamples: int = RESAMPLES, seed: int = SEED
 ) -> list[Estimate]:
-    """Several such numbers of the same N pictures: they are drawn again once, which takes most of the time."""
+    """Several such numbers of the same N images: they are drawn again once, which takes most of the time."""
     whole = np.concatenate([np.asarray(columns, np.float64) for columns, _ in asked], axis=1)
     ends = np.cumsum([columns.shape[1] for columns, _ in asked])[:-1]
     drawn: list[list[npt.NDArray[np.float64]]] = [[] for _ in asked]
@@ -118,7 +118,7 @@ def around(value: float, drawn: npt.NDArray[np.float64]) -> Estimate:
 
 
 def draws(count: int, resamples: int = RESAMPLES, seed: int = SEED) -> Iterator[npt.NDArray[np.float64]]:
-    """B N, block after block: how often each picture is in each resample. The same for the same seed."""
+    """B N, block after block: how often each image is in each resample. The same for the same seed."""
     rng = np.random.default_rng(seed)
     size = max(BLOCK // count, 1)
     for first in range(0, resamples, size):
@@ -131,19 +131,19 @@ def draws(count: int, resamples: int = RESAMPLES, seed: int = SEED) -> Iterator[
 def difference(
     right: npt.NDArray[np.bool_], before: npt.NDArray[np.bool_], *, resamples: int = RESAMPLES, seed: int = SEED
 ) -> Estimate:
-    """The share of `right` less that of `before`, picture by picture the same ones: N each.
+    """The share of `right` less that of `before`, image by image the same ones: N each.
 
     What both have right or wrong drops out, so it is known better than either share.
     """
     count = len(right)
     up, down = int(np.sum(right & ~before)), int(np.sum(before & ~right))
     shares = np.array([up, down, count - up - down]) / count
-    drawn = np.random.default_rng(seed).multinomial(count, shares, resamples)  # what N draws of pictures come to
+    drawn = np.random.default_rng(seed).multinomial(count, shares, resamples)  # what N draws of images come to
     return around((up - down) / count, (drawn[:, 0] - drawn[:, 1]) / count)
 
 
 def mean_of_shares(shares: Sequence[tuple[float, int]], *, resamples: int = RESAMPLES, seed: int = SEED) -> Estimate:
-    """The mean of shares of separate sets of pictures, each given with its count; each set is drawn again by itself."""
+    """The mean of shares of separate sets of images, each given with its count; each set is drawn again by itself."""
     chances, counts = (np.array(column) for column in zip(*shares, strict=True))
     drawn = np.random.default_rng(seed).binomial(counts, chances, (resamples, len(shares))) / counts
     return around(float(chances.mean()), drawn.mean(1))
@@ -154,7 +154,7 @@ def mean_precision(
 ) -> Estimate:
     """Of `value`, the mean over classes of their average precisions: both N K.
 
-    A class that a resample has no picture of is left out of that one's mean.
+    A class that a resample has no image of is left out of that one's mean.
     """
     count, classes = truth.shape
     resamples = int(min(resamples, max(PRECISIONS / (count * classes), 100)))
@@ -164,7 +164,7 @@ def mean_precision(
     sorted_ = [_sorted(truth[:, k], scores[:, k]) for k in there]
     drawn = []
     for counts in draws(count, resamples, seed):
-        columns = np.ascontiguousarray(counts.T, np.float32)  # N B: pictures are put in order by whole rows
+        columns = np.ascontiguousarray(counts.T, np.float32)  # N B: images are put in order by whole rows
         each = np.stack([_precisions(columns, *one) for one in sorted_])  # K B
         known = ~np.isnan(each)
         drawn.append(np.where(known, each, 0).sum(0) / np.maximum(known.sum(0), 1))
@@ -172,9 +172,9 @@ def mean_precision(
 
 
 def _sorted(truth: npt.NDArray[np.bool_], score: Floats) -> tuple[Ints, Ints, Ints, Ints]:
-    """Pictures by their scores, cut where the recall rises: order, first of each stretch; the same of the class alone.
+    """Images by their scores, cut where the recall rises: order, first of each stretch; the same of the class alone.
 
-    A stretch ends with a run of equal scores that holds a picture of the class; what comes after the
+    A stretch ends with a run of equal scores that holds an image of the class; what comes after the
     last one does not matter.
     """
     order = np.argsort(-score, kind="stable")
@@ -188,7 +188,7 @@ def _sorted(truth: npt.NDArray[np.bool_], score: Floats) -> tuple[Ints, Ints, In
 def _precisions(
     counts: npt.NDArray[np.float32], order: Ints, starts: Ints, own: Ints, own_starts: Ints
 ) -> npt.NDArray[np.float32]:
-    """B: `scores.average_precision` of each resample, given as how often each picture is in it, N B."""
+    """B: `scores.average_precision` of each resample, given as how often each image is in it, N B."""
     gained = np.add.reduceat(counts[own], own_starts, axis=0)
     seen = np.cumsum(np.add.reduceat(counts[order], starts, axis=0), axis=0)  # whole numbers: exact
     found = np.cumsum(gained, axis=0)

@@ -1,4 +1,4 @@
-"""k nearest neighbours by cosine, exactly, in blocks; and how they vote (DINO, arXiv 2104.14294).
+"""k nearest neighbors by cosine, exactly, in blocks; and how they vote (DINO, arXiv 2104.14294).
 
 Nearly all the time goes into one matrix product. What it gives is never sorted: the largest value of
 each group of bank entries is kept, and the k-th largest of those is a floor under the k-th nearest
@@ -28,7 +28,7 @@ from vitrail.runtime.heap import keep_heap
 # Q queries and N bank entries of D features, K classes; S B similarities of a block, G groups in it
 
 KS = (1, 5, 10, 20, 100)
-"""Numbers of neighbours that are worth trying together."""
+"""Numbers of neighbors that are worth trying together."""
 TEMPERATURE = 0.07
 STEP = 8
 """So many similarities, or groups of them, are one group of the next level."""
@@ -54,7 +54,7 @@ BLOCKS = {"cpu": Blocks(), "cuda": Blocks(65536, 4096)}
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class Neighbors:
     """The nearest bank entries of each query, nearest first."""
 
     similarity: Tensor
@@ -63,14 +63,14 @@ class Neighbours:
     """Q k: numbers in the bank."""
 
 
-def nearest_neighbours(
+def nearest_neighbors(
     bank: Tensor,
     queries: Tensor,
     k: int,
     *,
     blocks: Blocks | None = None,
     advance: Callable[[int], None] | None = None,
-) -> Neighbours:
+) -> Neighbors:
     """N D and Q D features -> the k bank entries of largest cosine for each query.
 
     They are compared where the queries lie. A bank that is elsewhere is moved there, at once or, where
@@ -88,7 +88,7 @@ def nearest_neighbours(
     bank, queries = unit(bank), unit(queries)
     bank = _beside(bank, queries)
     if not len(queries):
-        return Neighbours(queries.new_empty(0, k), torch.empty(0, k, dtype=torch.int64, device=queries.device))
+        return Neighbors(queries.new_empty(0, k), torch.empty(0, k, dtype=torch.int64, device=queries.device))
     threads = torch.get_num_threads() if queries.device.type == "cpu" else 1
     rounds = -(-len(queries) // (threads * blocks.queries))
     size = -(-len(queries) // (threads * rounds))  # all threads have the same to do
@@ -99,12 +99,12 @@ def nearest_neighbours(
             if advance is not None:
                 advance(len(result[0]))
     similarity, index = zip(*found, strict=True)
-    return Neighbours(torch.cat(similarity), torch.cat(index))
+    return Neighbors(torch.cat(similarity), torch.cat(index))
 
 
 def check_k(k: int, entries: int) -> None:
     if not 1 <= k <= entries:
-        raise ConfigError(f"k={k} neighbours of a bank of {entries:,} entries; wanted 1 to {entries:,}.")
+        raise ConfigError(f"k={k} neighbors of a bank of {entries:,} entries; wanted 1 to {entries:,}.")
 
 
 def _beside(bank: Tensor, queries: Tensor) -> Tensor:
@@ -299,9 +299,9 @@ def exact(device: torch.device) -> torch.dtype:
 
 
 def votes(
-    neighbours: Neighbours,
+    neighbors: Neighbors,
     targets: Tensor,
-    classes: int,
+    num_classes: int,
     k: int,
     *,
     vote: Vote = "weighted",
@@ -309,13 +309,13 @@ def votes(
 ) -> Tensor:
     """Q K: what each class gets from the nearest k.
 
-    weighted: a neighbour counts exp(cosine / temperature), as in DINO; uniform: each counts one.
+    weighted: a neighbor counts exp(cosine / temperature), as in DINO; uniform: each counts one.
     """
-    if not 1 <= k <= neighbours.index.shape[1]:
-        raise ConfigError(f"k={k}: the nearest {neighbours.index.shape[1]} were looked for.")
-    similarity, index = neighbours.similarity[:, :k].cpu().double(), neighbours.index[:, :k].cpu()
+    if not 1 <= k <= neighbors.index.shape[1]:
+        raise ConfigError(f"k={k}: the nearest {neighbors.index.shape[1]} were looked for.")
+    similarity, index = neighbors.similarity[:, :k].cpu().double(), neighbors.index[:, :k].cpu()
     weights = (similarity / temperature).exp() if vote == "weighted" else torch.ones_like(similarity)
-    shares = torch.zeros(len(index), classes, dtype=torch.float64)
+    shares = torch.zeros(len(index), num_classes, dtype=torch.float64)
     return shares.scatter_add_(1, targets.cpu()[index], weights)
 
 

@@ -5,7 +5,7 @@ are free. Two classes share one row of weights. Features are shifted and scaled 
 deviation 1 first, so that one range of C serves every model.
 
     fit       scikit-learn's solver, or torch's L-BFGS on a GPU and for many features; the same optimum
-    choose    C on pictures kept aside, CLIP's search: seven from 1e-6 to 1e6, then ever finer about the best
+    choose    C on images kept aside, CLIP's search: seven from 1e-6 to 1e6, then ever finer about the best
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vitrail.evaluate.features import Features
 from vitrail.evaluate.fewshot import check_classes
 from vitrail.runtime import say
 
-# N pictures of D features, K classes; R rows of weights: K, or 1 for two classes
+# N images of D features, K classes; R rows of weights: K, or 1 for two classes
 
 MANY = 20_000_000
 """N times D from which torch's solver, which uses all cores throughout, takes over on a CPU."""
@@ -51,7 +51,7 @@ class Logistic:
     present: Tensor
     """The classes that it knows, K of all."""
     strength: float
-    """C: how much the pictures count against small weights."""
+    """C: how much the images count against small weights."""
     solver: str
 
     def predict(self, values: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def logits(x: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
 
 
 def objective(x: Tensor, targets: Tensor, weights: Tensor, bias: Tensor, strength: float) -> Tensor:
-    """What is minimised, divided by C N."""
+    """What is minimized, divided by C N."""
     loss = F.cross_entropy(logits(x, weights, bias), targets)
     return loss + weights.square().sum() / (2 * strength * len(x))
 
@@ -100,7 +100,7 @@ def check_strength(strength: float) -> None:
         raise ConfigError(f"C={strength:g}: wanted a number above 0.")
 
 
-def _with_sklearn(x: Tensor, targets: Tensor, classes: int, strength: float) -> tuple[Tensor, Tensor]:
+def _with_sklearn(x: Tensor, targets: Tensor, num_classes: int, strength: float) -> tuple[Tensor, Tensor]:
     import warnings
 
     from sklearn.exceptions import ConvergenceWarning
@@ -113,13 +113,13 @@ def _with_sklearn(x: Tensor, targets: Tensor, classes: int, strength: float) -> 
     return torch.from_numpy(model.coef_), torch.from_numpy(np.asarray(model.intercept_))
 
 
-def _with_torch(x: Tensor, targets: Tensor, classes: int, strength: float) -> tuple[Tensor, Tensor]:
+def _with_torch(x: Tensor, targets: Tensor, num_classes: int, strength: float) -> tuple[Tensor, Tensor]:
     """Full batches, strong Wolfe line search."""
-    rows = 1 if classes == 2 else classes
+    rows = 1 if num_classes == 2 else num_classes
     weights = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
     bias = torch.zeros(rows, dtype=x.dtype, device=x.device, requires_grad=True)
     flat = 1e-9 if x.dtype == torch.float64 else 1e-6
-    optimiser = torch.optim.LBFGS(
+    optimizer = torch.optim.LBFGS(
         [weights, bias],
         max_iter=STEPS,
         tolerance_grad=flat,
@@ -129,17 +129,17 @@ def _with_torch(x: Tensor, targets: Tensor, classes: int, strength: float) -> tu
     )
 
     def closure() -> Tensor:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = objective(x, targets, weights, bias, strength)
         loss.backward()
         return loss
 
-    optimiser.step(closure)
+    optimizer.step(closure)
     return weights.detach(), bias.detach()
 
 
 def held_out(targets: Tensor, share: float = HELD_OUT, seed: int = 0) -> Tensor:
-    """N: which pictures are kept aside to choose C, a share of each class that leaves one at least."""
+    """N: which images are kept aside to choose C, a share of each class that leaves one at least."""
     aside = torch.zeros(len(targets), dtype=torch.bool)
     for label in targets.unique().tolist():
         members = (targets == label).nonzero()[:, 0]
@@ -156,14 +156,14 @@ def choose(
     device: torch.device | str = "cpu",
     advance: Callable[[int], None] | None = None,
 ) -> float:
-    """The C that does best on `validation`, else on a fifth of the training pictures; of equals the smallest.
+    """The C that does best on `validation`, else on a fifth of the training images; of equals the smallest.
 
-    Where each class has one picture only, none can be kept aside, and C is 1.
+    Where each class has one image only, none can be kept aside, and C is 1.
     """
     if validation is None:
         aside = held_out(train.targets)
         if not aside.any():
-            say(["each class has one picture, and none can be kept aside to choose C by: it is 1"], about=train.name)
+            say(["each class has one image, and none can be kept aside to choose C by: it is 1"], about=train.name)
             if advance is not None:
                 advance(FITS)
             return 1.0

@@ -1,7 +1,7 @@
 """Which of a model's outputs each class of the data is: by WordNet's numbers, by name, or by order.
 
 Data may have a few of the model's classes only (ten folders of ImageNet): the answer is still the
-likeliest of all outputs. A class that no output stands for is refused, unless no picture is of it.
+likeliest of all outputs. A class that no output stands for is refused, unless no image is of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vitrail.evaluate.synsets import IMAGENET, Synsets, in_names, listed, of_out
 from vitrail.weights.card import Card
 from vitrail.weights.labels import imagenet_1k, stated
 
-# N pictures, C classes of the data, K outputs of the model
+# N images, C classes of the data, K outputs of the model
 
 How = Literal["synset", "name", "order"]
 SHOWN = 3
@@ -32,7 +32,7 @@ class Match:
     """Data and model, brought together."""
 
     places: Ints
-    """C: the output of each class; -1 where there is none, and no picture needs it."""
+    """C: the output of each class; -1 where there is none, and no image needs it."""
     how: How
     names: tuple[str, ...]
     """K: what the outputs are called."""
@@ -42,13 +42,13 @@ class Match:
 
 
 class Mapped:
-    """The same pictures; their classes are a model's outputs."""
+    """The same images; their classes are a model's outputs."""
 
     def __init__(self, source: Source, match: Match) -> None:
-        self.source, self.name, self.several = source, source.name, source.several
+        self.source, self.name, self.multi_label = source, source.name, source.multi_label
         self.labels = match.names
         places, targets = match.places, source.targets
-        if self.several:
+        if self.multi_label:
             there = places >= 0
             self.targets: Targets = np.zeros((len(source), len(match.names)), np.bool_)
             self.targets[:, places[there]] = targets[:, there]
@@ -60,9 +60,9 @@ class Mapped:
 
     def __getitem__(self, index: int) -> Sample:
         target = self.targets[index]
-        found = tuple(np.flatnonzero(target).tolist()) if self.several else int(target)
+        found = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
         sample = self.source[index]
-        return Sample(sample.key, sample.picture, found)
+        return Sample(sample.key, sample.image, found)
 
     def key(self, index: int) -> str:
         return self.source.key(index)
@@ -91,7 +91,7 @@ def match_classes(
     they are numbers, as those of handwritten digits.
     """
     if not source.labels:
-        raise DataError(f"the pictures of {source.name} have no labels to be right or wrong about.")
+        raise DataError(f"the images of {source.name} have no labels to be right or wrong about.")
     numbers = synsets or in_names(source.labels)
     if numbers is not None:
         own, note = of_outputs(labels, outputs, numbers)
@@ -154,9 +154,9 @@ def _numbered(labels: Sequence[str]) -> bool:
 
 
 def _check(source: Source, places: Ints, labels: Sequence[str] | None, outputs: int) -> None:
-    """Refuse classes that have pictures and no output."""
+    """Refuse classes that have images and no output."""
     targets = source.targets
-    counts = targets.sum(0) if source.several else np.bincount(targets[targets >= 0], minlength=len(places))
+    counts = targets.sum(0) if source.multi_label else np.bincount(targets[targets >= 0], minlength=len(places))
     there = int((counts > 0).sum())
     unknown = [source.labels[c] for c in np.flatnonzero((places < 0) & (counts > 0))]
     if not unknown:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vitrail.evaluate.calibration import plain
 from vitrail.evaluate.scores import Floats, Ints, Samples, wilson
 
-# N pictures, K classes
+# N images, K classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +20,19 @@ class PerClass:
     """Numbers of every class of the model, whether it occurs or not: K each."""
 
     support: Ints
-    """Pictures that are of the class."""
+    """Images that are of the class."""
     said: Ints
-    """Pictures that are said to be."""
+    """Images that are said to be."""
     right: Ints
-    """Pictures that are both."""
+    """Images that are both."""
     loss: Floats
-    """Mean loss of its pictures; NaN without any."""
+    """Mean loss of its images; NaN without any."""
     average_precision: Floats | None = None
     """For several labels; NaN for a class nobody has."""
 
     @property
     def recall(self) -> Floats:
-        """Share of its pictures that are found; NaN without any."""
+        """Share of its images that are found; NaN without any."""
         return _ratio(self.right, self.support)
 
     @property
@@ -47,12 +47,12 @@ class PerClass:
 
     @property
     def present(self) -> Ints:
-        """Classes that have pictures."""
+        """Classes that have images."""
         return np.flatnonzero(self.support)
 
     @property
     def macro_recall(self) -> float:
-        """Mean over the classes that have pictures, each weighing the same: the balanced accuracy."""
+        """Mean over the classes that have images, each weighing the same: the balanced accuracy."""
         return float(self.recall[self.present].mean())
 
     def worst(self, most: int) -> list[int]:
@@ -72,8 +72,8 @@ class PerClass:
         return {"class": int(k), "name": name, **counts, **{n: plain(v) for n, v in values.items()}}
 
 
-def per_class(samples: Samples, classes: int, average_precisions: Floats | None = None) -> PerClass:
-    """From what was said of each picture. Of several labels, what has a probability of one half or more is said."""
+def per_class(samples: Samples, num_classes: int, average_precisions: Floats | None = None) -> PerClass:
+    """From what was said of each image. Of several labels, what has a probability of one half or more is said."""
     assert samples.loss is not None
     if samples.scores is not None:
         said = samples.scores >= 0.5
@@ -83,19 +83,19 @@ def per_class(samples: Samples, classes: int, average_precisions: Floats | None 
         return PerClass(**counted, loss=_ratio(losses, support), average_precision=average_precisions)
 
     def count(of: Ints) -> Ints:
-        return np.bincount(of, minlength=classes)
+        return np.bincount(of, minlength=num_classes)
 
     support = count(samples.truth)
     return PerClass(
         support=support,
         said=count(samples.prediction),
         right=count(samples.truth[samples.right]),
-        loss=_ratio(np.bincount(samples.truth, samples.loss, classes), support),
+        loss=_ratio(np.bincount(samples.truth, samples.loss, num_classes), support),
     )
 
 
 def confused_pairs(samples: Samples, most: int) -> list[tuple[int, int, int]]:
-    """(true class, said class, how often), the commonest first; only of pictures with one label."""
+    """(true class, said class, how often), the commonest first; only of images with one label."""
     if samples.truth.ndim != 1:
         return []
     wrong = ~samples.right
@@ -105,7 +105,7 @@ def confused_pairs(samples: Samples, most: int) -> list[tuple[int, int, int]]:
 
 
 def mistaken_for(samples: Samples, k: int, most: int = 3) -> list[tuple[int, int]]:
-    """(class, how often) that pictures of class k are said to be instead, the commonest first."""
+    """(class, how often) that images of class k are said to be instead, the commonest first."""
     if samples.truth.ndim != 1:
         return []
     said = samples.prediction[(samples.truth == k) & ~samples.right]

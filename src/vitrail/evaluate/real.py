@@ -1,9 +1,9 @@
-"""ImageNet-ReaL: the validation pictures with every label that people found right (Beyer et al. 2020).
+"""ImageNet-ReaL: the validation images with every label that people found right (Beyer et al. 2020).
 
-An answer is right if it is one of a picture's labels; of five, if one of them is. Pictures for which
+An answer is right if it is one of an image's labels; of five, if one of them is. Images for which
 nothing was found right are left out. Labels are numbers of ImageNet-1k's classes, and `real.json`
-lists them in the order of the validation pictures' own numbers; a dictionary from a picture's name
-to its labels does for pictures that go by other names.
+lists them in the order of the validation images' own numbers; a dictionary from an image's name
+to its labels does for images that go by other names.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from vitrail.evaluate.intervals import Estimate, share
 from vitrail.evaluate.scores import Samples
 from vitrail.evaluate.synsets import IMAGENET, Synsets, listed, names_agree, published_real
 
-# N pictures, K outputs
+# N images, K outputs
 
 NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 Labels = list[list[int]] | dict[str, list[int]]
-"""Class numbers by the validation picture's number less one, or by its name."""
+"""Class numbers by the validation image's number less one, or by its name."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Real:
     top1: Estimate
     top5: Estimate
     count: int
-    """Pictures that have such a label."""
+    """Images that have such a label."""
     left_out: int
-    """Pictures that have none."""
+    """Images that have none."""
 
     def to_dict(self) -> dict[str, Any]:
         found = {"top1": self.top1.to_dict(), "top5": self.top5.to_dict()}
@@ -114,12 +114,12 @@ def _by_number(synsets: Synsets) -> tuple[list[int], str]:
 
 
 def valid_outputs(keys: Sequence[str], labels: Labels, outputs: Sequence[int]) -> list[list[int] | None]:
-    """Of each picture the outputs that are right; None where the labels do not speak of it."""
+    """Of each image the outputs that are right; None where the labels do not speak of it."""
     rows: list[list[int] | None] = [_labels_of(key, labels) for key in keys]
     if all(row is None for row in rows):
         asked = "none of them is a name in the dictionary" if isinstance(labels, dict) else "none has such a number"
         raise DataError(
-            f"the ReaL labels do not go with these pictures: they are called {keys[0]} and the like, and {asked}; "
+            f"the ReaL labels do not go with these images: they are called {keys[0]} and the like, and {asked}; "
             "wanted ILSVRC2012_val_00000001 in a name, or a dictionary from names to class numbers."
         )
     return [None if row is None else [outputs[k] for k in row] for row in rows]
@@ -139,7 +139,7 @@ def real_accuracy(samples: Samples, valid: Sequence[list[int] | None]) -> Real:
     assert samples.best is not None
     asked = [(i, right) for i, right in enumerate(valid) if right]
     if not asked:
-        raise DataError(f"none of the {len(valid):,} pictures has a ReaL label.")
+        raise DataError(f"none of the {len(valid):,} images has a ReaL label.")
     hits: npt.NDArray[np.bool_] = np.array([np.isin(samples.best[i], right) for i, right in asked])  # N 5
     top1, top5 = share(int(hits[:, 0].sum()), len(asked)), share(int(hits.any(1).sum()), len(asked))
     assert top1 is not None

@@ -1,4 +1,4 @@
-"""What a measurement found: numbers with their intervals, and what was said of each picture."""
+"""What a measurement found: numbers with their intervals, and what was said of each image."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# N pictures, K classes
+# N images, K classes
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.floating[Any]]
@@ -24,12 +24,12 @@ CONFUSABLE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What was said of each picture, in the order of the source."""
+    """What was said of each image, in the order of the source."""
 
     index: Ints
-    """N: the picture's number in its source."""
+    """N: the image's number in its source."""
     truth: npt.NDArray[Any]
-    """N class numbers; or N K yes and no, where pictures have several labels."""
+    """N class numbers; or N K yes and no, where images have several labels."""
     prediction: Ints
     """N: the likeliest class."""
     score: Floats
@@ -37,11 +37,11 @@ class Samples:
     truth_score: Floats
     """N: how likely it holds the true class (of several labels the least likely one; NaN without any)."""
     scores: Floats | None = None
-    """N K, where pictures have several labels: how likely each class is."""
+    """N K, where images have several labels: how likely each class is."""
     rank: Ints | None = None
     """N: how many classes come before the first right one, 0 for a right answer; K or more: none is right."""
     loss: Floats | None = None
-    """N, float64: each picture's own loss."""
+    """N, float64: each image's own loss."""
     best: Ints | None = None
     """N 5, or fewer where there are fewer classes: the likeliest classes, best first."""
 
@@ -58,16 +58,16 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How well a model does on some pictures."""
+    """How well a model does on some images."""
 
     top1: float
-    """Share of the pictures whose likeliest class is right (one of theirs, where they have several)."""
+    """Share of the images whose likeliest class is right (one of theirs, where they have several)."""
     top5: float
     """Share of those with a right class among the likeliest five."""
     loss: float
     """Mean cross-entropy; for several labels, or a sigmoid loss, of a yes or no for each class, summed over them."""
     count: int
-    """Pictures measured."""
+    """Images measured."""
     low: float
     high: float
     """The 95 % interval of `top1`: Wilson's, which is right for small counts and near 100 % too."""
@@ -85,7 +85,7 @@ class Scores:
         return float(np.nanmean(self.average_precisions)) if not np.isnan(self.average_precisions).all() else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """What is logged: plain numbers, nothing per picture."""
+        """What is logged: plain numbers, nothing per image."""
         found: dict[str, Any] = {"top1": self.top1, "top5": self.top5, "loss": self.loss}
         if self.average_precisions is not None:
             found["map"] = self.mean_average_precision
@@ -106,14 +106,14 @@ def wilson(right: float, count: float, z: float = Z95) -> tuple[float, float]:
     if count <= 0:
         return 0.0, 1.0
     share, spread = right / count, z * z / count
-    centre = (share + spread / 2) / (1 + spread)
+    center = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
     # At the ends one bound is the share itself, which rounding must not cross.
-    return (0.0 if right <= 0 else centre - half), (1.0 if right >= count else centre + half)
+    return (0.0 if right <= 0 else center - half), (1.0 if right >= count else center + half)
 
 
 def average_precision(truth: npt.NDArray[np.bool_], score: Floats) -> float:
-    """Mean over the pictures of a class of the precision down to each of them; equal scores count as one step.
+    """Mean over the images of a class of the precision down to each of them; equal scores count as one step.
 
     NaN where the class does not occur, or where a score is not a number.
     """

@@ -1,4 +1,4 @@
-"""How many pictures a second: all in all, and by the network alone."""
+"""How many images a second: all in all, and by the network alone."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Speed:
-    """Pictures a second."""
+    """Images a second."""
 
     whole: float
     """With reading, decoding and everything else."""
     network: float
-    """Of the network alone, as fast as it was meanwhile; both views of a picture count as one."""
+    """Of the network alone, as fast as it was meanwhile; both views of an image count as one."""
     seconds: float
     """What it took, all in all."""
 
     def to_dict(self) -> dict[str, float]:
-        return {"pictures_per_second": self.whole, "network_pictures_per_second": self.network, "seconds": self.seconds}
+        return {"images_per_second": self.whole, "network_images_per_second": self.network, "seconds": self.seconds}
 
 
 class Stopwatch:
@@ -65,10 +65,10 @@ class Stopwatch:
         else:
             self.events.append((self.started, self._now()))
 
-    def speed(self, pictures: int) -> Speed:
-        """Of so many pictures up to now."""
+    def speed(self, images: int) -> Speed:
+        """Of so many images up to now."""
         if self.events:
             torch.cuda.synchronize()
         network = self.spent + sum(first.elapsed_time(last) for first, last in self.events) / 1000
         seconds = time.perf_counter() - self.began
-        return Speed(pictures / max(seconds, 1e-9), pictures / max(network, 1e-9), seconds)
+        return Speed(images / max(seconds, 1e-9), images / max(network, 1e-9), seconds)

@@ -1,4 +1,4 @@
-"""VTAB-1k (arXiv 1910.04867): 19 tasks in three groups, 1,000 pictures of each to learn from.
+"""VTAB-1k (arXiv 1910.04867): 19 tasks in three groups, 1,000 images of each to learn from.
 
 800 of them learn and 200 choose; then all 1,000 learn, and the whole test part is measured. A task
 is found in a folder of its name (or one of the names it goes by), in any of these layouts:
@@ -7,7 +7,7 @@ is found in a folder of its name (or one of the names it goes by), in any of the
     train800/ val200/ test/                folders of class folders
     train/ [val/] test/                    folders, a table or shards: vitrail draws the 1,000 by a hash of their names
 
-or where the catalogue has it.
+or where the catalog has it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vitrail.config import DataConfig
 from vitrail.data.sources import open_parts
 from vitrail.data.sources.base import Source
 from vitrail.data.sources.builtin import find
-from vitrail.data.sources.catalogue import CATALOGUE
+from vitrail.data.sources.catalog import CATALOG
 from vitrail.data.sources.folder import Folder
 from vitrail.data.sources.packed import Strings
 from vitrail.data.sources.part import Part
@@ -75,7 +75,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class TaskData:
-    """A task's pictures."""
+    """A task's images."""
 
     learn: Source
     """800, to learn from while settings are chosen."""
@@ -95,7 +95,7 @@ def named(texts: Sequence[str]) -> tuple[Task, ...]:
 
 
 def locate(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
-    """Task -> where its data is, for those that are there: a folder of `root`, or the catalogue's name."""
+    """Task -> where its data is, for those that are there: a folder of `root`, or the catalog's name."""
     if not root.is_dir():
         raise NotFound(f"there is no folder {root}; wanted one that holds a folder for each task of VTAB.")
     folders = {_plain(path.name): path for path in sorted(root.iterdir()) if path.is_dir() and any(path.iterdir())}
@@ -106,21 +106,21 @@ def locate(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
                 found[task.name] = str(folder)
                 break
         else:
-            entry = CATALOGUE.get(task.name)
+            entry = CATALOG.get(task.name)
             if entry is not None and find(entry, str(root)) is not None:
                 found[task.name] = task.name
     return found
 
 
 def open_task(task: Task, where: str, root: Path) -> TaskData:
-    """Its 800, its 200 and its test pictures."""
+    """Its 800, its 200 and its test images."""
     folder = Path(where)
     if (folder / "train800.txt").exists():
         return _listed(task, folder)
     if (folder / "train800").is_dir():
         first = open_parts(DataConfig(source=f"folder:{folder / 'train800'}")).train
-        config = DataConfig(classes=first.labels)
-        rest = [open_parts(config.but(source=f"folder:{folder / part}")).train for part in ("val200", "test")]
+        config = DataConfig(class_names=first.labels)
+        rest = [open_parts(config.replace(source=f"folder:{folder / part}")).train for part in ("val200", "test")]
         return TaskData(first, rest[0], rest[1])
     parts = open_parts(DataConfig(source=where, root=str(root)))
     test = parts.test if parts.test is not None else parts.validation
@@ -143,9 +143,9 @@ def drawn(train: Source, validation: Source | None, task: Task) -> tuple[Source,
         sizes = count - count // 5, count // 5
         parts = Part(train, np.sort(order[: sizes[0]])), Part(train, np.sort(order[sizes[0] : count]))
     if min(sizes) == 0:
-        raise DataError(f"{task.title} has {len(train):,} pictures to learn from, too few to keep some aside.")
+        raise DataError(f"{task.title} has {len(train):,} images to learn from, too few to keep some aside.")
     if sizes != (LEARN, CHOOSE):
-        say([f"{task.title} has {sum(sizes):,} pictures to learn from, not 1,000: {sizes[0]} learn, {sizes[1]} choose"])
+        say([f"{task.title} has {sum(sizes):,} images to learn from, not 1,000: {sizes[0]} learn, {sizes[1]} choose"])
     return parts
 
 
@@ -175,14 +175,14 @@ def _lines(path: Path, task: Task) -> list[tuple[str, int]]:
             raise DataError(f"{path} line {number} is {line!r}; wanted a path, a space and a class number.")
         found.append((name, int(label)))
     if not found:
-        raise DataError(f"{path} names no pictures.")
+        raise DataError(f"{path} names no images.")
     return found
 
 
 def means(scores: Mapping[str, tuple[float, int]]) -> dict[str, Estimate]:
     """Of each group that is whole; and "VTAB", the mean of all tasks, where all 19 are there.
 
-    `scores` has each task's accuracy and its number of test pictures.
+    `scores` has each task's accuracy and its number of test images.
     """
     found = {}
     for group in GROUPS:

@@ -1,4 +1,4 @@
-"""Model + image -> arrays that say what happens inside; figures.py: arrays -> pictures.
+"""Model + image -> arrays that say what happens inside; figures.py: arrays -> images.
 
 attention.py      attention of any layer, head and token, one layer at a time
 rollout.py        how much of each patch reaches the answer through all layers
@@ -8,11 +8,11 @@ faithfulness.py   which of these can be trusted: deletion and insertion
 distance.py       how far each head looks
 positions.py      how alike the positions are
 filters.py        what the patch projection looks for
-colours.py        patches coloured by their features
+colors.py        patches colored by their features
 """
 
 from vitrail.explain.attention import Walk, attention_views
-from vitrail.explain.colours import feature_colours, patch_features
+from vitrail.explain.colors import feature_colors, patch_features
 from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.faithfulness import Curve, Faithfulness, faithfulness
 from vitrail.explain.filters import filters
@@ -29,7 +29,7 @@ __all__ = [
     "attention_views",
     "class_view",
     "faithfulness",
-    "feature_colours",
+    "feature_colors",
     "filters",
     "gradient_view",
     "occlusion",

@@ -1,4 +1,4 @@
-"""A timeline as pictures: an animation (GIF) with a line that shows how far the run is, and a strip for papers."""
+"""A timeline as images: an animation (GIF) with a line that shows how far the run is, and a strip for papers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from vitrail.explain.canvas import COLOURS, FAINT, HEAT, INK, QUIET, blank, title
+from vitrail.explain.canvas import COLORS, FAINT, HEAT, INK, QUIET, blank, title
 from vitrail.explain.panes import SMOOTH, Pixels, enlarged, mosaic, shown, tiles
 from vitrail.explain.timeline import Floats, Moment
 
@@ -33,7 +33,7 @@ TITLES = {
     "rollout": "Where the answer comes from (attention rollout)",
 }
 SCALES = {"positions": "cosine with each patch", "rollout": "% of the answer"}
-"""What colours stand for, where they do."""
+"""What colors stand for, where they do."""
 SHADES = 64
 """Steps of the scale: more are not told apart, and would double what a file needs."""
 PACE, FIRST, LAST = 180, 700, 2000
@@ -55,7 +55,7 @@ class Film:
     """The run and its model, for the line under the title."""
     measured: Sequence[tuple[float, float]] = ()
     """Where on the run's axis (epochs, or steps) which share was right."""
-    picture: Pixels | None = None
+    image: Pixels | None = None
     """H W 3: what a rollout is of."""
 
     @property
@@ -64,7 +64,7 @@ class Film:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """From which value to which the colours go, in all moments."""
+        """From which value to which the colors go, in all moments."""
         if self.subject == "positions":
             return float(self.values.min()), 1.0
         return 0.0, 100 * float(self.values.max())
@@ -109,7 +109,7 @@ def draw_animation(film: Film, path: str | Path) -> Path:
 
 
 def save_gif(images: Sequence[Pixels], path: str | Path) -> Path:
-    """H W 3 each, in one palette without dither: what stands still has the same colours in all of them."""
+    """H W 3 each, in one palette without dither: what stands still has the same colors in all of them."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     packed = [image.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], dtype=np.uint32) for image in images]
@@ -124,15 +124,15 @@ def save_gif(images: Sequence[Pixels], path: str | Path) -> Path:
 
 
 def _palette(images: Sequence[npt.NDArray[np.uint32]]) -> tuple[Pixels, Pixels]:
-    """256 3: paper, ink, the scale of amounts, and what else there is most of; and which of them each packed colour is.
+    """256 3: paper, ink, the scale of amounts, and what else there is most of; and which of them each packed color is.
 
-    Not Pillow's own search for the nearest one, which is rough enough to turn white paper grey.
+    Not Pillow's own search for the nearest one, which is rough enough to turn white paper gray.
     """
     from scipy.spatial import KDTree  # type: ignore[import-untyped]
 
-    colours, counts = np.unique(np.concatenate([image[::2, ::2].ravel() for image in images]), return_counts=True)
+    colors, counts = np.unique(np.concatenate([image[::2, ::2].ravel() for image in images]), return_counts=True)
     # Each by the root of how often it is there: paper must not take the room of what is drawn on it.
-    sample = _unpacked(np.repeat(colours, np.ceil(np.sqrt(counts)).astype(int)))
+    sample = _unpacked(np.repeat(colors, np.ceil(np.sqrt(counts)).astype(int)))
     fixed = np.array([(1, 1, 1), to_rgb(INK), *colormaps[HEAT](np.linspace(0, 1, SHADES + 1))[:, :3]])
     rest = Image.fromarray(sample[None]).quantize(256 - len(fixed), dither=Image.Dither.NONE).getpalette() or []
     palette = np.concatenate([np.rint(255 * fixed).astype(np.uint8), np.array(rest, np.uint8).reshape(-1, 3)])
@@ -142,20 +142,20 @@ def _palette(images: Sequence[npt.NDArray[np.uint32]]) -> tuple[Pixels, Pixels]:
     return palette, numbers
 
 
-def _unpacked(colours: npt.NDArray[np.uint32]) -> Pixels:
-    return np.stack([colours >> 16, colours >> 8 & 255, colours & 255], -1).astype(np.uint8)
+def _unpacked(colors: npt.NDArray[np.uint32]) -> Pixels:
+    return np.stack([colors >> 16, colors >> 8 & 255, colors & 255], -1).astype(np.uint8)
 
 
 def draw_strip(film: Film) -> Figure:
     """Some moments side by side, close together at the beginning, where the most happens."""
     chosen = chosen_moments(len(film.moments))
-    pictured = film.subject == "rollout"
-    figure = blank(1.9 * (len(chosen) + pictured) + 0.6 * (film.subject in SCALES), 2.9)
+    imaged = film.subject == "rollout"
+    figure = blank(1.9 * (len(chosen) + imaged) + 0.6 * (film.subject in SCALES), 2.9)
     title(figure, TITLES[film.subject], film.about)
-    axes = list(figure.subplots(1, len(chosen) + pictured, squeeze=False, sharey=film.subject == "distances")[0])
+    axes = list(figure.subplots(1, len(chosen) + imaged, squeeze=False, sharey=film.subject == "distances")[0])
     _scale(axes, film)
-    if pictured:
-        _picture(axes.pop(0), film)
+    if imaged:
+        _image(axes.pop(0), film)
     scored = any(film.moments[now].score is not None for now in chosen)
     for ax, now in zip(axes, chosen, strict=True):
         PANELS[film.subject](ax, film)(now)
@@ -186,7 +186,7 @@ def _scene(where: SubFigure, film: Film) -> Show:
     left, right = where.subplots(1, 2)
     if film.subject == "filters":
         return _both(_filters(left, film), _shares(right, film))
-    _picture(left, film)
+    _image(left, film)
     _scale([left, right], film)
     return _rollout(right, film)
 
@@ -219,7 +219,7 @@ def _filters(ax: Axes, film: Film, full: bool = False) -> Show:
 def _shares(ax: Axes, film: Film) -> Show:
     """How much of the projection each pattern is."""
     shares = 100 * film.arrays["shares"]
-    bars = ax.bar(np.arange(1, shares.shape[1] + 1), shares[0], color=COLOURS[0])
+    bars = ax.bar(np.arange(1, shares.shape[1] + 1), shares[0], color=COLORS[0])
     ax.set_ylim(0, 1.05 * float(shares.max()))
     ax.set_xlabel("pattern", fontsize=9, color=INK)
     ax.set_title("% of all filters", loc="left", fontsize=9, color=INK)
@@ -237,7 +237,7 @@ def _distance(ax: Axes, film: Film, full: bool = False) -> Show:
     across = np.repeat(np.arange(1, layers + 1), heads)
     alike = float(film.arrays["uniform"][0])
     ax.axhline(alike, color=QUIET, linewidth=1, linestyle="--")
-    drawn = ax.plot(across, film.values[0].ravel(), "o", color=COLOURS[0], alpha=0.7, markersize=6 if full else 4)[0]
+    drawn = ax.plot(across, film.values[0].ravel(), "o", color=COLORS[0], alpha=0.7, markersize=6 if full else 4)[0]
     ax.set_xlim(0.5, layers + 0.5)
     ax.set_ylim(0, 1.12 * max(float(film.values.max()), alike))
     ax.set_xticks(range(1, layers + 1, -(-layers // 12)))
@@ -265,9 +265,9 @@ PANELS: dict[str, Callable[..., Show]] = {
 }
 
 
-def _picture(ax: Axes, film: Film) -> None:
-    assert film.picture is not None
-    ax.imshow(film.picture, interpolation="nearest")
+def _image(ax: Axes, film: Film) -> None:
+    assert film.image is not None
+    ax.imshow(film.image, interpolation="nearest")
     _bare(ax)
 
 
@@ -280,9 +280,9 @@ def _progress(ax: Axes, film: Film) -> Show:
     ax.set_xticks([tick for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, last) if tick <= last])
     ax.plot([0, last], [0, 0], color=FAINT, linewidth=2, clip_on=False)
     passed = ax.plot([], [], color=INK, linewidth=2, clip_on=False)[0]
-    curve = ax.plot([], [], color=COLOURS[0], linewidth=1.3, marker="o", markersize=2.5, clip_on=False)[0]
+    curve = ax.plot([], [], color=COLORS[0], linewidth=1.3, marker="o", markersize=2.5, clip_on=False)[0]
     here = ax.plot([], [], "o", color=INK, markersize=6, clip_on=False)[0]
-    words = ax.text(0, 0, "", fontsize=8.5, color=COLOURS[0], va="center")
+    words = ax.text(0, 0, "", fontsize=8.5, color=COLORS[0], va="center")
     ax.set_yticks([])
     ax.tick_params(length=0, labelsize=8, labelcolor=QUIET, pad=6)
     ax.set_xlabel("epoch" if film.in_epochs else "step", fontsize=8.5, color=QUIET)
@@ -308,11 +308,11 @@ def maps(alike: Floats, low: float, most: int = 7) -> Pixels:
     rows, columns = (np.unique(np.linspace(0, n - 1, min(n, most)).round().astype(int)) for n in alike.shape[:2])
     shades = np.rint((alike[np.ix_(rows, columns)] - low) / max(1 - low, 1e-12) * SHADES) / SHADES
     side = max(48 // alike.shape[3], 1)
-    return mosaic(shades, side=side, gap=max(side * alike.shape[3] // 12, 1), low=0.0, high=1.0, colours=HEAT)
+    return mosaic(shades, side=side, gap=max(side * alike.shape[3] // 12, 1), low=0.0, high=1.0, colors=HEAT)
 
 
 def sheet(patterns: Floats, reach: float) -> Pixels:
-    """n p q C -> the patterns side by side, grey where one is nought, black or white at `reach`."""
+    """n p q C -> the patterns side by side, gray where one is nought, black or white at `reach`."""
     if patterns.shape[3] != 3:
         patterns = patterns.mean(3, keepdims=True)
     levels = [shown(127.5 + 127.5 * pattern / max(reach, 1e-12)) for pattern in patterns]
@@ -334,11 +334,11 @@ def _light(ax: Axes) -> None:
 
 
 def _scale(axes: list[Axes], film: Film) -> None:
-    """What the colours mean, in all moments alike."""
+    """What the colors mean, in all moments alike."""
     if film.subject not in SCALES:
         return
-    colours = ScalarMappable(Normalize(*film.reach), HEAT)
-    bar = axes[0].figure.colorbar(colours, ax=axes, shrink=0.8, aspect=28, pad=0.03 / len(axes))
+    colors = ScalarMappable(Normalize(*film.reach), HEAT)
+    bar = axes[0].figure.colorbar(colors, ax=axes, shrink=0.8, aspect=28, pad=0.03 / len(axes))
     bar.set_label(SCALES[film.subject], fontsize=9, color=INK)
     bar.ax.tick_params(length=0, labelsize=8, labelcolor=QUIET)
     bar.outline.set_visible(False)

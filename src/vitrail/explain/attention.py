@@ -99,7 +99,7 @@ def layer_number(net: ViT, layer: int) -> int:
 
 def head_number(net: ViT, head: int) -> int:
     """From 1 as people count -> from 0."""
-    heads = net.config.heads
+    heads = net.config.num_heads
     if not 1 <= head <= heads:
         raise ModelError(f"there is no head {head}: each layer of this network has heads 1 to {heads}.")
     return head - 1
@@ -109,7 +109,7 @@ def special_names(config: ViTConfig) -> tuple[str, ...]:
     """The tokens that are no patches, in order."""
     names = ["class"] if config.class_token else []
     names += ["distill"] if config.distilled else []
-    return (*names, *(f"register {i + 1}" for i in range(config.registers)))
+    return (*names, *(f"register {i + 1}" for i in range(config.num_registers)))
 
 
 def token_number(net: ViT, query: Query, grid: tuple[int, int]) -> int:
@@ -146,7 +146,7 @@ def reading(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None 
     mean of the patches, both halves of token+gap, or as the attention pool weighs its tokens.
     """
     config = net.config
-    weights = like.new_zeros(like.shape[0], config.prefix + patches)
+    weights = like.new_zeros(like.shape[0], config.num_prefix_tokens + patches)
     token = weights.clone()
     if config.class_token:
         token[:, : 1 + config.distilled] = 1 / (1 + config.distilled)
@@ -154,9 +154,9 @@ def reading(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None 
         case "token":
             return token
         case "gap":
-            weights[:, config.prefix :] = 1 / patches
+            weights[:, config.num_prefix_tokens :] = 1 / patches
         case "token+gap":
-            weights[:, config.prefix :] = 0.5 / patches
+            weights[:, config.num_prefix_tokens :] = 0.5 / patches
             weights += token / 2
         case "map" | "coca":
             assert pool_attention is not None
@@ -172,7 +172,7 @@ def asking(net: Net, images: Tensor, query: Query = "read") -> Tensor:
     if query == "read":
         pool = Walk(net, images, layers=()).run().pool_attention if net.pool is not None else None
         return reading(net, like, patches, pool)
-    weights = like.new_zeros(len(images), net.config.prefix + patches)
+    weights = like.new_zeros(len(images), net.config.num_prefix_tokens + patches)
     weights[:, token_number(net, query, grid)] = 1
     return weights
 
@@ -192,5 +192,5 @@ def attention_views(
     weights = asking(net, images, query)
     walk = Walk(net, images, layers)
     rows = torch.stack([*map(partial(_asked, weights), walk)])  # L B H T
-    special = walk.net.config.prefix
+    special = walk.net.config.num_prefix_tokens
     return rows[..., special:].unflatten(-1, walk.grid), rows[..., :special]

@@ -1,4 +1,4 @@
-"""What all figures share: colours that every eye tells apart, and how they reach a file."""
+"""What all figures share: colors that every eye tells apart, and how they reach a file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from matplotlib.text import Text
 from vitrail.errors import ConfigError, nearest
 from vitrail.runtime import say, visible
 
-# Okabe and Ito's colours, darkened where white paper asks for it: told apart by all eyes.
-COLOURS = ("#0072b2", "#b84f00", "#00795a", "#a8477f", "#8a6a00")
+# Okabe and Ito's colors, darkened where white paper asks for it: told apart by all eyes.
+COLORS = ("#0072b2", "#b84f00", "#00795a", "#a8477f", "#8a6a00")
 DASHES = ("-", "--", ":", "-.", "-")
 INK, QUIET, FAINT = "#26242e", "#6b6874", "#d8d5ce"
 HEAT = "viridis"
-"""For amounts, from none to much: its brightness rises evenly, so it reads in grey too."""
+"""For amounts, from none to much: its brightness rises evenly, so it reads in gray too."""
 SIGNED = "PuOr"
 """For what may be less than nothing: orange below, violet above, white between."""
 DPI = 160
@@ -33,7 +33,7 @@ FORMATS = ("png", "jpg", "svg", "pdf", "npz")
 """What can be written: figures, and the numbers behind them."""
 
 PIXELS: dict[str, dict[str, Any]] = {"png": {"compress_level": 4}, "jpg": {"quality": 88}}
-"""How pictures are packed: as small as is quick."""
+"""How images are packed: as small as is quick."""
 
 Arrays = Mapping[str, npt.ArrayLike]
 

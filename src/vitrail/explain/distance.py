@@ -17,11 +17,11 @@ from vitrail.models import Net
 
 
 def patch_distances(grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
-    """N N, float64: pixels between the centres of any two patches of a picture of this height and width."""
+    """N N, float64: pixels between the centers of any two patches of an image of this height and width."""
     sides = [n / count for n, count in zip(size, grid, strict=True)]
     axes = [torch.arange(count, dtype=torch.float64) * side for count, side in zip(grid, sides, strict=True)]
-    centres = torch.cartesian_prod(*axes)  # N 2
-    return torch.cdist(centres, centres, compute_mode="donot_use_mm_for_euclid_dist")
+    centers = torch.cartesian_prod(*axes)  # N 2
+    return torch.cdist(centers, centers, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def mean_distances(attention: Tensor, distances: Tensor, special: int = 0) -> Tensor:
@@ -40,16 +40,16 @@ def mean_distances(attention: Tensor, distances: Tensor, special: int = 0) -> Te
 
 @torch.no_grad()
 def attention_distance(net: Net, images: Tensor | Iterable[Tensor]) -> Tensor:
-    """B C H W, or batches of them -> L H in pixels: the mean over all pictures, layers in order."""
+    """B C H W, or batches of them -> L H in pixels: the mean over all images, layers in order."""
     total, count = None, 0
     for batch in (images,) if isinstance(images, Tensor) else images:
         walk, batch = Walk(net, batch), seen(net, batch)
         distances = patch_distances(walk.grid, (batch.shape[2], batch.shape[3])).to(batch.device, torch.float32)
-        measured = partial(mean_distances, distances=distances, special=walk.net.config.prefix)
+        measured = partial(mean_distances, distances=distances, special=walk.net.config.num_prefix_tokens)
         found = torch.stack([each.sum(0).cpu().double() for each in map(measured, walk)])  # L H
         total, count = found if total is None else total + found, count + len(batch)
     if total is None or not count:
-        raise DataError("there is no picture to look at attention distances on; wanted one or more.")
+        raise DataError("there is no image to look at attention distances on; wanted one or more.")
     return total / count
 
 

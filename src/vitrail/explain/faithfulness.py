@@ -2,7 +2,7 @@
 
 Patches are hidden in the order in which the explanation holds them important, most important first;
 if it is right, the class's probability falls at once (deletion). Or they are uncovered in the same
-order on a picture out of focus, and it rises at once (insertion). The area under the curve sums it
+order on an image out of focus, and it rises at once (insertion). The area under the curve sums it
 up: small is good for deletion, large for insertion. A random order is what to beat.
 """
 
@@ -67,13 +67,13 @@ def faithfulness(
     delete_with: Fill = "mean",
     insert_into: Fill = "blur",
     seed: int = 0,
-    batch: int = 32,
-    several: bool = False,
+    batch_size: int = 32,
+    multi_label: bool = False,
 ) -> dict[str, Faithfulness]:
-    """One picture C H W, explanations h w by name and a class number -> both curves of each, and of chance.
+    """One image C H W, explanations h w by name and a class number -> both curves of each, and of chance.
 
     Patches go in `steps` portions that are as equal as can be; of equally important ones the first goes
-    first. several: a picture may have several of the classes.
+    first. several: an image may have several of the classes.
     """
     if steps < 1 or orders < 0:
         raise ConfigError(f"steps={steps}, orders={orders}: wanted one step or more, and no fewer than 0 orders.")
@@ -97,14 +97,14 @@ def faithfulness(
     for name, tries in ranked.items():
         curves = {}
         for way, (instead, inserting) in ways.items():
-            pictures = _pictures(image, instead, tries, ends.tolist(), grid, inserting)
-            values = scores(net, pictures, target, batch, several=several).double().numpy()
+            images = _images(image, instead, tries, ends.tolist(), grid, inserting)
+            values = scores(net, images, target, batch_size, multi_label=multi_label).double().numpy()
             curves[way] = Curve(shares, values.reshape(len(tries), len(ends)).mean(0))
         found[name] = Faithfulness(**curves)
     return found
 
 
-def _pictures(
+def _images(
     image: Tensor, instead: Tensor, ranked: list[Tensor], ends: list[int], grid: tuple[int, ...], inserting: bool
 ) -> Iterator[Tensor]:
     for order in ranked:

@@ -1,4 +1,4 @@
-"""Arrays -> figures: each function draws one, and its title says what is seen, of which model, picture and layer."""
+"""Arrays -> figures: each function draws one, and its title says what is seen, of which model, image and layer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from vitrail.explain.canvas import COLOURS, DASHES, FAINT, HEAT, INK, QUIET, blank, title
+from vitrail.explain.canvas import COLORS, DASHES, FAINT, HEAT, INK, QUIET, blank, title
 from vitrail.explain.faithfulness import RANDOM, Faithfulness
-from vitrail.explain.filters import filter_pictures
+from vitrail.explain.filters import filter_images
 from vitrail.explain.names import abbreviated
 from vitrail.explain.panes import Floats, Pixels, enlarged, lit, masked, mosaic, scaled, tiles
 
@@ -36,7 +36,7 @@ WORDS = {
 def overview(
     pixels: Pixels, maps: Mapping[str, Floats], scores: Sequence[tuple[str, float]], name: str, under: str
 ) -> Figure:
-    """The picture, the classes it may be, and what each explanation lights up in it."""
+    """The image, the classes it may be, and what each explanation lights up in it."""
     columns = 1 + len(maps)
     height = 2.5 * pixels.shape[0] / pixels.shape[1]
     figure = blank(2.5 * columns, height + 1.05 + (1.25 if scores else 0))
@@ -44,9 +44,9 @@ def overview(
         2 if scores else 1, 1, height_ratios=[height + 0.35, 1.25] if scores else None, squeeze=False
     )
     axes = rows[0, 0].subplots(1, columns, squeeze=False)[0]
-    _picture(axes[0], pixels, "the picture\nas the network sees it")
+    _image(axes[0], pixels, "the image\nas the network sees it")
     for ax, (kind, view) in zip(axes[1:], maps.items(), strict=True):
-        _picture(ax, lit(pixels, np.maximum(view, 0)), WORDS.get(kind, kind))  # hiding some patches may help
+        _image(ax, lit(pixels, np.maximum(view, 0)), WORDS.get(kind, kind))  # hiding some patches may help
     if scores:
         bars(rows[1, 0].subplots(1, 2, width_ratios=(1, max(0.01, columns / 2 - 1)))[0], scores)
         rows[1, 0].axes[1].axis("off")
@@ -58,7 +58,7 @@ def bars(ax: Axes, scores: Sequence[tuple[str, float]]) -> None:
     """Classes with their probabilities, likeliest first."""
     names = abbreviated([label for label, _ in scores], LONGEST)
     places = range(len(scores))[::-1]
-    ax.barh(places, [score for _, score in scores], color=[COLOURS[0], *[FAINT] * (len(scores) - 1)], height=0.72)
+    ax.barh(places, [score for _, score in scores], color=[COLORS[0], *[FAINT] * (len(scores) - 1)], height=0.72)
     for place, (_, score) in zip(places, scores, strict=True):
         ax.text(score + 0.008, place, f"{100 * score:.1f} %", va="center", fontsize=8.5, color=INK)
     ax.set_yticks(places, names, fontsize=8.5, color=INK)
@@ -78,7 +78,7 @@ def heads(pixels: Pixels, views: Floats, name: str, under: str, mark: tuple[int,
     figure = blank(max(side * columns, 4.6), rows * (side * pixels.shape[0] / pixels.shape[1] + 0.3) + 0.65)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax, view, text in zip(axes, shown, words, strict=False):
-        _picture(ax, lit(pixels, view), text)
+        _image(ax, lit(pixels, view), text)
         if mark is not None:
             height, width = (n / count for n, count in zip(pixels.shape[:2], views.shape[1:], strict=True))
             corner = (mark[1] - 1) * width - 0.5, (mark[0] - 1) * height - 0.5
@@ -95,10 +95,10 @@ def layers(views: Floats, name: str, under: str) -> Figure:
     bright = np.array([scaled(view) for view in views.reshape(-1, height, width)]).reshape(views.shape)
     side = max(1, round(70 / max(height, width)))
     gap = max(side, 3)
-    picture = mosaic(bright.swapaxes(0, 1), side=side, gap=gap, low=0, high=1, colours=HEAT)
+    image = mosaic(bright.swapaxes(0, 1), side=side, gap=gap, low=0, high=1, colors=HEAT)
     inches = min(0.8 * depth, 14.0)
-    figure = blank(max(inches + 0.6, 5.2), inches * picture.shape[0] / picture.shape[1] + 1.1)
-    _mosaic_axes(figure.subplots(), picture, gap, count, depth, "head", "layer")
+    figure = blank(max(inches + 0.6, 5.2), inches * image.shape[0] / image.shape[1] + 1.1)
+    _mosaic_axes(figure.subplots(), image, gap, count, depth, "head", "layer")
     title(figure, name, under)
     return figure
 
@@ -116,9 +116,9 @@ def faithfulness_curves(found: Mapping[str, Faithfulness], name: str, under: str
         for kind in ordered:
             curve = getattr(found[kind], way)
             place = [k for k in found if k != RANDOM].index(kind) if kind != RANDOM else 0
-            colour, dash = (QUIET, (0, (1, 1.5))) if kind == RANDOM else (COLOURS[place % 5], DASHES[place % 5])
+            color, dash = (QUIET, (0, (1, 1.5))) if kind == RANDOM else (COLORS[place % 5], DASHES[place % 5])
             label = f"{kind}  {curve.area:.3f}"
-            ax.plot(curve.shares, curve.values, color=colour, linestyle=dash, linewidth=2, label=label)
+            ax.plot(curve.shares, curve.values, color=color, linestyle=dash, linewidth=2, label=label)
         ax.set_title(f"{way}: a {good} area is good", loc="left", fontsize=10, color=INK)
         ax.set_xlabel(f"share of the patches {what}", color=INK, fontsize=9)
         ax.xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
@@ -144,14 +144,14 @@ def faithfulness_curves(found: Mapping[str, Faithfulness], name: str, under: str
     return figure
 
 
-def sheet(pictures: Sequence[Pixels], maps: Sequence[Floats], name: str, under: str, columns: int = 8) -> Figure:
-    """Pictures, each beside itself as a mask of its map: the paper's Fig. 6, and its figure of 128 examples."""
-    pairs = [np.concatenate([p, masked(p, m)], axis=1) for p, m in zip(pictures, maps, strict=True)]
+def sheet(images: Sequence[Pixels], maps: Sequence[Floats], name: str, under: str, columns: int = 8) -> Figure:
+    """Images, each beside itself as a mask of its map: the paper's Fig. 6, and its figure of 128 examples."""
+    pairs = [np.concatenate([p, masked(p, m)], axis=1) for p, m in zip(images, maps, strict=True)]
     columns = min(columns, len(pairs))
     whole = tiles(pairs, columns, gap=max(2, pairs[0].shape[0] // 32))
     width = min(2.3 * columns, 15.0)
     figure = blank(max(width, 4.6), width * whole.shape[0] / whole.shape[1] + 0.7)
-    _picture(figure.subplots(), whole)
+    _image(figure.subplots(), whole)
     title(figure, name, under)
     return figure
 
@@ -164,11 +164,11 @@ def distances(found: Floats, uniform: float, name: str, under: str) -> Figure:
     x = np.arange(1, depth + 1)
     ordered = np.sort(found, axis=1)
     for h in range(count):
-        ax.plot(x, ordered[:, h], "o", color=COLOURS[0], alpha=0.65, markersize=5, markeredgewidth=0)
-    ax.plot(x, found.mean(1), color=COLOURS[1], linewidth=2)
+        ax.plot(x, ordered[:, h], "o", color=COLORS[0], alpha=0.65, markersize=5, markeredgewidth=0)
+    ax.plot(x, found.mean(1), color=COLORS[1], linewidth=2)
     clear = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
     words = "mean of\nthe heads"
-    ax.text(depth + 0.3, found[-1].mean(), words, color=COLOURS[1], va="center", fontsize=8.5, bbox=clear)
+    ax.text(depth + 0.3, found[-1].mean(), words, color=COLORS[1], va="center", fontsize=8.5, bbox=clear)
     ax.axhline(uniform, color=QUIET, linestyle=":", linewidth=1.2)
     words = "a head that looks everywhere alike"
     ax.text(0.62, uniform * 1.015, words, color=QUIET, va="bottom", fontsize=8.5, bbox=clear)
@@ -191,11 +191,11 @@ def positions(alike: Floats, name: str, under: str) -> Figure:
     low = float(alike.min())
     side = max(1, round(700 / (max(some.shape[:2]) * max(rows, columns))))
     gap = max(3, round(0.07 * side * max(rows, columns)))
-    picture = mosaic(some, side=side, gap=gap, low=low, high=1.0, colours=HEAT)
-    figure = blank(6.6, 5.35 * picture.shape[0] / picture.shape[1] + 1.15)
+    image = mosaic(some, side=side, gap=gap, low=low, high=1.0, colors=HEAT)
+    figure = blank(6.6, 5.35 * image.shape[0] / image.shape[1] + 1.15)
     ax = figure.subplots()
     labels = [range(step // 2 + 1, n + 1, step) for n in (rows, columns)]
-    _mosaic_axes(ax, picture, gap, len(labels[0]), len(labels[1]), "patch's row", "patch's column", *labels)
+    _mosaic_axes(ax, image, gap, len(labels[0]), len(labels[1]), "patch's row", "patch's column", *labels)
     bar = figure.colorbar(ScalarMappable(Normalize(low, 1), HEAT), ax=ax, shrink=0.8, pad=0.02)
     bar.set_label("similarity", fontsize=9, color=INK)
     bar.outline.set_visible(False)
@@ -210,32 +210,32 @@ def filters(patterns: Floats, shares: Floats, name: str, under: str) -> Figure:
     rows = -(-len(patterns) // columns)
     figure = blank(max(0.92 * columns, 4.6), 1.1 * rows + 0.7)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for ax, picture, share in zip(axes, filter_pictures(patterns), shares, strict=False):
-        _picture(ax, enlarged(picture, 96), f"{100 * share:.1f} %", size=7.5)
+    for ax, image, share in zip(axes, filter_images(patterns), shares, strict=False):
+        _image(ax, enlarged(image, 96), f"{100 * share:.1f} %", size=7.5)
     for ax in axes[len(patterns) :]:
         ax.axis("off")
     title(figure, name, under)
     return figure
 
 
-def colours(pictures: Sequence[Pixels], found: Floats, name: str, under: str, columns: int = 6) -> Figure:
-    """Pictures, and beneath each its patches (B h w 3, from 0 to 1) in the colours of their features."""
-    columns = min(columns, len(pictures))
-    rows = 2 * -(-len(pictures) // columns)
+def colors(images: Sequence[Pixels], found: Floats, name: str, under: str, columns: int = 6) -> Figure:
+    """Images, and beneath each its patches (B h w 3, from 0 to 1) in the colors of their features."""
+    columns = min(columns, len(images))
+    rows = 2 * -(-len(images) // columns)
     side = min(2.2, 13 / columns)
-    figure = blank(max(side * columns, 4.6), rows * side * pictures[0].shape[0] / pictures[0].shape[1] + 0.75)
+    figure = blank(max(side * columns, 4.6), rows * side * images[0].shape[0] / images[0].shape[1] + 0.75)
     axes = figure.subplots(rows, columns, squeeze=False)
     for ax in axes.ravel():
         ax.axis("off")
-    for i, (picture, colour) in enumerate(zip(pictures, found, strict=True)):
+    for i, (image, color) in enumerate(zip(images, found, strict=True)):
         row, column = 2 * (i // columns), i % columns
-        _picture(axes[row, column], picture)
-        axes[row + 1, column].imshow(colour, interpolation="nearest", extent=(0, picture.shape[1], picture.shape[0], 0))
+        _image(axes[row, column], image)
+        axes[row + 1, column].imshow(color, interpolation="nearest", extent=(0, image.shape[1], image.shape[0], 0))
     title(figure, name, under)
     return figure
 
 
-def _picture(ax: Axes, pixels: Pixels, text: str = "", size: float = 8.5) -> None:
+def _image(ax: Axes, pixels: Pixels, text: str = "", size: float = 8.5) -> None:
     ax.imshow(pixels, interpolation="nearest" if min(pixels.shape[:2]) <= 64 else "antialiased")
     if text:
         first, _, rest = text.partition("\n")
@@ -249,7 +249,7 @@ def _picture(ax: Axes, pixels: Pixels, text: str = "", size: float = 8.5) -> Non
 
 def _mosaic_axes(
     ax: Axes,
-    picture: Pixels,
+    image: Pixels,
     gap: int,
     rows: int,
     columns: int,
@@ -259,8 +259,8 @@ def _mosaic_axes(
     column_names: Sequence[int] | None = None,
 ) -> None:
     """A mosaic with its rows and columns numbered."""
-    ax.imshow(picture, interpolation="nearest", aspect="equal")
-    height, width = (picture.shape[0] + gap) / rows, (picture.shape[1] + gap) / columns
+    ax.imshow(image, interpolation="nearest", aspect="equal")
+    height, width = (image.shape[0] + gap) / rows, (image.shape[1] + gap) / columns
     down_at, across_at = ([s * (i + 0.5) - gap / 2 for i in range(n)] for s, n in ((height, rows), (width, columns)))
     ax.set_yticks(down_at, [*map(str, row_names or range(1, rows + 1))], fontsize=8)
     ax.set_xticks(across_at, [*map(str, column_names or range(1, columns + 1))], fontsize=8)

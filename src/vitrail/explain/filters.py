@@ -30,8 +30,8 @@ def filters(net: Net, most: int = 28) -> tuple[Floats, Floats]:
     return shaped.numpy(), shares[:count].numpy()
 
 
-def filter_pictures(patterns: Floats) -> list[npt.NDArray[np.uint8]]:
-    """n p q C -> n pictures p q 3, grey where a pattern is nought."""
+def filter_images(patterns: Floats) -> list[npt.NDArray[np.uint8]]:
+    """n p q C -> n images p q 3, gray where a pattern is nought."""
     if patterns.shape[3] not in (1, 3):
         patterns = patterns.mean(3, keepdims=True)
     reach = np.abs(patterns).max(axis=(1, 2, 3), keepdims=True)

@@ -25,10 +25,10 @@ from vitrail.models.base import evaluating
 
 
 def gradient_view(net: Net, images: Tensor, targets: Tensor) -> Tensor:
-    """B C H W and B class numbers -> B h w: how much each patch speaks for its picture's class; never below 0."""
+    """B C H W and B class numbers -> B h w: how much each patch speaks for its image's class; never below 0."""
     net = attentive(net)
     check_targets(net, targets, len(images))
-    grid, special = net.config.grid_of((images.shape[2], images.shape[3])), net.config.prefix
+    grid, special = net.config.grid_of((images.shape[2], images.shape[3])), net.config.num_prefix_tokens
     with evaluating(net), torch.enable_grad():
         entering = _entering(net, images)  # depth + 1 times B T D
         grad, row = _head(net, entering.pop(), targets)
@@ -39,12 +39,12 @@ def gradient_view(net: Net, images: Tensor, targets: Tensor) -> Tensor:
 
 
 def check_targets(net: Net, targets: Tensor, count: int) -> None:
-    """Raise ModelError unless there is a class for each picture."""
-    classes = net.config.classes
+    """Raise ModelError unless there is a class for each image."""
+    classes = net.config.num_classes
     if not classes:
         raise ModelError("this network has no classes to explain a score of; try rollout or attention.")
     if targets.shape != (count,) or bool(((targets < 0) | (targets >= classes)).any()):
-        raise ModelError(f"wanted {count} class numbers from 0 to {classes - 1}, one for each picture.")
+        raise ModelError(f"wanted {count} class numbers from 0 to {classes - 1}, one for each image.")
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def _head(net: ViT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     score = logits.gather(1, targets[:, None].to(logits.device)).sum()
     if not look:
         (grad,) = torch.autograd.grad(score, x)
-        return grad, reading(net, grad.float(), x.shape[1] - net.config.prefix)
+        return grad, reading(net, grad.float(), x.shape[1] - net.config.num_prefix_tokens)
     grad, by_weight = torch.autograd.grad(score, (x, look[0]))
     pooled = _relevance(look[0], by_weight)[:, 0]  # B N: the pool's own query is nothing that could be kept
     return grad, torch.nn.functional.pad(pooled, (x.shape[1] - pooled.shape[1], 0))

@@ -1,4 +1,4 @@
-"""Pictures with patches hidden, and what the network then thinks of a class; nothing about the network is assumed."""
+"""Images with patches hidden, and what the network then thinks of a class; nothing about the network is assumed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from vitrail.errors import ConfigError
 from vitrail.models import ViT
 from vitrail.models.base import evaluating
 
-# b pictures at a time, h rows and w columns of patches
+# b images at a time, h rows and w columns of patches
 
 Fill = Literal["mean", "zero", "blur"]
-"""What stands where a patch is hidden: the picture's mean colour, the training pictures' (zero after
-normalisation), or the picture itself out of focus."""
+"""What stands where a patch is hidden: the image's mean color, the training images' (zero after
+normalization), or the image itself out of focus."""
 BLUR = 1 / 20
-"""Width of the blur, as a share of the picture's shorter side."""
+"""Width of the blur, as a share of the image's shorter side."""
 
 
 def filling(images: Tensor, fill: Fill) -> Tensor:
-    """B C H W -> the same shape: what shows through where a picture is hidden."""
+    """B C H W -> the same shape: what shows through where an image is hidden."""
     if fill not in get_args(Fill):
         raise ConfigError(f"fill={fill!r}: wanted one of {', '.join(get_args(Fill))}.")
     if fill == "zero":
@@ -53,22 +53,24 @@ def seen(net: nn.Module, images: Tensor) -> Tensor:
 
 
 def hidden(image: Tensor, instead: Tensor, masks: Tensor) -> Tensor:
-    """One picture C H W, what shows through C H W and b h w yes or no (hide) -> b C H W."""
+    """One image C H W, what shows through C H W and b h w yes or no (hide) -> b C H W."""
     cover = F.interpolate(masks[:, None].to(image), image.shape[1:], mode="nearest").bool()
     return torch.where(cover, instead, image)
 
 
 @torch.no_grad()
-def scores(net: nn.Module, images: Iterable[Tensor], target: int, batch: int = 32, *, several: bool = False) -> Tensor:
+def scores(
+    net: nn.Module, images: Iterable[Tensor], target: int, batch_size: int = 32, *, multi_label: bool = False
+) -> Tensor:
     """C H W each -> the probability of one class for each of them, in order, on the CPU.
 
     several: classes are no alternatives, each has a yes or no of its own.
     """
     found = []
     with evaluating(net):
-        for group in _groups(images, batch):
+        for group in _groups(images, batch_size):
             logits = net(torch.stack(group)).float()
-            chances = logits.sigmoid() if several else logits.softmax(1)
+            chances = logits.sigmoid() if multi_label else logits.softmax(1)
             found.append(chances[:, target].cpu())
     return torch.cat(found)
 

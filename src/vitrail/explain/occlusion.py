@@ -1,4 +1,4 @@
-"""Occlusion: what hiding a part of the picture does to a class's probability (Zeiler and Fergus, 2014)."""
+"""Occlusion: what hiding a part of the image does to a class's probability (Zeiler and Fergus, 2014)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRID = 14
 
 
 def grid_of(net: Net, images: Tensor) -> tuple[int, int]:
-    """Rows and columns of the picture's parts: a ViT's patches (a hybrid's feature map), else a fair grid."""
+    """Rows and columns of the image's parts: a ViT's patches (a hybrid's feature map), else a fair grid."""
     size = (images.shape[2], images.shape[3])
     if isinstance(net, BiT):
         return tuple(min(GRID, n) for n in size)  # type: ignore[return-value]
@@ -41,14 +41,14 @@ def occlusion(
     size: int | None = None,
     stride: int = 1,
     fill: Fill = "mean",
-    batch: int = 32,
-    several: bool = False,
+    batch_size: int = 32,
+    multi_label: bool = False,
 ) -> Tensor:
     """B C H W and B class numbers -> B h w: how much of the class's probability is lost with each patch.
 
     A square of `size` x `size` patches is hidden at every `stride`; a patch gets the mean loss over
     the squares that cover it. Below 0: the class is likelier without it. Squares have 2 x 2 patches,
-    or 1 where there is a single row or column. several: a picture may have several of the classes.
+    or 1 where there is a single row or column. several: an image may have several of the classes.
     """
     check_targets(net, targets, len(images))
     grid = grid_of(net, images)
@@ -64,7 +64,7 @@ def occlusion(
     maps = []
     for image, instead, target in zip(images, filling(images, fill), targets.tolist(), strict=True):
         places = (hidden(image, instead, mask[None].to(image.device))[0] for mask in masks)
-        whole, *left = scores(net, (image, *places), target, batch, several=several).double()
+        whole, *left = scores(net, (image, *places), target, batch_size, multi_label=multi_label).double()
         lost = whole - torch.stack(left)  # M
         cover = masks.double()
         maps.append((lost[:, None, None] * cover).sum(0) / cover.sum(0))

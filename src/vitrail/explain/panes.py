@@ -19,7 +19,7 @@ SMOOTH = 10
 EDGES = (0.05, 0.95)
 """Quantiles of a map that are drawn as dark and as bright as can be: a few odd patches hide no others."""
 DIM = 0.1
-"""How much of a picture is left where a mask is darkest."""
+"""How much of an image is left where a mask is darkest."""
 
 
 def shown(pixels: npt.NDArray[Any]) -> Pixels:
@@ -52,25 +52,25 @@ def stretched(view: Floats, height: int, width: int) -> Floats:
 
 
 def masked(pixels: Pixels, view: Floats) -> Pixels:
-    """The picture in its own colours, dark where the view is not: the paper's way."""
+    """The image in its own colors, dark where the view is not: the paper's way."""
     heat = stretched(scaled(view), *pixels.shape[:2])[..., None]
     return (pixels * (DIM + (1 - DIM) * heat)).astype(np.uint8)
 
 
 def lit(pixels: Pixels, view: Floats) -> Pixels:
-    """The picture through coloured glass: pale yellow where the view is, violet where it is not."""
+    """The image through colored glass: pale yellow where the view is, violet where it is not."""
     heat = stretched(scaled(view), *pixels.shape[:2])  # H W
-    grey = pixels.mean(2, keepdims=True) / 255
+    gray = pixels.mean(2, keepdims=True) / 255
     glass = matplotlib.colormaps["plasma"](heat)[..., :3]
-    return (255 * np.clip((0.4 + 0.6 * grey) * glass, 0, 1)).astype(np.uint8)
+    return (255 * np.clip((0.4 + 0.6 * gray) * glass, 0, 1)).astype(np.uint8)
 
 
-def mosaic(maps: Floats, *, side: int, gap: int, low: float, high: float, colours: str = "viridis") -> Pixels:
-    """R Q h w values -> R x Q maps in colour, `side` pixels a value, transparent gaps: H W 4."""
+def mosaic(maps: Floats, *, side: int, gap: int, low: float, high: float, colors: str = "viridis") -> Pixels:
+    """R Q h w values -> R x Q maps in color, `side` pixels a value, transparent gaps: H W 4."""
     rows, columns, height, width = maps.shape
     tile_h, tile_w = height * side, width * side
     canvas = np.zeros((rows * (tile_h + gap) - gap, columns * (tile_w + gap) - gap, 4), np.uint8)
-    painted = matplotlib.colormaps[colours](np.clip((maps - low) / max(high - low, 1e-12), 0, 1), bytes=True)
+    painted = matplotlib.colormaps[colors](np.clip((maps - low) / max(high - low, 1e-12), 0, 1), bytes=True)
     for r in range(rows):
         for c in range(columns):
             top, left = r * (tile_h + gap), c * (tile_w + gap)
@@ -78,13 +78,13 @@ def mosaic(maps: Floats, *, side: int, gap: int, low: float, high: float, colour
     return canvas
 
 
-def tiles(pictures: list[Pixels], columns: int, *, gap: int = 2) -> Pixels:
-    """Pictures of one size, H W 3, side by side with transparent gaps: H W 4."""
-    height, width = pictures[0].shape[:2]
-    rows = -(-len(pictures) // columns)
+def tiles(images: list[Pixels], columns: int, *, gap: int = 2) -> Pixels:
+    """Images of one size, H W 3, side by side with transparent gaps: H W 4."""
+    height, width = images[0].shape[:2]
+    rows = -(-len(images) // columns)
     canvas = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap, 4), np.uint8)
-    for i, picture in enumerate(pictures):
+    for i, image in enumerate(images):
         top, left = i // columns * (height + gap), i % columns * (width + gap)
-        canvas[top : top + height, left : left + width, :3] = picture
+        canvas[top : top + height, left : left + width, :3] = image
         canvas[top : top + height, left : left + width, 3] = 255
     return canvas

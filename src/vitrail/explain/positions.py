@@ -1,4 +1,4 @@
-"""What a network knows of places: how alike the positions of its patches are (the paper's Fig. 7, centre)."""
+"""What a network knows of places: how alike the positions of its patches are (the paper's Fig. 7, center)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEANING = {
 
 
 @torch.no_grad()
-def position_similarity(net: Net, layer: int = 0, image: Pair | None = None) -> Floats:
+def position_similarity(net: Net, layer: int = 0, image_size: Pair | None = None) -> Floats:
     """h w h w, from -1 to 1: how alike the position of each patch is to that of every other; MEANING says how.
 
     `layer`, from 0, is for networks that have positions of their own in each. `image` is another
@@ -38,7 +38,7 @@ def position_similarity(net: Net, layer: int = 0, image: Pair | None = None) -> 
     """
     position = _position(net, layer)
     assert isinstance(net, ViT)
-    grid = net.config.grid if image is None else net.config.but(image=image).grid
+    grid = net.config.grid if image_size is None else net.config.replace(image_size=image_size).grid
     like = next(net.parameters())
     if isinstance(position, Additive):
         table = F.normalize(position.patches(grid, like).double(), dim=1)
@@ -56,7 +56,7 @@ def _position(net: Net, layer: int) -> torch.nn.Module:
     if isinstance(net, BiT):
         raise ModelError("a BiT sees places by convolution: it has no position embeddings.")
     if not net.positions:
-        raise ModelError("this model has no positions: to it, a picture is a heap of patches in any order.")
+        raise ModelError("this model has no positions: to it, an image is a heap of patches in any order.")
     if not 0 <= layer < max(len(net.positions), 1):
         where = f"in layers 1 to {len(net.positions)}" if len(net.positions) > 1 else "once, for all layers"
         raise ModelError(f"there are no positions in layer {layer + 1}: this network has them {where}.")

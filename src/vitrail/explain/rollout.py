@@ -40,7 +40,7 @@ def class_view(net: Net, images: Tensor, query: Query = "read") -> Tensor:
     """
     walk = Walk(net, images)
     joint = rollout(walk)  # B T T
-    special = walk.net.config.prefix
+    special = walk.net.config.num_prefix_tokens
     if query == "read":
         mixed = reading(walk.net, joint, joint.shape[-1] - special, walk.pool_attention)
         row = torch.einsum("bt,btu->bu", mixed, joint)

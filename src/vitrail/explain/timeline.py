@@ -21,7 +21,7 @@ from vitrail.models import Net, ViT
 
 Floats = npt.NDArray[np.floating[Any]]
 
-NO_PICTURE = "there is no picture to see it on."
+NO_IMAGE = "there is no image to see it on."
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Moment:
     step: int
     epoch: float | None = None
     score: float | None = None
-    """The share of pictures that were right, where that was measured at this very moment."""
+    """The share of images that were right, where that was measured at this very moment."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Frames:
 
 
 def frames(
-    nets: Iterable[Net], what: Sequence[str] = (), *, images: Tensor | None = None, picture: Tensor | None = None
+    nets: Iterable[Net], what: Sequence[str] = (), *, images: Tensor | None = None, image: Tensor | None = None
 ) -> Frames:
     """Look into one network after the other, the same one at moments of its training.
 
     `what`: some of `SUBJECTS`, else all of them. Attention distance is the mean over `images`, rollout is
-    of `picture` (both B C H W); without them, they are left out.
+    of `image` (both B C H W); without them, they are left out.
     """
     for name in what:
         if name not in SUBJECTS:
@@ -69,7 +69,7 @@ def frames(
             if subject in left_out:
                 continue
             try:
-                found = SUBJECTS[subject](net, picture if subject == "rollout" else images)
+                found = SUBJECTS[subject](net, image if subject == "rollout" else images)
             except ModelError as error:
                 left_out[subject] = str(error)
                 continue
@@ -114,13 +114,13 @@ def _distance(net: Net, images: Tensor | None) -> dict[str, Floats]:
     return {"distances": found.numpy(), "uniform": np.array(uniform_distance(net.config.grid_of(size), size))}
 
 
-def _rollout(net: Net, picture: Tensor | None) -> dict[str, Floats]:
-    return {"rollout": class_view(net, _given(picture))[0].double().numpy()}
+def _rollout(net: Net, image: Tensor | None) -> dict[str, Floats]:
+    return {"rollout": class_view(net, _given(image))[0].double().numpy()}
 
 
 def _given(images: Tensor | None) -> Tensor:
     if images is None:
-        raise ModelError(NO_PICTURE)
+        raise ModelError(NO_IMAGE)
     return images
 
 

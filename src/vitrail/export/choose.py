@@ -17,8 +17,8 @@ from vitrail.export.compare import BATCH, ROUNDS, TOLERANCE, rate
 from vitrail.export.engines import RUNS, Engine, FileEngine, open_file, openvino_core, torch_engine
 from vitrail.export.export import exact, prepared
 from vitrail.export.extras import installed
+from vitrail.export.images import Pixels, samples
 from vitrail.export.kept import WRITTEN, alone, folder_of, is_kept, kept_engine
-from vitrail.export.pictures import Pixels, samples
 from vitrail.export.sheet import Precision, Sheet
 from vitrail.models import Net
 from vitrail.runtime import say
@@ -46,7 +46,7 @@ def fastest(
 ) -> Engine:
     """Of torch, ONNX Runtime and OpenVINO in float32 and OpenVINO in bfloat16 and int8: the fastest that agrees.
 
-    With pictures to calibrate on, int8 has its scales from them, and ONNX Runtime has it too. Beside a
+    With images to calibrate on, int8 has its scales from them, and ONNX Runtime has it too. Beside a
     GPU it is torch.
     """
     if device.type != "cpu":
@@ -140,7 +140,7 @@ def _raced(net: Net, card: Card, threads: int | None, calibration: Sequence[Pixe
 
 
 def _timed(racing: dict[tuple[str, str], Engine], batch: Pixels) -> Found:
-    """Pictures a second, in turns: a machine that is slow for a while is slow for all."""
+    """Images a second, in turns: a machine that is slow for a while is slow for all."""
     for engine in racing.values():
         engine.logits(batch)
     rates: dict[tuple[str, str], list[float]] = {who: [] for who in racing}
@@ -152,7 +152,7 @@ def _timed(racing: dict[tuple[str, str], Engine], batch: Pixels) -> Found:
     return {
         "engine": best[0],
         "precision": best[1],
-        "pictures_per_second": {" ".join(who): found for who, found in middle.items()},
+        "images_per_second": {" ".join(who): found for who, found in middle.items()},
     }
 
 
@@ -176,11 +176,11 @@ def _batch(card: Card) -> Pixels:
 
 def told(found: Found) -> str:
     """What was chosen, and why."""
-    rates = dict(found["pictures_per_second"])
+    rates = dict(found["images_per_second"])
     best = f"{found['engine']} {found['precision']}"
     own = rates.pop(best)
     others = ", ".join(f"{who.removesuffix(' float32')} {value:.0f}" for who, value in rates.items())
-    why = f"{own:.0f} pictures a second ({others})" if others else "nothing else agrees"
+    why = f"{own:.0f} images a second ({others})" if others else "nothing else agrees"
     what = f"{found['engine']} in {found['precision']}"
     refused = f"; {len(found['refused'])} did not agree with the model or could not be run" if found["refused"] else ""
     off = found.get("off", {}).get(best, 0)

@@ -1,4 +1,4 @@
-"""An export beside the model it was made from, on the same pictures: error, agreement, speed."""
+"""An export beside the model it was made from, on the same images: error, agreement, speed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from vitrail.runtime.cores import cores
 from vitrail.runtime.cpu import Cpu, cpu
 from vitrail.runtime.tiles import SETTING as LIMIT
 
-# N pictures, K outputs
+# N images, K outputs
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05, "int8": 0.2}
-"""How far the outputs of all pictures together may be off, as a share of their size."""
+"""How far the outputs of all images together may be off, as a share of their size."""
 AGREEMENT = {"float32": 1.0, "bfloat16": 0.97, "int8": 0.9}
-"""Share of pictures whose likeliest class must be the same, or within what so few of them leave open."""
+"""Share of images whose likeliest class must be the same, or within what so few of them leave open."""
 BATCH = 8
-"""Pictures at a time, where any number will do."""
+"""Images at a time, where any number will do."""
 ROUNDS = 5
 SECONDS = 0.2
 """Each one's turn in a round."""
@@ -36,20 +36,20 @@ SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Pictures a second, the export and the model in turns."""
+    """Images a second, the export and the model in turns."""
 
     export: float
     model: float
     ratio: float
     """The median of each round's."""
-    batch: int
+    batch_size: int
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "pictures_per_second": self.export,
-            "model_pictures_per_second": self.model,
+            "images_per_second": self.export,
+            "model_images_per_second": self.model,
             "ratio": self.ratio,
-            "batch": self.batch,
+            "batch": self.batch_size,
         }
 
 
@@ -96,7 +96,7 @@ class RanOn:
 class Comparison:
     """What was found."""
 
-    pictures: int
+    images: int
     answer: Answer
     precision: str
     error: float
@@ -104,21 +104,21 @@ class Comparison:
     relative: float
     """All differences together, as a share of the model's outputs."""
     same: int | None
-    """Pictures whose likeliest class is the same; None where outputs are not classes."""
+    """Images whose likeliest class is the same; None where outputs are not classes."""
     near: int
     """Of the others, those where the model's two likeliest classes lie within the error."""
     change: Estimate | None
-    """Top-1 of the export less that of the model, where pictures have labels."""
+    """Top-1 of the export less that of the model, where images have labels."""
     top1: tuple[float, float] | None
     """Of the export and of the model."""
     ran_on: RanOn
     speed: Speed | None = None
     alike: bool = False
-    """Whether the model gives the same for every picture, so that agreeing with it says little."""
+    """Whether the model gives the same for every image, so that agreeing with it says little."""
 
     @property
     def agreement(self) -> Estimate | None:
-        return None if self.same is None else share(self.same, self.pictures)
+        return None if self.same is None else share(self.same, self.images)
 
     @property
     def problem(self) -> str:
@@ -126,10 +126,10 @@ class Comparison:
         allowed = TOLERANCE[self.precision]
         if not self.relative <= allowed:  # a NaN is no agreement
             return f"its {self.answer} are off by {self.relative:.2g} of their size, {allowed:g} is allowed"
-        found = None if self.same is None else share(self.same + self.near, self.pictures)
+        found = None if self.same is None else share(self.same + self.near, self.images)
         if found is not None and found.high < AGREEMENT[self.precision]:
             wanted = f"{100 * AGREEMENT[self.precision]:.0f} %"
-            return f"it names the same class in {self.same} of {self.pictures} pictures, wanted {wanted}"
+            return f"it names the same class in {self.same} of {self.images} images, wanted {wanted}"
         return ""
 
     @property
@@ -137,11 +137,11 @@ class Comparison:
         """What a reader of the numbers should know."""
         if not self.alike:
             return []
-        return ["the model gives the same for every picture, so the comparison shows little: has its head learned yet?"]
+        return ["the model gives the same for every image, so the comparison shows little: has its head learned yet?"]
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
-            "pictures": self.pictures,
+            "images": self.images,
             "output": self.answer,
             "largest_error": self.error,
             "relative_error": self.relative,
@@ -166,13 +166,13 @@ def compare(
     timed: bool = True,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Comparison:
-    """Both on the same pictures, N times H W C; `targets` are their classes, -1 where nobody knows."""
-    size = engine.sheet.batch or BATCH
+    """Both on the same images, N times H W C; `targets` are their classes, -1 where nobody knows."""
+    size = engine.sheet.batch_size or BATCH
     ours, theirs = [], []
     for i in range(0, len(pixels), size):
         batch = np.stack(pixels[i : i + size])
         ours.append(engine.outputs(batch))
-        theirs.append(answers(model.logits(batch), engine.sheet.answer, engine.card.several))
+        theirs.append(answers(model.logits(batch), engine.sheet.answer, engine.card.multi_label))
         advance(len(batch))
     got, wanted = np.concatenate(ours).astype(np.float64), np.concatenate(theirs).astype(np.float64)
     speed = None
@@ -202,7 +202,7 @@ def measured(
             right, before = (ours == targets)[known], (theirs == targets)[known]
             change, top1 = difference(right, before), (float(right.mean()), float(before.mean()))
     return Comparison(
-        pictures=len(got),
+        images=len(got),
         answer=engine.sheet.answer,
         precision=engine.precision,
         error=error,
@@ -217,11 +217,11 @@ def measured(
     )
 
 
-def answers(logits: Floats, answer: Answer, several: bool) -> Floats:
+def answers(logits: Floats, answer: Answer, multi_label: bool) -> Floats:
     """What a file would say where the model has these logits."""
     if answer != "probabilities":
         return logits
-    if several:
+    if multi_label:
         return 0.5 * (1 + np.tanh(0.5 * logits))  # the sigmoid, without overflow
     grown = np.exp(logits - logits.max(1, keepdims=True))
     return grown / grown.sum(1, keepdims=True)
@@ -233,11 +233,11 @@ def in_turns(engine: Engine, model: Engine, batch: Pixels) -> Speed:
         one.logits(batch)
     rounds = [(rate(engine, batch, SECONDS), rate(model, batch, SECONDS)) for _ in range(ROUNDS)]
     export, own = (statistics.median(r[i] for r in rounds) for i in (0, 1))
-    return Speed(export=export, model=own, ratio=statistics.median(a / b for a, b in rounds), batch=len(batch))
+    return Speed(export=export, model=own, ratio=statistics.median(a / b for a, b in rounds), batch_size=len(batch))
 
 
 def rate(engine: Engine, batch: Pixels, seconds: float) -> float:
-    """Pictures a second over about so many seconds, after a pause: threads of the last one asked spin for a while."""
+    """Images a second over about so many seconds, after a pause: threads of the last one asked spin for a while."""
     time.sleep(seconds / 2)
     count, start = 0, time.perf_counter()
     while (spent := time.perf_counter() - start) < seconds or not count:

@@ -1,8 +1,8 @@
-"""OpenVINO in 8-bit integers without pictures to calibrate on: weights rounded, activations as they come.
+"""OpenVINO in 8-bit integers without images to calibrate on: weights rounded, activations as they come.
 
 Weights have one scale for each output channel and lie in the file as integers. Activations get theirs
-while the network runs, one for each token and each stretch of `group_of` numbers, so that no picture can
-lie outside of a range that other pictures have set, and one large token spoils no other. OpenVINO
+while the network runs, one for each token and each stretch of `group_of` numbers, so that no image can
+lie outside of a range that other images have set, and one large token spoils no other. OpenVINO
 computes such a product in integers where the CPU has instructions for it, and in float32 where not.
 """
 

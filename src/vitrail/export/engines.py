@@ -40,7 +40,7 @@ from vitrail.weights.card import Card
 from vitrail.weights.locate import Found
 from vitrail.weights.opening import open_checkpoint
 
-# B pictures, H x W pixels, C channels, K outputs
+# B images, H x W pixels, C channels, K outputs
 
 Pixels = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -95,7 +95,7 @@ class TorchEngine:
     def logits(self, pixels: Pixels) -> Floats:
         batch = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2)
         with evaluating(self.net):
-            out: torch.Tensor = self.net(self.preprocess.normalise(batch).to(self.dtype))
+            out: torch.Tensor = self.net(self.preprocess.normalize(batch).to(self.dtype))
         return out.to("cpu", torch.float32).numpy()
 
 
@@ -120,12 +120,12 @@ class FileEngine:
             return out
         tiny = np.finfo(np.float32).tiny
         logs = np.log(np.maximum(out, tiny))
-        return logs - np.log(np.maximum(1 - out, tiny)) if self.card.several else logs
+        return logs - np.log(np.maximum(1 - out, tiny)) if self.card.multi_label else logs
 
     def outputs(self, pixels: Pixels) -> Floats:
         """What the file itself gives for pixels, whatever its batch."""
         given = self.prepared(pixels)
-        size = self.sheet.batch
+        size = self.sheet.batch_size
         if size is None:
             return self.run(given)
         parts = [self.run(_filled(given[i : i + size], size))[: len(given) - i] for i in range(0, len(given), size)]
@@ -143,11 +143,11 @@ class FileEngine:
         if self.sheet.inside:
             kind = np.uint8 if self.sheet.bytes_in else np.float32
             return np.ascontiguousarray(pixels, kind)
-        return self.preprocess.normalise(torch.from_numpy(pixels).permute(0, 3, 1, 2)).numpy()
+        return self.preprocess.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2)).numpy()
 
 
 def _filled(batch: Pixels, size: int) -> Pixels:
-    """Black pictures after the last one, up to a full batch."""
+    """Black images after the last one, up to a full batch."""
     missing = size - len(batch)
     return batch if not missing else np.concatenate([batch, np.zeros((missing, *batch.shape[1:]), batch.dtype)])
 
@@ -164,7 +164,7 @@ def open_engine(
     """What runs a model: an exported file, a model, or whatever `vitrail.load` takes.
 
     engine: "torch" (the default), "onnxruntime", "openvino", or "auto": the fastest that is installed
-    and agrees with the model, with int8 scales from the pictures of `calibrate` where there are any. An
+    and agrees with the model, with int8 scales from the images of `calibrate` where there are any. An
     exported file brings its own. For another engine than torch a model is exported first, once: the
     files are kept. `threads` are all cores it may use, `lanes` how many calls will be made side by side.
     `options` are those of `open_checkpoint`.
@@ -272,7 +272,7 @@ def _open_openvino(path: Path, threads: int | None, lanes: int) -> FileEngine:
             settings |= {"DYNAMIC_QUANTIZATION_GROUP_SIZE": group} if group is not None else {}
             if not group:  # else OpenVINO rounds activations only on a CPU with VNNI
                 warn_of_saturation(sheet, path)
-            compiled = Compiled(lambda how: core.compile_model(model, "CPU", settings | how), lanes, sheet.batch)
+            compiled = Compiled(lambda how: core.compile_model(model, "CPU", settings | how), lanes, sheet.batch_size)
     except RuntimeError as error:
         raise CheckpointError(f"{path} cannot be run by OpenVINO: {first_line(error)}.") from error
     return FileEngine("openvino", sheet, compiled)
@@ -290,15 +290,15 @@ def warn_of_saturation(sheet: Sheet, path: Path) -> None:
 
 
 class Compiled:
-    """OpenVINO's model, compiled for all cores on one picture or for a batch shared out among them.
+    """OpenVINO's model, compiled for all cores on one image or for a batch shared out among them.
 
-    Cores that each have their own pictures never wait for each other, which is worth a tenth on two;
-    a lone picture is faster with all of them. What is asked for first is compiled first, and a lone
-    picture later goes where there is something compiled already.
+    Cores that each have their own images never wait for each other, which is worth a tenth on two;
+    a lone image is faster with all of them. What is asked for first is compiled first, and a lone
+    image later goes where there is something compiled already.
     """
 
-    def __init__(self, compile_for: Callable[[dict[str, Any]], Any], lanes: int, batch: int | None) -> None:
-        self.compile_for, self.lanes, self.batch = compile_for, lanes, batch
+    def __init__(self, compile_for: Callable[[dict[str, Any]], Any], lanes: int, batch_size: int | None) -> None:
+        self.compile_for, self.lanes, self.batch = compile_for, lanes, batch_size
         self.lock = threading.Lock()
         self.alone: queue.SimpleQueue[Any] | None = None
         """The one request that has all cores."""

@@ -25,7 +25,7 @@ from vitrail.weights.card import portable
 from vitrail.weights.write import explained, sync, write_json
 
 CALIBRATED = 4
-"""Pictures at a time while calibrating: every product's activations are kept meanwhile."""
+"""Images at a time while calibrating: every product's activations are kept meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def export(
     net: Net,
     sheet: Sheet,
     path: Path,
-    pictures: Sequence[Pixels],
+    images: Sequence[Pixels],
     *,
     targets: npt.NDArray[np.int64] | None = None,
     calibration: Sequence[Pixels] = (),
@@ -73,17 +73,17 @@ def export(
     step: Callable[[str], None] = lambda what: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Exported:
-    """Write, run, compare with the model on `pictures` (each H W C), and only then move into place.
+    """Write, run, compare with the model on `images` (each H W C), and only then move into place.
 
     bridge: the same network in ONNX, where it is there already, to make OpenVINO's file from.
     """
     free(path, overwrite)
     parameters = sum(p.numel() for p in net.parameters())
-    sheet = replace(sheet, parameters=parameters, card=sheet.card.but(origin=portable(sheet.card.origin)))
+    sheet = replace(sheet, parameters=parameters, card=sheet.card.replace(origin=portable(sheet.card.origin)))
     if calibration and sheet.precision == "int8" and 4 * parameters > formats.LARGEST:
         raise ModelError(
             f"{4 * parameters / 1e9:.1f} GB of weights are too many to be calibrated for int8, {formats.LARGEST / 1e9} "
-            "is the most; try bfloat16, or int8 for openvino without pictures."
+            "is the most; try bfloat16, or int8 for openvino without images."
         )
     with workplace(path) as folder:
         there = folder / path.name
@@ -95,12 +95,12 @@ def export(
         del program
         step("comparing")
         engine, model = open_file(there), model_of(net, sheet)
-        found = compare(engine, model, pictures, targets, timed=False, advance=advance)
+        found = compare(engine, model, images, targets, timed=False, advance=advance)
         check(found, path.name)
         if timed:
             step("timing")
-            count = sheet.batch or BATCH
-            many = np.stack([pictures[i % len(pictures)] for i in range(count)])
+            count = sheet.batch_size or BATCH
+            many = np.stack([images[i % len(images)] for i in range(count)])
             found = replace(found, speed=in_turns(engine, model, many))
         size = sum(part.stat().st_size for part in formats.parts_of(there))
         made = Exported(path, sheet, found, size, (*notes, *found.notes))
@@ -111,16 +111,16 @@ def export(
     return made
 
 
-def calibrating(sheet: Sheet, pictures: Sequence[Pixels]) -> list[Pixels]:
-    """Pictures as the file wants them, a few at a time."""
+def calibrating(sheet: Sheet, images: Sequence[Pixels]) -> list[Pixels]:
+    """Images as the file wants them, a few at a time."""
     if sheet.precision != "int8":
         return []
-    size = sheet.batch or CALIBRATED
+    size = sheet.batch_size or CALIBRATED
     shaped = FileEngine("onnxruntime", sheet, lambda given: given)
-    count = len(pictures)
-    full = -(-count // size) * size if sheet.batch else count  # the first again, up to a full batch
+    count = len(images)
+    full = -(-count // size) * size if sheet.batch_size else count  # the first again, up to a full batch
     places = [range(i, min(i + size, full)) for i in range(0, full, size)]
-    return [shaped.prepared(np.stack([pictures[i % count] for i in part])) for part in places]
+    return [shaped.prepared(np.stack([images[i % count] for i in part])) for part in places]
 
 
 def model_of(net: Net, sheet: Sheet) -> TorchEngine:
@@ -136,10 +136,10 @@ def exact(net: Net) -> Net:
     return net.rebuilt(net.config, {}).to("cpu", torch.float32)
 
 
-def prepared(sheet: Sheet, pictures: Sequence[Any]) -> list[Pixels]:
-    """Pictures of any kind -> H W C each, as the model's preprocessing makes them."""
+def prepared(sheet: Sheet, images: Sequence[Any]) -> list[Pixels]:
+    """Images of any kind -> H W C each, as the model's preprocessing makes them."""
     pixels = Preprocess(sheet.card.preprocess).pixels
-    return [pixels(picture) for picture in pictures]
+    return [pixels(image) for image in images]
 
 
 def _move(there: Path, path: Path) -> None:

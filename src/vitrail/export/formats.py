@@ -16,7 +16,7 @@ from vitrail.export.extras import need, quiet
 from vitrail.export.names import beside
 from vitrail.export.program import first_line as first_line
 from vitrail.export.program import read_archive, write_program
-from vitrail.export.quantise import quantise
+from vitrail.export.quantize import quantize
 from vitrail.export.sheet import KEY, Sheet
 from vitrail.weights.sizes import check_image
 
@@ -44,7 +44,7 @@ def write(
     need("openvino")  # before the work
     bridge = path.with_suffix(".bridge.onnx")
     try:
-        alone = sheet.precision == "int8" and not calibration  # OpenVINO's own integers need no pictures
+        alone = sheet.precision == "int8" and not calibration  # OpenVINO's own integers need no images
         notes = _write_onnx(program, replace(sheet, precision="float32") if alone else sheet, bridge, calibration)
         notes += _write_openvino(bridge, sheet, path, compressed=alone)
     finally:
@@ -71,7 +71,7 @@ def _write_onnx(
     _name_batch(model)
     notes: list[str] = []
     if sheet.precision == "int8":
-        model, notes = quantise(model, calibration)
+        model, notes = quantize(model, calibration)
     entry = model.metadata_props.add()
     entry.key, entry.value = KEY, sheet.to_json()
     model.doc_string = f"{sheet.card.title}, written by vitrail"
@@ -85,7 +85,7 @@ def _write_onnx(
 
 
 def _name_batch(model: Any) -> None:
-    """Call the number of pictures so, where the exporter gives it a symbol; and without the source's places."""
+    """Call the number of images so, where the exporter gives it a symbol; and without the source's places."""
     graph = model.graph
     for part in (graph, *graph.node):
         del part.metadata_props[:]
@@ -129,11 +129,11 @@ def read_program(path: Path) -> tuple[Any, Sheet]:
 def check_graph(sheet: Sheet, given: Sequence[Any], gives: Sequence[Any], path: Path) -> None:
     """Raise FormatError where a file states other sizes than its graph has; a dimension that is no number is any."""
     inputs, outputs = ([side if type(side) is int else None for side in shape] for shape in (given, gives))
-    if inputs != [sheet.batch, *sheet.shape]:
+    if inputs != [sheet.batch_size, *sheet.shape]:
         raise FormatError(
-            f"{path}: got images of {[sheet.batch, *sheet.shape]} in its metadata, its graph takes {inputs}."
+            f"{path}: got images of {[sheet.batch_size, *sheet.shape]} in its metadata, its graph takes {inputs}."
         )
-    classes = sheet.card.config.classes
+    classes = sheet.card.config.num_classes
     if sheet.answer != "features" and outputs[1:] != [classes]:
         raise FormatError(f"{path}: got {classes} classes in its metadata, its graph gives {outputs[1:]}.")
 
@@ -141,7 +141,7 @@ def check_graph(sheet: Sheet, given: Sequence[Any], gives: Sequence[Any], path: 
 def sheet_of(text: object, path: Path) -> Sheet:
     """The sheet that a file holds, which without one is somebody else's."""
     if not text:
-        raise FormatError(f"{path} was not written by vitrail export: it does not say how its pictures are prepared.")
+        raise FormatError(f"{path} was not written by vitrail export: it does not say how its images are prepared.")
     try:
         sheet = Sheet.from_json(str(text))
         check_image(sheet.card)

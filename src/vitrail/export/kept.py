@@ -26,7 +26,7 @@ from vitrail.errors import CheckpointError, FormatError
 from vitrail.export.engines import FileEngine, open_file
 from vitrail.export.export import export, prepared
 from vitrail.export.formats import parts_of
-from vitrail.export.pictures import Pixels, samples
+from vitrail.export.images import Pixels, samples
 from vitrail.export.sheet import SUFFIXES, Answer, Precision, Sheet, To
 from vitrail.models import Net
 from vitrail.runtime import say
@@ -78,13 +78,13 @@ def _kept_in(
     calibration: Sequence[Pixels],
 ) -> FileEngine:
     path = folder / f"{precision}{SUFFIXES[WRITTEN[name]]}"
-    card = card.but(config=net.config)
+    card = card.replace(config=net.config)
     with alone(folder / ".lock"):
         if path.exists() and _sum_of(path) == _sum_kept(path):
             with suppress(CheckpointError, FormatError):  # of another kind of machine, perhaps
                 return open_file(path, name, threads, lanes).named(card)
         answer: Answer = "logits" if card.task == "classify" else "features"
-        sheet = Sheet(card=card.but(notes=()), to=WRITTEN[name], precision=precision, answer=answer)
+        sheet = Sheet(card=card.replace(notes=()), to=WRITTEN[name], precision=precision, answer=answer)
         bridge = folder / f"float32{SUFFIXES['onnx']}"
         export(
             net,
@@ -122,7 +122,7 @@ def _sum_of(path: Path) -> str:
 
 
 def folder_of(net: Net, card: Card, calibration: Sequence[Pixels] = ()) -> Path:
-    """Where a network's files lie; other pictures to calibrate on have other scales, and a place of their own."""
+    """Where a network's files lie; other images to calibrate on have other scales, and a place of their own."""
     inside = Path(digest(net, card))
     if calibration:
         inside = inside / hashlib.blake2b(b"".join(p.tobytes() for p in calibration), digest_size=8).hexdigest()
@@ -189,7 +189,7 @@ def _for_now() -> tempfile.TemporaryDirectory[str]:
 def digest(net: Net, card: Card) -> str:
     """Sixteen letters that differ where anything does that a file depends on: not the names of its classes."""
     found = hashlib.blake2b(digest_size=8)
-    told = card.but(config=net.config, notes=(), labels=None).to_dict() | {"origin": ""}
+    told = card.replace(config=net.config, notes=(), labels=None).to_dict() | {"origin": ""}
     found.update(json.dumps([told, SCHEME, [_version(name) for name in PACKAGES]], sort_keys=True).encode())
     for name, tensor in sorted(net.state_dict().items()):
         found.update(name.encode())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vitrail.errors import CheckpointError, ConfigError, nearest
 from vitrail.export.extras import installed
-from vitrail.export.quantise import NO_PICTURES
+from vitrail.export.quantize import NO_IMAGES
 
 SUFFIXES: dict[str, str] = {"onnx": ".onnx", "pt2": ".pt2", "openvino": ".xml"}
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -42,7 +42,7 @@ def requested(
     if missing:
         raise ConfigError(f"{missing[0]} is not installed; try pip install 'vitrail[export]'.")
     if (to, precision) == ("onnx", "int8") and not calibrated:
-        raise ConfigError(NO_PICTURES)
+        raise ConfigError(NO_IMAGES)
     return target, to, precision
 
 

@@ -15,16 +15,16 @@ from vitrail.models import Net
 from vitrail.models.layers import Attention, Place
 from vitrail.models.resnet import StandardizedConv
 
-# B pictures, H x W pixels, C channels; N tokens, D width, H heads, K = D // H
+# B images, H x W pixels, C channels; N tokens, D width, H heads, K = D // H
 
 MOST = 65536
-"""Pictures at a time, where any number will do."""
+"""Images at a time, where any number will do."""
 
 
 class Packaged(nn.Module):
-    """Pixels 0 to 255, B H W C, or normalised images, B C H W -> logits, probabilities or features.
+    """Pixels 0 to 255, B H W C, or normalized images, B C H W -> logits, probabilities or features.
 
-    Resizing and cropping stay outside: they depend on the picture.
+    Resizing and cropping stay outside: they depend on the image.
     """
 
     pixel_mean: Tensor
@@ -36,7 +36,7 @@ class Packaged(nn.Module):
         if sheet.to != "pt2":  # torch has one operator for all of it
             write_out(self.net)
         self.dtype, self.inside, self.answer = dtype, sheet.inside, sheet.answer
-        self.several = sheet.card.several
+        self.multi_label = sheet.card.multi_label
         for name in ("mean", "std"):
             values = torch.tensor(getattr(sheet.card.preprocess, name), dtype=torch.float32)
             self.register_buffer(f"pixel_{name}", values[:, None, None])  # `mean` is an operator's name, too
@@ -48,11 +48,11 @@ class Packaged(nn.Module):
         out: Tensor = self.net(images.to(self.dtype)).to(torch.float32)
         if self.answer != "probabilities":
             return out
-        return out.sigmoid() if self.several else out.softmax(-1)
+        return out.sigmoid() if self.multi_label else out.softmax(-1)
 
 
 class SettledConv(StandardizedConv):
-    """A convolution whose kernel has been standardised once and for all."""
+    """A convolution whose kernel has been standardized once and for all."""
 
     def kernel(self) -> Tensor:
         return self.weight
@@ -60,7 +60,7 @@ class SettledConv(StandardizedConv):
 
 @torch.no_grad()
 def settled(net: Net) -> Net:
-    """The same network, its kernels standardised now instead of each time."""
+    """The same network, its kernels standardized now instead of each time."""
     for module in net.modules():
         if isinstance(module, StandardizedConv):
             module.weight.copy_(module.kernel().clone())
@@ -112,13 +112,13 @@ def traced(net: Net, sheet: Sheet) -> torch.export.ExportedProgram:
     dtype = torch.bfloat16 if (sheet.to, sheet.precision) == ("pt2", "bfloat16") else torch.float32
     module = Packaged(net, sheet, dtype).eval()
     shapes: Any = None
-    if sheet.batch is None:
+    if sheet.batch_size is None:
         shapes = ({0: torch.export.Dim("batch", min=1, max=MOST)},)
     with quiet(), torch.no_grad():
         return torch.export.export(module, (torch.from_numpy(blank(sheet)),), dynamic_shapes=shapes)
 
 
 def blank(sheet: Sheet, count: int | None = None) -> np.ndarray[Any, Any]:
-    """Black pictures of the shape and type that go in; two where any number may."""
+    """Black images of the shape and type that go in; two where any number may."""
     kind = np.uint8 if sheet.bytes_in else np.float32
-    return np.zeros((count or sheet.batch or 2, *sheet.shape), kind)
+    return np.zeros((count or sheet.batch_size or 2, *sheet.shape), kind)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vitrail.config import Pair, ViTConfig, pair
+from vitrail.config.format_version import VERSION, current
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, FormatError
 from vitrail.explain.attention import special_names
@@ -31,11 +32,11 @@ class Sheet:
     to: To
     precision: Precision = "float32"
     inside: bool = True
-    """Whether pixels are normalised inside: B H W C, 0 to 255; else normalised B C H W go in."""
+    """Whether pixels are normalized inside: B H W C, 0 to 255; else normalized B C H W go in."""
     answer: Answer = "logits"
     """What comes out."""
-    batch: int | None = None
-    """Pictures at a time; None: any number."""
+    batch_size: int | None = None
+    """Images at a time; None: any number."""
     parameters: int | None = None
     """Of the network; files that were written before this was kept do not say."""
     saturates: bool = False
@@ -45,16 +46,18 @@ class Sheet:
         refuse(self.to, self.precision)
         if self.answer not in get_args(Answer):
             raise ConfigError(f"answer={self.answer!r}: wanted {', '.join(get_args(Answer))}.")
-        if self.batch is not None and self.batch < 1:
-            raise ConfigError(f"batch={self.batch}: wanted 1 picture at a time or more, or dynamic for any number.")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(
+                f"batch_size={self.batch_size}: wanted 1 image at a time or more, or dynamic for any number."
+            )
 
     @property
     def image(self) -> tuple[int, int]:
-        return pair(self.card.config.image)
+        return pair(self.card.config.image_size)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one picture as it goes in."""
+        """Of one image as it goes in."""
         channels = self.card.config.channels
         return (*self.image, channels) if self.inside else (channels, *self.image)
 
@@ -74,11 +77,11 @@ class Sheet:
     def to_dict(self) -> dict[str, Any]:
         found = {
             "format": "vitrail-export",
-            "version": 1,
+            "version": VERSION,
             "to": self.to,
             "precision": self.precision,
             "preprocessing_inside": self.inside,
-            "input": {"shape": [self.batch, *self.shape], "type": "uint8" if self.bytes_in else "float32"},
+            "input": {"shape": [self.batch_size, *self.shape], "type": "uint8" if self.bytes_in else "float32"},
             "output": self.answer,
             "parameters": self.parameters,
             "card": self.card.to_dict(),
@@ -99,9 +102,10 @@ class Sheet:
 
     @classmethod
     def _from_values(cls, values: Any) -> Sheet:
-        if values.get("format") != "vitrail-export" or values.get("version") != 1:
+        if values.get("format") != "vitrail-export" or "version" not in values:
             got = f"format={values.get('format')!r}, version={values.get('version')!r}"
-            raise FormatError(f"wanted what vitrail export writes, version 1, got {got}; a newer vitrail may read it.")
+            raise FormatError(f"wanted format='vitrail-export' and a version, got {got}.")
+        values = current("export", values)
         batch, parameters = values["input"]["shape"][0], values.get("parameters")
         for number in (batch, parameters):
             if number is not None and type(number) is not int:
@@ -115,14 +119,14 @@ class Sheet:
             precision=values["precision"],
             inside=bool(values["preprocessing_inside"]),
             answer=values["output"],
-            batch=batch,
+            batch_size=batch,
             parameters=parameters,
             # Files that do not say are from before weights were kept small enough.
             saturates=values["precision"] == "int8" and bool(values.get("saturates_without_vnni", True)),
         )
 
 
-def spelled(image: Pair) -> str:
+def spelled(image_size: Pair) -> str:
     """224 or 384x288."""
-    height, width = pair(image)
+    height, width = pair(image_size)
     return f"{height}" if height == width else f"{height}x{width}"

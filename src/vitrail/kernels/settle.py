@@ -1,7 +1,7 @@
 """A value that a compiled graph computes once.
 
 Inductor inlines cheap arithmetic wherever its result is read. A chain of 64-bit mixing that gives one
-number for a picture would so be done anew for each of the picture's 150,000 activations, forward and
+number for an image would so be done anew for each of the image's 150,000 activations, forward and
 backward, in every layer, and compiled as often.
 """
 

@@ -55,11 +55,11 @@ class Network(nn.Module):
     def with_channels(self, channels: int) -> Self:
         """A copy for images of other channels: the first filters summed for one, repeated for more.
 
-        A ViT answers to a grey picture as before. Behind a ResNet's standardised first convolution,
+        A ViT answers to a gray image as before. Behind a ResNet's standardized first convolution,
         which rescales every filter, the copy is only a place to start from.
         """
         weight = adapt_channels(self.state_dict()[self.first_kernel], channels)
-        return self.rebuilt(self.config.but(channels=channels), {self.first_kernel: weight})
+        return self.rebuilt(self.config.replace(channels=channels), {self.first_kernel: weight})
 
     def rebuilt(self, config: Any, changed: dict[str, Tensor], drop: tuple[str, ...] = ()) -> Self:
         """A copy of another config, with some parameters changed and those of some prefixes left out."""
@@ -79,7 +79,7 @@ class Network(nn.Module):
         return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, MATRICES)}
 
     def depth_of(self, name: str) -> int:
-        """How high a parameter stands: 0 for what sees the picture first, and the head on top."""
+        """How high a parameter stands: 0 for what sees the image first, and the head on top."""
         raise NotImplementedError
 
     def recomputes(self) -> bool:
@@ -92,7 +92,7 @@ class Network(nn.Module):
         if images.ndim != 4 or images.shape[1] != channels:
             raise ModelError(f"wanted images as B {channels} H W, got {tuple(images.shape)}.")
         if not images.is_floating_point():
-            raise ModelError(f"wanted normalised float images, got {images.dtype}; preprocess them first.")
+            raise ModelError(f"wanted normalized float images, got {images.dtype}; preprocess them first.")
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:

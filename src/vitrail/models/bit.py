@@ -64,7 +64,7 @@ class BiT(Network):
             nn.ModuleList(BiTUnit(config, unit) for unit in stage) for stage in resnet.plan(config.layers, base)
         )
         self.norm = group_norm(_width(config), config.norm_eps)
-        self.head = nn.Linear(_width(config), config.classes) if config.classes else nn.Identity()
+        self.head = nn.Linear(_width(config), config.num_classes) if config.num_classes else nn.Identity()
         if not init.is_meta(self):
             self.initialize(seed)
 
@@ -89,7 +89,7 @@ class BiT(Network):
         names = wanted(want, layers, layered="maps")
         _check_wanted(names)
         if norm:
-            raise ModelError("BiT's final norm fits its last stage alone, not each; 'patches' is that map normalised.")
+            raise ModelError("BiT's final norm fits its last stage alone, not each; 'patches' is that map normalized.")
         numbers = chosen(layers, len(self.stages))
         kept = dict.fromkeys(numbers, images) if names & LAYERED else {}
         x = self.encode(images, kept, max(numbers) + 1 if names <= LAYERED else None)
@@ -138,15 +138,15 @@ class BiT(Network):
             nn.init.zeros_(self.head.bias)
         return self
 
-    def resized(self, image: Pair) -> BiT:
+    def resized(self, image_size: Pair) -> BiT:
         """A copy that is meant for this size; the weights do not depend on it."""
-        return self.rebuilt(self.config.but(image=image), {})
+        return self.rebuilt(self.config.replace(image_size=image_size), {})
 
-    def with_classes(self, classes: int) -> BiT:
+    def with_classes(self, num_classes: int) -> BiT:
         """A copy with a new head of zeros, as for fine-tuning."""
-        config, like = self.config.but(classes=classes), self.norm.weight
-        head = {"head.weight": like.new_zeros(classes, _width(config)), "head.bias": like.new_zeros(classes)}
-        return self.rebuilt(config, head if classes else {}, drop=("head.",))
+        config, like = self.config.replace(num_classes=num_classes), self.norm.weight
+        head = {"head.weight": like.new_zeros(num_classes, _width(config)), "head.bias": like.new_zeros(num_classes)}
+        return self.rebuilt(config, head if num_classes else {}, drop=("head.",))
 
     def depth_of(self, name: str) -> int:
         """0 for the root; the units of all stages from 1 on; one more for the norm and the head."""
@@ -159,11 +159,11 @@ class BiT(Network):
         return sum(self.config.layers) + 1 if part in ("norm", "head") else 0
 
 
-def flops(config: BiTConfig, image: Pair | None = None) -> int:
+def flops(config: BiTConfig, image_size: Pair | None = None) -> int:
     """2 x multiply-adds of convolutions and head for one image; None is the size it is meant for."""
-    size = pair(config.image if image is None else image)
+    size = pair(config.image_size if image_size is None else image_size)
     convolutions = resnet.convolution_flops(config.layers, _base(config), config.channels, size)
-    return convolutions + 2 * _width(config) * config.classes
+    return convolutions + 2 * _width(config) * config.num_classes
 
 
 @fx.wrap
@@ -188,7 +188,7 @@ def _over_the_edge(side: int, device: torch.device) -> Tensor:
 
 
 def _base(config: BiTConfig) -> int:
-    return int(64 * config.width)
+    return int(64 * config.width_factor)
 
 
 def _width(config: BiTConfig) -> int:

@@ -1,6 +1,6 @@
 """Dropout and stochastic depth whose draws belong to a sample, whatever batch it is in.
 
-A sample's key (`vitrail.chance`) and the layer decide what is dropped; its neighbours, its rank and
+A sample's key (`vitrail.chance`) and the layer decide what is dropped; its neighbors, its rank and
 its micro-batch do not, and gradient checkpointing draws the same again without any saved state. The
 one exception is the dropout of attention weights, which the fused attention draws by itself.
 

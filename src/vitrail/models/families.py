@@ -1,7 +1,7 @@
 """The public families of Vision Transformers: how each departs from the original.
 
 A family is a set of conventions no tensor shows (which GELU, which epsilon, how positions are
-resampled, how pictures are prepared), and where its checkpoints come from. `checked` says what
+resampled, how images are prepared), and where its checkpoints come from. `checked` says what
 the family's numbers have been compared with by this project's tests: its authors' own code, or the
 most used reimplementation where that code does not run here.
 """
@@ -32,16 +32,16 @@ class Family:
 
 
 ORIGINAL = PreprocessConfig(antialias=False)
-BIG_VISION = PreprocessConfig(resize="short", resize_to=256, interpolation="area", centre="floor")
+BIG_VISION = PreprocessConfig(resize="short", resize_to=256, interpolation="area", crop_rounding="floor")
 DEIT = PreprocessConfig(resize="short", resize_to=256, interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD)
-WHOLE = DEIT.but(resize_to=224)
+WHOLE = DEIT.replace(resize_to=224)
 CLIP = PreprocessConfig(resize="short", resize_to=224, interpolation="bicubic", mean=CLIP_MEAN, std=CLIP_STD)
 SIGLIP = PreprocessConfig(interpolation="bicubic")
 BIT = PreprocessConfig(antialias=False)
 
 # The exact GELU, and positions resized bicubically without antialias, as DeiT's and MAE's code does.
 _TORCH = {"activation": "gelu", "resample": "huggingface"}
-_DINO = {"activation": "gelu", "resample": "dinov2", "classes": 0}
+_DINO = {"activation": "gelu", "resample": "dinov2", "num_classes": 0}
 
 
 def _eighths(size: int) -> float:
@@ -96,14 +96,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "MAE": Family(
         "masked autoencoders (He et al. 2021)",
-        _TORCH | {"classes": 0},
+        _TORCH | {"num_classes": 0},
         preprocess=DEIT,
         crop=_mae,
         checked="timm; transformers",
     ),
     "IJEPA": Family(
         "I-JEPA (Assran et al. 2023)",
-        _TORCH | {"classes": 0, "class_token": False, "pool": "gap"},
+        _TORCH | {"num_classes": 0, "class_token": False, "pool": "gap"},
         preprocess=DEIT,
         crop=_eighths,
         checked="transformers",
@@ -133,7 +133,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "SigLIP": Family(
         "SigLIP's image towers (Zhai et al. 2023)",
-        {"class_token": False, "pool": "map", "classes": 0, "resample": "timm"},
+        {"class_token": False, "pool": "map", "num_classes": 0, "resample": "timm"},
         preprocess=SIGLIP,
         checked="timm; transformers",
     ),

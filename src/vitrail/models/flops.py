@@ -8,25 +8,25 @@ from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.models import bit, build, hybrid
 
 
-def flops(config: ViTConfig | BiTConfig, image: Pair | None = None) -> int:
+def flops(config: ViTConfig | BiTConfig, image_size: Pair | None = None) -> int:
     """Two per multiply-add in products and convolutions, for one image in a forward pass.
 
     Norms, activations and softmax are left out, as torch's own counter does.
     """
-    size = pair(image if image is not None else config.image)
+    size = pair(image_size if image_size is not None else config.image_size)
     if isinstance(config, BiTConfig):
         return bit.flops(config, size)
     patches = prod(config.grid_of(size))
-    tokens = patches + config.prefix
+    tokens = patches + config.num_prefix_tokens
     channels = config.stem.channels if config.stem else config.channels
     total = hybrid.flops(config.stem, size, config.channels) if config.stem else 0
-    total += 2 * patches * channels * prod(pair(config.patch)) * config.width
+    total += 2 * patches * channels * prod(pair(config.patch_size)) * config.width
     total += config.depth * _block(config, tokens, patches)
     if config.pool in ("map", "coca"):
         total += _pool(config, patches if config.pool == "map" else tokens)
     if config.pre_logits:
         total += 2 * config.pooled_width * config.pre_logits
-    return total + 2 * config.head_width * config.classes * (1 + config.distilled)
+    return total + 2 * config.head_width * config.num_classes * (1 + config.distilled)
 
 
 def training_flops(config: ViTConfig | BiTConfig, train: str | int = "all") -> int:
@@ -41,8 +41,8 @@ def training_flops(config: ViTConfig | BiTConfig, train: str | int = "all") -> i
     last = train if isinstance(train, int) else 0
     if isinstance(config, BiTConfig):
         return forward + 2 * forward * last // sum(config.layers)
-    head = 2 * config.head_width * config.classes * (1 + config.distilled)
-    return forward + 2 * (head + last * (flops(config.but(depth=config.depth + 1)) - forward))
+    head = 2 * config.head_width * config.num_classes * (1 + config.distilled)
+    return forward + 2 * (head + last * (flops(config.replace(depth=config.depth + 1)) - forward))
 
 
 def _block(config: ViTConfig, tokens: int, patches: int) -> int:
@@ -55,7 +55,7 @@ def _block(config: ViTConfig, tokens: int, patches: int) -> int:
 
 def _mlp(config: ViTConfig, tokens: int) -> int:
     matrices = 3 if config.activation == "swiglu" else 2
-    return 2 * matrices * tokens * config.width * config.mlp
+    return 2 * matrices * tokens * config.width * config.mlp_dim
 
 
 def _pool(config: ViTConfig, tokens: int) -> int:
@@ -69,7 +69,7 @@ def parameters(config: ViTConfig | BiTConfig) -> int:
     """Numbers to learn, counted on skeletons without storage; every block adds the same."""
     if isinstance(config, BiTConfig):
         return _count(config)
-    first, second = _count(config.but(depth=1)), _count(config.but(depth=2))
+    first, second = _count(config.replace(depth=1)), _count(config.replace(depth=2))
     return first + (config.depth - 1) * (second - first)
 
 

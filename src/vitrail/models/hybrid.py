@@ -23,7 +23,7 @@ from vitrail.models.resnet import ROOT, StandardizedConv, Unit, group_norm
 
 
 class ConvNorm(nn.Module):
-    """A standardised convolution and its norm."""
+    """A standardized convolution and its norm."""
 
     def __init__(self, config: StemConfig, inputs: int, outputs: int, side: int, stride: int) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ class ResNetStem(Network):
         return self
 
 
-def flops(config: StemConfig, image: Pair, channels: int = 3) -> int:
+def flops(config: StemConfig, image_size: Pair, channels: int = 3) -> int:
     """2 x multiply-adds of the convolutions for one image of this size."""
-    return resnet.convolution_flops(config.layers, _base(config), channels, pair(image))
+    return resnet.convolution_flops(config.layers, _base(config), channels, pair(image_size))
 
 
 def _base(config: StemConfig) -> int:
-    return int(64 * config.width)
+    return int(64 * config.width_factor)
 
 
 def _conv(config: StemConfig, inputs: int, outputs: int, side: int, stride: int = 1) -> StandardizedConv:

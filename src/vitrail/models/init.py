@@ -1,4 +1,4 @@
-"""First values of weights, as JAX's initialisers draw them."""
+"""First values of weights, as JAX's initializers draw them."""
 
 from __future__ import annotations
 

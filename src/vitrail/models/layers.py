@@ -76,10 +76,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        width, self.heads = config.width, config.heads
+        width, self.heads = config.width, config.num_heads
         self.qkv = nn.Linear(width, 3 * width, bias=config.qkv_bias)
-        self.q_norm = make_norm(config, width // config.heads) if config.qk_norm else nn.Identity()
-        self.k_norm = make_norm(config, width // config.heads) if config.qk_norm else nn.Identity()
+        self.q_norm = make_norm(config, width // config.num_heads) if config.qk_norm else nn.Identity()
+        self.k_norm = make_norm(config, width // config.num_heads) if config.qk_norm else nn.Identity()
         self.out = nn.Linear(width, width, bias=config.proj_bias)
         self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
         self.bare = not config.qk_norm
@@ -131,9 +131,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        hidden = config.mlp * (2 if config.activation == "swiglu" else 1)
+        hidden = config.mlp_dim * (2 if config.activation == "swiglu" else 1)
         self.up = nn.Linear(config.width, hidden, bias=config.proj_bias)
-        self.down = nn.Linear(config.mlp, config.width, bias=config.proj_bias)
+        self.down = nn.Linear(config.mlp_dim, config.width, bias=config.proj_bias)
         self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
 
     def forward(self, x: Tensor, hidden: Tensor | None = None, down: Tensor | None = None) -> Tensor:
@@ -148,12 +148,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normalised tokens and added to them.
+    """Attention, then MLP, each on the normalized tokens and added to them.
 
     `seeds` (5 B, see `models.drop`) decide what dropout and stochastic depth drop; None: fresh ones.
     """
 
-    def __init__(self, config: ViTConfig, path_dropout: float = 0.0) -> None:
+    def __init__(self, config: ViTConfig, drop_path: float = 0.0) -> None:
         super().__init__()
         self.norm1 = make_norm(config)
         self.attention = Attention(config)
@@ -162,7 +162,7 @@ class Block(nn.Module):
         scaled = config.layer_scale is not None
         self.scale1 = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.scale2 = nn.Parameter(torch.empty(config.width)) if scaled else None
-        self.path_dropout = path_dropout
+        self.drop_path = drop_path
 
     def forward(
         self,
@@ -180,7 +180,7 @@ class Block(nn.Module):
     def branch(self, x: Tensor, scale: Tensor | None, seed: Tensor | None) -> Tensor:
         """Scaled by LayerScale, and skipped for some images by stochastic depth."""
         x = x if scale is None else (x * scale).to(x.dtype)  # autocast would leave float32 to be added
-        return drop.skip(x, self.path_dropout if self.training else 0.0, seed)
+        return drop.skip(x, self.drop_path if self.training else 0.0, seed)
 
 
 class AttentionPool(nn.Module):
@@ -192,13 +192,13 @@ class AttentionPool(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        width, self.heads = config.pooled_width, config.pool_heads or config.heads
+        width, self.heads = config.pooled_width, config.pool_heads or config.num_heads
         self.probe = nn.Parameter(torch.empty(width))
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(config.width, 2 * width)
         self.out = nn.Linear(width, width)
         self.norm = make_norm(config, width)
-        self.mlp = MLP(config.but(dropout=0.0)) if config.pool == "map" else None
+        self.mlp = MLP(config.replace(dropout=0.0)) if config.pool == "map" else None
 
     def forward(self, x: Tensor, keep: list[Tensor] | None = None) -> Tensor:
         """B N D -> B P, where P is D but in CoCa."""

@@ -76,10 +76,10 @@ def as_tokens(x: Tensor, like: Tensor) -> Tensor:
 
 @fx.wrap
 def rotary_waves(grid: Grid, head: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, N K: centres of patches in [-1, 1], one period per pair of numbers."""
+    """Cosines and sines, N K: centers of patches in [-1, 1], one period per pair of numbers."""
     periods = base ** (_count(head // 4, like) * 4 / head)
-    centres = [2 * (_count(n, like) + 0.5) / n - 1 for n in grid]
-    where = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
+    centers = [2 * (_count(n, like) + 0.5) / n - 1 for n in grid]
+    where = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
     angles = (2 * math.pi * where[:, :, None] / periods).flatten(1).tile(2)  # N K
     return angles.cos(), angles.sin()
 
@@ -102,7 +102,7 @@ class Additive(Remembering):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.source, self.width = config.grid, config.width
-        self.convention, self.zeros = config.resample, config.prefix - config.placed_prefix
+        self.convention, self.zeros = config.resample, config.num_prefix_tokens - config.placed_prefix
         rows = config.placed_prefix
         self.prefix = nn.Parameter(torch.empty(rows, config.width)) if rows else None
 
@@ -174,7 +174,11 @@ class Rope2d(Remembering):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.head, self.base, self.special = config.width // config.heads, config.rope_base, config.prefix
+        self.head, self.base, self.special = (
+            config.width // config.num_heads,
+            config.rope_base,
+            config.num_prefix_tokens,
+        )
 
     def forward(self, grid: Grid, like: Tensor) -> Place:
         cos, sin = self.remembered((grid, like.dtype), like.device, lambda: self.waves(grid, like))
@@ -188,7 +192,7 @@ class Rope2d(Remembering):
         return lambda q, k: (turn(q), turn(k), None)
 
     def waves(self, grid: Grid, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, N K: centres of patches in [-1, 1], one period per pair of numbers."""
+        """Cosines and sines, N K: centers of patches in [-1, 1], one period per pair of numbers."""
         return rotary_waves(grid, self.head, self.base, like)
 
 
@@ -197,7 +201,7 @@ class Relative(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.grid, self.heads, self.special = config.grid, config.heads, config.prefix
+        self.grid, self.heads, self.special = config.grid, config.num_heads, config.num_prefix_tokens
         count = math.prod(config.grid)
         self.offsets = nn.Parameter(torch.empty(2 * count - 1, config.width))
 

@@ -1,8 +1,8 @@
-"""What the hybrid's stem and BiT share: standardised convolutions, SAME padding, the shape of the network.
+"""What the hybrid's stem and BiT share: standardized convolutions, SAME padding, the shape of the network.
 
 Both are bottleneck ResNets: a 7x7 convolution and a pool that shrink the image four times, then
 stages of units, each stage after the first halving the map and doubling the channels. They differ
-in where the norms stand, in the padding and in how kernels are standardised.
+in where the norms stand, in the padding and in how kernels are standardized.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def conv_same(x: Tensor, kernel: Tensor, stride: int) -> Tensor:
 
 
 class StandardizedConv(Remembering):
-    """A convolution without bias whose kernel is standardised before use.
+    """A convolution without bias whose kernel is standardized before use.
 
-    In evaluation without gradients the standardised kernel is kept from call to call, a second copy
+    In evaluation without gradients the standardized kernel is kept from call to call, a second copy
     of the weights in memory; see `Remembering`.
     """
 
@@ -100,7 +100,7 @@ class StandardizedConv(Remembering):
         return F.conv2d(x, self.kernel(), stride=self.stride, padding=self.padding)
 
     def kernel(self) -> Tensor:
-        """The standardised weight, O I k k."""
+        """The standardized weight, O I k k."""
         kernel: Tensor = self.remembered(None, self.weight.device, lambda: standardize(self.weight, self.by, self.eps))
         return kernel
 
@@ -157,9 +157,9 @@ def plan(layers: tuple[int, ...], base: int) -> list[list[Unit]]:
     return stages
 
 
-def convolution_flops(layers: tuple[int, ...], base: int, channels: int, image: tuple[int, int]) -> int:
+def convolution_flops(layers: tuple[int, ...], base: int, channels: int, image_size: tuple[int, int]) -> int:
     """2 x multiply-adds of all convolutions for one image; norms, pools and sums are not counted."""
-    height, width = (-(-side // 2) for side in image)
+    height, width = (-(-side // 2) for side in image_size)
     total = channels * base * ROOT**2 * height * width
     height, width = -(-height // 2), -(-width // 2)
     for stage in plan(layers, base):

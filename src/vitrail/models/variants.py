@@ -20,8 +20,8 @@ from vitrail.models.published import VARIANTS, Variant
 class Size(NamedTuple):
     width: int
     depth: int
-    heads: int
-    mlp: int
+    num_heads: int
+    mlp_dim: int
 
 
 # fmt: off
@@ -40,7 +40,7 @@ SIZES = {
 DINOV2_G = Size(1536, 40, 24, 4096)
 """DINOv2's own g, with SwiGLU."""
 SIGLIP2_G = Size(1536, 40, 16, 6144)
-_PUBLISHED = {(size.width, size.mlp): size.heads for size in (SIGLIP2_G, DINOV2_G, *SIZES.values())}
+_PUBLISHED = {(size.width, size.mlp_dim): size.num_heads for size in (SIGLIP2_G, DINOV2_G, *SIZES.values())}
 
 
 def heads_for(width: int, mlp: int) -> int | None:
@@ -79,7 +79,7 @@ def config_for(name: str, **changes: Any) -> ViTConfig | BiTConfig:
     """
     variant = find(name)
     config = parse(variant.name if variant else name)
-    return config.but(**changes) if changes else config
+    return config.replace(**changes) if changes else config
 
 
 def find(name: str) -> Variant | None:
@@ -106,14 +106,14 @@ def _vit(match: re.Match[str], family: str) -> ViTConfig:
         raise NotFound(f"{match[0]}: there is no size {match['size']!r}; the sizes are {', '.join(SIZES)}.")
     size = DINOV2_G if (family, letter) == ("DINOv2", "g") else SIZES[letter]
     image = _image(match["image"]) or (518 if family == "DINOv2" else 224)
-    options: dict[str, Any] = {"image": image, "patch": int(match["patch"]), **size._asdict()}
+    options: dict[str, Any] = {"image_size": image, "patch_size": int(match["patch"]), **size._asdict()}
     options |= FAMILIES[family].options
     if size is DINOV2_G:
         options["activation"] = "swiglu"
     if family == "CLIP":
-        options["classes"] = CLIP_OUT.get(letter, size.width)
+        options["num_classes"] = CLIP_OUT.get(letter, size.width)
     if family == "BV":  # big_vision: its tanh layer is as wide as a token, its positions 1 / sqrt(width)
-        options |= {"pre_logits": size.width, "position_std": size.width**-0.5}
+        options |= {"pre_logits": size.width, "position_init_std": size.width**-0.5}
     if family == "SigLIP" and any(side % int(match["patch"]) for side in pair(image)):
         options["uncovered"] = "ignore"
     if match["stem"]:
@@ -126,7 +126,7 @@ def _option(option: str | None, family: str) -> dict[str, Any]:
         case "distilled":
             return {"distilled": True}
         case "reg":
-            return {"registers": 4} | ({"resample": "timm"} if family == "DINOv2" else {})
+            return {"num_registers": 4} | ({"resample": "timm"} if family == "DINOv2" else {})
         case "gap":
             return {"pool": "gap", "class_token": False}
         case "map":
@@ -142,14 +142,16 @@ def _hybrid(match: re.Match[str]) -> dict[str, Any]:
         known = ", ".join(f"{s}+ViT-B/{n}" for s, n in STEMS)
         raise NotFound(f"{match[0]}: no such hybrid; there is {known}, in any size.")
     layers, patch = STEMS[stem, number]
-    return {"stem": StemConfig(layers=layers), "patch": patch}
+    return {"stem": StemConfig(layers=layers), "patch_size": patch}
 
 
 def _bit(match: re.Match[str]) -> BiTConfig:
     depth = match["depth"].upper()
     if depth not in BIT_LAYERS:
         raise NotFound(f"{match[0]}: BiT comes as {', '.join(BIT_LAYERS)}, not {depth}.")
-    return BiTConfig(layers=BIT_LAYERS[depth], width=float(match["width"]), image=_image(match["image"]) or 224)
+    return BiTConfig(
+        layers=BIT_LAYERS[depth], width_factor=float(match["width"]), image_size=_image(match["image"]) or 224
+    )
 
 
 def _image(text: str | None) -> int | tuple[int, int] | None:

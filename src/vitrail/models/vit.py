@@ -43,14 +43,14 @@ class ViT(Network):
         width, channels = config.width, config.channels
         self.stem = ResNetStem(config.stem, channels) if config.stem else None
         self.patch = PatchProjection(
-            config.stem.channels if config.stem else channels, width, pair(config.patch), bias=config.patch_bias
+            config.stem.channels if config.stem else channels, width, pair(config.patch_size), bias=config.patch_bias
         )
         self.class_token = nn.Parameter(torch.empty(width)) if config.class_token else None
         self.distill_token = nn.Parameter(torch.empty(width)) if config.distilled else None
-        self.registers = nn.Parameter(torch.empty(config.registers, width)) if config.registers else None
+        self.registers = nn.Parameter(torch.empty(config.num_registers, width)) if config.num_registers else None
         self.positions = make_positions(config)
         self.pre_norm = make_norm(config) if config.pre_norm else nn.Identity()
-        rates = [config.path_dropout * i / max(config.depth - 1, 1) for i in range(config.depth)]
+        rates = [config.drop_path * i / max(config.depth - 1, 1) for i in range(config.depth)]
         self.blocks = nn.ModuleList(Block(config, rate) for rate in rates)
         self.norm = make_norm(config) if config.pool_norm != "none" else nn.Identity()
         self.pool = AttentionPool(config) if config.pool in ("map", "coca") else None
@@ -102,7 +102,7 @@ class ViT(Network):
             "pool_attention": look and look[0][:, :, 0],
             "pooled": pooled,
             "class_token": x[:, 0] if self.config.class_token else None,
-            "patches": x[:, self.config.prefix :].unflatten(1, grid),
+            "patches": x[:, self.config.num_prefix_tokens :].unflatten(1, grid),
         }
         if "pre_logits" in names:
             found["pre_logits"] = self.represent(pooled)
@@ -121,7 +121,7 @@ class ViT(Network):
         norm: bool,
     ) -> dict[str, Any]:
         """What `encode` has kept of these layers, by name and in the order asked for."""
-        order, special = sorted(set(numbers)), self.config.prefix
+        order, special = sorted(set(numbers)), self.config.num_prefix_tokens
         found: dict[str, Any] = {}
         if attention is not None:
             found["attention"] = tuple(attention[order.index(number)] for number in numbers)
@@ -136,7 +136,7 @@ class ViT(Network):
 
     def keys_for(self, x: Tensor, keys: Tensor | None) -> Tensor | None:
         """The keys given, or fresh ones; None where nothing is drawn."""
-        if not self.training or not (self.config.dropout or self.config.path_dropout):
+        if not self.training or not (self.config.dropout or self.config.drop_path):
             return None
         return drop.keys_of(x, keys)
 
@@ -219,7 +219,7 @@ class ViT(Network):
     def read(self, x: Tensor, look: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """B T D -> what the head sees, B D, and the distillation token where there is one."""
         config = self.config
-        patches, second = x[:, config.prefix :], None
+        patches, second = x[:, config.num_prefix_tokens :], None
         match config.pool:
             case "token":
                 pooled = x[:, 0]
@@ -274,15 +274,15 @@ class ViT(Network):
             if parameter is not None:
                 init.normal_(parameter, std, g)
         for parameter in self.positions.parameters():
-            init.normal_(parameter, config.position_std, g)
+            init.normal_(parameter, config.position_init_std, g)
         for head in (self.head, self.head_distill):
             if isinstance(head, nn.Linear):
                 _init_head(head, config)
         return self
 
-    def resized(self, image: Pair) -> ViT:
+    def resized(self, image_size: Pair) -> ViT:
         """A copy whose own size is `image`, its positions resampled once and for all."""
-        config = self.config.but(image=image)
+        config = self.config.replace(image_size=image_size)
         if config.grid == self.config.grid:
             return self.rebuilt(config, {})
         if self.config.position == "relative":
@@ -297,15 +297,15 @@ class ViT(Network):
         }
         return self.rebuilt(config, changed)
 
-    def with_classes(self, classes: int) -> ViT:
+    def with_classes(self, num_classes: int) -> ViT:
         """A copy with a new head of zeros (and without the pre-training layer), as for fine-tuning."""
-        config = self.config.but(classes=classes, pre_logits=0, head_bias=True)
+        config = self.config.replace(num_classes=num_classes, pre_logits=0, head_bias=True)
         fresh = {}
         for head in ("head", "head_distill") if config.distilled else ("head",):
-            if classes:
+            if num_classes:
                 like = self.patch.weight
-                fresh[f"{head}.weight"] = like.new_zeros(classes, config.pooled_width)
-                fresh[f"{head}.bias"] = like.new_full((classes,), config.head_bias_init)
+                fresh[f"{head}.weight"] = like.new_zeros(num_classes, config.pooled_width)
+                fresh[f"{head}.bias"] = like.new_full((num_classes,), config.head_bias_init)
         return self.rebuilt(config, fresh, drop=("head", "pre_logits"))
 
     def depth_of(self, name: str) -> int:
@@ -324,7 +324,7 @@ class ViT(Network):
         """Without the last rows and columns where no patch covers them."""
         if self.config.uncovered == "refuse":
             return images  # there are none: the size has been checked
-        height, width = pair(self.config.patch)
+        height, width = pair(self.config.patch_size)
         return images[:, :, : images.shape[2] // height * height, : images.shape[3] // width * width]
 
     def _position(self, layer: int) -> nn.Module:
@@ -348,7 +348,7 @@ class ViT(Network):
             "class_token": not config.class_token,
             "heads": not config.distilled,
             "pool_attention": self.pool is None,
-            "prefix_tokens": not config.prefix,
+            "prefix_tokens": not config.num_prefix_tokens,
             "maps": True,
         }
         reasons = {
@@ -364,9 +364,9 @@ class ViT(Network):
 
 
 def _head(config: ViTConfig) -> nn.Module:
-    if not config.classes:
+    if not config.num_classes:
         return nn.Identity()
-    return nn.Linear(config.head_width, config.classes, bias=config.head_bias)
+    return nn.Linear(config.head_width, config.num_classes, bias=config.head_bias)
 
 
 def _init_head(head: nn.Linear, config: ViTConfig) -> None:

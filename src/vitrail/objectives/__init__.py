@@ -24,7 +24,7 @@ def make_objective(
     net: Net,
     preprocess: PreprocessConfig,
     *,
-    several: bool = False,
+    multi_label: bool = False,
     class_counts: npt.ArrayLike | None = None,
     labels: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
@@ -32,16 +32,18 @@ def make_objective(
     """The objective a config asks for, around this network, on this device.
 
     Train `objective.net`, which is not always the network given: masked patches take its head off.
-    `several`: pictures have several labels. `class_counts`: pictures of each class, for balanced
+    `several`: images have several labels. `class_counts`: images of each class, for balanced
     weights. `labels`: names of the classes, to compare with a teacher's.
     """
     if config.objective == "masked-patch":
         return MaskedPatch(net, config.masked_patch, preprocess, config.seed).to(device)
-    goal = Labels(config.classify, net.config.classes, several=several, class_counts=class_counts)
+    goal = Labels(config.classify, net.config.num_classes, multi_label=multi_label, class_counts=class_counts)
     if config.objective == "classify":
         return Classify(net, goal).to(device)
-    if several:
-        raise ConfigError("a teacher decides for one class: distillation needs one label to a picture.")
+    if multi_label:
+        raise ConfigError("a teacher decides for one class: distillation needs one label to an image.")
     dtype = torch.float64 if config.precision == "float64" else torch.float32
-    teacher = load_teacher(config.distill, net.config.classes, preprocess, labels=labels, device=device, dtype=dtype)
+    teacher = load_teacher(
+        config.distill, net.config.num_classes, preprocess, labels=labels, device=device, dtype=dtype
+    )
     return Distill(net, goal, teacher, config.distill).to(device)

@@ -1,4 +1,4 @@
-"""What every objective shares: a network inside, sums over pictures out."""
+"""What every objective shares: a network inside, sums over images out."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from torch import Tensor, nn
 from vitrail.models import Net
 from vitrail.models.base import MATRICES
 
-# b pictures of this process's part of a batch, C channels, K classes
+# b images of this process's part of a batch, C channels, K classes
 
 
 Sums = dict[str, Tensor]
-"""By name, one number each: the sum over a batch's pictures."""
+"""By name, one number each: the sum over a batch's images."""
 
 
 class Objective(nn.Module):
     """A network together with what it is to learn; this is what is trained, wrapped and compiled.
 
-    `learner(images, targets, weights, keys)` gives sums over the pictures, each times its weight:
+    `learner(images, targets, weights, keys)` gives sums over the images, each times its weight:
     "loss" always, "correct" where an answer can be right or wrong, others by name. Whoever adds up
     all parts of a batch divides by the weights of the whole, so that neither micro-batches nor
-    processes change a result. A picture of weight 0 adds nothing.
+    processes change a result. An image of weight 0 adds nothing.
     """
 
     net: Net
@@ -31,7 +31,7 @@ class Objective(nn.Module):
         self.net = net
 
     def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
-        """b C H W normalised; b int64, or b K; b; b int64 -> sums over the pictures."""
+        """b C H W normalized; b int64, or b K; b; b int64 -> sums over the images."""
         raise NotImplementedError
 
     def decayed(self) -> set[str]:
@@ -49,5 +49,5 @@ def exact(logits: Tensor) -> Tensor:
 
 
 def summed(parts: dict[str, Tensor], weights: Tensor) -> Sums:
-    """One number a picture, b, for each name -> their weighted sums."""
+    """One number an image, b, for each name -> their weighted sums."""
     return {name: (part * weights).sum() for name, part in parts.items()}

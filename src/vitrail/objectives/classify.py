@@ -1,4 +1,4 @@
-"""Learning labels: one to a picture or several, hard, smoothed or mixed."""
+"""Learning labels: one to an image or several, hard, smoothed or mixed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.models import Net
 from vitrail.objectives.base import Objective, Sums, exact, summed
 
-# b pictures, K classes
+# b images, K classes
 
 
 class Labels(nn.Module):
-    """How far logits are from labels: one number a picture.
+    """How far logits are from labels: one number an image.
 
     softmax: cross-entropy. sigmoid: a binary cross-entropy for each class, summed over the classes
-    (big_vision's; timm's and PyTorch's default is the mean). Pictures with several labels always
-    have the second. Smoothing takes its share of what a picture's labels sum to and spreads it
+    (big_vision's; timm's and PyTorch's default is the mean). Images with several labels always
+    have the second. Smoothing takes its share of what an image's labels sum to and spreads it
     evenly over all classes, which for one label is the usual (1 - s) and s / K in both losses.
 
     Balanced weights w_k = N / (classes present * images of class k), whose mean over the data is 1, weigh
@@ -38,23 +38,25 @@ class Labels(nn.Module):
     def __init__(
         self,
         config: ClassifyConfig,
-        classes: int,
+        num_classes: int,
         *,
-        several: bool = False,
+        multi_label: bool = False,
         class_counts: npt.ArrayLike | None = None,
     ) -> None:
         super().__init__()
-        if not classes:
+        if not num_classes:
             raise ModelError("a network without a head cannot learn labels; give it classes.")
-        self.config, self.classes, self.several = config, classes, several
-        weights = balanced_weights(class_counts, classes, several) if config.weights == "balanced" else None
+        self.config, self.classes, self.multi_label = config, num_classes, multi_label
+        weights = (
+            balanced_weights(class_counts, num_classes, multi_label) if config.class_weights == "balanced" else None
+        )
         self.register_buffer("class_weights", weights, persistent=False)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """b K; b int64 or b K -> b."""
         self._check(logits, targets)
         logits = exact(logits)
-        sigmoid, weights = self.several or self.config.loss == "sigmoid", self.class_weights
+        sigmoid, weights = self.multi_label or self.config.loss == "sigmoid", self.class_weights
         if weights is not None and (sigmoid or targets.ndim > 1):
             return self._weighted(logits, targets, weights.to(logits.dtype), sigmoid)
         if sigmoid:
@@ -62,7 +64,7 @@ class Labels(nn.Module):
             return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").sum(-1)
         if targets.ndim > 1:
             targets = targets.to(logits.dtype)
-        loss = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.config.smoothing)
+        loss = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.config.label_smoothing)
         return loss if weights is None else loss * weights.to(logits.dtype)[targets]
 
     def _weighted(self, logits: Tensor, targets: Tensor, weights: Tensor, sigmoid: bool) -> Tensor:
@@ -76,23 +78,25 @@ class Labels(nn.Module):
     def smoothed(self, targets: Tensor) -> Tensor:
         """b int64 or b K -> b K, some of it spread over all classes."""
         soft = targets if targets.ndim > 1 else F.one_hot(targets, self.classes)
-        soft, share = exact(soft), self.config.smoothing
+        soft, share = exact(soft), self.config.label_smoothing
         return soft * (1 - share) + share * soft.mean(-1, keepdim=True) if share else soft
 
     def correct(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """b: 1 where the likeliest class is the label (of a mixed picture, the larger one's).
+        """b: 1 where the likeliest class is the label (of a mixed image, the larger one's).
 
         With several labels: 1 where the answer is right for every class at once.
         """
-        if self.several:
+        if self.multi_label:
             return ((logits > 0) == (targets > 0.5)).all(-1).to(torch.float32)
         best = targets if targets.ndim == 1 else targets.argmax(-1)
         return (logits.argmax(-1) == best).to(torch.float32)
 
     def _check(self, logits: Tensor, targets: Tensor) -> None:
-        hard = targets.ndim == 1 and targets.dtype == torch.int64 and not self.several
+        hard = targets.ndim == 1 and targets.dtype == torch.int64 and not self.multi_label
         if targets.shape[:1] != logits.shape[:1] or not (hard or targets.shape == logits.shape):
-            wanted = f"{tuple(logits.shape)} labels" if self.several else f"{len(logits)} class numbers or soft labels"
+            wanted = (
+                f"{tuple(logits.shape)} labels" if self.multi_label else f"{len(logits)} class numbers or soft labels"
+            )
             raise ModelError(f"wanted {wanted} for logits of {tuple(logits.shape)}, got {tuple(targets.shape)}.")
 
 
@@ -111,14 +115,16 @@ class Classify(Objective):
         return summed({"loss": self.labels(logits, targets), "correct": self.labels.correct(logits, targets)}, weights)
 
 
-def balanced_weights(class_counts: npt.ArrayLike | None, classes: int, several: bool = False) -> Tensor:
-    """K: the weight of a picture of each class; 0 for classes without pictures."""
-    if several:
-        raise ConfigError("classify.weights=balanced weighs pictures by their one class; with several labels try none.")
+def balanced_weights(class_counts: npt.ArrayLike | None, num_classes: int, multi_label: bool = False) -> Tensor:
+    """K: the weight of an image of each class; 0 for classes without images."""
+    if multi_label:
+        raise ConfigError(
+            "classify.class_weights=balanced weighs images by their one class; with several labels try none."
+        )
     if class_counts is None:
-        raise DataError("classify.weights=balanced needs to know how many pictures each class has; try none.")
+        raise DataError("classify.class_weights=balanced needs to know how many images each class has; try none.")
     counts = np.asarray(class_counts, np.float64)
-    if counts.shape != (classes,) or not counts.sum():
-        raise DataError(f"wanted the pictures of each of {classes} classes counted, got {counts.shape} counts.")
+    if counts.shape != (num_classes,) or not counts.sum():
+        raise DataError(f"wanted the images of each of {num_classes} classes counted, got {counts.shape} counts.")
     weights = np.divide(counts.sum(), counts * (counts > 0).sum(), out=np.zeros_like(counts), where=counts > 0)
     return torch.from_numpy(weights).to(torch.float32)

@@ -21,13 +21,13 @@ from vitrail.weights import checkpoint
 from vitrail.weights.card import Card
 from vitrail.weights.locate import locate
 
-# b pictures, C channels, K classes
+# b images, C channels, K classes
 
 
 class Teacher:
-    """A trained network that is shown the student's pictures, prepared its own way.
+    """A trained network that is shown the student's images, prepared its own way.
 
-    Pictures are normalised anew and resized (bilinear, antialiased) to the size it was trained
+    Images are normalized anew and resized (bilinear, antialiased) to the size it was trained
     for; mixed ones are shown as they are, as in DeiT. Not a module: it is neither trained nor saved,
     averaged or sharded with the student, and a copy of the student shares it.
     """
@@ -43,7 +43,7 @@ class Teacher:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.net = net.to(device, dtype).eval().requires_grad_(False)
-        self.size, self.channels = pair(card.preprocess.image), card.preprocess.channels
+        self.size, self.channels = pair(card.preprocess.image_size), card.preprocess.channels
         own = [torch.tensor(values, dtype=torch.float64)[:, None, None] for values in _affine(student, card.preprocess)]
         self.same = bool((own[0] == 1).all() and (own[1] == 0).all())
         self.scale, self.shift = (values.to(device, dtype) for values in own)
@@ -80,7 +80,7 @@ class Distill(Objective):
     hard: cross-entropy with the teacher's decision. soft: the Kullback-Leibler divergence from the
     teacher's probabilities at a temperature T, times T * T / K, as DeiT's code scales it. Balanced
     weights are the labels' for the labels and the teacher's classes' for the teacher. Further sums:
-    "teacher_loss", and "agreed", the pictures where student and teacher decide alike.
+    "teacher_loss", and "agreed", the images where student and teacher decide alike.
     """
 
     def __init__(self, net: Net, labels: Labels, teacher: Teacher, config: DistillConfig) -> None:
@@ -98,7 +98,7 @@ class Distill(Objective):
         else:
             logits = first = second = self.net(images, keys)
         taught = taught_loss(second, said, self.config, self.labels.class_weights)
-        share = self.config.share
+        share = self.config.alpha
         loss = (1 - share) * self.labels(first, targets) + share * taught
         agreed = (second.argmax(-1) == said.argmax(-1)).to(torch.float32)
         correct = self.labels.correct(logits, targets)
@@ -123,7 +123,7 @@ def taught_loss(logits: Tensor, said: Tensor, config: DistillConfig, class_weigh
 
 def load_teacher(
     config: DistillConfig,
-    classes: int,
+    num_classes: int,
     preprocess: PreprocessConfig,
     *,
     labels: Sequence[str] | None = None,
@@ -136,16 +136,18 @@ def load_teacher(
     found = locate(config.teacher)
     net, card = checkpoint.read(found.path)
     say([*card.notes, *found.notes], about=found.origin or found.path.name)
-    if card.task != "classify" or net.config.classes != classes:
-        knows = f"{net.config.classes} classes" if card.task == "classify" and net.config.classes else "no classes"
+    if card.task != "classify" or net.config.num_classes != num_classes:
+        knows = (
+            f"{net.config.num_classes} classes" if card.task == "classify" and net.config.num_classes else "no classes"
+        )
         raise ConfigError(
-            f"the teacher {config.teacher} knows {knows}, the student {classes}; they must be the same. "
+            f"the teacher {config.teacher} knows {knows}, the student {num_classes}; they must be the same. "
             f"Teach it these first: vitrail finetune --model {config.teacher} --data DATA."
         )
     if card.preprocess.channels != preprocess.channels and preprocess.channels != 1:
         raise ConfigError(
             f"the teacher {config.teacher} sees {card.preprocess.channels} channels, "
-            f"the student {preprocess.channels}; try a teacher for the same pictures."
+            f"the student {preprocess.channels}; try a teacher for the same images."
         )
     order = _order(card.labels, labels, config.teacher)
     return Teacher(net, card, preprocess, order=order, device=device, dtype=dtype)
@@ -161,12 +163,12 @@ def _order(theirs: Sequence[str] | None, ours: Sequence[str] | None, teacher: st
     i = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
     raise ConfigError(
         f"the teacher {teacher} calls class {i} {theirs[i]!r}, the data {ours[i]!r}; "
-        "it must know the same classes. If they are, name them alike with data.classes."
+        "it must know the same classes. If they are, name them alike with data.class_names."
     )
 
 
 def _affine(student: PreprocessConfig, teacher: PreprocessConfig) -> tuple[list[float], list[float]]:
-    """Factor and summand, per channel, from the student's normalised values to the teacher's."""
+    """Factor and summand, per channel, from the student's normalized values to the teacher's."""
     count = teacher.channels
     mean, std = (values * count if len(values) == 1 else values for values in (student.mean, student.std))
     scale = [s / t for s, t in zip(std, teacher.std, strict=True)]

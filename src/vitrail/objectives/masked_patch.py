@@ -18,14 +18,14 @@ from vitrail.models.drop import check_keys, fresh_keys
 from vitrail.models.position import Grid
 from vitrail.objectives.base import Objective, Sums, exact, summed
 
-# b pictures, C channels, N patches in h rows and w columns, M of them corrupted, D width, p q sides of a
-# patch in pixels, S side of its miniature, Q colours
+# b images, C channels, N patches in h rows and w columns, M of them corrupted, D width, p q sides of a
+# patch in pixels, S side of its miniature, Q colors
 
 LEVELS = 8
 """Of brightness in a channel: 3 bits."""
 MINIATURE = 4
 MOST_CHANNELS = 4
-"""Beyond this a colour has too many classes."""
+"""Beyond this a color has too many classes."""
 
 WHICH = chance.stream("patches to corrupt")
 HOW = chance.stream("how a patch is corrupted")
@@ -33,19 +33,19 @@ OTHER = chance.stream("another patch in its place")
 
 
 class MaskedPatch(Objective):
-    """round(share * N) patches of each picture, at least one, are corrupted; one linear layer guesses them.
+    """round(share * N) patches of each image, at least one, are corrupted; one linear layer guesses them.
 
     Of these, each is replaced by a learned embedding with chance `masked`, by the embedding of
-    another patch of the same picture with chance `replaced`, and else left as it is: before
+    another patch of the same image with chance `replaced`, and else left as it is: before
     positions are added. The guess is made from the patch after the last block and the final norm.
-    The loss of a picture is the mean over its corrupted patches: of the cross-entropy of the colour
-    (8 levels a channel; 512 classes for RGB, 8 for grey), for the 4 x 4 miniature its mean over the
-    16 colours, for pixels the mean squared error of the normalised values. "correct" is the share of
-    colours guessed right.
+    The loss of an image is the mean over its corrupted patches: of the cross-entropy of the color
+    (8 levels a channel; 512 classes for RGB, 8 for gray), for the 4 x 4 miniature its mean over the
+    16 colors, for pixels the mean squared error of the normalized values. "correct" is the share of
+    colors guessed right.
 
     The network's head takes no part and is taken off (a copy is made where there was one); an
     attention pool keeps its first values. Labels are not looked at. A hybrid is refused: its
-    convolutions have shown each patch to its neighbours before it could be hidden.
+    convolutions have shown each patch to its neighbors before it could be hidden.
     """
 
     mean: Tensor
@@ -60,10 +60,10 @@ class MaskedPatch(Objective):
         super().__init__(_headless(net))
         self.config, like = config, net.patch.weight
         self.side = MINIATURE if config.target == "downsized" else 1
-        self.colours = LEVELS**net.config.channels
+        self.colors = LEVELS**net.config.channels
         self.mask_token = nn.Parameter(like.new_empty(net.config.width))
-        pixels = net.config.channels * math.prod(pair(net.config.patch))
-        outputs = pixels if config.target == "pixels" else self.side**2 * self.colours
+        pixels = net.config.channels * math.prod(pair(net.config.patch_size))
+        outputs = pixels if config.target == "pixels" else self.side**2 * self.colors
         self.guess = nn.Linear(net.config.width, outputs, device=like.device, dtype=like.dtype)
         for name in ("mean", "std"):
             values = torch.tensor(getattr(preprocess, name), device=like.device)[:, None, None]
@@ -86,12 +86,12 @@ class MaskedPatch(Objective):
         drawn = net.keys_for(images, keys)
         x, grid = net.embed(images, drawn, corrupt=lambda patches: self.corrupted(patches, chosen, keys))
         x = net.encode(x, grid, keys=drawn)
-        said = exact(self.guess(net.norm(_taken(x[:, net.config.prefix :], chosen))))  # b M ...
+        said = exact(self.guess(net.norm(_taken(x[:, net.config.num_prefix_tokens :], chosen))))  # b M ...
         if self.config.target == "pixels":
             wanted = _taken(self.pixels(images), chosen)
             return summed({"loss": (said - wanted).square().mean((1, 2))}, weights)
         wanted = _taken(self.miniatures(images, grid), chosen)  # b M SS
-        said = said.unflatten(-1, (-1, self.colours))  # b M SS Q
+        said = said.unflatten(-1, (-1, self.colors))  # b M SS Q
         loss = F.cross_entropy(said.flatten(0, 2), wanted.flatten(), reduction="none").view(wanted.shape)
         correct = (said.argmax(-1) == wanted).to(torch.float32)
         return summed({"loss": loss.mean((1, 2)), "correct": correct.mean((1, 2))}, weights)
@@ -100,7 +100,7 @@ class MaskedPatch(Objective):
         """Which patches are corrupted, b M: all sets of M are equally likely."""
         if patches < 2:
             raise ModelError("masked patches need two patches or more, got 1; try larger images.")
-        count = max(round(self.config.share * patches), 1)
+        count = max(round(self.config.mask_ratio * patches), 1)
         return chance.bits(keys, WHICH, patches).argsort(1)[:, :count]
 
     def corrupted(self, patches: Tensor, chosen: Tensor, keys: Tensor) -> Tensor:
@@ -108,28 +108,31 @@ class MaskedPatch(Objective):
         count = patches.shape[1]
         how = settled(chance.uniform(keys, HOW, chosen.shape[1]))  # b M in [0, 1)
         other = settled((chosen + 1 + chance.bits(keys, OTHER, chosen.shape[1]) % (count - 1)) % count)  # but itself
-        masked, kept = how < self.config.masked, how >= self.config.masked + self.config.replaced
+        masked, kept = (
+            how < self.config.mask_token_prob,
+            how >= self.config.mask_token_prob + self.config.random_patch_prob,
+        )
         source = torch.where(masked | kept, chosen, other)
         new = torch.where(masked[..., None], self.mask_token.to(patches.dtype), _taken(patches, source))
         return patches.scatter(1, chosen[..., None].expand_as(new), new)
 
     @torch.no_grad()
     def miniatures(self, images: Tensor, grid: Grid) -> Tensor:
-        """b C H W -> the colours of each patch's miniature, row by row, b N SS: numbers from 0 to Q - 1."""
+        """b C H W -> the colors of each patch's miniature, row by row, b N SS: numbers from 0 to Q - 1."""
         shown = self._covered(images) * self.std + self.mean  # from 0 to 1
         side = self.side
         small = F.adaptive_avg_pool2d(shown, (grid[0] * side, grid[1] * side))
         levels = (small * LEVELS).floor().clamp(0, LEVELS - 1).long()  # b C hS wS
-        colours = levels[:, 0]
+        colors = levels[:, 0]
         for channel in range(1, levels.shape[1]):
-            colours = colours * LEVELS + levels[:, channel]
-        colours = colours.unflatten(2, (-1, side)).unflatten(1, (-1, side))  # b h S w S
-        return colours.transpose(2, 3).flatten(3).flatten(1, 2)
+            colors = colors * LEVELS + levels[:, channel]
+        colors = colors.unflatten(2, (-1, side)).unflatten(1, (-1, side))  # b h S w S
+        return colors.transpose(2, 3).flatten(3).flatten(1, 2)
 
     @torch.no_grad()
     def pixels(self, images: Tensor) -> Tensor:
         """b C H W -> b N Cpq, in the order of the patch projection."""
-        height, width = pair(self.net.config.patch)  # type: ignore[union-attr]
+        height, width = pair(self.net.config.patch_size)  # type: ignore[union-attr]
         x = self._covered(images).unflatten(3, (-1, width)).unflatten(2, (-1, height))  # b C h p w q
         return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
@@ -148,7 +151,7 @@ def _taken(x: Tensor, index: Tensor) -> Tensor:
 
 def _headless(net: ViT) -> ViT:
     """Without what takes no part, since a parameter without a gradient would keep others waiting for it."""
-    if net.config.classes or net.config.pre_logits:
+    if net.config.num_classes or net.config.pre_logits:
         net = net.with_classes(0)
     if net.pool is not None:
         net.pool.requires_grad_(False)
@@ -157,13 +160,13 @@ def _headless(net: ViT) -> ViT:
 
 def _check(net: ViT, config: MaskedPatchConfig) -> None:
     if net.config.stem is not None:
-        raise ConfigError("masked patches need a plain ViT: a hybrid's stem shows each patch to its neighbours first.")
+        raise ConfigError("masked patches need a plain ViT: a hybrid's stem shows each patch to its neighbors first.")
     if config.target != "pixels" and net.config.channels > MOST_CHANNELS:
         raise ConfigError(
-            f"{net.config.channels} channels of 3 bits make too many colours; try masked_patch.target=pixels."
+            f"{net.config.channels} channels of 3 bits make too many colors; try masked_patch.target=pixels."
         )
-    if config.target == "downsized" and min(pair(net.config.patch)) < MINIATURE:
+    if config.target == "downsized" and min(pair(net.config.patch_size)) < MINIATURE:
         raise ConfigError(
-            f"a {MINIATURE} x {MINIATURE} miniature needs patches at least as large, got {net.config.patch}; "
-            "try masked_patch.target=mean-colour."
+            f"a {MINIATURE} x {MINIATURE} miniature needs patches at least as large, got {net.config.patch_size}; "
+            "try masked_patch.target=mean-color."
         )

@@ -9,7 +9,7 @@ Partners for mixup and CutMix come from groups of 8 images (`augment.mix_group`)
 whole batch of 1,024, the same run had 97.69 %; in 26 epochs with 5,000 training images held out, seeds 0 and
 1 had 82.44 and 82.14 % in groups of 8, and 82.16 and 82.64 % in one of 1,024.
 
-Chosen on 5,000 pictures held out of the training set, by runs of a minute each (2,600 steps, or as
+Chosen on 5,000 images held out of the training set, by runs of a minute each (2,600 steps, or as
 many as took as long), one change at a time. Nothing was chosen by the test set.
 
     learned positions                  87.3 %      rope-2d                     90.1 %
@@ -42,20 +42,20 @@ def cifar10(source: str = "cifar10") -> TrainConfig:
     return TrainConfig(
         name=source,
         model=ViTConfig(
-            image=32, patch=4, classes=0, width=384, depth=9, heads=6, mlp=1536,
-            class_token=False, pool="gap", pool_norm="after", position="rope-2d", qk_norm=True, path_dropout=0.1,
+            image_size=32, patch_size=4, num_classes=0, width=384, depth=9, num_heads=6, mlp_dim=1536,
+            class_token=False, pool="gap", pool_norm="after", position="rope-2d", qk_norm=True, drop_path=0.1,
         ),
-        preprocess=PreprocessConfig(image=32, mean=MEAN, std=STD),
+        preprocess=PreprocessConfig(image_size=32, mean=MEAN, std=STD),
         data=DataConfig(source=source),
         augment=AugmentConfig(
-            crop="pad", pad=4, flip=0.5, policy="rand", layers=2, magnitude=9, erase=0.25, mixup=0.8, cutmix=1.0,
-            unmixed=epochs(37),
+            crop="pad", pad=4, flip=0.5, policy="rand", num_ops=2, magnitude=9, erase=0.25, mixup=0.8, cutmix=1.0,
+            mix_off=epochs(37),
         ),
-        classify=ClassifyConfig(smoothing=0.1),
+        classify=ClassifyConfig(label_smoothing=0.1),
         optim=OptimConfig(kind="muon", lr=2e-3, weight_decay=0.1, betas=(0.9, 0.99)),
         schedule=ScheduleConfig(kind="cosine", warmup=epochs(15)),
         duration=epochs(370),
-        batch=1024,
+        batch_size=1024,
         ema=0.9995,
         compile="graphs",
         evaluate_every=epochs(20),
@@ -72,12 +72,12 @@ def cifar10_small() -> TrainConfig:
     """A quarter of that network, 4.0 M parameters, taught by it: what ships as vitrail/cifar10.
 
     Top-1 accuracy 97.39 % (10,000 test images, 95 % interval 97.06 to 97.68) in 11 min 42 s on one H200, from the
-    command to the report: 550 epochs at 42,700 pictures a second, the teacher's arithmetic included. One run,
+    command to the report: 550 epochs at 42,700 images a second, the teacher's arithmetic included. One run,
     seed 0, the average of the weights at the last step, partners for mixing from the whole batch. Its teacher,
     stored in bfloat16, had 97.67 %.
     Run: vitrail train cifar10, then vitrail train cifar10-small
 
-    Chosen on 5,000 held-out training pictures by runs of 1,800 steps; the student had not seen them, its
+    Chosen on 5,000 held-out training images by runs of 1,800 steps; the student had not seen them, its
     teacher had.
 
         labels alone           85.4 %      soft, T = 1                      87.2 %
@@ -87,13 +87,15 @@ def cifar10_small() -> TrainConfig:
     large = cifar10()
     assert large.model is not None
     assert large.preprocess is not None
-    return large.but(
+    return large.replace(
         name="cifar10-small",
-        model=large.model.but(width=192, heads=3, mlp=768, path_dropout=0.0),
-        preprocess=large.preprocess.but(resize="short"),  # photographs keep their proportions; 32 px stay as they are
-        augment=large.augment.but(unmixed=epochs(55)),
+        model=large.model.replace(width=192, num_heads=3, mlp_dim=768, drop_path=0.0),
+        preprocess=large.preprocess.replace(
+            resize="short"
+        ),  # photographs keep their proportions; 32 px stay as they are
+        augment=large.augment.replace(mix_off=epochs(55)),
         objective="distill",
-        distill=DistillConfig(teacher="runs/cifar10", kind="soft", share=1.0, temperature=3.0),
+        distill=DistillConfig(teacher="runs/cifar10", kind="soft", alpha=1.0, temperature=3.0),
         duration=epochs(550),
         evaluate_every=epochs(50),
         checkpoint_every=epochs(50),

@@ -1,7 +1,7 @@
 """Fine-tuning: the usual settings for a folder of photographs, and the paper's.
 
 A ViT-Ti/16 and 205 photographs of 3 classes: the first loss after 4 s, 20 steps and the report after 12 s
-(two CPU cores; `vitrail finetune ... duration='20 steps'`), all of the 22 held-out pictures right.
+(two CPU cores; `vitrail finetune ... duration='20 steps'`), all of the 22 held-out images right.
 Run: vitrail finetune --model MODEL --data photos/
      vitrail finetune --model MODEL --data photos/ --recipe paper
 """
@@ -26,57 +26,57 @@ from vitrail.config import (
 )
 
 LARGE, SMALL = 384, 128
-"""Pixels: what the paper fine-tunes at, and below what a network was made for small pictures."""
+"""Pixels: what the paper fine-tunes at, and below what a network was made for small images."""
 
 
 def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
-    """AdamW, layer-wise decay, the checkpoint's own resolution; as long as so many pictures need.
+    """AdamW, layer-wise decay, the checkpoint's own resolution; as long as so many images need.
 
-    Few pictures are seen often and in small batches: a few hundred steps move a new head and its
-    body far enough; many pictures need fewer epochs.
+    Few images are seen often and in small batches: a few hundred steps move a new head and its
+    body far enough; many images need fewer epochs.
     """
     batch = _power_of_two(max(images / 16, min(8, images)), 64 if device == "cpu" else 256)
     duration = epochs(_between(1500 * batch / images / 4, 5, 50))
     return TrainConfig(
         name="finetune",
-        start=start,
+        init_from=start,
         data=DataConfig(source=source),
-        augment=AugmentConfig(scale=(0.25, 1.0), interpolation="bicubic", flip=0.5, jitter=(0.2, 0.2, 0.2, 0.0)),
-        classify=ClassifyConfig(smoothing=0.1),
+        augment=AugmentConfig(scale=(0.25, 1.0), interpolation="bicubic", flip=0.5, color_jitter=(0.2, 0.2, 0.2, 0.0)),
+        classify=ClassifyConfig(label_smoothing=0.1),
         optim=OptimConfig(lr=5e-4, weight_decay=0.05, layer_decay=0.75),
         schedule=ScheduleConfig(kind="cosine", warmup=Duration(count=duration.count / 10, unit="epochs")),
         duration=duration,
-        batch=batch,
+        batch_size=batch,
         log_every=steps(1 if device == "cpu" else 10),
     )
 
 
 def paper(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
     """The paper's Table 4: SGD 0.9, cosine, clip 1, no weight decay, a head of zeros; 500 steps for
-    a few thousand pictures, 10,000 for CIFAR, 20,000 for ImageNet, in batches of 512 where there are as
+    a few thousand images, 10,000 for CIFAR, 20,000 for ImageNet, in batches of 512 where there are as
     many. Its resolution is `larger`'s. Its learning rate is the best of four there; try optim.lr=0.001,
     0.003, 0.01 and 0.03."""
     long = 500 if images < 20_000 else 10_000 if images < 500_000 else 20_000
     return TrainConfig(
         name="finetune-paper",
-        start=start,
+        init_from=start,
         data=DataConfig(source=source),
         augment=AugmentConfig(scale=(0.05, 1.0), flip=0.5),
-        optim=OptimConfig(kind="sgd", lr=0.01, momentum=0.9, clip=1.0),
+        optim=OptimConfig(kind="sgd", lr=0.01, momentum=0.9, grad_clip=1.0),
         schedule=ScheduleConfig(kind="cosine", warmup=steps(min(500, long // 5))),
         duration=steps(long),
-        batch=_power_of_two(images, 512),
+        batch_size=_power_of_two(images, 512),
     )
 
 
 def larger(network: ViTConfig | BiTConfig) -> int:
-    """The paper's 384 px, or what is nearest to it in whole patches; small pictures are doubled instead."""
-    side = max(pair(network.image))
+    """The paper's 384 px, or what is nearest to it in whole patches; small images are doubled instead."""
+    side = max(pair(network.image_size))
     if side < SMALL:
         return 2 * side
     if not isinstance(network, ViTConfig):
         return LARGE
-    step = math.lcm(*pair(network.patch)) * (network.stem.stride if network.stem is not None else 1)
+    step = math.lcm(*pair(network.patch_size)) * (network.stem.stride if network.stem is not None else 1)
     return round(LARGE / step) * step
 
 
@@ -85,10 +85,10 @@ def only(config: TrainConfig, what: str | int) -> TrainConfig:
 
     A head alone is a linear classifier: it can and must learn faster, and nothing lies below it.
     """
-    optim = config.optim.but(train=what)
+    optim = config.optim.replace(trainable=what)
     if what == "head" and optim.kind == "adamw":
-        optim = optim.but(lr=5e-3, layer_decay=None)
-    return config.but(optim=optim.to_dict())
+        optim = optim.replace(lr=5e-3, layer_decay=None)
+    return config.replace(optim=optim.to_dict())
 
 
 def _power_of_two(value: float, high: int) -> int:

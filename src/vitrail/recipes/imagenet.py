@@ -29,28 +29,28 @@ def imagenet1k_s16() -> TrainConfig:
 
     Global average pooling, a tanh layer before the head, fixed sin-cos positions, mixup 0.2, no dropout;
     their weight decay of 1e-4 is decoupled from the learning rate. RandAugment 2/10 is timm's here (some
-    operations differ, each has a chance of a half), and each picture is mixed by a share of its own.
+    operations differ, each has a chance of a half), and each image is mixed by a share of its own.
     """
     return TrainConfig(
         name="imagenet1k-s16",
         model=ViTConfig(
-            classes=0,
+            num_classes=0,
             width=384,
             depth=12,
-            heads=6,
-            mlp=1536,
+            num_heads=6,
+            mlp_dim=1536,
             class_token=False,
             pool="gap",
             pre_logits=384,
             position="sincos-2d",
         ),
-        preprocess=PreprocessConfig(resize="short", resize_to=256, interpolation="area", centre="floor"),
+        preprocess=PreprocessConfig(resize="short", resize_to=256, interpolation="area", crop_rounding="floor"),
         data=DataConfig(source=SHARDS, held_out=0.01),
-        augment=AugmentConfig(scale=(0.05, 1.0), policy="rand", layers=2, magnitude=10, mixup=0.2),
+        augment=AugmentConfig(scale=(0.05, 1.0), policy="rand", num_ops=2, magnitude=10, mixup=0.2),
         optim=OptimConfig(lr=1e-3, weight_decay=1e-4, decay_by="schedule"),
         schedule=ScheduleConfig(kind="cosine", warmup=steps(10_000)),
         duration=epochs(90),
-        batch=1024,
+        batch_size=1024,
         compile=True,
         log_every=steps(50),
         evaluate_every=epochs(5),
@@ -63,7 +63,7 @@ def imagenet21k_b16() -> TrainConfig:
     """
     return TrainConfig(
         name="imagenet21k-b16",
-        model=ViTConfig(classes=0, dropout=0.1, pre_logits=768, head_bias_init=-10.0),
+        model=ViTConfig(num_classes=0, dropout=0.1, pre_logits=768, head_bias_init=-10.0),
         preprocess=PreprocessConfig(antialias=False),
         data=DataConfig(source=SHARDS_21K, held_out=0.001),
         augment=AugmentConfig(scale=(0.05, 1.0)),
@@ -71,7 +71,7 @@ def imagenet21k_b16() -> TrainConfig:
         optim=OptimConfig(lr=1e-3, weight_decay=0.03),
         schedule=ScheduleConfig(kind="linear", warmup=steps(10_000)),
         duration=epochs(90),
-        batch=4096,
+        batch_size=4096,
         compile=True,
         log_every=steps(50),
         evaluate_every=epochs(5),
@@ -84,14 +84,14 @@ def deit_s16() -> TrainConfig:
     return TrainConfig(
         name="deit-s16",
         model=ViTConfig(
-            classes=0,
+            num_classes=0,
             width=384,
             depth=12,
-            heads=6,
-            mlp=1536,
+            num_heads=6,
+            mlp_dim=1536,
             activation="gelu",
             resample="huggingface",
-            path_dropout=0.1,
+            drop_path=0.1,
         ),
         preprocess=PreprocessConfig(
             resize="short", resize_to=256, interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD
@@ -100,18 +100,18 @@ def deit_s16() -> TrainConfig:
         augment=AugmentConfig(
             interpolation="bicubic",
             policy="rand",
-            layers=2,
+            num_ops=2,
             magnitude=9,
             magnitude_std=0.5,
             erase=0.25,
             mixup=0.8,
             cutmix=1.0,
         ),
-        classify=ClassifyConfig(smoothing=0.1),
-        optim=OptimConfig(lr=1e-3, weight_decay=0.05, clip=None),
-        schedule=ScheduleConfig(kind="cosine", warmup=epochs(5), floor=0.01),
+        classify=ClassifyConfig(label_smoothing=0.1),
+        optim=OptimConfig(lr=1e-3, weight_decay=0.05, grad_clip=None),
+        schedule=ScheduleConfig(kind="cosine", warmup=epochs(5), min_lr_ratio=0.01),
         duration=epochs(300),
-        batch=1024,
+        batch_size=1024,
         ema=0.99996,
         compile=True,
         log_every=steps(50),
@@ -124,7 +124,7 @@ def masked_patch() -> TrainConfig:
     fine-tuning, 2 points above training from scratch (theirs; not run here)."""
     return TrainConfig(
         name="masked-patch",
-        model=ViTConfig(classes=0),
+        model=ViTConfig(num_classes=0),
         preprocess=PreprocessConfig(resize="short", resize_to=256),
         data=DataConfig(source=SHARDS, held_out=0.01),
         augment=AugmentConfig(scale=(0.05, 1.0)),
@@ -132,7 +132,7 @@ def masked_patch() -> TrainConfig:
         optim=OptimConfig(lr=2e-4, weight_decay=0.05),
         schedule=ScheduleConfig(kind="cosine", warmup=steps(10_000)),
         duration=steps(100_000),
-        batch=4096,
+        batch_size=4096,
         compile=True,
         log_every=steps(50),
         evaluate_every=None,

@@ -1,8 +1,8 @@
 """The lecture's ViT on MNIST and Fashion-MNIST: 28 px, patch 4, width 64, 4 heads, 2 layers, 10 epochs.
 
-MNIST: 98.40 % of the 10,000 test pictures (98.13 to 98.63), without positions 87.09 %. Fashion-MNIST: 89.42 %
-(88.80 to 90.01), without positions 85.59 %. One run each, at 1,700 pictures a second on one thread of a busy
-machine; 2,900 were seen on two free cores. Muon was chosen on a tenth of MNIST's training pictures: 98.27 %
+MNIST: 98.40 % of the 10,000 test images (98.13 to 98.63), without positions 87.09 %. Fashion-MNIST: 89.42 %
+(88.80 to 90.01), without positions 85.59 %. One run each, at 1,700 images a second on one thread of a busy
+machine; 2,900 were seen on two free cores. Muon was chosen on a tenth of MNIST's training images: 98.27 %
 there, AdamW at the same rate 98.10 %.
 Run: vitrail train mnist
      vitrail train fashion-mnist
@@ -28,15 +28,23 @@ def mnist(source: str = "mnist") -> TrainConfig:
     return TrainConfig(
         name=source,
         model=ViTConfig(
-            image=28, patch=4, channels=1, classes=0, width=64, depth=2, heads=4, mlp=256, activation="gelu"
+            image_size=28,
+            patch_size=4,
+            channels=1,
+            num_classes=0,
+            width=64,
+            depth=2,
+            num_heads=4,
+            mlp_dim=256,
+            activation="gelu",
         ),
-        preprocess=PreprocessConfig(image=28, mean=(0.5,), std=(0.5,)),
+        preprocess=PreprocessConfig(image_size=28, mean=(0.5,), std=(0.5,)),
         data=DataConfig(source=source),
         augment=AugmentConfig(crop="none", flip=0.0),
         optim=OptimConfig(kind="muon", lr=3e-3, weight_decay=0.05),
         schedule=ScheduleConfig(kind="cosine", warmup=epochs(1)),
         duration=epochs(10),
-        batch=256,
+        batch_size=256,
         snapshot_every=epochs(1),
         compare=("model.position=none",),
     )

@@ -1,4 +1,4 @@
-"""Curves as inline SVG, coloured by the page's style sheet for light and dark; each line is named where it ends."""
+"""Curves as inline SVG, colored by the page's style sheet for light and dark; each line is named where it ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Series:
 
     name: str
     curve: Curve
-    colour: int = 0
+    color: int = 0
     """Which run it belongs to: 0 is the one that is reported."""
     quiet: bool = False
     """Training curves are thin, so that what was measured stands out."""
@@ -99,7 +99,7 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> tuple[Values, Values, Valu
 
 @dataclass(frozen=True)
 class Axes:
-    """From values to places in the picture."""
+    """From values to places in the image."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -173,7 +173,7 @@ def _line(series: Series, axes: Axes) -> Markup:
     parts.append(tag("path", d=_path(points), cls="curve"))
     if len(points) == 1 or (not series.quiet and len(points) <= 40):
         parts += [tag("circle", cx=a, cy=b, r=2.6) for a, b in points]
-    return tag("g", *parts, cls=f"run{series.colour % 5}{' quiet' if series.quiet else ''}")
+    return tag("g", *parts, cls=f"run{series.color % 5}{' quiet' if series.quiet else ''}")
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
@@ -189,7 +189,7 @@ def _names(chart: Chart, axes: Axes) -> Markup:
     names = abbreviated([series.name for series in named], NAME)
     for series, end, place, brief in zip(named, ends, places, names, strict=False):
         x = axes.across(float(series.curve[0][-1]))
-        cls = f"run{series.colour % 5}{' quiet' if series.quiet else ''}"
+        cls = f"run{series.color % 5}{' quiet' if series.quiet else ''}"
         lead = tag("path", d=f"M{x + 4:.1f} {end:.1f}L{WIDTH - RIGHT + 8:.1f} {place:.1f}", cls="lead")
         value = tag("text", chart.spell(float(series.curve[1][-1])), x=WIDTH - RIGHT + 12, y=place + 1, cls="value")
         name = tag("text", brief, x=WIDTH - RIGHT + 12, y=place + 13, cls="name")
@@ -198,7 +198,7 @@ def _names(chart: Chart, axes: Axes) -> Markup:
 
 
 def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The same order, at least `gap` between neighbours, as near to where they were as that allows."""
+    """The same order, at least `gap` between neighbors, as near to where they were as that allows."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = [min(max(places[i], low), high) for i in order]
     for i in range(1, len(moved)):

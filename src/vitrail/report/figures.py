@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail.evaluate.scores import Scores
-from vitrail.explain.canvas import COLOURS, DASHES, FAINT, INK, blank, save
+from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, blank, save
 from vitrail.explain.panes import Pixels, enlarged
 from vitrail.report.charts import Chart, thinned
 from vitrail.report.story import Story
@@ -23,12 +23,12 @@ def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
     for chart, ax in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
         for series in chart.drawn:
             x, mean, least, most = thinned(series.curve)
-            colour = COLOURS[series.colour % len(COLOURS)]
+            color = COLORS[series.color % len(COLORS)]
             style = {"linewidth": 1.2, "alpha": 0.6} if series.quiet else {"linewidth": 2.2}
             if least is not mean:
-                ax.fill_between(x, least, most, color=colour, alpha=0.13, linewidth=0)
-            dash = DASHES[series.colour % len(DASHES)]
-            ax.plot(x, mean, color=colour, linestyle=dash, label=series.name, **style)
+                ax.fill_between(x, least, most, color=color, alpha=0.13, linewidth=0)
+            dash = DASHES[series.color % len(DASHES)]
+            ax.plot(x, mean, color=color, linestyle=dash, label=series.name, **style)
         if chart.log:
             ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda value, _, spell=chart.tick or chart.spell: spell(value))
@@ -53,8 +53,8 @@ def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
     shares = table / np.maximum(table.sum(1, keepdims=True), 1)
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for i, j in zip(*np.nonzero(table), strict=True):
-        colour = "white" if shares[i, j] > 0.5 else INK
-        ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=colour)
+        color = "white" if shares[i, j] > 0.5 else INK
+        ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=color)
     names = [story.brief(k) for k in range(len(table))]
     long = max(map(len, names)) > 2
     ax.set_xticks(range(len(table)), names, fontsize=8, rotation=45 if long else 0, ha="right" if long else "center")
@@ -67,7 +67,7 @@ def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
     save(figure, path)
 
 
-def save_picture(pixels: Pixels, path: Path, least: int = 480) -> None:
+def save_image(pixels: Pixels, path: Path, least: int = 480) -> None:
     """A mosaic, large enough to be looked at by itself, on white."""
     image = Image.fromarray(enlarged(pixels, least))
     if image.mode == "RGBA":

@@ -1,4 +1,4 @@
-"""An evaluation as pictures and files: what a folder of `vitrail eval --out` holds.
+"""An evaluation as images and files: what a folder of `vitrail eval --out` holds.
 
 reliability    how sure the model is, and how often it is right then
 sizes          accuracy at each size, with its interval
@@ -22,7 +22,7 @@ from vitrail.evaluate.evaluation import Evaluation, Measured
 from vitrail.evaluate.intervals import Estimate
 from vitrail.evaluate.per_class import confused_pairs, confusion_of
 from vitrail.evaluate.scores import wilson
-from vitrail.explain.canvas import COLOURS, FAINT, INK, QUIET, Arrays, blank, save, save_arrays, title
+from vitrail.explain.canvas import COLORS, FAINT, INK, QUIET, Arrays, blank, save, save_arrays, title
 from vitrail.explain.names import abbreviated, cut
 from vitrail.weights.write import write_json, write_text
 
@@ -77,13 +77,13 @@ def reliability(found: Evaluation) -> Drawn | None:
     whiskers = np.array([wilson(r, n) for r, n in zip(right, table.counts[there], strict=True)]).T
     upper.plot([0, 1], [0, 1], color=QUIET, linestyle=":", linewidth=1.2, zorder=1)
     middles = (table.edges[:-1] + width / 2)[there]
-    upper.bar(middles, table.accuracy[there], 0.94 * width, color=COLOURS[0], alpha=0.25, zorder=0)
+    upper.bar(middles, table.accuracy[there], 0.94 * width, color=COLORS[0], alpha=0.25, zorder=0)
     whiskers = np.abs(whiskers - table.accuracy[there])
-    style: dict[str, Any] = {"fmt": "o", "color": COLOURS[0], "markersize": 5, "elinewidth": 1.2, "zorder": 2}
+    style: dict[str, Any] = {"fmt": "o", "color": COLORS[0], "markersize": 5, "elinewidth": 1.2, "zorder": 2}
     upper.errorbar(table.certainty[there], table.accuracy[there], whiskers, **style)
     upper.set(ylim=(0, 1.02), xlim=(0, 1.02), ylabel="share that is right")
     lower.bar(middles, table.counts[there], 0.94 * width, color=QUIET, alpha=0.5)
-    lower.set(xlabel="how sure the model is of its answer", ylabel="pictures")
+    lower.set(xlabel="how sure the model is of its answer", ylabel="images")
     for ax in (upper, lower):
         _quiet(ax)
     title(figure, f"Calibration error {_percent(table.error)}", _about(found, found.first))
@@ -95,18 +95,18 @@ def sizes(found: Evaluation) -> Drawn | None:
     """Top-1 (of several labels mAP) at each size, in the order of the sizes."""
     if len(found.sizes) < 2:
         return None
-    ordered = sorted(found.sizes, key=lambda m: (m.image[0] * m.image[1], m.image))
-    several = found.several
+    ordered = sorted(found.sizes, key=lambda m: (m.image_size[0] * m.image_size[1], m.image_size))
+    several = found.multi_label
     estimates = [m.mean_average_precision if several else m.top1 for m in ordered]
     kept = [(m, e) for m, e in zip(ordered, estimates, strict=True) if e is not None]
     if not kept:
         return None
-    x = np.array([np.sqrt(m.image[0] * m.image[1]) for m, _ in kept])
+    x = np.array([np.sqrt(m.image_size[0] * m.image_size[1]) for m, _ in kept])
     value, low, high = (100 * np.array([getattr(e, name) for _, e in kept]) for name in ("value", "low", "high"))
     figure = blank(6.2, 4.2)
     ax = figure.subplots()
-    ax.fill_between(x, low, high, color=COLOURS[0], alpha=0.13, linewidth=0)
-    ax.plot(x, value, color=COLOURS[0], marker="o", markersize=5, linewidth=2)
+    ax.fill_between(x, low, high, color=COLORS[0], alpha=0.13, linewidth=0)
+    ax.plot(x, value, color=COLORS[0], marker="o", markersize=5, linewidth=2)
     names = [_size(m) for m, _ in kept]
     for at, height in zip(x, value, strict=True):
         ax.annotate(f"{height:.1f}", (at, height), (0, 7), textcoords="offset points", ha="center", color=INK)
@@ -116,11 +116,11 @@ def sizes(found: Evaluation) -> Drawn | None:
     _quiet(ax)
     what = "Mean average precision" if several else "Accuracy"
     title(figure, f"{what} by size, with its 95 % interval", _about(found))
-    return figure, {"image": np.array([m.image for m, _ in kept]), "value": value, "low": low, "high": high}
+    return figure, {"image": np.array([m.image_size for m, _ in kept]), "value": value, "low": low, "high": high}
 
 
 def confusion(found: Evaluation) -> Drawn | None:
-    """The matrix of the classes that have pictures; of many, the commonest mistakes."""
+    """The matrix of the classes that have images; of many, the commonest mistakes."""
     samples, there = found.first.samples, found.first.classes.present
     if samples.truth.ndim != 1 or len(there) < 2:
         return None
@@ -136,8 +136,8 @@ def confusion(found: Evaluation) -> Drawn | None:
     shares = table / np.maximum(table.sum(1, keepdims=True), 1)
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     for i, j in zip(*np.nonzero(table), strict=True):
-        colour = "white" if shares[i, j] > 0.5 else INK
-        ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=colour)
+        color = "white" if shares[i, j] > 0.5 else INK
+        ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=color)
     columns = [*names, "others"][: table.shape[1]]
     long = max(map(len, columns)) > 2
     ax.set_xticks(range(len(columns)), columns, rotation=45 if long else 0, ha="right" if long else "center")
@@ -159,9 +159,9 @@ def _pairs(found: Evaluation) -> Drawn | None:
     counts = np.array([n for _, _, n in pairs])
     figure = blank(7.6, 1.3 + 0.21 * len(pairs))
     ax = figure.subplots()
-    ax.barh(labels, counts, color=COLOURS[1], height=0.66)
+    ax.barh(labels, counts, color=COLORS[1], height=0.66)
     ax.invert_yaxis()
-    ax.set_xlabel("pictures", color=INK)
+    ax.set_xlabel("images", color=INK)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     _quiet(ax, across=True)
     title(figure, "Mixed up most often: true → said", _about(found, found.first))
@@ -181,7 +181,7 @@ def classes(found: Evaluation) -> Drawn | None:
     ax = figure.subplots()
     names = abbreviated([found.names[k] for k in kept], LONGEST)
     labels = [f"{name} ({scored.support[k]:,})" for name, k in zip(names, kept, strict=True)]
-    ax.barh(range(len(kept)), 100 * value[kept], color=COLOURS[0], height=0.66)
+    ax.barh(range(len(kept)), 100 * value[kept], color=COLORS[0], height=0.66)
     if precise is None:
         ends = 100 * np.array([wilson(scored.right[k], scored.support[k]) for k in kept]).T
         style: dict[str, Any] = {"fmt": "none", "ecolor": INK, "elinewidth": 1, "capsize": 2}
@@ -193,7 +193,7 @@ def classes(found: Evaluation) -> Drawn | None:
     ax.set_xlabel(f"{what}, %", color=INK)
     _quiet(ax, across=True)
     which = "Each class" if few else f"The {len(kept)} weakest of {len(scored.present):,} classes"
-    title(figure, f"{which}: {what} (pictures)", _about(found, found.first))
+    title(figure, f"{which}: {what} (images)", _about(found, found.first))
     return figure, {"classes": kept, "value": value[kept], "support": scored.support[kept]}
 
 
@@ -218,9 +218,9 @@ def _quiet(ax: Any, across: bool = False) -> None:
 def _about(found: Evaluation, measured: Measured | None = None) -> str:
     size = f" at {_size(measured)} px" if measured is not None else ""
     mirrored = ", with mirror images" if found.flip else ""
-    pictures = f"{found.first.scores.count:,} pictures"
+    images = f"{found.first.scores.count:,} images"
     model = found.model.rpartition("/")[2] if found.model.startswith((".", "/", "~")) else found.model
-    return f"{cut(model, 44)} on {cut(found.data, 30)}{size}{mirrored}, {pictures}"
+    return f"{cut(model, 44)} on {cut(found.data, 30)}{size}{mirrored}, {images}"
 
 
 def _percent(estimate: Estimate) -> str:
@@ -228,12 +228,12 @@ def _percent(estimate: Estimate) -> str:
 
 
 def _size(measured: Measured) -> str:
-    height, width = measured.image
+    height, width = measured.image_size
     return f"{height}" if height == width else f"{height}x{width}"
 
 
 def _classes(found: Evaluation) -> str:
-    """Every class that has pictures or is said, at each size."""
+    """Every class that has images or is said, at each size."""
     rows = []
     for measured in found.sizes:
         scored = measured.classes
@@ -243,7 +243,7 @@ def _classes(found: Evaluation) -> str:
 
 
 def _predictions(found: Evaluation) -> str:
-    """What was said of each picture, at each size."""
+    """What was said of each image, at each size."""
     return _csv(row for measured in found.sizes for row in _said(found, measured))
 
 

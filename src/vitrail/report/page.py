@@ -17,7 +17,7 @@ from vitrail.explain.panes import tiles
 from vitrail.models import Net
 from vitrail.report import results, views
 from vitrail.report.charts import Chart, Series, to_svg, wants_log
-from vitrail.report.figures import draw_charts, draw_confusion, save_picture
+from vitrail.report.figures import draw_charts, draw_confusion, save_image
 from vitrail.report.markup import Markup, join, tag
 from vitrail.report.runs import Run, read_run, told_apart
 from vitrail.report.story import Story
@@ -36,7 +36,7 @@ from vitrail.weights.card import portable
 from vitrail.weights.write import write_text
 
 LISTED = 200
-"""Unreadable pictures that are named."""
+"""Unreadable images that are named."""
 
 
 def write_report(
@@ -55,7 +55,7 @@ def write_report(
 ) -> Path:
     """Write run/report.html and run/figures/*.png from what the run left and what its model scores.
 
-    `scores` were measured on `source` (its pictures are shown); without them, as after masked-patch
+    `scores` were measured on `source` (its images are shown); without them, as after masked-patch
     training, the page tells of the loss alone. `baselines` stand beside the model by name,
     `comparisons` are folders of other runs, `command` is what started this one.
     """
@@ -145,7 +145,7 @@ def charts(story: Story) -> list[Chart]:
     run = story.run
     x_name = "epoch" if run.per_epoch else "step"
     losses = [Series("training", run.logged("loss"), quiet=True), *_measured(story, "loss")]
-    if run.several:  # accuracy, which is what training logs, is another measure
+    if run.multi_label:  # accuracy, which is what training logs, is another measure
         title, scored = "Mean average precision", _measured(story, "map")
     else:
         title = "Accuracy"
@@ -164,9 +164,9 @@ def _measured(story: Story, name: str) -> list[Series]:
     place = results.PLACES.get(story.measured_on, story.measured_on)
     found = [Series(place, plain if len(plain[0]) else average)]
     if len(plain[0]) and len(average[0]):
-        found.append(Series("averaged weights", average, colour=4))
+        found.append(Series("averaged weights", average, color=4))
     for i, (title, other) in enumerate(story.others.items()):
-        found.append(Series(title, other.measured(name, ema=other.averages), colour=1 + i % 3))
+        found.append(Series(title, other.measured(name, ema=other.averages), color=1 + i % 3))
     return found
 
 
@@ -184,11 +184,11 @@ def _harder(story: Story) -> Markup:
     config = story.run.config
     reasons = []
     if augmentation(config.get("augment", {})) != "none":
-        reasons.append("augmented pictures")
-    if config.get("classify", {}).get("smoothing"):
+        reasons.append("augmented images")
+    if config.get("classify", {}).get("label_smoothing"):
         reasons.append("smoothed labels")
     model = config.get("model") or {}
-    if model.get("dropout") or model.get("path_dropout"):
+    if model.get("dropout") or model.get("drop_path"):
         reasons.append("parts of the network left out")
     if not reasons or config.get("objective") == "masked-patch":
         return Markup("")
@@ -219,13 +219,13 @@ def _judging(story: Story, figures: Path) -> list[Section]:
 def _looking(story: Story, figures: Path) -> list[Section]:
     looks, pairs = views.attention(story)
     if pairs:
-        save_picture(tiles(pairs, columns=4, gap=max(pairs[0].shape[0] // 24, 1)), figures / "attention.png")
+        save_image(tiles(pairs, columns=4, gap=max(pairs[0].shape[0] // 24, 1)), figures / "attention.png")
     places, maps = views.positions(story)
     if maps is not None:
-        save_picture(maps, figures / "positions.png")
+        save_image(maps, figures / "positions.png")
     patterns, sheet = views.patch_filters(story)
     if sheet is not None:
-        save_picture(sheet, figures / "filters.png", least=240)
+        save_image(sheet, figures / "filters.png", least=240)
     inside = [("Positions", places), ("Patch filters", patterns)]
     halves = [tag("div", tag("h3", name), body) for name, body in inside]
     return [
@@ -235,11 +235,11 @@ def _looking(story: Story, figures: Path) -> list[Section]:
 
 
 def _telling(story: Story) -> list[Section]:
-    rows = [*about_model(story.net), *about_run(story.run.config, story.several), *_around(story)]
+    rows = [*about_model(story.net), *about_run(story.run.config, story.multi_label), *_around(story)]
     table = tag("table", *(tag("tr", tag("th", k, scope="row"), tag("td", v)) for k, v in rows), cls="about")
     sections = [("about", "What was trained", table), ("again", "Use it, repeat it", _commands(story))]
     if story.unreadable:
-        sections.append(("unreadable", "Pictures that could not be read", _unreadable(story)))
+        sections.append(("unreadable", "Images that could not be read", _unreadable(story)))
     return sections
 
 
@@ -248,7 +248,7 @@ def _around(story: Story) -> list[tuple[str, str]]:
     rows.append(("Preprocessing", story.preprocess.config.summary()))
     if story.scores is not None:
         where = results.PLACES.get(story.measured_on, story.measured_on)
-        rows.append(("Measured on", counted(story.scores.count, f"{where} picture")))
+        rows.append(("Measured on", counted(story.scores.count, f"{where} image")))
     rows.append(("Precision, seed", f"{config.get('precision', 'float32')}, {config.get('seed', 0)}"))
     return rows
 
@@ -258,10 +258,10 @@ def _commands(story: Story) -> Markup:
     folder = Path(portable(str(story.run.path)))
     model = folder / "model"
     steps = [
-        ("Name what is in a picture", f"vitrail predict --model {shlex.quote(str(model))} picture.jpg"),
+        ("Name what is in an image", f"vitrail predict --model {shlex.quote(str(model))} image.jpg"),
         (
             "The same in Python",
-            f'import vitrail\n\nvit = vitrail.load("{model.as_posix()}")\nvit.predict("picture.jpg")',
+            f'import vitrail\n\nvit = vitrail.load("{model.as_posix()}")\nvit.predict("image.jpg")',
         ),
     ]
     if story.run.config.get("objective") == "masked-patch":
@@ -284,7 +284,7 @@ def _again(command: str, folder: Path) -> str:
 
 
 def _portable(word: str) -> str:
-    """A word of a command; of --data=/home/me/photos or start=/home/me/x.npz the last part of the path."""
+    """A word of a command; of --data=/home/me/photos or init_from=/home/me/x.npz the last part of the path."""
     name, equals, value = word.partition("=")
     return f"{name}={portable(value)}" if equals else portable(word)
 
@@ -294,7 +294,7 @@ def _unreadable(story: Story) -> Markup:
     rows = [tag("li", tag("code", key), f" {why}") for key, why in listed]
     rest = len(story.unreadable) - len(listed)
     more = tag("p", f"and {rest:,} more.", cls="quiet") if rest else None
-    count = counted(len(story.unreadable), "picture")
+    count = counted(len(story.unreadable), "image")
     note = tag("p", f"{count} had no part in training or measuring.", cls="caption")
     return join(note, tag("details", tag("summary", f"Show {len(listed)}"), tag("ul", *rows), more))
 

@@ -1,4 +1,4 @@
-"""The sections about right and wrong: headline, comparison, confusion, classes, pictures."""
+"""The sections about right and wrong: headline, comparison, confusion, classes, images."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from vitrail.evaluate.scores import Scores
 from vitrail.report.charts import ticks
+from vitrail.report.images import img, thumbnail
 from vitrail.report.markup import Markup, join, tag
-from vitrail.report.pictures import img, thumbnail
 from vitrail.report.story import ClassScore, Story, by_class, confused_pairs, some_right, surest_mistakes
 from vitrail.report.words import between, counted, number, percent, short_percent
 
@@ -26,7 +26,7 @@ PLACES = {"test": "test", "validation": "validation", "held out": "held-out"}
 
 
 def found_of(story: Story) -> dict[str, Any] | None:
-    """What was measured on the pictures that are shown: of the final model, else the run's last one."""
+    """What was measured on the images that are shown: of the final model, else the run's last one."""
     return story.scores.to_dict() if story.scores is not None else story.run.result
 
 
@@ -37,23 +37,23 @@ def headline(story: Story) -> Markup:
         return _learned(story, found)
     if story.run.tested is None:
         chosen = story.measured_on != "test" and story.run.config.get("keep") in ("auto", "best")
-        warned = "The weights were chosen on these same pictures, so new ones may do a little worse." if chosen else ""
+        warned = "The weights were chosen on these same images, so new ones may do a little worse." if chosen else ""
         return _told(story, found, place, warned)
     name = "map" if found.get("map") is not None else "top1"
-    other = counted(int(found["count"]), f"{place} picture")
+    other = counted(int(found["count"]), f"{place} image")
     return _told(story, story.run.tested, "test", f"On {other}: {percent(found[name], int(found['count']))}.")
 
 
 def _told(story: Story, found: dict[str, Any], place: str, more: str) -> Markup:
     count = int(found["count"])
-    pictures = counted(count, f"{place} picture")
+    images = counted(count, f"{place} image")
     if found.get("map") is not None:
         classes = counted(len(story.labels), "class", "classes")
         first = tag("strong", percent(found["map"], count))
-        sentence = tag("p", first, f" mean average precision over {classes} on {pictures}.", cls="headline")
+        sentence = tag("p", first, f" mean average precision over {classes} on {images}.", cls="headline")
         return join(sentence, tag("p", more, cls="sub") if more else None)
     first = tag("strong", percent(found["top1"], count))
-    sentence = tag("p", first, f" of {pictures} {'is' if count == 1 else 'are'} named correctly.", cls="headline")
+    sentence = tag("p", first, f" of {images} {'is' if count == 1 else 'are'} named correctly.", cls="headline")
     details = [f"With 95 % confidence, between {between(found['low'], found['high'], count, 'and')}."]
     if len(story.labels) > 10:
         details.append(f"The right class is among the first five for {percent(found['top5'], count)}.")
@@ -69,7 +69,7 @@ def _learned(story: Story, found: dict[str, Any] | None) -> Markup:
     sentence = tag("p", tag("strong", number(losses[-1])), fell, cls="headline")
     if found is None or found.get("loss") is None:
         return sentence
-    held = f"On {PLACES.get(story.measured_on, story.measured_on)} pictures it is {number(found['loss'])}."
+    held = f"On {PLACES.get(story.measured_on, story.measured_on)} images it is {number(found['loss'])}."
     return join(sentence, tag("p", held, cls="sub"))
 
 
@@ -130,7 +130,7 @@ def confusion(story: Story) -> Markup:
         and len(story.labels) == len(scores.confusion)
     ):
         place = PLACES.get(story.measured_on, story.measured_on)
-        words = f"In rows what {counted(scores.count, f'{place} picture')} truly show, in columns what the model said."
+        words = f"In rows what {counted(scores.count, f'{place} image')} truly show, in columns what the model said."
         note = tag("p", words, cls="caption")
         return join(note, tag("div", _matrix(story, scores), cls="scroll"))
     return pairs(story)
@@ -163,7 +163,7 @@ def _matrix(story: Story, scores: Scores) -> Markup:
 
 
 def _cell(story: Story, i: int, j: int, count: int, total: int, wrong: int) -> Markup:
-    """Right answers in one colour by their share, wrong ones in another, so strong that a single one is seen."""
+    """Right answers in one color by their share, wrong ones in another, so strong that a single one is seen."""
     if not count:
         return tag("td", tag("span", "·", cls="none"))
     strength = 0.15 + 0.75 * count / max(total, 1) if i == j else 0.25 + 0.65 * count / max(wrong, 4)
@@ -227,7 +227,7 @@ def _class_bar(story: Story, one: ClassScore) -> Markup:
 
 
 def mistakes(story: Story) -> Markup:
-    """The pictures the model was surest about and wrong."""
+    """The images the model was surest about and wrong."""
     samples = story.scores.samples if story.scores else None
     if samples is None:
         return Markup("")
@@ -240,7 +240,7 @@ def mistakes(story: Story) -> Markup:
     cards = [c for c in cards if c]
     if not cards:
         return tag("p", "There is none to show.", cls="quiet")
-    note = "Pictures as the network sees them, with how sure it was."
+    note = "Images as the network sees them, with how sure it was."
     return join(tag("p", note, cls="caption"), tag("div", *cards, cls="gallery"))
 
 
@@ -258,12 +258,12 @@ def right_ones(story: Story) -> Markup:
     cards = [c for c in cards if c]
     if not cards:
         return Markup("")
-    note = "The likeliest class is one of the picture's own." if story.several else None
+    note = "The likeliest class is one of the image's own." if story.multi_label else None
     return join(tag("p", note, cls="caption") if note else None, tag("div", *cards, cls="gallery small"))
 
 
 def _card(story: Story, index: int, name: str, score: float, about: str, rest: Markup | None, cls: str) -> Markup:
-    pixels = story.picture(index)
+    pixels = story.image(index)
     if pixels is None:
         return Markup("")
     said = tag("span", name, cls="said")

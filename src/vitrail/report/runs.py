@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.config import Duration
+from vitrail.config.format_version import current
 from vitrail.errors import ConfigError, NotFound
 from vitrail.train.log import Line, read_metrics
 from vitrail.weights.card import portable
@@ -36,7 +37,7 @@ class Run:
     """Logged steps, in order."""
     evaluations: list[Line]
     tested: dict[str, Any] | None = None
-    """What the final model scored on test pictures that had no part in choosing it."""
+    """What the final model scored on test images that had no part in choosing it."""
 
     @property
     def name(self) -> str:
@@ -77,8 +78,8 @@ class Run:
         return dict(last["evaluation"])
 
     @property
-    def several(self) -> bool:
-        """Whether its pictures have several labels: only those are told by average precision."""
+    def multi_label(self) -> bool:
+        """Whether its images have several labels: only those are told by average precision."""
         return any("map" in line["evaluation"] for line in self.evaluations)
 
     @property
@@ -137,7 +138,7 @@ def _curve(points: list[tuple[float, Any]]) -> Curve:
 def read_run(path: Path) -> Run:
     """A run folder; what is missing or cut short is left out, but settings there must be."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = current("run", json.loads((path / "config.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise NotFound(f"{path} is no run folder: there is no config.json in it.") from None
     except ValueError as error:

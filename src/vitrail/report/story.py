@@ -1,4 +1,4 @@
-"""Everything a report tells of: one run, what it is compared with, the model it left and what that says of pictures."""
+"""Everything a report tells of: one run, what it is compared with, the model it left and what that says of images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitrail.explain.panes import Pixels, shown
 from vitrail.models import Net
 from vitrail.report.runs import Run
 
-# N pictures, K classes
+# N images, K classes
 
 LONGEST = 26
 """Characters of a class name in a chart."""
@@ -43,13 +43,13 @@ class Story:
     others: Mapping[str, Run] = field(default_factory=dict)
     """Other runs by what was different about them."""
     unreadable: Sequence[tuple[str, str]] = ()
-    """Keys of pictures that could not be read, and why."""
+    """Keys of images that could not be read, and why."""
     command: str | None = None
 
     @property
-    def several(self) -> bool:
-        """Whether pictures have several labels."""
-        return self.run.several or (self.scores is not None and self.scores.average_precisions is not None)
+    def multi_label(self) -> bool:
+        """Whether images have several labels."""
+        return self.run.multi_label or (self.scores is not None and self.scores.average_precisions is not None)
 
     @cached_property
     def _brief(self) -> list[str]:
@@ -63,12 +63,12 @@ class Story:
         """A class's name, as people write it."""
         return self.labels[index].replace("_", " ") if 0 <= index < len(self.labels) else f"class {index}"
 
-    def picture(self, index: int) -> Pixels | None:
+    def image(self, index: int) -> Pixels | None:
         """As the network sees it: resized and cropped; None where it cannot be read."""
         if self.source is None:
             return None
         try:
-            return shown(self.preprocess.pixels(self.source[index].picture))
+            return shown(self.preprocess.pixels(self.source[index].image))
         except VitrailError:
             return None
 
@@ -76,7 +76,7 @@ class Story:
         return self.source.key(index) if self.source is not None else str(index)
 
     def truth(self, samples: Samples, row: int) -> str:
-        """The true class or classes of a measured picture, by name."""
+        """The true class or classes of a measured image, by name."""
         if samples.truth.ndim == 1:
             return self.brief(int(samples.truth[row]))
         return ", ".join(self.brief(int(k)) for k in np.flatnonzero(samples.truth[row])) or "none"
@@ -84,7 +84,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A picture and the class it was wrongly given."""
+    """An image and the class it was wrongly given."""
 
     row: int
     """In the samples."""

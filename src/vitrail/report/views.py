@@ -10,21 +10,21 @@ import numpy.typing as npt
 import torch
 
 from vitrail.errors import ModelError
-from vitrail.explain.filters import filter_pictures, filters
+from vitrail.explain.filters import filter_images, filters
 from vitrail.explain.panes import Pixels, enlarged, lit, mosaic, tiles
 from vitrail.explain.positions import MEANING, position_similarity
 from vitrail.explain.rollout import class_view
 from vitrail.models import ViT
+from vitrail.report.images import img, png_uri, thumbnail
 from vitrail.report.markup import Markup, join, tag
-from vitrail.report.pictures import img, png_uri, thumbnail
 from vitrail.report.story import Story, some_right, surest_mistakes
 
 LOOKS = 8
-"""Pictures shown with what the model attends to, two of them mistakes where there are any."""
+"""Images shown with what the model attends to, two of them mistakes where there are any."""
 
 
 def looked_at(story: Story) -> list[tuple[int, str]]:
-    """Numbers of pictures in the source, each with what to write under it."""
+    """Numbers of images in the source, each with what to write under it."""
     samples = story.scores.samples if story.scores else None
     if story.source is None:
         return []
@@ -44,18 +44,18 @@ def views(story: Story, indices: list[int]) -> npt.NDArray[np.floating[Any]]:
     like = next(story.net.parameters())
     found = []
     for index in indices:  # one by one: the explicit attention of a batch may not fit
-        images = story.preprocess(story.source[index].picture).to(like)
+        images = story.preprocess(story.source[index].image).to(like)
         with torch.no_grad():
             found.append(class_view(story.net, images)[0].float().cpu().numpy())
     return np.stack(found)
 
 
 def attention(story: Story) -> tuple[Markup, list[Pixels]]:
-    """Each picture beside itself under the light of attention; and the pairs, for a figure."""
-    chosen = [(index, words, story.picture(index)) for index, words in looked_at(story)]
+    """Each image beside itself under the light of attention; and the pairs, for a figure."""
+    chosen = [(index, words, story.image(index)) for index, words in looked_at(story)]
     seen = [(index, words, pixels) for index, words, pixels in chosen if pixels is not None]
     if not seen:
-        return tag("p", "There is no picture to look at.", cls="quiet"), []
+        return tag("p", "There is no image to look at.", cls="quiet"), []
     try:
         maps = views(story, [index for index, _, _ in seen])
     except ModelError as error:
@@ -64,13 +64,13 @@ def attention(story: Story) -> tuple[Markup, list[Pixels]]:
     for (index, words, pixels), view in zip(seen, maps, strict=True):
         small = thumbnail(pixels)
         under = lit(small, view)
-        pair = tag("div", img(small, words or "a picture"), img(under, "where it looks"), cls="pair-of")
+        pair = tag("div", img(small, words or "an image"), img(under, "where it looks"), cls="pair-of")
         caption = tag("figcaption", words) if words else None
         cards.append(tag("figure", pair, caption, cls="card look", title=story.key(index)))
         figure += [small, under]
     rows, columns = maps.shape[1:]
     note = (
-        f"Beside each picture: how much of each of its {rows} × {columns} patches reaches the answer through all "
+        f"Beside each image: how much of each of its {rows} × {columns} patches reaches the answer through all "
         "layers (attention rollout), bright is much. It says where information flows, not why."
     )
     return join(tag("p", note, cls="caption"), tag("div", *cards, cls="gallery looks")), figure
@@ -85,7 +85,7 @@ def positions(story: Story) -> tuple[Markup, Pixels | None]:
     columns = alike.shape[1]
     low = float(alike.min())
     side = max(2, min(12, round(880 / columns**2)))  # twice as fine as it is shown: screens differ
-    picture = mosaic(alike, side=side, gap=max(side // 2, 3), low=low, high=1.0)
+    image = mosaic(alike, side=side, gap=max(side // 2, 3), low=low, high=1.0)
     assert isinstance(story.net, ViT)
     where = ", in its first layer" if len(story.net.positions) > 1 else ""
     kind = story.net.config.position
@@ -95,19 +95,19 @@ def positions(story: Story) -> tuple[Markup, Pixels | None]:
         note += " The model was told nothing of rows and columns; what order there is, it learned."
     body = tag(
         "img",
-        src=png_uri(picture),
+        src=png_uri(image),
         alt="maps of position similarity",
         cls="sharp mosaic" if columns <= 8 else "mosaic",
-        width=picture.shape[1],
-        height=picture.shape[0],
+        width=image.shape[1],
+        height=image.shape[0],
     )
-    return join(tag("p", note, cls="caption"), tag("div", body, cls="wide"), colour_bar(low, 1.0)), picture
+    return join(tag("p", note, cls="caption"), tag("div", body, cls="wide"), color_bar(low, 1.0)), image
 
 
-def colour_bar(low: float, high: float, colours: str = "viridis") -> Markup:
-    stops = ", ".join(matplotlib.colors.to_hex(matplotlib.colormaps[colours](i / 8)) for i in range(9))
-    bar = tag("span", cls="bar-colours", style=f"background:linear-gradient(90deg, {stops})")
-    return tag("p", tag("span", f"{low:.2f}"), bar, tag("span", f"{high:.2f}"), cls="colour-bar")
+def color_bar(low: float, high: float, colors: str = "viridis") -> Markup:
+    stops = ", ".join(matplotlib.colors.to_hex(matplotlib.colormaps[colors](i / 8)) for i in range(9))
+    bar = tag("span", cls="bar-colors", style=f"background:linear-gradient(90deg, {stops})")
+    return tag("p", tag("span", f"{low:.2f}"), bar, tag("span", f"{high:.2f}"), cls="color-bar")
 
 
 def patch_filters(story: Story) -> tuple[Markup, Pixels | None]:
@@ -116,10 +116,10 @@ def patch_filters(story: Story) -> tuple[Markup, Pixels | None]:
         patterns, shares = filters(story.net)
     except ModelError as error:
         return reason(error), None
-    pictures = [enlarged(p, 32) for p in filter_pictures(patterns)]
-    sheet = tiles(pictures, columns=min(len(pictures), 7), gap=4)
+    images = [enlarged(p, 32) for p in filter_images(patterns)]
+    sheet = tiles(images, columns=min(len(images), 7), gap=4)
     note = (
-        f"The {len(pictures)} main patterns that its patch projection looks for, the strongest first; "
+        f"The {len(images)} main patterns that its patch projection looks for, the strongest first; "
         f"together {100 * shares.sum():.0f} % of it."
     )
     body = tag(

@@ -15,7 +15,7 @@ Rows = list[tuple[str, str]]
 
 
 def percent(share: float | None, count: int | None = None) -> str:
-    """98.6 %; two decimals where so many pictures were measured that the second one means something."""
+    """98.6 %; two decimals where so many images were measured that the second one means something."""
     if share is None or not math.isfinite(share):
         return "–"
     return f"{100 * share:.{2 if count and count >= 5000 else 1}f} %"
@@ -66,7 +66,7 @@ def sized(value: Any) -> str:
 
 
 def counted(count: int, thing: str, things: str | None = None) -> str:
-    """1 picture, 1,437 pictures, 10 classes."""
+    """1 image, 1,437 images, 10 classes."""
     return f"{count:,} {thing if count == 1 else things or thing + 's'}"
 
 
@@ -74,11 +74,12 @@ def about_model(net: Net) -> Rows:
     """What the network is."""
     config, parameters = net.config, sum(p.numel() for p in net.parameters())
     if isinstance(config, BiTConfig):
-        kind = f"BiT ResNet, {'-'.join(map(str, config.layers))} units, width × {config.width:g}"
+        kind = f"BiT ResNet, {'-'.join(map(str, config.layers))} units, width × {config.width_factor:g}"
         return [("Model", kind), ("Parameters", f"{parameters:,}")]
     rows, columns = config.grid
     kind = "ViT behind a ResNet stem" if config.stem else "ViT"
-    size = f"width {config.width}, {counted(config.depth, 'block')}, {counted(config.heads, 'head')}, MLP {config.mlp}"
+    blocks, heads = counted(config.depth, "block"), counted(config.num_heads, "head")
+    size = f"width {config.width}, {blocks}, {heads}, MLP {config.mlp_dim}"
     pools = {"token": "class token", "gap": "mean of the patches", "map": "attention pool", "coca": "CoCa's pool"}
     pool = pools.get(config.pool, config.pool)
     places = str(config.position)
@@ -87,34 +88,39 @@ def about_model(net: Net) -> Rows:
     return [
         ("Model", f"{kind}: {size}"),
         ("Parameters", f"{parameters:,}"),
-        ("Patches", f"{rows} × {columns}, each {sized(config.patch)} pixels, {counted(config.channels, 'channel')}"),
+        (
+            "Patches",
+            f"{rows} × {columns}, each {sized(config.patch_size)} pixels, {counted(config.channels, 'channel')}",
+        ),
         ("Positions", places),
         ("The head reads", pool),
     ]
 
 
-def about_run(config: Config, several: bool = False) -> Rows:
-    """What it was taught and how. `several`: pictures have several labels, which the settings do not say."""
+def about_run(config: Config, multi_label: bool = False) -> Rows:
+    """What it was taught and how. `several`: images have several labels, which the settings do not say."""
     rows = [("Data", portable(str(config.get("data", {}).get("source", "–"))))]
-    if config.get("start"):
-        rows.append(("Started from", portable(str(config["start"]))))
-    rows += [("Objective", objective(config, several)), ("Augmentation", augmentation(config.get("augment", {})))]
-    rows += [("Optimiser", optimiser(config.get("optim", {}))), ("Schedule", schedule(config))]
-    regular = regularisation(config)
-    return [*rows, ("Regularisation", regular)] if regular else rows
+    if config.get("init_from"):
+        rows.append(("Started from", portable(str(config["init_from"]))))
+    rows += [("Objective", objective(config, multi_label)), ("Augmentation", augmentation(config.get("augment", {})))]
+    rows += [("Optimizer", optimizer(config.get("optim", {}))), ("Schedule", schedule(config))]
+    regular = regularization(config)
+    return [*rows, ("Regularization", regular)] if regular else rows
 
 
-def objective(config: Config, several: bool = False) -> str:
+def objective(config: Config, multi_label: bool = False) -> str:
     kind = config.get("objective", "classify")
     if kind == "masked-patch":
         masked = config.get("masked_patch", {})
-        return f"guess corrupted patches ({100 * masked.get('share', 0.5):g} %, {masked.get('target', 'mean-colour')})"
+        return (
+            f"guess corrupted patches ({100 * masked.get('mask_ratio', 0.5):g} %, {masked.get('target', 'mean-color')})"
+        )
     classify = config.get("classify", {})
-    sigmoid = several or classify.get("loss") == "sigmoid"
+    sigmoid = multi_label or classify.get("loss") == "sigmoid"
     parts = ["sigmoid cross-entropy" if sigmoid else "cross-entropy"]
-    if classify.get("smoothing"):
-        parts.append(f"label smoothing {classify['smoothing']:g}")
-    if classify.get("weights") == "balanced":
+    if classify.get("label_smoothing"):
+        parts.append(f"label smoothing {classify['label_smoothing']:g}")
+    if classify.get("class_weights") == "balanced":
         parts.append("rare classes weigh more")
     if kind == "distill":
         distill = config.get("distill", {})
@@ -130,50 +136,53 @@ def augmentation(augment: Config) -> str:
         parts.append(f"shifted by up to {counted(augment.get('pad', 0), 'pixel')}")
     if augment.get("flip"):
         parts.append("mirrored" if augment["flip"] == 0.5 else f"mirrored ({100 * augment['flip']:g} %)")
-    if any(augment.get("jitter", ())):
-        parts.append("colour jitter " + " ".join(f"{j:g}" for j in augment["jitter"]))
+    if any(augment.get("color_jitter", ())):
+        parts.append("color jitter " + " ".join(f"{j:g}" for j in augment["color_jitter"]))
     policy = augment.get("policy")
     if policy == "three":
         parts.append("3-Augment")
     elif policy == "rand":
-        parts.append(f"RandAugment {augment.get('layers')} × {augment.get('magnitude', 0):g}")
+        parts.append(f"RandAugment {augment.get('num_ops')} × {augment.get('magnitude', 0):g}")
     if augment.get("erase"):
         parts.append(f"erasing {100 * augment['erase']:g} %")
     for name, title in (("mixup", "mixup"), ("cutmix", "CutMix")):
-        if augment.get(name) and augment.get("mix_chance", 1):
+        if augment.get(name) and augment.get("mix_prob", 1):
             parts.append(f"{title} {augment[name]:g}")
     return ", ".join(parts) or "none"
 
 
-def optimiser(optim: Config) -> str:
+def optimizer(optim: Config) -> str:
     kind = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}.get(optim.get("kind", "adamw"), str(optim.get("kind")))
     parts = [kind, f"learning rate {number(optim.get('lr'))}"]
     if optim.get("weight_decay"):
         parts.append(f"weight decay {number(optim['weight_decay'])}")
     if optim.get("layer_decay"):
         parts.append(f"layer-wise decay {optim['layer_decay']:g}")
-    if optim.get("clip"):
-        parts.append(f"gradients clipped at {optim['clip']:g}")
-    if optim.get("train", "all") != "all":
-        train = optim["train"]
+    if optim.get("grad_clip"):
+        parts.append(f"gradients clipped at {optim['grad_clip']:g}")
+    if optim.get("trainable", "all") != "all":
+        train = optim["trainable"]
         parts.append("head only" if train == "head" else f"head and last {counted(train, 'block')} only")
     return ", ".join(parts)
 
 
 def schedule(config: Config) -> str:
     plan = config.get("schedule", {})
-    parts = [f"{config.get('duration', '–')} of batches of {config.get('batch', '–')}", str(plan.get("kind", "cosine"))]
+    parts = [
+        f"{config.get('duration', '–')} of batches of {config.get('batch_size', '–')}",
+        str(plan.get("kind", "cosine")),
+    ]
     for name, title in (("warmup", "warm-up"), ("cooldown", "cool-down")):
         if plan.get(name) and not str(plan[name]).startswith("0 "):
             parts.append(f"{plan[name]} of {title}")
     return ", ".join(parts)
 
 
-def regularisation(config: Config) -> str:
+def regularization(config: Config) -> str:
     model = config.get("model") or {}
     parts = [
         f"{title} {model[name]:g}"
-        for name, title in (("dropout", "dropout"), ("path_dropout", "stochastic depth"))
+        for name, title in (("dropout", "dropout"), ("drop_path", "stochastic depth"))
         if model.get(name)
     ]
     if config.get("ema"):

@@ -3,7 +3,7 @@
 glibc gives large blocks back to the system and is given them again, page by page, each of which
 the kernel clears and the processor faults on. A step of the lecture's small ViT (28 px, width 64,
 batch 256) takes 6,000 to 10,000 such faults, 18 of its 215 ms on one core; with the heap kept,
-none (`python benchmarks/small.py`). A batch of 128 pictures of 224 px as float32 is 19,000 pages.
+none (`python benchmarks/small.py`). A batch of 128 images of 224 px as float32 is 19,000 pages.
 """
 
 from __future__ import annotations

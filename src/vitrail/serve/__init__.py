@@ -3,8 +3,8 @@
 server.py      one process: listen, drain, stop;   workers.py: several
 connections.py connections that do not wait for ever
 app.py         the routes
-bodies.py      a request's body -> pictures and values, within limits
-pictures.py    an image's bytes -> pixels, judged by its header first;   image_headers.py: what that costs
+bodies.py      a request's body -> images and values, within limits
+images.py    an image's bytes -> pixels, judged by its header first;   image_headers.py: what that costs
 decoding.py    images of many requests -> pixels;   decode_process.py: large ones, in a process of low priority
 fork_server.py forks such processes, and ends them
 batching.py    pixels of many requests -> batches -> each request's outputs

@@ -17,8 +17,8 @@ Row = npt.NDArray[np.floating[Any]]
 
 
 def ranked(card: Card, logits: Row, top: int) -> list[dict[str, Any]]:
-    """One picture's outputs -> its best classes; scores sum to 1 unless it may have several of them."""
-    scores = _chances(logits.astype(np.float64), card.several)
+    """One image's outputs -> its best classes; scores sum to 1 unless it may have several of them."""
+    scores = _chances(logits.astype(np.float64), card.multi_label)
     top = min(top, len(scores))
     best = np.argpartition(-scores, top - 1)[:top]
     best = best[np.argsort(-scores[best], kind="stable")]
@@ -29,8 +29,8 @@ def ranked(card: Card, logits: Row, top: int) -> list[dict[str, Any]]:
     ]
 
 
-def _chances(logits: Row, several: bool) -> Row:
-    if several:
+def _chances(logits: Row, multi_label: bool) -> Row:
+    if multi_label:
         return np.asarray(0.5 * (1 + np.tanh(logits / 2)))
     raised = np.exp(logits - logits.max())
     return np.asarray(raised / raised.sum())
@@ -48,14 +48,14 @@ def description(served: Served, limits: Limits) -> dict[str, Any]:
         "name": served.name,
         "family": card.family,
         "task": card.task if served.classifies else "embed",
-        "several": card.several,
-        "classes": config.classes if served.classifies else 0,
+        "multi_label": card.multi_label,
+        "classes": config.num_classes if served.classifies else 0,
         "labels": None if card.labels is None else list(card.labels),
         "parameters": served.parameters,
         "image": {"height": height, "width": width, "channels": channels},
         "grid": {"rows": rows, "columns": columns},
         "depth": getattr(config, "depth", None),
-        "heads": getattr(config, "heads", None),
+        "heads": getattr(config, "num_heads", None),
         "special": list(served.special),
         "pool": getattr(config, "pool", None),
         "position": getattr(config, "position", None),

@@ -21,10 +21,10 @@ from vitrail.serve import schema, web
 from vitrail.serve.answers import description, ranked
 from vitrail.serve.batching import Batcher, Progress, Want, late
 from vitrail.serve.bodies import Body, deadline_of, read_body, swallow
+from vitrail.serve.images import Images, Pixels
 from vitrail.serve.limits import Limits, Work
 from vitrail.serve.looking import Asked, Looker, positions
 from vitrail.serve.metrics import Metrics
-from vitrail.serve.pictures import Pictures, Pixels
 from vitrail.serve.problems import CODES, Gone, Problem, told
 from vitrail.serve.quota import Lease, Quota, client_of
 from vitrail.serve.security import Guard
@@ -47,13 +47,13 @@ class Service:
         self.room = Quota("bytes of requests are here already", work.queue_bytes, close=True)
         self.uploads = Quota("requests are being read already", work.uploads, close=True)
         self.metrics = Metrics()
-        self.pictures = Pictures(served.preprocess, limits, served.grid)
-        self.batcher = Batcher(served, self.pictures, work, self.metrics)
+        self.images = Images(served.preprocess, limits, served.grid)
+        self.batcher = Batcher(served, self.images, work, self.metrics)
         most = {"images": min(limits.images, self.batcher.waiting.share), "bytes": min(limits.bytes, self.room.share)}
         limits = replace(limits, **most)  # more could never be let in
         self.served, self.limits, self.work = served, limits, work
         self.metrics.build.labels(served.name, served.engine.name, served.engine.precision, __version__).set(1)
-        self.looker = Looker(served, self.pictures)
+        self.looker = Looker(served, self.images)
         self.draining = False
         self.about = description(served, limits)
         self._positions: Answer | None = None
@@ -63,24 +63,24 @@ class Service:
         return JSONResponse(self.about)
 
     async def predict(self, request: Request) -> Response:
-        """The likeliest classes of each picture, best first."""
+        """The likeliest classes of each image, best first."""
         return await self._post(request, schema.PredictValues, self._predict)
 
     async def embed(self, request: Request) -> Response:
-        """Numbers to compare pictures by: what the model's head would read."""
+        """Numbers to compare images by: what the model's head would read."""
         return await self._post(request, schema.HideValues, self._embed)
 
     async def explain(self, request: Request) -> Response:
-        """What happens inside for one picture: maps, attention of every token, how far heads look."""
+        """What happens inside for one image: maps, attention of every token, how far heads look."""
         if not wants_lines(request):
             return await self._post(request, schema.ExplainValues, self._explain)
         newest = Newest()
         explain = partial(self._explain, progress=newest.put)
         return await in_lines(self._post(request, schema.ExplainValues, explain), newest, self.metrics)
 
-    async def picture(self, request: Request) -> Response:
-        """One picture as the network sees it: resized, cut, and without what is hidden."""
-        return await self._post(request, schema.HideValues, self._picture)
+    async def image(self, request: Request) -> Response:
+        """One image as the network sees it: resized, cut, and without what is hidden."""
+        return await self._post(request, schema.HideValues, self._image)
 
     async def positions(self) -> Response:
         """How alike the positions of any two patches are."""
@@ -92,7 +92,7 @@ class Service:
         return JSONResponse(self._positions)
 
     async def samples(self) -> Response:
-        """Pictures to try."""
+        """Images to try."""
         return JSONResponse(web.samples())
 
     async def alive(self) -> Response:
@@ -178,13 +178,13 @@ class Service:
         deadline: float | None,
         gone: asyncio.Future[None],
     ) -> list[Floats]:
-        """What the engine makes of each picture, without the patches that are to be hidden."""
-        self.pictures.check_hidden(values.hide)
-        return await self.batcher.answer(body.pictures, body.client, want, self._hiding(values), deadline, gone)
+        """What the engine makes of each image, without the patches that are to be hidden."""
+        self.images.check_hidden(values.hide)
+        return await self.batcher.answer(body.images, body.client, want, self._hiding(values), deadline, gone)
 
     def _hiding(self, values: schema.HideValues) -> Callable[[Pixels], Pixels] | None:
         """What is done to an image's pixels."""
-        return partial(self.pictures.without, hide=values.hide, fill=values.fill) if values.hide else None
+        return partial(self.images.without, hide=values.hide, fill=values.fill) if values.hide else None
 
     async def _embed(
         self, body: Body, values: schema.HideValues, deadline: float | None, gone: asyncio.Future[None]
@@ -196,14 +196,14 @@ class Service:
         results = [{"embedding": row.tolist()} for row in rows]
         return {"model": self.served.name, "dimension": len(rows[0]), "results": results}
 
-    async def _picture(
+    async def _image(
         self, body: Body, values: schema.HideValues, deadline: float | None, gone: asyncio.Future[None]
     ) -> Answer:
-        if len(body.pictures) > 1:
-            raise Problem(400, "one_image", f"got {len(body.pictures)} pictures, wanted one to show.")
-        self.pictures.check_hidden(values.hide)
+        if len(body.images) > 1:
+            raise Problem(400, "one_image", f"got {len(body.images)} images, wanted one to show.")
+        self.images.check_hidden(values.hide)
         found = await self.batcher.look(
-            body.pictures[0], body.client, self.looker.only_seen, self._hiding(values), deadline, gone
+            body.images[0], body.client, self.looker.only_seen, self._hiding(values), deadline, gone
         )
         return {"model": self.served.name, **found}
 
@@ -215,8 +215,8 @@ class Service:
         gone: asyncio.Future[None],
         progress: Progress | None = None,
     ) -> Answer:
-        if len(body.pictures) > 1:
-            raise Problem(400, "one_image", f"got {len(body.pictures)} pictures, wanted one to explain.")
+        if len(body.images) > 1:
+            raise Problem(400, "one_image", f"got {len(body.images)} images, wanted one to explain.")
         asked = Asked(
             layers=None if values.layers is None else tuple(values.layers),
             methods=None if values.methods is None else tuple(dict.fromkeys(values.methods)),
@@ -226,7 +226,7 @@ class Service:
         )
         self.looker.check(asked)
         steps = partial(self.looker.steps, asked=asked)
-        answer = await self.batcher.look(body.pictures[0], body.client, steps, None, deadline, gone, progress)
+        answer = await self.batcher.look(body.images[0], body.client, steps, None, deadline, gone, progress)
         return {"model": self.served.name, **answer}
 
 
@@ -259,7 +259,7 @@ def create_app(
         title="vitrail",
         version=__version__,
         summary=f"{served.name} behind HTTP.",
-        description="Pictures in, classes, features and what happens inside out.",
+        description="Images in, classes, features and what happens inside out.",
         docs_url=None,
         redoc_url=None,
         lifespan=life,
@@ -287,7 +287,7 @@ def _add_routes(app: FastAPI, service: Service, closed: bool, named: bool) -> No
         ("/v1/predict", service.predict, schema.PredictAnswer, schema.PredictValues, True, ()),
         ("/v1/embed", service.embed, schema.EmbedAnswer, schema.HideValues, True, (501,)),
         ("/v1/explain", service.explain, schema.ExplainAnswer, schema.ExplainValues, False, (501,)),
-        ("/v1/picture", service.picture, schema.PictureAnswer, schema.HideValues, False, ()),
+        ("/v1/image", service.image, schema.ImageAnswer, schema.HideValues, False, ()),
     ]
     for path, route, answer, values, several, errors in posts:
         refusals = schema.problems(400, *locked, 403, 408, 413, 415, 429, 431, *errors, 503, 504)

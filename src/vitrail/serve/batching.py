@@ -27,9 +27,9 @@ import numpy.typing as npt
 
 from vitrail.serve.decoding import Decoders, use_cores
 from vitrail.serve.fair_queue import Crowd, FairQueue
+from vitrail.serve.images import Images
 from vitrail.serve.limits import Work
 from vitrail.serve.metrics import Metrics
-from vitrail.serve.pictures import Pictures
 from vitrail.serve.problems import Gone, Problem
 from vitrail.serve.quota import Lease, Quota
 from vitrail.serve.served import Served
@@ -102,17 +102,17 @@ class Ticket:
 
 
 Place = tuple[Ticket, int]
-"""A picture in line: whose it is, and which of them."""
+"""An image in line: whose it is, and which of them."""
 Waiting = tuple[Ticket, int, Pixels]
-"""A picture whose turn it is."""
+"""An image whose turn it is."""
 
 
 class Batcher:
     """The queue and those who work at it: `start`, `answer` and `look` from the event loop, `stop`."""
 
-    def __init__(self, served: Served, pictures: Pictures, work: Work, metrics: Metrics) -> None:
+    def __init__(self, served: Served, images: Images, work: Work, metrics: Metrics) -> None:
         self.served, self.work, self.metrics = served, work, metrics
-        self.batch = work.batch or 1
+        self.batch = work.batch_size or 1
         self.short = self.batch
         """The same while more than one client is served."""
         self.warm = False
@@ -123,7 +123,7 @@ class Batcher:
         """An engine's thread has taken for one explanation, of late."""
         self.waiting = Quota("images are waiting already", work.queue)
         self.looking = Quota("explanations are being made already", work.looks)
-        self.decoders = Decoders(pictures, work.decoders, metrics, self._decoded)
+        self.decoders = Decoders(images, work.decoders, metrics, self._decoded)
         self._line: FairQueue[Place] = FairQueue()
         self._looks: FairQueue[Ticket] = FairQueue()
         self._crowd = Crowd()
@@ -156,7 +156,7 @@ class Batcher:
 
     async def answer(
         self,
-        pictures: Sequence[bytes | str],
+        images: Sequence[bytes | str],
         client: str,
         want: Want,
         prepare: Callable[[Pixels], Pixels] | None = None,
@@ -165,15 +165,15 @@ class Batcher:
     ) -> list[npt.NDArray[np.float32]]:
         """One row for each image. `gone` is done when the client is."""
         assert self._loop is not None
-        if len(pictures) > self.waiting.share:
-            message = f"got {len(pictures)} pictures, more than may ever wait here: at most {self.waiting.share}."
+        if len(images) > self.waiting.share:
+            message = f"got {len(images)} images, more than may ever wait here: at most {self.waiting.share}."
             raise Problem(413, "too_many_images", message)
-        ticket = Ticket(self._loop.create_future(), pictures, client, deadline, want, prepare)
+        ticket = Ticket(self._loop.create_future(), images, client, deadline, want, prepare)
         return list(await self._answered(ticket, gone))
 
     async def look(
         self,
-        picture: bytes | str,
+        image: bytes | str,
         client: str,
         steps: Callable[[Pixels], Steps],
         prepare: Callable[[Pixels], Pixels] | None = None,
@@ -183,7 +183,7 @@ class Batcher:
     ) -> Any:
         """What the steps return, run where the engine runs; `progress` gets what they yield before, in order."""
         assert self._loop is not None
-        ticket = Ticket(self._loop.create_future(), [picture], client, deadline, "logits", prepare, steps)
+        ticket = Ticket(self._loop.create_future(), [image], client, deadline, "logits", prepare, steps)
         ticket.progress = progress
         self.looking.take(client, 1, lambda count: count * self.look_seconds / self.work.lanes)
         try:
@@ -387,7 +387,9 @@ class Batcher:
     def _try_out(self) -> None:
         """Find the batch that suits the engine; afterwards it is warm."""
         try:
-            self.batch, self.short = best_batch(self.served, SIZES if self.work.batch is None else (self.work.batch,))
+            self.batch, self.short = best_batch(
+                self.served, SIZES if self.work.batch_size is None else (self.work.batch_size,)
+            )
             self.warm = True
         except Exception:
             log.exception("the engine does not answer")

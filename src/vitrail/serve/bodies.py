@@ -1,4 +1,4 @@
-"""A request's body -> its pictures and values; no more of it is read than may be."""
+"""A request's body -> its images and values; no more of it is read than may be."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vitrail.serve.problems import Gone, Problem
 from vitrail.serve.quota import Lease
 
 FILES = ("images", "image", "file")
-"""Fields of a form that hold pictures."""
+"""Fields of a form that hold images."""
 WORDS = ("target", "fill", "methods")
 """Values that are words, so that they need no quotes in a form or an address."""
 LISTS = ("hide", "layers", "methods")
@@ -29,12 +29,12 @@ LISTS = ("hide", "layers", "methods")
 FIELDS = 5000
 """Of a form, which may have one for each patch that is hidden."""
 MANY = 20_000
-"""Values in one request: all that is not a picture. They are counted before they are parsed, since nobody else is
+"""Values in one request: all that is not an image. They are counted before they are parsed, since nobody else is
 answered meanwhile."""
 ESCAPES = 32
 """One character in so many of a JSON body may be escaped: some clients write base64's / as \\/, one in 64."""
 SNIFFED = ("", "application/x-www-form-urlencoded")
-"""What clients say who say nothing, curl among them: such a body is a picture if it begins like one."""
+"""What clients say who say nothing, curl among them: such a body is an image if it begins like one."""
 BEGINNING = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|RIFF....WEBP|BM.{4}\0\0\0\0|II\*\0|MM\0\*|P[56]\s|....ftypavi[fs]", re.S
 )
@@ -48,7 +48,7 @@ Chunks = AsyncGenerator[bytes, None]
 class Body:
     """What a client sent."""
 
-    pictures: list[bytes | str] = field(default_factory=list)
+    images: list[bytes | str] = field(default_factory=list)
     """Files, or base64 where the body is JSON."""
     values: dict[str, Any] = field(default_factory=dict)
     client: str = ""
@@ -56,7 +56,7 @@ class Body:
 
     @property
     def size(self) -> int:
-        return sum(map(len, self.pictures))
+        return sum(map(len, self.images))
 
 
 class _Parser(MultiPartParser):
@@ -66,11 +66,11 @@ class _Parser(MultiPartParser):
     ended = False
 
     def on_headers_finished(self) -> None:
-        """A picture is a file, also where the client gave it no name."""
+        """An image is a file, also where the client gave it no name."""
         part = self._current_part
         _, options = parse_options_header(part.content_disposition)
         if b"filename" not in options and options.get(b"name", b"").decode("latin-1") in FILES:
-            part.content_disposition = (part.content_disposition or b"") + b'; filename="picture"'
+            part.content_disposition = (part.content_disposition or b"") + b'; filename="image"'
         super().on_headers_finished()
 
     def on_end(self) -> None:
@@ -99,9 +99,9 @@ async def read_body(request: Request, limits: Limits, share: Lease, deadline: fl
             raise problem from None
         message = f"the body did not arrive within {limits.seconds:g} seconds."
         raise Problem(408, "too_slow", message, {"Connection": "close"}) from None
-    if not body.pictures:
-        raise Problem(400, "no_image", "there is no picture in this request; wanted 1 or more.")
-    if len(body.pictures) > limits.images:
+    if not body.images:
+        raise Problem(400, "no_image", "there is no image in this request; wanted 1 or more.")
+    if len(body.images) > limits.images:
         raise _too_many(limits)
     body.client = share.client
     return body
@@ -121,7 +121,7 @@ async def _parsed(kind: str, request: Request, limits: Limits, share: Lease) -> 
 
 
 async def _raw(kind: str, chunks: Chunks) -> bytes:
-    """A picture as it is; where nobody says that it is one, its first bytes do."""
+    """An image as it is; where nobody says that it is one, its first bytes do."""
     found, unsure = bytearray(), kind in SNIFFED
     async for chunk in chunks:
         found += chunk
@@ -201,7 +201,7 @@ def _filled(form: FormData, whole: bool) -> Body:
         if isinstance(value, UploadFile):
             if name not in FILES:
                 raise Problem(400, "bad_form", f"there is a file in the field {_short(name)}; wanted it in images.")
-            body.pictures.append(value.file.read())
+            body.images.append(value.file.read())
         else:
             words.append((name, value))
     body.values = _values(words)
@@ -211,7 +211,7 @@ def _filled(form: FormData, whole: bool) -> Body:
 def _from_json(data: bytes) -> Body:
     _check_many(sum(map(data.count, (b",", b"[", b"{"))))
     if data.count(b"\\") > len(data) // ESCAPES + MANY:
-        raise Problem(400, "bad_json", "too much of the body is escaped; wanted pictures as plain base64.")
+        raise Problem(400, "bad_json", "too much of the body is escaped; wanted images as plain base64.")
     try:
         values = json.loads(data)
     except (ValueError, RecursionError):
@@ -222,10 +222,10 @@ def _from_json(data: bytes) -> Body:
         raise Problem(400, "bad_json", "both image and images are there; wanted one of them.")
     found = [values.pop("image")] if "image" in values else values.pop("images", [])
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise Problem(400, "bad_json", "images wants a list of pictures, each as base64.")
+        raise Problem(400, "bad_json", "images wants a list of images, each as base64.")
     for number, text in enumerate(found):
         if ADDRESS.match(text):
-            message = "this is an address, and addresses are never opened; send the picture itself, as base64."
+            message = "this is an address, and addresses are never opened; send the image itself, as base64."
             raise Problem(400, "not_base64", message).about(number, len(found))
     return Body(found, values)
 
@@ -292,7 +292,7 @@ def _unknown(kind: str) -> Problem:
         415,
         "unsupported_body",
         f"got a body of type {kind[:80] or 'none'!r}, wanted multipart/form-data, application/json, image/* or "
-        "application/octet-stream; for a picture, send Content-Type: image/jpeg.",
+        "application/octet-stream; for an image, send Content-Type: image/jpeg.",
     )
 
 
@@ -303,4 +303,4 @@ def _too_long(limits: Limits) -> Problem:
 
 
 def _too_many(limits: Limits) -> Problem:
-    return Problem(413, "too_many_images", f"more pictures than a request may have: at most {limits.images}.")
+    return Problem(413, "too_many_images", f"more images than a request may have: at most {limits.images}.")

@@ -22,8 +22,8 @@ import torch
 from vitrail.config import PreprocessConfig
 from vitrail.data.preprocess import Preprocess
 from vitrail.serve.fork_server import fork_server
+from vitrail.serve.images import Images, bound_pillow
 from vitrail.serve.limits import Limits
-from vitrail.serve.pictures import Pictures, bound_pillow
 from vitrail.serve.problems import Problem
 
 Pixels = npt.NDArray[Any]
@@ -106,7 +106,7 @@ def decode(pipe: Connection) -> None:
     config, limits, seconds = pipe.recv()
     bound_pillow(limits.pixels)
     bound_memory(MEMORY + PIXEL * limits.pixels)
-    images = Pictures(Preprocess(config), limits, None)
+    images = Images(Preprocess(config), limits, None)
     while True:
         try:
             data = pipe.recv_bytes()

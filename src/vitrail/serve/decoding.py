@@ -17,8 +17,8 @@ import numpy.typing as npt
 from vitrail.serve.budget import Budget
 from vitrail.serve.decode_process import DecodeProcess
 from vitrail.serve.fair_queue import Crowd, FairQueue
+from vitrail.serve.images import Images, Opened
 from vitrail.serve.metrics import Metrics
-from vitrail.serve.pictures import Opened, Pictures
 from vitrail.serve.problems import Problem
 from vitrail.serve.quota import Lease, Quota
 
@@ -30,7 +30,7 @@ SPEED = 50e6
 
 
 class Request(Protocol):
-    """Images of one client, and what is held of each: its bytes, then what `Pictures.open` made of them."""
+    """Images of one client, and what is held of each: its bytes, then what `Images.open` made of them."""
 
     client: str
     count: int
@@ -50,7 +50,7 @@ Deliver = Callable[[Any, int, Pixels | None, Exception | None], None]
 class Decoders:
     """`submit` a request; `deliver` is called for each of its images."""
 
-    def __init__(self, images: Pictures, count: int, metrics: Metrics, deliver: Deliver) -> None:
+    def __init__(self, images: Images, count: int, metrics: Metrics, deliver: Deliver) -> None:
         """count: threads, and processes too; a process is started when there is an image for it."""
         limits = images.limits
         self.images, self.metrics, self.deliver = images, metrics, deliver

@@ -18,7 +18,7 @@ class Limits:
     pixels: int = 50_000_000
     """Of one image, as its header has it."""
     images: int = 16
-    """Pictures in one request."""
+    """Images in one request."""
     seconds: float = 30.0
     """For the body to arrive; a slower client is answered 408. As long may nothing of an answer be read."""
     headers: float = 20.0
@@ -40,7 +40,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """How pictures become batches."""
+    """How images become batches."""
 
     queue: int = 256
     """Images that may wait; past it the answer is 503, and past seven eighths of it for one client 429. So it is
@@ -50,11 +50,11 @@ class Work:
     uploads: int = 256
     """Bodies that are read at a time."""
     looks: int = 8
-    """Explanations at a time, from when their pictures come until they are answered."""
-    batch: int | None = None
-    """Pictures the engine is given at a time, at most; None: what a short timing finds best."""
+    """Explanations at a time, from when their images come until they are answered."""
+    batch_size: int | None = None
+    """Images the engine is given at a time, at most; None: what a short timing finds best."""
     wait: float = 0.004
-    """Seconds a batch that is not full waits for pictures that are being decoded."""
+    """Seconds a batch that is not full waits for images that are being decoded."""
     lanes: int = 1
     """Threads that run the engine, each on a batch of its own."""
     threads: int | None = None
@@ -66,8 +66,8 @@ class Work:
         for name in ("queue", "queue_bytes", "uploads", "looks", "lanes", "decoders"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: wanted 1 or more.")
-        if self.batch is not None and self.batch < 1:
-            raise ConfigError(f"batch={self.batch}: wanted 1 picture at a time or more.")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(f"batch_size={self.batch_size}: wanted 1 image at a time or more.")
         if not 0 <= self.wait <= 1:
             raise ConfigError(f"wait={1000 * self.wait:g} ms: wanted 0 to 1000.")
 

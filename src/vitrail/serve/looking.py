@@ -1,4 +1,4 @@
-"""What happens inside for one picture, as the explorer draws it: maps, attention, distances.
+"""What happens inside for one image, as the explorer draws it: maps, attention, distances.
 
 Written as steps, so that the engine's thread can answer predictions in between.
 """
@@ -30,7 +30,7 @@ from vitrail.explain.positions import MEANING, position_similarity
 from vitrail.models import Net, ViT
 from vitrail.models.base import evaluating
 from vitrail.serve.answers import ranked
-from vitrail.serve.pictures import Pictures
+from vitrail.serve.images import Images
 from vitrail.serve.problems import Problem
 from vitrail.serve.served import Served, images_of
 
@@ -46,7 +46,7 @@ WINDOW, AT_A_TIME = 2, 32
 TURN = 0.15
 """Seconds of occlusion after which others have their turn."""
 SHORT = 256
-"""Pixels of the picture's short side, at least."""
+"""Pixels of the image's short side, at least."""
 CLOSED = "an exported file cannot be looked into; serve the checkpoint it was made from."
 
 
@@ -62,10 +62,10 @@ class Asked:
 
 
 class Looker:
-    """Explanations of one model's pictures; `check` first, then `steps`."""
+    """Explanations of one model's images; `check` first, then `steps`."""
 
-    def __init__(self, served: Served, pictures: Pictures) -> None:
-        self.served, self.pictures = served, pictures
+    def __init__(self, served: Served, images: Images) -> None:
+        self.served, self.images = served, images
 
     @property
     def model(self) -> Model:
@@ -74,14 +74,14 @@ class Looker:
         return self.served.model
 
     def check(self, asked: Asked) -> None:
-        """Raise Problem where there is no such thing to see, before the picture is decoded."""
+        """Raise Problem where there is no such thing to see, before the image is decoded."""
         model, able = self.model, self.served.methods
         if not able:
             raise Problem(501, "nothing_to_explain", "this model has neither attention nor classes to explain it by.")
         for method in asked.methods or ():
             if method not in able:
                 raise Problem(400, "bad_value", f"no explanation {method[:40]!r} here; there is {', '.join(able)}.")
-        self.pictures.check_hidden(asked.hide)
+        self.images.check_hidden(asked.hide)
         if asked.layers is not None:
             self._check_layers(asked.layers)
         if asked.target is not None:
@@ -92,7 +92,7 @@ class Looker:
     def steps(self, whole: npt.NDArray[Any], asked: Asked) -> Generator[Any, None, dict[str, Any]]:
         """H W C -> the answer; yields None, or {method: a partial map}."""
         model = self.model
-        seen = self.pictures.without(whole, asked.hide, asked.fill) if asked.hide else whole
+        seen = self.images.without(whole, asked.hide, asked.fill) if asked.hide else whole
         images = images_of(model, seen[None])
         layers = self._layers(asked)
         answer: dict[str, Any] = {"attention": [], "distance": [], "uniform_distance": None}
@@ -112,9 +112,9 @@ class Looker:
         for method in self.served.methods[:1] if asked.methods is None else asked.methods:
             meant = torch.tensor([target["index"] if target else 0], device=model.device)
             if method == "occlusion":
-                found = yield from occluded(model.net, images, meant, model.card.several)
+                found = yield from occluded(model.net, images, meant, model.card.multi_label)
             else:
-                found = METHODS[method](model.net, images, meant, model.card.several)[0]
+                found = METHODS[method](model.net, images, meant, model.card.multi_label)[0]
             maps[method] = packed_map(found.float().cpu().numpy())
             yield
         rows, columns = self.served.grid
@@ -123,17 +123,17 @@ class Looker:
             "special": list(self.served.special),
             "predictions": predictions,
             "target": target,
-            "picture": picture(whole),
+            "image": image(whole),
             "maps": maps,
             "layers": [layer + 1 for layer in layers],
             **answer,
         }
 
     def only_seen(self, pixels: npt.NDArray[Any]) -> Generator[None, None, dict[str, Any]]:
-        """H W C -> the picture and its grid, for which no network is needed."""
+        """H W C -> the image and its grid, for which no network is needed."""
         yield
         rows, columns = self.served.grid
-        return {"grid": {"rows": rows, "columns": columns}, "picture": picture(pixels)}
+        return {"grid": {"rows": rows, "columns": columns}, "image": image(pixels)}
 
     def _layers(self, asked: Asked) -> tuple[int, ...]:
         """Those whose attention is sent, from 0."""
@@ -150,7 +150,7 @@ class Looker:
         net = self.model.net
         assert isinstance(net, ViT)
         rows, columns = self.served.grid
-        return int(net.config.heads * (net.config.prefix + rows * columns) ** 2)
+        return int(net.config.num_heads * (net.config.num_prefix_tokens + rows * columns) ** 2)
 
     def _check_layers(self, layers: Sequence[int]) -> None:
         depth = len(self.model.net.blocks) if isinstance(self.model.net, ViT) else 0
@@ -168,7 +168,7 @@ def _walked(net: ViT, images: Tensor, layers: Sequence[int], answer: dict[str, A
     size = (images.shape[2], images.shape[3])
     distances = patch_distances(walk.grid, size).to(images.device, torch.float32)
     for number, attention in enumerate(walk):
-        far = mean_distances(attention, distances, net.config.prefix)[0]
+        far = mean_distances(attention, distances, net.config.num_prefix_tokens)[0]
         answer["distance"].append([round(px, 3) for px in far.tolist()])
         if number in layers:
             answer["attention"].append(packed_attention(number + 1, attention[0].float().cpu().numpy()))
@@ -177,7 +177,7 @@ def _walked(net: ViT, images: Tensor, layers: Sequence[int], answer: dict[str, A
     return walk.logits
 
 
-def occluded(net: Net, images: Tensor, targets: Tensor, several: bool) -> Generator[dict[str, Any], None, Tensor]:
+def occluded(net: Net, images: Tensor, targets: Tensor, multi_label: bool) -> Generator[dict[str, Any], None, Tensor]:
     """What METHODS has as occlusion, for one image, a few squares at a time: 1 C H W -> h w.
 
     Yields the map so far after each step.
@@ -188,13 +188,13 @@ def occluded(net: Net, images: Tensor, targets: Tensor, several: bool) -> Genera
     size = min(WINDOW, *grid)
     masks = windows(grid, size, size)
     instead = filling(images, "mean")[0]
-    whole = scores(net, images, target, several=several).double()
+    whole = scores(net, images, target, multi_label=multi_label).double()
     lost: list[Tensor] = []
     at, count = 0, 1
     while at < len(masks):
         start = time.perf_counter()
         places = hidden(images[0], instead, masks[at : at + count].to(images.device))
-        lost.append(whole - scores(net, places, target, several=several).double())
+        lost.append(whole - scores(net, places, target, multi_label=multi_label).double())
         at += len(lost[-1])
         count = min(max(int(count * TURN / (time.perf_counter() - start)), 1), 2 * count, AT_A_TIME)
         known = ~masks[at:].any(0)  # every square that covers the patch is done
@@ -234,7 +234,7 @@ def packed_partial(values: Floats, known: npt.NDArray[np.bool_]) -> dict[str, An
     return {**packed_map(np.where(known, values, values[known].min())), "known": _text(known.astype(np.uint8))}
 
 
-def picture(pixels: npt.NDArray[Any]) -> str:
+def image(pixels: npt.NDArray[Any]) -> str:
     """H W C -> a data address of a JPEG that is large enough to be looked at."""
     out = io.BytesIO()
     Image.fromarray(enlarged(shown(pixels), SHORT)).save(out, "JPEG", quality=90, subsampling=0)
@@ -246,7 +246,7 @@ def positions(served: Served) -> dict[str, Any]:
     if served.model is None:
         raise Problem(404, "no_positions", CLOSED)
     height, width, _ = served.shape
-    alike = position_similarity(served.model.net, image=(height, width))  # h w h w
+    alike = position_similarity(served.model.net, image_size=(height, width))  # h w h w
     rows, columns = alike.shape[:2]
     flat = np.rint(127 * np.clip(alike, -1, 1)).astype(np.int8)
     return {

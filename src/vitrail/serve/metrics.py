@@ -38,15 +38,15 @@ class Metrics:
             buckets=SECONDS,
             registry=own,
         )
-        self.batch = Histogram("vitrail_batch_size", "Pictures in a batch.", buckets=BATCHES, registry=own)
+        self.batch = Histogram("vitrail_batch_size", "Images in a batch.", buckets=BATCHES, registry=own)
         self.queue = Gauge(
-            "vitrail_queue_pictures",
-            "Pictures that wait or are worked on.",
+            "vitrail_queue_images",
+            "Images that wait or are worked on.",
             registry=own,
             multiprocess_mode="livesum",
         )
         self.decode = Histogram(
-            "vitrail_decode_seconds", "Decoding and resizing one picture.", buckets=SECONDS, registry=own
+            "vitrail_decode_seconds", "Decoding and resizing one image.", buckets=SECONDS, registry=own
         )
         self.engine = Histogram("vitrail_engine_seconds", "One batch in the engine.", buckets=SECONDS, registry=own)
         self.gone = Counter("vitrail_clients_gone", "Clients that hung up before their answer.", registry=own)

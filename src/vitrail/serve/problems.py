@@ -17,7 +17,7 @@ REMEDIES = re.compile(
     r"(; try pip install|; if you trust it|; copy or download it again|, copy or download it again).*"
 )
 """What helps the owner of a file or of this machine, and not a client."""
-SUBJECT = re.compile(r"^(picture of \d+ bytes|Pillow image \S+ \d+ x \d+)")
+SUBJECT = re.compile(r"^(image of \d+ bytes|Pillow image \S+ \d+ x \d+)")
 INSIDE = re.compile(r"(/[\w.-]+){2,}|[A-Z]:\\|\bat 0x[0-9a-f]+|\.py\b|Traceback")
 """Words about the machine rather than the request."""
 
@@ -34,9 +34,9 @@ class Problem(Exception):
         return Problem, (self.status, self.code, self.message, self.headers)
 
     def about(self, number: int, count: int) -> Problem:
-        """The same, and which of several pictures is meant."""
+        """The same, and which of several images is meant."""
         if count > 1:
-            self.message = f"picture {number + 1} of {count}: {self.message}"
+            self.message = f"image {number + 1} of {count}: {self.message}"
         return self
 
     def body(self) -> bytes:
@@ -52,5 +52,5 @@ class Gone(Exception):
 
 def told(error: VitrailError, otherwise: str) -> str:
     """An error's sentence as a stranger may read it; where it speaks of this machine, `otherwise`."""
-    sentence = SUBJECT.sub("the picture", REMEDIES.sub("", str(error))).rstrip(".") + "."
+    sentence = SUBJECT.sub("the image", REMEDIES.sub("", str(error))).rstrip(".") + "."
     return otherwise if INSIDE.search(sentence) else sentence

@@ -12,14 +12,14 @@ from vitrail.serve.bodies import FILES
 from vitrail.serve.problems import Problem
 
 KINDS = tuple(f"image/{name}" for name in ("jpeg", "png", "webp", "gif", "bmp", "tiff", "x-portable-pixmap", "avif"))
-"""Bodies that are a picture as it is; what one really is its bytes say."""
+"""Bodies that are an image as it is; what one really is its bytes say."""
 FEW = 100
 """So many names of classes are listed."""
 Word = Literal["mean", "zero", "blur"]
 
 
 class HideValues(BaseModel):
-    """What every route that takes pictures may be told, and /v1/embed no more than that."""
+    """What every route that takes images may be told, and /v1/embed no more than that."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -111,7 +111,7 @@ class ExplainAnswer(BaseModel):
     special: list[str] = Field(description="Tokens that are no patches; they come first.", examples=[["class"]])
     predictions: list[Prediction]
     target: Prediction | None
-    picture: str = Field(description="As the network sees it: a data address of a JPEG.")
+    image: str = Field(description="As the network sees it: a data address of a JPEG.")
     maps: dict[str, Map]
     attention: list[Attention]
     layers: list[int] = Field(description="Those in attention.")
@@ -120,10 +120,10 @@ class ExplainAnswer(BaseModel):
     ms: float
 
 
-class PictureAnswer(BaseModel):
+class ImageAnswer(BaseModel):
     model: str
     grid: Grid
-    picture: str = Field(description="As the network sees it: a data address of a JPEG.")
+    image: str = Field(description="As the network sees it: a data address of a JPEG.")
     ms: float
 
 
@@ -144,8 +144,8 @@ class ModelAnswer(BaseModel):
     name: str = Field(examples=["vitrail/cifar10"])
     family: str
     task: Literal["classify", "embed"]
-    several: bool
-    classes: int
+    multi_label: bool
+    num_classes: int
     labels: list[str] | None
     parameters: int | None
     image: Size
@@ -187,7 +187,7 @@ class Ready(BaseModel):
 
 class Reason(BaseModel):
     code: str = Field(examples=["image_unreadable"])
-    message: str = Field(examples=["the picture is empty (0 bytes)."])
+    message: str = Field(examples=["the image is empty (0 bytes)."])
 
 
 class ProblemAnswer(BaseModel):
@@ -205,7 +205,7 @@ WANTED = {
     "target": "a class, by number or name",
 }
 WORDS = {
-    400: "A picture or a value that will not do.",
+    400: "An image or a value that will not do.",
     401: "The token is missing or wrong.",
     403: "A page from another site has sent it.",
     404: "There is no such thing.",
@@ -278,12 +278,12 @@ def narrowed(properties: dict[str, Any], about: dict[str, Any]) -> dict[str, Any
     return found
 
 
-def posted(values: type[BaseModel], several: bool, about: dict[str, Any]) -> dict[str, Any]:
+def posted(values: type[BaseModel], multi_label: bool, about: dict[str, Any]) -> dict[str, Any]:
     """The parameters and bodies of a POST route: three kinds of body, the same values in each."""
     properties = narrowed(values.model_json_schema()["properties"], about)
-    picture = {"type": "string", "format": "binary"}
+    image = {"type": "string", "format": "binary"}
     text = {"type": "string", "format": "byte", "contentEncoding": "base64"}
-    many = {"type": "array", "items": picture, "minItems": 1, "maxItems": about["limits"]["images"] if several else 1}
+    many = {"type": "array", "items": image, "minItems": 1, "maxItems": about["limits"]["images"] if multi_label else 1}
     plain = {name: _plain(schema) for name, schema in properties.items()}
     encoding = {name: {"contentType": ", ".join(KINDS)} for name in FILES}
     return {
@@ -291,7 +291,7 @@ def posted(values: type[BaseModel], several: bool, about: dict[str, Any]) -> dic
         "requestBody": {
             "required": True,
             "content": {
-                **{kind: {"schema": picture} for kind in (*KINDS, "application/octet-stream")},
+                **{kind: {"schema": image} for kind in (*KINDS, "application/octet-stream")},
                 "multipart/form-data": {
                     "schema": {"anyOf": [_with(name, many, plain) for name in FILES]},
                     "encoding": encoding,
@@ -307,12 +307,12 @@ def posted(values: type[BaseModel], several: bool, about: dict[str, Any]) -> dic
     }
 
 
-def _with(name: str, pictures: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """An object that has pictures under this name, and values beside them."""
+def _with(name: str, images: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """An object that has images under this name, and values beside them."""
     return {
         "type": "object",
         "required": [name],
-        "properties": {name: pictures, **values},
+        "properties": {name: images, **values},
         "additionalProperties": False,
     }
 

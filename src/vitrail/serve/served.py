@@ -44,14 +44,14 @@ class Served:
 
     @property
     def classifies(self) -> bool:
-        return self.card.task == "classify" and bool(self.card.config.classes) and not self.gives_features
+        return self.card.task == "classify" and bool(self.card.config.num_classes) and not self.gives_features
 
     @property
     def gives_features(self) -> bool:
         """Whether the engine's own outputs are features: CLIP's head leads into the space its texts share."""
         if isinstance(self.engine, FileEngine) and self.engine.sheet.answer == "features":
             return True
-        return self.card.task == "embed" and bool(self.card.config.classes)
+        return self.card.task == "embed" and bool(self.card.config.num_classes)
 
     @property
     def embeds(self) -> bool:
@@ -61,7 +61,7 @@ class Served:
     @property
     def shape(self) -> tuple[int, int, int]:
         """H W C of what the engine takes."""
-        return (*pair(self.card.preprocess.image), self.card.preprocess.channels)
+        return (*pair(self.card.preprocess.image_size), self.card.preprocess.channels)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -120,4 +120,4 @@ def features(model: Model, pixels: npt.NDArray[Any]) -> Floats:
 def images_of(model: Model, pixels: npt.NDArray[Any]) -> torch.Tensor:
     """B H W C, 0 to 255 -> B C H W as the network takes them."""
     batch = torch.from_numpy(np.ascontiguousarray(pixels)).to(model.device).permute(0, 3, 1, 2)
-    return model.preprocess.normalise(batch).to(model.dtype)
+    return model.preprocess.normalize(batch).to(model.dtype)

@@ -208,7 +208,7 @@ def serve_here(
 ) -> None:
     """In this process, until told to stop; as a worker where somebody wants to have the server that is `made`."""
     from vitrail.serve.app import create_app
-    from vitrail.serve.pictures import bound_pillow
+    from vitrail.serve.images import bound_pillow
 
     bound_pillow(settings.limits.pixels)
     sys.setswitchinterval(SWITCH)

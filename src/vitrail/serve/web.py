@@ -1,4 +1,4 @@
-"""The files of web/: the explorer, the page about the API, sample pictures."""
+"""The files of web/: the explorer, the page about the API, sample images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def page(request: Request, name: str) -> Response:
 
 
 def samples() -> list[dict[str, Any]]:
-    """Openly licensed pictures to try, with what is on them and whose they are."""
+    """Openly licensed images to try, with what is on them and whose they are."""
     listed: list[dict[str, Any]] = json.loads((WEB / "samples" / "samples.json").read_text(encoding="utf-8"))
     told = ("name", "alt", "credit", "point")
     return [{"url": f"/samples/{one['file']}", **{key: one[key] for key in told}} for one in listed]

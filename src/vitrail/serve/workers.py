@@ -108,11 +108,11 @@ class Workers:
         self.failures = 0
         """Workers in a row that did not come to serve."""
         self.signals = 0
-        self.signalled = 0.0
+        self.signaled = 0.0
 
     def run(self) -> None:
         for sig in SIGNALS:
-            signal.signal(sig, self._signalled)
+            signal.signal(sig, self._signaled)
         with tempfile.TemporaryDirectory(prefix="vitrail-metrics-") as folder:
             os.environ[FOLDER] = folder  # inherited; prometheus_client looks for it when it is imported
             try:
@@ -194,10 +194,10 @@ class Workers:
         log.error("%s; another is started in %d s", told.rstrip("."), seconds)
         self.due[number] = time.monotonic() + seconds
 
-    def _signalled(self, sig: int, frame: FrameType | None) -> None:
+    def _signaled(self, sig: int, frame: FrameType | None) -> None:
         if not self.signals:
-            self.signals, self.signalled = 1, time.monotonic()
-        elif time.monotonic() > self.signalled + AGAIN:
+            self.signals, self.signaled = 1, time.monotonic()
+        elif time.monotonic() > self.signaled + AGAIN:
             for worker in self.workers.values():
                 worker.process.kill()
             os._exit(128 + sig)

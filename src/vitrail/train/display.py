@@ -75,7 +75,7 @@ class Display:
         images_per_step: int,
         *,
         images_per_epoch: int | None = None,
-        classes: int | None = None,
+        num_classes: int | None = None,
         flops_per_image: float = 0.0,
         peak_flops: float | None = None,
         title: str = "",
@@ -86,7 +86,7 @@ class Display:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total, self.images = total_steps, images_per_step
-        self.epoch_images, self.classes = images_per_epoch, classes
+        self.epoch_images, self.classes = images_per_epoch, num_classes
         self.flops, self.peak = flops_per_image, peak_flops
         self.title, self.subtitle = title, subtitle
         self.device = torch.device(device)

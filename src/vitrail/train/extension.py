@@ -22,13 +22,13 @@ def check_length(before: TrainConfig, trainer: Trainer, saved: Progress) -> list
     """
     config, total, step = trainer.config, trainer.total, saved.step
     if config.duration == before.duration:
-        if saved.total in (None, total) or saved.pictures == trainer.images:
+        if saved.total in (None, total) or saved.images == trainer.images:
             return []
         return [
             f"duration={config.duration} was {saved.total:,} steps and is {total:,} with the present number of images; "
             f"{step:,} are done"
         ]
-    counted = {"batch": trainer.batch, "images": trainer.images}
+    counted = {"batch_size": trainer.batch, "images": trainer.images}
     old = max(before.duration.to_steps(**counted), 1)
     if total < old:
         raise ConfigError(
@@ -45,7 +45,7 @@ def check_length(before: TrainConfig, trainer: Trainer, saved: Progress) -> list
     rate = config.optim.lr
     was = rate * Schedule(before.schedule, total=old, **counted)(max(step - 1, 0))
     parts = [f"schedule.cooldown={config.schedule.cooldown}"] if config.schedule.cooldown else []
-    parts += [f"augment.unmixed={config.augment.unmixed}"] if config.augment.mixes and config.augment.unmixed else []
+    parts += [f"augment.mix_off={config.augment.mix_off}"] if config.augment.mixes and config.augment.mix_off else []
     ends = f"; at its end {' and '.join(parts)}" if parts else ""
     return [
         f"the run is extended from {old:,} to {total:,} steps: from step {step + 1:,} on it has the learning rates of "
@@ -55,8 +55,8 @@ def check_length(before: TrainConfig, trainer: Trainer, saved: Progress) -> list
 
 def extended(before: TrainConfig, config: TrainConfig) -> TrainConfig:
     """The run's own settings with the length of others: what its folder keeps."""
-    return before.but(
+    return before.replace(
         duration=config.duration,
-        schedule=before.schedule.but(cooldown=config.schedule.cooldown).to_dict(),
-        augment=before.augment.but(unmixed=config.augment.unmixed).to_dict(),
+        schedule=before.schedule.replace(cooldown=config.schedule.cooldown).to_dict(),
+        augment=before.augment.replace(mix_off=config.augment.mix_off).to_dict(),
     )

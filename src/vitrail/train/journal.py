@@ -50,7 +50,7 @@ class Journal:
         self.progress = Progress(
             ran_on=here(trainer.device, self.ranks.world),
             began={"family": card.family, "origin": card.origin},
-            pictures=trainer.images or None,
+            images=trainer.images or None,
             data=trainer.setup.data,
             teacher=trainer.learner.teacher.checksum if isinstance(trainer.learner, Distill) else None,
             total=trainer.total,
@@ -89,17 +89,17 @@ class Journal:
             changed = differences(progress.ran_on, self.progress.ran_on)
             if changed:
                 say([f"resumed elsewhere ({'; '.join(changed)}): the same run, but not to the last bit"])
-            if not progress.data and progress.pictures not in (None, self.progress.pictures):  # an older checkpoint
+            if not progress.data and progress.images not in (None, self.progress.images):  # an older checkpoint
                 say([
-                    f"{self.config.data.source} had {progress.pictures:,} pictures to learn from and has "
-                    f"{self.progress.pictures or 0:,} now: the run goes on, but its result will be another"
+                    f"{self.config.data.source} had {progress.images:,} images to learn from and has "
+                    f"{self.progress.images or 0:,} now: the run goes on, but its result will be another"
                 ])  # fmt: skip
             if progress.teacher not in (None, self.progress.teacher):
                 say([f"the teacher {self.config.distill.teacher} has other weights than the run began with"])
             tensors = self.checkpoints.read(path, self.trainer.tensors())
             self.trainer.load(tensors)
             self._resume_generators(tensors, progress)
-            progress.ran_on, progress.pictures = self.progress.ran_on, self.progress.pictures
+            progress.ran_on, progress.images = self.progress.ran_on, self.progress.images
             progress.data, progress.teacher = self.progress.data, self.progress.teacher
             progress.total = self.progress.total
             self.progress = progress
@@ -148,7 +148,7 @@ class Journal:
             title=self.config.name,
             subtitle=str(self.run.path),
             start=self.progress.step,
-            classes=len(trainer.setup.splits.train.labels),
+            num_classes=len(trainer.setup.splits.train.labels),
             device=trainer.device,
             console=quiet,
         )
@@ -258,16 +258,16 @@ class Journal:
                         [f"the weights of step {chosen:,} were the best and become the model"], about=str(self.run.path)
                     )
         net = trainer.model(tensors)
-        if trainer.labelled and self.scored_at != chosen:
+        if trainer.labeled and self.scored_at != chosen:
             self.scores = trainer.scores(net=net)
             self.display.resumed()
         splits = trainer.setup.splits
-        if trainer.labelled and splits.test is not None and splits.measured_on != "test":
+        if trainer.labeled and splits.test is not None and splits.measured_on != "test":
             self.test = trainer.scores(splits.test, net=net)
             self.display.resumed()
             self._write(self._place() | {"test": self.test.to_dict(), "model_step": chosen})
         if self.ranks.first:
-            card = trainer.setup.card.but(config=net.config)
+            card = trainer.setup.card.replace(config=net.config)
             checkpoint.write(net.to("cpu", torch.float32), card, self.run.model, overwrite=True)
         self.checkpoints.close()
         if self.checkpoints.failed is not None and self.ranks.first:
@@ -279,14 +279,14 @@ class Journal:
         named = samples_named(self.trainer.setup.splits.train, batch.indices.numpy())
         self.checkpoints.wait()
         return (
-            f"the loss of step {batch.step + 1} is not finite; its pictures were {named}; {self._last_saved()}. "
+            f"the loss of step {batch.step + 1} is not finite; its images were {named}; {self._last_saved()}. "
             "Try a lower learning rate or a longer warm-up, or on_nan=skip to leave such steps out."
         )
 
     def _count_bad(self) -> None:
         count = len(self.progress.unreadable)
         if count and self.ranks.first:
-            say([f"{count:,} picture{'s' * (count > 1)} could not be used and counted nothing in training"])
+            say([f"{count:,} image{'s' * (count > 1)} could not be used and counted nothing in training"])
 
     def _last_saved(self) -> str:
         steps = self.checkpoints.steps()
@@ -322,7 +322,7 @@ class Journal:
 
 
 def _better(found: tuple[float, float], before: tuple[float | None, float | None]) -> bool:
-    """Of equal scores, which few pictures give often, the one with the lower loss."""
+    """Of equal scores, which few images give often, the one with the lower loss."""
     score, loss = before
     return score is None or found[0] > score or (found[0] == score and found[1] < (math.inf if loss is None else loss))
 

@@ -37,7 +37,7 @@ class Result:
     setup: Setup
     progress: Progress
     scores: Scores | None
-    """Of the model that was kept, on the validation pictures; None for an unfinished run, or one without classes."""
+    """Of the model that was kept, on the validation images; None for an unfinished run, or one without classes."""
     stopped: str | None = None
     """What ended it before its time: a signal's name, or "patience"."""
     first: bool = True
@@ -45,11 +45,11 @@ class Result:
     saved: int | None = None
     """The step from which a run that was stopped can go on."""
     test: Scores | None = None
-    """Of the same model on the test pictures, where there are some beside the validation ones."""
+    """Of the same model on the test images, where there are some beside the validation ones."""
 
     @property
     def unreadable(self) -> Mapping[str, str]:
-        """Training pictures that could not be read, and why."""
+        """Training images that could not be read, and why."""
         return self.progress.unreadable
 
 
@@ -80,7 +80,7 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
             images, targets = augment(batch)
             total = ranks.sum(batch.weights.sum())
             sums = trainer.backward(images, targets, batch.weights, trainer.keys(batch), total)
-            norm = optimizer.clip(config.optim.clip)
+            norm = optimizer.clip(config.optim.grad_clip)
             progress.step = step = batch.step + 1
             if health.ok(sums["loss"], norm, batch):
                 optimizer.step(schedule(batch.step))
@@ -187,7 +187,7 @@ def _left_behind(run: RunFolder, how: str) -> str:
 
 
 def _wish(interrupt: Interrupt, journal: Journal, batches: Loader) -> str | None:
-    """The signal that has asked any of the processes to stop; too many unreadable pictures end them all."""
+    """The signal that has asked any of the processes to stop; too many unreadable images end them all."""
     asked, news = journal.ranks.totals(interrupt.asked is not None, batches.news)
     if batches.too_many(news):
         journal.gather_bad(batches)

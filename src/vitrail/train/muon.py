@@ -1,7 +1,7 @@
 """Muon with matrices of one shape turned together.
 
 torch.optim.Muon turns one matrix after the other, some twenty small kernels each: for a ViT of 9
-blocks and width 384 on an H200 the optimiser then takes almost as long as the network (46 ms a step
+blocks and width 384 on an H200 the optimizer then takes almost as long as the network (46 ms a step
 instead of 26 with AdamW, batch 1024 of 65 tokens). Blocks are alike, so their matrices can be
 stacked: the same arithmetic in a ninth of the launches.
 """

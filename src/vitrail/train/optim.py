@@ -2,7 +2,7 @@
 
 Parameters are sorted by name. Kernels decay and nothing else does (`learner.decayed()`); with
 `layer_decay` each layer below the head learns slower than the one above (`learner.depth_of(name)`); the
-head, and what an objective puts beside it, learns `head_lr` times as fast. The rules are
+head, and what an objective puts beside it, learns `head_lr_factor` times as fast. The rules are
 torch's own. Around them stands one object that keeps their memory by parameter name, complete from
 the start, so that a checkpoint neither depends on the order of groups nor on a first step.
 """
@@ -53,7 +53,7 @@ def learning(learner: Objective, train: str | int) -> set[str]:
         return names
     top = learner.depth_of(TOP)
     if isinstance(train, int) and train >= top:
-        raise ConfigError(f"train={train} blocks, but the network has {top - 1}; try train=all.")
+        raise ConfigError(f"trainable={train} blocks, but the network has {top - 1}; try trainable=all.")
     lowest = top - train if isinstance(train, int) and train > 0 else top + 1
     return {name for name in names if _is_own(name) or _is_head(name) or learner.depth_of(name) >= lowest}
 
@@ -67,11 +67,11 @@ class Optimizer:
     """`clip`, then `step(schedule(step))`; or `zero` instead, to leave a step out."""
 
     def __init__(self, learner: Objective, config: OptimConfig) -> None:
-        names = learning(learner, config.train)
+        names = learning(learner, config.trainable)
         self.all = list(learner.parameters())
         self.parameters = {n: p for n, p in learner.named_parameters() if n in names and p.requires_grad}
         if not self.parameters:
-            raise ConfigError("nothing is left to learn: every parameter is frozen; try optim.train=all.")
+            raise ConfigError("nothing is left to learn: every parameter is frozen; try optim.trainable=all.")
         self.rules = _rules(learner, self.parameters, config)
         for rule in self.rules:
             _begin(rule)
@@ -120,7 +120,7 @@ class Optimizer:
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Exactly what `state_tensors` gave, on this many processes or another number."""
         mine = self.state_tensors()
-        check_names("the optimiser's tensors", tensors, mine)
+        check_names("the optimizer's tensors", tensors, mine)
         for name, tensor in mine.items():
             copy_into(tensor, tensors[name])
 
@@ -156,7 +156,7 @@ def _groups(learner: Objective, parameters: dict[str, nn.Parameter], config: Opt
         turned = config.kind == "muon" and decays and parameter.ndim == 2 and 0 < depth < top
         scale = (config.layer_decay or 1.0) ** (top - depth)
         if depth == top and (_is_own(name) or _is_head(name)):
-            scale *= config.head_lr
+            scale *= config.head_lr_factor
         alike.setdefault((turned, decays, scale), []).append(parameter)
     return [
         {"params": params, "turned": turned, **_speeds(config, config.lr * scale, decays)}

@@ -80,7 +80,7 @@ def fit(line: list[Span], width: int, fill: str = " ") -> list[Span]:
 
 
 def _apart(width: int, *parts: list[Span]) -> list[Span]:
-    """Left, (centre,) right."""
+    """Left, (center,) right."""
     sizes = [sum(cell_len(t) for t, _ in part) for part in parts]
     if len(parts) == 2:
         return [*parts[0], (" " * max(width - sum(sizes), 1), ""), *parts[1]]

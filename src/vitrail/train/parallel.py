@@ -38,7 +38,7 @@ from vitrail.models.layers import Block
 from vitrail.runtime import pick_device, say
 from vitrail.train.rendezvous import new_store
 
-# W processes, B pictures in the global batch, b = B / W of them here
+# W processes, B images in the global batch, b = B / W of them here
 
 PIECES = (Block, BiTUnit, StemUnit)
 """What FSDP gathers, computes and drops one at a time."""
@@ -104,12 +104,14 @@ class Ranks:
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device.type, (self.world,))
 
-    def slots(self, batch: int) -> range:
+    def slots(self, batch_size: int) -> range:
         """This process's places in a global batch: one run of them, in the order of ranks."""
-        if batch % self.world:
-            above = -(-batch // self.world) * self.world
-            raise ConfigError(f"batch={batch} cannot be shared evenly by {self.world} processes; try batch={above}.")
-        share = batch // self.world
+        if batch_size % self.world:
+            above = -(-batch_size // self.world) * self.world
+            raise ConfigError(
+                f"batch_size={batch_size} cannot be shared evenly by {self.world} processes; try batch_size={above}."
+            )
+        share = batch_size // self.world
         return range(self.rank * share, (self.rank + 1) * share)
 
     def barrier(self) -> None:
@@ -200,7 +202,7 @@ def wrap(learner: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
     """The learner over all devices; itself where there is one.
 
     Gradients come out as the mean over processes, so each multiplies its loss by `ranks.world`. What
-    is frozen must be so already, and the optimiser comes after: sharding replaces the parameters by
+    is frozen must be so already, and the optimizer comes after: sharding replaces the parameters by
     shards of them. Every process builds the same learner from the seed and keeps its part of it, so
     first values do not depend on how many there are.
     """

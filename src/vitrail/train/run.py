@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitrail.config import TrainConfig
+from vitrail.config.format_version import VERSION, current
 from vitrail.errors import CheckpointError, TrainError
 from vitrail.runtime import say
 from vitrail.runtime.locks import locked_within
@@ -139,7 +140,7 @@ class RunFolder:
             )
 
     def write_config(self, config: TrainConfig) -> None:
-        write_json(self.config, config.to_dict(), overwrite=True)
+        write_json(self.config, {"format_version": VERSION, **config.to_dict()}, overwrite=True)
 
     def read_config(self) -> TrainConfig:
         if not self.started:
@@ -177,7 +178,7 @@ class RunFolder:
 def read_config(path: Path) -> TrainConfig:
     """The settings in a run's config.json, or in a file like it."""
     try:
-        return TrainConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return TrainConfig.from_dict(current("run", json.loads(path.read_text(encoding="utf-8"))))
     except OSError as error:
         raise TrainError(f"{path} cannot be read: {error.strerror or error}.") from None
     except (TypeError, ValueError) as error:

@@ -48,7 +48,7 @@ def check_splits(splits: Splits, labels: tuple[str, ...], source: str) -> None:
         if part is not None and tuple(part.labels) != labels:
             raise DataError(
                 f"{part.name} has the classes {_listed(part.labels)}, and the training images of {source} have "
-                f"{_listed(labels)}; name them in one order with data.classes=."
+                f"{_listed(labels)}; name them in one order with data.class_names=."
             )
 
 

@@ -18,11 +18,11 @@ class Schedule:
     constant do with a cool-down.
     """
 
-    def __init__(self, config: ScheduleConfig, *, total: int, batch: int, images: int) -> None:
-        self.kind, self.floor, self.total = config.kind, config.floor, total
-        self.warmup = config.warmup.to_steps(batch=batch, images=images)
-        self.cooldown = config.cooldown.to_steps(batch=batch, images=images)
-        self.timescale = config.timescale.to_steps(batch=batch, images=images)
+    def __init__(self, config: ScheduleConfig, *, total: int, batch_size: int, images: int) -> None:
+        self.kind, self.floor, self.total = config.kind, config.min_lr_ratio, total
+        self.warmup = config.warmup.to_steps(batch_size=batch_size, images=images)
+        self.cooldown = config.cooldown.to_steps(batch_size=batch_size, images=images)
+        self.timescale = config.timescale.to_steps(batch_size=batch_size, images=images)
         if total < 1:
             raise ConfigError(f"a run of {total} steps has no schedule: one step or more.")
         if self.warmup + self.cooldown > total:

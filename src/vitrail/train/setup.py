@@ -37,7 +37,7 @@ class Setup:
 
     @property
     def counts(self) -> npt.NDArray[np.int64] | None:
-        """Pictures of each class, where that is known without reading them all."""
+        """Images of each class, where that is known without reading them all."""
         targets = getattr(self.splits.train, "targets", None)
         if targets is None:
             return None
@@ -50,34 +50,36 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
     """Open the data, build or load the network; `saved` is of a run whose weights come from its checkpoint instead."""
     learns_labels = config.objective != "masked-patch"
     with ranks.first_alone():  # one download, one index; the others find them
-        splits = open_data(config.data, labelled=learns_labels)
+        splits = open_data(config.data, labeled=learns_labels)
     say(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
     if learns_labels and not labels:
         raise TrainError(f"{config.data.source} has no labels to learn; try objective=masked-patch.")
-    if learns_labels and len(labels) == 1 and not splits.train.several:
+    if learns_labels and len(labels) == 1 and not splits.train.multi_label:
         raise DataError(f"{config.data.source} has one class, {labels[0]!r}, and there is nothing to tell it from.")
     if learns_labels:
         check_splits(splits, labels, config.data.source)
-    data = describe_data(splits, labels if learns_labels else (), learns_labels and splits.train.several, ranks)
+    data = describe_data(splits, labels if learns_labels else (), learns_labels and splits.train.multi_label, ranks)
     if saved is not None:
         say(check_data(saved.data, data, config.data.source))
         say(_changed_since(config) if not saved.data else [])
-    if config.start is not None and saved is None:
+    if config.init_from is not None and saved is None:
         net, card = _started(config, labels if learns_labels else ())
-        config = config.but(model=net.config)
+        config = config.replace(model=net.config)
     else:
         assert config.model is not None
-        if config.start is None and config.image is not None:
-            raise ConfigError(f"image={config.image} is for a checkpoint to start from; set model.image instead.")
-        config = config.but(model=_with_classes(config.model, len(labels) if learns_labels else 0))
+        if config.init_from is None and config.image_size is not None:
+            raise ConfigError(
+                f"image_size={config.image_size} is for a checkpoint to start from; set model.image instead."
+            )
+        config = config.replace(model=_with_classes(config.model, len(labels) if learns_labels else 0))
         net, card = _fresh(config, labels if learns_labels else ())
-        card = card.but(**saved.began) if saved is not None else card
-    card = card.but(name=config.name, several=learns_labels and splits.train.several)
+        card = card.replace(**saved.began) if saved is not None else card
+    card = card.replace(name=config.name, multi_label=learns_labels and splits.train.multi_label)
     if config.preprocess is not None:
-        card = card.but(preprocess=config.preprocess)
+        card = card.replace(preprocess=config.preprocess)
     _check_sizes(net, card.preprocess)
-    return Setup(config.but(preprocess=card.preprocess), net, card, splits, data)
+    return Setup(config.replace(preprocess=card.preprocess), net, card, splits, data)
 
 
 def _changed_since(config: TrainConfig) -> list[str]:
@@ -87,44 +89,48 @@ def _changed_since(config: TrainConfig) -> list[str]:
         found.append(
             f"images are mixed within groups of augment.mix_group={config.augment.mix_group}, not of the batch"
         )
-        if config.classify.weights == "balanced":
+        if config.classify.class_weights == "balanced":
             found.append("balanced weights weigh each class's term of a mixed target, not the image")
     return [f"older versions trained otherwise: from here on {' and '.join(found)}"] if found else []
 
 
 def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
     """A checkpoint with a new head of zeros, unless it knows these very classes already."""
-    assert config.start is not None
+    assert config.init_from is not None
     changes = _trained_differently(config.model)
-    net, card = open_checkpoint(config.start, image=config.image, changes=changes)
+    net, card = open_checkpoint(config.init_from, image_size=config.image_size, changes=changes)
     unmapped(net)  # what is not trained would stay in the file for as long as the run takes
-    say(card.notes, about=card.origin or config.start)
+    say(card.notes, about=card.origin or config.init_from)
     before = net.config
     if card.labels != labels or card.task != "classify":
-        net, card = adapted(net, card, classes=0)
+        net, card = adapted(net, card, num_classes=0)
         if labels:
-            net, card = adapted(net, card, classes=len(labels))
+            net, card = adapted(net, card, num_classes=len(labels))
     if config.model is not None:
-        _check_same(config.model if config.image is None else config.model.but(image=config.image), before, net.config)
-    origin = f"{FINE_TUNED}{card.name or portable(card.origin or config.start)}"
-    return net, card.but(labels=labels or None, origin=origin, notes=())
+        _check_same(
+            config.model if config.image_size is None else config.model.replace(image_size=config.image_size),
+            before,
+            net.config,
+        )
+    origin = f"{FINE_TUNED}{card.name or portable(card.origin or config.init_from)}"
+    return net, card.replace(labels=labels or None, origin=origin, notes=())
 
 
 def _trained_differently(model: AnyConfig | None) -> dict[str, float]:
     """What may differ from the checkpoint's own config: chance during training, nothing else."""
     if not isinstance(model, ViTConfig):
         return {}
-    return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "path_dropout")}
+    return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "drop_path")}
 
 
 def _check_same(asked: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
     """A setting that the checkpoint cannot follow is not passed over."""
     first, last = before.to_dict(), after.to_dict()
     for name, value in asked.to_dict().items():
-        if name != "classes" and value not in (first.get(name), last.get(name)):
+        if name != "num_classes" and value not in (first.get(name), last.get(name)):
             raise ConfigError(
                 f"model.{name}={value}, but the checkpoint has {last.get(name)}, and training starts from it as it is: "
-                "dropout, attention_dropout and path_dropout can change, and its size with image=."
+                "dropout, attention_dropout and drop_path can change, and its size with image_size=."
             )
 
 
@@ -144,19 +150,20 @@ def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
 
 
 def _usual(model: AnyConfig) -> PreprocessConfig:
-    """Antialiased; photographs with a margin around the crop, small pictures as they are."""
-    size = pair(model.image)
-    usual = PreprocessConfig(image=224, resize="short", resize_to=256, interpolation="bicubic")
+    """Antialiased; photographs with a margin around the crop, small images as they are."""
+    size = pair(model.image_size)
+    usual = PreprocessConfig(image_size=224, resize="short", resize_to=256, interpolation="bicubic")
     if min(size) < 96:
-        return channels_for(usual.but(image=size, resize_to=None), model.channels)
+        return channels_for(usual.replace(image_size=size, resize_to=None), model.channels)
     return sized(usual, size, model.channels)
 
 
-def _with_classes(model: AnyConfig, classes: int) -> AnyConfig:
-    if model.classes in (0, classes):
-        return model.but(classes=classes)
+def _with_classes(model: AnyConfig, num_classes: int) -> AnyConfig:
+    if model.num_classes in (0, num_classes):
+        return model.replace(num_classes=num_classes)
     raise ConfigError(
-        f"model.classes={model.classes}, but the data has {classes} classes; leave it at 0 to take the data's."
+        f"got model.num_classes={model.num_classes}, and the data has {num_classes} classes; "
+        "num_classes=0 takes the number from the data."
     )
 
 
@@ -166,10 +173,10 @@ def _check_sizes(net: Net, preprocess: PreprocessConfig) -> None:
             f"the preprocessing gives {preprocess.channels} channels and the network wants {net.config.channels}; "
             "give preprocess.mean and preprocess.std one number for each channel."
         )
-    if isinstance(net, ViT) and pair(preprocess.image) != pair(net.config.image):
+    if isinstance(net, ViT) and pair(preprocess.image_size) != pair(net.config.image_size):
         raise ConfigError(
-            f"pictures are prepared at {preprocess.image} and the network's positions are made for "
-            f"{net.config.image}; set preprocess.image and model.image to the same size."
+            f"images are prepared at {preprocess.image_size} and the network's positions are made for "
+            f"{net.config.image_size}; set preprocess.image and model.image to the same size."
         )
 
 

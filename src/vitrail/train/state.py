@@ -1,6 +1,6 @@
 """Checkpoints: everything a run needs to go on, written so that a kill at any instant costs nothing.
 
-    checkpoint/00000500/tensors.safetensors    weights, their average, the optimiser's memory, generators
+    checkpoint/00000500/tensors.safetensors    weights, their average, the optimizer's memory, generators
     checkpoint/00000500/state.json             step, best so far, what it ran on, checksums of the tensors
     checkpoint/best-00000400/                  the best weights so far, for the model
 
@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vitrail.chance import key_of
+from vitrail.config.format_version import VERSION, current
 from vitrail.errors import CheckpointError
 from vitrail.runtime import say
 from vitrail.train.parallel import Ranks
@@ -68,10 +69,10 @@ class Progress:
     unwritten: list[str] = field(default_factory=list)
     """Lines of metrics that found no room on the disk yet."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Training pictures that could not be read, in any process and any sitting, and why."""
+    """Training images that could not be read, in any process and any sitting, and why."""
     began: dict[str, str] = field(default_factory=dict)
     """The family and origin of the network, which nobody can tell from its weights."""
-    pictures: int | None = None
+    images: int | None = None
     """How many there were to learn from: with another number their order is another."""
     data: dict[str, Any] = field(default_factory=dict)
     """The classes and digests of the images, as `same_data.describe_data` gives them; empty in older checkpoints."""
@@ -220,7 +221,7 @@ class Checkpoints:
             if tensors:
                 write_safetensors(temporary / TENSORS, tensors)
                 state = state | {"checksums": {TENSORS: checksum(temporary / TENSORS)}}
-            write_json(temporary / STATE, state)
+            write_json(temporary / STATE, {"format_version": VERSION, **state})
         self._tidy(prefix)
 
     def _write_sharded(self, tensors: Tensors, state: dict[str, Any]) -> None:
@@ -241,7 +242,7 @@ class Checkpoints:
                 if first:
                     write_safetensors(temporary / TENSORS, small)
                     sums[TENSORS] = checksum(temporary / TENSORS)
-                    write_json(temporary / STATE, state | {"checksums": sums})
+                    write_json(temporary / STATE, {"format_version": VERSION, **state, "checksums": sums})
                     for file in sorted(temporary.rglob("*")):
                         sync(file)
                     shutil.rmtree(path, ignore_errors=True)
@@ -278,7 +279,7 @@ class Checkpoints:
 def read_progress(path: Path) -> Progress:
     """What a checkpoint knows besides tensors, after making sure that its tensors are those it was written with."""
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = current("checkpoint", json.loads((path / STATE).read_text(encoding="utf-8")))
         wanted = state.pop("checksums", {})
         progress = Progress(**state)
         same = all((path / file).exists() and checksum(path / file) == crc for file, crc in wanted.items())

@@ -1,4 +1,4 @@
-"""What a run holds while it trains: learner, optimiser, schedule, average, augmentation; and how they are saved."""
+"""What a run holds while it trains: learner, optimizer, schedule, average, augmentation; and how they are saved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from vitrail.train.setup import Setup
 from vitrail.train.state import Progress, Tensors, prefixed, under
 from vitrail.weights.files import aligned
 
-# b pictures of this process, C channels, H W pixels, K classes
+# b images of this process, C channels, H W pixels, K classes
 
 EVERY = ("log_every", "evaluate_every", "checkpoint_every", "snapshot_every")
 
@@ -50,31 +50,31 @@ class Trainer:
 
     def __init__(self, setup: Setup, ranks: Ranks) -> None:
         config, source = setup.config, setup.splits.train
-        config = config.but(precision=pick_precision(config.precision, ranks.device))
+        config = config.replace(precision=pick_precision(config.precision, ranks.device))
         setup = replace(setup, config=config)
         self.setup, self.config, self.ranks, self.device = setup, config, ranks, ranks.device
         self.arithmetic()  # where it cannot be had, nothing has begun yet
         self._warn_of_slow_precision()
         if config.patience is not None and setup.splits.measured_on == "test":
-            say(["patience stops by the test pictures, which flatters their score; data.held_out=0.1 holds others out"])
+            say(["patience stops by the test images, which flatters their score; data.held_out=0.1 holds others out"])
         self.images = 0  # nobody knows how many a stream has
         if hasattr(source, "__len__"):
-            self.images = len(learnable(source, Labels(source.targets, source.several, self.labelled)))
+            self.images = len(learnable(source, Labels(source.targets, source.multi_label, self.labeled)))
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.card.preprocess)
-        setup.net.gradient_checkpointing = config.recompute
+        setup.net.gradient_checkpointing = config.gradient_checkpointing
         self.learner = make_objective(
             config,
             setup.net.train(),
             setup.card.preprocess,
-            several=source.several,
+            multi_label=source.multi_label,
             class_counts=setup.counts,
             labels=source.labels,
             device=self.device,
         ).to(self.device, self.dtype)
-        freeze(self.learner, config.optim.train)
-        if config.batch == "auto":
-            config = config.but(batch=self._found_batch())
+        freeze(self.learner, config.optim.trainable)
+        if config.batch_size == "auto":
+            config = config.replace(batch_size=self._found_batch())
             self.setup, self.config = replace(setup, config=config), config
         self.batch = _shared(config, ranks.world, self.images)
         self.total = max(self.steps("duration"), 1)
@@ -84,7 +84,7 @@ class Trainer:
             self.learner.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
         self.wrapped = wrap(self.learner, config, ranks)
         self.optimizer = make_optimizer(self.learner, config.optim)
-        self.schedule = Schedule(config.schedule, total=self.total, batch=self.batch, images=self.images)
+        self.schedule = Schedule(config.schedule, total=self.total, batch_size=self.batch, images=self.images)
         self.ema = EMA(self.learner, config.ema) if config.ema else None
         self.stopping: Callable[[], bool] = lambda: False
         """Whether a measurement is to be given up; all processes get the same answer."""
@@ -92,7 +92,7 @@ class Trainer:
         """Told of each batch of a measurement how many are done, of how many."""
 
     def batches(self, progress: Progress) -> Loader:
-        """This process's part of each step's pictures, from the next step on; use it in a `with`."""
+        """This process's part of each step's images, from the next step on; use it in a `with`."""
         streams = progress.stream
         config, ranks = self.config, self.ranks
         if streams is not None and len(streams) != ranks.world:
@@ -105,30 +105,30 @@ class Trainer:
             config=config.data,
             augment=config.augment,
             preprocess=self.setup.card.preprocess,
-            batch=self.batch,
+            batch_size=self.batch,
             seed=config.seed,
             device=self.device,
             rank=ranks.rank,
             world=ranks.world,
             start_step=progress.step,
             steps=self.total,
-            labelled=self.labelled,
+            labeled=self.labeled,
             state=streams[ranks.rank] if streams is not None else None,
         )
         batches.agree([progress.unreadable, batches.bad])
         return batches
 
     def augmentation(self, cropped: bool) -> Augment:
-        """For batches whose pictures the loader's workers have cropped already, or not."""
-        mixes_until = self.total - self.steps("augment.unmixed")
+        """For batches whose images the loader's workers have cropped already, or not."""
+        mixes_until = self.total - self.steps("augment.mix_off")
         if self.config.augment.mixes and mixes_until <= 0 and self.ranks.first:
-            say([f"augment.unmixed={self.config.augment.unmixed} is the whole run: no pictures are mixed"])
+            say([f"augment.mix_off={self.config.augment.mix_off} is the whole run: no images are mixed"])
         return Augment(
             self.config.augment,
             preprocess=self.setup.card.preprocess,
-            image=pair(self.setup.card.preprocess.image),
-            classes=len(self.setup.splits.train.labels),
-            batch=self.batch,
+            image_size=pair(self.setup.card.preprocess.image_size),
+            num_classes=len(self.setup.splits.train.labels),
+            batch_size=self.batch,
             seed=self.config.seed,
             cropped=cropped,
             mixes_until=mixes_until,
@@ -144,7 +144,7 @@ class Trainer:
 
     def backward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor, total: Tensor) -> Tensors:
         """Gradients of the loss over the whole global batch, in as many parts as asked; sums of this process."""
-        parts = self.config.accumulate
+        parts = self.config.grad_accum_steps
         sums: Tensors = {}
         if self.config.compile == "graphs":
             torch.compiler.cudagraph_mark_step_begin()
@@ -153,7 +153,7 @@ class Trainer:
             with part_of_step(self.wrapped, last=i == parts - 1):
                 with self.arithmetic():
                     found = self.wrapped(*chunk)
-                # The mean over all pictures; DDP and FSDP divide by the number of processes.
+                # The mean over all images; DDP and FSDP divide by the number of processes.
                 (found["loss"] * (self.ranks.world / total.clamp(min=1))).backward()
             for name, value in found.items():
                 # Copied, since the next part's CUDA graph writes to the same place.
@@ -171,16 +171,16 @@ class Trainer:
             say([f"precision=bfloat16 is slow on this CPU: its products take {times:.1f} times as long as in float32"])
 
     @property
-    def labelled(self) -> bool:
+    def labeled(self) -> bool:
         """Whether there are classes to be right or wrong about."""
         return self.config.objective != "masked-patch"
 
     def evaluate(self) -> Scores | Guesses:
-        """The weights, or their average where there is one, on the validation pictures."""
-        return self.scores() if self.labelled else self.guesses()
+        """The weights, or their average where there is one, on the validation images."""
+        return self.scores() if self.labeled else self.guesses()
 
     def scores(self, source: Source | None = None, net: nn.Module | None = None) -> Scores:
-        """The same of classes; or those of another network, or on other pictures."""
+        """The same of classes; or those of another network, or on other images."""
         source = source or self.setup.splits.validation
         config, ranks = self.config, self.ranks
         with ExitStack() as stack:
@@ -191,8 +191,8 @@ class Trainer:
                 network(self.wrapped) if net is None else net.to(self.device, self.dtype),
                 self._until_stopped(found),
                 preprocess=self.preprocess,
-                classes=len(source.labels),
-                several=source.several,
+                num_classes=len(source.labels),
+                multi_label=source.multi_label,
                 precision=config.precision,
                 loss=config.classify.loss,
                 reduce=ranks.sum if ranks.world > 1 else None,
@@ -229,16 +229,16 @@ class Trainer:
         return evaluation_batches(
             source,
             preprocess=self.setup.card.preprocess,
-            batch=max(min(self.batch // self.ranks.world, 1024), 1),
+            batch_size=max(min(self.batch // self.ranks.world, 1024), 1),
             device=self.device,
             rank=self.ranks.rank,
             world=self.ranks.world,
             config=self.config.data,
-            labelled=self.labelled,
+            labeled=self.labeled,
         )
 
     def look_ahead(self) -> None:
-        """Decode the pictures to measure on, where they are few: one that cannot be read should not end an epoch."""
+        """Decode the images to measure on, where they are few: one that cannot be read should not end an epoch."""
         with self._measured(self.setup.splits.validation) as found:
             found.agree(self.ranks.all_told(found.bad))
 
@@ -246,7 +246,7 @@ class Trainer:
         return self.ema.swap() if self.ema is not None else nullcontext()
 
     def tensors(self) -> Tensors:
-        """Everything a checkpoint holds of the learner, its average and the optimiser."""
+        """Everything a checkpoint holds of the learner, its average and the optimizer."""
         average = self.ema.state_tensors() if self.ema is not None else {}
         return {
             **prefixed("learner", self.learner.state_dict()),
@@ -286,25 +286,25 @@ class Trainer:
         duration: Duration = attrgetter(name)(self.config)
         if duration.unit == "epochs" and not self.images:
             raise ConfigError(
-                f"{name}={duration} cannot be counted: nobody knows how many pictures a stream has; "
+                f"{name}={duration} cannot be counted: nobody knows how many images a stream has; "
                 "give it in steps or images."
             )
-        return duration.to_steps(batch=self.batch, images=self.images)
+        return duration.to_steps(batch_size=self.batch, images=self.images)
 
     def due(self, step: int, name: str) -> bool:
         """Whether so many steps complete another `log_every` or the like; the last step completes everything."""
         return step >= self.total or (name in self.every and step % self.every[name] == 0)
 
     def _found_batch(self) -> int:
-        """For batch=auto: as many pictures as one process takes at once, for all of them; the first one tries."""
-        shares = self.ranks.world * self.config.accumulate
+        """For batch_size=auto: as many images as one process takes at once, for all of them; the first one tries."""
+        shares = self.ranks.world * self.config.grad_accum_steps
         found = 0
         if self.ranks.first:
-            pictures = (self.images or LARGEST * 8 * shares) // shares
-            several = self.setup.splits.train.several
+            images = (self.images or LARGEST * 8 * shares) // shares
+            several = self.setup.splits.train.multi_label
             with self.arithmetic():
-                found = find_batch(self.learner, self.learner.net, pictures, self.device, self.dtype, several=several)
-            say([f"batch={found * shares} was found for batch=auto"])
+                found = find_batch(self.learner, self.learner.net, images, self.device, self.dtype, multi_label=several)
+            say([f"batch_size={found * shares} was found for batch_size=auto"])
         return int(self.ranks.told(found)) * shares
 
     @property
@@ -312,26 +312,28 @@ class Trainer:
         """Operations of one image in training: forward, backward through what learns, and the teacher's."""
         teacher = self.learner.teacher if isinstance(self.learner, Distill) else None
         taught = flops(teacher.net.config, teacher.size) if teacher is not None else 0
-        return training_flops(self.learner.net.config, self.config.optim.train) + taught
+        return training_flops(self.learner.net.config, self.config.optim.trainable) + taught
 
 
 def _shared(config: TrainConfig, processes: int, images: int) -> int:
-    batch, parts, group = config.batch, config.accumulate, config.augment.mix_group
+    batch, parts, group = config.batch_size, config.grad_accum_steps, config.augment.mix_group
     assert isinstance(batch, int), "the batch was to be found before"
     shares = processes * parts
     if images and batch > images:
-        raise ConfigError(f"batch={batch} is more than the {images:,} pictures to learn from; try batch={images // 2}.")
+        raise ConfigError(
+            f"batch_size={batch} is more than the {images:,} images to learn from; try batch_size={images // 2}."
+        )
     if batch % shares:
         raise ConfigError(
-            f"batch={batch} cannot be shared evenly by {processes} processes in {parts} parts each; "
-            f"try batch={-(-batch // shares) * shares}."
+            f"batch_size={batch} cannot be shared evenly by {processes} processes in {parts} parts each; "
+            f"try batch_size={-(-batch // shares) * shares}."
         )
     share = batch // processes
     if config.augment.mixes and processes > 1 and share % group:
         more, smaller = math.lcm(group * processes, shares), math.gcd(share, group)
         other = f", augment.mix_group={smaller}" if smaller > 1 else ""
         raise ConfigError(
-            f"batch={batch} gives each of {processes} processes {share} images, which are no whole groups of "
-            f"augment.mix_group={group} to mix; try batch={-(-batch // more) * more}{other} or fewer processes."
+            f"batch_size={batch} gives each of {processes} processes {share} images, which are no whole groups of "
+            f"augment.mix_group={group} to mix; try batch_size={-(-batch // more) * more}{other} or fewer processes."
         )
     return batch

@@ -9,6 +9,7 @@ from pathlib import PurePath, PureWindowsPath
 from typing import Any, Literal
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
+from vitrail.config.format_version import VERSION, current
 from vitrail.errors import ConfigError, FormatError
 from vitrail.models.families import FAMILIES, TIMM
 
@@ -32,9 +33,9 @@ class Card:
     family: str = "ViT"
     """A key of `models.families.FAMILIES`."""
     task: Literal["classify", "embed"] = "classify"
-    """Whether the outputs are classes or a space to compare pictures in."""
-    several: bool = False
-    """Whether a picture may have several of the classes, each with a probability of its own."""
+    """Whether the outputs are classes or a space to compare images in."""
+    multi_label: bool = False
+    """Whether an image may have several of the classes, each with a probability of its own."""
     name: str = ""
     """The model's own name, such as that of the run that trained it; empty where only its origin is known."""
     origin: str = ""
@@ -43,8 +44,8 @@ class Card:
     """What was assumed in reading it: said aloud, not stored."""
 
     def __post_init__(self) -> None:
-        if self.labels is not None and self.config.classes != len(self.labels):
-            raise ConfigError(f"{len(self.labels)} class names were given for {self.config.classes} outputs.")
+        if self.labels is not None and self.config.num_classes != len(self.labels):
+            raise ConfigError(f"{len(self.labels)} class names were given for {self.config.num_classes} outputs.")
 
     @property
     def title(self) -> str:
@@ -61,7 +62,7 @@ class Card:
         """Whether vitrail trained it: then class names, where it has none, were not left out by another library."""
         return self.origin.startswith((FINE_TUNED, TRAINED))
 
-    def but(self, **changes: Any) -> Card:
+    def replace(self, **changes: Any) -> Card:
         return replace(self, **changes)
 
     def noting(self, *notes: str) -> Card:
@@ -71,11 +72,11 @@ class Card:
         """What is stored: plain values only."""
         return {
             "format": "vitrail",
-            "version": 1,
+            "version": VERSION,
             "kind": "bit" if isinstance(self.config, BiTConfig) else "vit",
             "family": self.family,
             "task": self.task,
-            "several": self.several,
+            "multi_label": self.multi_label,
             **({"name": self.name} if self.name else {}),
             "origin": portable(self.origin),
             "model": self.config.to_dict(),
@@ -85,11 +86,12 @@ class Card:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Card:
-        if values.get("format") != "vitrail" or values.get("version") != 1:
+        if values.get("format") != "vitrail" or "version" not in values:
             raise FormatError(
-                f"wanted a vitrail card of version 1, got format={values.get('format')!r}, "
-                f"version={values.get('version')!r}; a newer vitrail may read it."
+                f"wanted format='vitrail' and a version, got format={values.get('format')!r}, "
+                f"version={values.get('version')!r}."
             )
+        values = current("model", values)
         for name, known in (("kind", ("vit", "bit")), ("task", ("classify", "embed")), ("family", tuple(FAMILIES))):
             if values[name] not in known:
                 raise FormatError(f"the card's {name}={values[name]!r} is not one of {', '.join(known)}.")
@@ -101,7 +103,7 @@ class Card:
             labels=None if labels is None else tuple(labels),
             family=values["family"],
             task=values["task"],
-            several=bool(values.get("several", False)),
+            multi_label=bool(values.get("multi_label", False)),
             name=values.get("name", ""),
             origin=values["origin"],
         )
@@ -131,16 +133,16 @@ def conventions_of(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]
     fixed: dict[str, Any] = {name: options[name] for name in ("activation", "norm_eps", "resample") if name in options}
     if config.activation == "swiglu":  # tensors do show that
         fixed.pop("activation", None)
-    if family == "DINOv2" and config.registers:
+    if family == "DINOv2" and config.num_registers:
         fixed["resample"] = "timm"  # antialiased, without the offset: unlike DINOv2 without registers
     return fixed
 
 
 def usual_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = "") -> PreprocessConfig:
-    """How a family's pictures are prepared where the checkpoint does not say; timm has its own way with ViT."""
+    """How a family's images are prepared where the checkpoint does not say; timm has its own way with ViT."""
     known = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
-    size = pair(config.image)
-    if known.size and isinstance(config, ViTConfig) and not any(known.size % side for side in pair(config.patch)):
+    size = pair(config.image_size)
+    if known.size and isinstance(config, ViTConfig) and not any(known.size % side for side in pair(config.patch_size)):
         size = pair(known.size)
     return sized(known.preprocess, size, config.channels, known.crop)
 
@@ -153,11 +155,11 @@ def sized(
     A crop that is not square is just covered: with its short side alone fitted, an image would be padded.
     """
     if usual.resize == "short" and size[0] != size[1]:
-        usual = usual.but(resize_to=None)
+        usual = usual.replace(resize_to=None)
     elif usual.resize_to is not None:
-        share = crop(min(size)) if crop else min(pair(usual.image)) / usual.resize_to
-        usual = usual.but(resize_to=max(int(min(size) / share + 1e-9), 1))
-    return channels_for(usual.but(image=size), channels)
+        share = crop(min(size)) if crop else min(pair(usual.image_size)) / usual.resize_to
+        usual = usual.replace(resize_to=max(int(min(size) / share + 1e-9), 1))
+    return channels_for(usual.replace(image_size=size), channels)
 
 
 def channels_for(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:
@@ -166,6 +168,6 @@ def channels_for(preprocess: PreprocessConfig, channels: int) -> PreprocessConfi
     if channels == len(mean):
         return preprocess
     if channels == 1:
-        return preprocess.but(mean=(sum(mean) / len(mean),), std=(sum(std) / len(std),))
+        return preprocess.replace(mean=(sum(mean) / len(mean),), std=(sum(std) / len(std),))
     turns = [i % len(mean) for i in range(channels)]
-    return preprocess.but(mean=tuple(mean[i] for i in turns), std=tuple(std[i] for i in turns))
+    return preprocess.replace(mean=tuple(mean[i] for i in turns), std=tuple(std[i] for i in turns))

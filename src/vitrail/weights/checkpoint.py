@@ -48,7 +48,7 @@ EXPORTED = (".onnx", ".pt2", ".xml")
 _ELSEWHERE = "if that belongs to other weights, move these to a folder of their own."
 
 
-def recognise(archive: Archive, family: str | None = None) -> tuple[Format, Archive]:
+def recognize(archive: Archive, family: str | None = None) -> tuple[Format, Archive]:
     """The format of these tensors, and the tensors under the names its table uses; what was left aside is noted.
 
     A sidecar that names a model decides. Without one the tensors do, and `family` settles what they leave open.
@@ -67,7 +67,7 @@ def recognise(archive: Archive, family: str | None = None) -> tuple[Format, Arch
     for form in FORMATS:
         if said.library and form.name not in allowed:
             continue
-        prefix = form.recognise(archive)
+        prefix = form.recognize(archive)
         if prefix is None:
             continue
         beside = [n for n in archive.tensors if not n.startswith(prefix)]
@@ -117,7 +117,7 @@ def read(
     Tensors are mapped from the file where their layout and address allow, else copied. `dtype=None`
     keeps what is stored; `finite=False` lets NaN and infinity pass; `family` settles what the file does
     not say; `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
-    file cannot tell (heads=4, image=(224, 448)).
+    file cannot tell (num_heads=4, image_size=(224, 448)).
     """
     if not isinstance(path, Archive) and Path(path).suffix.lower() in EXPORTED and Path(path).is_file():
         raise CheckpointError(
@@ -126,7 +126,7 @@ def read(
         )
     family = _known(family)
     with closing(path if isinstance(path, Archive) else open_archive(path, section=section)) as opened:
-        form, archive = recognise(_headed(opened), family)
+        form, archive = recognize(_headed(opened), family)
         archive.told.update(changes or {}, **({"family": family} if family else {}))
         with _reading(form, archive):
             check_names(archive.tensors)
@@ -139,7 +139,7 @@ def read(
     stored = {t.dtype for t in state.values()}
     if whole := [str(d).removeprefix("torch.") for d in stored if not d.is_floating_point]:
         raise FormatError(
-            f"{archive.source}: its weights are {', '.join(sorted(whole))}: quantised, with scales that vitrail does "
+            f"{archive.source}: its weights are {', '.join(sorted(whole))}: quantized, with scales that vitrail does "
             "not read; take the floating-point weights they were made from."
         )
     if finite:
@@ -233,15 +233,15 @@ def _known(family: str | None) -> str | None:
 def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card:
     """With what the caller says, which goes before what was assumed."""
     if changes:
-        card = card.but(config=card.config.but(**changes))
+        card = card.replace(config=card.config.replace(**changes))
     if family is None:
         return card
-    card = card.but(notes=tuple(n for n in card.notes if "preprocessing" not in n))
+    card = card.replace(notes=tuple(n for n in card.notes if "preprocessing" not in n))
     if family == card.family:  # nothing new
         return card
     fixed = {k: v for k, v in conventions_of(family, card.config).items() if k not in changes}
-    config = card.config.but(**fixed)
-    return card.but(config=config, family=family, preprocess=usual_preprocess(family, config))
+    config = card.config.replace(**fixed)
+    return card.replace(config=config, family=family, preprocess=usual_preprocess(family, config))
 
 
 @torch.no_grad()

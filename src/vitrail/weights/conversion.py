@@ -73,14 +73,14 @@ def lost(card: Card, back: Card) -> list[str]:
     found = []
     if card.labels is not None and back.labels != card.labels:
         found.append("class names")
-    if card.config.classes and back.task != card.task:
+    if card.config.num_classes and back.task != card.task:
         outputs = {"classify": "classes", "embed": "features"}
         found.append(f"that its outputs are {outputs[card.task]} (read back, they are {outputs[back.task]})")
-    if card.several != back.several:
+    if card.multi_label != back.multi_label:
         found.append("whether an image may have several classes (multi-label), or exactly one")
     ours, theirs = card.preprocess.to_dict(), back.preprocess.to_dict()
     if ours["resize"] == "squash" and not ours["resize_to"]:
-        ours.pop("centre")  # of a crop, and there is none
+        ours.pop("crop_rounding")  # of a crop, and there is none
     differ = [f"{name}={value}" for name, value in ours.items() if theirs[name] != value]
     if differ:
         found.append(f"preprocessing ({', '.join(differ)})")
@@ -92,7 +92,7 @@ def lost(card: Card, back: Card) -> list[str]:
 
 def _read_back(path: Path, card: Card) -> tuple[Net, Card, list[str]]:
     """The network and card as read from the file alone; where that is not enough, told its family, which is a loss."""
-    told = {"heads": card.config.heads} if isinstance(card.config, ViTConfig) else {}  # a bare file may not say
+    told = {"num_heads": card.config.num_heads} if isinstance(card.config, ViTConfig) else {}  # a bare file may not say
     try:
         net, back = checkpoint.read(path, dtype=None, finite=False, changes=told)
     except FormatError:

@@ -39,7 +39,7 @@ def code_of(config: ViTConfig) -> Code:
     """The code base whose names a network of this config has."""
     if config.layer_scale is not None and not config.placed_prefix:
         return "DeiT-III"
-    return "DINOv2" if config.layer_scale is not None or config.registers else "MAE, DINO, DeiT"
+    return "DINOv2" if config.layer_scale is not None or config.num_registers else "MAE, DINO, DeiT"
 
 
 def _spelled(rules: list[Rule], spelling: Mapping[str, str]) -> list[Rule]:
@@ -55,7 +55,7 @@ def _spelled(rules: list[Rule], spelling: Mapping[str, str]) -> list[Rule]:
 
 def table(config: AnyConfig) -> Table:
     assert isinstance(config, ViTConfig)
-    # A token is the same normalised before or after it is picked; only MAE's mean has a norm of its own.
+    # A token is the same normalized before or after it is picked; only MAE's mean has a norm of its own.
     norm = both("fc_norm" if config.pool_norm == "after" and config.pool == "gap" else "norm", "norm")
     placed = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
     rules = [*timm.TOKENS_RULES, *placed, *timm.ENDS, *norm, *timm.BLOCK]
@@ -69,7 +69,7 @@ def table(config: AnyConfig) -> Table:
     return Table(f"facebook ({code})", rules, MAE_DECODER)
 
 
-def recognise(archive: Archive) -> str | None:
+def recognize(archive: Archive) -> str | None:
     for prefix in ("", "module.", "backbone.", "module.backbone."):
         names = archive.under(prefix).tensors
         if "cls_token" not in names or "patch_embed.proj.weight" not in names:
@@ -98,11 +98,11 @@ def describe(archive: Archive) -> Card:
     card = timm.describe(replace(archive, tensors=archive.tensors.renamed(as_timm), sidecars={}))
     assert isinstance(card.config, ViTConfig)
     family = _family(archive, card.config)
-    config = card.config.but(**conventions_of(family, card.config))
+    config = card.config.replace(**conventions_of(family, card.config))
     notes = [n for n in card.notes if "preprocessing" not in n]
     if any(name.startswith("decoder_") for name in archive.tensors):
         notes.append("left aside: the decoder.")
-    return card.but(config=config, family=family, preprocess=usual_preprocess(family, config), notes=tuple(notes))
+    return card.replace(config=config, family=family, preprocess=usual_preprocess(family, config), notes=tuple(notes))
 
 
 def _family(archive: Archive, config: ViTConfig) -> str:
@@ -135,16 +135,17 @@ def cannot(card: Card) -> list[str]:
         "qk-norm": config.qk_norm,
         "RMSNorm": config.norm == "rms",
         "a patch projection without bias": not config.patch_bias,
-        "a head without bias": bool(config.classes) and not config.head_bias,
+        "a head without bias": bool(config.num_classes) and not config.head_bias,
         "SwiGLU outside DINOv2": config.activation == "swiglu" and code != "DINOv2",
-        "registers without a position on the class token": bool(config.registers) and not config.placed_prefix,
-        "a mean over patches normalised first": config.pool == "gap" and config.pool_norm == "before",
+        "registers without a position on the class token": bool(config.num_registers) and not config.placed_prefix,
+        "a mean over patches normalized first": config.pool == "gap" and config.pool_norm == "before",
         f"a mean over patches in {code}": config.pool == "gap" and code != "MAE, DINO, DeiT",
         f"a distillation token in {code}": config.distilled and code != "MAE, DINO, DeiT",
         "a distillation token without a position": config.distilled and not config.position_on_class,
         f"attention and MLP outputs without bias in {code}": not config.proj_bias and code != "DINOv2",
-        "a head in DINOv2": bool(config.classes) and code == "DINOv2",
-        f"a SwiGLU of width {config.mlp}, no multiple of 8": config.activation == "swiglu" and config.mlp % 8 > 0,
+        "a head in DINOv2": bool(config.num_classes) and code == "DINOv2",
+        f"a SwiGLU of width {config.mlp_dim}, no multiple of 8": config.activation == "swiglu"
+        and config.mlp_dim % 8 > 0,
     }
     return [name for name, is_so in wrong.items() if is_so]
 
@@ -153,14 +154,14 @@ def drift(card: Card) -> list[str]:
     """What their code has fixed, and what a bare file cannot tell."""
     config = card.config
     assert isinstance(config, ViTConfig)
-    guessed = heads_for(config.width, config.mlp)
+    guessed = heads_for(config.width, config.mlp_dim)
     drifts = []
     if config.activation not in ("gelu", "swiglu"):
         drifts.append(f"{config.activation} (their code computes the exact GELU)")
     if config.norm_eps != 1e-6:
         drifts.append(f"a norm epsilon of {config.norm_eps:g} (their code has 1e-6)")
-    if config.heads != guessed:
-        drifts.append(f"heads={config.heads} (a file does not say how many)")
+    if config.num_heads != guessed:
+        drifts.append(f"num_heads={config.num_heads} (a file does not say how many)")
     if config.uncovered == "ignore":
         drifts.append(EDGE)
     return drifts
@@ -176,7 +177,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool
 
 FACEBOOK = Format(
     name="facebook",
-    recognise=recognise,
+    recognize=recognize,
     describe=describe,
     table=table,
     write=write,

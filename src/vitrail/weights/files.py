@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vitrail.errors import CheckpointError, NotFound, nearest
-from vitrail.weights.kinds import AGAIN, few, first_line, read_json, recognise, refuse_code
+from vitrail.weights.kinds import AGAIN, few, first_line, read_json, recognize, refuse_code
 from vitrail.weights.pickles import load_pickle, unwrap
 from vitrail.weights.torchscript import open_script
 
@@ -215,7 +215,7 @@ def choose_weights(names: Iterable[str]) -> str | None:
 
 
 def _read(path: Path, section: str | None) -> _Contents:
-    kind = recognise(path)
+    kind = recognize(path)
     if section is not None and not kind.endswith("torch"):
         raise CheckpointError(f"{path} is a plain file of tensors: it has no section {section!r}.")
     if kind == "safetensors":
@@ -318,7 +318,7 @@ def _index(path: Path) -> _Contents:
 
 
 def _shard(path: Path) -> _Contents:
-    kind = recognise(path)
+    kind = recognize(path)
     if kind == "safetensors":
         return _safetensors(path)
     if kind.endswith("torch"):

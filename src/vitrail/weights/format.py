@@ -1,4 +1,4 @@
-"""What a checkpoint format is: how it is recognised, read, and written."""
+"""What a checkpoint format is: how it is recognized, read, and written."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Format:
 
     name: str
     """What `--to` takes and messages say."""
-    recognise: Callable[[Archive], str | None]
+    recognize: Callable[[Archive], str | None]
     """The prefix its names stand under ("" for none), from the names and shapes alone; None: not this."""
     describe: Callable[[Archive], Card]
     """Config, preprocessing and labels, from shapes and sidecars; names come without the prefix."""

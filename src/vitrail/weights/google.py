@@ -44,7 +44,7 @@ from vitrail.weights.write import write_npz
 
 POSEMBED = "Transformer/posembed_input/pos_embedding"
 OUTSIDE = ("opt/*", "opt_state/*", "chrono/*", "step", "params/txt/*", "txt/*", "params/t", "params/b", "t", "b")
-"""Not the network: an optimiser, a clock, a text tower and the temperature it is compared at."""
+"""Not the network: an optimizer, a clock, a text tower and the temperature it is compared at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +111,16 @@ def big_vision_spelling(name: str) -> str:
 
 HEADS_KERNEL = Via(
     lambda t, _: [torch.cat([k.flatten(1).mT for k in t])],
-    lambda t, c: [k.mT.unflatten(1, (as_vit(c).heads, -1)) for k in t[0].split(as_vit(c).width)],
+    lambda t, c: [k.mT.unflatten(1, (as_vit(c).num_heads, -1)) for k in t[0].split(as_vit(c).width)],
 )
 """D H K for each of query, key and value that is there <-> one above the other, each D D."""
 HEADS_BIAS = Via(
     lambda t, _: [torch.cat([b.flatten() for b in t])],
-    lambda t, c: [b.unflatten(0, (as_vit(c).heads, -1)) for b in t[0].split(as_vit(c).width)],
+    lambda t, c: [b.unflatten(0, (as_vit(c).num_heads, -1)) for b in t[0].split(as_vit(c).width)],
 )
 OUT_KERNEL = Via(
     lambda t, _: [t[0].flatten(0, 1).mT],
-    lambda t, c: [t[0].mT.unflatten(0, (as_vit(c).heads, -1))],
+    lambda t, c: [t[0].mT.unflatten(0, (as_vit(c).num_heads, -1))],
 )
 """H K D <-> D D."""
 GROUP_NORM = one(lambda t: t.reshape(-1), lambda t: t)
@@ -209,8 +209,8 @@ def table(naming: Naming, config: AnyConfig) -> Table:
     return Table(naming.name, [*ENDS, position, *(STEM if naming.original else MAP), *rules], OUTSIDE)
 
 
-def recognise(naming: Naming, archive: Archive) -> str | None:
-    """The shortest prefix that fits; an optimiser's moments look like networks and are passed over."""
+def recognize(naming: Naming, archive: Archive) -> str | None:
+    """The shortest prefix that fits; an optimizer's moments look like networks and are passed over."""
     names, found = archive.tensors, []
     old = f"{naming.first}MultiHeadDotProductAttention_1/query/kernel"
     new = f"{naming.first}MultiHeadDotProductAttention_0/query/kernel"
@@ -258,13 +258,13 @@ def describe(naming: Naming, archive: Archive) -> Card:
     options = _encoder(naming, shapes) | _ends(naming, shapes)
     position, notes = _position(naming, shapes, options)
     config = ViTConfig(**options | position)
-    if config.classes and is_zero(archive, "head"):
+    if config.num_classes and is_zero(archive, "head"):
         notes.append("the head is zero, as in some published ImageNet-21k files: its classes mean nothing.")
     return Card(
         config=config,
         preprocess=usual_preprocess(naming.family, config),
         family=naming.family,
-        task="classify" if config.classes and not naming.tower else "embed",
+        task="classify" if config.num_classes and not naming.tower else "embed",
         origin=archive.source,
         notes=tuple(notes),
     )
@@ -275,9 +275,9 @@ def _encoder(naming: Naming, shapes: Shapes) -> dict[str, Any]:
     numbers = [re.match(r"Transformer/encoderblock_(\d+)/", name) for name in shapes.archive.tensors]
     return {
         "width": width,
-        "heads": heads,
+        "num_heads": heads,
         "depth": stack[0] if stack else 1 + max(int(m[1]) for m in numbers if m),
-        "mlp": shapes(f"{naming.first}MlpBlock_{naming.mlp}/Dense_0/kernel", 2 + naming.stacked)[-1],
+        "mlp_dim": shapes(f"{naming.first}MlpBlock_{naming.mlp}/Dense_0/kernel", 2 + naming.stacked)[-1],
         "activation": "gelu-tanh",
         "norm_eps": 1e-6,
         "resample": "google",
@@ -290,40 +290,40 @@ def _ends(naming: Naming, shapes: Shapes) -> dict[str, Any]:
     stem, token = None, "cls" in shapes
     if naming.original and "conv_root/kernel" in shapes:
         *_, channels, base = shapes("conv_root/kernel", 4)
-        stem = StemConfig(layers=shapes.units(), width=base / 64)  # its defaults are the original's conventions
+        stem = StemConfig(layers=shapes.units(), width_factor=base / 64)  # its defaults are the original's conventions
     return {
-        "patch": tuple(patch),
+        "patch_size": tuple(patch),
         "stem": stem,
         "channels": channels,
         "class_token": token,
         "pool": "map" if "MAPHead_0/probe" in shapes else "token" if token else "gap",
         "pre_logits": shapes("pre_logits/kernel", 2)[1] if "pre_logits/kernel" in shapes else 0,
-        "classes": shapes("head/kernel", 2)[1] if "head/kernel" in shapes else 0,
+        "num_classes": shapes("head/kernel", 2)[1] if "head/kernel" in shapes else 0,
     }
 
 
 def _position(naming: Naming, shapes: Shapes, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Kind of position and image size, and what was assumed about them."""
     stride = options["stem"].stride if options["stem"] else 1
-    sides = [side * stride for side in options["patch"]]  # pixels of the image under one patch
-    told = shapes.archive.told.get("image")
+    sides = [side * stride for side in options["patch_size"]]  # pixels of the image under one patch
+    told = shapes.archive.told.get("image_size")
     if naming.position not in shapes:
         image = pair(told) if told else tuple(max(round(224 / side), 1) * side for side in sides)
         note = f"no positions are stored, so neither is the image's size: {image[0]}x{image[1]} assumed."
-        return {"position": "none" if naming.original else "sincos-2d", "image": image}, [] if told else [note]
+        return {"position": "none" if naming.original else "sincos-2d", "image_size": image}, [] if told else [note]
     rows, token = shapes(naming.position, 3)[1], options["class_token"]
     for placed in (0,) if not token else (1,) if naming.original else (1, 0):
         # Without a class token there is nothing to place: the field keeps its default.
         on_class = {"position_on_class": bool(placed)} if token else {}
         if told and math.prod(-(-i // s) for i, s in zip(pair(told), sides, strict=True)) == rows - placed:
-            return {"image": pair(told), **on_class}, []
+            return {"image_size": pair(told), **on_class}, []
         side = math.isqrt(max(rows - placed, 0))
         if side and side * side == rows - placed:
-            return {"image": tuple(side * s for s in sides), **on_class}, []
+            return {"image_size": tuple(side * s for s in sides), **on_class}, []
     raise FormatError(
         f"read as {naming.name}: {naming.position} has {rows} rows, which are no square grid"
         f"{' and a class token' if token else ''}; the file does not keep the shape of any other: "
-        "pass image=(height, width)."
+        "pass image_size=(height, width)."
     )
 
 
@@ -337,7 +337,7 @@ def beyond_original(config: ViTConfig) -> list[str]:
     """Parts of a network that the original ViT does not have, by name."""
     grid, learned = config.grid, config.position == "learned-1d"
     parts = {
-        "registers": config.registers > 0,
+        "registers": config.num_registers > 0,
         "LayerScale": config.layer_scale is not None,
         "a distillation token": config.distilled,
         "qk-norm": config.qk_norm,
@@ -347,7 +347,7 @@ def beyond_original(config: ViTConfig) -> list[str]:
         "a patch projection without bias": not config.patch_bias,
         "queries, keys and values without bias": not config.qkv_bias,
         "attention and MLP outputs without bias": not config.proj_bias,
-        "a head without bias": config.classes > 0 and not config.head_bias,
+        "a head without bias": config.num_classes > 0 and not config.head_bias,
         f"{config.position} positions": config.position in ("learned-2d", "relative", "rope-2d"),
         "positions at every layer": (learned or config.position == "sincos-2d") and config.place != "stem",
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": learned and grid[0] != grid[1],
@@ -390,7 +390,7 @@ def drift(card: Card) -> list[str]:
         f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,
         EDGE: config.uncovered == "ignore",
         f"the stem's norm_eps={stem.norm_eps}": stem.norm_eps != usual.norm_eps,
-        "how the stem standardises its kernels": (stem.standardize, stem.standardize_eps)
+        "how the stem standardizes its kernels": (stem.standardize, stem.standardize_eps)
         != (usual.standardize, usual.standardize_eps),
     }
     return [name for name, there in parts.items() if there]
@@ -407,7 +407,7 @@ def writer(prefix: str) -> Write:
 def format_of(naming: Naming, spelling: Callable[[str], str], write: Write | None = None) -> Format:
     return Format(
         name=naming.name,
-        recognise=partial(recognise, naming),
+        recognize=partial(recognize, naming),
         describe=partial(describe, naming),
         table=partial(table, naming),
         write=write,

@@ -102,8 +102,8 @@ def spelling(name: str) -> str:
     return re.sub(r"/standardized_conv2d_\d+/", "/standardized_conv2d/", name)
 
 
-def recognise(naming: Naming, archive: Archive) -> str | None:
-    """The shortest prefix that fits; an optimiser's moments look like networks and are passed over."""
+def recognize(naming: Naming, archive: Archive) -> str | None:
+    """The shortest prefix that fits; an optimizer's moments look like networks and are passed over."""
     names = {spelling(name) for name in archive.tensors}
     found = [name.removesuffix(naming.root) for name in names if name.endswith(naming.root)]
     found = [p for p in found if p + naming.marks in names and (not p.startswith("opt") or p == "opt/target/")]
@@ -114,11 +114,11 @@ def describe(naming: Naming, archive: Archive) -> Card:
     shapes = Shapes(archive, naming.name)
     *_, channels, base = shapes(naming.root, 4)
     options: dict[str, Any] = {
-        "image": ASSUMED,
+        "image_size": ASSUMED,
         "channels": channels,
-        "classes": shapes(naming.head, naming.rank)[-1] if naming.head in shapes else 0,
+        "num_classes": shapes(naming.head, naming.rank)[-1] if naming.head in shapes else 0,
         "layers": shapes.units(),
-        "width": base / 64,
+        "width_factor": base / 64,
         "root_pad": naming.root_pad,
     }
     config = BiTConfig(**options)
@@ -126,7 +126,7 @@ def describe(naming: Naming, archive: Archive) -> Card:
         config=config,
         preprocess=usual_preprocess("BiT", config),
         family="BiT",
-        task="classify" if config.classes else "embed",
+        task="classify" if config.num_classes else "embed",
         origin=archive.source,
         notes=(f"the image's size is not stored: {ASSUMED} assumed, and BiT takes any.",),
     )
@@ -156,7 +156,7 @@ def drift(naming: Naming, card: Card) -> list[str]:
 def format_of(naming: Naming) -> Format:
     return Format(
         name=naming.name,
-        recognise=partial(recognise, naming),
+        recognize=partial(recognize, naming),
         describe=partial(describe, naming),
         table=partial(table, naming),
         write=writer(naming.prefix),

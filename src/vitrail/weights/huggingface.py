@@ -50,10 +50,10 @@ STRANGERS = {
     "encoder.layers.0.message_fc.": "messages between frames (X-CLIP)",
     "pre_layernorm.": "OWL-ViT's first norm",
 }
-"""Tensors that tell a neighbour, which computes something else."""
+"""Tensors that tell a neighbor, which computes something else."""
 
 
-def recognise(archive: Archive) -> str | None:
+def recognize(archive: Archive) -> str | None:
     names = {spelling(n) for n in archive.tensors}
     return "" if any(a in names and b in names for a, b in ANCHORS.items()) else None
 
@@ -68,31 +68,31 @@ def describe(archive: Archive) -> Card:
     stated = processor.said(archive)
     if stated is None:
         # transformers antialiases and rounds a crop's place down, whatever the family's own code does
-        preprocess = usual_preprocess(family, config).but(antialias=True, centre="floor")
+        preprocess = usual_preprocess(family, config).replace(antialias=True, crop_rounding="floor")
         notes.append(
             f"there is no preprocessor_config.json: preprocessing is as usual for {FAMILIES[family].title}; put it "
             "beside the weights, or pass --family NAME (family=... in Python) if it is of another."
         )
     else:
         try:
-            preprocess, heard = processor.read(stated, name, pair(config.image), config.channels)
+            preprocess, heard = processor.read(stated, name, pair(config.image_size), config.channels)
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"preprocessor_config.json cannot be followed ({error!r}); repair or remove it."
             ) from None
         notes += heard
         if isinstance(config, BiTConfig):
-            config = config.but(image=preprocess.image)
-        elif _leaves_an_edge(pair(preprocess.image), pair(config.patch)):
-            config = config.but(uncovered="ignore")
-    labels, wrong = said.labels(0 if is_projection(config) else config.classes)
+            config = config.replace(image_size=preprocess.image_size)
+        elif _leaves_an_edge(pair(preprocess.image_size), pair(config.patch_size)):
+            config = config.replace(uncovered="ignore")
+    labels, wrong = said.labels(0 if is_projection(config) else config.num_classes)
     return Card(
         config=config,
         preprocess=preprocess,
         labels=labels,
         family=family,
-        task="embed" if not config.classes or is_projection(config) else "classify",
-        several=said.several,
+        task="embed" if not config.num_classes or is_projection(config) else "classify",
+        multi_label=said.multi_label,
         origin=archive.source,
         notes=(*notes, *([wrong] if wrong else [])),
     )
@@ -147,11 +147,11 @@ def _vit_config(archive: Archive, kind: str, said: Said) -> tuple[ViTConfig, lis
     options: dict[str, Any] = {
         "width": width,
         "depth": depth,
-        "mlp": mlp,
-        "patch": tuple(patch),
+        "mlp_dim": mlp,
+        "patch_size": tuple(patch),
         "channels": channels,
         "class_token": kind not in ("siglip", "ijepa"),
-        "registers": _shape(archive, "embeddings.register_tokens", (1, 0))[1],
+        "num_registers": _shape(archive, "embeddings.register_tokens", (1, 0))[1],
         "patch_bias": kind != "clip",
         "qkv_bias": tower or any(n.endswith((".query.bias", ".key.bias", ".value.bias")) for n in names),
         "layer_scale": float(said.get("layerscale_value", default=1.0)) if kind.startswith("dinov2") else None,
@@ -161,10 +161,10 @@ def _vit_config(archive: Archive, kind: str, said: Said) -> tuple[ViTConfig, lis
     options["activation"] = "swiglu" if gated else options["activation"]
     special = {"siglip": 0, "ijepa": 0, "deit": 2}.get(kind, 1)
     rows = _shape(archive, "embeddings.position_embedding.weight" if tower else "embeddings.position_embeddings")[-2]
-    options["image"] = said.image(pair(options["patch"]), rows - special)
-    if _leaves_an_edge(options["image"], options["patch"]):
+    options["image_size"] = said.image(pair(options["patch_size"]), rows - special)
+    if _leaves_an_edge(options["image_size"], options["patch_size"]):
         options["uncovered"] = "ignore"
-    options["heads"], assumed = said.heads(width, depth, mlp)
+    options["num_heads"], assumed = said.heads(width, depth, mlp)
     silent = (
         f"there is no config.json: activation and epsilon are {KINDS[kind].models[0]}'s defaults; put it beside the "
         "weights, or pass activation=..., norm_eps=... if they are others."
@@ -172,9 +172,9 @@ def _vit_config(archive: Archive, kind: str, said: Said) -> tuple[ViTConfig, lis
     return ViTConfig(**options), [n for n in (assumed, "" if said.type else silent) if n]
 
 
-def _leaves_an_edge(image: tuple[int, int], patch: tuple[int, int]) -> bool:
+def _leaves_an_edge(image_size: tuple[int, int], patch: tuple[int, int]) -> bool:
     """Whether a convolution would leave out the last rows or columns, as it does in transformers."""
-    return any(side % size for side, size in zip(image, patch, strict=True))
+    return any(side % size for side, size in zip(image_size, patch, strict=True))
 
 
 def _ending(archive: Archive, kind: str, said: Said) -> dict[str, Any]:
@@ -185,22 +185,26 @@ def _ending(archive: Archive, kind: str, said: Said) -> dict[str, Any]:
         case "vit" if pooler and not classes:
             if (act := said.get("pooler_act", default="tanh")) != "tanh":
                 raise FormatError(f"config.json says pooler_act={act!r}; vitrail has tanh there.")
-            return {"classes": 0, "pre_logits": pooler}
+            return {"num_classes": 0, "pre_logits": pooler}
         case "deit":
             both_heads = _shape(archive, "cls_classifier.weight", (0,))[0]
-            return {"classes": both_heads or classes, "distilled": not classes, "registers": 1 if classes else 0}
+            return {
+                "num_classes": both_heads or classes,
+                "distilled": not classes,
+                "num_registers": 1 if classes else 0,
+            }
         case "dinov2" | "dinov2_with_registers":
-            return {"classes": classes, "pool": "token+gap" if classes else "token"}
+            return {"num_classes": classes, "pool": "token+gap" if classes else "token"}
         case "clip" if classes:
-            return {"classes": classes, "pool": "gap", "pool_norm": "none"}
+            return {"num_classes": classes, "pool": "gap", "pool_norm": "none"}
         case "clip":
-            return {"classes": _shape(archive, "visual_projection.weight", (0,))[0], "head_bias": False}
+            return {"num_classes": _shape(archive, "visual_projection.weight", (0,))[0], "head_bias": False}
         case "ijepa":
-            return {"classes": classes, "pool": "gap"}
+            return {"num_classes": classes, "pool": "gap"}
         case "siglip":
             mapped = "head.probe" in archive.tensors and not classes
-            return {"classes": classes, "pool": "map" if mapped else "gap"}
-    return {"classes": classes}
+            return {"num_classes": classes, "pool": "map" if mapped else "gap"}
+    return {"num_classes": classes}
 
 
 def _bit_config(archive: Archive, said: Said) -> tuple[BiTConfig, list[str]]:
@@ -211,9 +215,9 @@ def _bit_config(archive: Archive, said: Said) -> tuple[BiTConfig, list[str]]:
     root, channels, *_ = _shape(archive, "embedder.convolution.weight")
     config = BiTConfig(
         channels=channels,
-        classes=_shape(archive, "classifier.1.weight", (0,))[0],
+        num_classes=_shape(archive, "classifier.1.weight", (0,))[0],
         layers=tuple(sum(s == stage for s, _ in units) for stage in range(1 + max((s for s, _ in units), default=0))),
-        width=root / 64,
+        width_factor=root / 64,
         standardize_eps=1e-8,
     )
     return config, []
@@ -225,7 +229,7 @@ def _family(archive: Archive, said: Said, config: AnyConfig) -> str:
     if said.type == "vit_mae" or "decoder.decoder_embed.weight" in archive.tensors:
         return "MAE"
     assert isinstance(config, ViTConfig)
-    bare = not config.classes and not config.pre_logits and "embeddings.mask_token" not in archive.tensors
+    bare = not config.num_classes and not config.pre_logits and "embeddings.mask_token" not in archive.tensors
     return "DINO" if bare and said.type != "vit_msn" else "ViT"
 
 
@@ -236,7 +240,7 @@ def _left_aside(archive: Archive, config: AnyConfig) -> list[str]:
         "the text tower": any(n.startswith("text_model.") for n in names),
         "the decoder": any(n.startswith("decoder.") for n in names),
         "the pooler": "pooler.dense.weight" in names and not getattr(config, "pre_logits", 0),
-        "the attention pool": kind == "siglip" and config.classes > 0 and "head.probe" in names,
+        "the attention pool": kind == "siglip" and config.num_classes > 0 and "head.probe" in names,
     }
     aside = [part for part, there in parts.items() if there]
     notes = [f"left aside: {', '.join(aside)}."] if aside else []
@@ -250,7 +254,7 @@ def cannot(card: Card) -> list[str]:
     if isinstance(config, BiTConfig):
         return []
     kind = kind_of(config)
-    square = len(set(pair(config.image))) == 1
+    square = len(set(pair(config.image_size))) == 1
     wrong = {
         f"{config.position} positions": config.position not in ("learned-1d", "none"),
         "a network without positions": config.position == "none",
@@ -260,12 +264,12 @@ def cannot(card: Card) -> list[str]:
         "qk-norm": config.qk_norm,
         "layers without bias": not config.proj_bias,
         "a hybrid's stem": config.stem is not None,
-        "patches that are not square": len(set(pair(config.patch))) > 1,
+        "patches that are not square": len(set(pair(config.patch_size))) > 1,
         f"an image that is not square in {KINDS[kind].models[0]}": not square and kind not in ("vit", "deit"),
         "a patch projection without bias": not config.patch_bias and kind != "clip",
         "queries, keys and values without bias": not config.qkv_bias and kind in ("clip", "siglip"),
-        "a head without bias": config.classes > 0 and not config.head_bias and not is_projection(config),
-        "the tanh layer before a head": config.pre_logits > 0 and (config.classes > 0 or kind != "vit"),
+        "a head without bias": config.num_classes > 0 and not config.head_bias and not is_projection(config),
+        "the tanh layer before a head": config.pre_logits > 0 and (config.num_classes > 0 or kind != "vit"),
         "SwiGLU without LayerScale": config.activation == "swiglu" and not kind.startswith("dinov2"),
     }
     return [name for name, is_so in (wrong | _cannot_combine(card, config, kind)).items() if is_so]
@@ -277,33 +281,35 @@ def _cannot_combine(card: Card, config: ViTConfig, kind: str) -> dict[str, bool]
     both = config.pool == "token+gap" and config.pool_norm == "before"
     own = {
         "vit": token,
-        "dinov2": both if config.classes else token,
+        "dinov2": both if config.num_classes else token,
         "clip": token or (config.pool == "gap" and config.pool_norm == "none"),
-        "siglip": config.pool_norm == "before" and (config.pool == "gap" or not config.classes),
+        "siglip": config.pool_norm == "before" and (config.pool == "gap" or not config.num_classes),
     }
     own |= {"deit": own["vit"], "dinov2_with_registers": own["dinov2"]}
     norms = {"before": "after the norm", "after": "before the norm", "none": "without a norm"}
     wrong = {
-        f"pool={config.pool!r} {norms[config.pool_norm]} {'with' if config.classes else 'without'} a head "
+        f"pool={config.pool!r} {norms[config.pool_norm]} {'with' if config.num_classes else 'without'} a head "
         f"in {KINDS[kind].models[0]}": not own[kind],
-        "a distillation token beside other changes": config.distilled and (kind != "deit" or config.registers > 0),
+        "a distillation token beside other changes": config.distilled and (kind != "deit" or config.num_registers > 0),
         "LayerScale beside other changes": config.layer_scale is not None and not kind.startswith("dinov2"),
     }
     if kind == "deit":
-        wrong["registers without LayerScale"] = config.registers > 1 or (config.registers == 1 and not config.classes)
+        wrong["registers without LayerScale"] = config.num_registers > 1 or (
+            config.num_registers == 1 and not config.num_classes
+        )
     elif kind.startswith("dinov2"):
-        wrong[f"an MLP of {config.mlp} at width {config.width} beside LayerScale"] = mlp_ratio(config) is None
+        wrong[f"an MLP of {config.mlp_dim} at width {config.width} beside LayerScale"] = mlp_ratio(config) is None
     elif kind == "clip":
-        wrong["registers beside a norm before the blocks"] = config.registers > 0
+        wrong["registers beside a norm before the blocks"] = config.num_registers > 0
         wrong["a patch bias beside a norm before the blocks"] = config.patch_bias
-        wrong["a norm-free mean without a head"] = config.pool == "gap" and not config.classes
+        wrong["a norm-free mean without a head"] = config.pool == "gap" and not config.num_classes
         wrong["a head with bias on the class token beside a norm before the blocks"] = (
             is_projection(config) and config.head_bias
         )
         wrong["names for the outputs of CLIP's projection"] = is_projection(config) and card.labels is not None
     elif kind == "siglip":
         wrong["an attention pool beside a class token"] = config.class_token
-        wrong["registers without a class token"] = config.registers > 0
+        wrong["registers without a class token"] = config.num_registers > 0
         wrong["a norm before the blocks without a class token"] = config.pre_norm
     return wrong
 
@@ -314,7 +320,7 @@ def drift(card: Card) -> list[str]:
     if not isinstance(config, BiTConfig):
         return []
     wrong = {
-        f"a standardisation epsilon of {config.standardize_eps:g} (it has 1e-8)": config.standardize_eps != 1e-8,
+        f"a standardization epsilon of {config.standardize_eps:g} (it has 1e-8)": config.standardize_eps != 1e-8,
         f"a norm epsilon of {config.norm_eps:g} (it has 1e-5)": config.norm_eps != 1e-5,
         "a root pool whose border never wins": config.root_pad != "zero",
     }
@@ -350,13 +356,13 @@ def completed(tensors: Mapping[str, Tensor], card: Card) -> dict[str, Tensor]:
     if architecture(card) == "CLIPForImageClassification":
         norm = tensors["pre_layrnorm.weight"]
         whole |= {"post_layernorm.weight": torch.ones_like(norm), "post_layernorm.bias": torch.zeros_like(norm)}
-    prefix = KINDS[kind].prefix if config.classes or kind in ("clip", "siglip") else ""
+    prefix = KINDS[kind].prefix if config.num_classes or kind in ("clip", "siglip") else ""
     return {n if n.startswith(HEADS) else f"{prefix}{n}": t for n, t in whole.items()}
 
 
 HUGGINGFACE = Format(
     name="huggingface",
-    recognise=recognise,
+    recognize=recognize,
     describe=describe,
     table=table,
     write=write,

@@ -21,7 +21,7 @@ from vitrail.weights.labels import from_id2label
 from vitrail.weights.rules import AnyConfig
 
 SEVERAL = "multi_label_classification"
-"""transformers' `problem_type` where a picture may have several of the classes."""
+"""transformers' `problem_type` where an image may have several of the classes."""
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_python": "gelu",
@@ -110,13 +110,18 @@ def kind_of(config: AnyConfig) -> str:
     if config.pre_norm:
         return "clip"
     if config.layer_scale is not None:
-        return "dinov2_with_registers" if config.registers else "dinov2"
-    return "deit" if config.distilled or config.registers else "vit"
+        return "dinov2_with_registers" if config.num_registers else "dinov2"
+    return "deit" if config.distilled or config.num_registers else "vit"
 
 
 def is_projection(config: AnyConfig) -> bool:
-    """CLIP's outputs are a space to compare pictures in, not classes."""
-    return isinstance(config, ViTConfig) and kind_of(config) == "clip" and config.pool == "token" and config.classes > 0
+    """CLIP's outputs are a space to compare images in, not classes."""
+    return (
+        isinstance(config, ViTConfig)
+        and kind_of(config) == "clip"
+        and config.pool == "token"
+        and config.num_classes > 0
+    )
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,8 @@ class Said:
     id2label: dict[str, str] | None
     told: dict[str, Any] = field(default_factory=dict)
     """By the caller, for where the file is silent."""
-    several: bool = False
-    """Whether a picture may have several of the classes."""
+    multi_label: bool = False
+    """Whether an image may have several of the classes."""
 
     @classmethod
     def of(cls, archive: Archive, kind: Kind) -> Said:
@@ -176,35 +181,36 @@ class Said:
             "resample": self.kind.resample,
             "dropout": float(self.get("hidden_dropout_prob", default=0.0)),
             "attention_dropout": float(self.get("attention_probs_dropout_prob", "attention_dropout", default=0.0)),
-            "path_dropout": float(self.get("drop_path_rate", default=0.0)),
+            "drop_path": float(self.get("drop_path_rate", default=0.0)),
         }
 
     def heads(self, width: int, depth: int, mlp: int) -> tuple[int, str]:
         """How many, and what was assumed."""
         usual = 12 if self.type and width % 12 == 0 else None
-        stated = self.told.get("heads") or self.get("num_attention_heads", default=usual)
+        stated = self.told.get("num_heads") or self.get("num_attention_heads", default=usual)
         if stated is not None:
             return int(stated), ""
         heads = heads_for(width, mlp)
         if heads is None:
             raise FormatError(
                 f"there is no config.json to say how many heads share width {width}; put it beside the weights, "
-                "or pass heads=..."
+                "or pass num_heads=..."
             )
-        return heads, f"{heads} heads of {width // heads} are assumed; pass heads=... if there are others."
+        return heads, f"{heads} heads of {width // heads} are assumed; pass num_heads=... if there are others."
 
     def image(self, patch: tuple[int, int], patches: int) -> tuple[int, int]:
         """The size the positions are for."""
         stated = self.get("image_size")
-        if stated is None and self.told.get("image"):
-            size = pair(self.told["image"])
+        if stated is None and self.told.get("image_size"):
+            size = pair(self.told["image_size"])
             if math.prod(s // p for s, p in zip(size, patch, strict=True)) == patches:
                 return size
         if stated is None:
             side = math.isqrt(patches)
             if side * side != patches:
                 raise FormatError(
-                    f"{patches} positions are no square, and config.json has no image_size; pass image=(height, width)."
+                    f"{patches} positions are no square, and config.json has no image_size; "
+                    "pass image_size=(height, width)."
                 )
             return side * patch[0], side * patch[1]
         size = pair(stated if isinstance(stated, int) else tuple(stated))
@@ -215,16 +221,16 @@ class Said:
             )
         return size
 
-    def labels(self, classes: int) -> tuple[tuple[str, ...] | None, str]:
+    def labels(self, num_classes: int) -> tuple[tuple[str, ...] | None, str]:
         """Names of the classes, and what was wrong with them."""
-        if not self.id2label or not classes:
+        if not self.id2label or not num_classes:
             return None, ""
         try:
             names = from_id2label(self.id2label)
         except ConfigError as error:
             return None, f"the class names in config.json were not used: {error}"
-        if names is not None and len(names) != classes:
-            return None, f"config.json has {len(names)} class names for {classes} classes: they were not used."
+        if names is not None and len(names) != num_classes:
+            return None, f"config.json has {len(names)} class names for {num_classes} classes: they were not used."
         return names, ""
 
 
@@ -253,13 +259,13 @@ def written(card: Card, dtype: str) -> dict[str, Any]:
     kind = KINDS[name]
     values: dict[str, Any] = {"architectures": [architecture(card)], "model_type": kind.types[0]}
     body = _bit(config) if isinstance(config, BiTConfig) else BODIES[name](config)
-    if config.classes and not is_projection(config):
-        labels = card.labels or [f"LABEL_{i}" for i in range(config.classes)]
+    if config.num_classes and not is_projection(config):
+        labels = card.labels or [f"LABEL_{i}" for i in range(config.num_classes)]
         values |= {
             "id2label": {str(i): label for i, label in enumerate(labels)},
             "label2id": {label: i for i, label in enumerate(labels)},
         }
-        if card.several:
+        if card.multi_label:
             values["problem_type"] = SEVERAL
         if name in ("clip", "siglip"):
             values["model_type"] = kind.types[1]
@@ -276,12 +282,12 @@ def architecture(card: Card) -> str:
     if is_projection(config):
         return "CLIPVisionModelWithProjection"
     if isinstance(config, ViTConfig):
-        if config.distilled and config.classes:
+        if config.distilled and config.num_classes:
             return "DeiTForImageClassificationWithTeacher"
-        square = len(set(pair(config.image))) == 1
-        if card.family == "MAE" and bare == "ViTModel" and not config.classes and not config.pre_logits and square:
+        square = len(set(pair(config.image_size))) == 1
+        if card.family == "MAE" and bare == "ViTModel" and not config.num_classes and not config.pre_logits and square:
             return "ViTMAEModel"
-    return classifier if config.classes else bare
+    return classifier if config.num_classes else bare
 
 
 def _shared(config: ViTConfig) -> dict[str, Any]:
@@ -289,12 +295,12 @@ def _shared(config: ViTConfig) -> dict[str, Any]:
     return {
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
-        "num_attention_heads": config.heads,
-        "intermediate_size": config.mlp,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_dim,
         "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation),
         "layer_norm_eps": config.norm_eps,
-        "image_size": _plain(config.image),
-        "patch_size": _plain(config.patch),
+        "image_size": _plain(config.image_size),
+        "patch_size": _plain(config.patch_size),
         "num_channels": config.channels,
     }
 
@@ -305,7 +311,7 @@ def _vit(config: ViTConfig) -> dict[str, Any]:
         "hidden_dropout_prob": config.dropout,
         "attention_probs_dropout_prob": config.attention_dropout,
         "qkv_bias": config.qkv_bias,
-        "encoder_stride": pair(config.patch)[0],
+        "encoder_stride": pair(config.patch_size)[0],
         **pooler,
     }
 
@@ -314,16 +320,16 @@ def _dinov2(config: ViTConfig) -> dict[str, Any]:
     values = _vit(config) | {
         "mlp_ratio": mlp_ratio(config),
         "layerscale_value": config.layer_scale,
-        "drop_path_rate": config.path_dropout,
+        "drop_path_rate": config.drop_path,
         "use_swiglu_ffn": config.activation == "swiglu",
     }
-    if config.registers:
-        values["num_register_tokens"] = config.registers
+    if config.num_registers:
+        values["num_register_tokens"] = config.num_registers
     return {k: v for k, v in values.items() if k not in ("intermediate_size", "encoder_stride")}
 
 
 def _clip(config: ViTConfig) -> dict[str, Any]:
-    projection = {"projection_dim": config.classes} if is_projection(config) else {}
+    projection = {"projection_dim": config.num_classes} if is_projection(config) else {}
     return _shared(config) | {"attention_dropout": config.attention_dropout, **projection}
 
 
@@ -333,7 +339,7 @@ def _siglip(config: ViTConfig) -> dict[str, Any]:
 
 
 def _bit(config: BiTConfig) -> dict[str, Any]:
-    base = int(64 * config.width)
+    base = int(64 * config.width_factor)
     return {
         "num_channels": config.channels,
         "embedding_size": base,
@@ -360,6 +366,6 @@ def mlp_ratio(config: ViTConfig) -> int | None:
         hidden = config.width * ratio
         if config.activation == "swiglu":
             hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
-        if hidden == config.mlp:
+        if hidden == config.mlp_dim:
             return ratio
     return None

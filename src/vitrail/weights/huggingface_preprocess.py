@@ -1,4 +1,4 @@
-"""Hugging Face's preprocessor_config.json <-> how pictures are prepared."""
+"""Hugging Face's preprocessor_config.json <-> how images are prepared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ USUAL = {"vit": "ViT", "deit": "DeiT", "clip": "CLIP", "siglip": "Siglip"}
 
 
 def said(archive: Archive) -> dict[str, Any] | None:
-    """The processor's file, or its part of a file about pictures and words."""
+    """The processor's file, or its part of a file about images and words."""
     alone = archive.sidecars.get("preprocessor_config.json")
     joint = archive.sidecars.get("processor_config.json")
     found = alone or (joint.get("image_processor") if isinstance(joint, dict) else None)
@@ -41,7 +41,7 @@ def said(archive: Archive) -> dict[str, Any] | None:
 
 
 def read(
-    stated: dict[str, Any], kind: str, image: tuple[int, int], channels: int
+    stated: dict[str, Any], kind: str, image_size: tuple[int, int], channels: int
 ) -> tuple[PreprocessConfig, list[str]]:
     """As the file says, for a network of this own size; and what could not be followed."""
     named = str(stated.get("image_processor_type") or stated.get("feature_extractor_type") or "")
@@ -53,37 +53,37 @@ def read(
             f"preprocessor_config.json is for {named}: its sizes, mean and std are followed, and nothing that only "
             "this class does."
         )
-    size = _resizing(values, name in SHORT, image, notes)
-    mean, std = _normalising(values)
+    size = _resizing(values, name in SHORT, image_size, notes)
+    mean, std = _normalizing(values)
     resample = values["resample"]
     if resample not in RESAMPLE:
         notes.append(f"preprocessor_config.json asks for Pillow's filter {resample}: bilinear is used.")
     filtered = RESAMPLE.get(resample, "bilinear")
-    config = PreprocessConfig(**size, centre="floor", interpolation=filtered, mean=mean, std=std)
+    config = PreprocessConfig(**size, crop_rounding="floor", interpolation=filtered, mean=mean, std=std)
     return channels_for(config, channels), notes
 
 
-def _resizing(values: dict[str, Any], short: bool, image: tuple[int, int], notes: list[str]) -> dict[str, Any]:
+def _resizing(values: dict[str, Any], short: bool, image_size: tuple[int, int], notes: list[str]) -> dict[str, Any]:
     if not values.get("do_resize", True):
-        notes.append("preprocessor_config.json does not resize pictures; they are squashed to the network's own size.")
-        return {"image": image, "resize": "squash"}
+        notes.append("preprocessor_config.json does not resize images; they are squashed to the network's own size.")
+        return {"image_size": image_size, "resize": "squash"}
     size = _size(values["size"], short)
     crop = _pair(values["crop_size"]) if values.get("do_center_crop") and values.get("crop_size") else None
     if "shortest_edge" in size:
         if crop is None:
             notes.append("preprocessor_config.json does not crop; the middle of the network's own size is taken.")
-        return {"image": crop or image, "resize": "short", "resize_to": int(size["shortest_edge"])}
+        return {"image_size": crop or image_size, "resize": "short", "resize_to": int(size["shortest_edge"])}
     if "height" not in size:
-        notes.append(f"preprocessor_config.json has a size vitrail does not know ({size}); pictures are squashed.")
-        return {"image": image, "resize": "squash"}
+        notes.append(f"preprocessor_config.json has a size vitrail does not know ({size}); images are squashed.")
+        return {"image_size": image_size, "resize": "squash"}
     whole = int(size["height"]), int(size["width"])
     if crop is None or crop == whole:
-        return {"image": whole, "resize": "squash"}
+        return {"image_size": whole, "resize": "squash"}
     grown, side = min(whole), min(crop)
     if (crop[0] * grown // side, crop[1] * grown // side) != whole:
-        notes.append(f"preprocessor_config.json crops {crop} of {whole}; pictures are squashed to {crop}.")
-        return {"image": crop, "resize": "squash"}
-    return {"image": crop, "resize": "squash", "resize_to": grown}
+        notes.append(f"preprocessor_config.json crops {crop} of {whole}; images are squashed to {crop}.")
+        return {"image_size": crop, "resize": "squash"}
+    return {"image_size": crop, "resize": "squash", "resize_to": grown}
 
 
 def _size(size: Any, short: bool) -> dict[str, int]:
@@ -101,7 +101,7 @@ def _pair(size: Any) -> tuple[int, int]:
     return pair(size if isinstance(size, int) else tuple(size))
 
 
-def _normalising(values: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _normalizing(values: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and spread of values in [0, 1], whatever range the file counts in."""
     scale = 1.0
     if not values.get("do_rescale", True):
@@ -116,7 +116,7 @@ def _normalising(values: dict[str, Any]) -> tuple[tuple[float, ...], tuple[float
 
 def written(preprocess: PreprocessConfig, kind: str) -> dict[str, Any]:
     """preprocessor_config.json; its library always antialiases, and always rounds a crop's place down."""
-    crop = pair(preprocess.image)
+    crop = pair(preprocess.image_size)
     values: dict[str, Any] = {"do_resize": True}
     if preprocess.resize == "short":
         name = "CLIP" if kind == "clip" else "Bit"

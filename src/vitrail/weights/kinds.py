@@ -25,15 +25,15 @@ FOREIGN: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x1f\x8b", "compressed with gzip"),
     (0, b"\xfd7zXZ", "compressed with xz"),
     (257, b"ustar", "a tar archive"),
-    (0, b"\xff\xd8\xff", "a JPEG picture"),
-    (0, b"\x89PNG", "a PNG picture"),
+    (0, b"\xff\xd8\xff", "a JPEG image"),
+    (0, b"\x89PNG", "a PNG image"),
 )
 HEAD = 512
 WANTED = "safetensors, npz or a file of torch.save was wanted"
 AGAIN = "download or copy it again"
 
 
-def recognise(path: Path) -> Kind:
+def recognize(path: Path) -> Kind:
     """The kind of a file that can be read; for any other an error that says what it is."""
     with path.open("rb") as file:
         head = file.read(HEAD)

@@ -76,11 +76,11 @@ def named(net: Net, card: Card) -> Card:
     in the file or beside it. A model that vitrail trained has the names of its own data, or none. Without a package
     that has ImageNet's names, classes stay numbers.
     """
-    bare = card.labels is None and card.task == "classify" and not card.several and card.config.classes == 1000
+    bare = card.labels is None and card.task == "classify" and not card.multi_label and card.config.num_classes == 1000
     if not bare or card.trained_here or not any(tensor.any() for tensor in net.head.parameters()):
         return card
     labels = imagenet_1k()
-    return card if labels is None else card.but(labels=labels).noting(ASSUMED)
+    return card if labels is None else card.replace(labels=labels).noting(ASSUMED)
 
 
 def stated(card: Card) -> tuple[str, ...] | None:

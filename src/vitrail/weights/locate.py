@@ -134,7 +134,8 @@ def _unpublished(text: str) -> str:
     known = find(base)
     if image and known is not None and known.checkpoint:
         return (
-            f"{text} has no public weights of its own; load {base} with image={image}, which resamples its positions."
+            f"{text} has no public weights of its own; load {base} with image_size={image}, "
+            "which resamples its positions."
         )
     return f"{text} has no public weights; vitrail.create({text!r}) builds it untrained."
 

@@ -50,7 +50,7 @@ def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tu
     if isinstance(module, Network):
         raise FormatError("this is a network of vitrail; vitrail.Model(net, card) gives it preprocessing and labels.")
     archive = _archive(module)
-    if not any(form.recognise(archive) is not None for form in checkpoint.FORMATS):
+    if not any(form.recognize(archive) is not None for form in checkpoint.FORMATS):
         raise FormatError(
             f"{archive.source} is not a network that vitrail reads; wanted a Vision Transformer or BiT of timm, "
             "transformers, torchvision or open_clip."
@@ -104,7 +104,7 @@ def _copies(module: nn.Module, source: str) -> dict[str, Tensor]:
         if type(tensor) is not Tensor:
             raise FormatError(
                 f"{source}: its {name} is a {type(tensor).__name__}, not a plain tensor; load the network as it was "
-                "before it was quantised or sharded."
+                "before it was quantized or sharded."
             )
         if tensor.is_meta:
             raise CheckpointError(f"{source} has no weights: it is on the meta device; load them into it first.")
@@ -145,13 +145,13 @@ def _stored(name: str, file: str) -> dict[str, Any]:
 
 def _own_size(module: Any, card: Card) -> Card:
     """With preprocessing for the network's size where it is not that of the checkpoint, which the processor is for."""
-    size, image = getattr(module.config, "image_size", None), pair(card.config.image)
+    size, image = getattr(module.config, "image_size", None), pair(card.config.image_size)
     size = list(size) if isinstance(size, tuple) else size  # as JSON has it
     stored = _stored(str(getattr(module.config, "name_or_path", "")), "config.json").get("image_size", size)
-    if stored == size or pair(card.preprocess.image) == image:
+    if stored == size or pair(card.preprocess.image_size) == image:
         return card
     note = f"images are resized to {image[0]}x{image[1]}, the network's size: its processor is for the checkpoint's."
-    return card.but(preprocess=sized(card.preprocess, image, card.preprocess.channels)).noting(note)
+    return card.replace(preprocess=sized(card.preprocess, image, card.preprocess.channels)).noting(note)
 
 
 def _conventions(module: nn.Module) -> dict[str, Any]:
@@ -159,10 +159,12 @@ def _conventions(module: nn.Module) -> dict[str, Any]:
     parts = list(_tower(module).modules())
     sizes = [getattr(m, name, None) for m in parts for name in ("img_size", "image_size")]
     found = {
-        "heads": _only(m.num_heads for m in parts if isinstance(getattr(m, "num_heads", None), int)),
+        "num_heads": _only(m.num_heads for m in parts if isinstance(getattr(m, "num_heads", None), int)),
         "norm_eps": _only(m.eps for m in parts if isinstance(m, nn.LayerNorm) or "RmsNorm" in type(m).__name__),
         "activation": _only(_gelu(m) for m in parts if type(m).__name__ in GELUS),
-        "image": _only(pair(s if isinstance(s, int) else tuple(s)) for s in sizes if isinstance(s, int | tuple | list)),
+        "image_size": _only(
+            pair(s if isinstance(s, int) else tuple(s)) for s in sizes if isinstance(s, int | tuple | list)
+        ),
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -189,7 +191,9 @@ def _compared(module: nn.Module, net: Net, source: str) -> list[str]:
     unknown = [f"the outputs of {source} could not be compared: read by its tensors and config alone."]
     if ours.dtype not in (weight.dtype, torch.float32, torch.float64):
         return unknown  # the weights were rounded
-    images = torch.randn(2, net.config.channels, *pair(net.config.image), generator=torch.Generator().manual_seed(0))
+    images = torch.randn(
+        2, net.config.channels, *pair(net.config.image_size), generator=torch.Generator().manual_seed(0)
+    )
     with torch.autocast("cpu", enabled=False):
         theirs, exact = _outputs(module, images), _exact(net)
         images = images.to(torch.promote_types(ours.dtype, torch.float32))
@@ -197,7 +201,7 @@ def _compared(module: nn.Module, net: Net, source: str) -> list[str]:
         if torch.equal(wanted[0], wanted[1]):
             return unknown  # a head of zeros hides everything below it
         differences = [_difference(theirs[name], wanted) for name in OUTPUTS if name in theirs]
-        if isinstance(exact, ViT) and not (exact.config.classes or exact.config.pre_logits or exact.pool):
+        if isinstance(exact, ViT) and not (exact.config.num_classes or exact.config.pre_logits or exact.pool):
             # These tokens decide the output, whatever pooler stands above them; masked autoencoders shuffle them.
             hidden, tokens = theirs.get("last_hidden_state"), exact.features(images, layers=[-1], norm=True).tokens
             if tokens and hidden is not None and hidden.shape == tokens[0].shape:

@@ -23,7 +23,7 @@ HEADER = "vitrail"
 """The metadata key that holds the card."""
 
 
-def recognise(archive: Archive) -> str | None:
+def recognize(archive: Archive) -> str | None:
     names = archive.tensors
     vit = "patch.weight" in names and "blocks.0.attention.qkv.weight" in names
     bit = "root.weight" in names and "stages.0.0.conv1.weight" in names
@@ -55,4 +55,4 @@ def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool
         write_json(folder / "config.json", card.to_dict())
 
 
-NATIVE = Format(name="vitrail", recognise=recognise, describe=describe, table=table, write=write)
+NATIVE = Format(name="vitrail", recognize=recognize, describe=describe, table=table, write=write)

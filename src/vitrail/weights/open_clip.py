@@ -82,7 +82,7 @@ LAST = both("ln_post", "norm")
 
 
 def _first_query(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
-    """CoCa's queries, as its pooler normalises them: the first is the image's, the others are the text decoder's."""
+    """CoCa's queries, as its pooler normalizes them: the first is the image's, the others are the text decoder's."""
     query, weight, bias = (t.float() for t in tensors)
     return [F.layer_norm(query[0], weight.shape, weight, bias, as_vit(config).norm_eps)]
 
@@ -160,7 +160,7 @@ class Stated:
         return bool(self.model)
 
 
-def recognise(archive: Archive, tower: str) -> str | None:
+def recognize(archive: Archive, tower: str) -> str | None:
     for prefix in ("", "module.", "model."):
         start = prefix + tower
         names = {n.removeprefix(start) for n in archive.tensors if n.startswith(start)}
@@ -225,13 +225,13 @@ def _config(archive: Archive, stated: Stated, openai: bool, notes: list[str], ac
             raise FormatError(f"open_clip_config.json says {field_name}={said}, and the tensors have {found}.")
     norm = stated.vision.get("norm_kwargs") or {}
     return ViTConfig(
-        patch=(patch[0], patch[1]),
+        patch_size=(patch[0], patch[1]),
         channels=channels,
-        classes=archive.shape("proj")[1] if "proj" in names else 0,
+        num_classes=archive.shape("proj")[1] if "proj" in names else 0,
         width=width,
         depth=depth,
-        heads=_heads(archive, stated, openai, (width, mlp), notes),
-        mlp=mlp,
+        num_heads=_heads(archive, stated, openai, (width, mlp), notes),
+        mlp_dim=mlp,
         norm_eps=float(norm.get("eps", 1e-5)),
         activation=activation,  # type: ignore[arg-type]
         patch_bias=False,
@@ -268,7 +268,7 @@ def _activation(archive: Archive, stated: Stated, openai: bool, tower: str) -> s
 
 def _heads(archive: Archive, stated: Stated, openai: bool, size: tuple[int, int], notes: list[str]) -> int:
     width, _ = size
-    if told := archive.told.get("heads"):
+    if told := archive.told.get("num_heads"):
         return int(told)
     if stated or openai:
         return width // int(stated.vision.get("head_width", 64))
@@ -276,9 +276,9 @@ def _heads(archive: Archive, stated: Stated, openai: bool, size: tuple[int, int]
         return width // archive.shape(f"{FIRST}attn.ln_q.weight")[0]
     heads = heads_for(*size)
     if heads is None:
-        raise FormatError(f"the file does not say how many heads share width {width}; pass heads=...")
+        raise FormatError(f"the file does not say how many heads share width {width}; pass num_heads=...")
     notes.append(
-        f"{heads} heads are assumed, {width // heads} wide each: the file does not say (heads=... settles it)."
+        f"{heads} heads are assumed, {width // heads} wide each: the file does not say (num_heads=... settles it)."
     )
     return heads
 
@@ -314,25 +314,26 @@ def _coca(archive: Archive, stated: Stated, notes: list[str]) -> dict[str, Any]:
 def _image(archive: Archive, stated: Stated, patch: list[int], notes: list[str]) -> dict[str, Any]:
     """The size the positions are for: as stated where that fits the table, else a square."""
     rows = archive.shape("positional_embedding")[0] - 1
-    said = stated.vision.get("image_size") or archive.told.get("image")
+    said = stated.vision.get("image_size") or archive.told.get("image_size")
     if said:
         size = pair(said if isinstance(said, int) else tuple(said))
         if (size[0] // patch[0]) * (size[1] // patch[1]) == rows:
             covered = not (size[0] % patch[0] or size[1] % patch[1])
-            return {"image": size, "uncovered": "refuse" if covered else "ignore"}
+            return {"image_size": size, "uncovered": "refuse" if covered else "ignore"}
     side = math.isqrt(rows)
     if not rows or side * side != rows:
         raise FormatError(
-            f"positional_embedding has {rows + 1} rows: no square grid and a class token; pass image=(height, width)."
+            f"positional_embedding has {rows + 1} rows: no square grid and a class token; "
+            "pass image_size=(height, width)."
         )
     size = (side * patch[0], side * patch[1])
     if said:
         notes.append(f"open_clip_config.json says image_size={said}; the positions are for {size[0]}x{size[1]}.")
-    return {"image": size}
+    return {"image_size": size}
 
 
 def _preprocess(stated: dict[str, Any], usual: PreprocessConfig, notes: list[str]) -> PreprocessConfig:
-    height, width = pair(usual.image)
+    height, width = pair(usual.image_size)
     changes: dict[str, Any] = {name: tuple(stated[name]) for name in ("mean", "std") if stated.get(name)}
     if stated.get("interpolation") in ("bilinear", "bicubic", "nearest"):
         changes["interpolation"] = stated["interpolation"]
@@ -345,12 +346,12 @@ def _preprocess(stated: dict[str, Any], usual: PreprocessConfig, notes: list[str
         notes.append(
             "open_clip_config.json fits the long side and pads, which vitrail does not do: the short side is fitted."
         )
-    return usual.but(**changes)
+    return usual.replace(**changes)
 
 
 def _form(tower: str) -> Format:
     bound: dict[str, Callable[..., Any]] = {
-        "recognise": partial(recognise, tower=tower),
+        "recognize": partial(recognize, tower=tower),
         "describe": partial(describe, tower=tower),
         "table": partial(table, tower=tower),
     }

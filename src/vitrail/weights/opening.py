@@ -18,55 +18,57 @@ from vitrail.weights.locate import Found, locate
 def open_checkpoint(
     source: str | Path | Found,
     *,
-    image: Pair | None = None,
+    image_size: Pair | None = None,
     channels: int | None = None,
-    classes: int | None = None,
+    num_classes: int | None = None,
     changes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Net, Card]:
     """Network (in evaluation mode) and card; what was done and assumed is in the card's notes."""
     found = locate(source)
-    net, card = _read(found.path, image, dict(changes or {}), **options)
+    net, card = _read(found.path, image_size, dict(changes or {}), **options)
     if found.origin:
-        card = card.but(origin=found.origin)
-    return adapted(net, card.noting(*found.notes), image, channels, classes)
+        card = card.replace(origin=found.origin)
+    return adapted(net, card.noting(*found.notes), image_size, channels, num_classes)
 
 
-def _read(path: Path, image: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, Card]:
+def _read(path: Path, image_size: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, Card]:
     """The checkpoint as it is; or, where it does not tell its own size and cannot be read, of the size asked for."""
     try:
         return checkpoint.read(path, changes=changes, **options)
     except FormatError:
-        if image is None:
+        if image_size is None:
             raise
         with suppress(VitrailError):
-            return checkpoint.read(path, changes=changes | {"image": pair(image)}, **options)
+            return checkpoint.read(path, changes=changes | {"image_size": pair(image_size)}, **options)
         raise
 
 
 def adapted(
-    net: Net, card: Card, image: Pair | None = None, channels: int | None = None, classes: int | None = None
+    net: Net, card: Card, image_size: Pair | None = None, channels: int | None = None, num_classes: int | None = None
 ) -> tuple[Net, Card]:
     """The same model for another image size, other channels or other classes."""
-    if image is not None and pair(image) != pair(net.config.image):
-        net = net.resized(image)
-        card = card.but(config=net.config)
+    if image_size is not None and pair(image_size) != pair(net.config.image_size):
+        net = net.resized(image_size)
+        card = card.replace(config=net.config)
         if isinstance(net, ViT) and net.config.position.startswith("learned"):
-            card = card.noting(f"positions were resampled to {_size(image)} as {net.config.resample} does it")
-    if image is not None and pair(image) != pair(card.preprocess.image):
-        card = card.but(preprocess=sized(card.preprocess, pair(image), card.preprocess.channels))
+            card = card.noting(f"positions were resampled to {_size(image_size)} as {net.config.resample} does it")
+    if image_size is not None and pair(image_size) != pair(card.preprocess.image_size):
+        card = card.replace(preprocess=sized(card.preprocess, pair(image_size), card.preprocess.channels))
     if channels is not None and channels != net.config.channels:
         note = _channels_note(net, channels)
         net = net.with_channels(channels)
-        card = card.but(config=net.config, preprocess=channels_for(card.preprocess, channels)).noting(note)
-    if classes is None:
+        card = card.replace(config=net.config, preprocess=channels_for(card.preprocess, channels)).noting(note)
+    if num_classes is None:
         return net, card
-    if classes == net.config.classes and card.task == "classify":
-        return net, card.noting(f"it has {classes} classes already: its head is kept as it is")
-    net = net.with_classes(classes)
-    card = card.but(config=net.config, labels=None, several=False, task="classify" if classes else "embed")
+    if num_classes == net.config.num_classes and card.task == "classify":
+        return net, card.noting(f"it has {num_classes} classes already: its head is kept as it is")
+    net = net.with_classes(num_classes)
+    card = card.replace(config=net.config, labels=None, multi_label=False, task="classify" if num_classes else "embed")
     return net, card.noting(
-        f"the head is new: {classes} classes, all zeros until it is trained" if classes else "the head was taken off"
+        f"the head is new: {num_classes} classes, all zeros until it is trained"
+        if num_classes
+        else "the head was taken off"
     )
 
 
@@ -79,9 +81,9 @@ def _channels_note(net: Net, channels: int) -> str:
     else:
         how = f"cut from {had} to {channels} and scaled by {had}/{channels}"
     note = f"for {channels} channel{plural} the first filters were {how}"
-    standardised = isinstance(net.config, BiTConfig) or net.config.stem is not None
-    return f"{note}; its first convolution is standardised, so train it before relying on it" if standardised else note
+    standardized = isinstance(net.config, BiTConfig) or net.config.stem is not None
+    return f"{note}; its first convolution is standardized, so train it before relying on it" if standardized else note
 
 
-def _size(image: Pair) -> str:
-    return "x".join(map(str, pair(image)))
+def _size(image_size: Pair) -> str:
+    return "x".join(map(str, pair(image_size)))

@@ -44,12 +44,12 @@ def check_sizes(card: Card, tensors: Tensors) -> None:
 
 def check_image(card: Card) -> None:
     """Raise FormatError for an image that is too large to compute on; in some networks no tensor shows its size."""
-    for stated, image in (("image", card.config.image), ("preprocess.image", card.preprocess.image)):
+    for stated, image in (("image_size", card.config.image_size), ("preprocess.image", card.preprocess.image_size)):
         height, width = pair(image)
         if height * width > PIXELS:
             raise FormatError(f"got {stated}={height}x{width}, wanted at most {PIXELS:,} pixels.")
     if isinstance(card.config, ViTConfig):
-        tokens = math.prod(card.config.grid) + card.config.registers
+        tokens = math.prod(card.config.grid) + card.config.num_registers
         if tokens > TOKENS:
             raise FormatError(f"got {tokens:,} patches and registers, wanted at most {TOKENS:,}.")
 
@@ -66,28 +66,32 @@ def _blocks(config: AnyConfig) -> tuple[int, str]:
 def _weights(config: AnyConfig) -> Iterator[tuple[str, int]]:
     """Parts of a network by their sizes, each with a lower bound for its weights."""
     if isinstance(config, BiTConfig):
-        channels = 4 * int(64 * config.width * 2 ** (len(config.layers) - 1))
-        yield f"layers={config.layers} and width={config.width:g}", _stages(config.width, config.layers)
-        yield f"classes={config.classes}", config.classes * channels
+        channels = 4 * int(64 * config.width_factor * 2 ** (len(config.layers) - 1))
+        yield f"layers={config.layers} and width={config.width_factor:g}", _stages(config.width_factor, config.layers)
+        yield f"num_classes={config.num_classes}", config.num_classes * channels
         yield f"channels={config.channels}", config.channels
         return
-    width, image, patch = config.width, "x".join(map(str, pair(config.image))), "x".join(map(str, pair(config.patch)))
-    blocks = config.depth * width * (4 * width + 2 * config.mlp)
-    yield f"depth={config.depth}, width={width} and mlp={config.mlp}", blocks
+    width, image, patch = (
+        config.width,
+        "x".join(map(str, pair(config.image_size))),
+        "x".join(map(str, pair(config.patch_size))),
+    )
+    blocks = config.depth * width * (4 * width + 2 * config.mlp_dim)
+    yield f"depth={config.depth}, width={width} and mlp_dim={config.mlp_dim}", blocks
     if config.stem is not None:
-        units = f"stem.layers={config.stem.layers} and stem.width={config.stem.width:g}"
-        yield units, _stages(config.stem.width, config.stem.layers)
+        units = f"stem.layers={config.stem.layers} and stem.width_factor={config.stem.width_factor:g}"
+        yield units, _stages(config.stem.width_factor, config.stem.layers)
     channels = config.channels if config.stem is None else config.stem.channels
-    yield f"patch={patch} and channels={config.channels}", channels * math.prod(pair(config.patch)) * width
+    yield f"patch_size={patch} and channels={config.channels}", channels * math.prod(pair(config.patch_size)) * width
     if config.position == "learned-1d":
-        yield f"image={image} of patch={patch}", math.prod(config.grid) * width
+        yield f"image_size={image} of patch_size={patch}", math.prod(config.grid) * width
     if config.position in ("learned-2d", "relative"):
-        yield f"image={image} of patch={patch}", sum(config.grid)
-    yield f"registers={config.registers}", config.registers * width
+        yield f"image_size={image} of patch_size={patch}", sum(config.grid)
+    yield f"num_registers={config.num_registers}", config.num_registers * width
     yield f"pre_logits={config.pre_logits}", config.pre_logits * config.pooled_width
     if config.pool == "coca":
         yield f"pool_width={config.pool_width}", config.pooled_width * width
-    yield f"classes={config.classes}", config.classes * config.head_width
+    yield f"num_classes={config.num_classes}", config.num_classes * config.head_width
 
 
 def _stages(width: float, layers: Sequence[int], first: int = 0) -> int:

@@ -41,7 +41,7 @@ def _read_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
     tokens, table = (t.flatten(0, 1) for t in tensors)  # R D, rows D
     if len(table) == config.placed_prefix + math.prod(config.grid):
         return [tokens, *POSITION.read([table[None]], config)]
-    first, last = config.placed_prefix, config.placed_prefix + config.registers
+    first, last = config.placed_prefix, config.placed_prefix + config.num_registers
     position = table[first:last]
     rest = torch.cat([table[:first], table[last:]])[None]
     tokens = torch.where(position == 0, tokens, tokens + position)  # -0 + 0 is another zero
@@ -129,7 +129,7 @@ def table(config: AnyConfig) -> Table:
     if isinstance(config, BiTConfig):
         return Table("timm", BIT)
     norm = "fc_norm" if config.pool_norm == "after" and not config.distilled else "norm"
-    placed = PLACED_REGISTERS if config.registers and config.position == "learned-1d" else POSITION_RULES
+    placed = PLACED_REGISTERS if config.num_registers and config.position == "learned-1d" else POSITION_RULES
     stem = ROOT_ALONE if config.stem and not config.stem.layers else STEM
     ignore = () if config.pre_logits else ("pre_logits.*",)
     return Table("timm", [*TOKENS_RULES, *placed, *ENDS, *both(norm, "norm"), *BLOCK, *stem], ignore)
@@ -150,7 +150,7 @@ ANCHORS = ("patch_embed.proj.weight", "blocks.0.norm1.weight", "blocks.0.attn.qk
 BIT_ANCHORS = ("stem.conv.weight", "stages.0.blocks.0.norm1.weight", "stages.0.blocks.0.conv1.weight")
 
 
-def recognise(archive: Archive) -> str | None:
+def recognize(archive: Archive) -> str | None:
     for prefix in PREFIXES:
         names = {n.removeprefix(prefix) for n in archive.tensors if n.startswith(prefix)}
         # Two will do: a file that lacks one of its tensors is told so, by name.
@@ -166,11 +166,11 @@ def describe(archive: Archive) -> Card:
     config, notes = _vit_config(archive, said)
     family = family_of(archive, f"{said.arch}.{said.tag}" if said.cfg else "", config)
     if not said.cfg:  # not timm's own repository: resized as the code that made it does
-        config = config.but(resample=conventions_of(family, config).get("resample", "timm"))
+        config = config.replace(resample=conventions_of(family, config).get("resample", "timm"))
     usual = usual_preprocess(family, config, "timm")
     if not said.cfg:
         given = {name: arguments(archive).get(name) for name in ("mean", "std")}
-        usual = usual.but(
+        usual = usual.replace(
             **{n: tuple(v) for n, v in given.items() if isinstance(v, list | tuple) and len(v) == len(usual.mean)}
         )
     preprocess, heard = said.preprocess(config, usual)
@@ -180,9 +180,9 @@ def describe(archive: Archive) -> Card:
             f"preprocessing is not in the file; as usual for {family}: {preprocess.summary()}. "
             "If it is of another, pass --family NAME (family=... in Python)."
         )
-    labels = said.labels(config.classes)
-    projects = family == "CLIP" and config.classes in CLIP_OUT.values() and not labels and not said.tag_has("ft")
-    embeds = not config.classes or projects
+    labels = said.labels(config.num_classes)
+    projects = family == "CLIP" and config.num_classes in CLIP_OUT.values() and not labels and not said.tag_has("ft")
+    embeds = not config.num_classes or projects
     return Card(
         config=config,
         preprocess=preprocess,
@@ -207,15 +207,15 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     inside = {n.split(".", 2)[2] for n in names if n.startswith("blocks.")}  # of any block: one may lack a tensor
     pre_norm = bool(said.args.get("pre_norm", "norm_pre.weight" in names))
     options: dict[str, Any] = {
-        "patch": patch,
+        "patch_size": patch,
         "channels": archive.shape(first)[1],
-        "classes": head[0] if head else 0,
+        "num_classes": head[0] if head else 0,
         "width": width,
         "depth": depth,
-        "mlp": down,
+        "mlp_dim": down,
         "class_token": "cls_token" in names,
         "distilled": "dist_token" in names,
-        "registers": archive.shape("reg_token")[1] if "reg_token" in names else 0,
+        "num_registers": archive.shape("reg_token")[1] if "reg_token" in names else 0,
         "position": "learned-1d" if "pos_embed" in names else "none",
         "norm": "layer" if {"norm1.bias", "norm2.bias"} & inside else "rms",
         "patch_bias": not pre_norm or "patch_embed.proj.bias" in names,  # timm has one or the other
@@ -235,27 +235,27 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
         patch_size=patch,
         in_chans=options["channels"],
         class_token=options["class_token"],
-        reg_tokens=options["registers"],
+        reg_tokens=options["num_registers"],
         pre_norm=pre_norm,
         fc_norm=options["pool_norm"] == "after",
     )
-    if options["distilled"] and options["registers"]:
+    if options["distilled"] and options["num_registers"]:
         raise FormatError(
             "read as timm, it has registers beside a distillation token, which timm's code does not read."
         )
     stated = ("qkv_bias", "proj_bias", "qk_norm")  # by the arguments, where a tensor is missing
     options |= {name: bool(said.args[name]) for name in stated if name in said.args}
     options |= _positions(archive, said, options)
-    if (classes := said.whole.get("num_classes")) not in (None, options["classes"]):
-        said.notes.append(f"config.json says num_classes={classes}, and the head has {options['classes']}.")
+    if (classes := said.whole.get("num_classes")) not in (None, options["num_classes"]):
+        said.notes.append(f"config.json says num_classes={classes}, and the head has {options['num_classes']}.")
     looks = _resembles(archive, options)
     options |= said.conventions(swiglu=up == 2 * down, looks=looks)
     options["layer_scale"] = options["layer_scale"] and (said.args.get("init_values") or options["layer_scale"])
-    options["heads"], note = said.heads(width, down, archive, looks)
+    options["num_heads"], note = said.heads(width, down, archive, looks)
     notes += [note] if note else []
     config = ViTConfig(**options)
     rows = archive.shape("pos_embed")[1] if "pos_embed" in names else 0
-    if config.registers and rows > config.placed_prefix + math.prod(config.grid):
+    if config.num_registers and rows > config.placed_prefix + math.prod(config.grid):
         notes.append("positions of registers, which ours do not have, were added to the registers themselves.")
     return config, notes
 
@@ -270,7 +270,7 @@ def _resembles(archive: Archive, options: dict[str, Any]) -> str:
     """Whose image tower these tensors fit as well: CLIP's, SigLIP's with or without its pool, or neither."""
     if options["pre_norm"]:
         return "CLIP"
-    plain = not (options["class_token"] or options["registers"] or options["layer_scale"] or options["stem"])
+    plain = not (options["class_token"] or options["num_registers"] or options["layer_scale"] or options["stem"])
     known = {"target_encoder", "predictor"} <= set(archive.extras.get("sections", ()))  # I-JEPA's own file
     return "SigLIP" if plain and options["qkv_bias"] and options["pool_norm"] == "before" and not known else ""
 
@@ -287,7 +287,7 @@ def _pooling(archive: Archive, said: timm_config.Said) -> dict[str, Any]:
 
 def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]) -> dict[str, Any]:
     """Image size and whether the class token has a position, from the table's rows."""
-    per_patch = [side * (options["stem"].stride if options["stem"] else 1) for side in options["patch"]]
+    per_patch = [side * (options["stem"].stride if options["stem"] else 1) for side in options["patch_size"]]
     size = said.image
     if "pos_embed" not in archive.tensors:
         if said.told.get("position", said.args.get("pos_embed", "learn")) not in ("none", "", None):
@@ -295,15 +295,15 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
                 "read as timm, pos_embed is missing, and networks with rotary or relative positions are not read; "
                 "pass position='none' if this one has no positions at all."
             )
-        return {"image": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
+        return {"image_size": size or tuple(math.ceil(224 / p) * p for p in per_patch)}
     rows = archive.shape("pos_embed")[1]
     special = options["class_token"] + options["distilled"]
-    choices = sorted({special, 0, special + options["registers"]}, key=lambda p: p != special)
+    choices = sorted({special, 0, special + options["num_registers"]}, key=lambda p: p != special)
     for placed in choices:
         if size and math.prod(-(-s // p) for s, p in zip(size, per_patch, strict=True)) == rows - placed:
-            return {"image": size, **_on_class(placed, special)}
+            return {"image_size": size, **_on_class(placed, special)}
         if size and not options["stem"] and _floored(size, per_patch) == rows - placed:
-            return {"image": size, "uncovered": "ignore", **_on_class(placed, special)}
+            return {"image_size": size, "uncovered": "ignore", **_on_class(placed, special)}
     for placed in choices:
         side = math.isqrt(max(rows - placed, 0))
         if side and side * side == rows - placed:
@@ -314,12 +314,12 @@ def _positions(archive: Archive, said: timm_config.Said, options: dict[str, Any]
                 # as many as (side - 1) x (side + 1) patches have with a class token
                 said.notes.append(
                     f"the positions are taken to be for {_by(image)}, and none for the class token; pass "
-                    "image=(height, width) if that is wrong."
+                    "image_size=(height, width) if that is wrong."
                 )
-            return {"image": image, **_on_class(placed, special)}
+            return {"image_size": image, **_on_class(placed, special)}
     raise FormatError(
         f"read as timm, pos_embed has {rows} rows: no square grid with {special} special tokens, "
-        "and the file does not say the image's size; pass image=(height, width)."
+        "and the file does not say the image's size; pass image_size=(height, width)."
     )
 
 
@@ -346,7 +346,7 @@ def _stem_config(archive: Archive, root: str) -> StemConfig:
     stages = 1 + max((s for s, _ in units), default=-1)
     return StemConfig(
         layers=tuple(sum(s == stage for s, _ in units) for stage in range(stages)),
-        width=archive.shape(root)[0] / 64,
+        width_factor=archive.shape(root)[0] / 64,
         norm_eps=1e-5,
         standardize="var",
         standardize_eps=1e-8,
@@ -357,20 +357,20 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
     units = {tuple(map(int, n.split(".")[1:4:2])) for n in archive.tensors if n.startswith("stages.")}
     config = BiTConfig(
         channels=_shape(archive, "stem.conv.weight")[1],
-        classes=archive.shape("head.fc.weight")[0] if "head.fc.weight" in archive.tensors else 0,
+        num_classes=archive.shape("head.fc.weight")[0] if "head.fc.weight" in archive.tensors else 0,
         layers=tuple(sum(s == stage for s, _ in units) for stage in range(1 + max(s for s, _ in units))),
-        width=_shape(archive, "stem.conv.weight")[0] / 64,
+        width_factor=_shape(archive, "stem.conv.weight")[0] / 64,
         standardize_eps=1e-8,
-        image=said.image or 224,
+        image_size=said.image or 224,
     )
     preprocess, heard = said.preprocess(config, usual_preprocess("BiT", config))
     notes = said.notes if heard else [f"preprocessing is not in the file; as usual for BiT: {preprocess.summary()}."]
     return Card(
         config=config,
         preprocess=preprocess,
-        labels=said.labels(config.classes),
+        labels=said.labels(config.num_classes),
         family="BiT",
-        task="classify" if config.classes else "embed",
+        task="classify" if config.num_classes else "embed",
         origin=archive.source,
         notes=tuple(notes),
     )
@@ -397,7 +397,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool
 
 TIMM_FORMAT = Format(
     name="timm",
-    recognise=recognise,
+    recognize=recognize,
     describe=describe,
     table=table,
     write=write,

@@ -145,7 +145,7 @@ class Said:
 
     @property
     def _told_heads(self) -> int:
-        return int(self.told.get("heads") or self.args.get("num_heads") or 0)
+        return int(self.told.get("num_heads") or self.args.get("num_heads") or 0)
 
     def tag_has(self, word: str) -> bool:
         return word in self.tag
@@ -157,7 +157,7 @@ class Said:
             return pair(size if isinstance(size, int) else tuple(size))
         if size := self.cfg.get("input_size"):
             return int(size[1]), int(size[2])
-        size = self.told.get("image")
+        size = self.told.get("image_size")
         return pair(size) if size else None
 
     @property
@@ -204,22 +204,22 @@ class Said:
             return heads, ""
         heads = heads_for(width, mlp)
         if heads is None or heads == 1:  # timm's test_vit has two of 32
-            raise FormatError(f"the file does not say how many heads share width {width}; pass heads=...")
+            raise FormatError(f"the file does not say how many heads share width {width}; pass num_heads=...")
         if looks == "SigLIP" and width == 768 and "attn_pool.latent" not in archive.tensors:
             raise FormatError(
-                "the file does not say how many heads share width 768: pass heads=16 for timm's "
-                "vit_base_patch16_gap_224, heads=12 for the others."
+                "the file does not say how many heads share width 768: pass num_heads=16 for timm's "
+                "vit_base_patch16_gap_224, num_heads=12 for the others."
             )
         if is_published(width, mlp) and width // heads == 64:
             return heads, ""
-        return heads, f"{heads} heads of {width // heads} are assumed; pass heads=... if there are others."
+        return heads, f"{heads} heads of {width // heads} are assumed; pass num_heads=... if there are others."
 
     def preprocess(self, config: ViTConfig | BiTConfig, usual: PreprocessConfig) -> tuple[PreprocessConfig, bool]:
         """As the sidecar says, and whether it does."""
         cfg = self.cfg
         if not cfg.get("mean"):
             return usual, False
-        size = pair(config.image)
+        size = pair(config.image_size)
         crop = float(cfg.get("crop_pct") or 0.875)
         squash = cfg.get("crop_mode") == "squash"
         for name, known in (("crop_mode", ("center", "squash")), ("interpolation", tuple(FILTERS))):
@@ -230,7 +230,7 @@ class Said:
             self.notes.append(f"config.json says crop_pct={crop:g}, and the image is not square: no margin is cut off.")
         mean, std = (list(cfg[key]) for key in ("mean", "std"))
         said = PreprocessConfig(
-            image=size,
+            image_size=size,
             resize="squash" if squash else "short",
             resize_to=None if covered or (squash and crop == 1) else math.floor(min(size) / crop),
             interpolation=FILTERS.get(cfg.get("interpolation") or "bilinear", "bilinear"),
@@ -239,14 +239,14 @@ class Said:
         )
         return channels_for(said, config.channels), True
 
-    def labels(self, classes: int) -> tuple[str, ...] | None:
+    def labels(self, num_classes: int) -> tuple[str, ...] | None:
         """Names in the file, or ImageNet's where the tag says that is what the head was trained on."""
         names, described = self.whole.get("label_names"), self.whole.get("label_descriptions") or {}
         if isinstance(names, dict):
-            names = [names.get(str(i)) for i in range(classes)]
-        if names and len(names) == classes and all(names):
+            names = [names.get(str(i)) for i in range(num_classes)]
+        if names and len(names) == num_classes and all(names):
             return tuple(str(described.get(n, n)) for n in names)
-        if classes == 1000 and re.search(r"(^|_)in1k(_\d+)?$", self.tag):
+        if num_classes == 1000 and re.search(r"(^|_)in1k(_\d+)?$", self.tag):
             return imagenet_1k()
         return None
 
@@ -261,15 +261,15 @@ def _plain(value: Any) -> Any:
 def cannot(config: ViTConfig | BiTConfig) -> list[str]:
     """What timm's VisionTransformer has no place for."""
     if isinstance(config, BiTConfig):
-        fits = (config.layers, config.width) in BIT_ARCH
-        return [] if fits else [f"a BiT of layers {config.layers} and width {config.width:g}"]
+        fits = (config.layers, config.width_factor) in BIT_ARCH
+        return [] if fits else [f"a BiT of layers {config.layers} and width {config.width_factor:g}"]
     wrong = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
         "positions added at the layers": config.position != "none" and config.place != "stem",
         "the tanh layer before the head": bool(config.pre_logits),
         "class token and mean side by side": config.pool == "token+gap",
         "CoCa's attention pool": config.pool == "coca",
-        "a head without bias": bool(config.classes) and not config.head_bias,
+        "a head without bias": bool(config.num_classes) and not config.head_bias,
         "a norm after an attention pool": config.pool == "map" and config.pool_norm == "after",
         "an attention pool beside a class token": config.pool == "map" and config.class_token,
         "an attention pool with SwiGLU": config.pool == "map" and config.activation == "swiglu",
@@ -278,11 +278,11 @@ def cannot(config: ViTConfig | BiTConfig) -> list[str]:
         "SwiGLU with an epsilon of 1e-5": config.activation == "swiglu" and config.norm_eps == 1e-5,
         "a patch bias beside a norm before the blocks": config.pre_norm and config.patch_bias,
         "a patch projection without bias": not config.pre_norm and not config.patch_bias,
-        "registers beside a distillation token": config.distilled and bool(config.registers),
+        "registers beside a distillation token": config.distilled and bool(config.num_registers),
         "a distillation token beside other changes": config.distilled
         and (config.activation not in ("gelu", "gelu-tanh", "gelu-quick") or not config.position_on_class),
         f"a stem of layers {config.stem.layers if config.stem else ()}": config.stem is not None
-        and (config.stem.layers not in STEM_ARCH or config.stem.width != 1),
+        and (config.stem.layers not in STEM_ARCH or config.stem.width_factor != 1),
         "a stem beside a distillation token": config.stem is not None and config.distilled,
         "a stem beside SwiGLU": config.stem is not None and config.activation == "swiglu",
     }
@@ -293,7 +293,7 @@ def drift(config: ViTConfig | BiTConfig) -> list[str]:
     """Numbers fixed in timm's code."""
     if isinstance(config, BiTConfig):
         other = config.standardize_eps != 1e-8
-        return [f"a standardisation epsilon of {config.standardize_eps:g} (timm has 1e-8)"] if other else []
+        return [f"a standardization epsilon of {config.standardize_eps:g} (timm has 1e-8)"] if other else []
     drifts = []
     if config.norm_eps not in (1e-5, 1e-6) or (config.norm == "rms" and config.norm_eps != 1e-6):
         drifts.append(f"a norm epsilon of {config.norm_eps:g} (timm has 1e-6, or 1e-5 in its CLIP models)")
@@ -301,7 +301,7 @@ def drift(config: ViTConfig | BiTConfig) -> list[str]:
         drifts.append("a norm epsilon of 1e-5 in this architecture")
     stem = config.stem
     if stem and (stem.standardize, stem.standardize_eps, stem.norm_eps) != ("var", 1e-8, 1e-5):
-        drifts.append("the original's standardisation in the stem (timm divides by sqrt(var + 1e-8))")
+        drifts.append("the original's standardization in the stem (timm divides by sqrt(var + 1e-8))")
     return drifts
 
 
@@ -320,7 +320,7 @@ STEM_ARCH = {
 def architecture(config: ViTConfig | BiTConfig) -> str:
     """The timm entry point whose code fits; its sizes are then overridden by arguments."""
     if isinstance(config, BiTConfig):
-        return BIT_ARCH[config.layers, config.width]
+        return BIT_ARCH[config.layers, config.width_factor]
     if config.stem:
         return STEM_ARCH[config.stem.layers]
     if config.distilled:
@@ -337,7 +337,18 @@ def architecture(config: ViTConfig | BiTConfig) -> str:
 
 
 def _same_sizes(known: ViTConfig | BiTConfig, config: ViTConfig) -> bool:
-    names = ("image", "patch", "width", "depth", "heads", "mlp", "class_token", "registers", "stem", "pre_norm")
+    names = (
+        "image_size",
+        "patch_size",
+        "width",
+        "depth",
+        "num_heads",
+        "mlp_dim",
+        "class_token",
+        "num_registers",
+        "stem",
+        "pre_norm",
+    )
     if not isinstance(known, ViTConfig) or any(getattr(known, n) != getattr(config, n) for n in names):
         return False
     return (known.layer_scale is None) == (config.layer_scale is None) and known.pool == config.pool
@@ -351,12 +362,12 @@ def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
         next(k for k, v in ACTIVATIONS.items() if v == config.activation) if config.activation != "swiglu" else None
     )
     args: dict[str, Any] = {
-        "img_size": list(pair(config.image)),
+        "img_size": list(pair(config.image_size)),
         "in_chans": config.channels,
         "embed_dim": config.width,
         "depth": config.depth,
-        "num_heads": config.heads,
-        "mlp_ratio": config.mlp * (2 if activation is None else 1) / config.width,
+        "num_heads": config.num_heads,
+        "mlp_ratio": config.mlp_dim * (2 if activation is None else 1) / config.width,
         "global_pool": {"token": "token", "gap": "avg", "map": "map"}[config.pool],
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
@@ -365,16 +376,16 @@ def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
         "class_token": config.class_token,
         "pos_embed": "learn" if config.position != "none" else "none",
         "no_embed_class": not config.placed_prefix,
-        "reg_tokens": config.registers,
+        "reg_tokens": config.num_registers,
         "pre_norm": config.pre_norm,
         "final_norm": config.pool_norm != "none",
-        "fc_norm": config.pool_norm == "after" and not config.distilled,  # whose heads read normalised tokens
+        "fc_norm": config.pool_norm == "after" and not config.distilled,  # whose heads read normalized tokens
     }
     if activation:
         args["act_layer"] = activation
     if config.norm == "rms":
         args["norm_layer"] = "rmsnorm"
-    height, width = pair(config.patch)
+    height, width = pair(config.patch_size)
     args["patch_size"] = height if height == width else [height, width]
     if config.distilled:  # its class fixes these
         for name in ("class_token", "no_embed_class", "reg_tokens", "global_pool"):
@@ -393,12 +404,12 @@ def _crop_pct(crop: int, resize_to: int | None) -> float:
 def written(card: Card) -> dict[str, Any]:
     """config.json as timm writes it."""
     config, preprocess = card.config, card.preprocess
-    size = pair(preprocess.image)
+    size = pair(preprocess.image_size)
     crop = _crop_pct(min(size), preprocess.resize_to)
     whole: dict[str, Any] = {
         "architecture": architecture(config),
-        "num_classes": config.classes,
-        "num_features": config.width if isinstance(config, ViTConfig) else int(64 * config.width * 32),
+        "num_classes": config.num_classes,
+        "num_features": config.width if isinstance(config, ViTConfig) else int(64 * config.width_factor * 32),
         "pretrained_cfg": {
             "tag": "vitrail",
             "input_size": [config.channels, *size],
@@ -408,7 +419,7 @@ def written(card: Card) -> dict[str, Any]:
             "crop_mode": "center" if preprocess.resize == "short" else "squash",
             "mean": list(preprocess.mean),
             "std": list(preprocess.std),
-            "num_classes": config.classes,
+            "num_classes": config.num_classes,
             "license": "",
         },
         "model_args": arguments(config),

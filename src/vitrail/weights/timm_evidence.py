@@ -84,12 +84,12 @@ def _resembled(archive: Archive, config: ViTConfig) -> str:
     if config.distilled:
         return "DeiT"
     if config.layer_scale is not None:
-        return "DINOv2" if pair(config.patch) == (14, 14) else "ViT"
+        return "DINOv2" if pair(config.patch_size) == (14, 14) else "ViT"
     if not config.class_token:
         return "IJEPA" if {"target_encoder", "predictor"} <= set(sections) else "ViT"
     if config.pool == "gap" and config.pool_norm == "after":
         return "MAE"  # as fine-tuned
-    if config.stem is None and not config.classes and not config.registers:
+    if config.stem is None and not config.num_classes and not config.num_registers:
         return "MAE" if _sines(archive, config) else "DINO"
     return "DeiT" if "model" in sections else "ViT"
 

@@ -59,7 +59,7 @@ def table(_: AnyConfig) -> Table:
     return Table("torchvision", RULES)
 
 
-def recognise(archive: Archive) -> str | None:
+def recognize(archive: Archive) -> str | None:
     names, end = archive.tensors, "conv_proj.weight"
     found = [name.removesuffix(end) for name in names if name.endswith(end)]
     return next((p for p in found if f"{p}{FIRST}self_attention.in_proj_weight" in names), None)
@@ -74,23 +74,23 @@ def describe(archive: Archive) -> Card:
     numbers = [re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name) for name in names]
     depth = 1 + max(int(m[1]) for m in numbers if m)
     hidden = shape(f"{FIRST}mlp.0.weight")[0]
-    told = archive.told.get("heads")
+    told = archive.told.get("num_heads")
     heads = told or heads_for(width, hidden)
     if heads is None:
         raise FormatError(
             f"read as torchvision: how many heads share a width of {width} is not stored and cannot be guessed; "
-            "pass heads=..."
+            "pass num_heads=..."
         )
-    grid = _grid(shape("encoder.pos_embedding")[1], (patch[0], patch[1]), archive.told.get("image"))
+    grid = _grid(shape("encoder.pos_embedding")[1], (patch[0], patch[1]), archive.told.get("image_size"))
     config = ViTConfig(
-        image=(grid[0] * patch[0], grid[1] * patch[1]),
-        patch=(patch[0], patch[1]),
+        image_size=(grid[0] * patch[0], grid[1] * patch[1]),
+        patch_size=(patch[0], patch[1]),
         channels=channels,
         width=width,
         depth=depth,
-        heads=heads,
-        mlp=hidden,
-        classes=shape("heads.head.weight")[0] if "heads.head.weight" in names else 0,
+        num_heads=heads,
+        mlp_dim=hidden,
+        num_classes=shape("heads.head.weight")[0] if "heads.head.weight" in names else 0,
         pre_logits=shape("heads.pre_logits.weight")[0] if "heads.pre_logits.weight" in names else 0,
         activation="gelu",
         norm_eps=1e-6,
@@ -98,11 +98,11 @@ def describe(archive: Archive) -> Card:
     )
     preprocess, note = _preprocess(config)
     assumed = f"the number of heads is not stored: {heads} assumed, as in published networks of this width."
-    notes = [note, *([] if told else [assumed]), *(["class names are not stored."] if config.classes else [])]
+    notes = [note, *([] if told else [assumed]), *(["class names are not stored."] if config.num_classes else [])]
     return Card(
         config=config,
         preprocess=preprocess,
-        task="classify" if config.classes else "embed",
+        task="classify" if config.num_classes else "embed",
         origin=archive.source,
         notes=tuple(notes),
     )
@@ -119,28 +119,28 @@ def _grid(rows: int, patch: tuple[int, int], told: Pair | None) -> tuple[int, in
     if side * side != rows - 1 or not side:
         raise FormatError(
             f"read as torchvision: encoder.pos_embedding has {rows} rows, which are no square grid and a class token; "
-            "pass image=(height, width)."
+            "pass image_size=(height, width)."
         )
     return side, side
 
 
 def _preprocess(config: ViTConfig) -> tuple[PreprocessConfig, str]:
     """As torchvision's own transforms for the published file of this shape."""
-    size, patch = pair(config.image), pair(config.patch)
+    size, patch = pair(config.image_size), pair(config.patch_size)
     if size[0] in SWAG_SIZES and size[0] == size[1]:
-        swag = PUBLISHED.but(image=size, resize_to=size[0], interpolation="bicubic")
+        swag = PUBLISHED.replace(image_size=size, resize_to=size[0], interpolation="bicubic")
         return channels_for(swag, config.channels), f"preprocessing is not stored: SWAG's at {size[0]} px assumed."
     (width, side), short = LARGE
-    usual = PUBLISHED.but(resize_to=short) if (config.width, patch[0]) == (width, side) else PUBLISHED
+    usual = PUBLISHED.replace(resize_to=short) if (config.width, patch[0]) == (width, side) else PUBLISHED
     note = "preprocessing is not stored: torchvision's usual assumed (SWAG's linear probes want bicubic and no margin)."
-    return sized(usual, pair(config.image), config.channels), note
+    return sized(usual, pair(config.image_size), config.channels), note
 
 
 def cannot(card: Card) -> list[str]:
     config = card.config
     if isinstance(config, BiTConfig):
         return ["a BiT ResNet"]
-    patch = pair(config.patch)
+    patch = pair(config.patch_size)
     parts = {
         "a ResNet stem": config.stem is not None,
         f"{config.channels} channels, where it has 3": config.channels != 3,
@@ -149,7 +149,7 @@ def cannot(card: Card) -> list[str]:
         "sincos-2d positions": config.position == "sincos-2d",
         "a network without positions": config.position == "none",
         "a class token without a position": config.class_token and not config.position_on_class,
-        "a network without a head": not config.classes,
+        "a network without a head": not config.num_classes,
     }
     return beyond_original(config) + [name for name, there in parts.items() if there]
 
@@ -158,11 +158,11 @@ def drift(card: Card) -> list[str]:
     """What torchvision's code has fixed, and what its files cannot tell."""
     config = card.config
     assert isinstance(config, ViTConfig)
-    guessed = heads_for(config.width, config.mlp)
+    guessed = heads_for(config.width, config.mlp_dim)
     parts = {
         GELUS.get(config.activation, ""): config.activation != "gelu",
         f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,
-        f"heads={config.heads}": config.heads != guessed,
+        f"num_heads={config.num_heads}": config.num_heads != guessed,
         EDGE: config.uncovered == "ignore",
     }
     return [name for name, there in parts.items() if there]
@@ -175,7 +175,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool
 
 TORCHVISION = Format(
     name="torchvision",
-    recognise=recognise,
+    recognize=recognize,
     describe=describe,
     table=table,
     write=write,

@@ -1,6 +1,6 @@
 """Model families that vitrail does not read yet, so that each is refused by its own name.
 
-A family is recognised by the name of timm's architecture where a sidecar states it, and in a bare file
+A family is recognized by the name of timm's architecture where a sidecar states it, and in a bare file
 by tensors that only it has, or lacks. Where a family shares all of
 its tensors with one that vitrail reads, `unless` names the other: the caller has to say which it is.
 """
@@ -16,7 +16,7 @@ from vitrail.errors import FormatError
 
 @dataclass(frozen=True, kw_only=True)
 class Unsupported:
-    """One family and the ways to recognise it."""
+    """One family and the ways to recognize it."""
 
     title: str
     architectures: str = ""

@@ -1,4 +1,4 @@
-"""Turned, slanted and moved pictures, against Pillow's and SciPy's."""
+"""Turned, slanted and moved images, against Pillow's and SciPy's."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def as_tensor(matrices: Matrices) -> Tensor:
 def test_every_pixel_is_what_scipy_interpolates(images: Tensor, name: str):
     ours = affine(images, as_tensor(MATRICES[name]), FILL)
     y, x = np.mgrid[:40, :56] + 0.5
-    for picture, matrix, got in zip(images, MATRICES[name], ours, strict=True):
+    for photo, matrix, got in zip(images, MATRICES[name], ours, strict=True):
         at = np.einsum("ij,jhw->ihw", matrix, np.stack([x, y, np.ones_like(x)])) - 0.5
         for channel in range(3):
-            pixels, fill = picture[channel].double().numpy(), float(FILL[channel])
+            pixels, fill = photo[channel].double().numpy(), float(FILL[channel])
             wanted = ndimage.map_coordinates(pixels, at[::-1], order=1, mode="grid-constant", cval=fill)
             np.testing.assert_allclose(got[channel].numpy(), wanted, rtol=0, atol=3e-5)
 
@@ -44,8 +44,8 @@ def test_every_pixel_is_what_scipy_interpolates(images: Tensor, name: str):
 @pytest.mark.parametrize("name", MATRICES)
 def test_inside_it_is_pillows_transform(photos: Tensor, name: str):
     ours = affine(photos / 255, as_tensor(MATRICES[name]), FILL)
-    for picture, matrix, got in zip(photos, MATRICES[name], ours, strict=True):
-        image = Image.fromarray(picture.permute(1, 2, 0).numpy())
+    for photo, matrix, got in zip(photos, MATRICES[name], ours, strict=True):
+        image = Image.fromarray(photo.permute(1, 2, 0).numpy())
         wanted = image.transform(image.size, Image.Transform.AFFINE, matrix.ravel(), Image.Resampling.BILINEAR)
         marked = Image.new("L", image.size, 255).transform(image.size, Image.Transform.AFFINE, matrix.ravel())
         inside = ndimage.binary_erosion(np.asarray(marked) > 0, iterations=2)
@@ -66,12 +66,12 @@ def test_the_identity_changes_nothing(images: Tensor):
     torch.testing.assert_close(affine(images, as_tensor(identity(16)), FILL), images, rtol=0, atol=1e-5)
 
 
-def test_what_lies_outside_has_the_fills_colour(images: Tensor):
+def test_what_lies_outside_has_the_fills_color(images: Tensor):
     moved = affine(images, as_tensor(translation(np.full(16, 100.0), none)), FILL)
     torch.testing.assert_close(moved, FILL.expand_as(moved), rtol=0, atol=1e-6)
 
 
-def test_a_picture_has_the_same_bits_in_any_batch(images: Tensor):
+def test_an_image_has_the_same_bits_in_any_batch(images: Tensor):
     matrices = as_tensor(MATRICES["rotate"])
     together = affine(images, matrices, FILL)
     for size in (1, 3, 4):

@@ -28,7 +28,7 @@ EVERYTHING = {
     "erase": 0.5,
     "mixup": 0.8,
     "cutmix": 1.0,
-    "mix_chance": 0.8,
+    "mix_prob": 0.8,
 }
 SETTINGS = {
     "plain": {},
@@ -39,10 +39,10 @@ SETTINGS = {
 }
 
 
-def batch_of(photos: Tensor, step: int = 0, *, several: bool = False) -> Batch:
+def batch_of(photos: Tensor, step: int = 0, *, multi_label: bool = False) -> Batch:
     count = len(photos)
     targets = torch.arange(count) % 7
-    if several:
+    if multi_label:
         targets = (torch.arange(count)[:, None] % torch.tensor([2, 3, 5, 1, 9, 9, 9]) == 0).float()
     places = torch.arange(count)
     return Batch(step, photos, targets, torch.ones(count), places, places)
@@ -57,13 +57,13 @@ def augmentation(
     size: tuple[int, int] = (40, 56), batch: int = 16, seed: int = 1, compile: bool = False, **settings
 ) -> Augment:
     channels, mixes_until = settings.pop("channels", 3), settings.pop("mixes_until", None)
-    colours = IMAGENET if channels == 3 else {"mean": (0.5,) * channels, "std": (0.5,) * channels}
+    colors = IMAGENET if channels == 3 else {"mean": (0.5,) * channels, "std": (0.5,) * channels}
     return Augment(
         AugmentConfig(**settings),
-        preprocess=PreprocessConfig(image=size, **colours),
-        image=size,
-        classes=7,
-        batch=batch,
+        preprocess=PreprocessConfig(image_size=size, **colors),
+        image_size=size,
+        num_classes=7,
+        batch_size=batch,
         seed=seed,
         mixes_until=mixes_until,
         compile=compile,
@@ -72,7 +72,7 @@ def augmentation(
 
 def test_with_everything_off_it_is_the_preprocessing_to_the_bit(photos: Tensor):
     images, targets = augmentation(crop="none", flip=0.0)(batch_of(photos))
-    wanted = Preprocess(PreprocessConfig(image=(40, 56), **IMAGENET)).normalise(photos)
+    wanted = Preprocess(PreprocessConfig(image_size=(40, 56), **IMAGENET)).normalize(photos)
     assert torch.equal(images, wanted)
     assert targets.tolist() == [i % 7 for i in range(16)]
 
@@ -90,12 +90,12 @@ def test_every_setting_gives_float32_of_the_networks_size(photos: Tensor, name: 
     assert targets.dtype == (torch.float32 if name == "everything" else torch.int64)
 
 
-def test_pictures_that_were_never_rounded_are_welcome(photos: Tensor):
+def test_images_that_were_never_rounded_are_welcome(photos: Tensor):
     same, wanted = (augmentation(**EVERYTHING)(batch_of(p)) for p in (photos.to(torch.float32), photos))
     torch.testing.assert_close(same, wanted, rtol=0, atol=1e-5)
 
 
-def test_pictures_may_lie_in_memory_pixel_by_pixel(photos: Tensor):
+def test_images_may_lie_in_memory_pixel_by_pixel(photos: Tensor):
     wanted, _ = augmentation(**EVERYTHING)(batch_of(photos))
     images, _ = augmentation(**EVERYTHING)(batch_of(photos.contiguous(memory_format=torch.channels_last)))
     assert torch.equal(images, wanted)
@@ -123,8 +123,8 @@ def test_the_same_step_again_is_the_same_and_another_step_or_seed_is_not(photos:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_picture_has_the_same_bits_in_any_company(photos: Tensor, name: str):
-    """What happens to a picture by itself depends on its slot, not on who else is there."""
+def test_an_image_has_the_same_bits_in_any_company(photos: Tensor, name: str):
+    """What happens to an image by itself depends on its slot, not on who else is there."""
     settings = SETTINGS[name] | {"mixup": 0.0, "cutmix": 0.0}
     augment, batch = augmentation(**settings), batch_of(photos)
     together, _ = augment(batch)
@@ -136,20 +136,22 @@ def test_the_device_takes_the_part_that_a_worker_would(photos: Tensor):
     images, _ = augmentation((32, 32), flip=0.0)(batch_of(photos, step=5))
     config = AugmentConfig()
     boxes = crop_boxes(chance.keys_of(1, 5, np.arange(16)), np.tile((40, 56), (16, 1)), config.scale, config.ratio)
-    for picture, (top, left, height, width), got in zip(photos, boxes, images, strict=True):
-        part = picture[None, :, top : top + height, left : left + width] / 255
+    for image, (top, left, height, width), got in zip(photos, boxes, images, strict=True):
+        part = image[None, :, top : top + height, left : left + width] / 255
         wanted = interpolate(part, (32, 32), mode="bilinear", antialias=True)[0]
         mean, std = (torch.tensor(IMAGENET[name])[:, None, None] for name in ("mean", "std"))
         torch.testing.assert_close(got, (wanted - mean) / std, rtol=0, atol=5e-5)
 
 
 def test_what_a_worker_has_cropped_is_not_cropped_again(photos: Tensor):
-    config, preprocess = AugmentConfig(flip=0.0), PreprocessConfig(image=(40, 56))
-    augment = Augment(config, preprocess=preprocess, image=(40, 56), classes=7, batch=16, seed=1, cropped=True)
-    assert torch.equal(augment(batch_of(photos))[0], Preprocess(preprocess).normalise(photos))
+    config, preprocess = AugmentConfig(flip=0.0), PreprocessConfig(image_size=(40, 56))
+    augment = Augment(
+        config, preprocess=preprocess, image_size=(40, 56), num_classes=7, batch_size=16, seed=1, cropped=True
+    )
+    assert torch.equal(augment(batch_of(photos))[0], Preprocess(preprocess).normalize(photos))
 
 
-def test_a_picture_is_mixed_alike_in_any_order(photos: Tensor):
+def test_an_image_is_mixed_alike_in_any_order(photos: Tensor):
     augment, batch = augmentation(**EVERYTHING), batch_of(photos)
     images, targets = augment(batch)
     order = torch.randperm(16)
@@ -159,10 +161,10 @@ def test_a_picture_is_mixed_alike_in_any_order(photos: Tensor):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("several", [False, True])
-def test_many_processes_compute_what_one_does(photos: Tensor, world: int, several: bool):
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_many_processes_compute_what_one_does(photos: Tensor, world: int, multi_label: bool):
     """Each with its own part of the batch and nothing else."""
-    batch = batch_of(photos, several=several)
+    batch = batch_of(photos, multi_label=multi_label)
     batch = replace(batch, weights=(torch.arange(16) % 5 != 0).float())
     augment = augmentation(**EVERYTHING, mix_group=4)
     images, targets = augment(batch)
@@ -179,7 +181,7 @@ def test_mixed_labels_sum_to_one(photos: Tensor):
 
 
 def test_several_labels_blend_too(photos: Tensor):
-    batch = batch_of(photos, several=True)
+    batch = batch_of(photos, multi_label=True)
     images, targets = augmentation(crop="none", flip=0.0, mixup=1.0)(batch)
     plain, _ = augmentation(crop="none", flip=0.0)(batch)
     drawn = augmentation(crop="none", flip=0.0, mixup=1.0).draw(0, np.arange(16), (40, 56))
@@ -189,7 +191,7 @@ def test_several_labels_blend_too(photos: Tensor):
     torch.testing.assert_close(images, plain * keep + plain[partners] * (1 - keep), rtol=0, atol=1e-5)
 
 
-def test_a_picture_that_could_not_be_read_is_mixed_into_none(photos: Tensor):
+def test_an_image_that_could_not_be_read_is_mixed_into_none(photos: Tensor):
     bad = torch.arange(16) % 3 == 0
     batch = replace(batch_of(photos), weights=(~bad).float())
     settings = {"crop": "none", "flip": 0.0, "mixup": 1.0, "cutmix": 1.0}
@@ -237,7 +239,7 @@ def test_what_is_given_is_not_written_to(photos: Tensor):
         assert torch.equal(given, before)
 
 
-def test_at_the_end_of_a_run_pictures_stay_whole(photos: Tensor):
+def test_at_the_end_of_a_run_images_stay_whole(photos: Tensor):
     mixes = {"mixup": 0.8, "cutmix": 1.0}
     ends, whole = augmentation(mixes_until=5, **mixes), augmentation()
     for step in (4, 5, 6):
@@ -271,7 +273,7 @@ def _rounded_otherwise(
     monkeypatch: pytest.MonkeyPatch,
     noise: Callable[[Tensor], Tensor] = torch.randn_like,
 ) -> Tensor:
-    """The same, had rounding been another when RandAugment got the pictures."""
+    """The same, had rounding been another when RandAugment got the images."""
     apply = RandAugment.apply
     with monkeypatch.context() as patched:
         patched.setattr(RandAugment, "apply", lambda self, x, drawn: apply(self, x + 5e-8 * noise(x), drawn))
@@ -279,15 +281,15 @@ def _rounded_otherwise(
 
 
 def _differ(ours: Tensor, wanted: Tensor) -> Tensor:
-    """Which pictures do, visibly: b."""
+    """Which images do, visibly: b."""
     return (ours - wanted).abs().amax(dim=(1, 2, 3)) > 1e-3
 
 
-def test_only_where_a_picture_is_equalised_or_posterised_does_rounding_show(photos: Tensor, monkeypatch):
+def test_only_where_an_image_is_equalized_or_posterized_does_rounding_show(photos: Tensor, monkeypatch):
     plain, batch = augmentation(**EVERYTHING), batch_of(photos)
     same = _rounded_otherwise(plain, batch, monkeypatch, noise=torch.zeros_like)
     assert not _differ(same, plain(batch)[0]).any()
-    for name in ("equalise", "posterise"):
+    for name in ("equalize", "posterize"):
         monkeypatch.setitem(CHANGES, name, lambda images, _: images)
     assert not _differ(_rounded_otherwise(plain, batch, monkeypatch), plain(batch)[0]).any()
 
@@ -306,8 +308,8 @@ def test_a_gpu_computes_the_same_and_is_never_waited_for(photos: Tensor, name: s
         finally:
             _sync_debug_mode("default")
         wanted = plain(batch)
-        # Equalise counts the pixels of each level, and one that lies between two levels can shift a whole
-        # picture, and then the one that it is mixed into. Only those may differ that rounding changes here too.
+        # Equalize counts the pixels of each level, and one that lies between two levels can shift a whole
+        # image, and then the one that it is mixed into. Only those may differ that rounding changes here too.
         others = [_rounded_otherwise(plain, batch, monkeypatch) for _ in range(4)]
         shaky = torch.stack([_differ(other, wanted[0]) for other in others]).any(0)
         assert shaky.sum() <= (4 if name == "everything" else 0)
@@ -315,8 +317,8 @@ def test_a_gpu_computes_the_same_and_is_never_waited_for(photos: Tensor, name: s
         torch.testing.assert_close(targets.cpu(), wanted[1])
 
 
-def test_pictures_of_the_wrong_size_are_refused(photos: Tensor):
-    with pytest.raises(DataError, match="got pictures of 40 x 56, wanted 32 x 32"):
+def test_images_of_the_wrong_size_are_refused(photos: Tensor):
+    with pytest.raises(DataError, match="got images of 40 x 56, wanted 32 x 32"):
         augmentation((32, 32), crop="none")(batch_of(photos))
 
 
@@ -327,12 +329,12 @@ def test_a_part_that_is_no_whole_groups_is_refused(photos: Tensor, slots: range 
         augmentation(mixup=0.8)(part)
 
 
-def test_more_border_than_picture_is_refused():
-    with pytest.raises(ConfigError, match="pad=8 mirrors more than pictures of 8 x 8 have"):
+def test_more_border_than_image_is_refused():
+    with pytest.raises(ConfigError, match="pad=8 mirrors more than images of 8 x 8 have"):
         augmentation((8, 8), crop="pad", pad=8)
 
 
 @pytest.mark.parametrize("settings", [{"jitter": (0.4, 0.4, 0.4, 0.1)}, {"policy": "three"}, {"policy": "rand"}])
-def test_colours_need_colours(settings: dict):
+def test_colors_need_colors(settings: dict):
     with pytest.raises(ConfigError, match="not 4 channels"):
         augmentation(channels=4, **settings)

@@ -31,7 +31,7 @@ def boxes_of(size: tuple[int, int], count: int, scale=SCALE, ratio=RATIO) -> np.
 
 
 def slow_box(key: np.uint64, height: int, width: int, scale, ratio) -> tuple[int, int, int, int]:
-    """torchvision's loop, one picture at a time, fed with our draws; but no box is empty, as its own may be."""
+    """torchvision's loop, one photo at a time, fed with our draws; but no box is empty, as its own may be."""
     draws = [float(u) for u in chance.uniform_np(np.array([key]), CROP, 22)[0]]
     for area_draw, ratio_draw in zip(draws[:10], draws[10:20], strict=True):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
@@ -53,7 +53,7 @@ def slow_box(key: np.uint64, height: int, width: int, scale, ratio) -> tuple[int
     st.tuples(st.floats(0.01, 1), st.floats(0.01, 1)),
     st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)),
 )
-def test_a_crop_is_torchvisions_loop_and_lies_in_its_picture(sizes: list, scale: tuple, ratio: tuple):
+def test_a_crop_is_torchvisions_loop_and_lies_in_its_image(sizes: list, scale: tuple, ratio: tuple):
     scale, ratio = tuple(sorted(scale)), tuple(sorted(ratio))
     drawn = crop_boxes(keys(len(sizes)), sizes, scale, ratio)
     slow = [slow_box(key, *size, scale, ratio) for key, size in zip(keys(len(sizes)), sizes, strict=True)]
@@ -80,7 +80,7 @@ def test_crops_are_distributed_as_torchvisions(size: tuple[int, int]):
         assert stats.ks_2samp(measure(ours) + jitter[0], measure(theirs) + jitter[1]).pvalue > UNLIKELY
 
 
-def test_a_picture_too_long_is_cropped_in_its_middle():
+def test_an_image_too_long_is_cropped_in_its_middle():
     assert {tuple(box) for box in boxes_of((20, 2000), 500)} == {(0, 986, 20, 27)}
 
 
@@ -95,8 +95,8 @@ def test_a_crop_depends_on_its_own_key_alone():
 def test_a_resized_crop_is_torchs_resize_of_the_part(images: Tensor, interpolation, size: tuple[int, int]):
     boxes = boxes_of((40, 56), len(images))
     ours = resized_crop(images, torch.from_numpy(boxes), size, interpolation)
-    for picture, (top, left, h, w), got in zip(images, boxes, ours, strict=True):
-        part = picture[None, :, top : top + h, left : left + w]
+    for photo, (top, left, h, w), got in zip(images, boxes, ours, strict=True):
+        part = photo[None, :, top : top + h, left : left + w]
         wanted = interpolate(part, size, mode=interpolation, antialias=True, align_corners=False)[0]
         torch.testing.assert_close(got, wanted, rtol=0, atol=5e-6)
 
@@ -106,18 +106,18 @@ def test_a_resized_crop_is_pillows_but_for_its_rounding(photos: Tensor, interpol
     boxes = boxes_of((40, 56), len(photos))
     ours = resized_crop(photos, torch.from_numpy(boxes), (32, 32), interpolation)
     assert ours.dtype == torch.float32
-    for picture, (top, left, h, w), got in zip(photos, boxes, ours, strict=True):
-        image = Image.fromarray(picture.permute(1, 2, 0).numpy()).crop((left, top, left + w, top + h))
+    for photo, (top, left, h, w), got in zip(photos, boxes, ours, strict=True):
+        image = Image.fromarray(photo.permute(1, 2, 0).numpy()).crop((left, top, left + w, top + h))
         wanted = np.asarray(image.resize((32, 32), Image.Resampling[interpolation.upper()]), np.float32)
         assert np.abs(got.clamp(0, 255).permute(1, 2, 0).numpy() - wanted).max() < 1.6  # two roundings
 
 
 @pytest.mark.parametrize("pad", [1, 4])
-def test_a_shift_is_a_crop_of_the_mirrored_picture(photos: Tensor, pad: int):
+def test_a_shift_is_a_crop_of_the_mirrored_image(photos: Tensor, pad: int):
     by = shifts(keys(len(photos)), pad)
     ours = shift(photos, torch.from_numpy(by)).numpy()
-    for picture, (down, right), got in zip(photos.numpy(), by, ours, strict=True):
-        wide = np.pad(picture, ((0, 0), (pad, pad), (pad, pad)), mode="reflect")
+    for photo, (down, right), got in zip(photos.numpy(), by, ours, strict=True):
+        wide = np.pad(photo, ((0, 0), (pad, pad), (pad, pad)), mode="reflect")
         wanted = wide[:, pad - down : pad - down + 40, pad - right : pad - right + 56]
         np.testing.assert_array_equal(got, wanted)
 

@@ -38,7 +38,7 @@ def test_bools_become_numbers_unless_shapes_must_be_static():
 
 def test_only_those_meant_are_changed_by_their_own_numbers():
     images, amounts = torch.arange(3.0).view(3, 1, 1, 1), torch.tensor([10.0, 20.0, 30.0])
-    add = lambda pictures, amount: pictures + amount[:, None, None, None]  # noqa: E731
+    add = lambda some, amount: some + amount[:, None, None, None]  # noqa: E731
     for mask, wanted in (([True, False, True], [10, 1, 32]), ([False] * 3, [0, 1, 2]), ([True] * 3, [10, 21, 32])):
         which = torch.tensor(mask)
         for form in (which, which.nonzero()[:, 0]):
@@ -46,7 +46,7 @@ def test_only_those_meant_are_changed_by_their_own_numbers():
 
 
 def test_one_number_that_stands_for_many_is_packed_too():
-    """The mean of a grey picture's one channel: contiguous to NumPy and torch, with a stride of 0."""
+    """The mean of a gray image's one channel: contiguous to NumPy and torch, with a stride of 0."""
     one = torch.tensor(0.5).expand(1)
     assert one.is_contiguous()
     assert one.stride() == (0,)

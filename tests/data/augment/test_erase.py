@@ -53,7 +53,7 @@ def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
     ours = drawn["boxes"][drawn["which"]]
     blank = torch.zeros(1, *size)
     theirs = np.array([peer.get_params(blank, SCALE, (0.3, 1 / 0.3), [0.0])[:4] for _ in range(4000)])
-    theirs = theirs[theirs[:, 2] < size[0]]  # where nothing fitted it erases the whole picture, with itself
+    theirs = theirs[theirs[:, 2] < size[0]]  # where nothing fitted it erases the whole image, with itself
     assert abs(len(ours) - len(theirs)) < 60
     for measure in (
         lambda b: b[:, 2] * b[:, 3],
@@ -73,7 +73,7 @@ def test_boxes_lie_inside_and_never_cover_a_whole_side():
     assert np.all((height < 40) & (width < 56))
 
 
-def test_noise_is_normal_pixel_by_pixel_and_differs_between_pictures():
+def test_noise_is_normal_pixel_by_pixel_and_differs_between_images():
     part = Erase(1.0, SCALE, SIZE)
     blank = torch.full((300, 3, 40, 56), 9.0)
     noise = erased(blank, part, keys(300))

@@ -27,7 +27,7 @@ def here(drawn: Drawn) -> Parameters:
 
 
 def partners(batch: int, size: int, *, seed: int = 0, step: int = 0, repeats: int = 1) -> np.ndarray:
-    return partners_of(seed, step, np.arange(batch), batch=batch, size=size, repeats=repeats)
+    return partners_of(seed, step, np.arange(batch), batch_size=batch, size=size, repeats=repeats)
 
 
 @given(st.integers(2, 300), st.integers(2, 20), st.integers(0, 10**6), st.integers(1, 4))
@@ -55,7 +55,7 @@ def test_each_process_draws_what_one_process_does(world: int, groups: int, size:
     alone = partners(batch, size, step=step, repeats=repeats)
     for rank in range(world):
         slots = np.arange(rank * share, (rank + 1) * share)
-        mine = partners_of(0, step, slots, batch=batch, size=size, repeats=repeats)
+        mine = partners_of(0, step, slots, batch_size=batch, size=size, repeats=repeats)
         np.testing.assert_array_equal(slots[mine], alone[slots])
 
 
@@ -109,7 +109,7 @@ def test_cut_boxes_are_the_papers():
         assert own == np.float32(1 - height * width / (40 * 56))
 
 
-def test_pictures_are_mixed_by_their_shares(images: Tensor):
+def test_images_are_mixed_by_their_shares(images: Tensor):
     drawn = Mix(0.8, 1.0, 0.8, SIZE).draw(keys(16))
     partners = images.roll(1, 0)
     ours = blend(images, partners, torch.ones(16, dtype=torch.bool), here(drawn))
@@ -132,8 +132,8 @@ def test_pictures_are_mixed_by_their_shares(images: Tensor):
 
 def test_the_label_has_exactly_the_pixels_share():
     drawn = Mix(0.0, 1.0, 1.0, SIZE).draw(keys(200))
-    pictures, alive = torch.ones(200, 1, 40, 56), torch.ones(200, dtype=torch.bool)
-    kept = blend(pictures, 0 * pictures, alive, here(drawn)).mean((1, 2, 3))
+    images, alive = torch.ones(200, 1, 40, 56), torch.ones(200, dtype=torch.bool)
+    kept = blend(images, 0 * images, alive, here(drawn)).mean((1, 2, 3))
     labels = blend_targets(soft(torch.zeros(200, dtype=torch.long), 2), soft(torch.ones(200), 2), alive, here(drawn))
     torch.testing.assert_close(labels[:, 0], kept, rtol=0, atol=1e-6)
     torch.testing.assert_close(labels.sum(1), torch.ones(200), rtol=0, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Colour jitter, 3-Augment and RandAugment: what is drawn, how often, and that it is done."""
+"""Color jitter, 3-Augment and RandAugment: what is drawn, how often, and that it is done."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from scipy import ndimage, stats
 from torch import Tensor
 
 from vitrail import chance
-from vitrail.data.augment import colour
+from vitrail.data.augment import color
+from vitrail.data.augment.color_jitter import CHANGES, Jitter
 from vitrail.data.augment.draws import Drawn, Parameters, sent
-from vitrail.data.augment.jitter import CHANGES, Jitter
 from vitrail.data.augment.rand import AMOUNTS, MOVES, OPERATIONS, RandAugment
 from vitrail.data.augment.three import ThreeAugment
 
@@ -37,7 +37,7 @@ def uniform_between(values: np.ndarray, low: float, high: float) -> bool:
     return stats.kstest(values, "uniform", (low, high - low)).pvalue > UNLIKELY
 
 
-# Colour jitter.
+# Color jitter.
 
 
 def test_jitter_draws_factors_uniformly():
@@ -64,8 +64,8 @@ def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
     drawn = jitter.draw(keys(len(images)))
     ours = jitter.apply(images.clone(), here(drawn))
     names = [name for name, strength in zip(CHANGES, strengths, strict=True) if strength]
-    for number, picture in enumerate(images):
-        one = picture[None]
+    for number, photo in enumerate(images):
+        one = photo[None]
         for place in range(len(names)):
             (name,) = [name for name in names if drawn[f"{name} {place}"][number]]
             one = CHANGES[name](one, torch.tensor([drawn[name][number]]))
@@ -78,7 +78,7 @@ def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
 
 def test_three_has_its_kinds_alike_and_deits_blur():
     drawn = ThreeAugment().draw(keys(30_000))
-    kinds = np.stack([drawn[name] for name in ("grey", "solarise", "blur")])
+    kinds = np.stack([drawn[name] for name in ("gray", "solarize", "blur")])
     assert np.all(kinds.sum(0) == 1)
     assert stats.chisquare(kinds.sum(1)).pvalue > UNLIKELY
     near = drawn["weights"][:, 1] / drawn["weights"][:, 0]  # exp(-1 / (2 deviation^2))
@@ -89,18 +89,18 @@ def test_three_has_its_kinds_alike_and_deits_blur():
     np.testing.assert_allclose(drawn["weights"][:, 0] + 2 * drawn["weights"][:, 1:].sum(1), 1, rtol=0, atol=1e-6)
 
 
-def test_three_does_to_each_picture_what_was_drawn(images: Tensor):
+def test_three_does_to_each_image_what_was_drawn(images: Tensor):
     three = ThreeAugment()
     drawn = three.draw(keys(len(images)))
     ours = three.apply(images.clone(), here(drawn))
-    assert all(drawn[name].any() for name in ("grey", "solarise", "blur"))
-    for number, picture in enumerate(images):
-        if drawn["grey"][number]:
-            wanted = colour.grey(picture[None])
-        elif drawn["solarise"][number]:
-            wanted = torch.where(picture * 255 < 127.9, picture, 1 - picture)[None]
+    assert all(drawn[name].any() for name in ("gray", "solarize", "blur"))
+    for number, photo in enumerate(images):
+        if drawn["gray"][number]:
+            wanted = color.gray(photo[None])
+        elif drawn["solarize"][number]:
+            wanted = torch.where(photo * 255 < 127.9, photo, 1 - photo)[None]
         else:
-            wanted = colour.blur(picture[None], torch.from_numpy(drawn["weights"][number : number + 1]))
+            wanted = color.blur(photo[None], torch.from_numpy(drawn["weights"][number : number + 1]))
         assert torch.equal(ours[number], wanted[0])
 
 
@@ -109,14 +109,14 @@ def test_three_does_to_each_picture_what_was_drawn(images: Tensor):
 TIMM = {
     "brightness": "BrightnessIncreasing",
     "contrast": "ContrastIncreasing",
-    "colour": "ColorIncreasing",
+    "color": "ColorIncreasing",
     "sharpness": "SharpnessIncreasing",
-    "posterise": "PosterizeIncreasing",
-    "solarise": "SolarizeIncreasing",
-    "solarise-add": "SolarizeAdd",
+    "posterize": "PosterizeIncreasing",
+    "solarize": "SolarizeIncreasing",
+    "solarize-add": "SolarizeAdd",
     "invert": "Invert",
     "auto-contrast": "AutoContrast",
-    "equalise": "Equalize",
+    "equalize": "Equalize",
     "rotate": "Rotate",
     "shear x": "ShearX",
     "shear y": "ShearY",
@@ -145,13 +145,13 @@ def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, ma
     drawn = {"fill": policy.fill_for(count)} | {f"{key} 0": array for key, array in layer.items()}
     ours = policy.apply(photos / 255, here(drawn)).permute(0, 2, 3, 1).numpy()
     operation, level = peer.NAME_TO_OP[TIMM[name]], peer.LEVEL_TO_ARG[TIMM[name]]
-    for picture, s, got in zip(photos, sign, ours, strict=True):
+    for photo, s, got in zip(photos, sign, ours, strict=True):
         monkeypatch.setattr(random, "random", lambda s=s: 0.9 if s < 0 else 0.1)  # timm negates above a half
         arguments = level(magnitude, {}) if level else ()
-        if name == "posterise":
+        if name == "posterize":
             arguments = (max(1, arguments[0]),)  # Pillow refuses 0
         fill = tuple(round(255 * m) for m in MEAN)
-        image = Image.fromarray(picture.permute(1, 2, 0).numpy())
+        image = Image.fromarray(photo.permute(1, 2, 0).numpy())
         wanted = np.asarray(operation(image, *arguments, resample=Image.Resampling.BILINEAR, fillcolor=fill)) / 255.0
         gap = np.abs(got - wanted).max(-1)
         if name in MOVES:  # at the border we blend with the fill, Pillow does not
@@ -166,10 +166,10 @@ def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
     drawn = policy.draw(keys(30_000))
     for layer in (0, 1):
         amount = drawn[f"amount {layer}"]
-        inverted = drawn[f"solarise {layer}"] & (amount == 0)
+        inverted = drawn[f"solarize {layer}"] & (amount == 0)
         moves = drawn[f"move {layer}"]
-        counts = [drawn[f"{name} {layer}"].sum() for name in AMOUNTS if name not in ("invert", "solarise")]
-        counts += [inverted.sum(), drawn[f"solarise {layer}"].sum() - inverted.sum()]
+        counts = [drawn[f"{name} {layer}"].sum() for name in AMOUNTS if name not in ("invert", "solarize")]
+        counts += [inverted.sum(), drawn[f"solarize {layer}"].sum() - inverted.sum()]
         matrix = drawn[f"matrix {layer}"][moves] - np.eye(2, 3)
         turned = np.abs(matrix[:, 0, 0]) > 1e-3
         parts = [turned, *(~turned & (matrix[:, i, j] != 0) for i, j in ((0, 1), (1, 0), (0, 2), (1, 2)))]
@@ -180,7 +180,7 @@ def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
         bright = amount[drawn[f"brightness {layer}"]]
         assert set(bright.tolist()) == {np.float32(0.19), np.float32(1.81)}
         assert stats.binomtest(int((bright > 1).sum()), len(bright), 0.5).pvalue > UNLIKELY
-    both = drawn["equalise 0"] & drawn["equalise 1"]  # with replacement
+    both = drawn["equalize 0"] & drawn["equalize 1"]  # with replacement
     assert stats.binomtest(int(both.sum()), 30_000, 1 / 900).pvalue > UNLIKELY
 
 
@@ -201,9 +201,9 @@ def test_strength_varies_normally_within_its_range():
     ids=["jitter", "three", "rand"],
 )
 def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor, policy, channels: int):
-    pictures = images[:, :channels].repeat(4, 1, 1, 1)
-    drawn = policy.draw(keys(len(pictures)))
-    some, everything = (policy.apply(pictures.clone(), here(drawn, dense=dense)) for dense in (False, True))
+    photos = images[:, :channels].repeat(4, 1, 1, 1)
+    drawn = policy.draw(keys(len(photos)))
+    some, everything = (policy.apply(photos.clone(), here(drawn, dense=dense)) for dense in (False, True))
     assert torch.equal(some, everything)
     assert some.isfinite().all()
     assert some.min() > -1e-5

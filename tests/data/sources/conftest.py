@@ -1,4 +1,4 @@
-"""Small pictures, the folders and shards people keep them in, and a server that behaves as it is told."""
+"""Small images, the folders and shards people keep them in, and a server that behaves as it is told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import pytest
-from pictures import encoded
+from images import encoded
 from PIL import Image
 
 from vitrail import runtime
@@ -46,7 +46,7 @@ Draw = Callable[[int], bytes]
 
 @pytest.fixture(scope="session")
 def draw() -> Draw:
-    """A picture of its own for each number, as the bytes of a PNG."""
+    """An image of its own for each number, as the bytes of a PNG."""
 
     def make(seed: int, side: int = 6) -> bytes:
         pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
@@ -93,7 +93,7 @@ def tar_of() -> Callable[..., bytes]:
 
 @pytest.fixture
 def shards(tmp_path: Path, draw: Draw) -> Callable[..., Path]:
-    """`shards("web", 3, 4)`: a folder with 3 shards of 4 samples each, labelled 0, 1, 2, 0, ... in `.cls` files."""
+    """`shards("web", 3, 4)`: a folder with 3 shards of 4 samples each, labeled 0, 1, 2, 0, ... in `.cls` files."""
 
     def make(name: str, count: int, each: int, prefix: str = "train", classes: int = 3) -> Path:
         folder = tmp_path / name

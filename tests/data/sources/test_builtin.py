@@ -14,14 +14,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pictures import encoded
+from images import encoded
 from PIL import Image
 from scipy.io import savemat
 from sklearn.datasets import load_digits
 
 from vitrail.config import DataConfig
 from vitrail.data.sources import builtin, content, layouts, open_data, open_parts, places
-from vitrail.data.sources.catalogue import CATALOGUE
+from vitrail.data.sources.catalog import CATALOG
 from vitrail.errors import DataError, NotFound
 
 COUNTS = (30, 10)
@@ -39,13 +39,13 @@ def raw(entry, seed=0):
 
 @pytest.fixture
 def small(monkeypatch):
-    """`small("cifar10")`: the catalogue's entry made small, and its content."""
+    """`small("cifar10")`: the catalog's entry made small, and its content."""
 
     def make(name):
-        entry = CATALOGUE[name]
+        entry = CATALOG[name]
         made = raw(entry)
         entry = dataclasses.replace(entry, counts=COUNTS, digest=content.digest(made), addresses=())
-        monkeypatch.setitem(CATALOGUE, name, entry)
+        monkeypatch.setitem(CATALOG, name, entry)
         return entry, made
 
     return make
@@ -128,8 +128,8 @@ def write_binary(folder, entry, made):
 def write_parquet(folder, entry, made):
     folder.mkdir(parents=True, exist_ok=True)
     for part, (pixels, targets) in made.items():
-        pictures = [{"bytes": encoded(Image.fromarray(p.squeeze()), "PNG"), "path": None} for p in pixels]
-        columns = {"img": pictures, "fine_label" if entry.name == "cifar100" else "label": targets}
+        images = [{"bytes": encoded(Image.fromarray(p.squeeze()), "PNG"), "path": None} for p in pixels]
+        columns = {"img": images, "fine_label" if entry.name == "cifar100" else "label": targets}
         pq.write_table(pa.table(columns), folder / f"{part}-00000-of-00001.parquet")
 
 
@@ -145,7 +145,7 @@ WAYS = {
     "binary of 100": ("cifar100", "cifar-100-binary", write_binary),
     "Parquet": ("cifar10", "cifar10/plain_text", write_parquet),
     "Parquet of 100": ("cifar100", "cifar100", write_parquet),
-    "Parquet, grey": ("mnist", "mnist/data", write_parquet),
+    "Parquet, gray": ("mnist", "mnist/data", write_parquet),
 }
 
 
@@ -162,8 +162,8 @@ def test_every_layout_holds_the_same(small, tmp_path, way):
         assert source.labels == entry.labels
         sample = source[3]
         assert (sample.key, sample.target) == (f"{part}/00003", int(made[part][1][3]))
-        assert np.array_equal(sample.picture, made[part][0][3])
-        assert np.array_equal(pickle.loads(pickle.dumps(source))[3].picture, sample.picture)
+        assert np.array_equal(sample.image, made[part][0][3])
+        assert np.array_equal(pickle.loads(pickle.dumps(source))[3].image, sample.image)
 
 
 def test_svhn_calls_its_zero_ten(small, tmp_path):
@@ -229,7 +229,7 @@ def test_recompressed_and_reordered_files_verify(small, tmp_path):
 
 
 def test_a_label_or_a_pixel_changes_the_digest():
-    made = raw(CATALOGUE["mnist"])
+    made = raw(CATALOG["mnist"])
     before = content.digest(made)
     made["train"][1][3] += 1
     after = content.digest(made)
@@ -256,8 +256,8 @@ def test_the_named_folder_goes_before_the_cache_and_that_before_the_systems(smal
 
 def test_another_data_set_of_the_same_layout_is_passed_over(small, tmp_path, monkeypatch):
     _, digits = small("mnist")
-    clothes = dataclasses.replace(CATALOGUE["fashion-mnist"], counts=COUNTS, digest="0" * 64, addresses=())
-    monkeypatch.setitem(CATALOGUE, "fashion-mnist", clothes)
+    clothes = dataclasses.replace(CATALOG["fashion-mnist"], counts=COUNTS, digest="0" * 64, addresses=())
+    monkeypatch.setitem(CATALOG, "fashion-mnist", clothes)
     write_idx(tmp_path, digits)
     with pytest.raises(NotFound, match=r"fashion-mnist is not on this machine.*apt install dataset-fashion-mnist"):
         open_parts(DataConfig(source="fashion-mnist", root=str(tmp_path)))
@@ -265,11 +265,11 @@ def test_another_data_set_of_the_same_layout_is_passed_over(small, tmp_path, mon
 
 def test_a_folder_that_bears_no_name_is_told_by_its_content(small, tmp_path, monkeypatch):
     entry, made = small("mnist")
-    monkeypatch.setitem(CATALOGUE, "kmnist", dataclasses.replace(CATALOGUE["kmnist"], counts=COUNTS))
+    monkeypatch.setitem(CATALOG, "kmnist", dataclasses.replace(CATALOG["kmnist"], counts=COUNTS))
     write_idx(tmp_path / "files", made)
     assert builtin.find(entry, str(tmp_path / "files")).folder == tmp_path / "files"
-    assert builtin.find(CATALOGUE["kmnist"], str(tmp_path / "files")) is None
-    assert builtin.find(CATALOGUE["fashion-mnist"], str(tmp_path / "files")) is None
+    assert builtin.find(CATALOG["kmnist"], str(tmp_path / "files")) is None
+    assert builtin.find(CATALOG["fashion-mnist"], str(tmp_path / "files")) is None
 
 
 def test_what_takes_long_to_decode_is_decoded_once(small, tmp_path, cache, monkeypatch):
@@ -295,7 +295,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(small, tmp_path, monkeyp
 
 def test_without_a_digest_that_is_said(small, tmp_path, said, monkeypatch):
     entry, made = small("kmnist")
-    monkeypatch.setitem(CATALOGUE, "kmnist", dataclasses.replace(entry, digest=""))
+    monkeypatch.setitem(CATALOG, "kmnist", dataclasses.replace(entry, digest=""))
     write_idx(tmp_path / "kmnist", made)
     open_data(DataConfig(source="kmnist", root=str(tmp_path)))
     assert said == [f"the content of {tmp_path / 'kmnist'} could not be verified: no digest of kmnist is known"]
@@ -319,7 +319,7 @@ def test_digits_are_scikit_learns_in_a_fixed_split():
     share = np.bincount(parts.test.targets) / np.bincount(found.target)
     assert np.abs(share - 0.2).max() < 0.004
     made = {"train": (parts.train.pixels, parts.train.targets), "test": (parts.test.pixels, parts.test.targets)}
-    assert content.digest(made) == CATALOGUE["digits"].digest
+    assert content.digest(made) == CATALOG["digits"].digest
 
 
 def test_held_out_is_an_exact_share_of_each_class():
@@ -329,19 +329,19 @@ def test_held_out_is_an_exact_share_of_each_class():
     assert held.tolist() == [round(0.1 * n) for n in whole]
     assert (len(splits.train) + len(splits.validation), len(splits.test)) == (1438, 359)
     assert len(splits.train.pixels) == len(splits.train)
-    assert np.array_equal(splits.validation.pixels[5], splits.validation[5].picture)
+    assert np.array_equal(splits.validation.pixels[5], splits.validation[5].image)
 
 
 def test_classes_may_be_asked_for_in_another_order():
     plain = open_parts(DataConfig(source="digits")).train
-    turned = open_parts(DataConfig(source="digits", classes=[str(9 - i) for i in range(10)])).train
+    turned = open_parts(DataConfig(source="digits", class_names=[str(9 - i) for i in range(10)])).train
     assert turned.targets.tolist() == [9 - t for t in plain.targets]
-    with pytest.raises(DataError, match="classes= names 2, and digits has 10"):
-        open_parts(DataConfig(source="digits", classes=["0", "1"]))
+    with pytest.raises(DataError, match="data.class_names gives 2, and digits has 10"):
+        open_parts(DataConfig(source="digits", class_names=["0", "1"]))
 
 
-def test_the_catalogue_is_whole():
-    for name, entry in CATALOGUE.items():
+def test_the_catalog_is_whole():
+    for name, entry in CATALOG.items():
         assert entry.name == name
         assert len(set(entry.labels)) == len(entry.labels) == (100 if name == "cifar100" else 10)
         assert bool(entry.files) == bool(entry.addresses) == (name != "digits")

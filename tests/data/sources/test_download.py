@@ -13,7 +13,7 @@ import pytest
 
 from vitrail.config import DataConfig
 from vitrail.data.sources import content, download, open_parts
-from vitrail.data.sources.catalogue import CATALOGUE, File
+from vitrail.data.sources.catalog import CATALOG, File
 from vitrail.errors import DataError, NotFound
 
 DATA = np.random.default_rng(0).bytes(900_000)
@@ -128,13 +128,13 @@ def mnist(server, monkeypatch):
             server.files[f"{name}-ubyte.gz"] = data
             files.append(File(f"{name}-ubyte.gz", len(data), hashlib.md5(data).hexdigest()))
     entry = dataclasses.replace(
-        CATALOGUE["mnist"],
+        CATALOG["mnist"],
         counts=(20, 10),
         digest=content.digest(made),
         addresses=(f"{server.url}/",),
         files=tuple(files),
     )
-    monkeypatch.setitem(CATALOGUE, "mnist", entry)
+    monkeypatch.setitem(CATALOG, "mnist", entry)
     return server
 
 
@@ -163,7 +163,7 @@ def test_a_recompressed_archive_verifies_and_another_content_does_not(mnist, cac
 
 
 def test_without_a_digest_the_files_md5_decides(mnist, monkeypatch):
-    monkeypatch.setitem(CATALOGUE, "mnist", dataclasses.replace(CATALOGUE["mnist"], digest=""))
+    monkeypatch.setitem(CATALOG, "mnist", dataclasses.replace(CATALOG["mnist"], digest=""))
     name = "t10k-labels-idx1-ubyte.gz"
     whole = mnist.files[name]
     mnist.files[name] = gzip.compress(gzip.decompress(whole), 1, mtime=5)
@@ -176,7 +176,7 @@ def test_without_a_digest_the_files_md5_decides(mnist, monkeypatch):
 
 def test_no_network_says_where_to_put_the_files(mnist, cache, monkeypatch):
     monkeypatch.setitem(
-        CATALOGUE, "mnist", dataclasses.replace(CATALOGUE["mnist"], addresses=("http://127.0.0.1:9/mnist/",))
+        CATALOG, "mnist", dataclasses.replace(CATALOG["mnist"], addresses=("http://127.0.0.1:9/mnist/",))
     )
     with pytest.raises(NotFound) as error:
         open_parts(DataConfig(source="mnist"))

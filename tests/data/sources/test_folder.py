@@ -36,14 +36,14 @@ def test_classes_are_the_folders_in_order_and_keys_the_paths(plant):
     assert source.targets.tolist() == [0, 0, 0, 0, 1, 1]
     assert source.targets.dtype == np.int64
     assert (parts.validation, parts.test, parts.notes) == (None, None, ())
-    assert (source.name, source.several, source.pixels, source.blocks) == ("photos", False, None, None)
+    assert (source.name, source.multi_label, source.pixels, source.blocks) == ("photos", False, None, None)
 
 
-def test_a_sample_decodes_to_its_picture(plant):
+def test_a_sample_decodes_to_its_image(plant):
     source = opened(plant("photos", {"cat": 2})).train
     sample = source[1]
     assert (sample.key, sample.target) == ("cat/001.png", 0)
-    assert decode(sample.picture).shape == (6, 6, 3)
+    assert decode(sample.image).shape == (6, 6, 3)
 
 
 def test_a_folder_survives_pickling_another_working_folder_and_threads(plant, monkeypatch, tmp_path):
@@ -54,7 +54,7 @@ def test_a_folder_survives_pickling_another_working_folder_and_threads(plant, mo
     found = [b""] * 20
 
     def read(i):
-        found[i] = Path(source[i].picture).read_bytes()
+        found[i] = Path(source[i].image).read_bytes()
 
     threads = [threading.Thread(target=read, args=(i,)) for i in range(20)]
     for thread in threads:
@@ -65,7 +65,7 @@ def test_a_folder_survives_pickling_another_working_folder_and_threads(plant, mo
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation", "Val"])
-def test_parts_are_recognised_by_their_folders(plant, name):
+def test_parts_are_recognized_by_their_folders(plant, name):
     root = plant("photos", {"train/cat": 3, "train/dog": 3, f"{name}/cat": 1, f"{name}/dog": 2, "test/dog": 1})
     parts = opened(root)
     assert [len(p) for p in (parts.train, parts.validation, parts.test)] == [6, 3, 1]
@@ -89,7 +89,7 @@ def test_a_class_may_be_called_train(plant, classes, labels):
 
 def test_what_is_left_out_is_said(plant):
     root = plant("photos", {"cat": 2, "dog": 2, "empty": 0})
-    (root / "cat" / "notes.txt").write_text("no picture")
+    (root / "cat" / "notes.txt").write_text("no image")
     (root / "cat" / ".hidden.png").write_bytes(b"")
     (root / ".git").mkdir()
     (root / "loose.png").write_bytes(b"")
@@ -97,16 +97,16 @@ def test_what_is_left_out_is_said(plant):
     assert parts.train.labels == ("cat", "dog")
     assert len(parts.train) == 4
     assert parts.notes == (
-        "1 folder (empty) without pictures left out",
-        "1 file (cat/notes.txt) left out: by the name no picture",
-        "1 picture (loose.png) left out: in no class's folder",
+        "1 folder (empty) without images left out",
+        "1 file (cat/notes.txt) left out: by the name no image",
+        "1 image (loose.png) left out: in no class's folder",
     )
 
 
 def test_folders_beside_the_parts_are_said_to_be_left_out(plant):
     parts = opened(plant("photos", {"train/cat": 2, "val/cat": 1, "raw/cat": 5, "val/dog": 0}))
     assert len(parts.train) == 2
-    assert parts.notes == ("1 folder (dog) in val/ without pictures left out", "1 folder (raw) beside train/ left out")
+    assert parts.notes == ("1 folder (dog) in val/ without images left out", "1 folder (raw) beside train/ left out")
 
 
 def test_an_empty_part_is_none(plant):
@@ -114,11 +114,11 @@ def test_an_empty_part_is_none(plant):
 
 
 def test_given_classes_set_the_order_and_may_be_more(plant):
-    parts = opened(plant("photos", {"cat": 1, "dog": 1}), classes=["dog", "emu", "cat"])
+    parts = opened(plant("photos", {"cat": 1, "dog": 1}), num_classes=["dog", "emu", "cat"])
     assert parts.train.targets.tolist() == [2, 0]
-    assert parts.notes == ("1 class (emu) without pictures to learn from",)
-    with pytest.raises(DataError, match=r"cat/000\.png is of the class 'cat', which is none named by classes="):
-        opened(plant("photos", {"cat": 1}), classes=["dog", "cats"])
+    assert parts.notes == ("1 class (emu) without images to learn from",)
+    with pytest.raises(DataError, match=r"cat/000\.png is of the class 'cat', which is none named by class_names="):
+        opened(plant("photos", {"cat": 1}), num_classes=["dog", "cats"])
 
 
 def test_a_class_that_is_measured_on_must_be_learned(plant):
@@ -132,11 +132,11 @@ def test_a_class_that_is_measured_on_must_be_learned(plant):
     [
         (
             ["a.jpg", "b.jpg"],
-            r"holds 2 pictures \(a.jpg, b.jpg\) and no class folders; wanted one folder for each class",
+            r"holds 2 images \(a.jpg, b.jpg\) and no class folders; wanted one folder for each class",
         ),
         (["a.jpg", "labels.csv"], r"or is table:.*labels\.csv what you mean\?"),
-        (["cat/readme.md"], r"the folders in .* \(1 folder \(cat\)\) hold no pictures"),
-        ([], r"holds no folders with pictures; wanted one folder for each class"),
+        (["cat/readme.md"], r"the folders in .* \(1 folder \(cat\)\) hold no images"),
+        ([], r"holds no folders with images; wanted one folder for each class"),
     ],
 )
 def test_what_cannot_be_learned_from_says_what_is_wanted(tmp_path, files, said):
@@ -149,24 +149,24 @@ def test_what_cannot_be_learned_from_says_what_is_wanted(tmp_path, files, said):
         opened(tmp_path / "photos")
 
 
-def test_pictures_anywhere_are_enough_where_no_labels_are_wanted(plant, tmp_path):
+def test_images_anywhere_are_enough_where_no_labels_are_wanted(plant, tmp_path):
     root = plant("photos", {"": 3, "cat": 2, "dog/old": 1})
-    parts = open_parts(DataConfig(source=f"folder:{root}"), labelled=False)
+    parts = open_parts(DataConfig(source=f"folder:{root}"), labeled=False)
     source = parts.train
     assert [source.key(i) for i in range(6)] == [
         "000.png", "001.png", "002.png", "cat/000.png", "cat/001.png", "dog/old/000.png",
     ]  # fmt: skip
     assert (source.labels, source.targets.tolist()) == ((), [-1] * 6)
-    assert parts.notes == ("the pictures have no labels",)
-    assert decode(source[0].picture).shape == (6, 6, 3)
+    assert parts.notes == ("the images have no labels",)
+    assert decode(source[0].image).shape == (6, 6, 3)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no pictures\."):
-        open_parts(DataConfig(source=f"folder:{tmp_path / 'empty'}"), labelled=False)
+    with pytest.raises(DataError, match=r"empty holds no images\."):
+        open_parts(DataConfig(source=f"folder:{tmp_path / 'empty'}"), labeled=False)
 
 
-def test_parts_of_loose_pictures_are_parts_where_no_labels_are_wanted(plant):
+def test_parts_of_loose_images_are_parts_where_no_labels_are_wanted(plant):
     config = DataConfig(source=f"folder:{plant('photos', {'train': 4, 'val': 2, 'test': 1})}")
-    parts = open_parts(config, labelled=False)
+    parts = open_parts(config, labeled=False)
     assert [len(part) for part in (parts.train, parts.validation, parts.test)] == [4, 2, 1]
     assert parts.validation.key(0) == "val/000.png"
     assert open_parts(config).train.labels == ("test", "train", "val")
@@ -174,12 +174,12 @@ def test_parts_of_loose_pictures_are_parts_where_no_labels_are_wanted(plant):
 
 def test_class_folders_keep_their_labels_where_none_are_wanted(plant):
     config = DataConfig(source=f"folder:{plant('photos', {'cat': 4, 'dog': 2})}")
-    assert open_parts(config, labelled=False).train.labels == ("cat", "dog")
+    assert open_parts(config, labeled=False).train.labels == ("cat", "dog")
 
 
-def test_something_is_held_out_of_a_few_pictures_without_labels(plant):
+def test_something_is_held_out_of_a_few_images_without_labels(plant):
     for count in (2, 3, 5):
-        splits = open_data(DataConfig(source=f"folder:{plant(f'photos{count}', {'': count})}"), labelled=False)
+        splits = open_data(DataConfig(source=f"folder:{plant(f'photos{count}', {'': count})}"), labeled=False)
         assert len(splits.validation) >= 1
         assert len(splits.train) >= 1
 
@@ -199,7 +199,7 @@ def test_links_are_followed_and_those_in_circles_are_not(plant):
     assert np.bincount(parts.train.targets).tolist() == [2, 3]
 
 
-def test_a_picture_that_is_added_moves_no_other_on_disk(plant, draw):
+def test_an_image_that_is_added_moves_no_other_on_disk(plant, draw):
     root = plant("photos", {"cat": 60, "dog": 60})
     before = open_data(DataConfig(source=str(root)))
     (root / "cat" / "new.png").write_bytes(draw(10**5))
@@ -226,8 +226,8 @@ def test_the_same_bytes_on_both_sides_are_reported(plant, said):
     (root / "test" / "cat" / "copy.png").write_bytes((root / "train" / "cat" / "002.png").read_bytes())
     open_data(DataConfig(source=str(root)))
     assert said == [
-        "1 picture that is measured on is learned from too, byte for byte: val/cat/copy.png = train/cat/001.png",
-        "1 picture that is measured on is learned from too, byte for byte: test/cat/copy.png = train/cat/002.png",
+        "1 image that is measured on is learned from too, byte for byte: val/cat/copy.png = train/cat/001.png",
+        "1 image that is measured on is learned from too, byte for byte: test/cat/copy.png = train/cat/002.png",
     ]
 
 
@@ -240,14 +240,14 @@ def test_equal_sizes_and_equal_middles_are_not_enough(tmp_path, said):
     assert said == []
 
 
-def test_too_many_pictures_are_not_compared_and_that_is_said(plant, said, monkeypatch):
+def test_too_many_images_are_not_compared_and_that_is_said(plant, said, monkeypatch):
     monkeypatch.setattr("vitrail.data.sources.duplicates.LIMIT", 3)
     open_data(DataConfig(source=str(plant("photos", {"train/cat": 3, "val/cat": 2}))))
-    assert said == ["not compared byte for byte: more than 3 pictures"]
+    assert said == ["not compared byte for byte: more than 3 images"]
 
 
 @pytest.mark.slow
-def test_twenty_thousand_pictures_open_in_the_time_of_a_few_walks(tmp_path):
+def test_twenty_thousand_images_open_in_the_time_of_a_few_walks(tmp_path):
     """A ratio within one run: listing the same folders with os.walk and stat is what it is compared with."""
     chance = np.random.default_rng(0)
     for c in range(20):

@@ -129,11 +129,11 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def parquet(draw):
-    """The bytes of a Parquet file with pictures first..last, in the hub's layout."""
+    """The bytes of a Parquet file with images first..last, in the hub's layout."""
 
     def make(first: int, last: int, column: str = "image") -> bytes:
-        pictures = [{"bytes": draw(i), "path": None} for i in range(first, last)]
-        table = pa.table({column: pictures, "label": [i % 2 for i in range(first, last)]})
+        images = [{"bytes": draw(i), "path": None} for i in range(first, last)]
+        table = pa.table({column: images, "label": [i % 2 for i in range(first, last)]})
         told = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
         out = io.BytesIO()
         pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(told)}), out)
@@ -166,7 +166,7 @@ def test_a_data_set_is_fetched_and_opens(animals, draw, spec):
     assert animals.downloaded() == {n for n in animals.files[MAIN] if n != "notes.zip"}
     assert (len(parts.train), parts.validation, len(parts.test)) == (7, None, 2)
     assert parts.train.labels == ("cat", "dog")
-    assert [parts.train[i].picture for i in range(7)] == [draw(i) for i in range(7)]
+    assert [parts.train[i].image for i in range(7)] == [draw(i) for i in range(7)]
     assert parts.train.name == "animals/train"
     assert open_data(DataConfig(source=spec)).measured_on == "test"
 

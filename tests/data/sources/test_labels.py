@@ -24,7 +24,7 @@ def test_words_are_numbered_in_their_sorted_order(values):
     names = sorted({v for v in values if v is not None})
     assert found.labels == tuple(names)
     assert found.targets.tolist() == [-1 if v is None else names.index(v) for v in values]
-    assert not found.several
+    assert not found.multi_label
 
 
 @given(st.lists(st.lists(WORDS, max_size=3), min_size=1))
@@ -32,9 +32,9 @@ def test_lists_are_rows_of_yes_and_no(values):
     found = number(pa.array(values, pa.list_(pa.string())), None, "t")
     names = sorted({w for row in values for w in row})
     assert found.labels == tuple(names)
-    assert found.several
+    assert found.multi_label
     assert found.targets.tolist() == [[name in row for name in names] for row in values]
-    joined = number(pa.array(["|".join(row) for row in values]), names, "t", several=True)
+    joined = number(pa.array(["|".join(row) for row in values]), names, "t", multi_label=True)
     assert joined.targets.tolist() == found.targets.tolist()
 
 

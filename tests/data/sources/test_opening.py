@@ -10,7 +10,7 @@ import pytest
 
 from vitrail.config import DataConfig
 from vitrail.data.sources import open_data, open_parts
-from vitrail.data.sources.catalogue import CATALOGUE
+from vitrail.data.sources.catalog import CATALOG
 from vitrail.data.sources.spec import Spec, known_as, parse
 from vitrail.errors import ConfigError, DataError, NotFound
 
@@ -48,12 +48,12 @@ def test_the_home_folder_is_meant_by_its_sign(monkeypatch, tmp_path):
     assert parse("~/t.csv") == Spec("table", f"{tmp_path}/t.csv")
 
 
-def test_every_data_set_of_the_catalogue_is_known_by_its_name():
-    assert all(known_as(name) == name for name in CATALOGUE)
+def test_every_data_set_of_the_catalog_is_known_by_its_name():
+    assert all(known_as(name) == name for name in CATALOG)
     assert known_as("./mnist") is None
 
 
-def test_folders_are_recognised_by_what_is_in_them(plant, shards, tmp_path):
+def test_folders_are_recognized_by_what_is_in_them(plant, shards, tmp_path):
     assert parse(str(plant("photos", {"cat": 1}))).kind == "folder"
     assert parse(str(shards("web", 1, 1))).kind == "shards"
     for name in ("flat", "deep/data"):
@@ -109,7 +109,7 @@ def test_then_a_tenth_which_is_said(plant, said):
     assert splits.measured_on == "held out"
     assert splits.test is None
     assert len(splits.train) + len(splits.validation) == 80
-    assert said == [f"{len(splits.validation)} of 80 pictures are held out to measure on, by a hash of their names"]
+    assert said == [f"{len(splits.validation)} of 80 images are held out to measure on, by a hash of their names"]
     assert splits.notes == tuple(said)
 
 
@@ -144,26 +144,26 @@ def test_two_answers_to_what_is_measured_on_are_one_too_many(plant):
 
 def test_another_source_with_other_classes_is_refused(plant):
     root, other = plant("photos", {"a": 4}), plant("others", {"c": 4})
-    with pytest.raises(DataError, match=r"is of the class 'c', which is none named by classes="):
+    with pytest.raises(DataError, match=r"is of the class 'c', which is none named by class_names="):
         open_data(DataConfig(source=str(root), validation=str(other)))
 
 
 def test_one_label_and_several_do_not_go_together(plant, tmp_path):
     root = plant("photos", {"a": 4, "b": 1})
     (tmp_path / "t.csv").write_text("image,label\nphotos/a/000.png,a|b\n")
-    with pytest.raises(DataError, match=r"t\.csv has several labels to a picture and .*photos has one"):
+    with pytest.raises(DataError, match=r"t\.csv has several labels to an image and .*photos has one"):
         open_data(DataConfig(source=str(root), validation=str(tmp_path / "t.csv")))
 
 
-def test_one_picture_of_each_class_is_not_enough_to_hold_any_out(plant):
+def test_one_image_of_each_class_is_not_enough_to_hold_any_out(plant):
     root = plant("photos", {"a": 1, "b": 1})
-    with pytest.raises(DataError, match=r"nothing of .*photos can be held out: the classes a, b have one picture only"):
+    with pytest.raises(DataError, match=r"nothing of .*photos can be held out: the classes a, b have one image only"):
         open_data(DataConfig(source=str(root)))
 
 
-def test_a_lone_picture_of_one_class_is_said_and_learned_from(plant, said):
+def test_a_lone_image_of_one_class_is_said_and_learned_from(plant, said):
     splits = open_data(DataConfig(source=str(plant("photos", {"a": 20, "b": 1}))))
-    assert said[1] == "the class b has one picture only, kept to learn from"
+    assert said[1] == "the class b has one image only, kept to learn from"
     assert 1 in splits.train.targets
     assert 1 not in splits.validation.targets
 

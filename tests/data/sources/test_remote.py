@@ -27,7 +27,7 @@ def opened(spec, **settings):
 
 @pytest.fixture
 def web(server, tar_of, draw):
-    """Two shards of five large pictures each, with labels, and the names of the classes."""
+    """Two shards of five large images each, with labels, and the names of the classes."""
     for s in range(2):
         members = []
         for i in range(5 * s, 5 * s + 5):
@@ -44,7 +44,7 @@ def test_any_sample_is_reached_and_the_index_reads_headers_alone(web, draw):
     assert (len(source), source.blocks, source.labels) == (10, (5, 5), ("cat", "dog"))
     assert source.targets.tolist() == [i % 2 for i in range(10)]
     before = web.sent
-    assert source[7].picture == draw(7, 200)
+    assert source[7].image == draw(7, 200)
     assert web.sent - before == len(draw(7, 200))
     assert source.key(7) == "train-1/007"
 
@@ -67,15 +67,15 @@ def test_a_server_without_ranges_is_copied_from_once(web, draw, cache):
     web.ranges = False
     spec = f"{web.url}/set/train-{{0..1}}.tar"
     source = opened(spec).train
-    assert [source[i].picture for i in (9, 0, 4)] == [draw(i, 200) for i in (9, 0, 4)]
+    assert [source[i].image for i in (9, 0, 4)] == [draw(i, 200) for i in (9, 0, 4)]
     assert len(list((cache / "shards").glob("*.tar"))) == 2
     web.asked.clear()
     again = opened(spec).train
-    assert again[9].picture == draw(9, 200)
+    assert again[9].image == draw(9, 200)
     assert not [path for method, path, _ in web.asked if method == "GET" and path.endswith(".tar")]
 
 
-def test_small_pictures_are_read_ahead_in_few_requests(server, tar_of, draw):
+def test_small_images_are_read_ahead_in_few_requests(server, tar_of, draw):
     members = [m for i in range(300) for m in ((f"{i:03d}.png", draw(i)), (f"{i:03d}.cls", b"0"))]
     server.files["train.tar"] = tar_of(members)
     assert len(opened(f"{server.url}/train.tar").train) == 300
@@ -85,7 +85,7 @@ def test_small_pictures_are_read_ahead_in_few_requests(server, tar_of, draw):
 def test_a_failure_that_passes_is_tried_again_and_one_that_stays_is_named(web):
     source = opened(f"{web.url}/set/train-0.tar").train
     web.failures = [503, 500]
-    assert len(source[0].picture) > 1000
+    assert len(source[0].image) > 1000
     web.failures = [503] * 20
     with pytest.raises(DataError, match=rf"{web.url}/set/train-0\.tar could not be read in 4 tries .*503"):
         source[1]
@@ -102,16 +102,16 @@ def test_a_shard_that_is_not_there_and_one_that_is_cut(web):
 def test_samples_are_read_from_threads_and_after_pickling(web, draw):
     source = pickle.loads(pickle.dumps(opened(f"{web.url}/set/train-{{0..1}}.tar").train))
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda i: source[i % 10].picture, range(40))) == [draw(i % 10, 200) for i in range(40)]
+        assert list(pool.map(lambda i: source[i % 10].image, range(40))) == [draw(i % 10, 200) for i in range(40)]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_samples_are_read_in_a_forked_process(web, draw):
     source = opened(f"{web.url}/set/train-0.tar").train
-    assert source[0].picture == draw(0, 200)  # the connection of this process is open
+    assert source[0].image == draw(0, 200)  # the connection of this process is open
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=lambda: queue.put(source[3].picture))
+    child = context.Process(target=lambda: queue.put(source[3].image))
     child.start()
     assert queue.get(timeout=20) == draw(3, 200)
     child.join()
@@ -119,7 +119,7 @@ def test_samples_are_read_in_a_forked_process(web, draw):
 
 def test_samples_are_read_in_a_process_of_its_own(web, draw):
     source = opened(f"{web.url}/set/train-0.tar").train
-    code = "import pickle, sys; s = pickle.load(sys.stdin.buffer); sys.stdout.buffer.write(s[3].picture)"
+    code = "import pickle, sys; s = pickle.load(sys.stdin.buffer); sys.stdout.buffer.write(s[3].image)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(source), capture_output=True, check=True, env=environment
@@ -162,19 +162,19 @@ def bucket(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     client = botocore.get_session().create_client("s3", endpoint_url=f"http://{host}:{port}")
-    client.create_bucket(Bucket="pictures")
+    client.create_bucket(Bucket="images")
     yield client
     running.stop()
 
 
 def test_s3_is_read_by_ranges(bucket, tar_of, draw):
     members = [m for i in range(6) for m in ((f"{i}.png", draw(i, 60)), (f"{i}.cls", b"%d" % (i % 2)))]
-    bucket.put_object(Bucket="pictures", Key="set/train-0.tar", Body=tar_of(members))
-    bucket.put_object(Bucket="pictures", Key="set/classes.json", Body=b'["cat", "dog"]')
-    for spec in ("s3://pictures/set/train-{0..0}.tar", "shards:s3://pictures/set/*.tar"):
+    bucket.put_object(Bucket="images", Key="set/train-0.tar", Body=tar_of(members))
+    bucket.put_object(Bucket="images", Key="set/classes.json", Body=b'["cat", "dog"]')
+    for spec in ("s3://images/set/train-{0..0}.tar", "shards:s3://images/set/*.tar"):
         source = opened(spec).train
         assert (len(source), source.labels) == (6, ("cat", "dog"))
-        assert source[4].picture == draw(4, 60)
+        assert source[4].image == draw(4, 60)
         assert source[4].target == 0
-    with pytest.raises(NotFound, match=r"there is no s3://pictures/set/train-9\.tar"):
-        opened("s3://pictures/set/train-9.tar")
+    with pytest.raises(NotFound, match=r"there is no s3://images/set/train-9\.tar"):
+        opened("s3://images/set/train-9.tar")

@@ -27,7 +27,7 @@ def test_every_sample_is_reached_by_its_number(shards, draw, spec):
     assert source.targets.tolist() == [i % 3 for i in range(12)]
     for i in (11, 0, 6, -1):
         sample = source[i]
-        assert (sample.picture, sample.target) == (draw(i % 12), i % 12 % 3)
+        assert (sample.image, sample.target) == (draw(i % 12), i % 12 % 3)
         assert sample.key == source.key(i) == f"train-{i % 12 // 4:03d}/{i % 12:06d}"
     with pytest.raises(IndexError):
         source[12]
@@ -36,7 +36,7 @@ def test_every_sample_is_reached_by_its_number(shards, draw, spec):
 def test_shards_survive_pickling_and_threads(shards, draw):
     source = pickle.loads(pickle.dumps(opened(shards("web", 3, 20)).train))
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda i: source[i].picture, range(60))) == [draw(i) for i in range(60)]
+        assert list(pool.map(lambda i: source[i].image, range(60))) == [draw(i) for i in range(60)]
 
 
 def test_parts_are_told_by_the_shards_names(shards):
@@ -83,35 +83,35 @@ def test_labels_are_found_where_people_put_them(tmp_path, tar_of, case):
     (tmp_path / "x.tar").write_bytes(tar_of(members))
     source = opened(tmp_path / "x.tar", **settings).train
     assert source.labels == (wanted,)
-    assert source[0].picture == b"x"
+    assert source[0].image == b"x"
 
 
 def test_several_labels_and_none(tmp_path, tar_of):
     members = [("a.png", b"x"), ("a.json", b'{"labels": ["b", "a"]}'), ("b.png", b"y"), ("b.json", b'{"labels": "a"}')]
     (tmp_path / "x.tar").write_bytes(tar_of([*members, ("c.png", b"z")]))
     source = opened(tmp_path / "x.tar").train
-    assert source.several
+    assert source.multi_label
     assert source.targets.tolist() == [[1, 1], [1, 0], [0, 0]]
     assert source[0].target == (0, 1)
     (tmp_path / "y.tar").write_bytes(tar_of([("a.png", b"x"), ("b.png", b"y"), ("b.cls", b"0")]))
     parts = opened(tmp_path / "y.tar")
     assert parts.train.targets.tolist() == [-1, 0]
-    assert parts.notes == ("1 of 2 pictures of y have no label",)
+    assert parts.notes == ("1 of 2 images of y have no label",)
 
 
-def test_samples_without_a_picture_are_left_out_and_said(tmp_path, tar_of):
+def test_samples_without_an_image_are_left_out_and_said(tmp_path, tar_of):
     (tmp_path / "x.tar").write_bytes(tar_of([("a.cls", b"0"), ("b.png", b"y"), ("b.cls", b"1")]))
     parts = opened(tmp_path / "x.tar")
-    assert (len(parts.train), parts.notes) == (1, ("1 samples of x left out: no picture in them",))
+    assert (len(parts.train), parts.notes) == (1, ("1 samples of x left out: no image in them",))
     with pytest.raises(DataError, match=r"holds no sample with a file \.jpg"):
-        opened(tmp_path / "x.tar", picture="jpg")
+        opened(tmp_path / "x.tar", image="jpg")
 
 
 def test_keys_stay_unique(tmp_path, tar_of):
     (tmp_path / "x.tar").write_bytes(tar_of([("a.png", b"1"), ("a.png", b"2"), ("b.png", b"3")]))
     source = opened(tmp_path / "x.tar").train
     assert [source.key(i) for i in range(3)] == ["x/a", "x/a#2", "x/b"]
-    assert [source[i].picture for i in range(3)] == [b"1", b"2", b"3"]
+    assert [source[i].image for i in range(3)] == [b"1", b"2", b"3"]
 
 
 # The index
@@ -124,7 +124,7 @@ def test_the_index_lies_beside_the_shard_and_is_made_once(shards, monkeypatch):
     monkeypatch.setattr(index, "make", lambda shard: pytest.fail(f"{shard} was indexed again"))
     second = opened(folder).train
     assert [second.key(i) for i in range(8)] == [first.key(i) for i in range(8)]
-    assert second[5].picture == first[5].picture
+    assert second[5].image == first[5].image
 
 
 def test_an_index_is_made_again_when_the_shard_has_changed(shards, tar_of):
@@ -132,7 +132,7 @@ def test_an_index_is_made_again_when_the_shard_has_changed(shards, tar_of):
     assert len(opened(folder).train) == 4
     (folder / "train-000.tar").write_bytes(tar_of([("z.png", b"new"), ("z.cls", b"9")]))
     source = opened(folder).train
-    assert (len(source), source[0].picture, source.labels) == (1, b"new", ("9",))
+    assert (len(source), source[0].image, source.labels) == (1, b"new", ("9",))
     before = (folder / "train-000.tar").stat()
     (folder / "train-000.tar").write_bytes(tar_of([("y.png", b"new"), ("y.cls", b"9")]))  # of the same size
     os.utime(folder / "train-000.tar", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
@@ -169,7 +169,7 @@ def test_a_cut_shard_is_named(shards):
     assert not (folder / "train-001.tar.index").exists()
 
 
-def test_a_shard_that_shrank_after_it_was_opened_is_an_unreadable_picture(shards):
+def test_a_shard_that_shrank_after_it_was_opened_is_an_unreadable_image(shards):
     folder = shards("web", 1, 4)
     source = opened(folder).train
     (folder / "train-000.tar").write_bytes(b"")
@@ -220,8 +220,6 @@ def test_the_real_shards_open(imagenet_val):
     assert sorted(source.targets.tolist()) == list(range(1000))
     assert (source.key(0), source[0].target) == ("val-00000/000000", 573)
     for i in (0, 500, 999):
-        assert min(decode(source[i].picture).shape[:2]) == 256
-    with pytest.raises(
-        DataError, match=r"nothing of .* can be held out: the classes tench, goldfish.* one picture only"
-    ):
+        assert min(decode(source[i].image).shape[:2]) == 256
+    with pytest.raises(DataError, match=r"nothing of .* can be held out: the classes tench, goldfish.* one image only"):
         open_data(DataConfig(source=str(imagenet_val)))

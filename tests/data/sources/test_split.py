@@ -17,7 +17,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size
 
 
 @st.composite
-def pictures(draw, classes: int = 4):
+def images(draw, classes: int = 4):
     """Different keys and a class number for each; small classes are the difficult ones."""
     keys = draw(st.lists(NAMES, min_size=1, max_size=40, unique_by=lambda key: hashes([key])[0]))
     targets = draw(st.lists(st.integers(0, classes - 1), min_size=len(keys), max_size=len(keys)))
@@ -32,8 +32,8 @@ def by_class(targets, mask):
     return {c: (int((~mask & (targets == c)).sum()), int((mask & (targets == c)).sum())) for c in set(targets.tolist())}
 
 
-@given(pictures(), SHARES)
-def test_every_class_of_two_pictures_is_on_both_sides_and_a_lone_one_is_learned_from(data, share):
+@given(images(), SHARES)
+def test_every_class_of_two_images_is_on_both_sides_and_a_lone_one_is_learned_from(data, share):
     keys, targets = data
     mask, notes = hold_out(keys, targets, share)
     sides = by_class(targets, mask)
@@ -41,11 +41,11 @@ def test_every_class_of_two_pictures_is_on_both_sides_and_a_lone_one_is_learned_
         assert learned >= 1
         assert held >= 1 or learned == 1
     lone = [c for c, (learned, held) in sides.items() if learned + held == 1]
-    assert bool(lone) == any("one picture only" in note for note in notes)
+    assert bool(lone) == any("one image only" in note for note in notes)
 
 
-@given(pictures(), NAMES, st.integers(0, 3), SHARES)
-def test_a_picture_that_is_added_moves_no_other(data, name, number, share):
+@given(images(), NAMES, st.integers(0, 3), SHARES)
+def test_an_image_that_is_added_moves_no_other(data, name, number, share):
     keys, targets = data
     if hashes([name])[0] in hashes(keys):
         return
@@ -62,8 +62,8 @@ def test_a_picture_that_is_added_moves_no_other(data, name, number, share):
         assert all(targets[moved] == number)
 
 
-@given(pictures(), SHARES, st.randoms())
-def test_the_order_of_pictures_does_not_matter(data, share, chance):
+@given(images(), SHARES, st.randoms())
+def test_the_order_of_images_does_not_matter(data, share, chance):
     keys, targets = data
     order = list(range(len(keys)))
     chance.shuffle(order)
@@ -72,7 +72,7 @@ def test_the_order_of_pictures_does_not_matter(data, share, chance):
     assert np.array_equal(mask[order], other)
 
 
-@given(pictures(), st.data(), SHARES)
+@given(images(), st.data(), SHARES)
 def test_groups_never_straddle_and_every_class_is_learned_from(data, more, share):
     keys, targets = data
     groups = more.draw(st.lists(st.sampled_from("abcdefgh"), min_size=len(keys), max_size=len(keys)))
@@ -87,8 +87,8 @@ def test_groups_never_straddle_and_every_class_is_learned_from(data, more, share
         assert held or len(homes) == 1 or any("without splitting a group" in note for note in notes)
 
 
-@given(pictures(), st.data(), SHARES)
-def test_pictures_with_several_labels_leave_something_of_each_to_learn_from(data, more, share):
+@given(images(), st.data(), SHARES)
+def test_images_with_several_labels_leave_something_of_each_to_learn_from(data, more, share):
     keys, _ = data
     rows = st.lists(st.booleans(), min_size=3, max_size=3)
     targets = np.array(more.draw(st.lists(rows, min_size=len(keys), max_size=len(keys))))
@@ -122,16 +122,16 @@ def test_the_smallest_hash_is_held_out_where_the_share_holds_none_out():
     assert np.flatnonzero(mask).tolist() == [int(np.argmin(hashes(keys)))]
 
 
-def test_unlabelled_pictures_follow_their_hash_alone():
+def test_unlabeled_images_follow_their_hash_alone():
     keys = [f"{i}.jpg" for i in range(1000)]
     mask, notes = hold_out(keys, np.full(1000, -1), 0.25)
     assert np.array_equal(mask, hashes(keys) < np.uint64(2**62))
     assert notes == []
 
 
-def test_a_note_names_the_classes_that_have_one_picture():
+def test_a_note_names_the_classes_that_have_one_image():
     _, notes = hold_out(["a", "b", "c", "d"], np.array([0, 0, 1, 2]), 0.5, ["cat", "dog", "emu"])
-    assert notes[0] == "the classes dog, emu have one picture only, kept to learn from"
+    assert notes[0] == "the classes dog, emu have one image only, kept to learn from"
 
 
 def test_a_note_names_the_classes_that_the_hash_left_on_one_side():
@@ -141,7 +141,7 @@ def test_a_note_names_the_classes_that_the_hash_left_on_one_side():
     assert helped == [0]
     _, notes = hold_out(keys, targets, 0.1, ["cat", "dog", "emu"])
     assert notes == [
-        "the hash left one side of the class cat empty, so one picture was put there; "
+        "the hash left one side of the class cat empty, so one image was put there; "
         "when more are added, it may move back"
     ]
 
@@ -167,7 +167,7 @@ def test_a_pattern_names_groups_by_its_match_or_its_first_group(pattern, wanted)
 
 
 def test_a_pattern_that_matches_nothing_or_is_none_is_refused():
-    with pytest.raises(ConfigError, match=r"matches no picture's path, such as 'cat1'"):
+    with pytest.raises(ConfigError, match=r"matches no image's path, such as 'cat1'"):
         groups_of(["cat1"], r"dog\d")
     with pytest.raises(ConfigError, match=r"groups='\(' is no regular expression"):
         groups_of(["cat1"], "(")

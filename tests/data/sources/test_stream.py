@@ -41,7 +41,7 @@ def test_an_epoch_holds_every_sample_once_with_its_label(stream, draw):
     for sample in found:
         number = int(sample.key.split("/")[1])
         assert sample.key == f"train-{number // 6:03d}/{number:06d}"
-        assert (sample.picture, sample.target) == (draw(number), number % 3)
+        assert (sample.image, sample.target) == (draw(number), number % 3)
 
 
 def test_the_order_is_shuffled_and_another_each_epoch_and_seed(stream):
@@ -91,7 +91,7 @@ def stream_of_five(tmp_path_factory, tar_of, draw):
     for s in range(5):
         members = [m for i in range(s, 30, 5) for m in ((f"{i}.png", draw(i)), (f"{i}.cls", b"0"))]
         (folder / f"{s}.tar").write_bytes(tar_of(members))
-    return open_parts(DataConfig(source=f"stream:{folder}", classes=["all"])).train
+    return open_parts(DataConfig(source=f"stream:{folder}", class_names=["all"])).train
 
 
 def test_a_state_tells_where_it_is(stream):
@@ -123,7 +123,7 @@ def test_a_state_of_another_run_is_refused(stream, change, said):
 def test_a_state_of_other_shards_is_refused(stream, shards):
     state = stream.samples().state
     folder = shards("other", 5, 6)
-    other = open_parts(DataConfig(source=f"stream:{folder}", classes=["a", "b", "c"])).train
+    other = open_parts(DataConfig(source=f"stream:{folder}", class_names=["a", "b", "c"])).train
     with pytest.raises(TrainError, match="is of other shards"):
         other.samples(state)
 
@@ -147,7 +147,7 @@ def test_it_says_that_it_promises_less_and_wants_something_to_measure_on(web, sh
         open_data(DataConfig(source=f"{web}/train-000.tar", validation=f"stream:{web}/val-000.tar"))
 
 
-def test_classes_come_from_the_measured_pictures_or_must_be_named(shards):
+def test_classes_come_from_the_measured_images_or_must_be_named(shards):
     folder = shards("bare", 2, 6)
     with pytest.raises(DataError, match=r"are not known.* put classes\.json beside the shards, or name them"):
         open_parts(DataConfig(source=f"stream:{folder}"))
@@ -157,7 +157,7 @@ def test_classes_come_from_the_measured_pictures_or_must_be_named(shards):
 
 def test_labels_out_of_place_are_named(shards):
     folder = shards("bare", 1, 6)
-    reader = open_parts(DataConfig(source=f"stream:{folder}", classes=["cat", "dog"])).train.samples()
+    reader = open_parts(DataConfig(source=f"stream:{folder}", class_names=["cat", "dog"])).train.samples()
     with pytest.raises(DataError, match="train-000/000002 has the label 2, and there are 2 classes"):
         next(reader)
 
@@ -170,31 +170,31 @@ def test_several_labels_are_seen_from_the_first_samples(tmp_path, tar_of, draw):
         ("b.json", b'{"tags": "y"}'),
     ]
     (tmp_path / "s.tar").write_bytes(tar_of(members))
-    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar'}", classes=["x", "y"])).train
-    assert stream.several
+    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x", "y"])).train
+    assert stream.multi_label
     assert {s.key: s.target for s in itertools.islice(stream.samples(), 2)} == {"s/a": (0, 1), "s/b": (1,)}
 
 
 def test_a_compressed_shard_is_read(tmp_path, tar_of, draw):
     (tmp_path / "s.tar.gz").write_bytes(gzip.compress(tar_of([("a.png", draw(0)), ("a.cls", b"1")])))
-    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar.gz'}", classes=["x", "y"])).train
+    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar.gz'}", class_names=["x", "y"])).train
     sample = next(stream.samples())
-    assert (sample.key, sample.picture, sample.target) == ("s/a", draw(0), 1)
+    assert (sample.key, sample.image, sample.target) == ("s/a", draw(0), 1)
 
 
 @pytest.mark.parametrize("cut", [700, 1300, 2100])
 def test_a_cut_shard_is_named(tmp_path, tar_of, cut):
     whole = tar_of([("a.png", bytes(600)), ("a.cls", b"0"), ("b.png", bytes(600)), ("b.cls", b"0")])
     (tmp_path / "s.tar").write_bytes(whole[:cut])
-    config = DataConfig(source=f"stream:{tmp_path / 's.tar'}", classes=["x"])
+    config = DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x"])
     with pytest.raises(DataError, match=r"s\.tar is cut off"):
         next(open_parts(config).train.samples())
 
 
-def test_shards_without_pictures_do_not_turn_for_ever(tmp_path, tar_of):
+def test_shards_without_images_do_not_turn_for_ever(tmp_path, tar_of):
     (tmp_path / "s.tar").write_bytes(tar_of([("a.cls", b"0")]))
-    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar'}", classes=["x"])).train
-    with pytest.raises(DataError, match="s holds no pictures for part 0 of 1"):
+    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x"])).train
+    with pytest.raises(DataError, match="s holds no images for part 0 of 1"):
         next(stream.samples())
 
 
@@ -202,8 +202,8 @@ def test_a_stream_over_http_survives_a_connection_that_breaks(server, tar_of, dr
     need_extra("cloud")
     members = [m for i in range(8) for m in ((f"{i}.png", draw(i, 60)), (f"{i}.cls", b"0"))]
     server.files["s.tar"] = tar_of(members)
-    stream = open_parts(DataConfig(source=f"stream:{server.url}/s.tar", classes=["x"])).train
+    stream = open_parts(DataConfig(source=f"stream:{server.url}/s.tar", class_names=["x"])).train
     server.break_after = [20_000, 40_000]
-    found = {s.key: s.picture for s in itertools.islice(stream.samples(), 8)}
+    found = {s.key: s.image for s in itertools.islice(stream.samples(), 8)}
     assert found == {f"s/{i}": draw(i, 60) for i in range(8)}
     assert server.break_after == []

@@ -1,4 +1,4 @@
-"""CSV, TSV and Parquet: columns found, labels numbered, pictures reached."""
+"""CSV, TSV and Parquet: columns found, labels numbered, images reached."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def opened(path, **settings):
 
 @pytest.fixture
 def images(tmp_path, draw):
-    """Six pictures, 0.png to 5.png."""
+    """Six images, 0.png to 5.png."""
     for i in range(6):
         (tmp_path / f"{i}.png").write_bytes(draw(i))
     return tmp_path
@@ -49,12 +49,12 @@ def test_columns_are_found(images, name, between, header):
     source = opened(path).train
     assert (source.labels, source.targets.tolist(), source.name) == (("cat", "dog"), [0, 1, 0], "t")
     assert [source.key(i) for i in range(3)] == ["0.png", "1.png", "2.png"]
-    assert decode(source[2].picture).tolist() == decode((images / "2.png").read_bytes()).tolist()
+    assert decode(source[2].image).tolist() == decode((images / "2.png").read_bytes()).tolist()
 
 
 def test_columns_can_be_named(images):
     path = write(images / "t.csv", ["image", "before", "label", "kind"], [("x", "0.png", "no", "a")])
-    source = opened(path, picture="before", label="kind").train
+    source = opened(path, image="before", label="kind").train
     assert (source.key(0), source.labels) == ("0.png", ("a",))
     with pytest.raises(DataError, match=r"has no column 'knd'; did you mean 'kind'\?"):
         opened(path, label="knd")
@@ -63,7 +63,7 @@ def test_columns_can_be_named(images):
 def test_several_labels(images):
     path = write(images / "t.csv", ["image", "tags"], [("0.png", "a|b"), ("1.png", ""), ("2.png", "b")])
     source = opened(path).train
-    assert source.several
+    assert source.multi_label
     assert source.targets.tolist() == [[1, 1], [0, 0], [0, 1]]
     assert [source[i].target for i in range(3)] == [(0, 1), (), (1,)]
 
@@ -99,16 +99,16 @@ def test_a_column_of_groups_keeps_them_together(images, draw):
     who = [{int(p.key(i)[:-4]) // 6 for i in range(len(p))} for p in (splits.train, splits.validation)]
     assert who[0].isdisjoint(who[1])
     assert len(who[0]) + len(who[1]) == 10
-    with pytest.raises(ConfigError, match="groups='woh' matches no picture's path"):
+    with pytest.raises(ConfigError, match="groups='woh' matches no image's path"):
         open_data(DataConfig(source=str(path), groups="woh"))
 
 
-def test_pictures_in_the_one_folder_beside_the_table_are_found(images, draw):
+def test_images_in_the_one_folder_beside_the_table_are_found(images, draw):
     (images / "pics").mkdir()
     (images / "pics" / "x.png").write_bytes(draw(0))
     parts = opened(write(images / "t.csv", ["image", "label"], [("x.png", 0)]))
-    assert parts.train[0].picture == str(images / "pics" / "x.png")
-    assert parts.notes == ("the pictures of t.csv are in pics/",)
+    assert parts.train[0].image == str(images / "pics" / "x.png")
+    assert parts.notes == ("the images of t.csv are in pics/",)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_pictures_in_the_one_folder_beside_the_table_are_found(images, draw):
         (
             "image,label\nnone.png,a\n",
             NotFound,
-            r"none of the first 1 pictures of .* is there, such as .*none\.png",
+            r"none of the first 1 images of .* is there, such as .*none\.png",
         ),
         ("0.png,cat\n1.png,dog\n", DataError, r"begins with '0\.png,cat'; wanted a first line that names the columns"),
-        ("image,colour\n0.png,red\n", DataError, r"has no column of labels among image, colour; name it with label="),
-        ("a,label\nx,1\n", DataError, r"has no column of pictures among a, label; name it with picture="),
+        ("image,color\n0.png,red\n", DataError, r"has no column of labels among image, color; name it with label="),
+        ("a,label\nx,1\n", DataError, r"has no column of images among a, label; name it with data.image_column="),
         ("image,label\n0.png,a,extra\n", DataError, r"is not the table its first line promises"),
         ("", DataError, r"wanted a first line that names the columns"),
     ],
@@ -134,12 +134,12 @@ def test_tables_that_cannot_be_used_say_why(images, text, error, said):
 
 def test_a_table_without_labels_will_do_where_none_are_wanted(images, draw):
     path = write(images / "t.csv", ["path"], [(f"{i}.png",) for i in range(6)])
-    parts = open_parts(DataConfig(source=str(path)), labelled=False)
+    parts = open_parts(DataConfig(source=str(path)), labeled=False)
     assert (len(parts.train), parts.train.labels, parts.train.targets.tolist()) == (6, (), [-1] * 6)
-    assert parts.notes == ("the pictures have no labels",)
+    assert parts.notes == ("the images have no labels",)
     pq.write_table(pa.table({"image": [draw(i) for i in range(6)]}), images / "t.parquet")
-    source = open_parts(DataConfig(source=str(images / "t.parquet")), labelled=False).train
-    assert (len(source), source.targets.tolist(), source[4].picture) == (6, [-1] * 6, draw(4))
+    source = open_parts(DataConfig(source=str(images / "t.parquet")), labeled=False).train
+    assert (len(source), source.targets.tolist(), source[4].image) == (6, [-1] * 6, draw(4))
 
 
 def test_no_table_and_no_text_are_one_sentence(images):
@@ -158,7 +158,7 @@ def test_addresses_are_fetched(server, tmp_path, draw):
     server.files["a.png"] = draw(7)
     path = write(tmp_path / "t.csv", ["url", "label"], [(f"{server.url}/a.png", "x")])
     sample = opened(path).train[0]
-    assert sample.picture == draw(7)
+    assert sample.image == draw(7)
     assert sample.key == f"{server.url}/a.png"
 
 
@@ -167,8 +167,8 @@ def rows(tmp_path, draw):
     """`rows("t.parquet", 0, 10)`: a file in the hub's layout, in row groups of four rows, or of as many as asked."""
 
     def make(name, first, last, label=lambda i: i % 3, names=("a", "b", "c"), as_bytes=False, group=4):
-        pictures = [draw(i) if as_bytes else {"bytes": draw(i), "path": f"{i}.png"} for i in range(first, last)]
-        table = pa.table({"img": pictures, "label": [label(i) for i in range(first, last)]})
+        images = [draw(i) if as_bytes else {"bytes": draw(i), "path": f"{i}.png"} for i in range(first, last)]
+        table = pa.table({"img": images, "label": [label(i) for i in range(first, last)]})
         if names:
             told = {"info": {"features": {"label": {"names": list(names), "_type": "ClassLabel"}}}}
             table = table.replace_schema_metadata({"huggingface": json.dumps(told)})
@@ -185,7 +185,7 @@ def test_parquet_gives_bytes_by_row(rows, draw, as_bytes):
     source = opened(path).train
     assert (source.labels, len(source), source.blocks, source.pixels) == (("a", "b", "c"), 10, None, None)
     for i in (9, 0, 5, -1):
-        assert source[i].picture == draw(i % 10)
+        assert source[i].image == draw(i % 10)
         assert source[i].target == i % 10 % 3
         assert source[i].key == source.key(i) == f"t.parquet:{i % 10}"
     with pytest.raises(IndexError):
@@ -198,25 +198,25 @@ def test_a_folder_of_parquet_files_is_one_table_with_parts(rows, draw, tmp_path)
     rows("set/data/test-00000-of-00001.parquet", 20, 23)
     parts = opened(tmp_path / "set")
     assert (len(parts.train), parts.validation, len(parts.test)) == (11, None, 3)
-    assert [parts.train[i].picture for i in range(11)] == [draw(i) for i in range(11)]
+    assert [parts.train[i].image for i in range(11)] == [draw(i) for i in range(11)]
     assert parts.train.key(6) == "train-00001-of-00002.parquet:0"
-    assert parts.test[2].picture == draw(22)
+    assert parts.test[2].image == draw(22)
 
 
 def test_large_tables_keep_few_row_groups_and_say_which_rows_lie_together(rows, draw, monkeypatch):
-    monkeypatch.setattr(parquet, "CACHE", 900)  # four pictures have about 800 bytes
+    monkeypatch.setattr(parquet, "CACHE", 900)  # four images have about 800 bytes
     source = opened(rows("t.parquet", 0, 10)).train
     assert source.blocks == (4, 4, 2)
     reads = []
     whole = pq.ParquetFile.read_row_group
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda self, g, **k: reads.append(g) or whole(self, g, **k))
-    assert [source[i].picture for i in (0, 1, 2, 3, 9, 8, 0)] == [draw(i) for i in (0, 1, 2, 3, 9, 8, 0)]
+    assert [source[i].image for i in (0, 1, 2, 3, 9, 8, 0)] == [draw(i) for i in (0, 1, 2, 3, 9, 8, 0)]
     assert reads == [0, 2, 0]
 
 
 def in_turns(source, count):
     """An order that makes every row group come and go."""
-    return [source[(i * 7) % count].picture for i in range(3 * count)]
+    return [source[(i * 7) % count].image for i in range(3 * count)]
 
 
 def test_row_groups_that_come_and_go_are_copied_out_once(rows, draw, monkeypatch, cache):
@@ -260,27 +260,27 @@ def test_reading_in_order_copies_nothing(rows, draw, monkeypatch, cache):
     source = opened(rows("t.parquet", 0, 120, group=30)).train
     assert source.blocks == (30, 30, 30, 30)
     for _ in range(6):
-        assert [source[i].picture for i in range(120)] == [draw(i) for i in range(120)]
+        assert [source[i].image for i in range(120)] == [draw(i) for i in range(120)]
     assert not (cache / "parquet").exists()
 
 
 def test_rows_survive_pickling_and_threads(rows, draw):
     source = opened(rows("t.parquet", 0, 40)).train
-    assert source[3].picture == draw(3)
+    assert source[3].image == draw(3)
     copy = pickle.loads(pickle.dumps(source))
     assert len(pickle.dumps(source)) < 4000  # what was read does not travel
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda i: copy[i % 40].picture, range(200)))
+        found = list(pool.map(lambda i: copy[i % 40].image, range(200)))
     assert found == [draw(i % 40) for i in range(200)]
 
 
 def test_a_row_without_bytes_is_read_from_its_path(tmp_path, draw):
     (tmp_path / "x.png").write_bytes(draw(1))
-    pictures = pa.array([{"bytes": None, "path": "x.png"}, {"bytes": None, "path": None}])
-    pq.write_table(pa.table({"image": pictures, "label": [0, 0]}), tmp_path / "t.parquet")
+    images = pa.array([{"bytes": None, "path": "x.png"}, {"bytes": None, "path": None}])
+    pq.write_table(pa.table({"image": images, "label": [0, 0]}), tmp_path / "t.parquet")
     source = opened(tmp_path / "t.parquet").train
-    assert source[0].picture == str(tmp_path / "x.png")
-    assert source[1].picture == b""  # which the decoder calls empty
+    assert source[0].image == str(tmp_path / "x.png")
+    assert source[1].image == b""  # which the decoder calls empty
 
 
 def test_parquet_with_paths_lists_and_missing_labels(images):
@@ -290,7 +290,7 @@ def test_parquet_with_paths_lists_and_missing_labels(images):
     pq.write_table(pa.table({"path": ["0.png", "1.png"], "label": [1, None]}), images / "one.parquet")
     parts = opened(images / "one.parquet")
     assert parts.train.targets.tolist() == [0, -1]
-    assert parts.notes == ("1 of 2 pictures have no label",)
+    assert parts.notes == ("1 of 2 images have no label",)
 
 
 def test_the_real_cifar10_opens_without_being_read(shared):
@@ -301,4 +301,4 @@ def test_the_real_cifar10_opens_without_being_read(shared):
     assert (len(parts.train), len(parts.test)) == (50_000, 10_000)
     assert parts.train.labels[:3] == ("airplane", "automobile", "bird")
     assert (parts.train.targets.sum(), parts.test.targets.sum()) == (225_000, 45_000)
-    assert decode(parts.train[49_999].picture).shape == (32, 32, 3)
+    assert decode(parts.train[49_999].image).shape == (32, 32, 3)

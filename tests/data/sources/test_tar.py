@@ -97,7 +97,7 @@ def test_any_damage_is_either_harmless_or_named(tar_of, place, flip, kind):
         assert all(m.offset + m.size <= len(whole) for m in found)
 
 
-def test_samples_are_neighbours_with_one_key():
+def test_samples_are_neighbors_with_one_key():
     names = ["a.jpg", "a.cls", "d/b.seg.png", "d/b.JPG", "._c.jpg", "README", "a.jpg", "a.jpg", "./e.jpg"]
     found = tar.samples(tar.Member(name, i, 1) for i, name in enumerate(names))
     assert [(key, {kind: m.offset for kind, m in parts.items()}) for key, parts in found] == [
@@ -120,5 +120,5 @@ def test_samples_are_neighbours_with_one_key():
         (["jpg"], "png", None),
     ],
 )
-def test_the_plainest_picture_is_the_picture(kinds, given, wanted):
-    assert tar.picture_in(kinds, frozenset({".jpg", ".png"}), given) == wanted
+def test_the_plainest_image_is_the_image(kinds, given, wanted):
+    assert tar.image_in(kinds, frozenset({".jpg", ".png"}), given) == wanted

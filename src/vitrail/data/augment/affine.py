@@ -1,6 +1,6 @@
-"""Pictures turned, slanted and moved: one matrix for each, output pixel -> input pixel.
+"""Images turned, slanted and moved: one matrix for each, output pixel -> input pixel.
 
-Pixels are squares: the first has its centre at (0.5, 0.5). Matrices are made on the host, in
+Pixels are squares: the first has its center at (0.5, 0.5). Matrices are made on the host, in
 float64, from Pillow's conventions: a rotation is about the middle, a shear leaves the top left
 corner where it is.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-# b pictures, C channels, H W pixels
+# b images, C channels, H W pixels
 
 Numbers = npt.NDArray[np.floating[Any]]
 Matrices = npt.NDArray[np.float64]
@@ -27,7 +27,7 @@ def identity(count: int) -> Matrices:
 
 
 def rotation(degrees: Numbers, size: tuple[int, int]) -> Matrices:
-    """Against the clock about the middle of pictures of (height, width)."""
+    """Against the clock about the middle of images of (height, width)."""
     turn = np.deg2rad(degrees.astype(np.float64))
     out = np.empty((len(turn), 2, 3))
     out[:, 0, 0] = out[:, 1, 1] = np.cos(turn)
@@ -52,7 +52,7 @@ def translation(x: Numbers, y: Numbers) -> Matrices:
 
 
 def affine(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
-    """Each picture through its own matrix (b 2 3, float32), bilinear; all outside has the colour `fill`, [b] C 1 1."""
+    """Each image through its own matrix (b 2 3, float32), bilinear; all outside has the color `fill`, [b] C 1 1."""
     height, width = images.shape[2:]
     x = torch.arange(width, device=images.device) + 0.5
     y = (torch.arange(height, device=images.device) + 0.5)[:, None]

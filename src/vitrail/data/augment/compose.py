@@ -1,4 +1,4 @@
-"""All of it in order: crop, flip, policy, colour jitter, normalise, erase, mix."""
+"""All of it in order: crop, flip, policy, color jitter, normalize, erase, mix."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from vitrail import chance
 from vitrail.config import AugmentConfig, PreprocessConfig
+from vitrail.data.augment.color_jitter import Jitter
 from vitrail.data.augment.crop import crop_boxes, flip, flips, resized_crop, shift, shifts
 from vitrail.data.augment.draws import Drawn, Parameters, only, sent
 from vitrail.data.augment.erase import Erase
-from vitrail.data.augment.jitter import Jitter
 from vitrail.data.augment.mix import Mix, Slots, blend, blend_targets, partners_of, soft
 from vitrail.data.augment.rand import RandAugment
 from vitrail.data.augment.three import ThreeAugment
 from vitrail.data.batch import Batch
 from vitrail.errors import ConfigError, DataError
 
-# b pictures of this process's part of the global batch, C channels, H W pixels, K classes
+# b images of this process's part of the global batch, C channels, H W pixels, K classes
 
 IN_CACHE = 1 << 20
-"""Bytes of float32 pictures that operations on a CPU pass on to one another without going to memory."""
+"""Bytes of float32 images that operations on a CPU pass on to one another without going to memory."""
 
 
 class Augment:
@@ -32,15 +32,15 @@ class Augment:
     Three steps, of which the first is on the host and the other two may be compiled:
 
         draw       step, slots -> everything random, as arrays
-        change     pictures, uint8 -> cropped, coloured, normalised, erased: float32
-        mix        those and their partners -> pictures and soft targets
+        change     images, uint8 -> cropped, colored, normalized, erased: float32
+        mix        those and their partners -> images and soft targets
 
     `cropped` says that the loader's workers have made the resized crop already; shifts, which need
-    no more than the picture, are always made here. From the step `mixes_until` on, pictures are left
+    no more than the image, are always made here. From the step `mixes_until` on, images are left
     whole and targets stay soft, in the same shapes. `repeats` is how often in a row the batches show the
     same image. With `compile`, shapes are static and every
-    operation runs on the whole batch: right for a GPU and small pictures. Without it, each runs on
-    the pictures it was drawn for.
+    operation runs on the whole batch: right for a GPU and small images. Without it, each runs on
+    the images it was drawn for.
     """
 
     def __init__(
@@ -48,30 +48,30 @@ class Augment:
         config: AugmentConfig,
         *,
         preprocess: PreprocessConfig,
-        image: tuple[int, int],
-        classes: int,
-        batch: int,
+        image_size: tuple[int, int],
+        num_classes: int,
+        batch_size: int,
         seed: int,
         cropped: bool = False,
         mixes_until: int | None = None,
         repeats: int = 1,
         compile: bool = False,
     ) -> None:
-        _check(config, image, preprocess.channels)
-        self.config, self.preprocess, self.image, self.classes = config, preprocess, image, classes
-        self.batch, self.seed, self.mixes_until, self.repeats = batch, seed, mixes_until, repeats
+        _check(config, image_size, preprocess.channels)
+        self.config, self.preprocess, self.image, self.classes = config, preprocess, image_size, num_classes
+        self.batch, self.seed, self.mixes_until, self.repeats = batch_size, seed, mixes_until, repeats
         self.resizes = config.crop == "resized" and not cropped
         self.policy: RandAugment | ThreeAugment | None = None
         if config.policy == "three":
             self.policy = ThreeAugment()
-        elif config.policy == "rand" and config.layers:
+        elif config.policy == "rand" and config.num_ops:
             strength = (config.magnitude, config.magnitude_std)
-            self.policy = RandAugment(config.layers, *strength, size=image, fill=preprocess.mean)
-        self.jitter = Jitter(config.jitter) if any(config.jitter) else None
-        self.erase = Erase(config.erase, config.erase_scale, image) if config.erase else None
-        self.mixer = Mix(config.mixup, config.cutmix, config.mix_chance, image) if config.mixes else None
+            self.policy = RandAugment(config.num_ops, *strength, size=image_size, fill=preprocess.mean)
+        self.jitter = Jitter(config.color_jitter) if any(config.color_jitter) else None
+        self.erase = Erase(config.erase, config.erase_scale, image_size) if config.erase else None
+        self.mixer = Mix(config.mixup, config.cutmix, config.mix_prob, image_size) if config.mixes else None
         self.dense = compile
-        self._colours: dict[torch.device, dict[str, Parameters]] = {}
+        self._colors: dict[torch.device, dict[str, Parameters]] = {}
         self._change, self._mix = self.change, self.mix
         if compile:
             self._change = torch.compile(self.change, fullgraph=True, dynamic=False)
@@ -98,7 +98,7 @@ class Augment:
         return self._mix(images, batch.targets, batch.weights, sent({"mix": mixing}, device, self.dense)["mix"])
 
     def draw(self, step: int, slots: Slots, size: tuple[int, int]) -> dict[str, Drawn]:
-        """Everything random about these places in the global batch; pictures are of `size`."""
+        """Everything random about these places in the global batch; images are of `size`."""
         config, keys = self.config, chance.keys_of(self.seed, step, slots)
         drawn: dict[str, Drawn] = {"view": {}}
         if self.resizes:
@@ -112,23 +112,23 @@ class Augment:
         if self.mixer is not None:
             drawn["mix"] = self.mixer.draw(keys, rests=self.mixes_until is not None and step >= self.mixes_until)
             drawn["mix"]["partners"] = partners_of(
-                self.seed, step, slots, batch=self.batch, size=config.mix_group, repeats=self.repeats
+                self.seed, step, slots, batch_size=self.batch, size=config.mix_group, repeats=self.repeats
             )
         return drawn
 
     def _changed(self, images: Tensor, drawn: dict[str, Drawn], out: Tensor | None = None) -> Tensor:
         device = images.device
-        if device not in self._colours:
-            colours = {"mean": self.preprocess.mean, "std": self.preprocess.std}
-            arrays = {name: np.array(values, np.float32)[:, None, None] for name, values in colours.items()}
-            self._colours |= {device: sent({"normalise": arrays}, device, self.dense)}
-        parameters = sent(drawn, device, self.dense) | self._colours[device]
+        if device not in self._colors:
+            colors = {"mean": self.preprocess.mean, "std": self.preprocess.std}
+            arrays = {name: np.array(values, np.float32)[:, None, None] for name, values in colors.items()}
+            self._colors |= {device: sent({"normalize": arrays}, device, self.dense)}
+        parameters = sent(drawn, device, self.dense) | self._colors[device]
         if self.erase is not None:
             parameters["erase"]["quantiles"] = chance.quantiles(device)
         return self._change(images, parameters, out)
 
     def _changed_by_parts(self, images: Tensor, drawn: dict[str, Drawn]) -> Tensor:
-        """The same, a few pictures at a time: what lies between two operations then stays in a core's cache."""
+        """The same, a few images at a time: what lies between two operations then stays in a core's cache."""
         size = (self.preprocess.channels, *self.image)
         out = torch.empty(len(images), *size)
         few = max(1, IN_CACHE // (4 * math.prod(size) * torch.get_num_threads()) * torch.get_num_threads())
@@ -141,7 +141,7 @@ class Augment:
         return out
 
     def change(self, images: Tensor, drawn: dict[str, Parameters], out: Tensor | None = None) -> Tensor:
-        """What happens to each picture by itself; a function of its arguments, without waiting or branching on them.
+        """What happens to each image by itself; a function of its arguments, without waiting or branching on them.
 
         It works in `out`, of the result's shape, where it can.
         """
@@ -160,11 +160,11 @@ class Augment:
             images = self.policy.apply(images, drawn["policy"])
         if self.jitter is not None:
             images = self.jitter.apply(images, drawn["jitter"])
-        images = images.sub_(drawn["normalise"]["mean"]).div_(drawn["normalise"]["std"])
+        images = images.sub_(drawn["normalize"]["mean"]).div_(drawn["normalize"]["std"])
         return images if self.erase is None else self.erase.apply(images, drawn["erase"])
 
     def mix(self, images: Tensor, targets: Tensor, weights: Tensor, drawn: Parameters) -> tuple[Tensor, Tensor]:
-        """Pictures and soft targets with those of their partners, which are rows of the same tensors."""
+        """Images and soft targets with those of their partners, which are rows of the same tensors."""
         rows = drawn["partners"]
         alive = weights.index_select(0, rows) > 0
         if targets.ndim == 1:
@@ -176,7 +176,7 @@ class Augment:
         size = tuple(batch.images.shape[2:])
         if not self.resizes and size != self.image:
             raise DataError(
-                f"got pictures of {size[0]} x {size[1]}, wanted {self.image[0]} x {self.image[1]}; "
+                f"got images of {size[0]} x {size[1]}, wanted {self.image[0]} x {self.image[1]}; "
                 "only crop='resized' changes their size."
             )
         if self.mixer is None or len(slots) == self.batch:
@@ -190,8 +190,10 @@ class Augment:
             )
 
 
-def _check(config: AugmentConfig, image: tuple[int, int], channels: int) -> None:
-    if config.crop == "pad" and config.pad >= min(image):
-        raise ConfigError(f"pad={config.pad} mirrors more than pictures of {image[0]} x {image[1]} have; try less.")
-    if channels not in (1, 3) and (any(config.jitter) or config.policy != "none"):
-        raise ConfigError(f"jitter and policy know grey and RGB, not {channels} channels; turn them off.")
+def _check(config: AugmentConfig, image_size: tuple[int, int], channels: int) -> None:
+    if config.crop == "pad" and config.pad >= min(image_size):
+        raise ConfigError(
+            f"pad={config.pad} mirrors more than images of {image_size[0]} x {image_size[1]} have; try less."
+        )
+    if channels not in (1, 3) and (any(config.color_jitter) or config.policy != "none"):
+        raise ConfigError(f"jitter and policy know gray and RGB, not {channels} channels; turn them off.")

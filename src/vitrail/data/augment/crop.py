@@ -1,7 +1,7 @@
-"""Where to look in a picture: random parts of it, shifts, mirror images.
+"""Where to look in an image: random parts of it, shifts, mirror images.
 
 `crop_boxes` works on numbers alone, so that the loader's workers, which decode no more than they
-must, and the device, where small pictures lie whole, take the same part for the same key.
+must, and the device, where small images lie whole, take the same part for the same key.
 
 Resizing is separable: each output row mixes a few input rows, then each column a few columns. Rows
 are picked by their number and summed one after the other, which is slower on a CPU than a product
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vitrail import chance
 
-# b pictures, C channels, H W pixels of the input, h w of the output, T inputs that one output mixes
+# b images, C channels, H W pixels of the input, h w of the output, T inputs that one output mixes
 
 CROP, SHIFT, FLIP = (chance.stream(name) for name in ("crop", "shift", "flip"))
 TRIES = 10
@@ -35,14 +35,14 @@ REACH = {"bilinear": 1, "bicubic": 2}
 def crop_boxes(
     keys: chance.Keys, sizes: npt.ArrayLike, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> Boxes:
-    """A random part of each picture: keys (n), sizes (n 2: height, width) -> n 4: top, left, height, width.
+    """A random part of each image: keys (n), sizes (n 2: height, width) -> n 4: top, left, height, width.
 
     torchvision's RandomResizedCrop: an area uniform in `scale` and a width over height log-uniform
-    in `ratio`, tried up to ten times until it fits; else the largest centred part whose shape is allowed.
+    in `ratio`, tried up to ten times until it fits; else the largest centered part whose shape is allowed.
     """
     sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
     boxes, fits = tried_boxes(keys, CROP, sizes, scale, ratio)
-    boxes[~fits] = _centred(sizes[~fits], ratio)
+    boxes[~fits] = _centered(sizes[~fits], ratio)
     return boxes
 
 
@@ -70,7 +70,7 @@ def tried_boxes(
     return np.stack([top, left, h, w], axis=1), fits[rows, first]
 
 
-def _centred(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) -> Boxes:
+def _centered(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) -> Boxes:
     """The largest part in the middle with a width over height in `ratio`."""
     height, width = sizes.T
     h = np.where(width < ratio[0] * height, np.maximum(np.rint(width / ratio[0]), 1), height).astype(np.int64)
@@ -84,7 +84,7 @@ def shifts(keys: chance.Keys, pad: int) -> npt.NDArray[np.int64]:
 
 
 def flips(keys: chance.Keys, share: float) -> npt.NDArray[np.bool_]:
-    """n: whether a picture is mirrored."""
+    """n: whether an image is mirrored."""
     return chance.uniform_np(keys, FLIP, 1)[:, 0] < share
 
 
@@ -94,7 +94,7 @@ def flip(images: Tensor) -> Tensor:
 
 
 def shift(images: Tensor, by: Tensor) -> Tensor:
-    """Each picture moved by (down, right) pixels, b 2 int64; what comes in is mirrored at its edge pixel."""
+    """Each image moved by (down, right) pixels, b 2 int64; what comes in is mirrored at its edge pixel."""
     for axis in (3, 2):
         side = images.shape[axis]
         at = (torch.arange(side, device=images.device) - by[:, axis - 2, None]).abs()  # b side
@@ -103,7 +103,7 @@ def shift(images: Tensor, by: Tensor) -> Tensor:
 
 
 def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int], interpolation: Interpolation) -> Tensor:
-    """Box (b 4, int64: top, left, height, width) of each picture, resized to one size: float32, b C h w.
+    """Box (b 4, int64: top, left, height, width) of each image, resized to one size: float32, b C h w.
 
     Antialiased, as Pillow and torch.nn.functional.interpolate(antialias=True) do it; pixels outside
     the box count for nothing. Values are not clipped: bicubic may overshoot.
@@ -121,9 +121,9 @@ def _taps(first: Tensor, length: Tensor, side: int, out: int, interpolation: Int
     taps = math.ceil(2 * reach * max(side / out, 1))
     scale = length.to(torch.float32)[:, None, None] / out  # b 1 1
     wide = scale.clamp(min=1)
-    centre = (torch.arange(out, device=first.device) + 0.5)[:, None] * scale  # b out 1
-    index = (centre - reach * wide + 0.5).floor() + torch.arange(taps, device=first.device)  # b out T
-    weight = _kernel(((index + 0.5 - centre) / wide).abs(), interpolation)
+    center = (torch.arange(out, device=first.device) + 0.5)[:, None] * scale  # b out 1
+    index = (center - reach * wide + 0.5).floor() + torch.arange(taps, device=first.device)  # b out T
+    weight = _kernel(((index + 0.5 - center) / wide).abs(), interpolation)
     inside = (index >= 0) & (index < length[:, None, None])
     weight = torch.where(inside, weight, 0)
     total = weight[..., 0]
@@ -155,7 +155,7 @@ def _mixed(images: Tensor, index: Tensor, weight: Tensor, axis: int) -> Tensor:
 
 
 def _picked(images: Tensor, index: Tensor, axis: int) -> Tensor:
-    """Rows (axis 2) or columns (axis 3) of each picture by their numbers, b n."""
+    """Rows (axis 2) or columns (axis 3) of each image by their numbers, b n."""
     if axis == 3:
         return _picked(images.transpose(2, 3), index, 2).transpose(2, 3)
     b, channels, side, width = images.shape

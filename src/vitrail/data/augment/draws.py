@@ -1,7 +1,7 @@
-"""From numbers drawn on the host to tensors on the device, and which pictures they are for.
+"""From numbers drawn on the host to tensors on the device, and which images they are for.
 
-Everything about a picture's augmentation is drawn on the host, where its key is known, and sent in
-one copy that nobody waits for. So the host also knows how many pictures each operation is for, and
+Everything about an image's augmentation is drawn on the host, where its key is known, and sent in
+one copy that nobody waits for. So the host also knows how many images each operation is for, and
 an operation on some of them needs no answer from the device.
 """
 
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# b pictures, C channels, H W pixels
+# b images, C channels, H W pixels
 
 Drawn = dict[str, npt.NDArray[Any]]
-"""Named arrays, a row for each picture. Arrays of bool say which pictures an operation is for."""
+"""Named arrays, a row for each image. Arrays of bool say which images an operation is for."""
 Parameters = dict[str, Tensor]
 """The same on the device; see `only` for what became of the bools."""
 
@@ -26,7 +26,7 @@ ALIGNED = 64  # bytes: what compiled kernels like their inputs to start at
 
 
 def only(which: Tensor, images: Tensor, change: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
-    """`change(images, *parameters)` for some pictures, the others as they were; may write into `images`.
+    """`change(images, *parameters)` for some images, the others as they were; may write into `images`.
 
     `which` is either b bool: all are computed and these kept, in static shapes, for torch.compile;
     or their numbers, in order: only these are computed.
@@ -41,12 +41,12 @@ def only(which: Tensor, images: Tensor, change: Callable[..., Tensor], *paramete
 
 
 def each(values: Tensor) -> Tensor:
-    """b -> b 1 1 1: one for each picture."""
+    """b -> b 1 1 1: one for each image."""
     return values[:, None, None, None]
 
 
 def sent(drawn: Mapping[str, Drawn], device: torch.device, dense: bool) -> dict[str, Parameters]:
-    """To the device, in one copy; `dense` keeps bools as they are, else they become numbers of pictures."""
+    """To the device, in one copy; `dense` keeps bools as they are, else they become numbers of images."""
     flat = {(part, name): array for part, arrays in drawn.items() for name, array in arrays.items()}
     if not dense:
         flat = {key: np.flatnonzero(a) if a.dtype == np.bool_ else a for key, a in flat.items()}

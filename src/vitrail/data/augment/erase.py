@@ -1,6 +1,6 @@
 """Random erasing (arXiv 1708.04896): a rectangle of noise in place of a part, as timm's `pixel` mode has it.
 
-It comes after normalisation, where noise of mean 0 and deviation 1 looks like a picture's values.
+It comes after normalization, where noise of mean 0 and deviation 1 looks like an image's values.
 The rectangle's height over width is log-uniform between 0.3 and its inverse; ten tries to fit, else none.
 """
 
@@ -19,7 +19,7 @@ RATIO = (0.3, 1 / 0.3)
 
 
 class Erase:
-    """A chance of `share`, of an area within `scale`, in pictures of one size."""
+    """A chance of `share`, of an area within `scale`, in images of one size."""
 
     def __init__(self, share: float, scale: tuple[float, float], size: tuple[int, int]) -> None:
         self.share, self.scale, self.size = share, scale, size
@@ -39,12 +39,12 @@ class Erase:
 
 
 def erase(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:
-    """The box (b 4: top, left, height, width) of each picture filled from `noise`, b C H W."""
+    """The box (b 4: top, left, height, width) of each image filled from `noise`, b C H W."""
     return torch.where(inside(boxes, images.shape[2], images.shape[3]), noise, images)
 
 
 def inside(boxes: Tensor, height: int, width: int) -> Tensor:
-    """b 1 H W: whether a pixel lies in its picture's box."""
+    """b 1 H W: whether a pixel lies in its image's box."""
     top, left, h, w = (side[:, None] for side in boxes.unbind(1))
     rows, columns = torch.arange(height, device=boxes.device), torch.arange(width, device=boxes.device)
     down, across = (rows >= top) & (rows < top + h), (columns >= left) & (columns < left + w)  # b H, b W

@@ -17,27 +17,27 @@ from vitrail import chance
 from vitrail.data.augment.draws import Drawn, Parameters, each
 from vitrail.data.augment.erase import inside
 
-# b pictures, C channels, H W pixels, K classes
+# b images, C channels, H W pixels, K classes
 
 Slots = npt.NDArray[np.int64]
 """Places in the global batch."""
 MIX, PARTNERS = chance.stream("mix"), chance.stream("partners")
 
 
-def groups_of(slots: Slots, batch: int, size: int) -> Slots:
+def groups_of(slots: Slots, batch_size: int, size: int) -> Slots:
     """The group of each slot: `size` consecutive ones; the last group takes the remainder of the batch too."""
-    found: Slots = np.minimum(slots // size, max(batch // size - 1, 0))
+    found: Slots = np.minimum(slots // size, max(batch_size // size - 1, 0))
     return found
 
 
-def partners_of(seed: int, step: int, slots: Slots, *, batch: int, size: int, repeats: int = 1) -> Slots:
+def partners_of(seed: int, step: int, slots: Slots, *, batch_size: int, size: int, repeats: int = 1) -> Slots:
     """For each slot the row, in `slots`, of its partner; whole groups only.
 
     With `repeats`, consecutive slots hold the same image: the cycle then goes through the first copy of
     each image of the group, the second ones, and so on, so that the partner is another image.
     """
-    group = groups_of(slots, batch, size)
-    places = step * batch + slots
+    group = groups_of(slots, batch_size, size)
+    places = step * batch_size + slots
     first = np.maximum(slots - places % repeats, group * size)  # the slot of the first copy in this group
     draws = chance.bits_np(chance.keys_of(seed, step, first), PARTNERS, 1)[:, 0]
     circle = np.lexsort((draws, slots - first, group))  # group by group
@@ -65,9 +65,9 @@ class Mix:
         self.mixup, self.cutmix, self.share, self.size = mixup, cutmix, share, size
 
     def draw(self, keys: chance.Keys, *, rests: bool = False) -> Drawn:
-        """`own`: what a picture keeps of itself; `boxes`: what is cut out of it, 0 by 0 for mixup.
+        """`own`: what an image keeps of itself; `boxes`: what is cut out of it, 0 by 0 for mixup.
 
-        While it `rests`, every picture is left whole.
+        While it `rests`, every image is left whole.
         """
         draws = chance.uniform_np(keys, MIX, 5).astype(np.float64)
         mixed = draws[:, 0] < (0 if rests else self.share)
@@ -80,17 +80,17 @@ class Mix:
         own[cut] = 1 - boxes[cut, 2] * boxes[cut, 3] / (self.size[0] * self.size[1])
         return {"own": own.astype(np.float32), "boxes": boxes, "cut": cut.astype(np.float32)}
 
-    def _boxes(self, own: npt.NDArray[np.float64], centre: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """Of the picture's shape and 1 - own of its area, around any pixel, clipped: the paper's own code."""
+    def _boxes(self, own: npt.NDArray[np.float64], center: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """Of the image's shape and 1 - own of its area, around any pixel, clipped: the paper's own code."""
         sides = np.array(self.size)
         half = (sides * np.sqrt(1 - own)[:, None]).astype(np.int64) // 2
-        middle = (centre * sides).astype(np.int64)
+        middle = (center * sides).astype(np.int64)
         first, last = np.maximum(middle - half, 0), np.minimum(middle + half, sides)
         return np.concatenate([first, last - first], axis=1)
 
 
 def blend(images: Tensor, partners: Tensor, alive: Tensor, drawn: Parameters) -> Tensor:
-    """Pictures and their partners, b C H W, into one; a partner that is not `alive` (b bool) leaves no trace."""
+    """Images and their partners, b C H W, into one; a partner that is not `alive` (b bool) leaves no trace."""
     boxes = inside(drawn["boxes"], images.shape[2], images.shape[3])  # b 1 H W
     own = torch.where(each(drawn["cut"] > 0), (~boxes).to(torch.float32), each(drawn["own"]))
     own = torch.where(each(alive), own, 1)
@@ -103,6 +103,6 @@ def blend_targets(targets: Tensor, partners: Tensor, alive: Tensor, drawn: Param
     return targets * own + partners * (1 - own)
 
 
-def soft(targets: Tensor, classes: int) -> Tensor:
+def soft(targets: Tensor, num_classes: int) -> Tensor:
     """Class numbers b -> b K float32, a 1 in each row; no label (-1) is a row of zeros."""
-    return (targets[:, None] == torch.arange(classes, device=targets.device)).to(torch.float32)
+    return (targets[:, None] == torch.arange(num_classes, device=targets.device)).to(torch.float32)

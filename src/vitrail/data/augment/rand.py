@@ -1,17 +1,17 @@
 """RandAugment (arXiv 1909.13719), as timm's `rand-m9-inc1` has it, with which DeiT was trained.
 
-To each picture so many times: one of fifteen operations, all alike, with a chance of a half, at a
+To each image so many times: one of fifteen operations, all alike, with a chance of a half, at a
 strength m of 10 that may vary normally, and a random sign where it has two directions. The ranges,
 at m = 10:
 
     rotate             +-30 degrees            brightness, contrast    factor 1 +- 0.9, at least 0.1
-    shear x, shear y   +-0.3                   colour, sharpness       the same
-    translate x, y     +-0.45 of the side      posterise               1 bit of 8, where m = 0 has 4
-    solarise           all levels              auto-contrast           whole
-    solarise-add       +110 of 255             equalise, invert        whole
+    shear x, shear y   +-0.3                   color, sharpness       the same
+    translate x, y     +-0.45 of the side      posterize               1 bit of 8, where m = 0 has 4
+    solarize           all levels              auto-contrast           whole
+    solarize-add       +110 of 255             equalize, invert        whole
 
-Where a picture is moved, the colour of the mean comes in. timm mixes bilinear and bicubic at random
-there; here it is bilinear. timm's posterise keeps no bit at all at m = 10; here it leaves one.
+Where an image is moved, the color of the mean comes in. timm mixes bilinear and bicubic at random
+there; here it is bilinear. timm's posterize keeps no bit at all at m = 10; here it leaves one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from vitrail import chance
-from vitrail.data.augment import colour
+from vitrail.data.augment import color
 from vitrail.data.augment.affine import affine, identity, rotation, shear, translation
 from vitrail.data.augment.draws import Drawn, Parameters, only
 
@@ -32,17 +32,17 @@ CHANCE = 0.5
 
 Amount = npt.NDArray[np.float64]
 
-# What is done to the colours, given one number for each picture.
+# What is done to the colors, given one number for each image.
 CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "brightness": colour.brightness,
-    "contrast": colour.contrast,
-    "colour": colour.saturation,
-    "sharpness": colour.sharpness,
-    "posterise": colour.posterise,
-    "solarise": colour.solarise,
-    "solarise-add": colour.solarise_add,
-    "auto-contrast": lambda images, _: colour.auto_contrast(images),
-    "equalise": lambda images, _: colour.equalise(images),
+    "brightness": color.brightness,
+    "contrast": color.contrast,
+    "color": color.saturation,
+    "sharpness": color.sharpness,
+    "posterize": color.posterize,
+    "solarize": color.solarize,
+    "solarize-add": color.solarize_add,
+    "auto-contrast": lambda images, _: color.auto_contrast(images),
+    "equalize": lambda images, _: color.equalize(images),
 }
 
 
@@ -50,18 +50,18 @@ def enhanced(strength: Amount, sign: Amount) -> Amount:
     return np.maximum(0.1, 1 + 0.9 * strength * sign)
 
 
-# That number, from a strength of 0 to 1 and a sign. To invert is to solarise from level 0 on.
+# That number, from a strength of 0 to 1 and a sign. To invert is to solarize from level 0 on.
 AMOUNTS: dict[str, Callable[[Amount, Amount], Amount]] = {
     "brightness": enhanced,
     "contrast": enhanced,
-    "colour": enhanced,
+    "color": enhanced,
     "sharpness": enhanced,
-    "posterise": lambda strength, _: np.maximum(1, 4 - np.floor(4 * strength)),
-    "solarise": lambda strength, _: 256 - np.floor(256 * strength),
-    "solarise-add": lambda strength, _: np.floor(110 * strength),
+    "posterize": lambda strength, _: np.maximum(1, 4 - np.floor(4 * strength)),
+    "solarize": lambda strength, _: 256 - np.floor(256 * strength),
+    "solarize-add": lambda strength, _: np.floor(110 * strength),
     "invert": lambda strength, _: np.zeros_like(strength),
     "auto-contrast": lambda strength, _: strength,
-    "equalise": lambda strength, _: strength,
+    "equalize": lambda strength, _: strength,
 }
 
 MOVES = ("rotate", "shear x", "shear y", "translate x", "translate y")
@@ -69,7 +69,7 @@ OPERATIONS = (*AMOUNTS, *MOVES)
 
 
 class RandAugment:
-    """`layers` operations to a picture, of strength `magnitude` of 10."""
+    """`layers` operations to an image, of strength `magnitude` of 10."""
 
     def __init__(
         self, layers: int, magnitude: float, magnitude_std: float, *, size: tuple[int, int], fill: tuple[float, ...]
@@ -90,7 +90,7 @@ class RandAugment:
         return drawn
 
     def fill_for(self, count: int) -> npt.NDArray[np.float32]:
-        """The colour that comes in: count C 1 1."""
+        """The color that comes in: count C 1 1."""
         return np.tile(self.fill[:, None, None], (count, 1, 1, 1))
 
     def _layer(self, operation: npt.NDArray[np.int64], strength: Amount, sign: Amount) -> Drawn:
@@ -100,7 +100,7 @@ class RandAugment:
         for name, make in AMOUNTS.items():
             amount = np.where(chosen[name], make(strength, sign), amount)
         drawn: Drawn = {name: chosen[name] for name in CHANGES}
-        drawn["solarise"] = chosen["solarise"] | chosen["invert"]
+        drawn["solarize"] = chosen["solarize"] | chosen["invert"]
         drawn["amount"] = amount.astype(np.float32)
         drawn["move"] = operation >= len(AMOUNTS)
         drawn["matrix"] = self._matrices(chosen, strength * sign).astype(np.float32)

@@ -1,4 +1,4 @@
-"""3-Augment (DeiT III, arXiv 2204.07118): each picture in grey, solarised or blurred, one of the three.
+"""3-Augment (DeiT III, arXiv 2204.07118): each image in gray, solarized or blurred, one of the three.
 
 The paper's parameters: levels of 128 and above are inverted; the blur's deviation is uniform between
 0.1 and 2 pixels. Pillow, which the paper's code uses, approximates a Gaussian by boxes; here it is
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from vitrail import chance
-from vitrail.data.augment import colour
+from vitrail.data.augment import color
 from vitrail.data.augment.draws import Drawn, Parameters, only
 
 THREE = chance.stream("three")
@@ -26,17 +26,17 @@ class ThreeAugment:
         draws = chance.uniform_np(keys, THREE, 2).astype(np.float64)
         choice = (3 * draws[:, 0]).astype(np.int64)
         return {
-            "grey": choice == 0,
-            "solarise": choice == 1,
+            "gray": choice == 0,
+            "solarize": choice == 1,
             "threshold": np.full(len(keys), THRESHOLD, np.float32),
             "blur": choice == 2,
             "weights": gaussian(DEVIATION[0] + (DEVIATION[1] - DEVIATION[0]) * draws[:, 1], REACH),
         }
 
     def apply(self, images: Tensor, drawn: Parameters) -> Tensor:
-        images = only(drawn["grey"], images, colour.grey)
-        images = only(drawn["solarise"], images, colour.solarise, drawn["threshold"])
-        return only(drawn["blur"], images, colour.blur, drawn["weights"])
+        images = only(drawn["gray"], images, color.gray)
+        images = only(drawn["solarize"], images, color.solarize, drawn["threshold"])
+        return only(drawn["blur"], images, color.blur, drawn["weights"])
 
 
 def gaussian(deviation: npt.NDArray[np.float64], reach: int) -> npt.NDArray[np.float32]:

@@ -1,11 +1,11 @@
-"""Sources of labelled pictures, all behind one protocol: `open_data(config)`.
+"""Sources of labeled images, all behind one protocol: `open_data(config)`.
 
 folder.py      one folder for each class
-table.py       CSV, TSV, Parquet (parquet.py: pictures inside it)
+table.py       CSV, TSV, Parquet (parquet.py: images inside it)
 shards.py      tar files in WebDataset's layout, through an index (tar.py, index.py, remote.py)
 stream.py      the same without an index; promises less
 hub.py         data sets on the Hugging Face hub
-builtin.py     data sets by name (catalogue.py, layouts.py, content.py, download.py)
+builtin.py     data sets by name (catalog.py, layouts.py, content.py, download.py)
 
 spec.py        which of them a name means
 split.py       what is held out of them, where they have nothing of their own to measure on

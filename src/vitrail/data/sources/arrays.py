@@ -1,4 +1,4 @@
-"""Pictures that are decoded already and all of one size."""
+"""Images that are decoded already and all of one size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vitrail.data.sources.base import Sample
 
 
 class Arrays:
-    """Pixels and class numbers in memory; keys count the pictures: `train/00017`."""
+    """Pixels and class numbers in memory; keys count the images: `train/00017`."""
 
-    several = False
+    multi_label = False
     blocks = None
 
     def __init__(

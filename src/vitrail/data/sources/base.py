@@ -1,4 +1,4 @@
-"""What every source of labelled pictures offers, and how one is split."""
+"""What every source of labeled images offers, and how one is split."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.data.decode import Picture
+from vitrail.data.decode import ImageLike
 
 Targets = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
-"""N class numbers (-1: no label), or N K yes and no where pictures have several labels."""
+"""N class numbers (-1: no label), or N K yes and no where images have several labels."""
 
 _JOINED = "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 j2k jxl tga"
 SUFFIXES = frozenset(f".{ending}" for ending in _JOINED.split())
-"""How the names of picture files end, in lower case."""
+"""How the names of image files end, in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One labelled picture, not yet decoded."""
+    """One labeled image, not yet decoded."""
 
     key: str
     """Its name in its source: stable, unique, for people (a relative path, a row, a tar member)."""
-    picture: Picture
+    image: ImageLike
     target: int | tuple[int, ...]
     """The class's number, -1 for none; or the numbers of all its classes."""
 
 
 class Source(Protocol):
-    """Any number of labelled pictures, each of which can be reached by its number.
+    """Any number of labeled images, each of which can be reached by its number.
 
     Sources are picklable (they travel to worker processes) and may be read by several threads.
     """
@@ -40,8 +40,8 @@ class Source(Protocol):
     """What people call it."""
     labels: tuple[str, ...]
     """Names of the classes, in order."""
-    several: bool
-    """Whether a picture may have several labels, or none."""
+    multi_label: bool
+    """Whether an image may have several labels, or none."""
 
     def __len__(self) -> int: ...
 
@@ -72,13 +72,13 @@ class Parts:
     test: Source | None = None
     notes: tuple[str, ...] = ()
     groups: Iterable[str] | None = None
-    """Names of the groups that the pictures of `train` belong to, where the data tell."""
+    """Names of the groups that the images of `train` belong to, where the data tell."""
     exact: bool = False
     """Nothing is ever added to it: what is held out is an exact share of each class."""
 
     @property
     def split(self) -> bool:
-        """Whether it has pictures of its own to measure on."""
+        """Whether it has images of its own to measure on."""
         return self.validation is not None or self.test is not None
 
     @property
@@ -94,7 +94,7 @@ class Splits:
     train: Any  # a Source, or a Stream
     validation: Source
     test: Source | None = None
-    """Pictures for the final number; the same object as `validation` where that is all there is."""
+    """Images for the final number; the same object as `validation` where that is all there is."""
     measured_on: str = "validation"
     """What `validation` is: "validation" (its own split), "test" (there was no other) or "held out"."""
     notes: tuple[str, ...] = field(default=())

@@ -1,7 +1,7 @@
 """Data sets by name: found where they are, downloaded where they are not.
 
 Looked for in the folder the user names, in the cache, in the system's own folder for data sets, in
-any layout of layouts.py; what is found is held against the catalogue's digest of the content.
+any layout of layouts.py; what is found is held against the catalog's digest of the content.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vitrail.config import DataConfig
 from vitrail.data.sources import content, places
 from vitrail.data.sources.arrays import Arrays
 from vitrail.data.sources.base import Parts
-from vitrail.data.sources.catalogue import CATALOGUE, Entry
+from vitrail.data.sources.catalog import CATALOG, Entry
 from vitrail.data.sources.download import Unreachable, get, matches
 from vitrail.data.sources.layouts import SLOW, Raw, layout_in, read
 from vitrail.data.sources.split import stratified
@@ -37,12 +37,12 @@ class Place:
 
 
 def open_builtin(name: str, config: DataConfig) -> Parts:
-    """A data set of the catalogue: its train part and its test part."""
-    entry = CATALOGUE[name]
+    """A data set of the catalog: its train part and its test part."""
+    entry = CATALOG[name]
     parts, notes = _content(entry, config.root)
-    order = _order(entry, config.classes)
+    order = _order(entry, config.class_names)
     sources = {
-        part: Arrays(name, part, pixels, order[targets], config.classes or entry.labels)
+        part: Arrays(name, part, pixels, order[targets], config.class_names or entry.labels)
         for part, (pixels, targets) in parts.items()
     }
     return Parts(sources["train"], None, sources["test"], tuple(notes), exact=True)
@@ -107,7 +107,7 @@ def _verified(entry: Entry, place: Place, just_come: bool = False) -> tuple[dict
         return kept
     parts = read(place.folder, entry, place.layout)
     found = content.digest(parts)
-    if any(found == other.digest for other in CATALOGUE.values() if other is not entry):
+    if any(found == other.digest for other in CATALOG.values() if other is not entry):
         return None
     if entry.digest and found != entry.digest:
         if just_come:
@@ -160,6 +160,6 @@ def _order(entry: Entry, classes: Sequence[str] | None) -> np.ndarray[tuple[int]
     """Our class numbers -> those of the classes in the order asked for."""
     if classes is None or len(classes) != len(entry.labels) or set(classes) != set(entry.labels):
         if classes is not None and len(classes) != len(entry.labels):
-            raise DataError(f"classes= names {len(classes)}, and {entry.name} has {len(entry.labels)}.")
+            raise DataError(f"data.class_names gives {len(classes)}, and {entry.name} has {len(entry.labels)}.")
         return np.arange(len(entry.labels))
     return np.array([classes.index(label) for label in entry.labels])

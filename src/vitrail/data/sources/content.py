@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 
 from vitrail.data.sources import places
-from vitrail.data.sources.catalogue import Entry
+from vitrail.data.sources.catalog import Entry
 from vitrail.data.sources.layouts import Raw
 
 FACTS = "content.json"
@@ -20,10 +20,10 @@ DECODED = "decoded"
 
 
 def digest(parts: dict[str, Raw]) -> str:
-    """SHA-256 over every picture's pixels and label, whatever the order of the pictures and their encoding.
+    """SHA-256 over every image's pixels and label, whatever the order of the images and their encoding.
 
-    Of each picture the SHA-256 of its label (two bytes, the smaller first) and its pixels (H W C);
-    of each part, train before test, its name, its shape and the sorted digests of its pictures.
+    Of each image the SHA-256 of its label (two bytes, the smaller first) and its pixels (H W C);
+    of each part, train before test, its name, its shape and the sorted digests of its images.
     """
     whole = hashlib.sha256()
     for part in sorted(parts, reverse=True):

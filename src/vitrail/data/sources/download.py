@@ -18,7 +18,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from vitrail.data.sources import watch
-from vitrail.data.sources.catalogue import File
+from vitrail.data.sources.catalog import File
 from vitrail.errors import DataError
 
 PIECE = 1 << 18

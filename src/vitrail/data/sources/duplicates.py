@@ -1,4 +1,4 @@
-"""Pictures that are both learned from and measured on, byte for byte.
+"""Images that are both learned from and measured on, byte for byte.
 
 Cheap for the many that are not: all files are asked for their size, only those of equal size are
 opened, only those whose middles agree are read whole.
@@ -17,24 +17,24 @@ from vitrail.data.sources.part import Part
 from vitrail.data.sources.table import Paths
 
 LIMIT = 200_000
-"""So many pictures are compared without being asked; on a slow disk each costs a look."""
+"""So many images are compared without being asked; on a slow disk each costs a look."""
 SHOWN = 3
 MIDDLE = 64
-"""Bytes from the middle of a file, where pictures differ; their beginnings are alike."""
+"""Bytes from the middle of a file, where images differ; their beginnings are alike."""
 
 
 def note_shared(learned: Source, measured: Source) -> list[str]:
-    """What to say of pictures that are in both, with examples."""
+    """What to say of images that are in both, with examples."""
     ours, theirs = _files(learned), _files(measured)
     if ours is None or theirs is None:
         return []
     if len(learned) + len(measured) > LIMIT:
-        return [f"not compared byte for byte: more than {LIMIT:,} pictures"]
+        return [f"not compared byte for byte: more than {LIMIT:,} images"]
     pairs = shared(ours, theirs)
     if not pairs:
         return []
     examples = ", ".join(f"{b} = {a}" for a, b in pairs[:SHOWN]) + (", ..." if len(pairs) > SHOWN else "")
-    what = "picture that is measured on is" if len(pairs) == 1 else "pictures that are measured on are"
+    what = "image that is measured on is" if len(pairs) == 1 else "images that are measured on are"
     return [f"{len(pairs):,} {what} learned from too, byte for byte: {examples}"]
 
 
@@ -62,7 +62,7 @@ def shared(learned: Iterable[tuple[str, str]], measured: Iterable[tuple[str, str
 
 
 def _files(source: Source) -> Iterator[tuple[str, str]] | None:
-    """Key and file of each picture; None where the pictures are no files."""
+    """Key and file of each image; None where the images are no files."""
     indices: Iterable[int] = range(len(source))
     whole = source
     while isinstance(whole, Part):

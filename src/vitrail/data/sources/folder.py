@@ -1,8 +1,8 @@
-"""A folder of pictures, one folder for each class; or, where no labels are wanted, pictures anywhere below it.
+"""A folder of images, one folder for each class; or, where no labels are wanted, images anywhere below it.
 
 `train/`, `val/` (`valid/`, `validation/`) and `test/` inside it are the data's own parts. Folders
-inside a class's folder belong to the class. What is hidden is not looked at; what is no picture by
-its name, and a class without pictures, is left out and said.
+inside a class's folder belong to the class. What is hidden is not looked at; what is no image by
+its name, and a class without images, is left out and said.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SHOWN = 3
 
 
 class Folder:
-    """Pictures as files; the key is the path from the folder on."""
+    """Images as files; the key is the path from the folder on."""
 
-    several = False
+    multi_label = False
     pixels = None
     blocks = None
 
@@ -68,11 +68,11 @@ class Found:
     """What lies in one folder of class folders."""
 
     classes: dict[str, list[str]] = field(default_factory=dict)
-    """Paths of each class's pictures, from the data's root on."""
+    """Paths of each class's images, from the data's root on."""
     strangers: list[str] = field(default_factory=list)
-    """Files that are no pictures by their names."""
+    """Files that are no images by their names."""
     loose: list[str] = field(default_factory=list)
-    """Pictures that are in no class's folder."""
+    """Images that are in no class's folder."""
 
     @property
     def empty(self) -> list[str]:
@@ -80,24 +80,24 @@ class Found:
 
     @property
     def known(self) -> set[str]:
-        """Classes with pictures."""
+        """Classes with images."""
         return {name for name, paths in self.classes.items() if paths}
 
 
-def open_folder(path: Path, config: DataConfig, *, labelled: bool = True) -> Parts:
-    """The parts of a folder of class folders; without `labelled` also of one that has none."""
+def open_folder(path: Path, config: DataConfig, *, labeled: bool = True) -> Parts:
+    """The parts of a folder of class folders; without `labeled` also of one that has none."""
     if not path.is_dir():
         raise NotFound(f"there is no folder {path}" + (", it is a file." if path.exists() else "."))
     path = Path(os.path.abspath(path))  # a program may change its folder; links stay what they are
-    layout = parts_in(path, labelled)
+    layout = parts_in(path, labeled)
     found = {part: look(path, folder) for part, folder in layout.items()} or {"train": look(path, "")}
-    if labelled or _in_classes(found, config.classes):
-        labels, notes = _labels(path, found, config.classes)
+    if labeled or _in_classes(found, config.class_names):
+        labels, notes = _labels(path, found, config.class_names)
     else:
         found = {part: _unsorted(here, layout.get(part, "")) for part, here in found.items()}
-        labels, notes = (), ["the pictures have no labels"]
+        labels, notes = (), ["the images have no labels"]
         if not found["train"].known:
-            raise DataError(f"{path / layout.get('train', '')} holds no pictures.")
+            raise DataError(f"{path / layout.get('train', '')} holds no images.")
     sources = {}
     for part, here in found.items():
         where = layout.get(part, "")
@@ -111,11 +111,11 @@ def open_folder(path: Path, config: DataConfig, *, labelled: bool = True) -> Par
     return Parts(sources["train"], sources.get("validation"), sources.get("test"), tuple(notes))
 
 
-def parts_in(path: Path, labelled: bool = True) -> dict[str, str]:
+def parts_in(path: Path, labeled: bool = True) -> dict[str, str]:
     """train, validation, test -> the folder's own name for it; empty where it has no such parts.
 
-    A class may be called train too: then it holds pictures, or stands among classes alone.
-    Where no labels are wanted, a folder that holds pictures is a part as well.
+    A class may be called train too: then it holds images, or stands among classes alone.
+    Where no labels are wanted, a folder that holds images is a part as well.
     """
     names = {e.name: PARTS.get(e.name.lower(), "") for e in _folders(path)}
     layout = {part: name for name, part in reversed(names.items()) if part}
@@ -123,10 +123,10 @@ def parts_in(path: Path, labelled: bool = True) -> dict[str, str]:
         return {}
     inside = path / layout["train"]
     with os.scandir(inside) as entries:
-        pictures = any(_is_picture(e.name) for e in entries)
-    classes = bool(_folders(inside)) and not pictures
+        images = any(_is_image(e.name) for e in entries)
+    classes = bool(_folders(inside)) and not images
     alone = len(layout) == 1 and any(not part for part in names.values())
-    return layout if (classes or not labelled) and not alone else {}
+    return layout if (classes or not labeled) and not alone else {}
 
 
 def look(root: Path, part: str) -> Found:
@@ -142,16 +142,16 @@ def look(root: Path, part: str) -> Found:
         if entry.is_dir():
             paths = found.classes.setdefault(entry.name, [])
             _walk(entry.path, f"{prefix}{entry.name}/", paths, found.strangers, frozenset())
-        elif _is_picture(entry.name):
+        elif _is_image(entry.name):
             found.loose.append(entry.name)
         else:
             found.strangers.append(f"{prefix}{entry.name}")
     return found
 
 
-def _walk(folder: str, prefix: str, pictures: list[str], strangers: list[str], above: frozenset[str]) -> None:
-    """Pictures in a folder and in those inside it; no file is asked for anything but its name and kind."""
-    inner, first = [], len(pictures)
+def _walk(folder: str, prefix: str, images: list[str], strangers: list[str], above: frozenset[str]) -> None:
+    """Images in a folder and in those inside it; no file is asked for anything but its name and kind."""
+    inner, first = [], len(images)
     with os.scandir(folder) as entries:
         for entry in entries:
             name = entry.name
@@ -159,11 +159,11 @@ def _walk(folder: str, prefix: str, pictures: list[str], strangers: list[str], a
                 continue
             if entry.is_dir():
                 inner.append(entry)
-            elif _is_picture(name):
-                pictures.append(prefix + name)
+            elif _is_image(name):
+                images.append(prefix + name)
             else:
                 strangers.append(prefix + name)
-    pictures[first:] = sorted(pictures[first:])
+    images[first:] = sorted(images[first:])
     for entry in sorted(inner, key=lambda e: e.name):
         passed = above
         if entry.is_symlink():  # a link may lead back to where we are
@@ -171,10 +171,10 @@ def _walk(folder: str, prefix: str, pictures: list[str], strangers: list[str], a
             if real in above or f"{os.path.realpath(folder)}{os.sep}".startswith(real + os.sep):
                 continue
             passed = above | {real}
-        _walk(entry.path, f"{prefix}{entry.name}/", pictures, strangers, passed)
+        _walk(entry.path, f"{prefix}{entry.name}/", images, strangers, passed)
 
 
-def _is_picture(name: str) -> bool:
+def _is_image(name: str) -> bool:
     point = name.rfind(".")
     return point > 0 and name[point:].lower() in SUFFIXES
 
@@ -185,19 +185,19 @@ def _folders(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _in_classes(found: dict[str, Found], given: Sequence[str] | None) -> bool:
-    """Whether every picture is in the folder of a class that can be learned."""
+    """Whether every image is in the folder of a class that can be learned."""
     known = set(given) if given is not None else found["train"].known
     return bool(found["train"].known) and all(here.known <= known and not here.loose for here in found.values())
 
 
 def _unsorted(found: Found, part: str) -> Found:
-    """The same pictures, wherever they are, as what has no name."""
+    """The same images, wherever they are, as what has no name."""
     loose = [f"{part}/{name}" if part else name for name in found.loose]
     return Found({"": [*loose, *(p for paths in found.classes.values() for p in paths)]}, found.strangers)
 
 
 def _labels(path: Path, found: dict[str, Found], given: Sequence[str] | None) -> tuple[tuple[str, ...], list[str]]:
-    """The classes, in order: those asked for, else the training part's folders that hold pictures."""
+    """The classes, in order: those asked for, else the training part's folders that hold images."""
     train = found["train"]
     there = sorted(name for name, paths in train.classes.items() if paths)
     if not there:
@@ -206,33 +206,33 @@ def _labels(path: Path, found: dict[str, Found], given: Sequence[str] | None) ->
     for here in found.values():
         for name, paths in here.classes.items():
             if paths and name not in labels:
-                known = "named by classes=" if given is not None else "that can be learned"
+                known = "named by class_names=" if given is not None else "that can be learned"
                 raise DataError(f"{paths[0]} is of the class {name!r}, which is none {known}{nearest(name, labels)}")
     absent = [name for name in labels if name not in there]
-    return labels, [f"{_some(absent, 'class')} without pictures to learn from"] if absent else []
+    return labels, [f"{_some(absent, 'class')} without images to learn from"] if absent else []
 
 
 def _nothing(path: Path, found: Found) -> str:
     """Why a folder cannot be learned from, and what to try."""
-    wanted = "wanted one folder for each class with its pictures in it"
+    wanted = "wanted one folder for each class with its images in it"
     if found.loose:
         tables = sorted(n for n in found.strangers if re.search(r"\.(csv|tsv|parquet)$", n.lower()))
         hint = f"; or is table:{path / tables[0]} what you mean?" if tables else f", such as {path / 'cat'}/1.jpg."
-        return f"{path} holds {_some(found.loose, 'picture')} and no class folders; {wanted}{hint}"
+        return f"{path} holds {_some(found.loose, 'image')} and no class folders; {wanted}{hint}"
     if found.classes:
-        return f"the folders in {path} ({_some(list(found.classes), 'folder')}) hold no pictures; {wanted}."
-    return f"{path} holds no folders with pictures; {wanted}."
+        return f"the folders in {path} ({_some(list(found.classes), 'folder')}) hold no images; {wanted}."
+    return f"{path} holds no folders with images; {wanted}."
 
 
 def _notes(found: Found, where: str) -> list[str]:
     beside = f" in {where}/" if where else ""
     notes = []
     if found.empty:
-        notes.append(f"{_some(found.empty, 'folder')}{beside} without pictures left out")
+        notes.append(f"{_some(found.empty, 'folder')}{beside} without images left out")
     if found.strangers:
-        notes.append(f"{_some(found.strangers, 'file')} left out: by the name no picture")
+        notes.append(f"{_some(found.strangers, 'file')} left out: by the name no image")
     if found.loose:
-        notes.append(f"{_some(found.loose, 'picture')}{beside} left out: in no class's folder")
+        notes.append(f"{_some(found.loose, 'image')}{beside} left out: in no class's folder")
     return notes
 
 

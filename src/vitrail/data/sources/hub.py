@@ -1,7 +1,7 @@
 """Data sets on the Hugging Face hub, as Parquet: `hf:user/name`, `hf:user/name@revision:config`.
 
 Of a repository only the Parquet files of one configuration are fetched, into huggingface_hub's own
-cache; its offline mode and tokens are honoured. A repository of other files is read from the
+cache; its offline mode and tokens are honored. A repository of other files is read from the
 branch where the hub keeps its own conversion of it.
 """
 
@@ -62,7 +62,7 @@ def parse(spec: str) -> Repository:
     return Repository(*match.groups())
 
 
-def open_hub(spec: str, config: DataConfig, *, labelled: bool = True) -> Parts:
+def open_hub(spec: str, config: DataConfig, *, labeled: bool = True) -> Parts:
     """The parts of a data set on the hub, downloaded where they are not here yet."""
     repository = parse(spec)
     try:
@@ -75,7 +75,7 @@ def open_hub(spec: str, config: DataConfig, *, labelled: bool = True) -> Parts:
             raise
         raise explained from error
     found = {part: [folder / name for name in names] for part, names in files.items()}
-    return open_table(found, config, repository.name.split("/")[1], labelled=labelled)
+    return open_table(found, config, repository.name.split("/")[1], labeled=labeled)
 
 
 def choose(names: Sequence[str], card: dict[str, Any], repository: Repository) -> dict[str, list[str]]:

@@ -3,8 +3,8 @@
 The index of `train-00000.tar` lies beside it as `train-00000.tar.index`; where nothing can be
 written there, and for shards on other machines, in the cache folder. It is made again when the
 shard's size changes, or the time it was written, or its ETag. Over HTTP and S3 the headers are read
-by range requests, and the pictures between them are not; a server without ranges sends the whole
-shard, which is kept in the cache folder, since any picture in it must be within reach.
+by range requests, and the images between them are not; a server without ranges sends the whole
+shard, which is kept in the cache folder, since any image in it must be within reach.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def entries_of(read: tar.Read, shard: str, total: int | None) -> list[Entry]:
 class Ranges:
     """Bytes of a file on another machine, by requests that fit how they are asked for.
 
-    Small steps forward double what is read ahead; a leap over a picture begins again with little.
+    Small steps forward double what is read ahead; a leap over an image begins again with little.
     """
 
     LITTLE, MUCH = 4 << 10, 4 << 20

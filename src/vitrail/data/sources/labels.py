@@ -20,24 +20,24 @@ from vitrail.data.sources.base import Targets
 from vitrail.errors import DataError, nearest
 
 BETWEEN = "|"
-"""What stands between several labels of one picture."""
+"""What stands between several labels of one image."""
 WHOLE = r"^-?(0|[1-9][0-9]*)$"  # 007 is a name, not a number
 
-# N pictures, K classes, M labels of all pictures together
+# N images, K classes, M labels of all images together
 
 Codes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Labels as numbers."""
 
     targets: Targets
     labels: tuple[str, ...]
-    several: bool
+    multi_label: bool
 
 
-def number(column: Any, names: Sequence[str] | None, where: str, several: bool | None = None) -> Labelled:
+def number(column: Any, names: Sequence[str] | None, where: str, multi_label: bool | None = None) -> Labeled:
     """Class numbers of a column of labels; `names` are the classes where they are known already.
 
     `several` is what another part of the same data has been found to be.
@@ -47,7 +47,7 @@ def number(column: Any, names: Sequence[str] | None, where: str, several: bool |
         flat, lengths = column.flatten(), pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
         return _many(flat, lengths, names, where)
     words = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    if words and (several or (several is None and pc.any(pc.match_substring(column, BETWEEN)).as_py())):
+    if words and (multi_label or (multi_label is None and pc.any(pc.match_substring(column, BETWEEN)).as_py())):
         lists = pc.split_pattern(pc.fill_null(column, ""), BETWEEN)
         flat = pc.utf8_trim_whitespace(lists.flatten())
         there = pc.not_equal(flat, "")
@@ -55,9 +55,9 @@ def number(column: Any, names: Sequence[str] | None, where: str, several: bool |
         kept = owner[there.to_numpy(zero_copy_only=False)]
         return _many(flat.filter(there), np.bincount(kept, minlength=len(lists)), names, where)
     codes, labels = _codes(column, names, where)
-    if several:
-        return Labelled(_matrix(codes, np.ones_like(codes), len(labels)), labels, True)
-    return Labelled(codes, labels, False)
+    if multi_label:
+        return Labeled(_matrix(codes, np.ones_like(codes), len(labels)), labels, True)
+    return Labeled(codes, labels, False)
 
 
 def names_from(file: Any, where: str) -> tuple[str, ...]:
@@ -75,14 +75,14 @@ def names_from(file: Any, where: str) -> tuple[str, ...]:
     return tuple(file)
 
 
-def _many(flat: Any, lengths: Codes, names: Sequence[str] | None, where: str) -> Labelled:
+def _many(flat: Any, lengths: Codes, names: Sequence[str] | None, where: str) -> Labeled:
     codes, labels = _codes(_plain(flat), names, where)
-    return Labelled(_matrix(codes, lengths, len(labels)), labels, True)
+    return Labeled(_matrix(codes, lengths, len(labels)), labels, True)
 
 
-def _matrix(codes: Codes, lengths: Codes, classes: int) -> npt.NDArray[np.bool_]:
-    """M numbers, so many for each picture -> N K; -1 is no label."""
-    targets = np.zeros((len(lengths), classes), np.bool_)
+def _matrix(codes: Codes, lengths: Codes, num_classes: int) -> npt.NDArray[np.bool_]:
+    """M numbers, so many for each image -> N K; -1 is no label."""
+    targets = np.zeros((len(lengths), num_classes), np.bool_)
     rows = np.repeat(np.arange(len(lengths)), lengths)
     targets[rows[codes >= 0], codes[codes >= 0]] = True
     return targets
@@ -150,7 +150,7 @@ def _numbers(values: list[int], names: Sequence[str] | None, where: str) -> tupl
     if there[-1] >= len(labels):
         raise DataError(
             f"{where} has the label {there[-1]}, and there are {len(labels)} classes, counted from 0; "
-            "name as many with classes=."
+            "name as many with data.class_names=."
         )
     return [max(v, -1) for v in values], labels
 

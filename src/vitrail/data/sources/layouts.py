@@ -25,14 +25,14 @@ import numpy.typing as npt
 from vitrail.config import DataConfig
 from vitrail.data.decode import decode
 from vitrail.data.sources import watch
-from vitrail.data.sources.catalogue import Entry
+from vitrail.data.sources.catalog import Entry
 from vitrail.data.sources.table import open_table
 from vitrail.errors import DataError
 
 Raw = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 """N H W C pixels and N class numbers."""
 SIDE = 32
-"""Of CIFAR's and SVHN's pictures."""
+"""Of CIFAR's and SVHN's images."""
 
 
 def layout_in(folder: Path, entry: Entry) -> str | None:
@@ -53,7 +53,7 @@ def read(folder: Path, entry: Entry, layout: str) -> dict[str, Raw]:
     for (part, (pixels, targets)), count in zip(found.items(), entry.counts, strict=True):
         if pixels.shape != (count, *entry.shape) or len(targets) != count:
             raise DataError(
-                f"{folder} holds {len(targets):,} labels and pictures of shape {pixels.shape} as {entry.name}'s {part} "
+                f"{folder} holds {len(targets):,} labels and images of shape {pixels.shape} as {entry.name}'s {part} "
                 f"part; wanted {(count, *entry.shape)}."
             )
         if not 0 <= targets.min() <= targets.max() < len(entry.labels):
@@ -194,19 +194,19 @@ def _read_matlab(paths: list[Path], entry: Entry, part: str) -> Raw:
 
 
 def _read_parquet(paths: list[Path], entry: Entry, part: str) -> Raw:
-    config = DataConfig(label="fine_label") if entry.name == "cifar100" else DataConfig()
+    config = DataConfig(label_column="fine_label") if entry.name == "cifar100" else DataConfig()
     rows = open_table({"train": paths}, config, entry.name).train
     pixels = np.empty((len(rows), *entry.shape), np.uint8)
     with watch.bar(f"decoding {entry.name}, {part}", len(rows)) as advance:
         for index in range(len(rows)):  # threads do not help: Pillow reads WebP with Python's lock held
-            pixels[index] = _same_size(decode(rows[index].picture, entry.shape[2]), entry, rows.key(index))
+            pixels[index] = _same_size(decode(rows[index].image, entry.shape[2]), entry, rows.key(index))
             advance(1)
     return pixels, np.asarray(rows.targets, np.int64)
 
 
 def _same_size(pixels: npt.NDArray[np.uint8], entry: Entry, key: str) -> npt.NDArray[np.uint8]:
     if pixels.shape != entry.shape:
-        raise DataError(f"{key} is a picture of shape {pixels.shape}; those of {entry.name} have {entry.shape}.")
+        raise DataError(f"{key} is an image of shape {pixels.shape}; those of {entry.name} have {entry.shape}.")
     return pixels
 
 
@@ -248,7 +248,7 @@ def _joined(batches: Sequence[dict[bytes, Any]], entry: Entry) -> Raw:
 
 
 def _upright(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """N 3072, colour by colour -> N 32 32 3."""
+    """N 3072, color by color -> N 32 32 3."""
     return np.ascontiguousarray(rows.reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1))
 
 

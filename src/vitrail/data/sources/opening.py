@@ -1,4 +1,4 @@
-"""From a config to pictures: to learn from, to measure on, to test on."""
+"""From a config to images: to learn from, to measure on, to test on."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.runtime import say
 
 SHARE = 0.1
-"""Of the training pictures, kept aside where nothing else can be measured on."""
+"""Of the training images, kept aside where nothing else can be measured on."""
 
 
-def open_data(config: DataConfig, *, labelled: bool = True) -> Splits:
+def open_data(config: DataConfig, *, labeled: bool = True) -> Splits:
     """The data that a config names, split as it says; what was chosen or found is said aloud.
 
-    Measured on, in this order: another source (`validation`), a share of the training pictures
-    (`held_out`), the data's own validation part, its test part, a tenth of the training pictures.
-    labelled: refuse a folder or a table that has no labels.
+    Measured on, in this order: another source (`validation`), a share of the training images
+    (`held_out`), the data's own validation part, its test part, a tenth of the training images.
+    labeled: refuse a folder or a table that has no labels.
     """
     if config.validation is not None and config.held_out is not None:
         raise ConfigError(
             f"validation={config.validation!r} and held_out={config.held_out} both say what to measure on; give one."
         )
-    parts = open_parts(config, labelled=labelled)
-    splits = _split(parts, config, labelled)
+    parts = open_parts(config, labeled=labeled)
+    splits = _split(parts, config, labeled)
     notes = [*splits.notes, *_shared(splits)]
     say(notes, about=config.source)
     return Splits(splits.train, splits.validation, splits.test, splits.measured_on, tuple(notes))
 
 
-def open_parts(config: DataConfig, *, labelled: bool = True) -> Parts:
+def open_parts(config: DataConfig, *, labeled: bool = True) -> Parts:
     """What a source offers by itself; `parts.measured` is what an evaluation reads."""
     spec = parse(config.source)
     if spec.kind == "builtin":
         return open_builtin(spec.what, config)
     if spec.kind == "folder":
-        return open_folder(Path(spec.what), config, labelled=labelled)
+        return open_folder(Path(spec.what), config, labeled=labeled)
     if spec.kind == "table":
-        return open_table(_tables(spec.what), config, Path(spec.what).resolve().stem, labelled=labelled)
+        return open_table(_tables(spec.what), config, Path(spec.what).resolve().stem, labeled=labeled)
     if spec.kind == "shards":
         return shards.open_shards(spec.what, config)
     if spec.kind == "stream":
         return _stream(spec.what, config)
     from vitrail.data.sources.hub import open_hub  # imports much that is of no use without it
 
-    return open_hub(spec.what, config, labelled=labelled)
+    return open_hub(spec.what, config, labeled=labeled)
 
 
-def _split(parts: Parts, config: DataConfig, labelled: bool) -> Splits:
+def _split(parts: Parts, config: DataConfig, labeled: bool) -> Splits:
     notes = parts.notes
     if config.validation is not None:
-        other = _other(config, parts.train, labelled)
+        other = _other(config, parts.train, labeled)
         return Splits(parts.train, other, parts.test, "validation", notes)
     if isinstance(parts.train, Stream) and (config.held_out is not None or not parts.split):
         raise DataError(
@@ -83,14 +83,14 @@ def _split(parts: Parts, config: DataConfig, labelled: bool) -> Splits:
 
 
 def _held_out(parts: Parts, config: DataConfig) -> tuple[Part, Part, list[str]]:
-    """The training pictures in two, by a hash of their keys or of their groups' names."""
+    """The training images in two, by a hash of their keys or of their groups' names."""
     source: Source = parts.train
     share = config.held_out if config.held_out is not None else SHARE
     groups = parts.groups
     if groups is None and config.groups is not None:
         groups = groups_of(_keys(source), config.groups)
     notes: list[str] = []
-    # Pictures without labels are as good as one class, of which something has to be held out.
+    # Images without labels are as good as one class, of which something has to be held out.
     targets = source.targets if source.labels else np.zeros(len(source), np.int64)
     if parts.exact and groups is None:
         mask = stratified(_keys(source), targets, share)
@@ -99,34 +99,34 @@ def _held_out(parts: Parts, config: DataConfig) -> tuple[Part, Part, list[str]]:
         notes = notes if source.labels else []
     if not mask.any():
         raise DataError(
-            f"nothing of {config.source} can be held out: {'; '.join(notes) or 'too few pictures'}; "
+            f"nothing of {config.source} can be held out: {'; '.join(notes) or 'too few images'}; "
             "name what to measure on with validation=."
         )
-    said = f"{np.count_nonzero(mask):,} of {len(mask):,} pictures are held out to measure on, by a hash of "
+    said = f"{np.count_nonzero(mask):,} of {len(mask):,} images are held out to measure on, by a hash of "
     said += "their groups' names" if groups is not None else "their names"
     train = Part(source, np.flatnonzero(~mask), f"{source.name}, but those held out")
     return train, Part(source, np.flatnonzero(mask), f"{source.name}, held out"), [said, *notes]
 
 
-def _other(config: DataConfig, train: Any, labelled: bool) -> Source:
+def _other(config: DataConfig, train: Any, labeled: bool) -> Source:
     """What `validation` names, with the classes of what is learned from."""
     assert config.validation is not None
-    classes = list(train.labels) if labelled else None
-    other = config.but(source=config.validation, validation=None, classes=classes, groups=None, held_out=None)
-    parts = open_parts(other, labelled=labelled)
+    classes = list(train.labels) if labeled else None
+    other = config.replace(source=config.validation, validation=None, num_classes=classes, groups=None, held_out=None)
+    parts = open_parts(other, labeled=labeled)
     found: Source = parts.validation if parts.validation is not None else parts.measured
     if isinstance(found, Stream):
         raise DataError(
             f"{config.validation} is a stream, which cannot be measured on; try shards: instead of stream:."
         )
-    if labelled and found.several != train.several:
-        several, one = (config.source, config.validation) if train.several else (config.validation, config.source)
-        raise DataError(f"{several} has several labels to a picture and {one} has one; wanted the same of both.")
+    if labeled and found.multi_label != train.multi_label:
+        several, one = (config.source, config.validation) if train.multi_label else (config.validation, config.source)
+        raise DataError(f"{several} has several labels to an image and {one} has one; wanted the same of both.")
     return found
 
 
 def _shared(splits: Splits) -> list[str]:
-    """Pictures that are learned from and measured on."""
+    """Images that are learned from and measured on."""
     if isinstance(splits.train, Stream):
         return []
     measured = [splits.validation]
@@ -170,7 +170,7 @@ def _tables(what: str) -> dict[str, list[Path]]:
 def _stream(what: str, config: DataConfig) -> Parts:
     """Shards without an index; those of the other parts have one, since they are measured on."""
     parts = shards.parts_of(shards.find(what))
-    names = config.classes or shards.class_names(parts["train"][0])
+    names = config.class_names or shards.class_names(parts["train"][0])
     others: dict[str, Source] = {}
     for part in ("validation", "test"):
         if part in parts:
@@ -178,11 +178,11 @@ def _stream(what: str, config: DataConfig) -> Parts:
             others[part] = shards.Shards(f"{shards.title(what)}/{part}", indexes, config, names, None)
             names = names or others[part].labels
     if names is None and config.validation is not None:
-        names = open_parts(config.but(source=config.validation, validation=None)).measured.labels
+        names = open_parts(config.replace(source=config.validation, validation=None)).measured.labels
     if names is None:
         raise DataError(
             f"the classes of {what} are not known, and a stream cannot be looked through for them; "
-            f"put {shards.CLASSES} beside the shards, or name them with classes=."
+            f"put {shards.CLASSES} beside the shards, or name them with data.class_names=."
         )
     stream = Stream(shards.title(what), parts["train"], names, config)
     return Parts(stream, others.get("validation"), others.get("test"), (PROMISE,))

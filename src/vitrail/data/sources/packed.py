@@ -49,7 +49,7 @@ class Strings:
             return
         found.update(lengths[indices].astype("<i8").tobytes())
         text = memoryview(self._text)
-        # Neighbours in the block go together: what is left of a source after some are held out is mostly runs.
+        # Neighbors in the block go together: what is left of a source after some are held out is mostly runs.
         cuts = np.flatnonzero(np.diff(indices) != 1) + 1
         starts, stops = np.append(0, cuts), np.append(cuts, len(indices))
         if len(indices):

@@ -1,8 +1,8 @@
-"""Pictures inside Parquet files, any of which can be reached without reading them all.
+"""Images inside Parquet files, any of which can be reached without reading them all.
 
 A Parquet file is read by row groups. Those last used are kept, up to CACHE bytes in each process:
 data that fit are read once, and of larger ones `blocks` tells the order of samples which rows lie
-together. Where row groups have to be read again and again all the same, the pictures are copied out
+together. Where row groups have to be read again and again all the same, the images are copied out
 once (unpacked.py).
 """
 
@@ -26,18 +26,18 @@ from vitrail.errors import DataError, ImageError
 from vitrail.runtime import say
 
 CACHE = 512 << 20
-"""Bytes of pictures that are kept in memory."""
+"""Bytes of images that are kept in memory."""
 
 PROCESS = ("_lock", "_kept", "_open", "_unpacked", "_seen", "_reads", "_again", "_budget")
 """What belongs to one process, and does not travel to another."""
 AGAIN, SHARE = 16, 0.05
-"""Row groups that may be read a second time, in number and as a share of the pictures read, before that happens."""
+"""Row groups that may be read a second time, in number and as a share of the images read, before that happens."""
 
 # N rows in G row groups of several files
 
 
 class Rows:
-    """Pictures as bytes, or as {bytes, path}; the key is the file's name and the row's number."""
+    """Images as bytes, or as {bytes, path}; the key is the file's name and the row's number."""
 
     pixels = None
 
@@ -48,9 +48,9 @@ class Rows:
         column: str,
         targets: Targets,
         labels: tuple[str, ...],
-        several: bool,
+        multi_label: bool,
     ) -> None:
-        self.name, self.labels, self.several = name, labels, several
+        self.name, self.labels, self.multi_label = name, labels, multi_label
         self.files, self.column, self.targets = tuple(files), column, targets
         groups = [(f, g, rows, size) for f, path in enumerate(files) for g, rows, size in _groups(path, column)]
         self._groups = [(f, g) for f, g, _, _ in groups]
@@ -83,7 +83,7 @@ class Rows:
         if isinstance(value, dict):
             value = value.get("bytes") or self._beside(group, value.get("path"))
         target = self.targets[index]
-        several = tuple(np.flatnonzero(target).tolist()) if self.several else int(target)
+        several = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
         return Sample(self.key(index), value or b"", several)
 
     def key(self, index: int) -> str:
@@ -106,7 +106,7 @@ class Rows:
         return str(self.files[self._groups[group][0]].parent / path) if path else None
 
     def _group(self, group: int) -> Any:
-        """The pictures of one row group."""
+        """The images of one row group."""
         with self._lock:
             self._reads += 1
             if (found := self._kept.get(group)) is not None:
@@ -133,7 +133,7 @@ class Rows:
         return table.column(0).combine_chunks()
 
     def _unpack(self) -> None:
-        """Copy the pictures out; where there is no room for that, keep more row groups in memory."""
+        """Copy the images out; where there is no room for that, keep more row groups in memory."""
         self._reads = self._again = 0
         whole = (self._read(group) for group in range(len(self._groups)))
         self._unpacked = unpack(self.files, self.column, whole, self._bytes)

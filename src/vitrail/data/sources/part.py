@@ -1,4 +1,4 @@
-"""Some of a source's pictures, as a source."""
+"""Some of a source's images, as a source."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from vitrail.data.sources.base import Sample, Source, Targets
 
 
 class Part:
-    """The pictures of these numbers; their keys stay what they were."""
+    """The images of these numbers; their keys stay what they were."""
 
     def __init__(self, source: Source, indices: npt.ArrayLike, name: str | None = None) -> None:
         self.source = source
         self.indices = np.asarray(indices, np.int64)
         self.name = name or source.name
         self.labels = source.labels
-        self.several = source.several
+        self.multi_label = source.multi_label
         self._targets: Targets | None = None
         self._pixels: npt.NDArray[np.uint8] | None = None
 

@@ -1,4 +1,4 @@
-"""Pictures in tar files, in WebDataset's layout: `0017.jpg` and beside it `0017.cls`, `.json` or `.txt`.
+"""Images in tar files, in WebDataset's layout: `0017.jpg` and beside it `0017.cls`, `.json` or `.txt`.
 
 Every sample can be reached by its number, on this machine or over HTTP(S) and S3, through an index
 that is made once (index.py). Class names come from a `classes.json` beside the shards.
@@ -33,12 +33,17 @@ RANGE = re.compile(r"\{([^{}]*)\}")
 
 
 class Shards:
-    """Pictures inside tar files; the key is the shard's name and the sample's."""
+    """Images inside tar files; the key is the shard's name and the sample's."""
 
     pixels = None
 
     def __init__(
-        self, name: str, indexes: Sequence[Index], config: DataConfig, names: Sequence[str] | None, several: bool | None
+        self,
+        name: str,
+        indexes: Sequence[Index],
+        config: DataConfig,
+        names: Sequence[str] | None,
+        multi_label: bool | None,
     ) -> None:
         self.name = name
         self.files = tuple(index.file for index in indexes)
@@ -48,24 +53,24 @@ class Shards:
         for index, shown in zip(indexes, shown_names([i.shard for i in indexes]), strict=True):
             seen: dict[str, int] = {}
             for entry in index.entries:
-                kind = tar.picture_in(entry.files, SUFFIXES, config.picture)
+                kind = tar.image_in(entry.files, SUFFIXES, config.image_column)
                 if kind is None:
                     self.skipped += 1
                     continue
                 again = seen[entry.key] = seen.get(entry.key, 0) + 1
                 keys.append(f"{shown}/{entry.key}" + (f"#{again}" if again > 1 else ""))
                 places.append(entry.files[kind])
-                values.append(label_of(entry.key, entry.texts, config.label))
+                values.append(label_of(entry.key, entry.texts, config.label_column))
             counts.append(len(places) - sum(counts))
         if not places:
-            wanted = f"with a file .{config.picture}" if config.picture else "with a picture"
+            wanted = f"with a file .{config.image_column}" if config.image_column else "with an image"
             raise DataError(f"{indexes[0].shard} holds no sample {wanted}; wanted 0001.jpg, 0001.cls, 0002.jpg, ...")
         self._keys = Strings(keys)
         self._places = np.array(places, np.int64)  # N 2: where it begins, and its size
         self._ends = np.cumsum(counts)
-        labelled = number(column_of(values), names, f"{name}'s labels", several)
-        self.targets: Targets = labelled.targets
-        self.labels, self.several = labelled.labels, labelled.several
+        labeled = number(column_of(values), names, f"{name}'s labels", multi_label)
+        self.targets: Targets = labeled.targets
+        self.labels, self.multi_label = labeled.labels, labeled.multi_label
 
     def __len__(self) -> int:
         return len(self._places)
@@ -78,7 +83,9 @@ class Shards:
         if len(data) < size:
             raise ImageError(f"{self.key(index)} is cut off: {file} has changed since it was indexed.")
         target = self.targets[index]
-        return Sample(self.key(index), data, tuple(np.flatnonzero(target).tolist()) if self.several else int(target))
+        return Sample(
+            self.key(index), data, tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
+        )
 
     def key(self, index: int) -> str:
         return self._keys[index]
@@ -91,18 +98,18 @@ class Shards:
 def open_shards(spec: str, config: DataConfig) -> Parts:
     """The parts of a set of shards: by their names, where those say train-, val- or test-."""
     parts = parts_of(find(spec))
-    names = config.classes or class_names(parts["train"][0])
+    names = config.class_names or class_names(parts["train"][0])
     name = title(spec)
     sources: dict[str, Shards] = {}
     several: bool | None = None
     for part, shards in parts.items():
         mine = f"{name}/{part}" if len(parts) > 1 else name
         sources[part] = Shards(mine, index_all(shards), config, names, several)
-        names, several = sources[part].labels, sources[part].several
-    notes = [f"{s.skipped:,} samples of {s.name} left out: no picture in them" for s in sources.values() if s.skipped]
+        names, several = sources[part].labels, sources[part].multi_label
+    notes = [f"{s.skipped:,} samples of {s.name} left out: no image in them" for s in sources.values() if s.skipped]
     for source in sources.values():
-        if not source.several and (none := int(np.count_nonzero(source.targets < 0))):
-            notes.append(f"{none:,} of {len(source):,} pictures of {source.name} have no label")
+        if not source.multi_label and (none := int(np.count_nonzero(source.targets < 0))):
+            notes.append(f"{none:,} of {len(source):,} images of {source.name} have no label")
     return Parts(sources["train"], sources.get("validation"), sources.get("test"), tuple(notes))
 
 

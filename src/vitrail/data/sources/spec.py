@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitrail.data.sources import remote
-from vitrail.data.sources.catalogue import CATALOGUE
+from vitrail.data.sources.catalog import CATALOG
 from vitrail.errors import NotFound, nearest
 
 KINDS = ("folder", "table", "shards", "stream", "hf", "builtin")
@@ -38,7 +38,7 @@ class Spec:
 
 
 def parse(text: str) -> Spec:
-    """The kind, written or recognised."""
+    """The kind, written or recognized."""
     text = text.strip()
     kind, colon, rest = text.partition(":")
     if colon and kind.lower() in KINDS:
@@ -49,13 +49,13 @@ def parse(text: str) -> Spec:
         return Spec("hf", text)
     if name := known_as(text):
         return Spec("builtin", name)
-    return _recognised(text)
+    return _recognized(text)
 
 
 def known_as(name: str) -> str | None:
-    """The catalogue's spelling of a data set's name: CIFAR-10, fashion_mnist; None where it has none."""
+    """The catalog's spelling of a data set's name: CIFAR-10, fashion_mnist; None where it has none."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = next((known for known in CATALOGUE if known.replace("-", "") == plain), None)
+    found = next((known for known in CATALOG if known.replace("-", "") == plain), None)
     return found if re.fullmatch(r"[\w\- ]+", name) else None
 
 
@@ -64,10 +64,10 @@ def _checked(kind: str, what: str) -> Spec:
         return Spec(kind, what)
     if name := known_as(what):
         return Spec(kind, name)
-    raise NotFound(f"no data set {what!r} is built in{nearest(what, CATALOGUE)}")
+    raise NotFound(f"no data set {what!r} is built in{nearest(what, CATALOG)}")
 
 
-def _recognised(text: str) -> Spec:
+def _recognized(text: str) -> Spec:
     """A plain path, by what lies there."""
     path = os.path.expanduser(text)
     if TARS.search(path.split("?")[0]):
@@ -85,7 +85,7 @@ def _recognised(text: str) -> Spec:
         raise NotFound(f"no kind of data {kind!r} (in {text!r}){nearest(kind, KINDS)}")
     if "/" in text or "\\" in text:
         raise NotFound(f"there is no file or folder {path} (looked from {Path.cwd()}).")
-    raise NotFound(f"no data {text!r}: neither built in nor a file or folder in {Path.cwd()}{nearest(text, CATALOGUE)}")
+    raise NotFound(f"no data {text!r}: neither built in nor a file or folder in {Path.cwd()}{nearest(text, CATALOG)}")
 
 
 def _kind_of_folder(path: Path) -> str:

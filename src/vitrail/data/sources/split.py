@@ -1,10 +1,10 @@
-"""Which pictures are kept aside to measure on.
+"""Which images are kept aside to measure on.
 
-The hash of a picture's key (of its group's name, where groups stay together) decides, so a picture
+The hash of an image's key (of its group's name, where groups stay together) decides, so an image
 that is added, removed or renamed moves no other, but in a class that the hash leaves without a
-picture on one side. That one is helped: the one with its smallest hash is held out, or the one with
+image on one side. That one is helped: the one with its smallest hash is held out, or the one with
 its largest is learned from, until the class has grown, when another may take its place. Whatever
-has one picture only is learned from.
+has one image only is learned from.
 
     hold_out       any data: a share that is right on average, stable as the data grow
     stratified     data that never grow: the exact share of every class
@@ -28,7 +28,7 @@ Hashes = npt.NDArray[np.uint64]
 SHOWN = 5
 """So many examples are named in a note."""
 
-# N pictures, U units that stay together (pictures, or groups of them), K classes
+# N images, U units that stay together (images, or groups of them), K classes
 
 
 def hashes(texts: Iterable[str]) -> Hashes:
@@ -51,11 +51,11 @@ def groups_of(paths: Iterable[str], pattern: str) -> list[str]:
     for path in paths:
         match = found.search(path)
         matched = matched or match is not None
-        # A path cannot hold a null character, so no group is mistaken for a picture.
+        # A path cannot hold a null character, so no group is mistaken for an image.
         names.append(path if match is None else "\0" + ((match[1] if found.groups else match[0]) or ""))
     if not matched and names:
         raise ConfigError(
-            f"groups={pattern!r} matches no picture's path, such as {names[0]!r}; wanted a regular expression over it."
+            f"groups={pattern!r} matches no image's path, such as {names[0]!r}; wanted a regular expression over it."
         )
     return names
 
@@ -63,12 +63,12 @@ def groups_of(paths: Iterable[str], pattern: str) -> list[str]:
 def hold_out(
     keys: Iterable[str], targets: Targets, share: float, labels: Sequence[str] = (), groups: Iterable[str] | None = None
 ) -> tuple[Mask, list[str]]:
-    """Which of N pictures are held out, and what has to be said about it."""
+    """Which of N images are held out, and what has to be said about it."""
     found, unit = np.unique(hashes(keys if groups is None else groups), return_inverse=True)
     held = found < np.uint64(min(int(share * 2**64), 2**64 - 1))  # U, by ascending hash
     classes, units = _members(targets, unit)
     lone, helped, unheld = _help(held, classes, units)
-    one = "one group" if groups is not None else "one picture"
+    one = "one group" if groups is not None else "one image"
     notes = []
     if lone:
         notes.append(f"{_named(lone, labels)} {'has' if len(lone) == 1 else 'have'} {one} only, kept to learn from")
@@ -83,7 +83,7 @@ def hold_out(
 
 
 def stratified(keys: Iterable[str], targets: Targets, share: float) -> Mask:
-    """The pictures with the smallest hashes of each class: its exact share, one at least."""
+    """The images with the smallest hashes of each class: its exact share, one at least."""
     order = hashes(keys)
     mask = np.zeros(len(targets), np.bool_)
     for number in np.unique(targets):
@@ -96,9 +96,9 @@ def stratified(keys: Iterable[str], targets: Targets, share: float) -> Mask:
 def _members(targets: Targets, unit: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Each pair of a class and a unit that holds it, once; by class, then by ascending hash."""
     rows, numbers = np.nonzero(targets) if targets.ndim == 2 else (np.arange(len(targets)), targets)
-    labelled = numbers >= 0
+    labeled = numbers >= 0
     width = int(unit.max(initial=0)) + 1
-    pairs = np.unique(numbers[labelled].astype(np.int64) * width + unit[rows[labelled]])
+    pairs = np.unique(numbers[labeled].astype(np.int64) * width + unit[rows[labeled]])
     return pairs // width, pairs % width
 
 

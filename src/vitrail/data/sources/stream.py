@@ -1,7 +1,7 @@
 """Tar shards read from front to back, without an index: for those too many or too far away to index.
 
 It promises less than the other sources. The order depends on the number of ranks and workers, so a
-run continues exactly only with as many as it had; nobody knows how many pictures there are; and
+run continues exactly only with as many as it had; nobody knows how many images there are; and
 what cannot be reached by number cannot be held out. In return nothing is read before it is used.
 
     Stream         which shards, what their labels mean
@@ -36,7 +36,7 @@ SHUFFLE = stream("stream of shards")
 BUFFER = 1000
 """Samples that are shuffled together, in each worker."""
 LOOKED = 16
-"""Samples that are looked at to see whether pictures have several labels."""
+"""Samples that are looked at to see whether images have several labels."""
 PROMISE = (
     "a stream promises less than shards with an index: it continues exactly only with as many ranks and workers, "
     "and the order depends on them"
@@ -44,16 +44,16 @@ PROMISE = (
 
 
 class Stream:
-    """Labelled pictures of tar shards, in the order they lie there."""
+    """Labeled images of tar shards, in the order they lie there."""
 
     def __init__(self, name: str, shards: Sequence[str], labels: Sequence[str], config: DataConfig) -> None:
         self.name = name
         self.shards = tuple(shards)
         self.labels = tuple(labels)
-        self.picture, self.label = config.picture, config.label
+        self.image, self.label = config.image_column, config.label_column
         self._place = {label: i for i, label in enumerate(self.labels)}
-        self.several = False
-        self.several = any(_is_several(value) for _, value, _ in _first(self.read(self.shards[0]), LOOKED))
+        self.multi_label = False
+        self.multi_label = any(_is_several(value) for _, value, _ in _first(self.read(self.shards[0]), LOOKED))
 
     def samples(
         self,
@@ -70,13 +70,13 @@ class Stream:
         return Reader(self, rank * workers + worker, world * workers, seed, buffer, state)
 
     def read(self, shard: str) -> Iterator[tuple[str, Value, bytes]]:
-        """Key, label and picture of each sample of one shard, in order."""
+        """Key, label and image of each sample of one shard, in order."""
         held: dict[int, Any] = {}
 
         def taken(found: Iterable[tar.Member], read: tar.Read) -> Iterator[tar.Member]:
             for member in found:  # what is passed cannot be gone back to
                 kind = member.name.rpartition("/")[2].partition(".")[2].lower()
-                if kind in TEXTS or tar.picture_in([kind], SUFFIXES, self.picture):
+                if kind in TEXTS or tar.image_in([kind], SUFFIXES, self.image):
                     data = read(member.offset, member.size)
                     if len(data) < member.size:
                         raise DataError(f"{shard} is cut off in {member.name}; copy or download it again.")
@@ -86,13 +86,13 @@ class Stream:
         with Forward(lambda: _open(shard), shard) as read:
             for key, files in tar.samples(taken(tar.members(read, shard), read)):
                 mine = {kind: held.pop(m.offset) for kind, m in files.items() if m.offset in held}
-                kind = tar.picture_in(mine, SUFFIXES, self.picture)
+                kind = tar.image_in(mine, SUFFIXES, self.image)
                 if kind is not None:
                     yield key, label_of(key, mine, self.label), mine[kind]
 
     def target(self, value: Value, key: str) -> int | tuple[int, ...]:
         """The number of a label's class, or of all its classes."""
-        if not self.several:
+        if not self.multi_label:
             return self._number(value, key)
         values = value if isinstance(value, list) else str(value or "").split(BETWEEN)
         return tuple(sorted({n for v in values if (n := self._number(v, key)) >= 0}))
@@ -204,15 +204,15 @@ class Reader:
         found = False
         while True:
             for number, shard in enumerate(self._shards(epoch)[first:], start=first):
-                for member, (key, value, picture) in enumerate(self.stream.read(shard)):
+                for member, (key, value, image) in enumerate(self.stream.read(shard)):
                     if member < skip or not self._mine(number, member):
                         continue
                     key = f"{self.shown[shard]}/{key}"
                     found = True
-                    yield Place(epoch, number, member), Sample(key, picture, self.stream.target(value, key))
+                    yield Place(epoch, number, member), Sample(key, image, self.stream.target(value, key))
                 skip = 0
             if not found:
-                raise DataError(f"{self.stream.name} holds no pictures for part {self.part} of {self.parts}.")
+                raise DataError(f"{self.stream.name} holds no images for part {self.part} of {self.parts}.")
             epoch, first, found = epoch + 1, 0, False
 
     def _shards(self, epoch: int) -> list[str]:

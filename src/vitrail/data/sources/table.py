@@ -1,6 +1,6 @@
-"""A table of pictures: CSV, TSV or Parquet.
+"""A table of images: CSV, TSV or Parquet.
 
-One column holds each picture, as a path from the table's folder on, an address, or bytes; one holds
+One column holds each image, as a path from the table's folder on, an address, or bytes; one holds
 its label, or several. A column `split` says which part a row is of; so do the names of Parquet
 files that lie together (train-00000-of-00002.parquet, test-...).
 """
@@ -24,17 +24,17 @@ from vitrail.config import DataConfig
 from vitrail.data.cells import unguarded
 from vitrail.data.sources.base import SUFFIXES, Parts, Sample, Source, Targets
 from vitrail.data.sources.folder import PARTS
-from vitrail.data.sources.labels import Labelled, common_name, names_from, number
+from vitrail.data.sources.labels import Labeled, common_name, names_from, number
 from vitrail.data.sources.packed import Strings
 from vitrail.data.sources.parquet import Rows, read_columns, schema_of
 from vitrail.data.sources.part import Part
 from vitrail.data.sources.remote import fetch, is_remote
 from vitrail.errors import DataError, NotFound
 
-_PICTURE = """image img picture photo pixel_values image_path img_path image_file file_path filepath path file_name
+_IMAGE = """image img image photo pixel_values image_path img_path image_file file_path filepath path file_name
     filename file image_id bytes image_bytes jpg jpeg png webp url image_url"""
 _LABEL = "label labels class classes class_name category target targets y cls fine_label tag tags"
-PICTURE, LABEL = _PICTURE.split(), _LABEL.split()
+IMAGE, LABEL = _IMAGE.split(), _LABEL.split()
 """Usual names of columns, the likeliest first."""
 SPLIT = ("split", "part", "subset")
 LOOKED = 50
@@ -42,23 +42,23 @@ LOOKED = 50
 
 
 class Paths:
-    """Pictures as files or addresses; the key is what the table says."""
+    """Images as files or addresses; the key is what the table says."""
 
     pixels = None
     blocks = None
 
     def __init__(
-        self, name: str, root: Path, paths: Strings, targets: Targets, labels: tuple[str, ...], several: bool
+        self, name: str, root: Path, paths: Strings, targets: Targets, labels: tuple[str, ...], multi_label: bool
     ) -> None:
         self.name, self.root, self.paths = name, root, paths
-        self.targets, self.labels, self.several = targets, labels, several
+        self.targets, self.labels, self.multi_label = targets, labels, multi_label
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, index: int) -> Sample:
         target = self.targets[index]
-        numbers = tuple(np.flatnonzero(target).tolist()) if self.several else int(target)
+        numbers = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
         file = self.file(index)
         return Sample(self.key(index), fetch(file) if is_remote(file) else file, numbers)
 
@@ -72,7 +72,7 @@ class Paths:
 
 @dataclass(frozen=True)
 class Opened:
-    """One part's pictures, and what else the table says of each."""
+    """One part's images, and what else the table says of each."""
 
     source: Source
     splits: list[str | None] | None
@@ -80,19 +80,19 @@ class Opened:
     notes: tuple[str, ...]
 
 
-def open_table(files: dict[str, list[Path]], config: DataConfig, name: str, *, labelled: bool = True) -> Parts:
+def open_table(files: dict[str, list[Path]], config: DataConfig, name: str, *, labeled: bool = True) -> Parts:
     """The parts of a table: part -> its files, of one kind; the first part is what is learned from.
 
-    labelled: refuse a table without a column of labels.
+    labeled: refuse a table without a column of labels.
     """
     opened: dict[str, Opened] = {}
-    names, several = config.classes, None
+    names, several = config.class_names, None
     for part, paths in files.items():
         for path in paths:
             if not path.is_file():
                 raise NotFound(f"there is no table {path}" + (", it is a folder." if path.is_dir() else "."))
-        found = _open(paths, config, f"{name}/{part}" if len(files) > 1 else name, names, several, labelled)
-        names, several = found.source.labels, found.source.several
+        found = _open(paths, config, f"{name}/{part}" if len(files) > 1 else name, names, several, labeled)
+        names, several = found.source.labels, found.source.multi_label
         opened[part] = found
     notes = tuple(note for found in opened.values() for note in found.notes)
     first = next(iter(opened.values()))
@@ -131,41 +131,41 @@ def _open(
     config: DataConfig,
     name: str,
     names: Sequence[str] | None,
-    several: bool | None,
+    multi_label: bool | None,
     wants_labels: bool,
 ) -> Opened:
     where = str(files[0])
     parquet = files[0].suffix.lower() in (".parquet", ".pq")
     table = None if parquet else _read_csv(files[0])
     schema = schema_of(files[0]) if table is None else table.schema
-    picture = _picture_column(schema, config.picture, table, where)
-    label = common_name(schema.names, LABEL, config.label, "column", where)
+    image = _image_column(schema, config.image_column, table, where)
+    label = common_name(schema.names, LABEL, config.label_column, "column", where)
     if label is None and wants_labels:
         raise DataError(f"{where} has no column of labels among {_list(schema.names)}; name it with label=.")
     split = common_name(schema.names, SPLIT, None, "column", where)
     groups = config.groups if config.groups in schema.names else None
-    as_paths = _is_text(schema.field(picture).type)
-    wanted = [c for c in (label, split, groups, picture if as_paths else None) if c]
+    as_paths = _is_text(schema.field(image).type)
+    wanted = [c for c in (label, split, groups, image if as_paths else None) if c]
     table = read_columns(files, list(dict.fromkeys(wanted))) if table is None else table
     if label is None:
-        labelled = Labelled(np.full(len(table), -1, np.int64), (), False)
+        labeled = Labeled(np.full(len(table), -1, np.int64), (), False)
     else:
         meant = names or _class_names(schema, label, where)
-        labelled = number(table[label], meant, f"{where}, column {label!r},", several)
+        labeled = number(table[label], meant, f"{where}, column {label!r},", multi_label)
     notes = []
     if label is None:
-        notes.append("the pictures have no labels")
-    elif unlabelled := _unlabelled(labelled):
-        notes.append(f"{unlabelled:,} of {len(table):,} pictures have no label")
+        notes.append("the images have no labels")
+    elif unlabeled := _unlabeled(labeled):
+        notes.append(f"{unlabeled:,} of {len(table):,} images have no label")
     source: Source
     if as_paths:
-        paths = Strings(str(p or "") for p in table[picture].to_pylist())
+        paths = Strings(str(p or "") for p in table[image].to_pylist())
         root, said = _root(files[0], paths)
         notes += said
-        source = Paths(name, root, paths, labelled.targets, labelled.labels, labelled.several)
+        source = Paths(name, root, paths, labeled.targets, labeled.labels, labeled.multi_label)
     else:
         absolute = [Path(os.path.abspath(f)) for f in files]
-        source = Rows(name, absolute, picture, labelled.targets, labelled.labels, labelled.several)
+        source = Rows(name, absolute, image, labeled.targets, labeled.labels, labeled.multi_label)
     together = Strings(str(g) for g in table[groups].to_pylist()) if groups else None
     return Opened(source, table[split].to_pylist() if split else None, together, tuple(notes))
 
@@ -193,9 +193,9 @@ def _read_csv(path: Path) -> Any:
     return pa.table([unguarded(column) for column in table.columns], names=table.column_names)
 
 
-def _picture_column(schema: Any, given: str | None, table: Any, where: str) -> str:
-    """By name, else the only column that can hold pictures."""
-    if found := common_name(schema.names, PICTURE, given, "column", where):
+def _image_column(schema: Any, given: str | None, table: Any, where: str) -> str:
+    """By name, else the only column that can hold images."""
+    if found := common_name(schema.names, IMAGE, given, "column", where):
         return found
     able = [f.name for f in schema if _holds_bytes(f.type)]
     if table is not None and len(table):
@@ -203,7 +203,7 @@ def _picture_column(schema: Any, given: str | None, table: Any, where: str) -> s
         able = [n for n, v in row.items() if os.path.splitext(v or "")[1].lower() in SUFFIXES]
     if len(able) == 1:
         return able[0]
-    raise DataError(f"{where} has no column of pictures among {_list(schema.names)}; name it with picture=.")
+    raise DataError(f"{where} has no column of images among {_list(schema.names)}; name it with data.image_column=.")
 
 
 def _holds_bytes(kind: Any) -> bool:
@@ -229,16 +229,16 @@ def _class_names(schema: Any, label: str, where: str) -> tuple[str, ...] | None:
 
 
 def _root(table: Path, paths: Strings) -> tuple[Path, list[str]]:
-    """The folder that paths start from: the table's, or the one beside it that has the pictures."""
+    """The folder that paths start from: the table's, or the one beside it that has the images."""
     root = Path(os.path.abspath(table)).parent
     some = [p for p in (paths[i] for i in range(min(len(paths), LOOKED))) if not is_remote(p)]
     if not some or any((root / p).is_file() for p in some):
         return root, []
     beside = [f for f in sorted(root.iterdir()) if f.is_dir() and (f / some[0]).is_file()]
     if len(beside) == 1:
-        return beside[0], [f"the pictures of {table.name} are in {beside[0].name}/"]
+        return beside[0], [f"the images of {table.name} are in {beside[0].name}/"]
     raise NotFound(
-        f"none of the first {len(some)} pictures of {table} is there, such as {root / some[0]}; "
+        f"none of the first {len(some)} images of {table} is there, such as {root / some[0]}; "
         "wanted paths from the table's folder on."
     )
 
@@ -258,9 +258,9 @@ def _by_split(opened: Opened, name: str, notes: tuple[str, ...]) -> Parts:
     return Parts(parts["train"], parts.get("validation"), parts.get("test"), notes, groups)
 
 
-def _unlabelled(labelled: Labelled) -> int:
-    """Pictures without a label, where one each is wanted."""
-    return 0 if labelled.several else int(np.count_nonzero(labelled.targets < 0))
+def _unlabeled(labeled: Labeled) -> int:
+    """Images without a label, where one each is wanted."""
+    return 0 if labeled.multi_label else int(np.count_nonzero(labeled.targets < 0))
 
 
 def _list(names: Sequence[str]) -> str:

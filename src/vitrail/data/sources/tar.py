@@ -2,7 +2,7 @@
 
 Python's own tarfile reads from files it can seek in; this reads through any function that gives the
 bytes from one place on, so that a header behind a range request, in a plain stream or on a disk is
-the same thing. It knows what archives of pictures hold: regular files, long names as GNU and POSIX
+the same thing. It knows what archives of images hold: regular files, long names as GNU and POSIX
 write them, sizes beyond 8 GB.
 """
 
@@ -65,7 +65,7 @@ def members(read: Read, where: str, total: int | None = None) -> Iterator[Member
 
 
 def samples(found: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
-    """WebDataset's layout: neighbours that differ after the first point of their names are one sample."""
+    """WebDataset's layout: neighbors that differ after the first point of their names are one sample."""
     key, parts = "", dict[str, Member]()
     for member in found:
         folder, _, name = member.name.removeprefix("./").rpartition("/")
@@ -82,8 +82,8 @@ def samples(found: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
         yield key, parts
 
 
-def picture_in(parts: Iterable[str], suffixes: frozenset[str], given: str | None) -> str | None:
-    """Which of a sample's files is its picture: the one asked for, else the one with the plainest name."""
+def image_in(parts: Iterable[str], suffixes: frozenset[str], given: str | None) -> str | None:
+    """Which of a sample's files is its image: the one asked for, else the one with the plainest name."""
     if given is not None:
         return given if given in parts else None
     able = [kind for kind in parts if os.path.splitext(f"x.{kind}")[1] in suffixes]

@@ -1,7 +1,7 @@
-"""The pictures of large Parquet files, one after another in a plain file, for reading in any order.
+"""The images of large Parquet files, one after another in a plain file, for reading in any order.
 
-A Parquet file gives up a picture only with the whole row group around it. Where an order of samples
-makes the same groups come and go, copying them out once is what costs least: then a picture is one
+A Parquet file gives up an image only with the whole row group around it. Where an order of samples
+makes the same groups come and go, copying them out once is what costs least: then an image is one
 read, whatever the order, and all processes share what the system keeps in memory.
 """
 
@@ -20,11 +20,11 @@ from filelock import FileLock
 from vitrail.data.sources import places, watch
 
 ROOM = 1.05
-"""Free space that is wanted, as a multiple of the pictures' bytes."""
+"""Free space that is wanted, as a multiple of the images' bytes."""
 
 
 class Unpacked:
-    """Pictures by number, out of one file."""
+    """Images by number, out of one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class Unpacked:
 
 
 def unpack(files: Sequence[Path], column: str, groups: Iterator[Any], size: int) -> Unpacked | None:
-    """Copy the pictures of all row groups into the cache, or find them there; None where there is no room.
+    """Copy the images of all row groups into the cache, or find them there; None where there is no room.
 
     Several processes may want it at once: one copies, the others wait for it.
     """

@@ -2,7 +2,7 @@
 
 import { attended, placesOf, reading } from "./attention.js";
 import { drawChips } from "./chips.js";
-import { Choosing, NO_PICTURE } from "./choosing.js";
+import { Choosing, NO_IMAGE } from "./choosing.js";
 import { savePng } from "./download.js";
 import { listenKeys } from "./keys.js";
 import { isOwn, writeLink } from "./link.js";
@@ -31,7 +31,7 @@ const asker = (sheet) => [view.hover === null ? null : view.hover + special(), v
 const methodOf = (show) => (show === "pool" ? "attention" : show);
 const letterOf = (one) => (view.panes.length > 1 ? "AB"[view.panes.indexOf(one)] : "");
 
-/** What a pane shows over the patches; null where it is the picture alone, or not here yet. */
+/** What a pane shows over the patches; null where it is the image alone, or not here yet. */
 function values(one, sheet) {
   if (one.show === "plain" || !sheet.image) return null;
   if (one.show !== "attention") return sheet.map(methodOf(one.show));
@@ -64,9 +64,9 @@ function draw() {
       pointed: view.hover,
       paint: view.paint,
       caption: captionOf(one, sheet, letter, found),
-      label: `${letter ? `Pane ${letter}. ` : ""}${short(sheet.name, 60) || "The picture"} in ${sheet.grid?.rows ?? 0} by ${sheet.grid?.columns ?? 0} patches. ${titleOf(one, model)}. Arrow keys move, Space hides, Enter keeps asking.`,
+      label: `${letter ? `Pane ${letter}. ` : ""}${short(sheet.name, 60) || "The image"} in ${sheet.grid?.rows ?? 0} by ${sheet.grid?.columns ?? 0} patches. ${titleOf(one, model)}. Arrow keys move, Space hides, Enter keeps asking.`,
       pending: !found && one.show !== "plain",
-      empty: sheet.blob || one.wanted ? "" : "Drop a picture here, paste one, or choose a sample.",
+      empty: sheet.blob || one.wanted ? "" : "Drop an image here, paste one, or choose a sample.",
     });
     one.view.root.classList.toggle("active", Boolean(letter) && one === pane());
   }
@@ -183,7 +183,7 @@ function newSheet() {
   const sheet = new Sheet(model, render, (failing, error) => {
     say("");
     if (!failing.image) failing.refused?.();
-    banner(error.code === "image_unreadable" ? NO_PICTURE : capital(error.message));
+    banner(error.code === "image_unreadable" ? NO_IMAGE : capital(error.message));
     render();
   });
   sheet.fill = view.fill;
@@ -257,7 +257,7 @@ function play() {
 
 async function copyLink() {
   link();
-  const only = view.sheets.some(({ source }) => source && isOwn(source)) ? " Your own picture stays in this browser: the link restores it here only." : "";
+  const only = view.sheets.some(({ source }) => source && isOwn(source)) ? " Your own image stays in this browser: the link restores it here only." : "";
   try {
     await navigator.clipboard.writeText(location.href);
     banner(`The link is copied.${only}`, 4000);
@@ -338,7 +338,7 @@ async function serverState(kind, seconds) {
   if (!model || Object.keys(now).every(same)) return;
   link();
   if (!["grid", "special", "depth", "heads"].every(same)) {  // other patches: what was hidden or asked means nothing there
-    const words = new URLSearchParams(location.hash.slice(1)), kept = ["picture", "picture2", "show", "show2", "paint", "fill"];
+    const words = new URLSearchParams(location.hash.slice(1)), kept = ["image", "image2", "show", "show2", "paint", "fill"];
     for (const name of [...words.keys()]) if (!kept.includes(name)) words.delete(name);
     history.replaceState(null, "", `#${words}`);
   }

@@ -1,4 +1,4 @@
-// The tokens that are no patches, as chips below the picture: asked and looked at like them.
+// The tokens that are no patches, as chips below the image: asked and looked at like them.
 
 import { percent } from "./says.js";
 

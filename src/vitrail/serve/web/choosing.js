@@ -1,12 +1,12 @@
-// Which picture lies in which pane: samples, files, the clipboard, the camera and links put it there. The latest wish counts.
+// Which image lies in which pane: samples, files, the clipboard, the camera and links put it there. The latest wish counts.
 
 import { isOwn, own, readLink } from "./link.js";
-import { fitting, keyOf, pictureIn, recall, remember, takePicture } from "./pictures.js";
+import { fitting, keyOf, imageIn, recall, remember, takeImage } from "./images.js";
 import { ask } from "./server.js";
 import { banner, hideBanner, say } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-export const NO_PICTURE = "That is no picture that can be read here; JPEG, PNG, WebP, GIF, BMP, AVIF and TIFF will do.";
+export const NO_IMAGE = "That is no image that can be read here; JPEG, PNG, WebP, GIF, BMP, AVIF and TIFF will do.";
 
 /** `page`: view, model, shows, samples; newSheet(), newPane(words), pane(), dropSheets(), render(). */
 export class Choosing {
@@ -14,7 +14,7 @@ export class Choosing {
 
   get pane() { return this.page.pane(); }
 
-  /** The patch of a sample that is worth asking from; null for other pictures. */
+  /** The patch of a sample that is worth asking from; null for other images. */
   point(source) {
     const { model, samples } = this.page, found = samples.find(({ name }) => name === source)?.point;
     if (!found || !model.attention || !model.grid) return null;
@@ -30,7 +30,7 @@ export class Choosing {
     return () => one.turn === mine && this.page.view.panes.includes(one);
   }
 
-  /** Another picture into a pane; a second pane that shared the first one's gets a sheet of its own. */
+  /** Another image into a pane; a second pane that shared the first one's gets a sheet of its own. */
   put(one, source, blob, name) {
     const { view, newSheet, dropSheets } = this.page, before = view.sheets[one.sheet];
     const shared = view.panes.some((other) => other !== one && other.sheet === one.sheet);
@@ -45,13 +45,13 @@ export class Choosing {
   }
 
   async file(file, one = this.pane) {
-    if (!file) return banner(NO_PICTURE);
+    if (!file) return banner(NO_IMAGE);
     const latest = this.wish(one), { blob, note } = await fitting(file, this.page.model.limits), key = await keyOf(blob);
     const kept = await remember(key, blob);
     if (!latest()) return;
-    this.put(one, own(key), blob, file.name?.replace(/\.\w+$/, "") || "your picture");
+    this.put(one, own(key), blob, file.name?.replace(/\.\w+$/, "") || "your image");
     if (note) banner(note);
-    if (!kept) say("This browser keeps no pictures: a link to this view will not restore it.");
+    if (!kept) say("This browser keeps no images: a link to this view will not restore it.");
   }
 
   async fetched(source) {
@@ -88,8 +88,8 @@ export class Choosing {
       if (!source) return;
       const blob = await this.fetched(source).catch(() => null);
       if (mine !== this.restoring || panes.some((one) => one.sheet === i && one.turn)) return;  // something else was wished for meanwhile
-      if (blob) sheet.put(source, blob, isOwn(source) ? "your picture" : source, hide);
-      else banner(isOwn(source) ? "This link shows a picture that stayed in the browser it was opened in. Drop the same picture here and the view is restored." : `There is no sample called “${source}” here; choose another or drop a picture.`);
+      if (blob) sheet.put(source, blob, isOwn(source) ? "your image" : source, hide);
+      else banner(isOwn(source) ? "This link shows an image that stayed in the browser it was opened in. Drop the same image here and the view is restored." : `There is no sample called “${source}” here; choose another or drop an image.`);
     }));
     if (mine === this.restoring) render();
   }
@@ -98,7 +98,7 @@ export class Choosing {
     if (!navigator.mediaDevices?.getUserMedia) return $("snap").click();
     const one = this.pane;
     try {
-      const blob = await takePicture($("camera-box"));
+      const blob = await takeImage($("camera-box"));
       if (blob) await this.file(new File([blob], "camera.jpg", { type: blob.type }), one);
     } catch { banner("The camera cannot be used: it is not there, or this page may not use it."); }
   }
@@ -107,8 +107,8 @@ export class Choosing {
     const { view } = this.page;
     $("open").onclick = () => $("file").click();
     $("camera").onclick = () => this.camera();
-    for (const id of ["file", "snap"]) $(id).onchange = ({ target }) => { if (target.files.length) this.file(pictureIn(target)); target.value = ""; };
-    addEventListener("paste", (event) => { const file = pictureIn(event.clipboardData); if (file) { event.preventDefault(); this.file(file); } });
+    for (const id of ["file", "snap"]) $(id).onchange = ({ target }) => { if (target.files.length) this.file(imageIn(target)); target.value = ""; };
+    addEventListener("paste", (event) => { const file = imageIn(event.clipboardData); if (file) { event.preventDefault(); this.file(file); } });
     addEventListener("hashchange", () => this.restore(location.hash));
     let depth = 0;
     addEventListener("dragenter", (event) => { event.preventDefault(); depth++; $("drop").hidden = false; });
@@ -120,7 +120,7 @@ export class Choosing {
       $("drop").hidden = true;
       const at = view.panes.findIndex(({ view: { root } }) => root.contains(event.target));
       if (at >= 0) view.active = at;
-      this.file(pictureIn(event.dataTransfer));
+      this.file(imageIn(event.dataTransfer));
     });
     $("samples").replaceChildren(...this.page.samples.map(({ name, url, alt }) => {
       const button = Object.assign(document.createElement("button"), { type: "button", className: "sample", title: alt, onclick: () => this.sample(name) });

@@ -4,7 +4,7 @@ import { short } from "./says.js";
 import { ask, listen } from "./server.js";
 import { askToken } from "./token.js";
 
-const PICTURE = "cat.jpg";
+const IMAGE = "cat.jpg";
 const QUOTED = /^[\w./:-]+$/;
 
 function follow(schema, whole) {
@@ -63,9 +63,9 @@ function command(method, path, operation) {
   const token = operation.responses["401"] ? " -H 'Authorization: Bearer TOKEN'" : "";
   if (method === "get") return `curl${token} ${shell}`;
   return [
-    `curl${token} -F image=@${PICTURE} ${shell}`,
-    `curl${token} -H 'Content-Type: image/jpeg' --data-binary @${PICTURE} ${shell}`,
-    `echo "{\\"image\\": \\"$(base64 -w0 ${PICTURE})\\"}" |\n  curl${token} --json @- ${shell}`,
+    `curl${token} -F image=@${IMAGE} ${shell}`,
+    `curl${token} -H 'Content-Type: image/jpeg' --data-binary @${IMAGE} ${shell}`,
+    `echo "{\\"image\\": \\"$(base64 -w0 ${IMAGE})\\"}" |\n  curl${token} --json @- ${shell}`,
   ].join("\n");
 }
 
@@ -101,7 +101,7 @@ function section(method, path, operation, whole) {
   if (operation.requestBody) {
     part(".bodies").hidden = false;
     part(".bodies p").textContent = `${Object.keys(operation.requestBody.content).join(", ")}. Values go beside the ` +
-      "picture: as fields of the form, as keys of the JSON, or in the address. A list is repeated, or JSON.";
+      "image: as fields of the form, as keys of the JSON, or in the address. A list is repeated, or JSON.";
   }
   const { content = {}, description } = operation.responses["200"];
   part(".answer p").textContent = description === "Successful Response" ? "" : description;

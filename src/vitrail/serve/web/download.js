@@ -1,11 +1,11 @@
 // What is on the page, as one PNG: the panes, what they show, and what the model says.
 
-import { viridis } from "./colours.js";
+import { viridis } from "./colors.js";
 import { paint } from "./pane.js";
 import { change, percent, short, tidy } from "./says.js";
 
 const SIDE = 720, GAP = 36, BARS = 380, RAMP = 96, SANS = "system-ui, sans-serif", SERIF = "Georgia, serif";
-const FILLS = { mean: "mean colour", blur: "blurred", zero: "grey" };
+const FILLS = { mean: "mean color", blur: "blurred", zero: "gray" };
 
 /** A text in lines that are no wider than `room`; one word may be. */
 function inLines(context, text, font, room) {
@@ -23,8 +23,8 @@ function ramp(write, context, way, [low, high], right, y) {
   write(high, right, y, font, "--soft", "right");
   write(low, start - 10, y, font, "--soft", "right");
   for (let i = 0; i < steps; i++) {
-    const value = i / (steps - 1), [grey, clear] = [[43, 40, 51], [243, 227, 195]];
-    context.fillStyle = way === "heat" ? viridis(value) : `rgb(${grey.map((from, j) => Math.round(from + (clear[j] - from) * value)).join(" ")})`;
+    const value = i / (steps - 1), [gray, clear] = [[43, 40, 51], [243, 227, 195]];
+    context.fillStyle = way === "heat" ? viridis(value) : `rgb(${gray.map((from, j) => Math.round(from + (clear[j] - from) * value)).join(" ")})`;
     context.fillRect(start + (i * RAMP) / steps, y - 10, RAMP / steps, 9);
   }
 }
@@ -40,7 +40,7 @@ function cut(context, text, font, room) {
 }
 
 export async function savePng({ panes, sheets, model, words, credit }) {
-  const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
+  const style = getComputedStyle(document.documentElement), color = (name) => style.getPropertyValue(name).trim();
   const sizes = panes.map(({ view }) => {
     const { width, height } = view.sheet.image, scale = SIDE / Math.max(width, height);
     return [Math.round(width * scale), Math.round(height * scale)];
@@ -53,9 +53,9 @@ export async function savePng({ panes, sheets, model, words, credit }) {
   const foots = [words, credit].filter(Boolean).flatMap((text) => inLines(context, text, plain, room));
   const under = 22 * (Math.max(...meant.map((lines) => lines.length)) + foots.length - 2);
   canvas.height = Math.max(tall + 2 * GAP + 96 + under, told.length * 360 + 2 * GAP + 22 * foots.length);
-  context.fillStyle = colour("--paper");
+  context.fillStyle = color("--paper");
   context.fillRect(0, 0, canvas.width, canvas.height);
-  const write = (text, x, y, font, ink, align = "left") => Object.assign(context, { font, fillStyle: colour(ink), textAlign: align }).fillText(text, x, y);
+  const write = (text, x, y, font, ink, align = "left") => Object.assign(context, { font, fillStyle: color(ink), textAlign: align }).fillText(text, x, y);
   let left = GAP;
   panes.forEach(({ view, title, ends }, i) => {
     const [width, height] = sizes[i];
@@ -74,15 +74,15 @@ export async function savePng({ panes, sheets, model, words, credit }) {
   const foot = canvas.height - GAP + 6;
   foots.forEach((line, i) => write(line, GAP, foot - 22 * (foots.length - 1 - i), plain, "--soft"));
   write(name, canvas.width - GAP, foot, `16px ${SERIF}`, "--soft", "right");
-  told.forEach((sheet, i) => bars(write, context, colour, sheet, left, GAP + i * 360, told.length > 1 ? `${"AB"[i]}: ` : ""));
+  told.forEach((sheet, i) => bars(write, context, color, sheet, left, GAP + i * 360, told.length > 1 ? `${"AB"[i]}: ` : ""));
   const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
-  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `vitrail-${sheets[0].name.slice(0, 80) || "picture"}.png` });
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: `vitrail-${sheets[0].name.slice(0, 80) || "image"}.png` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-/** As beside the picture: the likeliest classes, where they stood before, and what is hidden. */
-function bars(write, context, colour, sheet, left, top, letter) {
+/** As beside the image: the likeliest classes, where they stood before, and what is hidden. */
+function bars(write, context, color, sheet, left, top, letter) {
   const [best] = sheet.now ?? [], count = sheet.hide.size;
   if (!best) return;
   const name = `${letter}${tidy(best.label)}`, size = Math.max(22, Math.min(34, Math.floor((34 * (BARS - 100)) / inked(context, name.slice(0, 200), `500 34px ${SERIF}`)))), large = `500 ${size}px ${SERIF}`;
@@ -94,13 +94,13 @@ function bars(write, context, colour, sheet, left, top, letter) {
     write(cut(context, tidy(prediction.label), font, BARS - (before === undefined ? 80 : 140)), left, y, font, i ? "--soft" : "--ink");
     write(percent(prediction.score), left + BARS, y, `600 17px ${SANS}`, "--ink", "right");
     if (before !== undefined) write(change(prediction.score, before), left + BARS - 66, y, `500 15px ${SANS}`, "--faint", "right");
-    context.fillStyle = colour("--wash");
+    context.fillStyle = color("--wash");
     context.fillRect(left, y + 9, BARS, 8);
     context.globalAlpha = i ? 0.5 : 1;
-    context.fillStyle = colour("--accent");
+    context.fillStyle = color("--accent");
     context.fillRect(left, y + 9, BARS * prediction.score, 8);
     context.globalAlpha = 1;
-    context.fillStyle = colour("--ink");
+    context.fillStyle = color("--ink");
     if (before !== undefined) context.fillRect(left + BARS * before - 1, y + 6, 2, 14);
   });
   const told = count ? [`${count} of ${sheet.patches} patches hidden, ${FILLS[sheet.fill]}.`, "The ticks are where it stood with nothing hidden."] : [];

@@ -1,5 +1,5 @@
-// The view as words in the address: #picture=cat&show=attention&layer=12&head=2&ask=5.7&hide=3-7.12
-// A second pane's words end in 2; where it has no picture of its own it shows the first one's.
+// The view as words in the address: #image=cat&show=attention&layer=12&head=2&ask=5.7&hide=3-7.12
+// A second pane's words end in 2; where it has no image of its own it shows the first one's.
 
 export const own = (key) => `own:${key}`;
 export const isOwn = (source) => source.startsWith("own:");
@@ -52,7 +52,7 @@ export function writeLink({ panes, sheets, ask, paint, fill }, model) {
     const end = i ? String(i + 1) : "", sheet = sheets[pane.sheet];
     const source = pane.wanted ?? sheet?.source;  // what is on its way already counts
     if ((!i || pane.wanted || pane.sheet !== panes[0].sheet) && source) {
-      words.set(`picture${end}`, source);
+      words.set(`image${end}`, source);
       if (sheet.hide.size && !pane.wanted) words.set(`hide${end}`, writeRanges(sheet.hide));
     }
     words.set(`show${end}`, pane.show);
@@ -75,10 +75,10 @@ const within = (text, low, high, usual) => (/^\d+$/.test(text ?? "") ? Math.min(
 export function readLink(text, model, shows) {
   const words = new URLSearchParams(text.replace(/^#/, ""));
   const { rows, columns } = model.grid ?? { rows: 0, columns: 0 };
-  const ends = words.has("show2") || words.has("picture2") ? ["", "2"] : [""];
+  const ends = words.has("show2") || words.has("image2") ? ["", "2"] : [""];
   const sources = [], panes = [];
   for (const end of ends) {
-    const source = words.get(`picture${end}`);
+    const source = words.get(`image${end}`);
     if (source || !end) sources.push({ source, hide: readRanges(words.get(`hide${end}`), rows * columns) });
     panes.push({
       sheet: sources.length - 1,

@@ -1,7 +1,7 @@
-// One picture with its patches: painted on a canvas, asked and hidden by mouse, finger and keys.
+// One image with its patches: painted on a canvas, asked and hidden by mouse, finger and keys.
 
 import { covered, isPartial, largest, lost, scaled } from "./attention.js";
-import { LEAD, NIGHT, night, viridis } from "./colours.js";
+import { LEAD, NIGHT, night, viridis } from "./colors.js";
 import { place, squareAt } from "./telling.js";
 
 const LONG_PRESS = 450, FAR = 10;  // milliseconds; pixels a finger may tremble
@@ -41,7 +41,7 @@ export class Pane {
     this.listen();
   }
 
-  /** What to show: a sheet, a value for each patch (or null: the picture alone) or for squares of them, who asks, what is told. */
+  /** What to show: a sheet, a value for each patch (or null: the image alone) or for squares of them, who asks, what is told. */
   show({ sheet, values, squares, asker, pointed, paint, caption, label, pending, empty }) {
     const target = values ? scaled(squares ? lost(values) : values) : null;
     const glide = this.motion && !still.matches && this.shown && target && this.sheet === sheet && this.shown.length === target.length;
@@ -61,7 +61,7 @@ export class Pane {
     this.request();
   }
 
-  /** The row and the column of a patch, or those of its square, at the edge of the picture. */
+  /** The row and the column of a patch, or those of its square, at the edge of the image. */
   number(patch) {
     const { rows, columns } = this.sheet?.grid ?? { rows: 1, columns: 1 }, [row, column] = this.tags, known = patch !== null && patch >= 0;
     row.hidden = column.hidden = !known;
@@ -212,9 +212,9 @@ export function paint(context, width, height, { sheet, shown, raw, squares, aske
     return [x(left), y(top), x(right + 1) - x(left), y(bottom + 1) - y(top)];
   };
   const cell = (patch) => area(patch, false);
-  context.imageSmoothingEnabled = sheet.model.image.width >= 96;  // small pictures show their pixels
+  context.imageSmoothingEnabled = sheet.model.image.width >= 96;  // small images show their pixels
   context.imageSmoothingQuality = "high";
-  context.drawImage(shown && way === "heat" ? grey(sheet.image) : sheet.image, 0, 0, width, height);
+  context.drawImage(shown && way === "heat" ? gray(sheet.image) : sheet.image, 0, 0, width, height);
   if (shown) {
     for (let patch = 0; patch < shown.length; patch++) {
       if (Number.isNaN(shown[patch])) { unknown(context, cell(patch), ratio); continue; }
@@ -298,8 +298,8 @@ function mark(context, area, ratio) {
 /** Where most light is. */
 function best(context, [left, top, width, height], ratio) {
   const radius = 0.36 * Math.min(width, height);
-  for (const [colour, thick] of [["rgb(14 12 24 / .7)", 3.5], ["#fff", 1.75]]) {
-    context.strokeStyle = colour;
+  for (const [color, thick] of [["rgb(14 12 24 / .7)", 3.5], ["#fff", 1.75]]) {
+    context.strokeStyle = color;
     context.lineWidth = Math.min(thick * ratio, radius / 2);
     context.beginPath();
     context.arc(left + width / 2, top + height / 2, radius, 0, 2 * Math.PI);
@@ -307,30 +307,30 @@ function best(context, [left, top, width, height], ratio) {
   }
 }
 
-function ring(context, [left, top, width, height], ratio, colour, thick, grow = 0) {
+function ring(context, [left, top, width, height], ratio, color, thick, grow = 0) {
   const out = grow * ratio;
   context.lineWidth = thick * ratio;
-  context.strokeStyle = colour;
+  context.strokeStyle = color;
   context.beginPath();
   context.roundRect(left - out, top - out, width + 2 * out, height + 2 * out, 2 * ratio);
   context.stroke();
 }
 
-const greys = new WeakMap(), smalls = new WeakMap();
+const grays = new WeakMap(), smalls = new WeakMap();
 
-function grey(image) {
-  if (!greys.has(image)) {
+function gray(image) {
+  if (!grays.has(image)) {
     const canvas = new OffscreenCanvas(image.width, image.height), context = canvas.getContext("2d");
     context.drawImage(image, 0, 0);
     const pixels = context.getImageData(0, 0, image.width, image.height), { data } = pixels;
     for (let i = 0; i < data.length; i += 4) data[i] = data[i + 1] = data[i + 2] = 0.3 * data[i] + 0.59 * data[i + 1] + 0.11 * data[i + 2];
     context.putImageData(pixels, 0, 0);
-    greys.set(image, canvas);
+    grays.set(image, canvas);
   }
-  return greys.get(image);
+  return grays.get(image);
 }
 
-/** The picture in so few pixels that it is a blur, or one colour. */
+/** The image in so few pixels that it is a blur, or one color. */
 function small(image, side) {
   if (!smalls.has(image)) smalls.set(image, new Map());
   const made = smalls.get(image);

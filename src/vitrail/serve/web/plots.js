@@ -1,6 +1,6 @@
 // The two small figures: how far each head looks, and how alike the places of the patches are.
 
-import { viridis } from "./colours.js";
+import { viridis } from "./colors.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const WIDE = 340, HIGH = 150, LEFT = 30, RIGHT = 6, TOP = 10, BOTTOM = 24;
@@ -65,8 +65,8 @@ export function placesMap(canvas, { grid: { rows, columns }, alike, low }, patch
     context.fillStyle = viridis((alike[patch * count + i] - low) / (1 - low || 1));
     context.fillRect(Math.floor(column * side), Math.floor(row * side), Math.ceil(side), Math.ceil(side));
   }
-  for (const [colour, thick] of [["#17151f", 5], ["#fff", 2]]) {  // the place itself is bright: white alone is not seen on it
-    Object.assign(context, { lineWidth: thick, strokeStyle: colour });
+  for (const [color, thick] of [["#17151f", 5], ["#fff", 2]]) {  // the place itself is bright: white alone is not seen on it
+    Object.assign(context, { lineWidth: thick, strokeStyle: color });
     context.strokeRect((patch % columns) * side, Math.floor(patch / columns) * side, side, side);
   }
 }

@@ -3,7 +3,7 @@
 import { cosine } from "./attention.js";
 
 const ROW = 44;  // pixels between two bars
-const MANY = 5, FEW = 3;  // bars for one picture, and for each of two
+const MANY = 5, FEW = 3;  // bars for one image, and for each of two
 export const percent = (share) => (share < 0.0005 ? "<\u00a00.1\u00a0%" : `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)}\u00a0%`);
 /** Numbers with a true minus. */
 export const minus = (text) => String(text).replace("-", "−");
@@ -58,7 +58,7 @@ export function drawVerdict(root, sheets, model) {
   }));
 }
 
-/** Keeps one block for each picture on the table. */
+/** Keeps one block for each image on the table. */
 export class Says {
   constructor(root) { this.root = root; this.blocks = []; }
 
@@ -139,8 +139,8 @@ class Block {
     const alike = pair ? cosine(first.embedding, sheet.embedding) : sheet.kept;
     this.label.textContent = alike === null ? "Features" : `${alike.toFixed(3)} alike`;
     this.score.textContent = "";
-    const whole = "This model has no classes: it gives features. Hide patches, or compare two pictures, to see how they change.";
-    this.note.textContent = sheet.wholeOnly && sheet.hide.size ? "This server gives features of whole pictures only." : alike === null ? whole : `The cosine between the features of ${pair ? "both pictures" : "the picture with and without what is hidden"}.`;
+    const whole = "This model has no classes: it gives features. Hide patches, or compare two images, to see how they change.";
+    this.note.textContent = sheet.wholeOnly && sheet.hide.size ? "This server gives features of whole images only." : alike === null ? whole : `The cosine between the features of ${pair ? "both images" : "the image with and without what is hidden"}.`;
   }
 }
 

@@ -143,10 +143,10 @@ export function latest(work, wait = 0) {
   };
 }
 
-/** One picture and values as a form. */
+/** One image and values as a form. */
 export function form(blob, values) {
   const data = new FormData();
-  data.append("image", blob, "picture");
+  data.append("image", blob, "image");
   for (const [name, value] of Object.entries(values)) {
     if (value !== undefined) data.append(name, typeof value === "string" ? value : JSON.stringify(value));
   }

@@ -1,4 +1,4 @@
-// One picture on the table: what is hidden of it, and what the server has said about it so far.
+// One image on the table: what is hidden of it, and what the server has said about it so far.
 
 import { bytes, cosine, layerOf, mapOf, partialOf } from "./attention.js";
 import { ask, form, latest } from "./server.js";
@@ -28,7 +28,7 @@ export class Sheet {
   get patches() { return this.grid ? this.grid.rows * this.grid.columns : 0; }
   get values() { return { hide: this.hide.size ? [...this.hide].sort((a, b) => a - b) : undefined, fill: this.hide.size ? this.fill : undefined }; }
 
-  /** Another picture; what is hidden stays hidden where the caller says so. The one before is kept until this one is known to be good. */
+  /** Another image; what is hidden stays hidden where the caller says so. The one before is kept until this one is known to be good. */
   put(source, blob, name, hide = new Set()) {
     this.stop();
     if (this.image || !this.last) this.last = Object.fromEntries(KEPT.map((key) => [key, this[key]]));
@@ -67,7 +67,7 @@ export class Sheet {
     this.later = setTimeout(() => this.explaining.start().catch(tell), soon ? 220 : 0);
   }
 
-  /** A picture that will not do is put aside for the one before it. */
+  /** An image that will not do is put aside for the one before it. */
   fail(error) {
     if (!this.image) {
       this.stop();
@@ -113,7 +113,7 @@ export class Sheet {
     if (!this.model.methods.length) return this.show(signal);
     const { blob } = this, methods = this.model.methods.includes("rollout") ? ["rollout"] : this.model.methods.slice(0, 1);
     const answer = await ask("/v1/explain", { body: form(blob, { ...this.values, methods }), what: "The model is looking", signal });
-    const image = this.image ?? (await picture(answer.picture));
+    const image = this.image ?? (await decodeImage(answer.image));
     if (signal.aborted) return;
     this.layers = new Map();
     this.maps = new Map();
@@ -125,9 +125,9 @@ export class Sheet {
     this.changed(this);
   }
 
-  /** Where nothing can be explained: the picture as the model gets it. */
+  /** Where nothing can be explained: the image as the model gets it. */
   async show(signal) {
-    const seen = async () => picture((await ask("/v1/picture", { body: form(this.blob, {}), what: "The model is looking", signal })).picture);
+    const seen = async () => decodeImage((await ask("/v1/image", { body: form(this.blob, {}), what: "The model is looking", signal })).image);
     const image = this.image ?? (await seen());
     if (signal.aborted) return;
     Object.assign(this, { image, stale: false });
@@ -196,7 +196,7 @@ export class Sheet {
 
 const scores = (predictions) => new Map(predictions.map((p) => [p.index, p.score]));
 
-async function picture(url) {
+async function decodeImage(url) {
   const [kind, data] = url.split(";base64,");
   return createImageBitmap(new Blob([bytes(data)], { type: kind.replace("data:", "") }));
 }

@@ -3,7 +3,7 @@
 import { covered, isPartial, largest, lost, scale, sideOf } from "./attention.js";
 import { capital, percent, points, short, tidy } from "./says.js";
 
-export const NAMES = { attention: "Attention", rollout: "Rollout", gradient: "Gradient", occlusion: "Occlusion", pool: "Pool", plain: "Picture" };
+export const NAMES = { attention: "Attention", rollout: "Rollout", gradient: "Gradient", occlusion: "Occlusion", pool: "Pool", plain: "Image" };
 
 /** For those who rest on a button. */
 export const TIPS = {
@@ -12,7 +12,7 @@ export const TIPS = {
   gradient: "Attention through all layers, weighed by what speaks for the class",
   occlusion: "Squares are covered in turn: what does the class lose?",
   pool: "Where the attention pool looks",
-  plain: "The picture as the model gets it",
+  plain: "The image as the model gets it",
 };
 
 export const place = (patch, { columns }) => `row ${Math.floor(patch / columns) + 1}, column ${(patch % columns) + 1}`;
@@ -34,7 +34,7 @@ export function whoAsks(from, model, grid) {
   return from < model.special.length ? `the ${model.special[from]} token` : place(from - model.special.length, grid);
 }
 
-/** One line below the picture: what light means here; names have `most` letters. */
+/** One line below the image: what light means here; names have `most` letters. */
 export function meaning({ show, head }, sheet, model, from, most = 28) {
   const [best] = sheet.now ?? [], named = best ? `“${short(tidy(best.label), most)}”` : "the class", side = sideOf(model.grid);
   if (show === "attention") {
@@ -46,7 +46,7 @@ export function meaning({ show, head }, sheet, model, from, most = 28) {
     gradient: `Attention through all layers, for ${named}.`,
     occlusion: `What ${named} loses by covering ${side > 1 ? `${side} × ${side} patches` : "a patch"}.`,
     pool: "Where the attention pool looks.",
-    plain: "The picture as the model gets it.",
+    plain: "The image as the model gets it.",
   }[show];
 }
 
@@ -78,7 +78,7 @@ export function sentence({ show }, sheet, model, { values, row, from, hover }) {
   return `${who} looks most at ${where} ${much(best + special)}.${corner}`;
 }
 
-/** Seen with many networks: in late layers a corner gets more than its due in every picture. */
+/** Seen with many networks: in late layers a corner gets more than its due in every image. */
 function cornered(patch, { rows, columns }) {
   const [row, column] = [Math.floor(patch / columns), patch % columns];
   const corner = (row === 0 || row === rows - 1) && (column === 0 || column === columns - 1);
@@ -108,9 +108,9 @@ const POINTING = {
   pool: "see its share",
 };
 
-/** What can be done here, above the picture. */
+/** What can be done here, above the image. */
 export function invitation({ show, model, mode, touch, compared }) {
-  if (compared) return `The controls are for ${compared}: give it another layer, map or picture.`;
+  if (compared) return `The controls are for ${compared}: give it another layer, map or image.`;
   const watch = `, and watch the ${model.classes ? "prediction" : "features"} change.`, square = show === "occlusion" && sideOf(model.grid) > 1;
   const what = POINTING[show], one = square ? "a square" : "a patch", it = square ? "a patch" : "it";
   if (mode === "hide" && (touch || !what)) return `${touch ? "Tap" : "Click"} patches to hide them${watch}`;

@@ -25,7 +25,7 @@ export function onBanner(act) {
   $("banner-close").onclick = hideBanner;
 }
 
-/** The quiet line on the picture; `count` is not read aloud. `part`, from 0 to 1, is how much is done. */
+/** The quiet line on the image; `count` is not read aloud. `part`, from 0 to 1, is how much is done. */
 export function say(text, count = "", part = null) {
   if ($("doing").textContent !== text) $("doing").textContent = text;
   if ($("doing-count").textContent !== count) $("doing-count").textContent = count;

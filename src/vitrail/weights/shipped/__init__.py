@@ -1,11 +1,11 @@
 """Models that come with the package: small, and there without a network.
 
-vitrail/cifar10 is a ViT of 4.0 M parameters for pictures of 32 x 32 pixels, taught by a larger one:
+vitrail/cifar10 is a ViT of 4.0 M parameters for images of 32 x 32 pixels, taught by a larger one:
 `vitrail train cifar10`, then `vitrail train cifar10-small`. It is stored in float16, which changed none
-of its 10,000 decisions on CIFAR-10's test pictures (bfloat16 changed 4): 97.39 % of them are right (95 %
+of its 10,000 decisions on CIFAR-10's test images (bfloat16 changed 4): 97.39 % of them are right (95 %
 interval 97.06 to 97.68; float32 arithmetic on a CPU). Photographs are another matter, since they must be
 made as small: of 213 of ImageNet's that show one of its classes it names 159 rightly. Cropped in the
-middle, that is, as it does; squashed into a square, 155, and CIFAR-10's own pictures are the same in both.
+middle, that is, as it does; squashed into a square, 155, and CIFAR-10's own images are the same in both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shipped:
 
 
 DEFAULT = Shipped(
-    "vitrail/cifar10", "a small ViT for pictures of 32 x 32 pixels, right on 97.4 % of CIFAR-10's test pictures"
+    "vitrail/cifar10", "a small ViT for images of 32 x 32 pixels, right on 97.4 % of CIFAR-10's test images"
 )
 """What commands use that are given no model."""
 

@@ -1,4 +1,4 @@
-"""Pictures to compare on where none are named: two photographs, parts of them, mirrored."""
+"""Images to compare on where none are named: two photographs, parts of them, mirrored."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Pixels = npt.NDArray[Any]
 PHOTOGRAPHS = ("china.jpg", "flower.jpg")
 """They come with scikit-learn, openly licensed."""
 APART = 7
-"""Pixels by which every further three channels are moved, in a picture with many."""
+"""Pixels by which every further three channels are moved, in an image with many."""
 
 
 def samples(channels: int = 3) -> list[Pixels]:
-    """Sixteen pictures, H W C each: of both photographs the whole and three parts, each with its mirror image.
+    """Sixteen images, H W C each: of both photographs the whole and three parts, each with its mirror image.
 
     Channels that no photograph has are made of red, green and blue, each time moved a little further.
     """
     if channels in MODES:
-        return [decode(picture, channels) for picture in _photographs()]
-    return [_bands(picture, channels) for picture in _photographs()]
+        return [decode(image, channels) for image in _photographs()]
+    return [_bands(image, channels) for image in _photographs()]
 
 
-def _bands(picture: Pixels, channels: int) -> Pixels:
-    moved = [np.roll(picture[..., i % 3], APART * (i // 3), axis=(0, 1)) for i in range(channels)]
+def _bands(image: Pixels, channels: int) -> Pixels:
+    moved = [np.roll(image[..., i % 3], APART * (i // 3), axis=(0, 1)) for i in range(channels)]
     return np.stack(moved, axis=2)
 
 

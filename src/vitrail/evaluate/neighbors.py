@@ -1,4 +1,4 @@
-"""What to stand a model beside: the nearest training pictures, pixel by pixel, decide."""
+"""What to stand a model beside: the nearest training images, pixel by pixel, decide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vitrail.data.sources.base import Source
 from vitrail.errors import DataError
 from vitrail.evaluate.scores import CONFUSABLE, Samples, Scores, wilson
 
-# N training and M test pictures of P numbers each, K classes
+# N training and M test images of P numbers each, K classes
 
 PATIENCE = 2e10
 """N M P up to which the comparison takes seconds: digits has 3e7, MNIST 5e11."""
@@ -20,24 +20,24 @@ PATIENCE = 2e10
 def comparable(train: Any, test: Source) -> bool:
     """Whether raw pixels can be compared, and soon: one label each, one size, not too many. A stream cannot."""
     known, asked = getattr(train, "pixels", None), test.pixels
-    if known is None or asked is None or train.several or not len(known) or not len(asked):
+    if known is None or asked is None or train.multi_label or not len(known) or not len(asked):
         return False
     return known[0].shape == asked[0].shape and len(known) * asked.size <= PATIENCE
 
 
-def neighbours_baseline(train: Source, test: Source, k: int = 3) -> Scores:
-    """Each test picture gets the commonest class among the k training pictures nearest to it.
+def neighbors_baseline(train: Source, test: Source, k: int = 3) -> Scores:
+    """Each test image gets the commonest class among the k training images nearest to it.
 
     Pixels as they are, distances Euclidean, by scikit-learn. `loss` is NaN: votes are no probabilities.
     """
     from sklearn.neighbors import KNeighborsClassifier  # takes a second to import
 
-    if train.several or train.pixels is None or test.pixels is None:
-        raise DataError("nearest neighbours need decoded pictures of one size with one label each.")
+    if train.multi_label or train.pixels is None or test.pixels is None:
+        raise DataError("nearest neighbors need decoded images of one size with one label each.")
     taught, wanted = (np.asarray(source.targets, dtype=np.int64) for source in (train, test))
     known, asked = taught >= 0, wanted >= 0
     if known.sum() < k or not asked.any():
-        raise DataError(f"{k} nearest neighbours need {k} labelled training pictures or more, and one to test.")
+        raise DataError(f"{k} nearest neighbors need {k} labeled training images or more, and one to test.")
     x, y = train.pixels[known], taught[known]
     model = KNeighborsClassifier(n_neighbors=k, algorithm="brute").fit(x.reshape(len(x), -1).astype(np.float32), y)
     queries = test.pixels[asked]
@@ -48,13 +48,13 @@ def neighbours_baseline(train: Source, test: Source, k: int = 3) -> Scores:
     return _scores(shares, wanted[asked], np.flatnonzero(asked), classes)
 
 
-def _scores(shares: np.ndarray, truth: np.ndarray, index: np.ndarray, classes: int) -> Scores:
+def _scores(shares: np.ndarray, truth: np.ndarray, index: np.ndarray, num_classes: int) -> Scores:
     ranked = np.argsort(-shares, axis=1, kind="stable")  # of equals the lower number, as scikit-learn has it
     right = ranked == truth[:, None]
     places = np.arange(len(truth))
     prediction = ranked[:, 0]
     low, high = wilson(right[:, 0].sum(), len(truth))
-    confusion = np.zeros((classes, classes), np.int64) if classes <= CONFUSABLE else None
+    confusion = np.zeros((num_classes, num_classes), np.int64) if num_classes <= CONFUSABLE else None
     if confusion is not None:
         np.add.at(confusion, (truth, prediction), 1)
     return Scores(

@@ -1,4 +1,4 @@
-"""Pictures for tests, as files would hold them."""
+"""Images for tests, as files would hold them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    """A picture as the bytes of a file of this kind."""
+    """An image as the bytes of a file of this kind."""
     out = io.BytesIO()
     image.save(out, kind, **options)
     return out.getvalue()

@@ -1,4 +1,4 @@
-"""A source of pictures for tests: whatever it is given, in order."""
+"""A source of images for tests: whatever it is given, in order."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import numpy as np
 from vitrail.data.sources.base import Sample
 
 
-class Pictures:
+class Images:
     """Paths, bytes or arrays with a class number each; keys are `0`, `1`, ..."""
 
     pixels = None
 
     def __init__(
         self,
-        pictures: Sequence[Any],
+        images: Sequence[Any],
         targets: Any = None,
         classes: int = 3,
         blocks: tuple[int, ...] | None = None,
-        name: str = "pictures",
+        name: str = "images",
     ) -> None:
-        self.pictures, self.name, self.blocks = list(pictures), name, blocks
-        self.targets = np.arange(len(self.pictures)) % classes if targets is None else np.asarray(targets)
-        self.several = self.targets.ndim == 2
+        self.images, self.name, self.blocks = list(images), name, blocks
+        self.targets = np.arange(len(self.images)) % classes if targets is None else np.asarray(targets)
+        self.multi_label = self.targets.ndim == 2
         self.labels = tuple(f"class {i}" for i in range(classes))
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
         target = self.targets[index]
-        chosen = tuple(np.flatnonzero(target).tolist()) if self.several else int(target)
-        return Sample(self.key(index), self.pictures[index], chosen)
+        chosen = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
+        return Sample(self.key(index), self.images[index], chosen)
 
     def key(self, index: int) -> str:
         return str(index)

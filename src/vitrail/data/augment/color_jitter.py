@@ -1,4 +1,4 @@
-"""Colour jitter: brightness, contrast, saturation and hue changed a little, in an order of each picture's own.
+"""Color jitter: brightness, contrast, saturation and hue changed a little, in an order of each image's own.
 
 torchvision's ColorJitter: a factor is uniform in [max(0, 1 - strength), 1 + strength], a turn of the
 hue in [-strength, strength]; a strength of 0 leaves its change out.
@@ -12,16 +12,16 @@ import numpy as np
 from torch import Tensor
 
 from vitrail import chance
-from vitrail.data.augment import colour
+from vitrail.data.augment import color
 from vitrail.data.augment.draws import Drawn, Parameters, only
 
 JITTER = chance.stream("jitter")
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "brightness": colour.brightness,
-    "contrast": colour.contrast,
-    "saturation": colour.saturation,
-    "hue": colour.hue,
+    "brightness": color.brightness,
+    "contrast": color.contrast,
+    "saturation": color.saturation,
+    "hue": color.hue,
 }
 
 

@@ -1,4 +1,4 @@
-"""Patches in the colours of their features: three principal components as red, green and blue (DINOv2's picture)."""
+"""Patches in the colors of their features: three principal components as red, green and blue (DINOv2's image)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from vitrail.models.base import evaluating
 # B images, h rows and w columns of patches, D width
 
 EDGES = (0.01, 0.99)
-"""Quantiles of a component that become none and all of its colour."""
+"""Quantiles of a component that become none and all of its color."""
 
 
 @torch.no_grad()
 def patch_features(net: Net, images: Tensor, layer: int | None = None) -> Tensor:
-    """B C H W -> B h w D: what leaves a layer (counted from 1, or from -1 backwards), or the last one normalised.
+    """B C H W -> B h w D: what leaves a layer (counted from 1, or from -1 backwards), or the last one normalized.
 
     A BiT gives its last stage's map.
     """
     with evaluating(net):
         if isinstance(net, BiT):
             if layer is not None:
-                raise ModelError("a BiT has stages, not layers; its last map is what can be coloured.")
+                raise ModelError("a BiT has stages, not layers; its last map is what can be colored.")
             maps = net.features(images, want=("maps",)).maps
             assert maps is not None
             return maps[-1].permute(0, 2, 3, 1)
@@ -37,7 +37,7 @@ def patch_features(net: Net, images: Tensor, layer: int | None = None) -> Tensor
         tokens = net.features(images, want=("tokens",)).tokens
         assert tokens is not None
         grid = net.config.grid_of((images.shape[2], images.shape[3]))
-        return tokens[number + 1][:, net.config.prefix :].unflatten(1, grid)
+        return tokens[number + 1][:, net.config.num_prefix_tokens :].unflatten(1, grid)
 
 
 def principal_components(features: Tensor, count: int = 3) -> Tensor:
@@ -48,17 +48,17 @@ def principal_components(features: Tensor, count: int = 3) -> Tensor:
     flat = features.flatten(0, -2).double()
     if min(flat.shape) < count:
         raise ModelError(f"{count} components need as many patches and numbers to a patch; got {tuple(flat.shape)}.")
-    centred = flat - flat.mean(0)
-    directions = torch.linalg.svd(centred, full_matrices=False)[2][:count]  # count D
+    centered = flat - flat.mean(0)
+    directions = torch.linalg.svd(centered, full_matrices=False)[2][:count]  # count D
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-    return (centred @ (directions * largest.sign()).T).unflatten(0, features.shape[:-1])
+    return (centered @ (directions * largest.sign()).T).unflatten(0, features.shape[:-1])
 
 
-def feature_colours(features: Tensor, foreground: bool = False) -> Tensor:
-    """B h w D -> B h w 3, from 0 to 1: like colours are like patches, in all pictures together.
+def feature_colors(features: Tensor, foreground: bool = False) -> Tensor:
+    """B h w D -> B h w 3, from 0 to 1: like colors are like patches, in all images together.
 
     foreground: the first component divides patches in two groups; the one that is rarer along the
-    pictures' edges is coloured by components of its own, the other is white.
+    images' edges is colored by components of its own, the other is white.
     """
     whole = principal_components(features)
     if not foreground:
@@ -71,12 +71,12 @@ def feature_colours(features: Tensor, foreground: bool = False) -> Tensor:
         front = ~front
     if int(front.sum()) < 4:
         raise ModelError("no foreground can be told from the background by the first component.")
-    colours = torch.ones_like(whole)
-    colours[front] = _levels(principal_components(features[front]))
-    return colours.float()
+    colors = torch.ones_like(whole)
+    colors[front] = _levels(principal_components(features[front]))
+    return colors.float()
 
 
 def _levels(values: Tensor) -> Tensor:
-    """M 3 -> the same from 0 to 1, between quantiles, so that one odd patch does not take all the colour."""
+    """M 3 -> the same from 0 to 1, between quantiles, so that one odd patch does not take all the color."""
     low, high = (torch.quantile(values, q, dim=0) for q in EDGES)
     return ((values - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)

@@ -1,8 +1,8 @@
-"""Changes of colour: each a function of pictures b C H W in [0, 1] and one number for each of them.
+"""Changes of color: each a function of images b C H W in [0, 1] and one number for each of them.
 
 Definitions are Pillow's (ImageOps, ImageEnhance) and torchvision's, without rounding to 256 levels
-between one change and the next. Pictures of one channel are grey already: what needs colours leaves
-them alone. Sums over a picture are of whole numbers, so that no order of summation shows.
+between one change and the next. Images of one channel are gray already: what needs colors leaves
+them alone. Sums over an image are of whole numbers, so that no order of summation shows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.data.augment.draws import each
 
-# b pictures, C channels, H W pixels
+# b images, C channels, H W pixels
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, Pillow's "L"
 WHOLE = 2**20  # parts of the brightest, for sums
@@ -28,13 +28,13 @@ def luma(images: Tensor) -> Tensor:
 
 
 def mean_luma(images: Tensor) -> Tensor:
-    """How bright each picture is: b 1 1 1."""
+    """How bright each image is: b 1 1 1."""
     whole = (luma(images) * WHOLE).round().to(torch.int64).sum((1, 2, 3))
     return each(whole.to(torch.float32) / (WHOLE * images.shape[2] * images.shape[3]))
 
 
 def blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    """Factor 1 is the picture, 0 the other, 2 as far on the picture's other side; clipped."""
+    """Factor 1 is the image, 0 the other, 2 as far on the image's other side; clipped."""
     share = each(factor)
     return (images * share).add_(other * (1 - share)).clamp_(0, 1)
 
@@ -45,22 +45,22 @@ def brightness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """Against the mean grey."""
+    """Against the mean gray."""
     return blend(images, mean_luma(images), factor)
 
 
 def saturation(images: Tensor, factor: Tensor) -> Tensor:
-    """Against the same picture in grey."""
+    """Against the same image in gray."""
     return images if images.shape[1] == 1 else blend(images, luma(images), factor)
 
 
-def grey(images: Tensor) -> Tensor:
-    """The same picture in grey, with as many channels."""
+def gray(images: Tensor) -> Tensor:
+    """The same image in gray, with as many channels."""
     return luma(images).expand_as(images)
 
 
 def hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Colours turned by a share of the circle of hue, saturation and value; -0.5 and 0.5 are the same."""
+    """Colors turned by a share of the circle of hue, saturation and value; -0.5 and 0.5 are the same."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.unbind(1)  # each b H W
@@ -82,17 +82,17 @@ def hue(images: Tensor, turn: Tensor) -> Tensor:
     return torch.stack([channel(5), channel(3), channel(1)], dim=1)
 
 
-def solarise(images: Tensor, threshold: Tensor) -> Tensor:
+def solarize(images: Tensor, threshold: Tensor) -> Tensor:
     """Levels of `threshold` (0 to 256, of 255) and above are inverted; 0 inverts everything."""
     return torch.where(images < each(_between(threshold)), images, 1 - images)
 
 
-def solarise_add(images: Tensor, levels: Tensor) -> Tensor:
+def solarize_add(images: Tensor, levels: Tensor) -> Tensor:
     """Levels under 128 become brighter by so many."""
     return torch.where(images < 127.5 / 255, (images + each(levels) / 255).clamp(max=1), images)
 
 
-def posterise(images: Tensor, bits: Tensor) -> Tensor:
+def posterize(images: Tensor, bits: Tensor) -> Tensor:
     """Only so many bits of the 8 are kept."""
     step = each((1 << (8 - bits.to(torch.int32).clamp(0, 8))).to(torch.float32))
     return (images * 255).add_(NUDGE).div_(step).floor_().mul_(step).div_(255)
@@ -105,7 +105,7 @@ def auto_contrast(images: Tensor) -> Tensor:
     return torch.where(span > 0, (images - low) / torch.where(span > 0, span, 1), images)
 
 
-def equalise(images: Tensor) -> Tensor:
+def equalize(images: Tensor) -> Tensor:
     """Each channel's levels spread so that all are about equally common (Pillow's ImageOps.equalize)."""
     planes, pixels = images.shape[0] * images.shape[1], images.shape[2] * images.shape[3]
     device = images.device
@@ -123,7 +123,7 @@ def equalise(images: Tensor) -> Tensor:
 
 
 def sharpness(images: Tensor, factor: Tensor) -> Tensor:
-    """Against a softer picture: each pixel 5 parts of itself and 1 of each neighbour; edges stay."""
+    """Against a softer image: each pixel 5 parts of itself and 1 of each neighbor; edges stay."""
     if min(images.shape[2:]) < 3:
         return images
     rows = (images[:, :, :-2] + images[:, :, 1:-1]).add_(images[:, :, 2:])
@@ -134,7 +134,7 @@ def sharpness(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def blur(images: Tensor, weights: Tensor) -> Tensor:
-    """Each pixel and its neighbours along both axes, weighed by distance 0, 1, ... (b n); edges go on outside."""
+    """Each pixel and its neighbors along both axes, weighed by distance 0, 1, ... (b n); edges go on outside."""
     for axis in (3, 2):
         images = _blurred(images, weights, axis)
     return images

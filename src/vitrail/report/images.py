@@ -1,4 +1,4 @@
-"""Small pictures inside a page."""
+"""Small images inside a page."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vitrail.explain.panes import Pixels
 from vitrail.report.markup import Markup, tag
 
 SMALL = 64
-"""Up to this side a picture is kept pixel for pixel and enlarged without blurring."""
+"""Up to this side an image is kept pixel for pixel and enlarged without blurring."""
 THUMB = 176
 """Larger ones are shrunk to this side."""
 
 
 def thumbnail(pixels: Pixels) -> Pixels:
-    """At most `THUMB` a side, aspect kept; small pictures stay as they are."""
+    """At most `THUMB` a side, aspect kept; small images stay as they are."""
     height, width = pixels.shape[:2]
     if max(height, width) <= THUMB:
         return pixels
@@ -28,7 +28,7 @@ def thumbnail(pixels: Pixels) -> Pixels:
 
 
 def data_uri(pixels: Pixels) -> str:
-    """The picture itself as an address: PNG where every pixel matters, JPEG for photographs."""
+    """The image itself as an address: PNG where every pixel matters, JPEG for photographs."""
     out, image = io.BytesIO(), Image.fromarray(pixels)
     kind = "png" if pixels.shape[2] == 4 or max(pixels.shape[:2]) <= SMALL else "jpeg"
     image.save(out, kind, **({"optimize": True} if kind == "png" else {"quality": 84}))
@@ -42,7 +42,7 @@ def png_uri(pixels: Pixels) -> str:
 
 
 def img(pixels: Pixels, alt: str, *, exact: bool = False) -> Markup:
-    """An <img> that holds its picture; `exact` keeps it a PNG with sharp pixels whatever its size."""
+    """An <img> that holds its image; `exact` keeps it a PNG with sharp pixels whatever its size."""
     height, width = pixels.shape[:2]
     sharp = exact or max(height, width) <= SMALL
     source = png_uri(pixels) if exact else data_uri(pixels)

@@ -1,4 +1,4 @@
-"""Features as colours: principal components, against scikit-learn's."""
+"""Features as colors: principal components, against scikit-learn's."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 from compare import randomized
-from explain.test_attention import KINDS, picture
+from explain.test_attention import KINDS, image
 from sklearn.decomposition import PCA
 from small_models import small
 
 from vitrail.config import BiTConfig
 from vitrail.errors import ModelError
-from vitrail.explain import feature_colours, patch_features
-from vitrail.explain.colours import principal_components
+from vitrail.explain import feature_colors, patch_features
+from vitrail.explain.colors import principal_components
 from vitrail.models import build
 
 
@@ -31,21 +31,21 @@ def test_the_sign_does_not_depend_on_the_order_of_the_patches():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_network_can_be_coloured(name: str):
+def test_every_kind_of_network_can_be_colored(name: str):
     config = KINDS[name]
     net = randomized(build(config)).eval()
     for layer in (None, 1, -1):
-        features = patch_features(net, picture(config), layer)
+        features = patch_features(net, image(config), layer)
         assert features.shape == (2, *config.grid, config.width)
-        colours = feature_colours(features)
-        assert colours.shape == (2, *config.grid, 3)
-        assert 0 <= colours.min() < 0.05
-        assert 0.95 < colours.max() <= 1
+        colors = feature_colors(features)
+        assert colors.shape == (2, *config.grid, 3)
+        assert 0 <= colors.min() < 0.05
+        assert 0.95 < colors.max() <= 1
 
 
 def test_a_layers_features_are_its_patches_without_special_tokens():
-    net = randomized(build(small(registers=2))).eval()
-    images = picture(net.config)
+    net = randomized(build(small(num_registers=2))).eval()
+    images = image(net.config)
     tokens = net.features(images, want=("tokens",)).tokens
     torch.testing.assert_close(patch_features(net, images, 1).flatten(1, 2), tokens[1][:, 3:])
 
@@ -56,14 +56,14 @@ def test_the_foreground_is_what_the_edges_are_not():
     features = 0.1 * torch.randn(2, 8, 8, 6, generator=generator)
     features[:, 2:6, 2:6, 0] += 5
     for sign in (1, -1):
-        colours = feature_colours(sign * features, foreground=True)
-        white = (colours == 1).all(-1)
+        colors = feature_colors(sign * features, foreground=True)
+        white = (colors == 1).all(-1)
         assert not white[:, 2:6, 2:6].any()
         assert white.sum() == 2 * (64 - 16)
 
 
-def test_what_cannot_be_coloured_is_refused():
-    net = build(BiTConfig(image=32, classes=2, layers=(1, 1, 1, 1), width=0.5))
+def test_what_cannot_be_colored_is_refused():
+    net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
     assert patch_features(net, torch.randn(1, 3, 32, 32)).ndim == 4
     with pytest.raises(ModelError, match="stages, not layers"):
         patch_features(net, torch.randn(1, 3, 32, 32), 1)

@@ -13,10 +13,10 @@ from PIL import Image
 from serving import photo, png_of
 from small_models import model, small
 
-from vitrail.serve import pictures as module
+from vitrail.serve import images as module
 from vitrail.serve.image_headers import scans
+from vitrail.serve.images import Images
 from vitrail.serve.limits import Limits
-from vitrail.serve.pictures import Pictures
 from vitrail.serve.problems import Problem
 
 
@@ -27,13 +27,13 @@ def progressive(mode: str = "RGB", size: tuple[int, int] = (64, 48)) -> bytes:
 
 
 def with_scans(data: bytes, more: int) -> bytes:
-    """The same picture, its last scan repeated."""
+    """The same image, its last scan repeated."""
     last = data.rindex(b"\xff\xda")
     return data[:-2] + data[last:-2] * more + b"\xff\xd9"
 
 
-def reader(limits: Limits | None = None) -> Pictures:
-    return Pictures(model(small()).preprocess, limits or Limits(), (4, 4))
+def reader(limits: Limits | None = None) -> Images:
+    return Images(model(small()).preprocess, limits or Limits(), (4, 4))
 
 
 @pytest.mark.parametrize(("mode", "count"), [("RGB", 10), ("L", 6), ("CMYK", 18)])
@@ -60,7 +60,7 @@ def test_a_photograph_with_a_video_behind_it_is_read() -> None:
     assert np.array_equal(reader().pixels(photo() + video), reader().pixels(photo()))
 
 
-def test_large_pictures_may_come_in_fewer_scans() -> None:
+def test_large_images_may_come_in_fewer_scans() -> None:
     many = with_scans(progressive(), 90)  # 100 scans of 3,072 pixels
     assert reader(Limits(pixels=50_000)).pixels(many).shape == (32, 32, 3)
     with pytest.raises(Problem, match="more than 21 scans") as refused:
@@ -68,7 +68,7 @@ def test_large_pictures_may_come_in_fewer_scans() -> None:
     assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
     with pytest.raises(Problem, match="more than 128 scans"):
         reader().pixels(with_scans(progressive(), 150))
-    for mode in ("RGB", "L", "CMYK"):  # the largest picture, as libjpeg writes it
+    for mode in ("RGB", "L", "CMYK"):  # the largest image, as libjpeg writes it
         assert reader(Limits(pixels=64 * 48)).pixels(progressive(mode)).shape == (32, 32, 3)
 
 

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from vitrail.errors import ConfigError
 from vitrail.export.engines import open_file
-from vitrail.export.quantise import PAIR, Product, quantise
+from vitrail.export.quantize import PAIR, Product, quantize
 
 
 def product(weight: np.ndarray, rows: np.ndarray) -> Product:
@@ -119,7 +119,7 @@ def test_the_graph_computes_what_numpy_does_with_rounded_factors(gemm: bool):
 
     rng = np.random.default_rng(1)
     weight, x = rng.normal(size=(16, 12)).astype(np.float32), rng.normal(size=(40, 16)).astype(np.float32)
-    made, notes = quantise(graph(weight, gemm), [x[:20], x[20:]])
+    made, notes = quantize(graph(weight, gemm), [x[:20], x[20:]])
     onnx.checker.check_model(made)
     assert notes == ["1 products are in 8-bit integers"]
     assert {i.name for i in made.graph.initializer if i.data_type == TensorProto.FLOAT} >= {"b"}
@@ -141,18 +141,18 @@ def test_what_rounding_would_spoil_stays_as_it_was():
     rows[1, 0], weight[0] = 3000, 1e-6
     before = graph(weight, False)
     kinds = [node.op_type for node in before.graph.node]
-    made, notes = quantise(before, [rows])
+    made, notes = quantize(before, [rows])
     assert [node.op_type for node in made.graph.node] == kinds
     assert "1 of 1 products stay in float32" in notes[0]
 
 
-def test_int8_without_pictures_is_refused():
+def test_int8_without_images_is_refused():
     with pytest.raises(ConfigError, match="--calibrate FOLDER"):
-        quantise(graph(np.eye(4, dtype=np.float32), False), [])
+        quantize(graph(np.eye(4, dtype=np.float32), False), [])
 
 
 def integer_weights(model: onnx.ModelProto) -> list[tuple[np.ndarray, int]]:
-    """Of every quantised product: its weights, and the axis of its outputs."""
+    """Of every quantized product: its weights, and the axis of its outputs."""
     values = {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
     found = []
     for node in model.graph.node:
@@ -169,13 +169,13 @@ def test_convolutions_cannot_saturate_either():
     given_ = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 16, 16])
     out = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 8, 4, 4])
     parts = helper.make_graph([node], "small", [given_], [out], [numpy_helper.from_array(weight, "w")])
-    made, _ = quantise(helper.make_model(parts, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), [x])
+    made, _ = quantize(helper.make_model(parts, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), [x])
     [(rounded, axis)] = integer_weights(made)
     assert (rounded.shape, axis) == (weight.shape, 0)
     assert largest_pair(rounded, axis).max() <= PAIR
 
 
-def test_a_network_in_int8_is_smaller_and_runs_in_both_engines(int8_file, own, pictures):
+def test_a_network_in_int8_is_smaller_and_runs_in_both_engines(int8_file, own, images):
     assert int8_file.comparison.relative > 1e-4  # it is another computation indeed
     assert not int8_file.sheet.saturates
     model = onnx.load(str(int8_file.path))
@@ -183,7 +183,7 @@ def test_a_network_in_int8_is_smaller_and_runs_in_both_engines(int8_file, own, p
     for weight, axis in integer_weights(model):
         assert weight.dtype == np.int8
         assert largest_pair(weight, axis).max() <= PAIR
-    batch = np.stack(pictures)
+    batch = np.stack(images)
     wanted = own.logits(batch)
     for engine in ("onnxruntime", "openvino"):
         got = open_file(int8_file.path, engine).logits(batch)
@@ -199,12 +199,12 @@ numpy.save(sys.argv[3], session.run(None, {"pixels": numpy.load(sys.argv[2])})[0
 
 
 @pytest.mark.slow
-def test_a_cpu_without_vnni_gives_the_same_outputs(int8_file, pictures, tmp_path):
+def test_a_cpu_without_vnni_gives_the_same_outputs(int8_file, images, tmp_path):
     emulator = shutil.which("qemu-x86_64")
     if emulator is None or platform.machine() != "x86_64":
         pytest.skip("needs an x86-64 CPU and qemu-x86_64 (on Debian: apt install qemu-user)")
-    np.save(tmp_path / "in.npy", np.stack(pictures))
+    np.save(tmp_path / "in.npy", np.stack(images))
     command = [emulator, "-cpu", "Haswell", sys.executable, "-c", EMULATED, int8_file.path]
     subprocess.run([*command, tmp_path / "in.npy", tmp_path / "out.npy"], check=True, capture_output=True)
-    here = open_file(int8_file.path).outputs(np.stack(pictures))
+    here = open_file(int8_file.path).outputs(np.stack(images))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), here, rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
-"""ONNX in 8-bit integers: products of activations and weights, both rounded, calibrated on pictures.
+"""ONNX in 8-bit integers: products of activations and weights, both rounded, calibrated on images.
 
-Activations get one scale for each product, from the least to the greatest value that the pictures
+Activations get one scale for each product, from the least to the greatest value that the images
 show; weights one for each output channel. Products of two activations (queries with keys) stay in
 float32, and so does a product that rounding would change too much: in a trained ViT a few of the
 MLPs' second layers, where one token is hundreds of times larger than all others. Left in integers,
@@ -38,15 +38,15 @@ ROWS = 512
 LEVELS = 255
 PAIR = 128
 """The largest sum of two weights of one output and sign: 255 x 128 = 32,640 fits into 16 bits."""
-NO_PICTURES = (
-    "int8 in ONNX needs pictures to calibrate on, like those it will see: "
+NO_IMAGES = (
+    "int8 in ONNX needs images to calibrate on, like those it will see: "
     "pass --calibrate FOLDER, or --to openvino, which can do without."
 )
 
 
 @dataclass
 class Product:
-    """A product with constant weights, and what the pictures have shown of its other factor."""
+    """A product with constant weights, and what the images have shown of its other factor."""
 
     node: Any
     weight: Floats
@@ -101,15 +101,15 @@ def _two_largest(rows: Floats) -> Floats:
     return np.maximum(np.partition(rows, -kept, axis=1)[:, -kept:], 0).sum(1)
 
 
-def quantise(model: Any, pictures: Sequence[npt.NDArray[Any]]) -> tuple[Any, list[str]]:
+def quantize(model: Any, images: Sequence[npt.NDArray[Any]]) -> tuple[Any, list[str]]:
     """The same model with its products in integers, calibrated on what goes into it; and what to say of it."""
-    if not pictures:
-        raise ConfigError(NO_PICTURES)
+    if not images:
+        raise ConfigError(NO_IMAGES)
     _plain_products(model)
     products = _products(model)
     if not products:
         raise ModelError("this network has no products with constant weights to write in integers.")
-    _calibrate(model, products, pictures)
+    _calibrate(model, products, images)
     kept = [p for p in products if p.loss() > LOSS]
     for number, product in enumerate(p for p in products if p.loss() <= LOSS):
         _insert(model, product, number)
@@ -157,8 +157,8 @@ def _products(model: Any) -> list[Product]:
     return found
 
 
-def _calibrate(model: Any, products: list[Product], pictures: Sequence[npt.NDArray[Any]]) -> None:
-    """Run the model on pictures with every product's activations as outputs."""
+def _calibrate(model: Any, products: list[Product], images: Sequence[npt.NDArray[Any]]) -> None:
+    """Run the model on images with every product's activations as outputs."""
     onnx, runtime = need("onnx"), need("onnxruntime")
     watched = onnx.ModelProto()
     watched.CopyFrom(model)
@@ -172,9 +172,9 @@ def _calibrate(model: Any, products: list[Product], pictures: Sequence[npt.NDArr
     with quiet():
         session = runtime.InferenceSession(watched.SerializeToString(), options, providers=["CPUExecutionProvider"])
     rng = np.random.default_rng(0)
-    share = max(ROWS // len(pictures), 1)
+    share = max(ROWS // len(images), 1)
     given = session.get_inputs()[0].name
-    for batch in pictures:
+    for batch in images:
         seen = dict(zip(names, session.run(names, {given: batch}), strict=True))
         for product in products:
             product.see(seen[product.activation], rng, share)

@@ -1,13 +1,13 @@
-// Where pictures come from: files, the clipboard, the camera, samples; and those this browser remembers for its links.
+// Where images come from: files, the clipboard, the camera, samples; and those this browser remembers for its links.
 
-const KEPT = 16;  // pictures remembered
+const KEPT = 16;  // images remembered
 
-export const isPicture = (file) => Boolean(file) && (file.type.startsWith("image/") || /\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic)$/i.test(file.name ?? ""));
+export const isImage = (file) => Boolean(file) && (file.type.startsWith("image/") || /\.(jpe?g|png|webp|gif|bmp|tiff?|avif|heic)$/i.test(file.name ?? ""));
 
-/** The first picture among what was dropped or pasted. */
-export const pictureIn = (transfer) => [...(transfer?.files ?? [])].find(isPicture) ?? null;
+/** The first image among what was dropped or pasted. */
+export const imageIn = (transfer) => [...(transfer?.files ?? [])].find(isImage) ?? null;
 
-/** A name that follows from the bytes: the same picture has the same link. */
+/** A name that follows from the bytes: the same image has the same link. */
 export async function keyOf(blob) {
   const data = await blob.arrayBuffer();
   if (globalThis.crypto?.subtle) {
@@ -22,9 +22,9 @@ export async function keyOf(blob) {
 function store(mode) {
   return new Promise((resolve, reject) => {
     const opening = indexedDB.open("vitrail", 1);
-    opening.onupgradeneeded = () => opening.result.createObjectStore("pictures", { keyPath: "key" });
+    opening.onupgradeneeded = () => opening.result.createObjectStore("images", { keyPath: "key" });
     opening.onerror = () => reject(opening.error);
-    opening.onsuccess = () => resolve(opening.result.transaction("pictures", mode).objectStore("pictures"));
+    opening.onsuccess = () => resolve(opening.result.transaction("images", mode).objectStore("images"));
   });
 }
 
@@ -39,9 +39,9 @@ export async function remember(key, blob) {
     const when = Date.now(), put = async (record) => result((await store("readwrite")).put(record));
     const bare = async () => put({ key, data: await blob.arrayBuffer(), type: blob.type, when });
     await put({ key, blob, when }).catch(bare);  // WebKit keeps no blobs in a private window
-    const pictures = await store("readwrite");
-    const all = await result(pictures.getAll());
-    all.sort((a, b) => b.when - a.when).slice(KEPT).forEach((old) => pictures.delete(old.key));
+    const images = await store("readwrite");
+    const all = await result(images.getAll());
+    all.sort((a, b) => b.when - a.when).slice(KEPT).forEach((old) => images.delete(old.key));
     return true;
   } catch {
     return false;
@@ -55,7 +55,7 @@ export async function recall(key) {
   } catch { return null; }
 }
 
-/** The picture, made smaller where the server would not take it; and what was done, in words. */
+/** The image, made smaller where the server would not take it; and what was done, in words. */
 export async function fitting(blob, limits) {
   let bitmap = null;
   try { bitmap = await createImageBitmap(blob); } catch { return { blob, note: "" }; }  // the server will say what is wrong
@@ -67,11 +67,11 @@ export async function fitting(blob, limits) {
   canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
   bitmap.close();
   const smaller = await canvas.convertToBlob({ type: "image/jpeg", quality: 0.92 });
-  return { blob: smaller, note: `The picture is larger than the server takes: it was sent ${canvas.width} × ${canvas.height} pixels in size.` };
+  return { blob: smaller, note: `The image is larger than the server takes: it was sent ${canvas.width} × ${canvas.height} pixels in size.` };
 }
 
-/** Fills the dialog with what the camera sees; resolves with a picture, or null. However it ends, the camera is off. */
-export async function takePicture(box) {
+/** Fills the dialog with what the camera sees; resolves with an image, or null. However it ends, the camera is off. */
+export async function takeImage(box) {
   const stream = await navigator.mediaDevices.getUserMedia({ video: { facingMode: "environment", width: { ideal: 1280 } } });
   const video = box.querySelector("video");
   const taken = new Promise((resolve) => {

@@ -1,4 +1,4 @@
-"""The data sets that are known by name: what they hold, where they come from, how they are recognised.
+"""The data sets that are known by name: what they hold, where they come from, how they are recognized.
 
 `digest` is over the decoded content (content.py), so that files verify in any layout and however
 they are compressed. Those without one could not be had where this was written; the published MD5 of
@@ -55,7 +55,7 @@ class Entry:
     shape: tuple[int, int, int]
     """Height, width, channels."""
     counts: tuple[int, int]
-    """Pictures to learn from, and to test on."""
+    """Images to learn from, and to test on."""
     files: tuple[File, ...] = ()
     addresses: tuple[str, ...] = ()
     """Where the files are, best first."""
@@ -81,7 +81,7 @@ def _idx(*numbers: tuple[int, str]) -> tuple[File, ...]:
     return tuple(File(name, size, md5) for name, (size, md5) in zip(names, numbers, strict=True))
 
 
-CATALOGUE = {
+CATALOG = {
     entry.name: entry
     for entry in (
         Entry(

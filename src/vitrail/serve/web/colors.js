@@ -1,4 +1,4 @@
-// How values between 0 and 1 become colours. Both ways read in grey and for every eye.
+// How values between 0 and 1 become colors. Both ways read in gray and for every eye.
 
 const VIRIDIS = [
   [68, 1, 84], [72, 24, 106], [71, 45, 123], [66, 64, 134], [59, 82, 139], [51, 99, 141], [44, 114, 142], [38, 130, 142],
@@ -12,7 +12,7 @@ export function viridis(value) {
   return `rgb(${a.map((from, i) => Math.round(from + (b[i] - from) * part)).join(" ")})`;
 }
 
-/** How dark a patch of glass is: dusk where there is nothing, so that the picture is still seen, and clear where there is most. */
+/** How dark a patch of glass is: dusk where there is nothing, so that the image is still seen, and clear where there is most. */
 export const night = (value) => 0.74 * (1 - Math.min(Math.max(value, 0), 1) ** 0.7);
 
 export const NIGHT = "14 12 24";

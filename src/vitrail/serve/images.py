@@ -59,7 +59,7 @@ class Opened:
     """Whether it is too much for a thread of the service."""
 
 
-class Pictures:
+class Images:
     """Bytes -> pixels as the network wants them; every refusal is a `Problem`."""
 
     def __init__(self, preprocess: Preprocess, limits: Limits, grid: tuple[int, int] | None) -> None:
@@ -84,7 +84,7 @@ class Pictures:
         try:
             found = self.preprocess.pixels(source)
         except ImageError as error:
-            raise Problem(400, "image_unreadable", told(error, "the picture cannot be read: it is damaged.")) from None
+            raise Problem(400, "image_unreadable", told(error, "the image cannot be read: it is damaged.")) from None
         except Bombs:
             raise self._too_large() from None
         if opened.pixels >= TRIM:
@@ -95,7 +95,7 @@ class Pictures:
         """The same with some patches hidden."""
         mask = self._mask(hide)
         image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1).float()
-        if fill == "zero":  # what is zero after normalisation
+        if fill == "zero":  # what is zero after normalization
             instead = (255 * torch.tensor(self.preprocess.config.mean))[:, None, None].expand_as(image)
         else:
             instead = filling(image[None], fill)[0]
@@ -134,7 +134,7 @@ class Pictures:
         except Bombs:
             raise self._too_large() from None
         except Exception as error:  # damaged data can make a parser raise anything
-            raise Problem(400, "image_unreadable", "the picture cannot be read: its header is damaged.") from error
+            raise Problem(400, "image_unreadable", "the image cannot be read: its header is damaged.") from error
         if any(tile[0] in Image.DECODERS for tile in getattr(image, "tile", ())):
             message = f"this kind of {image.format} is not read here; send it as PNG or JPEG."
             raise Problem(400, "image_unreadable", message)
@@ -151,12 +151,12 @@ class Pictures:
         if data.startswith(b"\xff\xd8"):
             most = min(SCANS, LARGEST_SCANS * self.limits.pixels // max(size, 1))
             if (count := scans(data, most)) > most:
-                raise Problem(400, "image_unreadable", f"the picture comes in more than {most} scans.")
+                raise Problem(400, "image_unreadable", f"the image comes in more than {most} scans.")
             passes = max(-(-count // USUAL_SCANS), 1)
         return size, passes
 
     def _too_large(self, what: str = "too many pixels") -> Problem:
-        return Problem(413, "too_many_pixels", f"the picture has {what}: at most {self.limits.pixels:,} are taken.")
+        return Problem(413, "too_many_pixels", f"the image has {what}: at most {self.limits.pixels:,} are taken.")
 
 
 def weight(image: Image.Image) -> int:
@@ -167,7 +167,7 @@ def weight(image: Image.Image) -> int:
 
 
 def bound_pillow(pixels: int) -> None:
-    """For a process that only serves: Pillow itself refuses more pixels, also in pictures within pictures."""
+    """For a process that only serves: Pillow itself refuses more pixels, also in images within images."""
     Image.MAX_IMAGE_PIXELS = max(pixels // 2, 1)  # it warns above that, and refuses above twice that
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
@@ -187,13 +187,13 @@ def _unwrapped(text: str) -> bytes:
             raise ValueError
         return base64.b64decode(rest, validate=True)
     except (binascii.Error, ValueError):
-        raise Problem(400, "not_base64", "the picture is not base64: wanted the file's bytes in base64.") from None
+        raise Problem(400, "not_base64", "the image is not base64: wanted the file's bytes in base64.") from None
 
 
 def _stranger(data: bytes) -> str:
     if not data:
-        return "the picture is empty (0 bytes)."
+        return "the image is empty (0 bytes)."
     return (
-        f"this is no picture that is read here: it begins with {data[:8].hex(' ')}; wanted JPEG, PNG, WebP, GIF, "
+        f"this is no image that is read here: it begins with {data[:8].hex(' ')}; wanted JPEG, PNG, WebP, GIF, "
         "BMP, TIFF or AVIF."
     )

@@ -1,4 +1,4 @@
-"""Unreadable pictures in a run: named, counted, weighing nothing, or too many; never measured on unasked."""
+"""Unreadable images in a run: named, counted, weighing nothing, or too many; never measured on unasked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("resident", [True, False])
-def test_one_bad_picture_among_many_is_named_and_counts_nothing(
+def test_one_bad_image_among_many_is_named_and_counts_nothing(
     album: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, resident: bool
 ):
     shutil.copytree(album, tmp_path / "album")
@@ -43,27 +43,27 @@ def test_one_bad_picture_among_many_is_named_and_counts_nothing(
     config = on_photos(tmp_path / "album", 25)
     config = override(config, [f"data.resident={resident}", "log_every=25 steps", "checkpoint_every=25 steps"])
     result = trained(config, tmp_path / "run")
-    assert result.progress.step == 25  # an epoch: every picture has come by
+    assert result.progress.step == 25  # an epoch: every image has come by
     assert "train/cat/007.jpg cannot be used" in caplog.text
-    assert "1 picture could not be used and counted nothing" in caplog.text
+    assert "1 image could not be used and counted nothing" in caplog.text
 
 
-def test_too_many_bad_pictures_stop_with_their_list(album: Path, tmp_path: Path):
+def test_too_many_bad_images_stop_with_their_list(album: Path, tmp_path: Path):
     shutil.copytree(album, tmp_path / "album")
     truncated(tmp_path / "album" / "train", "cat/007.jpg", "dog/002.jpg", "dog/093.jpg")
-    words = r"3 of 200 pictures .* cannot be used, more than data.bad_share=0.01"
+    words = r"3 of 200 images .* cannot be used, more than data.max_bad_fraction=0.01"
     with pytest.raises(DataError, match=words) as caught:
         trained(override(on_photos(tmp_path / "album", 25), ["data.resident=true"]), tmp_path / "run")
     assert all(f"\n  train/{name}.jpg: " in str(caught.value) for name in ("cat/007", "dog/002", "dog/093"))
-    config = override(on_photos(tmp_path / "album", 25), ["data.resident=false", "data.bad_share=0.02"])
+    config = override(on_photos(tmp_path / "album", 25), ["data.resident=false", "data.max_bad_fraction=0.02"])
     assert trained(config, tmp_path / "allowed").run.finished
 
 
-def test_measuring_refuses_bad_pictures_unless_told(album: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_measuring_refuses_bad_images_unless_told(album: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     shutil.copytree(album, tmp_path / "album")
     truncated(tmp_path / "album" / "val", "cat/003.jpg")
     config = on_photos(tmp_path / "album")
-    words = r"1 of 20 pictures .* cannot be measured on.*data.skip_bad=true.*\n +val/cat/003"
+    words = r"1 of 20 images .* cannot be measured on.*data.skip_bad=true.*\n +val/cat/003"
     with pytest.raises(DataError, match=words):
         trained(config, tmp_path / "run")
     result = trained(override(config, ["data.skip_bad=true"]), tmp_path / "skipping")
@@ -90,7 +90,7 @@ BAD = ("cat/007.jpg", "cat/050.jpg", "dog/002.jpg", "dog/093.jpg")
 
 @pytest.fixture(scope="module")
 def damaged(album: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four of two hundred training pictures are bad."""
+    """Four of two hundred training images are bad."""
     folder = tmp_path_factory.mktemp("damaged") / "album"
     shutil.copytree(album, folder)
     truncated(folder / "train", *BAD)
@@ -98,8 +98,8 @@ def damaged(album: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reading(folder: Path, *settings: str) -> TrainConfig:
-    """An epoch and a half, every picture read when it is needed."""
-    usual = ["data.resident=false", "data.bad_share=0.02", "log_every=25 steps", "checkpoint_every=100 steps"]
+    """An epoch and a half, every image read when it is needed."""
+    usual = ["data.resident=false", "data.max_bad_fraction=0.02", "log_every=25 steps", "checkpoint_every=100 steps"]
     return override(on_photos(folder, 38), [*usual, *settings])
 
 
@@ -108,18 +108,18 @@ def test_the_list_goes_on_after_a_resume(damaged: Path, tmp_path: Path, caplog: 
     assert 0 < len(stopped.unreadable) < 4
     result = resumed(tmp_path / "run")
     assert set(result.unreadable) == {f"train/{name}" for name in BAD}
-    assert "4 pictures could not be used and counted nothing" in caplog.text
+    assert "4 images could not be used and counted nothing" in caplog.text
 
 
 def test_the_share_goes_on_after_a_resume(damaged: Path, tmp_path: Path):
-    config = reading(damaged, "data.bad_share=0.015", "duration=25 steps")
+    config = reading(damaged, "data.max_bad_fraction=0.015", "duration=25 steps")
     interrupted(config, tmp_path / "run", 12)
-    with pytest.raises(DataError, match="4 of 200 pictures"):
+    with pytest.raises(DataError, match="4 of 200 images"):
         resumed(tmp_path / "run")
 
 
 def train_here(config: dict[str, Any], folder: str) -> tuple[str, ...]:
-    """In one of several processes: the pictures that could not be read, or the words of an error."""
+    """In one of several processes: the images that could not be read, or the words of an error."""
     try:
         return tuple(sorted(fit(TrainConfig.from_dict(config), RunFolder(Path(folder))).unreadable))
     except DataError as error:
@@ -132,13 +132,13 @@ def processes() -> Iterator[Processes]:
         yield started
 
 
-def test_processes_count_their_bad_pictures_together(processes: Processes, damaged: Path, tmp_path: Path):
+def test_processes_count_their_bad_images_together(processes: Processes, damaged: Path, tmp_path: Path):
     found = processes.run(train_here, reading(damaged).to_dict(), str(tmp_path / "allowed"))
     assert found == [tuple(f"train/{name}" for name in BAD)] * 2
-    config = reading(damaged, "data.bad_share=0.015")
+    config = reading(damaged, "data.max_bad_fraction=0.015")
     (one, words), other = processes.run(train_here, config.to_dict(), str(tmp_path / "too many"))
     assert (one, words) == other
-    assert words.startswith("4 of 200 pictures")
+    assert words.startswith("4 of 200 images")
     assert all(f"\n  train/{name}: " in words for name in BAD)
 
 
@@ -149,13 +149,13 @@ def test_processes_refuse_a_measurement_together(processes: Processes, album: Pa
     config = reading(tmp_path / "album", f"data.resident={str(resident).lower()}", "evaluate_every=5 steps")
     (one, words), other = processes.run(train_here, config.to_dict(), str(tmp_path / "run"))
     assert (one, words) == other
-    assert words.startswith("2 of 20 pictures")
+    assert words.startswith("2 of 20 images")
     assert ("go on from step 5" in words) == (not resident)  # those that are kept are looked at before
 
 
-def test_a_batch_of_bad_pictures_alone_is_no_catastrophe(tmp_path: Path):
+def test_a_batch_of_bad_images_alone_is_no_catastrophe(tmp_path: Path):
     photos(tmp_path / "album" / "train", {"cat": 4, "dog": 4})
     photos(tmp_path / "album" / "val", {"cat": 2, "dog": 2}, seed=1)
     truncated(tmp_path / "album" / "train", *(f"{name}/{i:03d}.jpg" for name in ("cat", "dog") for i in range(3)))
-    config = override(on_photos(tmp_path / "album", 12), ["batch=1", "data.bad_share=1"])
+    config = override(on_photos(tmp_path / "album", 12), ["batch_size=1", "data.max_bad_fraction=1"])
     assert trained(config, tmp_path / "run").scores is not None

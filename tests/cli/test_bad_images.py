@@ -1,4 +1,4 @@
-"""Every picture people have, through `vitrail predict`: answered as they would expect, or one clear sentence."""
+"""Every image people have, through `vitrail predict`: answered as they would expect, or one clear sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from small_models import gradient
 
 @pytest.fixture
 def logits(vitrail, weights) -> Callable[[Path], list[float]]:
-    """What the command computes for a picture, which must be taken without a word."""
+    """What the command computes for an image, which must be taken without a word."""
 
     def run(path: Path) -> list[float]:
         result = vitrail("predict", path, "-m", weights, "--json", "--logits")
@@ -29,13 +29,13 @@ def logits(vitrail, weights) -> Callable[[Path], list[float]]:
 
 
 def test_sixteen_bits_are_scaled_not_clipped(logits, tmp_path):
-    grey = np.asarray(gradient().convert("L"))
-    Image.fromarray(grey).save(tmp_path / "8.png")
-    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "16.png")
+    gray = np.asarray(gradient().convert("L"))
+    Image.fromarray(gray).save(tmp_path / "8.png")
+    Image.fromarray(gray.astype(np.uint16) * 257).save(tmp_path / "16.png")
     assert logits(tmp_path / "16.png") == pytest.approx(logits(tmp_path / "8.png"), abs=1e-5)
 
 
-def test_cmyk_is_taken_for_its_colours(logits, tmp_path):
+def test_cmyk_is_taken_for_its_colors(logits, tmp_path):
     gradient().save(tmp_path / "rgb.tiff")
     gradient().convert("CMYK").save(tmp_path / "cmyk.tiff")
     assert logits(tmp_path / "cmyk.tiff") == pytest.approx(logits(tmp_path / "rgb.tiff"), abs=0.05)
@@ -70,7 +70,7 @@ def test_a_photograph_taken_sideways_is_turned_upright(logits, tmp_path):
     assert logits(tmp_path / "sideways.png") == logits(tmp_path / "upright.png")
 
 
-def test_one_pixel_is_a_plain_colour(logits, tmp_path):
+def test_one_pixel_is_a_plain_color(logits, tmp_path):
     for name, side in (("one.png", 1), ("many.png", 64)):
         Image.new("RGB", (side, side), (10, 200, 90)).save(tmp_path / name)
     assert logits(tmp_path / "one.png") == pytest.approx(logits(tmp_path / "many.png"), abs=1e-5)
@@ -98,7 +98,7 @@ def jpeg(path: Path) -> bytes:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "text.jpg": (lambda p: p.write_text("hello"), "is not a picture: it begins with b'hello'"),
+    "text.jpg": (lambda p: p.write_text("hello"), "is not an image: it begins with b'hello'"),
     "page.jpg": (lambda p: p.write_text("<!DOCTYPE html><html>"), "it is a web page, as a failed download leaves"),
     "pointer.jpg": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"), "run git lfs pull"),
     "empty.jpg": (lambda p: p.touch(), "is empty (0 bytes)"),
@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_whole_picture_is_one_sentence_that_names_it(vitrail, weights, tmp_path, name):
+def test_what_is_no_whole_image_is_one_sentence_that_names_it(vitrail, weights, tmp_path, name):
     make, said = REFUSED[name]
     make(tmp_path / name)
     result = vitrail("predict", tmp_path / name, "-m", weights)
@@ -119,11 +119,11 @@ def test_what_is_no_whole_picture_is_one_sentence_that_names_it(vitrail, weights
     assert said in result.problems[0]
 
 
-def test_a_folder_called_like_a_picture_is_a_folder(vitrail, weights, tmp_path):
+def test_a_folder_called_like_an_image_is_a_folder(vitrail, weights, tmp_path):
     (tmp_path / "x.jpg").mkdir()
     result = vitrail("predict", tmp_path / "x.jpg", "-m", weights)
     assert result.status == 1
-    assert result.problems[0].startswith(f"no pictures in the folder {tmp_path / 'x.jpg'}")
+    assert result.problems[0].startswith(f"no images in the folder {tmp_path / 'x.jpg'}")
     gradient().save(tmp_path / "x.jpg" / "a.png")
     assert vitrail("predict", tmp_path / "x.jpg", "-m", weights).out.startswith("path,")
 

@@ -1,4 +1,4 @@
-"""Changes of colour, against Pillow's and torchvision's own, and their bits in batches of any size.
+"""Changes of color, against Pillow's and torchvision's own, and their bits in batches of any size.
 
 Pillow computes in 256 levels and mostly cuts off what is between them: where it is the reference,
 one level is allowed, or none where the definition itself is in levels.
@@ -16,14 +16,14 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from scipy import ndimage
 from torch import Tensor
 
-from vitrail.data.augment import colour
+from vitrail.data.augment import color
 from vitrail.data.augment.three import gaussian
 
 LEVEL = 1 / 255
 
 
-def to_pillow(picture: Tensor) -> Image.Image:
-    pixels = (picture * 255).round().to(torch.uint8)
+def to_pillow(image: Tensor) -> Image.Image:
+    pixels = (image * 255).round().to(torch.uint8)
     return Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy())
 
 
@@ -42,18 +42,18 @@ def farthest(ours: Tensor, images: Tensor, reference: Callable[[Image.Image, flo
 
 
 ENHANCED = [
-    (colour.brightness, ImageEnhance.Brightness, "adjust_brightness"),
-    (colour.contrast, ImageEnhance.Contrast, "adjust_contrast"),
-    (colour.saturation, ImageEnhance.Color, "adjust_saturation"),
-    (colour.sharpness, ImageEnhance.Sharpness, "adjust_sharpness"),
+    (color.brightness, ImageEnhance.Brightness, "adjust_brightness"),
+    (color.contrast, ImageEnhance.Contrast, "adjust_contrast"),
+    (color.saturation, ImageEnhance.Color, "adjust_saturation"),
+    (color.sharpness, ImageEnhance.Sharpness, "adjust_sharpness"),
 ]
 
 
 @pytest.mark.parametrize(("change", "enhance"), [(change, enhance) for change, enhance, _ in ENHANCED])
 def test_enhancements_are_pillows(images: Tensor, change, enhance):
     factors = amounts(len(images), 0.1, 1.9)
-    # Against the mean grey: Pillow rounds that too. Sharper: what is softer is rounded first.
-    allowed = {colour.contrast: 1.5, colour.sharpness: 2, colour.saturation: 1.5}.get(change, 1) * LEVEL + 1e-5
+    # Against the mean gray: Pillow rounds that too. Sharper: what is softer is rounded first.
+    allowed = {color.contrast: 1.5, color.sharpness: 2, color.saturation: 1.5}.get(change, 1) * LEVEL + 1e-5
     assert farthest(change(images, factors), images, lambda i, f: enhance(i).enhance(f), factors) < allowed
 
 
@@ -63,7 +63,7 @@ def test_enhancements_are_torchvisions_without_rounding(images: Tensor, change, 
     peer = getattr(import_peer("torchvision.transforms.v2.functional"), name)
     factors = amounts(len(images), 0.0, 2.0)
     wanted = torch.stack([peer(image, float(factor)) for image, factor in zip(images, factors, strict=True)])
-    torch.testing.assert_close(change(images, factors), wanted, rtol=0, atol=2e-4)  # its grey has .2989 of red
+    torch.testing.assert_close(change(images, factors), wanted, rtol=0, atol=2e-4)  # its gray has .2989 of red
 
 
 @pytest.mark.peer
@@ -71,72 +71,72 @@ def test_hue_is_torchvisions(images: Tensor):
     peer = import_peer("torchvision.transforms.v2.functional").adjust_hue
     turns = amounts(len(images), -0.5, 0.5)
     wanted = torch.stack([peer(image, float(turn)) for image, turn in zip(images, turns, strict=True)])
-    torch.testing.assert_close(colour.hue(images, turns), wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(color.hue(images, turns), wanted, rtol=0, atol=1e-5)
 
 
-def test_hue_turns_pure_colours_into_each_other():
+def test_hue_turns_pure_colors_into_each_other():
     red, green, blue, white = torch.eye(3)[0], torch.eye(3)[1], torch.eye(3)[2], torch.ones(3)
-    pictures = torch.stack([red, green, blue, white])[:, :, None, None]
-    turned = colour.hue(pictures, torch.full((4,), 1 / 3))[..., 0, 0]
+    images = torch.stack([red, green, blue, white])[:, :, None, None]
+    turned = color.hue(images, torch.full((4,), 1 / 3))[..., 0, 0]
     torch.testing.assert_close(turned, torch.stack([green, blue, red, white]), rtol=0, atol=1e-6)
 
 
 def test_hue_comes_back_after_a_whole_turn(images: Tensor):
     half = torch.full((len(images),), 0.5)
-    torch.testing.assert_close(colour.hue(colour.hue(images, half), half), images, rtol=0, atol=1e-5)
+    torch.testing.assert_close(color.hue(color.hue(images, half), half), images, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("change", "reference", "numbers"),
     [
-        (colour.solarise, lambda i, t: ImageOps.solarize(i, int(t)), amounts(16, 0, 256).round()),
-        (colour.posterise, lambda i, b: ImageOps.posterize(i, int(b)), torch.arange(16.0) % 8 + 1),
-        (lambda i, n: colour.equalise(i), lambda i, n: ImageOps.equalize(i), torch.zeros(16)),
-        (colour.solarise, lambda i, n: ImageOps.invert(i), torch.zeros(16)),
-        (lambda i, n: colour.grey(i), lambda i, n: ImageOps.grayscale(i).convert("RGB"), torch.zeros(16)),
-        (lambda i, n: colour.auto_contrast(i), lambda i, n: ImageOps.autocontrast(i), torch.zeros(16)),
+        (color.solarize, lambda i, t: ImageOps.solarize(i, int(t)), amounts(16, 0, 256).round()),
+        (color.posterize, lambda i, b: ImageOps.posterize(i, int(b)), torch.arange(16.0) % 8 + 1),
+        (lambda i, n: color.equalize(i), lambda i, n: ImageOps.equalize(i), torch.zeros(16)),
+        (color.solarize, lambda i, n: ImageOps.invert(i), torch.zeros(16)),
+        (lambda i, n: color.gray(i), lambda i, n: ImageOps.grayscale(i).convert("RGB"), torch.zeros(16)),
+        (lambda i, n: color.auto_contrast(i), lambda i, n: ImageOps.autocontrast(i), torch.zeros(16)),
     ],
-    ids=["solarise", "posterise", "equalise", "invert", "grey", "auto-contrast"],
+    ids=["solarize", "posterize", "equalize", "invert", "gray", "auto-contrast"],
 )
 def test_changes_of_levels_are_pillows(images: Tensor, change, reference, numbers: Tensor, request):
-    cut_off = LEVEL if request.node.callspec.id in ("grey", "auto-contrast") else 0
+    cut_off = LEVEL if request.node.callspec.id in ("gray", "auto-contrast") else 0
     assert farthest(change(images, numbers), images, reference, numbers) < cut_off + 1e-5
 
 
 def test_no_bits_kept_is_black(images: Tensor):
-    assert not colour.posterise(images, torch.zeros(len(images))).any()
+    assert not color.posterize(images, torch.zeros(len(images))).any()
 
 
 @pytest.mark.peer
-def test_solarise_add_is_timms(images: Tensor):
+def test_solarize_add_is_timms(images: Tensor):
     peer = import_peer("timm.data.auto_augment").solarize_add
     levels = torch.arange(16.0) * 7
-    assert farthest(colour.solarise_add(images, levels), images, lambda i, n: peer(i, int(n)), levels) < 1e-5
+    assert farthest(color.solarize_add(images, levels), images, lambda i, n: peer(i, int(n)), levels) < 1e-5
 
 
-def test_equalise_keeps_pictures_of_one_level_and_of_few_pixels():
+def test_equalize_keeps_images_of_one_level_and_of_few_pixels():
     flat = torch.full((1, 3, 30, 30), 77 / 255)
-    torch.testing.assert_close(colour.equalise(flat), flat, rtol=0, atol=1e-6)
+    torch.testing.assert_close(color.equalize(flat), flat, rtol=0, atol=1e-6)
     small = (torch.arange(48.0) / 255).view(1, 3, 4, 4)  # fewer pixels than levels
-    torch.testing.assert_close(colour.equalise(small), small, rtol=0, atol=1e-6)
+    torch.testing.assert_close(color.equalize(small), small, rtol=0, atol=1e-6)
 
 
 def test_auto_contrast_keeps_flat_channels():
     flat = torch.full((1, 3, 5, 5), 0.3)
-    torch.testing.assert_close(colour.auto_contrast(flat), flat, rtol=0, atol=0)
+    torch.testing.assert_close(color.auto_contrast(flat), flat, rtol=0, atol=0)
 
 
 def test_blur_is_a_gaussian_cut_off_at_its_reach(images: Tensor):
     deviations = np.linspace(0.1, 2, len(images))
-    ours = colour.blur(images, torch.from_numpy(gaussian(deviations, 6))).numpy()
-    for picture, deviation, got in zip(images.numpy(), deviations, ours, strict=True):
-        wanted = ndimage.gaussian_filter(picture.astype(np.float64), deviation, axes=(1, 2), mode="nearest", radius=6)
+    ours = color.blur(images, torch.from_numpy(gaussian(deviations, 6))).numpy()
+    for image, deviation, got in zip(images.numpy(), deviations, ours, strict=True):
+        wanted = ndimage.gaussian_filter(image.astype(np.float64), deviation, axes=(1, 2), mode="nearest", radius=6)
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
 
 
 def test_blur_is_near_pillows_which_is_made_of_boxes(images: Tensor):
     deviations = np.linspace(0.1, 2, len(images))
-    ours = colour.blur(images, torch.from_numpy(gaussian(deviations, 6)))
+    ours = color.blur(images, torch.from_numpy(gaussian(deviations, 6)))
     wanted = torch.stack(
         [
             from_pillow(to_pillow(i).filter(ImageFilter.GaussianBlur(float(d))))
@@ -147,20 +147,20 @@ def test_blur_is_near_pillows_which_is_made_of_boxes(images: Tensor):
     assert (ours - wanted).abs().max() < 8 * LEVEL
 
 
-def test_grey_pictures_have_no_colours_to_change(images: Tensor):
+def test_gray_images_have_no_colors_to_change(images: Tensor):
     one = images[:, :1]
-    for change in (colour.saturation, colour.hue):
+    for change in (color.saturation, color.hue):
         torch.testing.assert_close(change(one, torch.full((16,), 0.4)), one, rtol=0, atol=0)
-    torch.testing.assert_close(colour.grey(one), one, rtol=0, atol=0)
+    torch.testing.assert_close(color.gray(one), one, rtol=0, atol=0)
     factors = amounts(16, 0.1, 1.9)
     enhance = lambda i, f: ImageEnhance.Contrast(i).enhance(f)  # noqa: E731
-    assert farthest(colour.contrast(one, factors), one, enhance, factors) < 1.5 * LEVEL
-    assert farthest(colour.equalise(one), one, lambda i, _: ImageOps.equalize(i), factors) < 1e-5
+    assert farthest(color.contrast(one, factors), one, enhance, factors) < 1.5 * LEVEL
+    assert farthest(color.equalize(one), one, lambda i, _: ImageOps.equalize(i), factors) < 1e-5
 
 
-def test_pictures_of_two_pixels_can_be_sharpened():
+def test_images_of_two_pixels_can_be_sharpened():
     tiny = torch.rand(2, 3, 2, 2)
-    torch.testing.assert_close(colour.sharpness(tiny, torch.tensor([0.0, 2.0])), tiny)
+    torch.testing.assert_close(color.sharpness(tiny, torch.tensor([0.0, 2.0])), tiny)
 
 
 def test_values_stay_between_0_and_1(images: Tensor):
@@ -172,24 +172,24 @@ def test_values_stay_between_0_and_1(images: Tensor):
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "brightness": colour.brightness,
-    "contrast": colour.contrast,
-    "saturation": colour.saturation,
-    "hue": colour.hue,
-    "grey": lambda images, _: colour.grey(images),
-    "solarise": lambda images, n: colour.solarise(images, 200 * n),
-    "solarise-add": lambda images, n: colour.solarise_add(images, 50 * n),
-    "posterise": lambda images, n: colour.posterise(images, (4 * n).floor()),
-    "auto-contrast": lambda images, _: colour.auto_contrast(images),
-    "equalise": lambda images, _: colour.equalise(images),
-    "sharpness": colour.sharpness,
-    "blur": lambda images, n: colour.blur(images, torch.stack([1 - n / 2, n / 8, n / 8], dim=1)),
+    "brightness": color.brightness,
+    "contrast": color.contrast,
+    "saturation": color.saturation,
+    "hue": color.hue,
+    "gray": lambda images, _: color.gray(images),
+    "solarize": lambda images, n: color.solarize(images, 200 * n),
+    "solarize-add": lambda images, n: color.solarize_add(images, 50 * n),
+    "posterize": lambda images, n: color.posterize(images, (4 * n).floor()),
+    "auto-contrast": lambda images, _: color.auto_contrast(images),
+    "equalize": lambda images, _: color.equalize(images),
+    "sharpness": color.sharpness,
+    "blur": lambda images, n: color.blur(images, torch.stack([1 - n / 2, n / 8, n / 8], dim=1)),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_picture_has_the_same_bits_in_any_batch(images: Tensor, name: str, threads: int):
+def test_an_image_has_the_same_bits_in_any_batch(images: Tensor, name: str, threads: int):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     large = torch.nn.functional.interpolate(images[:5], (103, 111))  # large enough to be shared out, and odd

@@ -1,4 +1,4 @@
-"""The baseline on raw pixels is scikit-learn's own, on the same pictures."""
+"""The baseline on raw pixels is scikit-learn's own, on the same images."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
 from vitrail.errors import DataError
-from vitrail.evaluate import comparable, neighbours_baseline
+from vitrail.evaluate import comparable, neighbors_baseline
 
 
 @dataclass
 class Arrays:
-    """A source whose pictures are decoded already."""
+    """A source whose images are decoded already."""
 
     pixels: np.ndarray | None
     targets: np.ndarray
@@ -36,7 +36,7 @@ def test_it_scores_what_scikit_learn_scores():
     train, test = halves()
     peer = KNeighborsClassifier(3).fit(train.pixels.reshape(len(train), -1).astype(float), train.targets)
     wanted = peer.predict(test.pixels.reshape(len(test), -1).astype(float))
-    got = neighbours_baseline(train, test)
+    got = neighbors_baseline(train, test)
     assert got.top1 == (wanted == test.targets).mean()
     assert np.array_equal(got.samples.prediction, wanted)
     assert got.confusion.sum() == got.count == len(test)
@@ -46,28 +46,28 @@ def test_it_scores_what_scikit_learn_scores():
 def test_a_class_may_be_missing_from_training():
     train, test = halves()
     seen = train.targets != 4
-    got = neighbours_baseline(Arrays(train.pixels[seen], train.targets[seen]), test)
+    got = neighbors_baseline(Arrays(train.pixels[seen], train.targets[seen]), test)
     assert got.confusion[:, 4].sum() == 0
     assert got.confusion[4].sum() == (test.targets == 4).sum()
 
 
-def test_pictures_without_a_label_are_left_out():
+def test_images_without_a_label_are_left_out():
     train, test = halves()
     targets = test.targets.copy()
     targets[:100] = -1
-    assert neighbours_baseline(train, Arrays(test.pixels, targets)).count == len(test) - 100
+    assert neighbors_baseline(train, Arrays(test.pixels, targets)).count == len(test) - 100
 
 
-def test_only_decoded_pictures_of_one_label_can_be_compared():
+def test_only_decoded_images_of_one_label_can_be_compared():
     train, test = halves()
     assert comparable(train, test)
     assert not comparable(train, Arrays(None, test.targets))
     assert not comparable(Arrays(train.pixels, train.targets, several=True), test)
-    with pytest.raises(DataError, match="decoded pictures"):
-        neighbours_baseline(train, Arrays(None, test.targets))
+    with pytest.raises(DataError, match="decoded images"):
+        neighbors_baseline(train, Arrays(None, test.targets))
 
 
-def test_too_few_neighbours_are_refused():
+def test_too_few_neighbors_are_refused():
     train, test = halves(2)
-    with pytest.raises(DataError, match="3 labelled training pictures"):
-        neighbours_baseline(train, test)
+    with pytest.raises(DataError, match="3 labeled training images"):
+        neighbors_baseline(train, test)

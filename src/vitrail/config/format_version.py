@@ -1,0 +1,131 @@
+"""Versions of the files vitrail writes: run settings, model folders, checkpoints, export metadata.
+
+Version 2 uses the field names of this release. Version 1, which had other names for many fields, is upgraded when it is
+read; this module is the only place that knows the old names. A version that is newer than this release is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from vitrail.errors import FormatError
+
+VERSION = 2
+
+Document = Literal["run", "model", "checkpoint", "export"]
+
+KEYS: dict[Document, str] = {
+    "run": "format_version",
+    "model": "version",
+    "checkpoint": "format_version",
+    "export": "version",
+}
+"""The field that holds a document's version. Version 1 of runs and checkpoints has no such field."""
+
+RENAMED: dict[str, dict[str, str]] = {
+    "run": {
+        "image": "image_size",
+        "start": "init_from",
+        "batch": "batch_size",
+        "accumulate": "grad_accum_steps",
+        "recompute": "gradient_checkpointing",
+    },
+    "run.data": {
+        "picture": "image_column",
+        "label": "label_column",
+        "classes": "class_names",
+        "bad_share": "max_bad_fraction",
+    },
+    "run.augment": {
+        "layers": "num_ops",
+        "jitter": "color_jitter",
+        "mix_chance": "mix_prob",
+        "unmixed": "mix_off",
+    },
+    "run.classify": {"smoothing": "label_smoothing", "weights": "class_weights"},
+    "run.masked_patch": {"share": "mask_ratio", "masked": "mask_token_prob", "replaced": "random_patch_prob"},
+    "run.distill": {"share": "alpha"},
+    "run.optim": {"clip": "grad_clip", "train": "trainable", "head_lr": "head_lr_factor"},
+    "run.schedule": {"floor": "min_lr_ratio"},
+    "preprocess": {"image": "image_size", "centre": "crop_rounding"},
+    "vit": {
+        "image": "image_size",
+        "patch": "patch_size",
+        "classes": "num_classes",
+        "heads": "num_heads",
+        "mlp": "mlp_dim",
+        "registers": "num_registers",
+        "path_dropout": "drop_path",
+        "position_std": "position_init_std",
+    },
+    "stem": {"width": "width_factor"},
+    "bit": {"image": "image_size", "classes": "num_classes", "width": "width_factor"},
+    "model": {"several": "multi_label"},
+    "checkpoint": {"pictures": "images"},
+    "export": {},
+}
+"""Section of a document -> old field name -> new field name."""
+
+NEW_VALUES: dict[tuple[str, str], dict[str, str]] = {("run.masked_patch", "target"): {"mean-colour": "mean-color"}}
+"""Section and field -> old value -> new value."""
+
+
+def current(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A document with the field names of this release, without its version; FormatError for a newer version."""
+    key = KEYS[document]
+    if not isinstance(values, Mapping):
+        raise TypeError(f"wanted a JSON object, got {type(values).__name__}")
+    version = values.get(key, 1)
+    if version not in (1, VERSION):
+        raise FormatError(f"got {key}={version!r}, wanted at most {VERSION}; a newer vitrail wrote this file.")
+    rest = {name: value for name, value in values.items() if name != key}
+    if version == VERSION:
+        return rest
+    return _run(rest) if document == "run" else _model(rest) if document == "model" else _renamed(document, rest)
+
+
+def _renamed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = RENAMED[section]
+    return {
+        names.get(name, name): NEW_VALUES.get((section, name), {}).get(value, value)
+        if isinstance(value, str)
+        else value
+        for name, value in values.items()
+    }
+
+
+def _model(values: dict[str, Any]) -> dict[str, Any]:
+    network = _network(values["model"])
+    return _renamed("model", values) | {"model": network, "preprocess": _renamed("preprocess", values["preprocess"])}
+
+
+def _run(values: dict[str, Any]) -> dict[str, Any]:
+    found = _renamed("run", values)
+    for name, part in found.items():
+        if isinstance(part, Mapping):
+            found[name] = _network(part) if name == "model" else _renamed(_section(name), part)
+    if "compare" in found:
+        found["compare"] = [_assignment(text) for text in found["compare"]]
+    return found
+
+
+def _network(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = _renamed("vit" if "depth" in values else "bit", values)
+    if isinstance(found.get("stem"), Mapping):
+        found["stem"] = _renamed("stem", found["stem"])
+    return found
+
+
+def _section(name: str) -> str:
+    return name if name in RENAMED else f"run.{name}"
+
+
+def _assignment(text: str) -> str:
+    """`model.heads=4` -> `model.num_heads=4`."""
+    path, equals, value = text.partition("=")
+    *outer, name = path.split(".")
+    sections = {(): ("run",), ("model",): ("vit", "bit"), ("model", "stem"): ("stem",)}
+    for section in sections.get(tuple(outer), (_section(".".join(outer)),)):
+        name = RENAMED.get(section, {}).get(name, name)
+    return ".".join((*outer, name)) + equals + value
