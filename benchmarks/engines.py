@@ -77,7 +77,7 @@ def main() -> None:
         engines: dict[str, Engine] = {"torch float32": open_engine(vit, device="cpu")}
         chosen = running(vit, "auto", device="cpu", calibrate=options.calibrate).engine  # type: ignore[attr-defined]
         for name, precision in candidates(False):
-            engines[f"{name} {precision}"] = kept_engine(vit.net, vit.card, name, precision)
+            engines[f"{name} {precision}"] = kept_engine(vit.net, vit.info, name, precision)
         engines["auto"] = chosen
         works = {name: engine.logits for name, engine in engines.items()} | {"timm": timm_eager(options.like)}
         pixels = [vit.preprocess.pixels(image) for image in samples()]

@@ -27,7 +27,7 @@ def export_quickly(patch: pytest.MonkeyPatch) -> None:
 
 def _traced(net: Net, sheet: Sheet) -> torch.export.ExportedProgram:
     precision = sheet.precision if sheet.to == "pt2" else None  # other formats are rounded afterwards
-    key = (kept.digest(net, sheet.card), sheet.to == "pt2", precision, sheet.inside, sheet.answer, sheet.batch_size)
+    key = (kept.digest(net, sheet.info), sheet.to == "pt2", precision, sheet.inside, sheet.answer, sheet.batch_size)
     if key not in PROGRAMS:
         PROGRAMS[key] = traced(net, sheet)
     return PROGRAMS[key]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.models import ViT
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 # D width, DEPTH blocks
 
@@ -144,7 +144,7 @@ def saved(value: Any, folder: Path, name: str = "weights.pth") -> Path:
     return folder / name
 
 
-def read(value: Any, folder: Path, name: str = "weights.pth", **options: Any) -> tuple[ViT, Card]:
-    net, card = checkpoint.read(saved(value, folder, name), changes={"num_heads": HEADS}, **options)
+def read(value: Any, folder: Path, name: str = "weights.pth", **options: Any) -> tuple[ViT, ModelInfo]:
+    net, info = checkpoint.read(saved(value, folder, name), changes={"num_heads": HEADS}, **options)
     assert isinstance(net, ViT)
-    return net, card
+    return net, info

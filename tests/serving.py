@@ -39,7 +39,7 @@ class Held(TorchEngine):
     """Runs a network when told to, and remembers the batches it was given."""
 
     def __init__(self, vit: vitrail.Model) -> None:
-        super().__init__(vit.net, vit.card)
+        super().__init__(vit.net, vit.info)
         self.go = threading.Event()
         self.go.set()
         self.batches: list[int] = []

@@ -11,7 +11,7 @@ from PIL import Image
 import vitrail
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig
 from vitrail.models import build
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 LABELS = ("cat", "dog", "bird", "fish", "frog")
 FORMATS = {
@@ -40,11 +40,11 @@ def small(**changes: Any) -> ViTConfig:
     return ViTConfig(**values | {"activation": "gelu", "resample": "timm"} | changes)
 
 
-def model(config: ViTConfig | BiTConfig, **card: Any) -> vitrail.Model:
-    """A Model of this config; keywords are fields of its card."""
+def model(config: ViTConfig | BiTConfig, **info: Any) -> vitrail.Model:
+    """A Model of this config; keywords are fields of its info."""
     labels = LABELS if config.num_classes == len(LABELS) else None
     values = {"preprocess": PreprocessConfig(image_size=config.image_size), "labels": labels}
-    return vitrail.Model(randomized(build(config)), Card(config=config, **values | card))
+    return vitrail.Model(randomized(build(config)), ModelInfo(config=config, **values | info))
 
 
 def gradient(width: int = 50, height: int = 40) -> Image.Image:

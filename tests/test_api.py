@@ -139,7 +139,7 @@ def test_without_classes_predict_says_so_in_a_sentence(photograph, classes):
 def test_clip_with_as_many_classes_as_its_space_is_wide_is_a_classifier(tmp_path, photograph):
     model(small(head_bias=False, num_classes=5), task="embed", labels=None).save(tmp_path / "clip")
     new = vitrail.load(tmp_path / "clip", num_classes=5)
-    assert new.card.task == "classify"
+    assert new.info.task == "classify"
     assert len(new.predict(photograph)) == 5
 
 
@@ -147,23 +147,23 @@ def test_saved_and_loaded_again_nothing_differs(folder, tmp_path, photograph):
     changed = vitrail.load(folder, channels=1, image_size=64)
     changed.save(tmp_path / "again")
     again = vitrail.load(tmp_path / "again")
-    assert again.card.to_dict() == changed.card.to_dict()
+    assert again.info.to_dict() == changed.info.to_dict()
     assert torch.equal(again.logits(photograph), changed.logits(photograph))
     with pytest.raises(CheckpointError, match="exists already"):
         changed.save(tmp_path / "again")
 
 
 def test_each_of_several_labels_has_a_probability_of_its_own(vit, tmp_path, photograph):
-    vitrail.Model(vit.net, vit.card.replace(multi_label=True)).save(tmp_path / "tags")
+    vitrail.Model(vit.net, vit.info.replace(multi_label=True)).save(tmp_path / "tags")
     tags = vitrail.load(tmp_path / "tags")
     answers, wanted = tags.predict(photograph, top=5), tags.logits(photograph)[0].sigmoid()
     assert [a.score for a in answers] == sorted(wanted.tolist(), reverse=True)
-    assert not vitrail.load(tmp_path / "tags", num_classes=3).card.multi_label
+    assert not vitrail.load(tmp_path / "tags", num_classes=3).info.multi_label
 
 
 def test_what_is_saved_is_the_network_as_it_is_now(vit, tmp_path):
     net = vit.net.resized(64)
-    vitrail.Model(net, vit.card.replace(config=net.config)).save(tmp_path / "m")
+    vitrail.Model(net, vit.info.replace(config=net.config)).save(tmp_path / "m")
     assert vitrail.load(tmp_path / "m").config.image_size == (64, 64)
 
 
@@ -210,10 +210,10 @@ def test_other_libraries_names_are_understood(theirs, ours):
 
 def test_a_fresh_model_has_its_familys_preprocessing(photograph):
     deit = vitrail.fresh("DeiT-Ti/16", depth=1, image_size=32, num_classes=3)
-    assert deit.card.preprocess.mean == (0.485, 0.456, 0.406)
+    assert deit.info.preprocess.mean == (0.485, 0.456, 0.406)
     assert len(deit.predict(photograph)) == 3
     assert not deit.net.training
-    assert vitrail.fresh("CLIP-B/32", depth=1, image_size=32, width=64, num_heads=1).card.task == "embed"
+    assert vitrail.fresh("CLIP-B/32", depth=1, image_size=32, width=64, num_heads=1).info.task == "embed"
     with pytest.raises(NotFound, match="did you mean 'DeiT-S/16'"):
         vitrail.fresh("DeiT-S16")
 

@@ -16,7 +16,7 @@ from vitrail.export import compare as comparison
 from vitrail.models import build
 from vitrail.models.variants import config_for
 from vitrail.weights import checkpoint, hub
-from vitrail.weights.card import Card, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 
 PAGES = [
     "README.md",
@@ -36,12 +36,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the size of the one the pages speak of, with random weights."""
     config = config_for("ViT-Ti/16", activation="gelu", resample="timm")
     folder = tmp_path_factory.mktemp("hub") / "repository"
-    card = Card(
+    info = ModelInfo(
         config=config,
         preprocess=usual_preprocess("ViT", config, "timm"),
         labels=tuple(f"class {i}" for i in range(1000)),
     )
-    checkpoint.write(randomized(build(config)), card, folder, to="timm")
+    checkpoint.write(randomized(build(config)), info, folder, to="timm")
     return folder
 
 

@@ -154,8 +154,8 @@ def test_every_size_has_its_own_positions_preprocessing_and_difference(vit: vitr
     assert first.change is None
     assert second.change.value == pytest.approx(second.top1.value - first.top1.value)
     assert vit.config.image_size == (32, 32)  # the model itself stays as it is
-    larger = vitrail.Model(vit.net.resized(48), vit.card.replace(config=vit.config.replace(image_size=48)))
-    larger.card = larger.card.replace(preprocess=larger.card.preprocess.replace(image_size=48))
+    larger = vitrail.Model(vit.net.resized(48), vit.info.replace(config=vit.config.replace(image_size=48)))
+    larger.info = larger.info.replace(preprocess=larger.info.preprocess.replace(image_size=48))
     assert evaluated(larger, album).loss.value == pytest.approx(second.loss.value, rel=1e-6)
 
 
@@ -251,7 +251,7 @@ def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path, monkeypatch: py
     synset = [f"n{1_440_764 + k:08d}" for k in range(1000)]
     for place in ("real", "matching"):
         monkeypatch.setattr(f"vitrail.evaluate.{place}.listed", lambda: tuple(synset))
-    named = vitrail.Model(wide.net, wide.card.replace(labels=tuple(reversed(synset))))
+    named = vitrail.Model(wide.net, wide.info.replace(labels=tuple(reversed(synset))))
     found = evaluated(named, tmp_path / "val", real=tmp_path / "real.json")
     assert found.matched == "synset"
     assert (found.first.real.count, found.first.real.left_out) == (2, 1)

@@ -106,8 +106,8 @@ def test_a_file_is_measured_as_its_model_is(vit, files, album, kind, flip):
 
 def test_pixels_that_are_never_rounded_reach_the_file_as_they_are(tmp_path, album):
     plain = model(small(width=32, depth=1, mlp_dim=48))
-    card = plain.card.replace(preprocess=plain.card.preprocess.replace(antialias=False))
-    vit = vitrail.Model(plain.net, card)
+    info = plain.info.replace(preprocess=plain.info.preprocess.replace(antialias=False))
+    vit = vitrail.Model(plain.net, info)
     path = export(vit, tmp_path / "a.onnx", check=[gradient()]).path
     options: dict[str, Any] = {"workers": 0, "device": "cpu"}
     got, wanted = (vitrail.evaluate(one, str(album), **options) for one in (path, vit))

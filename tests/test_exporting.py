@@ -40,9 +40,9 @@ def test_an_exported_model_predicts_like_the_model(tiny, tmp_path):
     assert (made.sheet.answer, made.sheet.image, made.comparison.images) == ("probabilities", (32, 48), 2)
     vit = running(made.path)
     net = tiny.net.resized((32, 48))
-    preprocess = tiny.card.preprocess.replace(image_size=(32, 48))
-    card = tiny.card.replace(config=net.config, preprocess=preprocess)
-    wanted = vitrail.Model(net, card).predict([gradient(), gradient(20)])
+    preprocess = tiny.info.preprocess.replace(image_size=(32, 48))
+    info = tiny.info.replace(config=net.config, preprocess=preprocess)
+    wanted = vitrail.Model(net, info).predict([gradient(), gradient(20)])
     for row, expected in zip(vit.predict([gradient(), gradient(20)]), wanted, strict=True):
         assert [p.label for p in row] == [p.label for p in expected]
         assert [p.score for p in row] == pytest.approx([p.score for p in expected], abs=1e-5)
@@ -156,6 +156,8 @@ def test_a_large_network_has_the_same_numbers(tmp_path, to):
 
 
 def model_of(config: vitrail.ViTConfig) -> vitrail.Model:
-    from vitrail.weights.card import Card, usual_preprocess
+    from vitrail.weights.model_info import ModelInfo, usual_preprocess
 
-    return vitrail.Model(randomized(build(config)), Card(config=config, preprocess=usual_preprocess("ViT", config)))
+    return vitrail.Model(
+        randomized(build(config)), ModelInfo(config=config, preprocess=usual_preprocess("ViT", config))
+    )

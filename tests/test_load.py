@@ -53,7 +53,7 @@ def fetched(monkeypatch, folder) -> list[str]:
 
 def test_a_folder_and_the_file_in_it_give_the_same_model(vit, folder, photograph):
     whole, alone = vitrail.load(folder), vitrail.load(folder / "model.safetensors")
-    assert whole.card.to_dict() == alone.card.to_dict() == vit.card.to_dict()
+    assert whole.info.to_dict() == alone.info.to_dict() == vit.info.to_dict()
     assert torch.equal(whole.logits(photograph), vit.logits(photograph))
     assert torch.equal(alone.logits(photograph), vit.logits(photograph))
 
@@ -83,7 +83,7 @@ def test_a_home_directory_is_expanded(folder, monkeypatch):
     ],
 )
 def test_a_name_says_which_checkpoint_it_stands_for(fetched, caplog, name, hub_id):
-    assert vitrail.load(name).card.origin == hub_id
+    assert vitrail.load(name).info.origin == hub_id
     assert fetched == [hub_id]
     assert f"{name} stands for {hub_id}." in caplog.text
 
@@ -104,7 +104,7 @@ def test_a_name_whose_checkpoint_cannot_be_had_says_what_it_stands_for(monkeypat
     ],
 )
 def test_a_hub_id_is_fetched_as_it_is(fetched, caplog, name):
-    assert vitrail.load(name).card.origin == name
+    assert vitrail.load(name).info.origin == name
     assert fetched == [name]
     assert "stands for" not in caplog.text
 
@@ -126,7 +126,7 @@ def test_a_name_is_found_in_the_hubs_cache(vit, tmp_path, monkeypatch, photograp
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     again = vitrail.load("ViT-Ti/16")
-    assert again.card.origin == "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+    assert again.info.origin == "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     assert torch.equal(again.logits(photograph), vit.logits(photograph))
 
 
@@ -224,7 +224,7 @@ def test_a_path_object_is_never_a_name(fetched):
 
 def test_another_size_resamples_positions_and_says_so(folder, photograph, caplog):
     wide = vitrail.load(folder, image_size=(32, 64))
-    assert wide.config.image_size == wide.card.preprocess.image_size == (32, 64)
+    assert wide.config.image_size == wide.info.preprocess.image_size == (32, 64)
     assert "positions were resampled to 32x64 as timm does it." in caplog.text
     assert wide.logits(photograph).shape == (1, 5)
     with pytest.raises(ConfigError, match="uncovered; try height 24 or 32"):
@@ -234,14 +234,14 @@ def test_another_size_resamples_positions_and_says_so(folder, photograph, caplog
 def test_another_size_keeps_the_share_of_the_image_that_is_seen(tmp_path):
     preprocess = PreprocessConfig(image_size=32, resize="short", resize_to=36)
     model(small(), preprocess=preprocess).save(tmp_path / "m")
-    assert vitrail.load(tmp_path / "m", image_size=64).card.preprocess.resize_to == 72
+    assert vitrail.load(tmp_path / "m", image_size=64).info.preprocess.resize_to == 72
 
 
 def test_a_size_that_only_the_preprocessing_lacks_is_given_to_it(tmp_path):
     """DINOv2's repositories: a network for 518 pixels, a preprocessing for 224."""
     model(small(), preprocess=PreprocessConfig(image_size=24)).save(tmp_path / "m")
-    assert vitrail.load(tmp_path / "m").card.preprocess.image_size == (24, 24)
-    assert vitrail.load(tmp_path / "m", image_size=32).card.preprocess.image_size == (32, 32)
+    assert vitrail.load(tmp_path / "m").info.preprocess.image_size == (24, 24)
+    assert vitrail.load(tmp_path / "m", image_size=32).info.preprocess.image_size == (32, 32)
 
 
 def test_one_channel_answers_to_gray_images_as_three_do(vit, folder, photograph, caplog):
@@ -299,9 +299,9 @@ def test_labels_come_from_a_file_a_list_or_an_installed_package(folder, tmp_path
 
 def test_the_family_settles_what_a_bare_file_does_not_say(vit, tmp_path):
     vit.save(tmp_path / "bare.pth", to="torchvision")
-    assert vitrail.load(tmp_path / "bare.pth").card.family == "ViT"
+    assert vitrail.load(tmp_path / "bare.pth").info.family == "ViT"
     deit = vitrail.load(tmp_path / "bare.pth", family="DeiT")
-    assert (deit.card.family, deit.card.preprocess.interpolation) == ("DeiT", "bicubic")
+    assert (deit.info.family, deit.info.preprocess.interpolation) == ("DeiT", "bicubic")
     with pytest.raises(NotFound, match="did you mean 'DeiT'"):
         vitrail.load(tmp_path / "bare.pth", family="DeiTT")
 

@@ -1,4 +1,4 @@
-"""A Model's network and card describe one model, whenever either of them is set."""
+"""A Model's network and info describe one model, whenever either of them is set."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def vit() -> vitrail.Model:
 
 
 def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Model) -> None:
-    """Its first class would be called what the card's first class is called."""
+    """Its first class would be called what the model info's first class is called."""
     with pytest.raises(ModelError) as caught:
-        vitrail.Model(vit.net.with_classes(10), vit.card)
+        vitrail.Model(vit.net.with_classes(10), vit.info)
     assert str(caught.value) == (
-        "the network has num_classes=10, and its card says num_classes=5: the card is of another network. "
-        "Load the checkpoint with these settings, or pass card.replace(config=net.config, labels=None)."
+        "the network has num_classes=10, and its info says num_classes=5: the info is of another network. "
+        "Load the checkpoint with these settings, or pass info.replace(config=net.config, labels=None)."
     )
     net = vit.net.with_classes(10)
     assert (
-        vitrail.Model(net, vit.card.replace(config=net.config, labels=None))
+        vitrail.Model(net, vit.info.replace(config=net.config, labels=None))
         .predict(gradient())[0]
         .label.startswith("class ")
     )
@@ -55,33 +55,33 @@ def test_a_network_with_other_classes_than_its_card_is_refused(vit: vitrail.Mode
     ],
 )
 def test_any_other_difference_that_matters_is_refused(vit: vitrail.Model, changes: dict, said: str) -> None:
-    with pytest.raises(ModelError, match=f"the network has {said}, and its card says"):
-        vitrail.Model(build(small(**changes)), vit.card)
+    with pytest.raises(ModelError, match=f"the network has {said}, and its info says"):
+        vitrail.Model(build(small(**changes)), vit.info)
 
 
 def test_a_bit_is_no_vit(vit: vitrail.Model) -> None:
-    with pytest.raises(ModelError, match="the network has kind=BiTConfig, and its card says kind=ViTConfig"):
-        vitrail.Model(model(BIT).net, vit.card)
+    with pytest.raises(ModelError, match="the network has kind=BiTConfig, and its info says kind=ViTConfig"):
+        vitrail.Model(model(BIT).net, vit.info)
 
 
 def test_what_matters_only_in_training_may_differ() -> None:
-    card = model(small(layer_scale=0.1)).card
+    info = model(small(layer_scale=0.1)).info
     other = small(dropout=0.1, attention_dropout=0.1, drop_path=0.2, position_init_std=1.0, layer_scale=1e-6)
-    assert len(vitrail.Model(model(other).net, card).predict(gradient())) == 5
+    assert len(vitrail.Model(model(other).net, info).predict(gradient())) == 5
 
 
 def test_a_preprocessing_of_other_channels_is_refused(vit: vitrail.Model) -> None:
     gray = PreprocessConfig(image_size=32, mean=(0.5,), std=(0.5,))
     with pytest.raises(ModelError, match=r"takes images of 3 channels, and its preprocessing gives 1; load it with"):
-        vitrail.Model(vit.net, vit.card.replace(preprocess=gray))
+        vitrail.Model(vit.net, vit.info.replace(preprocess=gray))
 
 
 def test_a_network_and_a_card_set_later_must_fit_too(vit: vitrail.Model) -> None:
-    with pytest.raises(ModelError, match="the network has num_classes=10, and its card says num_classes=5"):
+    with pytest.raises(ModelError, match="the network has num_classes=10, and its info says num_classes=5"):
         vit.net = vit.net.with_classes(10)
-    other = vit.card.replace(config=vit.config.replace(num_classes=3), labels=None)
-    with pytest.raises(ModelError, match="the network has num_classes=5, and its card says num_classes=3"):
-        vit.card = other
+    other = vit.info.replace(config=vit.config.replace(num_classes=3), labels=None)
+    with pytest.raises(ModelError, match="the network has num_classes=5, and its info says num_classes=3"):
+        vit.info = other
     assert len(vit.predict(gradient())) == 5
     again = vit.net.rebuilt(vit.config, {})
     vit.net = again
@@ -90,7 +90,7 @@ def test_a_network_and_a_card_set_later_must_fit_too(vit: vitrail.Model) -> None
 
 def test_a_card_set_later_brings_its_preprocessing(vit: vitrail.Model) -> None:
     before = vit.logits(gradient())
-    vit.card = vit.card.replace(preprocess=vit.card.preprocess.replace(mean=(0.2, 0.3, 0.4)))
+    vit.info = vit.info.replace(preprocess=vit.info.preprocess.replace(mean=(0.2, 0.3, 0.4)))
     assert vit.preprocess.config.mean == (0.2, 0.3, 0.4)
     assert not torch.equal(vit.logits(gradient()), before)
 
@@ -110,8 +110,8 @@ def test_what_changes_both_at_once_fits(vit: vitrail.Model, tmp_path: Path) -> N
     vit.save(tmp_path / "m")
     for changed in (
         vitrail.load(tmp_path / "m", num_classes=10, image_size=64, channels=1),
-        vitrail.Model(*adapted(vit.net, vit.card, num_classes=10, image_size=64, channels=1)),
+        vitrail.Model(*adapted(vit.net, vit.info, num_classes=10, image_size=64, channels=1)),
     ):
-        assert changed.config == changed.card.config
+        assert changed.config == changed.info.config
         assert sorted(p.label for p in changed.predict(gradient(), top=10)) == [f"class {i}" for i in range(10)]
-        assert changed.net.config.channels == changed.card.preprocess.channels == 1
+        assert changed.net.config.channels == changed.info.preprocess.channels == 1

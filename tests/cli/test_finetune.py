@@ -49,7 +49,7 @@ def test_a_model_and_a_folder_are_enough(vitrail: Command, start: Path, album: P
     tuned = package.load(run)
     assert tuned.labels == ("blue", "green", "red")
     assert tuned.predict(album / "red" / "003.jpg")[0].label == "red"
-    assert tuned.card.origin.startswith("fine-tuned from ")
+    assert tuned.info.origin.startswith("fine-tuned from ")
     assert RunFolder(run).read_config().data.source == str(album)
     assert tuned.explain(album / "red" / "003.jpg", methods=["rollout"]).model == "finetune-my-photos"
     for file in (run / "report.html", run / "model" / "config.json", run / "model" / "model.safetensors"):

@@ -76,7 +76,7 @@ def test_the_model_is_opened_with_its_options(vitrail, weights, started, tmp_pat
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
     vitrail("serve", weights, "--port", 0, "--labels", tmp_path / "labels.txt", "--image-size", "64")
     served = started["opener"]()
-    assert served.card.labels == ("a", "b", "c", "d", "e")
+    assert served.info.labels == ("a", "b", "c", "d", "e")
     assert served.shape == (64, 64, 3)
     assert served.grid == (8, 8)
     assert (served.engine.name, served.alone, served.model is not None) == ("torch", True, True)
@@ -126,7 +126,7 @@ def test_images_to_calibrate_on_reach_the_engine(vitrail, weights, started, monk
 
     def open_engine(source, engine, *rest, **options):
         given.update(options, engine=engine)
-        return engines.torch_engine(source.net, source.card)
+        return engines.torch_engine(source.net, source.info)
 
     images = tmp_path / "images"
     images.mkdir()
@@ -197,7 +197,7 @@ def test_an_exported_file_is_served_by_its_own_engine(
     assert (served.classifies, served.embeds, served.methods) == (True, False, ())
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
     result = vitrail("serve", path, "--port", 0, "--labels", tmp_path / "labels.txt", "--device", "cpu")
-    assert started["opener"]().card.labels == ("a", "b", "c", "d", "e")
+    assert started["opener"]().info.labels == ("a", "b", "c", "d", "e")
     assert "  the page     http://127.0.0.1:" in result.out
     assert "look inside" not in result.out  # it cannot be
 

@@ -23,7 +23,7 @@ import vitrail
 from vitrail.api.embedding import embed
 from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.models import build
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, num_heads=2, mlp_dim=128, num_classes=3)
 
@@ -48,8 +48,8 @@ def start(data: Path, out: Path) -> int:
     status = 1
     try:
         os.dup2(os.open(out.parent / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-        card = Card(config=CONFIG, preprocess=PreprocessConfig(image_size=32), labels=("a", "b", "c"))
-        model = vitrail.Model(build(CONFIG, seed=0).eval(), card)
+        info = ModelInfo(config=CONFIG, preprocess=PreprocessConfig(image_size=32), labels=("a", "b", "c"))
+        model = vitrail.Model(build(CONFIG, seed=0).eval(), info)
         embed(model, str(data), out, batch_size=4, part=8, advance=lambda count: time.sleep(0.01))
         status = 0
     except BaseException:

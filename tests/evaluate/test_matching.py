@@ -13,8 +13,8 @@ from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.errors import DataError
 from vitrail.evaluate import synsets
 from vitrail.evaluate.matching import Mapped, match_classes, model_names
-from vitrail.weights.card import Card
 from vitrail.weights.labels import ASSUMED, imagenet_1k
+from vitrail.weights.model_info import ModelInfo
 
 TIMM = synsets.listed()
 needs_timm = pytest.mark.skipif(TIMM is None, reason="timm is not installed; make test installs it")
@@ -60,12 +60,12 @@ def test_assumed_names_are_matched_unless_as_many_others_go_by_order():
     names = imagenet_1k()
     assert names is not None
     config = ViTConfig(image_size=16, patch_size=8, num_classes=1000, width=8, depth=1, num_heads=1, mlp_dim=8)
-    card = Card(config=config, preprocess=PreprocessConfig(image_size=16), labels=names, notes=(ASSUMED,))
+    info = ModelInfo(config=config, preprocess=PreprocessConfig(image_size=16), labels=names, notes=(ASSUMED,))
     others = [f"thing {k}" for k in range(1000)]
-    assert model_names(card, source(["church", "chain saw"])) == names
-    assert model_names(card, source(sorted(names))) == names  # in another order, as folders are
-    assert model_names(card, source(others)) is None
-    assert model_names(card.replace(notes=()), source(others)) == names  # the checkpoint names them
+    assert model_names(info, source(["church", "chain saw"])) == names
+    assert model_names(info, source(sorted(names))) == names  # in another order, as folders are
+    assert model_names(info, source(others)) is None
+    assert model_names(info.replace(notes=()), source(others)) == names  # the checkpoint names them
 
 
 @needs_timm

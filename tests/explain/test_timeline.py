@@ -30,7 +30,7 @@ from vitrail.explain.rollout import class_view
 from vitrail.explain.timeline import SUBJECTS, Moment, aligned, frames
 from vitrail.models import build
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -290,8 +290,8 @@ def test_without_its_data_the_rest_is_drawn(run: Path, tmp_path: Path, caplog: p
     (folder / "config.json").write_text(json.dumps(config))
     for step, net in enumerate([build(small(position="none")), build(small(position="none"), seed=1)]):
         shutil.rmtree(folder / "snapshots" / f"{4 * step:08d}")
-        card = Card(config=net.config, preprocess=PreprocessConfig(image_size=32))
-        checkpoint.write(net, card, folder / "snapshots" / f"{4 * step:08d}")
+        info = ModelInfo(config=net.config, preprocess=PreprocessConfig(image_size=32))
+        checkpoint.write(net, info, folder / "snapshots" / f"{4 * step:08d}")
     names = {path.stem for path in timeline(folder, tmp_path / "out")}
     assert names == {"timeline-filters"}
     assert "left out distances: the images it was measured on cannot be read" in caplog.text
@@ -300,9 +300,9 @@ def test_without_its_data_the_rest_is_drawn(run: Path, tmp_path: Path, caplog: p
 
 def test_a_model_with_nothing_to_follow_is_an_error_with_all_reasons(run: Path, tmp_path: Path):
     folder, net = copied(run, tmp_path / "run", 0), build(TINY)
-    card = Card(config=net.config, preprocess=PreprocessConfig(image_size=32))
+    info = ModelInfo(config=net.config, preprocess=PreprocessConfig(image_size=32))
     for step in (0, 1):
-        checkpoint.write(net, card, folder / "snapshots" / f"{step:08d}")
+        checkpoint.write(net, info, folder / "snapshots" / f"{step:08d}")
     said = r"nothing to follow in .*; positions: a BiT .*; filters: .*; distances: .*; rollout: a BiT"
     with pytest.raises(ModelError, match=said):
         timeline(folder, tmp_path / "out")

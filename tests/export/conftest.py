@@ -51,20 +51,20 @@ def images(tiny: vitrail.Model) -> list[np.ndarray[Any, Any]]:
 
 @pytest.fixture(scope="session")
 def own(tiny: vitrail.Model) -> TorchEngine:
-    return TorchEngine(tiny.net, tiny.card)
+    return TorchEngine(tiny.net, tiny.info)
 
 
 @pytest.fixture(scope="session")
 def onnx_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Pixels to probabilities, any batch."""
-    sheet = Sheet(card=tiny.card, to="onnx", answer="probabilities")
+    sheet = Sheet(info=tiny.info, to="onnx", answer="probabilities")
     return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.onnx", images)
 
 
 @pytest.fixture(scope="session")
 def int8_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Pixels to logits in ONNX, in 8-bit integers, any batch."""
-    sheet = Sheet(card=tiny.card, to="onnx", precision="int8", answer="logits")
+    sheet = Sheet(info=tiny.info, to="onnx", precision="int8", answer="logits")
     path = tmp_path_factory.mktemp("exported") / "tiny.onnx"
     return export(tiny.net, sheet, path, images, calibration=images, timed=False)
 
@@ -72,5 +72,5 @@ def int8_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.T
 @pytest.fixture(scope="session")
 def openvino_file(tiny: vitrail.Model, images: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Exported:
     """Normalized images to logits, three at a time."""
-    sheet = Sheet(card=tiny.card, to="openvino", inside=False, batch_size=3)
+    sheet = Sheet(info=tiny.info, to="openvino", inside=False, batch_size=3)
     return export(tiny.net, sheet, tmp_path_factory.mktemp("exported") / "tiny.xml", images, timed=False)

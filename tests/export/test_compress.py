@@ -76,8 +76,8 @@ def test_a_network_without_products_is_refused():
 
 def test_a_network_in_such_integers_is_smaller_and_close_to_the_model(tiny, own, images):
     batch = np.stack(images)
-    exact = kept_engine(tiny.net, tiny.card, "openvino")
-    engine = kept_engine(tiny.net, tiny.card, "openvino", "int8")
+    exact = kept_engine(tiny.net, tiny.info, "openvino")
+    engine = kept_engine(tiny.net, tiny.info, "openvino", "int8")
     wanted, got = own.logits(batch), engine.logits(batch)
     assert engine.precision == "int8"
     assert 0 < np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 0.05

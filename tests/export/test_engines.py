@@ -31,7 +31,7 @@ from vitrail.runtime.cpu import Cpu
 
 def test_torch_is_the_default_and_gives_the_networks_logits(tiny, images):
     engine = open_engine(tiny, device="cpu")
-    assert (engine.name, engine.precision, engine.card) == ("torch", "float32", tiny.card)
+    assert (engine.name, engine.precision, engine.info) == ("torch", "float32", tiny.info)
     np.testing.assert_allclose(engine.logits(np.stack(images)), tiny._run(images, "logits"), atol=1e-6)
 
 
@@ -126,7 +126,7 @@ def test_an_int8_file_of_an_older_version_warns_on_a_cpu_without_vnni(int8_file,
 
 
 def test_openvinos_own_integers_hold_on_every_cpu(tiny, images, tmp_path, monkeypatch, caplog):
-    sheet = Sheet(card=tiny.card, to="openvino", precision="int8", saturates=True)  # as in a file that does not say
+    sheet = Sheet(info=tiny.info, to="openvino", precision="int8", saturates=True)  # as in a file that does not say
     made = export(tiny.net, sheet, tmp_path / "old.xml", images, timed=False)
     monkeypatch.setattr(engines, "cpu", lambda: Cpu("a", "x86_64", (), ("AVX2",)))
     open_file(made.path)
@@ -166,30 +166,30 @@ def test_int8_needs_images_in_onnx_alone():
 
 
 def test_another_model_has_another_digest_and_other_names_do_not(tiny):
-    plain = kept.digest(tiny.net, tiny.card)
-    assert plain == kept.digest(tiny.net, tiny.card.replace(origin="elsewhere", labels=None))
-    assert plain != kept.digest(tiny.net, tiny.card.replace(multi_label=True))
-    assert plain != kept.digest(tiny.net.with_classes(5), tiny.card)
+    plain = kept.digest(tiny.net, tiny.info)
+    assert plain == kept.digest(tiny.net, tiny.info.replace(origin="elsewhere", labels=None))
+    assert plain != kept.digest(tiny.net, tiny.info.replace(multi_label=True))
+    assert plain != kept.digest(tiny.net.with_classes(5), tiny.info)
 
 
 def test_files_that_were_written_another_way_are_not_taken_over(tiny, monkeypatch):
-    now = kept.digest(tiny.net, tiny.card)
+    now = kept.digest(tiny.net, tiny.info)
     monkeypatch.setattr(kept, "SCHEME", kept.SCHEME - 1)
-    assert now != kept.digest(tiny.net, tiny.card)
+    assert now != kept.digest(tiny.net, tiny.info)
 
 
 def test_a_kept_file_has_the_names_of_the_card_at_hand(tiny):
-    first = kept.kept_engine(tiny.net, tiny.card, "onnxruntime")
+    first = kept.kept_engine(tiny.net, tiny.info, "onnxruntime")
     names = tuple(f"other {i}" for i in range(tiny.config.num_classes))
-    again = kept.kept_engine(tiny.net, tiny.card.replace(labels=names), "onnxruntime")
-    assert (first.card.labels, again.card.labels) == (tiny.card.labels, names)
+    again = kept.kept_engine(tiny.net, tiny.info.replace(labels=names), "onnxruntime")
+    assert (first.info.labels, again.info.labels) == (tiny.info.labels, names)
 
 
 @pytest.mark.parametrize(("engine", "name"), [("onnxruntime", "float32.onnx"), ("openvino", "float32.bin")])
 @pytest.mark.parametrize("how", ["cut", "changed"])
 def test_a_damaged_kept_file_is_made_anew(tiny, own, images, engine, name, how):
-    kept.kept_engine(tiny.net, tiny.card, engine)
-    path = kept.folder_of(tiny.net, tiny.card) / name
+    kept.kept_engine(tiny.net, tiny.info, engine)
+    path = kept.folder_of(tiny.net, tiny.info) / name
     data = path.read_bytes()
     middle = len(data) // 2
     path.write_bytes(data[:1000] if how == "cut" else data[:middle] + bytes(64) + data[middle + 64 :])
@@ -214,7 +214,7 @@ def test_threads_take_turns_too(tmp_path):
 def test_a_model_in_bfloat16_is_held_against_float32(tiny, monkeypatch, caplog):
     monkeypatch.setattr(choose, "candidates", lambda calibrated: [("onnxruntime", "float32")])
     monkeypatch.setattr(choose, "rate", lambda engine, batch, seconds: 1.0 if engine.name == "torch" else 2.0)
-    rough = vitrail.Model(tiny.net.rebuilt(tiny.net.config, {}).to(torch.bfloat16), tiny.card)
+    rough = vitrail.Model(tiny.net.rebuilt(tiny.net.config, {}).to(torch.bfloat16), tiny.info)
     assert open_engine(rough, "auto", device="cpu").name == "onnxruntime"
     assert "did not agree" not in caplog.text
 
@@ -296,9 +296,9 @@ def test_a_full_disk_under_the_cache_does_not_stop_an_engine(tiny, images, monke
 
 
 def test_openvinos_files_are_made_from_the_onnx_that_is_there(tiny, monkeypatch):
-    kept.kept_engine(tiny.net, tiny.card, "onnxruntime")
+    kept.kept_engine(tiny.net, tiny.info, "onnxruntime")
     monkeypatch.setattr("vitrail.export.export.traced", None)  # not again
-    assert kept.kept_engine(tiny.net, tiny.card, "openvino").precision == "float32"
+    assert kept.kept_engine(tiny.net, tiny.info, "openvino").precision == "float32"
 
 
 def test_auto_tries_both_engines_of_an_onnx_file_and_says_which(onnx_file, monkeypatch, caplog):
@@ -378,7 +378,7 @@ def test_openvino_starts_under_a_limit_that_all_its_kernels_obey(given, instruct
 
 @pytest.mark.slow
 def test_openvino_survives_a_limit_below_avx512(tiny, images, tmp_path):
-    sheet = Sheet(card=tiny.card, to="openvino", precision="int8")
+    sheet = Sheet(info=tiny.info, to="openvino", precision="int8")
     made = export(tiny.net, sheet, tmp_path / "tiny.xml", images, timed=False)
     np.save(tmp_path / "pixels.npy", np.stack(images))
     code = (

@@ -32,7 +32,7 @@ from vitrail.runtime.cpu import cpu
 
 @pytest.fixture(scope="module")
 def tiny_sheet(tiny) -> str:
-    return Sheet(card=tiny.card, to="onnx", batch_size=3, parameters=9).to_json()
+    return Sheet(info=tiny.info, to="onnx", batch_size=3, parameters=9).to_json()
 
 
 def test_a_file_says_what_goes_in_and_what_comes_out(onnx_file, tiny):
@@ -43,7 +43,7 @@ def test_a_file_says_what_goes_in_and_what_comes_out(onnx_file, tiny):
     assert given.type.tensor_type.elem_type == onnx.TensorProto.UINT8
     assert shape == ["batch", 32, 48, 3]
     assert Sheet.from_json(onnx_file.sheet.to_json()) == onnx_file.sheet
-    assert onnx_file.sheet.card.labels == LABELS
+    assert onnx_file.sheet.info.labels == LABELS
 
 
 def test_the_report_beside_a_file_has_what_was_found(onnx_file):
@@ -77,8 +77,8 @@ def test_an_export_that_disagrees_fails_and_leaves_nothing_behind(tiny, images, 
     other = model(small(image_size=(32, 48), width=32, depth=1, mlp_dim=48))
     with torch.no_grad():
         other.net.head.weight.mul_(1.01)
-    monkeypatch.setattr(exporting, "model_of", lambda net, sheet: TorchEngine(other.net, other.card))
-    sheet = Sheet(card=tiny.card, to="pt2")
+    monkeypatch.setattr(exporting, "model_of", lambda net, sheet: TorchEngine(other.net, other.info))
+    sheet = Sheet(info=tiny.info, to="pt2")
     with pytest.raises(CheckpointError, match=r"tiny\.pt2 does not agree .* off by 0\.0\d+ of their size, 0\.0001"):
         export(tiny.net, sheet, tmp_path / "tiny.pt2", images)
     assert list(tmp_path.iterdir()) == []
@@ -86,7 +86,7 @@ def test_an_export_that_disagrees_fails_and_leaves_nothing_behind(tiny, images, 
 
 def test_an_export_that_fails_leaves_what_was_there(tiny, images, tmp_path, monkeypatch):
     (tmp_path / "tiny.pt2").write_text("before")
-    sheet = Sheet(card=tiny.card, to="pt2")
+    sheet = Sheet(info=tiny.info, to="pt2")
     with pytest.raises(CheckpointError, match="exists already"):
         export(tiny.net, sheet, tmp_path / "tiny.pt2", images)
 
@@ -147,7 +147,7 @@ def test_the_pages_snippet_prepares_images_as_vitrail_does(images, tmp_path, mon
     assert (replaced, "vitrail." in code) == (2, False)
     how = PreprocessConfig(image_size=32, resize="short", resize_to=36)
     vit = model(small(image_size=32, width=32, depth=1, mlp_dim=48), preprocess=how)
-    sheet = Sheet(card=vit.card, to="onnx", answer="probabilities")
+    sheet = Sheet(info=vit.info, to="onnx", answer="probabilities")
     monkeypatch.chdir(tmp_path)
     export(vit.net, sheet, Path("model.onnx"), [vit.preprocess.pixels(image) for image in samples()], timed=False)
     for size in ((90, 41), (37, 64), (20, 50)):
@@ -162,7 +162,7 @@ def test_the_pages_snippet_prepares_images_as_vitrail_does(images, tmp_path, mon
 
 def test_formats_of_one_name_lie_side_by_side(tiny, images, tmp_path):
     for suffix, to in (("pt2", "pt2"), ("onnx", "onnx")):
-        export(tiny.net, Sheet(card=tiny.card, to=to), tmp_path / f"tiny.{suffix}", images, timed=False)
+        export(tiny.net, Sheet(info=tiny.info, to=to), tmp_path / f"tiny.{suffix}", images, timed=False)
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["tiny.onnx", "tiny.onnx.json", "tiny.pt2", "tiny.pt2.json"]
 
@@ -173,9 +173,9 @@ def test_a_file_says_what_it_was_made_from_and_not_where_that_lay(tiny, images, 
         (str(tmp_path / "mine.safetensors"), "mine.safetensors"),
         ("timm/vit_tiny", "timm/vit_tiny"),
     ):
-        sheet = Sheet(card=tiny.card.replace(origin=origin), to="onnx")
+        sheet = Sheet(info=tiny.info.replace(origin=origin), to="onnx")
         made = export(tiny.net, sheet, tmp_path / "tiny.onnx", images, timed=False, overwrite=True)
-        assert open_file(made.path).card.origin == made.sheet.card.origin == wanted
+        assert open_file(made.path).info.origin == made.sheet.info.origin == wanted
         everything = made.path.read_bytes() + made.report.read_bytes()
         assert str(tmp_path).encode() not in everything
         assert b"packaged.py" not in everything
@@ -185,7 +185,7 @@ def test_a_file_says_what_it_was_made_from_and_not_where_that_lay(tiny, images, 
 def test_a_network_too_large_for_one_file_gets_two(tiny, images, own, tmp_path, monkeypatch, to, parts):
     monkeypatch.setattr(formats, "LARGEST", 1000)
     path = destination(tmp_path / "t", to)
-    made = export(tiny.net, Sheet(card=tiny.card, to=to), path, images, timed=False)
+    made = export(tiny.net, Sheet(info=tiny.info, to=to), path, images, timed=False)
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".json") == parts
     assert made.size == sum((tmp_path / name).stat().st_size for name in parts) >= made.weights
     moved = tmp_path / "elsewhere"
@@ -205,14 +205,14 @@ def test_size_is_told_by_the_weights_where_protobuf_cannot(onnx_file, monkeypatc
 def test_int8_of_a_network_that_cannot_be_calibrated_is_refused_before_the_work(tiny, images, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "LARGEST", 1000)
     monkeypatch.setattr(exporting, "traced", lambda *_: pytest.fail("traced"))
-    sheet = Sheet(card=tiny.card, to="onnx", precision="int8")
+    sheet = Sheet(info=tiny.info, to="onnx", precision="int8")
     with pytest.raises(ModelError, match=r"too many to be calibrated for int8.*openvino without images"):
         export(tiny.net, sheet, tmp_path / "t.onnx", images, calibration=images)
 
 
 @pytest.mark.parametrize(("batch", "shapes"), [(8, [8, 8]), (16, [16]), (None, [4, 4, 4])])
 def test_a_fixed_batch_to_calibrate_on_is_filled_with_the_first_images_again(tiny, images, batch, shapes):
-    sheet = Sheet(card=tiny.card, to="onnx", precision="int8", batch_size=batch)
+    sheet = Sheet(info=tiny.info, to="onnx", precision="int8", batch_size=batch)
     found = calibrating(sheet, images)
     assert [len(part) for part in found] == shapes
     given = np.concatenate(found)
@@ -221,10 +221,10 @@ def test_a_fixed_batch_to_calibrate_on_is_filled_with_the_first_images_again(tin
 
 
 def test_the_tokens_that_are_no_patches_are_known(tiny):
-    assert Sheet(card=tiny.card, to="onnx").special == ("class",)
+    assert Sheet(info=tiny.info, to="onnx").special == ("class",)
     config = small(image_size=(32, 48), distilled=True, num_registers=2)
     wanted = ("class", "distill", "register 1", "register 2")
-    assert Sheet(card=tiny.card.replace(config=config), to="onnx").special == wanted
+    assert Sheet(info=tiny.info.replace(config=config), to="onnx").special == wanted
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_the_tokens_that_are_no_patches_are_known(tiny):
 )
 def test_what_cannot_be_exported_is_refused_with_the_reason(tiny, options, message):
     with pytest.raises(ConfigError, match=message):
-        Sheet(**{"card": tiny.card, "to": "onnx"} | options)
+        Sheet(**{"info": tiny.info, "to": "onnx"} | options)
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch):
@@ -357,7 +357,7 @@ def test_the_images_to_compare_on_are_all_different():
 
 def engine_of(tiny, precision: str = "float32", **options: object) -> FileEngine:
     to = "onnx" if precision == "int8" else "openvino"
-    sheet = Sheet(card=tiny.card, to=to, precision=precision, **options)  # type: ignore[arg-type]
+    sheet = Sheet(info=tiny.info, to=to, precision=precision, **options)  # type: ignore[arg-type]
     return FileEngine("openvino", sheet, lambda given: given)
 
 
@@ -415,4 +415,4 @@ def test_probabilities_of_a_model_are_those_of_its_logits():
 
 def test_a_file_lies_in_a_folder_that_is_there(tiny, images, tmp_path: Path):
     with pytest.raises(CheckpointError, match="make it first"):
-        export(tiny.net, Sheet(card=tiny.card, to="pt2"), tmp_path / "no" / "tiny.pt2", images)
+        export(tiny.net, Sheet(info=tiny.info, to="pt2"), tmp_path / "no" / "tiny.pt2", images)

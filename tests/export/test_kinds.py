@@ -44,9 +44,9 @@ def test_each_format_gives_the_networks_numbers(kind: str, tmp_path: Path):
     pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, 3), dtype=np.uint8)
     if kind == "map, sincos":  # TensorFlow's way to resize rounds nothing
         pixels = pixels.astype(np.float32) * np.float32(0.987)
-    wanted = TorchEngine(vit.net, vit.card).logits(pixels)
+    wanted = TorchEngine(vit.net, vit.info).logits(pixels)
     for to, name in (("onnx", "tiny.onnx"), ("pt2", "tiny.pt2")):
-        sheet = Sheet(card=vit.card, to=to, answer=answer)  # type: ignore[arg-type]
+        sheet = Sheet(info=vit.info, to=to, answer=answer)  # type: ignore[arg-type]
         path = tmp_path / name
         formats.write(traced(vit.net, sheet), sheet, path)
         for engine in ("onnxruntime", "openvino") if to == "onnx" else ("torch",):
@@ -55,16 +55,16 @@ def test_each_format_gives_the_networks_numbers(kind: str, tmp_path: Path):
             off = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
             assert off <= 1e-5, (engine, off)
             np.testing.assert_allclose(opened.logits(pixels[:1]), got[:1], atol=1e-4)
-            assert opened.card == vit.card
+            assert opened.info == vit.info
 
 
 def test_several_classes_have_a_probability_each(tmp_path: Path):
     vit = model(small(**LITTLE), multi_label=True)
-    sheet = Sheet(card=vit.card, to="pt2", answer="probabilities")
+    sheet = Sheet(info=vit.info, to="pt2", answer="probabilities")
     formats.write(traced(vit.net, sheet), sheet, tmp_path / "several.pt2")
     engine = open_file(tmp_path / "several.pt2")
     pixels = np.random.default_rng(0).integers(0, 256, (2, 16, 24, 3), dtype=np.uint8)
-    logits = torch.from_numpy(TorchEngine(vit.net, vit.card).logits(pixels))
+    logits = torch.from_numpy(TorchEngine(vit.net, vit.info).logits(pixels))
     np.testing.assert_allclose(engine.outputs(pixels), logits.sigmoid().numpy(), atol=1e-6)
     np.testing.assert_allclose(engine.logits(pixels), logits.numpy(), atol=1e-4)
 
@@ -72,8 +72,8 @@ def test_several_classes_have_a_probability_each(tmp_path: Path):
 def test_a_size_the_model_was_not_made_for_has_its_positions_baked_in(tmp_path: Path):
     vit = model(small(**LITTLE | {"image_size": 32}))
     larger = vit.net.resized((24, 40))
-    card = vit.card.replace(config=larger.config, preprocess=vit.card.preprocess.replace(image_size=(24, 40)))
-    sheet = Sheet(card=card, to="pt2", inside=False)
+    info = vit.info.replace(config=larger.config, preprocess=vit.info.preprocess.replace(image_size=(24, 40)))
+    sheet = Sheet(info=info, to="pt2", inside=False)
     formats.write(traced(larger, sheet), sheet, tmp_path / "larger.pt2")
     pixels = np.random.default_rng(0).integers(0, 256, (2, 24, 40, 3), dtype=np.uint8)
     images = vit.preprocess.normalize(torch.from_numpy(pixels).permute(0, 3, 1, 2))

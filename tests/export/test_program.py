@@ -35,7 +35,7 @@ class Touches:
 @pytest.fixture(scope="module")
 def program(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("program") / "tiny.pt2"
-    sheet = Sheet(card=tiny.card, to="pt2")
+    sheet = Sheet(info=tiny.info, to="pt2")
     formats.write(traced(tiny.net, sheet), sheet, path)
     return path
 

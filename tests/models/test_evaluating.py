@@ -59,7 +59,7 @@ CALLS: dict[str, Callable[[vitrail.Model], Any]] = {
     "explain": lambda vit: torch.from_numpy(np.stack(list(vit.explain(gradient()).maps.values()))),
     "figures": lambda vit: torch.from_numpy(Portrait(vit, [gradient()]).draw("distances").arrays["distances"]),
     "colors": lambda vit: torch.from_numpy(Portrait(vit, [gradient()]).draw("colors").arrays["colors"]),
-    "engine": lambda vit: torch.from_numpy(TorchEngine(vit.net, vit.card).logits(pixels())),
+    "engine": lambda vit: torch.from_numpy(TorchEngine(vit.net, vit.info).logits(pixels())),
     "service": lambda vit: torch.from_numpy(features(vit, pixels())),
 }
 

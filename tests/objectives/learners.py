@@ -15,7 +15,7 @@ from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.config.train import ClassifyConfig, DistillConfig, MaskedPatchConfig, TrainConfig
 from vitrail.models import Net, build
 from vitrail.objectives import Distill, Labels, MaskedPatch, Objective, Teacher, make_objective
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
 WAY = PreprocessConfig(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
@@ -38,7 +38,7 @@ def batch(count: int = 6, dtype: torch.dtype = torch.float64, **options: Any) ->
 
 
 def teacher_of(net: Net, way: PreprocessConfig = WAY, **options: Any) -> Teacher:
-    return Teacher(net, Card(config=net.config, preprocess=way), WAY, **{"dtype": torch.float64} | options)
+    return Teacher(net, ModelInfo(config=net.config, preprocess=way), WAY, **{"dtype": torch.float64} | options)
 
 
 def classify(loss: str = "softmax", smoothing: float = 0.1, **options: Any) -> Objective:
@@ -79,6 +79,6 @@ def saved(net: Net, path: Path, labels: tuple[str, ...] | None = None, **changes
     """The network as a checkpoint that a config can name."""
     from vitrail.weights import checkpoint
 
-    card = Card(config=net.config, preprocess=WAY.replace(**changes), labels=labels)
-    checkpoint.write(net, card, path)
+    info = ModelInfo(config=net.config, preprocess=WAY.replace(**changes), labels=labels)
+    checkpoint.write(net, info, path)
     return str(path)

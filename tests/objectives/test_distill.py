@@ -125,9 +125,9 @@ def test_a_gray_student_may_have_a_color_teacher() -> None:
 
 def load_like(net: Any, student: PreprocessConfig) -> Any:
     from vitrail.objectives import Teacher
-    from vitrail.weights.card import Card
+    from vitrail.weights.model_info import ModelInfo
 
-    return Teacher(net, Card(config=net.config, preprocess=WAY), student)
+    return Teacher(net, ModelInfo(config=net.config, preprocess=WAY), student)
 
 
 def test_the_teacher_is_neither_trained_nor_saved_nor_copied() -> None:

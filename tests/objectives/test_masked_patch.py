@@ -19,7 +19,7 @@ from vitrail.config.train import MaskedPatchConfig, TrainConfig
 from vitrail.errors import ConfigError, ModelError
 from vitrail.models import build
 from vitrail.objectives import MaskedPatch, make_objective
-from vitrail.weights.card import channels_for
+from vitrail.weights.model_info import channels_for
 
 
 def learner(target: str = "mean-color", share: float = 0.5, **options: Any) -> MaskedPatch:

@@ -28,7 +28,7 @@ class Timed:
     def __init__(
         self, seconds: Callable[[int], float], vit: vitrail.Model, waits: Sequence[float] = (), name: str = "torch"
     ) -> None:
-        self.seconds, self.card, self.name, self.precision = seconds, vit.card, name, "float32"
+        self.seconds, self.info, self.name, self.precision = seconds, vit.info, name, "float32"
         self.waits, self.wall, self.own, self.batches = iter(waits), 0.0, 0.0, []
 
     def logits(self, pixels: np.ndarray) -> np.ndarray:

@@ -115,7 +115,7 @@ def test_occlusion_is_done_a_few_squares_at_a_time(vit: vitrail.Model, monkeypat
 
 
 def test_occlusion_of_a_model_with_several_classes_to_an_image(vit: vitrail.Model, images: torch.Tensor) -> None:
-    several = vitrail.Model(vit.net, vit.card.replace(multi_label=True))
+    several = vitrail.Model(vit.net, vit.info.replace(multi_label=True))
     with running(served(several)) as (client, _):
         found = explained(client, methods='["occlusion"]', target="bird")
     wanted = occlusion(vit.net, images, torch.tensor([2]), stride=2, multi_label=True)[0].numpy()

@@ -107,7 +107,7 @@ def named() -> Iterator[httpx.Client]:
     """A server of a model whose names are long, right to left, like HTML, or nothing."""
     torch.manual_seed(0)
     vit = model(small(num_classes=len(NAMES)))
-    what = served(vitrail.Model(vit.net, vit.card.replace(labels=tuple(NAMES))))
+    what = served(vitrail.Model(vit.net, vit.info.replace(labels=tuple(NAMES))))
     what.name = "model-" + 3000 * "x"
     with running(what) as (client, _):
         yield client

@@ -34,7 +34,7 @@ def test_masked_patches_train_resume_and_load(images: Path, tmp_path: Path, targ
     with pytest.raises(vitrail.VitrailError, match="has no classes"):
         loaded.predict(images / "red" / "000.jpg")
     tuned = trained(on_photos(images, 3, init_from=str(tmp_path / "whole"), model=None), tmp_path / "tuned")
-    assert tuned.setup.card.labels == ("blue", "green", "red")
+    assert tuned.setup.info.labels == ("blue", "green", "red")
 
 
 def unlabeled(folder: Path, kind: str) -> str:

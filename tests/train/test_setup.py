@@ -56,8 +56,8 @@ def first_losses(config: TrainConfig, folder: Path, *settings: str) -> list[floa
 def test_every_blank_is_filled_in(images: Path):
     setup = prepare(on_photos(images, preprocess=None), ALONE)
     assert setup.config.model.num_classes == 3
-    assert setup.config.preprocess == setup.card.preprocess
-    assert setup.card.labels == ("blue", "green", "red")
+    assert setup.config.preprocess == setup.info.preprocess
+    assert setup.info.labels == ("blue", "green", "red")
     assert setup.counts is not None
     assert setup.counts.tolist() == np.bincount(setup.splits.train.targets).tolist()
     assert TrainConfig.from_dict(json.loads(json.dumps(setup.config.to_dict()))) == setup.config
@@ -268,10 +268,10 @@ def test_a_head_is_kept_for_the_same_classes_and_new_for_others(start: Path, ima
     assert torch.equal(kept.net.head.weight, vitrail.load(start).net.head.weight)
     renamed = photos(tmp_path / "renamed", {"red": 4, "green": 4, "azure": 4})
     new = prepare(config.replace(data={"source": str(renamed)}), ALONE)
-    assert new.card.labels == ("azure", "green", "red")
+    assert new.info.labels == ("azure", "green", "red")
     assert not new.net.head.weight.any()
     assert torch.equal(new.net.blocks[0].mlp.up.weight, vitrail.load(start).net.blocks[0].mlp.up.weight)
-    assert new.card.origin == "fine-tuned from a test"
+    assert new.info.origin == "fine-tuned from a test"
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
@@ -298,9 +298,9 @@ def test_a_run_killed_before_its_first_checkpoint_still_starts_from_its_checkpoi
     (tmp_path / "late" / "config.json").write_text(json.dumps(settings | {"start": str(tmp_path / "gone")}))
     resumed(tmp_path / "late")
     assert same_bits(tmp_path / "late", tmp_path / "whole")
-    cards = [json.loads((tmp_path / name / "model" / "config.json").read_text()) for name in ("whole", "late")]
-    assert cards[0] == cards[1]
-    assert (cards[0]["family"], cards[0]["origin"]) == ("DeiT", "fine-tuned from a test")
+    infos = [json.loads((tmp_path / name / "model" / "config.json").read_text()) for name in ("whole", "late")]
+    assert infos[0] == infos[1]
+    assert (infos[0]["family"], infos[0]["origin"]) == ("DeiT", "fine-tuned from a test")
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_chance_may_change_in_a_checkpoint(start: Path, images: Path):
     config = on_photos(images, init_from=str(start), preprocess=None, model=vitrail.load(start).config)
     setup = prepare(override(config, ["model.drop_path=0.2", "image_size=24"]), ALONE)
     assert (setup.net.config.drop_path, setup.net.config.image_size) == (0.2, (24, 24))
-    assert setup.card.preprocess.image_size == (24, 24)
+    assert setup.info.preprocess.image_size == (24, 24)
 
 
 # What cannot be

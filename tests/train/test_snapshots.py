@@ -88,7 +88,7 @@ def test_the_first_is_the_network_before_it_has_learned_and_the_last_is_the_mode
 def test_a_snapshot_is_a_model_that_knows_its_classes(whole: Path):
     vit = vitrail.load(whole / "snapshots" / "00000012")
     assert vit.labels == tuple("0123456789")
-    assert vit.card.to_dict() == vitrail.load(whole).card.to_dict()
+    assert vit.info.to_dict() == vitrail.load(whole).info.to_dict()
 
 
 def test_nothing_is_kept_unless_asked_for(tmp_path: Path):
@@ -151,10 +151,10 @@ def test_a_disk_that_is_full_costs_a_snapshot_and_not_the_run(
 ):
     write = checkpoint.write
 
-    def full(net: Any, card: Any, path: Path, **options: Any) -> Any:
+    def full(net: Any, info: Any, path: Path, **options: Any) -> Any:
         if path.name == "00000012":
             raise CheckpointError(f"could not write {path}: the disk or its quota is full.")
-        return write(net, card, path, **options)
+        return write(net, info, path, **options)
 
     monkeypatch.setattr(checkpoint, "write", full)
     result = trained(followed(), tmp_path / "run")

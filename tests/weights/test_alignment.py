@@ -20,8 +20,8 @@ from vitrail.train.setup import prepare
 from vitrail.train.state import Checkpoints, Progress
 from vitrail.train.trainer import Trainer
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import ALIGNMENT, aligned, open_archive
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.write import write_safetensors
 
@@ -29,13 +29,13 @@ WIDE = {"width": 48, "num_heads": 3, "mlp_dim": 20, "num_classes": 5, "depth": 1
 """Sizes that are no multiples of ALIGNMENT, and a product with one row, whose bits depend on the address."""
 
 
-def network(**changes: object) -> tuple[Net, Card]:
+def network(**changes: object) -> tuple[Net, ModelInfo]:
     config = small(**WIDE | changes)
     torch.manual_seed(0)
     net = build(config).eval()
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.2)
-    return net, Card(config=config, preprocess=usual_preprocess("ViT", config))
+    return net, ModelInfo(config=config, preprocess=usual_preprocess("ViT", config))
 
 
 def in_safetensors(tensors: Mapping[str, Tensor], path: Path, start: int) -> None:
@@ -92,8 +92,8 @@ def away(tensors: Mapping[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize("kind", FILES)
 def test_a_model_gives_the_same_bits_wherever_its_tensors_lie_in_a_file(kind: str, tmp_path: Path) -> None:
-    net, card = network()
-    theirs = TIMM_FORMAT.table(card.config).write(net.state_dict(), card.config)
+    net, info = network()
+    theirs = TIMM_FORMAT.table(info.config).write(net.state_dict(), info.config)
     for start in (0, 4, 16, 32, 60):
         path = tmp_path / f"{start}.pth"
         FILES[kind](theirs, path, start)
@@ -106,8 +106,8 @@ def test_a_model_gives_the_same_bits_wherever_its_tensors_lie_in_a_file(kind: st
 
 
 def test_what_numpy_has_allocated_is_moved_too(tmp_path: Path) -> None:
-    net, card = network(activation="gelu-tanh", resample="google")
-    checkpoint.write(net, card, tmp_path / "x.npz", to="google", approximate=True)
+    net, info = network(activation="gelu-tanh", resample="google")
+    checkpoint.write(net, info, tmp_path / "x.npz", to="google", approximate=True)
     read, _ = checkpoint.read(tmp_path / "x.npz")
     assert away(read.state_dict()) == []
     assert torch.equal(logits(read), logits(net))
@@ -115,8 +115,8 @@ def test_what_numpy_has_allocated_is_moved_too(tmp_path: Path) -> None:
 
 def test_a_part_of_a_tensor_is_moved_where_the_whole_lies_well(tmp_path: Path) -> None:
     """The patches' positions follow the class token's row of 96 bytes."""
-    net, card = network(width=24)
-    theirs = TIMM_FORMAT.table(card.config).write(net.state_dict(), card.config)
+    net, info = network(width=24)
+    theirs = TIMM_FORMAT.table(info.config).write(net.state_dict(), info.config)
     torch.save({name: tensor.clone() for name, tensor in theirs.items()}, tmp_path / "x.pth")
     assert away({"pos_embed": open_archive(tmp_path / "x.pth").tensors["pos_embed"]}) == []
     read, _ = checkpoint.read(tmp_path / "x.pth", changes={"heads": 3})
@@ -125,8 +125,8 @@ def test_a_part_of_a_tensor_is_moved_where_the_whole_lies_well(tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_tensors_kept_as_they_are_stored_are_moved_too(tmp_path: Path, dtype: torch.dtype) -> None:
-    net, card = network()
-    checkpoint.write(net.to(dtype), card, tmp_path / "m")
+    net, info = network()
+    checkpoint.write(net.to(dtype), info, tmp_path / "m")
     read, _ = checkpoint.read(tmp_path / "m", dtype=None)
     assert away(read.state_dict()) == []
     assert {t.dtype for t in read.state_dict().values()} == {dtype}
@@ -144,8 +144,8 @@ def test_only_what_lies_badly_is_copied() -> None:
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
 def test_our_own_files_are_used_where_they_lie(tmp_path: Path, kind: torch.dtype) -> None:
     """All but what is smaller than a step or no multiple of it."""
-    net, card = network(width=64, num_heads=4, mlp_dim=128)
-    checkpoint.write(net.to(kind), card, tmp_path / "m")
+    net, info = network(width=64, num_heads=4, mlp_dim=128)
+    checkpoint.write(net.to(kind), info, tmp_path / "m")
     tensors = open_archive(tmp_path / "m").tensors
     odd = {name for name in tensors if tensors[name].nbytes % ALIGNMENT}
     assert odd == {"head.bias"}

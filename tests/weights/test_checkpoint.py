@@ -26,9 +26,9 @@ from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFound, VitrailError
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Tensors, open_archive
 from vitrail.weights.google import POSEMBED
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 
 SMALL: dict[str, Any] = {
     "image_size": 32,
@@ -61,17 +61,17 @@ EVERY = pytest.mark.parametrize("kind", FORMATS)
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
-def made(config: ViTConfig | BiTConfig) -> tuple[Net, Card]:
+def made(config: ViTConfig | BiTConfig) -> tuple[Net, ModelInfo]:
     family = "BiT" if isinstance(config, BiTConfig) else "ViT"
     net = randomized(build(config, seed=0))
     assert isinstance(net, Net)
-    return net, Card(config=config, preprocess=usual_preprocess(family, config), family=family)
+    return net, ModelInfo(config=config, preprocess=usual_preprocess(family, config), family=family)
 
 
 def written(kind: str, folder: Path) -> tuple[Net, Path]:
     name, config = FORMATS[kind]
-    net, card = made(config)
-    checkpoint.write(net, card, folder / name, to=kind.split()[0])
+    net, info = made(config)
+    checkpoint.write(net, info, folder / name, to=kind.split()[0])
     return net, folder / name
 
 
@@ -250,8 +250,8 @@ def test_other_precisions_become_single_aloud_or_stay(kind: str, dtype: torch.dt
         ({"dtype": None}, dtype, None),
         ({"dtype": torch.float64}, torch.float64, f"stored as {word}, loaded as float64."),
     ):
-        read, card = checkpoint.read(path, **asked)
-        said = [n for n in card.notes if n.startswith("stored as")]
+        read, info = checkpoint.read(path, **asked)
+        said = [n for n in info.notes if n.startswith("stored as")]
         assert said == ([note] if note and got != dtype else [])
         for name, tensor in read.state_dict().items():
             assert tensor.dtype == got
@@ -261,8 +261,8 @@ def test_other_precisions_become_single_aloud_or_stay(kind: str, dtype: torch.dt
 def test_mixed_precisions_are_all_told(tmp_path: Path) -> None:
     _, path = written("timm", tmp_path)
     rewritten(path, {n: t.half() if "norm" in n else t for n, t in tensors_of(path).items()})
-    _, card = checkpoint.read(path)
-    assert "stored as float16, float32, loaded as float32." in card.notes
+    _, info = checkpoint.read(path)
+    assert "stored as float16, float32, loaded as float32." in info.notes
 
 
 # Files
@@ -307,8 +307,8 @@ def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
 
 def test_changes_override_the_config(tmp_path: Path) -> None:
     net, path = written("timm", tmp_path)
-    read, card = checkpoint.read(path, changes={"activation": "gelu-quick", "norm_eps": 1e-5})
-    assert (card.config.norm_eps, read.config.activation) == (1e-5, "gelu-quick")
+    read, info = checkpoint.read(path, changes={"activation": "gelu-quick", "norm_eps": 1e-5})
+    assert (info.config.norm_eps, read.config.activation) == (1e-5, "gelu-quick")
     assert same(read, net)
     with pytest.raises(ConfigError, match="has no field 'activatoin'; did you mean 'activation'"):
         checkpoint.read(path, changes={"activatoin": "gelu"})
@@ -319,8 +319,8 @@ def test_changes_override_the_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "facebook"])
 def test_heads_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path) -> None:
     config = TORCH.replace(width=48, num_heads=6)
-    net, card = made(config)
-    checkpoint.write(net, card, tmp_path / "x", to=to, approximate=True)
+    net, info = made(config)
+    checkpoint.write(net, info, tmp_path / "x", to=to, approximate=True)
     path = bare(tmp_path / "x")
     with pytest.raises(FormatError, match=r"heads share (a )?width (of )?48.*pass num_heads="):
         checkpoint.read(path)
@@ -339,8 +339,8 @@ def bare(path: Path) -> Path:
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google"])
 def test_the_shape_of_positions_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path) -> None:
     config = TORCH.replace(image_size=(32, 56))
-    net, card = made(config)
-    tensors = checkpoint.format_for(to, card).table(config).write(net.state_dict(), config)
+    net, info = made(config)
+    tensors = checkpoint.format_for(to, info).table(config).write(net.state_dict(), config)
     torch.save({name: t.clone() for name, t in tensors.items()}, tmp_path / "bare.pth")
     with pytest.raises(FormatError, match=r"pass image_size=\(height, width\)"):
         checkpoint.read(tmp_path / "bare.pth")
@@ -352,8 +352,8 @@ def test_the_shape_of_positions_that_a_bare_file_cannot_tell_can_be_said(to: str
 
 
 def test_positions_that_are_not_there_must_be_said_to_be_none(tmp_path: Path) -> None:
-    net, card = made(TORCH.replace(position="none"))
-    checkpoint.write(net, card, tmp_path / "model", to="timm")
+    net, info = made(TORCH.replace(position="none"))
+    checkpoint.write(net, info, tmp_path / "model", to="timm")
     assert checkpoint.read(tmp_path / "model")[1].config.position == "none", "its config says so"
     path = bare(tmp_path / "model")
     with pytest.raises(FormatError, match="pass position='none' if this one has no positions at all"):
@@ -373,8 +373,8 @@ def test_whatever_is_written_in_a_sidecar_there_is_a_network_or_a_sentence(
     data: st.DataObject, to: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("junk")
-    net, card = made(TINY)
-    checkpoint.write(net, card, folder / "model", to=to)
+    net, info = made(TINY)
+    checkpoint.write(net, info, folder / "model", to=to)
     name = data.draw(st.sampled_from(sorted(f.name for f in (folder / "model").glob("*.json"))))
     values = json.loads((folder / "model" / name).read_text())
     holder: Any = values
@@ -414,9 +414,9 @@ def test_a_damaged_header_is_a_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["vitrail", "timm", "torchvision", "facebook"])
 def test_parameters_are_the_files_own_memory(to: str, tmp_path: Path) -> None:
     """Every parameter lies in one of the storages that the file was mapped to."""
-    net, card = made(TORCH)
+    net, info = made(TORCH)
     name = "model.safetensors" if to in ("vitrail", "timm") else "model.pth"
-    checkpoint.write(net, card, tmp_path / name, to=to)
+    checkpoint.write(net, info, tmp_path / name, to=to)
     read, _ = checkpoint.read(tmp_path / name)
     maps = Path("/proc/self/maps")
     if not maps.exists():

@@ -75,7 +75,7 @@ def test_the_library_says_what_the_command_says(
     vit.save(tmp_path / "by library" / FORMATS[to], to=to)
     notes = said()
     assert notes == command(tmp_path / "source", tmp_path / "by command" / FORMATS[to], "--to", to)
-    again = package.load(tmp_path / "by library" / FORMATS[to]).card
+    again = package.load(tmp_path / "by library" / FORMATS[to]).info
     assert any("class names" in note for note in notes) == (again.labels != LABELS)
     assert any("does not carry preprocessing (" in note for note in notes) == (again.preprocess != UNUSUAL)
     assert any("multi-label" in note for note in notes) == (again.multi_label != multi_label)
@@ -123,20 +123,20 @@ def test_every_step_of_a_chain_of_formats_says_what_it_loses(tmp_path: Path, sai
 
 def test_our_own_format_loses_nothing(tmp_path: Path) -> None:
     vit = model(small(activation="gelu-quick", num_heads=4), preprocess=UNUSUAL, multi_label=True)
-    found = convert(vit.net, vit.card, tmp_path / "m")
+    found = convert(vit.net, vit.info, tmp_path / "m")
     assert (found.drift, found.lost, found.notes) == ((), (), [])
     assert found.tensors == len(vit.net.state_dict())
 
 
 def test_what_is_lost_is_named() -> None:
-    card = model(small(resample="timm")).card
-    assert lost(card, card) == []
-    there = card.replace(config=card.config.replace(resample="huggingface"))
-    assert lost(card, there) == ["how positions are resampled for other sizes (it was timm, there huggingface)"]
-    assert lost(card.replace(labels=None), card.replace(labels=None, task="embed")) == [
+    info = model(small(resample="timm")).info
+    assert lost(info, info) == []
+    there = info.replace(config=info.config.replace(resample="huggingface"))
+    assert lost(info, there) == ["how positions are resampled for other sizes (it was timm, there huggingface)"]
+    assert lost(info.replace(labels=None), info.replace(labels=None, task="embed")) == [
         "that its outputs are classes (read back, they are features)"
     ]
-    assert lost(card, card.replace(multi_label=True)) == [
+    assert lost(info, info.replace(multi_label=True)) == [
         "whether an image may have several classes (multi-label), or exactly one"
     ]
 
@@ -144,7 +144,7 @@ def test_what_is_lost_is_named() -> None:
 def test_a_file_that_is_not_read_alone_says_what_must_be_told(tmp_path: Path) -> None:
     """Names that two families share are refused, and not guessed."""
     vit = model(small(layer_scale=1e-6, position_on_class=False))
-    found = convert(vit.net, vit.card, tmp_path / "x.pth", to="facebook")
+    found = convert(vit.net, vit.info, tmp_path / "x.pth", to="facebook")
     assert found.tensors == len(vit.net.state_dict())
     try:
         checkpoint.read(tmp_path / "x.pth")

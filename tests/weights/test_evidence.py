@@ -78,21 +78,21 @@ FILES: dict[str, tuple[Made, str, str, str, str]] = {
 @pytest.mark.parametrize("kind", FILES)
 def test_a_file_is_taken_for_what_is_in_it(kind: str, tmp_path: Path) -> None:
     make, family, task, resample, note = FILES[kind]
-    _, card = read(make(), tmp_path)
-    assert (card.family, card.task, card.config.resample) == (family, task, resample)
-    assert (card.config.norm_eps, card.config.num_heads) == (1e-6, HEADS)
-    assert card.config.activation == ("swiglu" if card.config.mlp_dim == 344 else "gelu")
-    notes = [said for said in card.notes if not said.startswith("read 'model' of")]
+    _, info = read(make(), tmp_path)
+    assert (info.family, info.task, info.config.resample) == (family, task, resample)
+    assert (info.config.norm_eps, info.config.num_heads) == (1e-6, HEADS)
+    assert info.config.activation == ("swiglu" if info.config.mlp_dim == 344 else "gelu")
+    notes = [said for said in info.notes if not said.startswith("read 'model' of")]
     assert len(notes) == (1 if note else 0), notes
     assert all(said.startswith(note) for said in notes)
     assert not note.startswith(USUAL) or "If it is of another, pass --family NAME" in notes[0]
     if family != "ViT":
-        assert (card.preprocess.mean, card.preprocess.std) == (IMAGENET_MEAN, IMAGENET_STD)
-        assert (card.preprocess.resize, card.preprocess.interpolation) == ("short", "bicubic")
+        assert (info.preprocess.mean, info.preprocess.std) == (IMAGENET_MEAN, IMAGENET_STD)
+        assert (info.preprocess.resize, info.preprocess.interpolation) == ("short", "bicubic")
     size = (224, 224) if family == "DINOv2" else (32, 32)  # DINOv2 learns at 518 and is evaluated at 224
-    assert pair(card.preprocess.image_size) == size
+    assert pair(info.preprocess.image_size) == size
     wanted = {"ViT": 35, "DeiT": 36, "MAE": 36, "DINO": 36, "DINOv2": 256}
-    assert card.preprocess.resize_to == wanted[family], "0.9, 0.875 or all of the image, rounded down"
+    assert info.preprocess.resize_to == wanted[family], "0.9, 0.875 or all of the image, rounded down"
 
 
 NAMES = (
@@ -110,12 +110,12 @@ NAMES = (
 @pytest.mark.parametrize("kind", FILES)
 def test_the_name_of_a_file_is_no_evidence(kind: str, tmp_path: Path) -> None:
     first = saved(FILES[kind][0](), tmp_path, NAMES[0])
-    cards = []
+    infos = []
     for name in NAMES:
         file = first.rename(tmp_path / name)
-        cards.append(checkpoint.read(file)[1].replace(origin=""))
+        infos.append(checkpoint.read(file)[1].replace(origin=""))
         first = file
-    assert all(card == cards[0] for card in cards)
+    assert all(info == infos[0] for info in infos)
 
 
 def test_deit3_has_to_be_told_from_a_vit_with_rotary_positions(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_deit3_has_to_be_told_from_a_vit_with_rotary_positions(tmp_path: Path) -
     state = deit3()
     with pytest.raises(FormatError, match=r"RoPE-ViT with learned positions .* pass family='DeiT3'"):
         read(state, tmp_path, "deit_3_base_224_21k.pth")
-    _, card = read(state, tmp_path, family="deit3")
-    assert (card.family, card.task, card.config.resample) == ("DeiT3", "classify", "huggingface")
-    assert (card.preprocess.mean, card.preprocess.resize_to, card.notes) == (IMAGENET_MEAN, 32, ())
+    _, info = read(state, tmp_path, family="deit3")
+    assert (info.family, info.task, info.config.resample) == ("DeiT3", "classify", "huggingface")
+    assert (info.preprocess.mean, info.preprocess.resize_to, info.notes) == (IMAGENET_MEAN, 32, ())
 
 
 def ijepa() -> dict[str, Any]:
@@ -138,27 +138,27 @@ def ijepa() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ijepa_is_known_by_the_sections_of_its_file(name: str, tmp_path: Path) -> None:
-    _, card = read(ijepa(), tmp_path, name)
-    assert (card.family, card.task, card.config.pool) == ("IJEPA", "embed", "gap")
-    assert (card.config.activation, card.config.resample) == ("gelu", "huggingface")
-    assert (card.preprocess.mean, card.preprocess.resize_to) == (IMAGENET_MEAN, 36)
-    assert "read 'target_encoder' of encoder, predictor, target_encoder" in card.notes
+    _, info = read(ijepa(), tmp_path, name)
+    assert (info.family, info.task, info.config.pool) == ("IJEPA", "embed", "gap")
+    assert (info.config.activation, info.config.resample) == ("gelu", "huggingface")
+    assert (info.preprocess.mean, info.preprocess.resize_to) == (IMAGENET_MEAN, 36)
+    assert "read 'target_encoder' of encoder, predictor, target_encoder" in info.notes
 
 
 def test_heads_that_no_published_size_has_are_assumed_and_noted(tmp_path: Path) -> None:
-    _, card = checkpoint.read(saved(dinov2(), tmp_path))
-    assert card.config.num_heads == HEADS
-    assert card.notes == (f"{HEADS} heads of 64 are assumed; pass num_heads=... if there are others.",)
+    _, info = checkpoint.read(saved(dinov2(), tmp_path))
+    assert info.config.num_heads == HEADS
+    assert info.notes == (f"{HEADS} heads of 64 are assumed; pass num_heads=... if there are others.",)
 
 
 def test_the_family_can_be_said(tmp_path: Path) -> None:
-    net, card = read(mae(), tmp_path, family="DINO")
-    assert (card.family, card.config.resample) == ("DINO", "dinov2")
-    assert card.preprocess.mean == IMAGENET_MEAN
-    assert card.notes == (), "nothing had to be assumed"
-    assert net.config == card.config
-    _, card = read(deit(), tmp_path, family="DeiT")
-    assert (card.family, card.config.activation, card.config.resample) == ("DeiT", "gelu", "huggingface")
+    net, info = read(mae(), tmp_path, family="DINO")
+    assert (info.family, info.config.resample) == ("DINO", "dinov2")
+    assert info.preprocess.mean == IMAGENET_MEAN
+    assert info.notes == (), "nothing had to be assumed"
+    assert net.config == info.config
+    _, info = read(deit(), tmp_path, family="DeiT")
+    assert (info.family, info.config.activation, info.config.resample) == ("DeiT", "gelu", "huggingface")
     with pytest.raises(NotFound, match="no family is called 'DeiTT'; did you mean 'DeiT'"):
         read(deit(), tmp_path, family="DeiTT")
 
@@ -166,19 +166,19 @@ def test_the_family_can_be_said(tmp_path: Path) -> None:
 def test_saying_the_family_that_is_there_changes_nothing(tmp_path: Path) -> None:
     for make in (dinov2, partial(dinov2, registers=4), partial(dinov2, gated=344), mae_full):
         state = make()
-        _, card = read(state, tmp_path)
-        _, again = read(state, tmp_path, family=card.family)
-        assert again.config == card.config
-        assert (again.family, again.preprocess) == (card.family, card.preprocess)
+        _, info = read(state, tmp_path)
+        _, again = read(state, tmp_path, family=info.family)
+        assert again.config == info.config
+        assert (again.family, again.preprocess) == (info.family, info.preprocess)
 
 
 def test_the_arguments_of_timms_training_script_are_followed_or_refused(tmp_path: Path) -> None:
     kwargs = {"num_heads": 4, "act_layer": "quick_gelu", "fc_norm": False}
     args = {"gp": "avg", "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "model_kwargs": kwargs}
     for name in ("vit_base_patch16_224", "hf-hub:timm/vit_base_patch16_224.augreg_in21k"):
-        _, card = checkpoint.read(saved(training(deit(), model=name, **args), tmp_path))
-        assert (card.config.num_heads, card.config.activation, card.config.pool) == (4, "gelu-quick", "gap")
-        assert (card.preprocess.mean, card.preprocess.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+        _, info = checkpoint.read(saved(training(deit(), model=name, **args), tmp_path))
+        assert (info.config.num_heads, info.config.activation, info.config.pool) == (4, "gelu-quick", "gap")
+        assert (info.preprocess.mean, info.preprocess.std) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     as_dict = {"model": deit(), "args": {"model": "vit_base_patch16_224", **args}}
     assert checkpoint.read(saved(as_dict, tmp_path))[1].config.num_heads == 4
     other = args | {"model_kwargs": {"norm_layer": "simplenorm"}}
@@ -225,23 +225,23 @@ def test_an_image_that_is_not_square_is_covered_and_never_padded(tmp_path: Path)
     args = {"num_heads": 2, "img_size": [16, 64]}
     config = {"architecture": "vit_base_patch16_224", "pretrained_cfg": preparing, "model_args": args}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    cards = [checkpoint.read(saved(deit(), tmp_path))[1]]
-    assert cards[0].notes == ("config.json says crop_pct=0.9, and the image is not square: no margin is cut off.",)
+    infos = [checkpoint.read(saved(deit(), tmp_path))[1]]
+    assert infos[0].notes == ("config.json says crop_pct=0.9, and the image is not square: no margin is cut off.",)
     (tmp_path / "config.json").unlink()
-    cards.append(checkpoint.read(saved(deit(), tmp_path), changes={"image_size": (16, 64)}, family="DeiT")[1])
-    for card in cards:
-        assert (pair(card.preprocess.image_size), card.preprocess.resize_to) == ((16, 64), None)
-        assert Preprocess(card.preprocess).pixels(np.full((60, 80, 3), 9, np.uint8)).min() == 9
+    infos.append(checkpoint.read(saved(deit(), tmp_path), changes={"image_size": (16, 64)}, family="DeiT")[1])
+    for info in infos:
+        assert (pair(info.preprocess.image_size), info.preprocess.resize_to) == ((16, 64), None)
+        assert Preprocess(info.preprocess).pixels(np.full((60, 80, 3), 9, np.uint8)).min() == 9
 
 
 def test_a_grid_that_is_not_square_may_look_like_a_square_without_a_class_position(tmp_path: Path) -> None:
     """3 x 5 patches and a class token have as many positions as 4 x 4 patches."""
     state = deit() | {"pos_embed": draw(1, 16, D)}
-    _, card = read(state, tmp_path)
-    assert "none for the class token; pass image_size=(height, width) if that is wrong." in card.notes[0]
-    _, card = checkpoint.read(saved(state, tmp_path), changes={"num_heads": HEADS, "image_size": (24, 40)})
-    assert (card.config.image_size, card.config.position_on_class) == ((24, 40), True)
-    assert not any("class token" in note for note in card.notes)
+    _, info = read(state, tmp_path)
+    assert "none for the class token; pass image_size=(height, width) if that is wrong." in info.notes[0]
+    _, info = checkpoint.read(saved(state, tmp_path), changes={"num_heads": HEADS, "image_size": (24, 40)})
+    assert (info.config.image_size, info.config.position_on_class) == ((24, 40), True)
+    assert not any("class token" in note for note in info.notes)
 
 
 def test_quantized_weights_are_not_taken_for_numbers(tmp_path: Path) -> None:

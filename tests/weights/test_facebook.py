@@ -46,7 +46,7 @@ from vitrail.config import ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import ViT
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 
 SIZES = {"embed_dim": D, "depth": DEPTH, "num_heads": HEADS}
 
@@ -98,11 +98,11 @@ def test_the_same_numbers_as_timm_from_the_same_file(
     size = 70 if "dinov2" in arch else 32
     sizes = {**SIZES, "img_size": size, "patch_size": 14 if size == 70 else 8, "num_classes": 7}
     theirs = timm.create_model(arch, **sizes | ({"num_classes": 0} if size == 70 else {}) | args).eval()
-    net, card = read({"model": make()}, tmp_path, family="DeiT3" if make is deit3 else None)
+    net, info = read({"model": make()}, tmp_path, family="DeiT3" if make is deit3 else None)
     timm.models.load_checkpoint(
         theirs, str(tmp_path / "weights.pth"), strict=True, filter_fn=partial(module.checkpoint_filter_fn, **adapt)
     )
-    assert pair(card.config.image_size) == (size, size)
+    assert pair(info.config.image_size) == (size, size)
     assert relative(answer(net, size), answer(theirs, size)) <= 1e-5
 
 
@@ -211,15 +211,15 @@ def test_positions_are_resized_as_their_code_does(
 
 def test_a_training_file_of_deit_is_read_with_the_arguments_in_it(tmp_path: Path) -> None:
     state = deit()
-    net, card = read(training(state, model="deit_tiny_patch16_224", lr=5e-4), tmp_path, "checkpoint.pth")
-    assert card.family == "DeiT", "the arguments name the model, the file does not"
-    assert "read 'model' of model, optimizer" in card.notes
+    net, info = read(training(state, model="deit_tiny_patch16_224", lr=5e-4), tmp_path, "checkpoint.pth")
+    assert info.family == "DeiT", "the arguments name the model, the file does not"
+    assert "read 'model' of model, optimizer" in info.notes
     assert torch.equal(net.head.weight, state["head.weight"])
 
 
 def test_a_training_file_of_mae_is_read_with_the_arguments_in_it(tmp_path: Path) -> None:
-    _, card = read(training(mae(), model="mae_vit_base_patch16"), tmp_path, "checkpoint-799.pth")
-    assert (card.family, card.task) == ("MAE", "embed")
+    _, info = read(training(mae(), model="mae_vit_base_patch16"), tmp_path, "checkpoint-799.pth")
+    assert (info.family, info.task) == ("MAE", "embed")
 
 
 def test_dinos_teacher_is_read_unless_the_student_is_asked_for(tmp_path: Path) -> None:
@@ -232,18 +232,18 @@ def test_dinos_teacher_is_read_unless_the_student_is_asked_for(tmp_path: Path) -
         "args": argparse.Namespace(arch="deit_small", teacher_temp=0.07),
         "dino_loss": {"center": draw(1, 50)},
     }
-    net, card = read(whole, tmp_path, "full_checkpoint.pth")
+    net, info = read(whole, tmp_path, "full_checkpoint.pth")
     assert torch.equal(net.class_token, teacher["cls_token"].flatten())
-    assert (card.family, card.task, card.config.resample) == ("DINO", "embed", "dinov2")
-    assert card.notes == (
+    assert (info.family, info.task, info.config.resample) == ("DINO", "embed", "dinov2")
+    assert info.notes == (
         "read 'teacher' of student, teacher, optimizer, dino_loss",
         "left aside what stands beside 'backbone.': head.mlp.0.weight, head.mlp.0.bias, head.mlp.2.weight, "
         "head.mlp.2.bias and 4 more.",
     )
-    net, card = checkpoint.read(tmp_path / "full_checkpoint.pth", section="student")
+    net, info = checkpoint.read(tmp_path / "full_checkpoint.pth", section="student")
     assert torch.equal(net.class_token, student["cls_token"].flatten())
-    assert card.family == "DINO"
-    assert "removed 'module.' from every name" in card.notes
+    assert info.family == "DINO"
+    assert "removed 'module.' from every name" in info.notes
 
 
 @pytest.mark.parametrize("make", [dinov2, partial(dinov2, registers=4), partial(dinov2, gated=344)])
@@ -252,8 +252,8 @@ def test_dinov2s_training_file_is_the_same_network(make: Callable[[], State], ch
     state = make()
     plain, _ = read(state, tmp_path)
     heads = dino_head("dino_head") | dino_head("ibot_head")
-    net, card = read({"teacher": under("backbone.", chunked(state, chunks)) | heads}, tmp_path, "teacher.pth")
-    assert card.family == "DINOv2"
+    net, info = read({"teacher": under("backbone.", chunked(state, chunks)) | heads}, tmp_path, "teacher.pth")
+    assert info.family == "DINOv2"
     assert plain.config == net.config
     for name, tensor in plain.state_dict().items():
         assert torch.equal(net.state_dict()[name], tensor), name
@@ -273,8 +273,8 @@ WRITTEN = {**{name: make for name, (make, *_) in TIMM.items()}, "MAE with its de
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_has_their_names_and_tensors(name: str, tmp_path: Path) -> None:
     state = WRITTEN[name]()
-    net, card = read(state, tmp_path, family="DeiT3" if name == "DeiT-III" else None)
-    checkpoint.write(net, card, tmp_path / "again.pth", to="facebook")
+    net, info = read(state, tmp_path, family="DeiT3" if name == "DeiT-III" else None)
+    checkpoint.write(net, info, tmp_path / "again.pth", to="facebook")
     again = torch.load(tmp_path / "again.pth", weights_only=True)
     kept = {n for n in state if not n.startswith("decoder_")} - ({"mask_token"} if name.startswith("MAE") else set())
     assert set(again) == kept
@@ -316,9 +316,9 @@ DINOV2: dict[str, Any] = PLAIN | {"num_classes": 0, "layer_scale": 1e-5}
 )
 def test_what_their_code_would_not_load_is_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:
     config = ViTConfig(**options)
-    card = Card(config=config, preprocess=usual_preprocess("DeiT", config))
+    info = ModelInfo(config=config, preprocess=usual_preprocess("DeiT", config))
     with pytest.raises(Inexpressible, match=named):
-        checkpoint.write(ViT(config), card, tmp_path / "x.pth", to="facebook")
+        checkpoint.write(ViT(config), info, tmp_path / "x.pth", to="facebook")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,9 +19,9 @@ from vitrail.models import ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.position import resample
 from vitrail.weights import checkpoint, google
-from vitrail.weights.card import Card
 from vitrail.weights.files import Archive, Tensors
 from vitrail.weights.format import Format
+from vitrail.weights.model_info import ModelInfo
 
 Arrays = dict[str, Any]
 
@@ -41,18 +41,18 @@ def archive(values: Arrays) -> Archive:
     return Archive("memory", Tensors.of({name: torch.as_tensor(value) for name, value in values.items()}))
 
 
-def read(form: Format, values: Arrays) -> tuple[ViT, Card]:
+def read(form: Format, values: Arrays) -> tuple[ViT, ModelInfo]:
     """What `checkpoint.read` does, with a format given."""
     found = archive(values)
     prefix = form.recognize(found)
     assert prefix is not None
     found = found.under(prefix)
     found = Archive(found.source, found.tensors.renamed(form.spelling))
-    card = form.describe(found)
-    net = build(card.config, skeleton=True)
-    net.load_state_dict(form.table(card.config).read(found.tensors, net, card.config), assign=True)
+    info = form.describe(found)
+    net = build(info.config, skeleton=True)
+    net.load_state_dict(form.table(info.config).read(found.tensors, net, info.config), assign=True)
     assert isinstance(net, ViT)
-    return net.eval(), card
+    return net.eval(), info
 
 
 def same(got: Arrays, wanted: Arrays) -> None:
@@ -75,7 +75,7 @@ def saved(values: Arrays, path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ORIGINALS + BIG_VISION)
 def test_outputs_are_the_originals(name: str) -> None:
-    net, card = checkpoint.read(golden(f"{name}.npz"))
+    net, info = checkpoint.read(golden(f"{name}.npz"))
     assert isinstance(net, ViT)
     wanted = outputs(name)
     images = wanted["images_nhwc"].permute(0, 3, 1, 2)
@@ -88,13 +88,13 @@ def test_outputs_are_the_originals(name: str) -> None:
         assert relative(encoded, wanted["encoded"]) <= 1e-5
     if "pre_logits" in wanted:
         assert relative(given.pre_logits, wanted["pre_logits"]) <= 1e-5
-    assert card.labels is None
+    assert info.labels is None
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_positions_are_resized_as_the_original_does(name: str) -> None:
-    net, card = checkpoint.read(golden(f"{name}.npz"))
-    config, wanted = card.config, outputs(name)
+    net, info = checkpoint.read(golden(f"{name}.npz"))
+    config, wanted = info.config, outputs(name)
     assert isinstance(config, ViTConfig)
     rows, columns = wanted["resized_grid"].tolist()
     table = resample(net.state_dict()["positions.0.table"], (rows, columns), "google")
@@ -109,9 +109,9 @@ def test_positions_are_resized_as_the_original_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ORIGINALS + BIG_VISION)
 def test_what_is_written_is_what_was_read(name: str, tmp_path: Path) -> None:
-    net, card = checkpoint.read(golden(f"{name}.npz"))
+    net, info = checkpoint.read(golden(f"{name}.npz"))
     to = "google" if name in ORIGINALS else "big_vision"
-    checkpoint.write(net, card, tmp_path / "again.npz", to=to)
+    checkpoint.write(net, info, tmp_path / "again.npz", to=to)
     written = np.load(tmp_path / "again.npz", allow_pickle=False)
     same(dict(written), arrays(name))
     assert all(array.flags.c_contiguous for array in written.values())
@@ -138,29 +138,29 @@ def test_what_is_written_is_what_was_read(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_the_config_is_read_from_names_and_shapes(name: str, options: dict[str, Any]) -> None:
-    _, card = checkpoint.read(golden(f"{name}.npz"))
+    _, info = checkpoint.read(golden(f"{name}.npz"))
     wanted = {"patch_size": 8, "width": 48, "depth": 3, "num_heads": 4, "mlp_dim": 128, "num_classes": 10} | options
-    assert card.config == ViTConfig(activation="gelu-tanh", norm_eps=1e-6, resample="google", **wanted)
+    assert info.config == ViTConfig(activation="gelu-tanh", norm_eps=1e-6, resample="google", **wanted)
     family = "ViT" if name in ORIGINALS else "BV"
-    assert (card.family, card.task) == (family, "classify")
+    assert (info.family, info.task) == (family, "classify")
     usual = FAMILIES[family].preprocess
-    assert card.preprocess.replace(image_size=224, resize_to=usual.resize_to) == usual
-    assert card.preprocess.image_size == card.config.image_size
+    assert info.preprocess.replace(image_size=224, resize_to=usual.resize_to) == usual
+    assert info.preprocess.image_size == info.config.image_size
 
 
 def test_a_size_that_is_not_stored_is_assumed_and_said() -> None:
-    _, card = checkpoint.read(golden("bigvision_gap_sincos.npz"))
-    assert card.notes == ("no positions are stored, so neither is the image's size: 224x224 assumed.",)
+    _, info = checkpoint.read(golden("bigvision_gap_sincos.npz"))
+    assert info.notes == ("no positions are stored, so neither is the image's size: 224x224 assumed.",)
     values = arrays("bigvision_gap_sincos")
     values["params/embedding/kernel"] = np.zeros((13, 9, 3, 48), np.float32)
-    _, card = read(google.BIG_VISION, values)
-    assert card.config.image_size == (221, 225)
+    _, info = read(google.BIG_VISION, values)
+    assert info.config.image_size == (221, 225)
 
 
 def test_a_file_without_a_head_gives_features() -> None:
     values = {k: v for k, v in arrays("google_token").items() if not k.startswith("head")}
-    net, card = read(google.GOOGLE, values)
-    assert (card.config.num_classes, card.task) == (0, "embed")
+    net, info = read(google.GOOGLE, values)
+    assert (info.config.num_classes, info.task) == (0, "embed")
     assert net(torch.zeros(1, 3, 40, 40)).shape == (1, 48)
 
 
@@ -169,16 +169,16 @@ def test_a_head_of_zeros_is_kept_and_said(zeros: tuple[str, ...]) -> None:
     values = arrays("google_prelogits")
     for part in zeros:
         values[f"head/{part}"] = np.zeros_like(values[f"head/{part}"])
-    net, card = read(google.GOOGLE, values)
+    net, info = read(google.GOOGLE, values)
     assert not net.head.weight.any()
-    assert any("head is zero" in note for note in card.notes) == (len(zeros) == 2)
+    assert any("head is zero" in note for note in info.notes) == (len(zeros) == 2)
 
 
 def test_without_positions_the_original_has_none() -> None:
     values = {k: v for k, v in arrays("google_gap").items() if "pos_embedding" not in k}
-    _, card = read(google.GOOGLE, values)
-    assert isinstance(card.config, ViTConfig)
-    assert (card.config.position, card.config.image_size) == ("none", (224, 224))
+    _, info = read(google.GOOGLE, values)
+    assert isinstance(info.config, ViTConfig)
+    assert (info.config.position, info.config.image_size) == ("none", (224, 224))
 
 
 # Other spellings of the same network
@@ -214,9 +214,9 @@ SPELLINGS: dict[str, Callable[[Arrays], Arrays]] = {
 @pytest.mark.parametrize("spelling", SPELLINGS)
 @pytest.mark.parametrize("name", ["google_token", "google_hybrid_patch2"])
 def test_every_spelling_of_the_original_is_the_same_network(name: str, spelling: str, tmp_path: Path) -> None:
-    net, card = checkpoint.read(golden(f"{name}.npz"))
+    net, info = checkpoint.read(golden(f"{name}.npz"))
     again, description = checkpoint.read(saved(SPELLINGS[spelling](arrays(name)), tmp_path / "other.npz"))
-    assert description.config == card.config
+    assert description.config == info.config
     equal(again, net)
 
 
@@ -252,9 +252,9 @@ def test_every_spelling_of_big_vision_is_the_same_network(name: str, spelling: s
     form, respelled = BIG_VISION_SPELLINGS[spelling]
     values = respelled(arrays(name))
     assert [f for f in google.FORMATS if f.recognize(archive(values)) is not None] == [form]
-    net, card = read(form, values)
+    net, info = read(form, values)
     wanted, description = checkpoint.read(golden(f"{name}.npz"))
-    assert card.config == description.config
+    assert info.config == description.config
     equal(net, wanted)
 
 
@@ -266,8 +266,8 @@ def test_the_image_tower_of_two_is_read_for_comparing_images(scan: bool) -> None
     values |= {"params/txt/Embed_0/embedding": np.zeros((4, 4)), "params/t": np.ones(1), "params/b": np.ones(1)}
     form = google.BIG_VISION_TOWER_SCAN if scan else google.BIG_VISION_TOWER
     assert [f for f in google.FORMATS if f.recognize(archive(values)) is not None] == [form]
-    net, card = read(form, values)
-    assert (card.family, card.task) == ("SigLIP", "embed")
+    net, info = read(form, values)
+    assert (info.family, info.task) == ("SigLIP", "embed")
     given = net.features(outputs("bigvision_map")["images_nhwc"].permute(0, 3, 1, 2), want="pooled")
     assert given.pooled is not None
     assert relative(given.pooled.detach(), outputs("bigvision_map")["pre_logits"]) <= 1e-5
@@ -275,8 +275,8 @@ def test_the_image_tower_of_two_is_read_for_comparing_images(scan: bool) -> None
 
 def test_stacked_blocks_are_written_back_bit_for_bit() -> None:
     values = stack(arrays("bigvision_map"))
-    net, card = read(google.BIG_VISION_SCAN, values)
-    written = google.BIG_VISION_SCAN.table(card.config).write(net.state_dict(), card.config)
+    net, info = read(google.BIG_VISION_SCAN, values)
+    written = google.BIG_VISION_SCAN.table(info.config).write(net.state_dict(), info.config)
     same({f"params/{k}": v.numpy() for k, v in written.items()}, values)
 
 
@@ -293,10 +293,10 @@ def test_bfloat16_as_numpy_stores_it_is_read(tmp_path: Path) -> None:
 def test_positions_of_n_plus_one_rows_place_big_visions_class_token_too() -> None:
     values = arrays("bigvision_tok")
     values["params/pos_embedding"] = np.random.randn(1, 26, 48).astype(np.float32)
-    net, card = read(google.BIG_VISION, values)
-    assert isinstance(card.config, ViTConfig)
-    assert card.config.position_on_class
-    assert card.config.image_size == (40, 40)
+    net, info = read(google.BIG_VISION, values)
+    assert isinstance(info.config, ViTConfig)
+    assert info.config.position_on_class
+    assert info.config.image_size == (40, 40)
     assert torch.equal(
         net.state_dict()["positions.0.prefix"][0], torch.from_numpy(values["params/pos_embedding"][0, 0])
     )

@@ -17,7 +17,7 @@ from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import BiT, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint, google_bit
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 SMALL = BiTConfig(layers=(1, 2), width_factor=0.5, num_classes=5)
 PADS = {"google": "zero", "big_vision": "none"}
@@ -29,7 +29,7 @@ def config_for(to: str, **changes: Any) -> BiTConfig:
 
 def written(config: BiTConfig, path: Path, to: str) -> BiT:
     net = randomized(build(config))
-    checkpoint.write(net, Card(config=config, preprocess=FAMILIES["BiT"].preprocess, family="BiT"), path, to=to)
+    checkpoint.write(net, ModelInfo(config=config, preprocess=FAMILIES["BiT"].preprocess, family="BiT"), path, to=to)
     assert isinstance(net, BiT)
     return net
 
@@ -42,21 +42,21 @@ def same_weights(net: BiT, other: BiT) -> None:
 
 
 def test_outputs_are_big_visions() -> None:
-    net, card = checkpoint.read(golden("bigvision_bit_small.npz"))
+    net, info = checkpoint.read(golden("bigvision_bit_small.npz"))
     values = np.load(golden("bigvision_bit_small_io.npz"))
-    assert card.config == BiTConfig(
+    assert info.config == BiTConfig(
         layers=(1, 1, 1, 1), width_factor=0.5, num_classes=10, image_size=224, root_pad="none"
     )
-    assert (card.family, card.task, card.labels) == ("BiT", "classify", None)
-    assert card.notes == ("the image's size is not stored: 224 assumed, and BiT takes any.",)
+    assert (info.family, info.task, info.labels) == ("BiT", "classify", None)
+    assert info.notes == ("the image's size is not stored: 224 assumed, and BiT takes any.",)
     with torch.no_grad():
         logits = net(torch.from_numpy(values["images_nhwc"]).permute(0, 3, 1, 2))
     assert relative(logits, torch.from_numpy(values["logits"])) <= 1e-5
 
 
 def test_what_is_written_is_what_was_read(tmp_path: Path) -> None:
-    net, card = checkpoint.read(golden("bigvision_bit_small.npz"))
-    checkpoint.write(net, card, tmp_path / "again.npz", to="big_vision")
+    net, info = checkpoint.read(golden("bigvision_bit_small.npz"))
+    checkpoint.write(net, info, tmp_path / "again.npz", to="big_vision")
     again, wanted = np.load(tmp_path / "again.npz"), np.load(golden("bigvision_bit_small.npz"))
     assert set(again.files) == set(wanted.files)
     for name in wanted.files:
@@ -66,20 +66,20 @@ def test_what_is_written_is_what_was_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", PADS)
 def test_reading_inverts_writing(to: str, tmp_path: Path) -> None:
     net = written(config_for(to), tmp_path / "net.npz", to)
-    again, card = checkpoint.read(tmp_path / "net.npz")
-    assert card.config == net.config
+    again, info = checkpoint.read(tmp_path / "net.npz")
+    assert info.config == net.config
     same_weights(net, again)
 
 
 def test_between_the_two_formats_only_the_border_of_the_first_pool_differs(tmp_path: Path) -> None:
     net = written(config_for("google"), tmp_path / "paper.npz", "google")
-    _, card = checkpoint.read(tmp_path / "paper.npz")
+    _, info = checkpoint.read(tmp_path / "paper.npz")
     with pytest.raises(Inexpressible, match="root_pad='zero'"):
-        checkpoint.write(net, card, tmp_path / "big.npz", to="big_vision")
-    checkpoint.write(net, card, tmp_path / "big.npz", to="big_vision", approximate=True)
-    again, card = checkpoint.read(tmp_path / "big.npz")
+        checkpoint.write(net, info, tmp_path / "big.npz", to="big_vision")
+    checkpoint.write(net, info, tmp_path / "big.npz", to="big_vision", approximate=True)
+    again, info = checkpoint.read(tmp_path / "big.npz")
     same_weights(net, again)
-    checkpoint.write(again, card, tmp_path / "back.npz", to="google", approximate=True)
+    checkpoint.write(again, info, tmp_path / "back.npz", to="google", approximate=True)
     first, last = np.load(tmp_path / "paper.npz"), np.load(tmp_path / "back.npz")
     assert set(first.files) == set(last.files)
     assert all(np.array_equal(first[name], last[name]) for name in first.files)
@@ -114,9 +114,9 @@ def test_convolutions_with_numbers_in_their_names_are_read(tmp_path: Path) -> No
 @pytest.mark.parametrize("to", PADS)
 def test_other_channels_and_no_head(to: str, tmp_path: Path) -> None:
     net = written(config_for(to, channels=1, num_classes=0), tmp_path / "net.npz", to)
-    again, card = checkpoint.read(tmp_path / "net.npz")
-    assert (card.config, card.task) == (net.config, "embed")
-    assert card.preprocess.channels == 1
+    again, info = checkpoint.read(tmp_path / "net.npz")
+    assert (info.config, info.task) == (net.config, "embed")
+    assert info.preprocess.channels == 1
     same_weights(net, again)
 
 
@@ -151,14 +151,14 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_where(
 )
 def test_a_convention_the_code_has_fixed_is_said(options: dict[str, Any], part: str) -> None:
     for to, form in [("google", google_bit.BIT_GOOGLE), ("big_vision", google_bit.BIT_BIG_VISION)]:
-        card = Card(config=config_for(to, **options), preprocess=FAMILIES["BiT"].preprocess)
-        assert form.drift(card) == [part]
-        assert form.cannot(card) == []
+        info = ModelInfo(config=config_for(to, **options), preprocess=FAMILIES["BiT"].preprocess)
+        assert form.drift(info) == [part]
+        assert form.cannot(info) == []
 
 
 def test_a_vision_transformer_is_no_bit() -> None:
-    card = Card(config=ViTConfig(), preprocess=FAMILIES["ViT"].preprocess)
-    assert google_bit.BIT_GOOGLE.cannot(card) == google_bit.BIT_BIG_VISION.cannot(card) == ["a Vision Transformer"]
+    info = ModelInfo(config=ViTConfig(), preprocess=FAMILIES["ViT"].preprocess)
+    assert google_bit.BIT_GOOGLE.cannot(info) == google_bit.BIT_BIG_VISION.cannot(info) == ["a Vision Transformer"]
 
 
 @pytest.mark.peer
@@ -166,8 +166,8 @@ def test_timm_reads_what_is_written(tmp_path: Path) -> None:
     """With timm's epsilon, so that its logits can be compared too."""
     timm = import_peer("timm")
     config = config_for("google", standardize_eps=1e-8)
-    net, card = randomized(build(config)), Card(config=config, preprocess=FAMILIES["BiT"].preprocess)
-    checkpoint.write(net, card, tmp_path / "net.npz", to="google", approximate=True)
+    net, info = randomized(build(config)), ModelInfo(config=config, preprocess=FAMILIES["BiT"].preprocess)
+    checkpoint.write(net, info, tmp_path / "net.npz", to="google", approximate=True)
     model = timm.models.ResNetV2(
         layers=(1, 2),
         channels=(128, 256),

@@ -17,7 +17,7 @@ from vitrail.errors import Inexpressible
 from vitrail.models import ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint, google
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 SMALL = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, num_heads=4, mlp_dim=96, num_classes=5)
 
@@ -57,10 +57,10 @@ def test_what_a_format_has_no_place_for_is_refused_by_name(
     to: str, options: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     config = SMALL.replace(**options)
-    card = Card(config=config, preprocess=FAMILIES["ViT"].preprocess)
+    info = ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess)
     for name in ("google", "big_vision") if to == "both" else (to,):
         with pytest.raises(Inexpressible, match=re.escape(part)):
-            checkpoint.write(build(config), card, tmp_path / "never.npz", to=name)
+            checkpoint.write(build(config), info, tmp_path / "never.npz", to=name)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -84,10 +84,10 @@ def test_a_convention_the_code_has_fixed_is_written_only_when_told(
     options: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     config = SMALL.replace(**options)
-    card, net = Card(config=config, preprocess=FAMILIES["ViT"].preprocess), build(config, seed=0)
+    info, net = ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess), build(config, seed=0)
     with pytest.raises(Inexpressible, match=re.escape(part)):
-        checkpoint.write(net, card, tmp_path / "net.npz", to="google")
-    checkpoint.write(net, card, tmp_path / "net.npz", to="google", approximate=True)
+        checkpoint.write(net, info, tmp_path / "net.npz", to="google")
+    checkpoint.write(net, info, tmp_path / "net.npz", to="google", approximate=True)
     again, _ = checkpoint.read(tmp_path / "net.npz")
     for name, value in net.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
@@ -95,21 +95,21 @@ def test_a_convention_the_code_has_fixed_is_written_only_when_told(
 
 def test_what_loading_does_not_need_is_no_reason_to_refuse() -> None:
     config = SMALL.replace(dropout=0.1, drop_path=0.2, resample="timm", pool_norm="after", head_bias_init=-10.0)
-    google.GOOGLE.check(Card(config=config, preprocess=FAMILIES["ViT"].preprocess))
+    google.GOOGLE.check(ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess))
 
 
 def test_a_bit_network_is_no_vit() -> None:
-    card = Card(config=BiTConfig(), preprocess=FAMILIES["BiT"].preprocess)
+    info = ModelInfo(config=BiTConfig(), preprocess=FAMILIES["BiT"].preprocess)
     for form in (google.GOOGLE, google.BIG_VISION):
-        assert form.cannot(card) == ["a BiT ResNet"]
+        assert form.cannot(info) == ["a BiT ResNet"]
 
 
 # timm reads what is written
 
 
 def written(config: ViTConfig, path: Path, to: str, approximate: bool = False) -> ViT:
-    net, card = randomized(build(config)), Card(config=config, preprocess=FAMILIES["ViT"].preprocess)
-    checkpoint.write(net, card, path, to=to, approximate=approximate)
+    net, info = randomized(build(config)), ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess)
+    checkpoint.write(net, info, path, to=to, approximate=approximate)
     assert isinstance(net, ViT)
     return net
 

@@ -22,9 +22,9 @@ from transformers_peers import BARE, PEERS, VIT, Peer, first, logits, theirs, tr
 from vitrail.config import ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models import Net, build
-from vitrail.weights.card import Card
 from vitrail.weights.files import Archive, Tensors, open_archive
 from vitrail.weights.huggingface import HUGGINGFACE
+from vitrail.weights.model_info import ModelInfo
 
 pytestmark = pytest.mark.peer
 
@@ -39,18 +39,18 @@ def spelled(archive: Archive) -> Archive:
     return Archive(**{**vars(archive), "tensors": archive.tensors.renamed(HUGGINGFACE.spelling)})
 
 
-def read(source: Path | Archive) -> tuple[Net, Card]:
+def read(source: Path | Archive) -> tuple[Net, ModelInfo]:
     archive = spelled(source if isinstance(source, Archive) else open_archive(source))
-    card = HUGGINGFACE.describe(archive)
-    net = build(card.config, skeleton=True)
-    net.load_state_dict(HUGGINGFACE.table(card.config).read(archive.tensors, net, card.config), assign=True)
-    return net.eval(), card
+    info = HUGGINGFACE.describe(archive)
+    net = build(info.config, skeleton=True)
+    net.load_state_dict(HUGGINGFACE.table(info.config).read(archive.tensors, net, info.config), assign=True)
+    return net.eval(), info
 
 
-def write(net: Net, card: Card, path: Path) -> None:
-    HUGGINGFACE.check(card)
+def write(net: Net, info: ModelInfo, path: Path) -> None:
+    HUGGINGFACE.check(info)
     assert HUGGINGFACE.write is not None
-    HUGGINGFACE.write(path, HUGGINGFACE.table(card.config).write(net.state_dict(), card.config), card, False)
+    HUGGINGFACE.write(path, HUGGINGFACE.table(info.config).write(net.state_dict(), info.config), info, False)
 
 
 def loaded(folder: Path, peer: Peer, kind: str | None = None) -> Any:
@@ -62,8 +62,8 @@ def loaded(folder: Path, peer: Peer, kind: str | None = None) -> Any:
     return model.eval()
 
 
-def size_of(card: Card) -> tuple[int, int]:
-    return pair(card.config.image_size) if isinstance(card.config, ViTConfig) else (32, 48)
+def size_of(info: ModelInfo) -> tuple[int, int]:
+    return pair(info.config.image_size) if isinstance(info.config, ViTConfig) else (32, 48)
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Converted:
     model: Any
     theirs: Path
     net: Net
-    card: Card
+    info: ModelInfo
     ours: Path
 
 
@@ -84,14 +84,14 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     peer, folder = PEERS[request.param], tmp_path_factory.mktemp("peer")
     model = peer.build()
     model.save_pretrained(folder / "theirs")
-    net, card = read(folder / "theirs")
-    write(net, card, folder / "ours")
-    return Converted(peer, model, folder / "theirs", net, card, folder / "ours")
+    net, info = read(folder / "theirs")
+    write(net, info, folder / "ours")
+    return Converted(peer, model, folder / "theirs", net, info, folder / "ours")
 
 
 @torch.no_grad()
 def test_the_same_numbers_and_again_after_writing(case: Converted) -> None:
-    images = random_images(*size_of(case.card))
+    images = random_images(*size_of(case.info))
     expected = theirs(case.peer, case.model, images)
     assert relative(case.net(images), expected) <= 1e-5
     again = loaded(case.ours, case.peer)
@@ -120,9 +120,9 @@ def test_the_same_tensors_after_writing(case: Converted) -> None:
 
 def test_the_card_survives_writing_and_reading(case: Converted) -> None:
     _, again = read(case.ours)
-    assert again.config == case.card.config
-    assert again.preprocess == case.card.preprocess
-    assert (again.task, again.labels) == (case.card.task, case.card.labels)
+    assert again.config == case.info.config
+    assert again.preprocess == case.info.preprocess
+    assert (again.task, again.labels) == (case.info.task, case.info.labels)
 
 
 def test_auto_classes_find_the_class(case: Converted) -> None:
@@ -145,11 +145,11 @@ def test_a_distillation_token_that_no_head_reads_is_a_register(tmp_path: Path) -
     peer = Peer("DeiTForImageClassification", "DeiTConfig", VIT, logits)
     model, images = peer.build(), random_images()
     model.save_pretrained(tmp_path / "theirs")
-    net, card = read(tmp_path / "theirs")
-    assert isinstance(card.config, ViTConfig)
-    assert (card.config.num_registers, card.config.distilled) == (1, False)
+    net, info = read(tmp_path / "theirs")
+    assert isinstance(info.config, ViTConfig)
+    assert (info.config.num_registers, info.config.distilled) == (1, False)
     assert relative(net(images), model(images).logits) <= 1e-5
-    write(net, card, tmp_path / "ours")
+    write(net, info, tmp_path / "ours")
     assert relative(loaded(tmp_path / "ours", peer)(images).logits, model(images).logits) <= 1e-5
     again, _ = read(tmp_path / "ours")
     assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), again.state_dict().values(), strict=True))
@@ -158,11 +158,11 @@ def test_a_distillation_token_that_no_head_reads_is_a_register(tmp_path: Path) -
 def test_a_bare_deit_leaves_its_pooler_aside(tmp_path: Path) -> None:
     model = Peer("DeiTModel", "DeiTConfig", VIT, first).build()
     model.save_pretrained(tmp_path / "theirs")
-    net, card = read(tmp_path / "theirs")
-    assert isinstance(card.config, ViTConfig)
-    assert card.config.distilled
-    assert any("pooler" in note for note in card.notes)
-    write(net, card, tmp_path / "ours")
+    net, info = read(tmp_path / "theirs")
+    assert isinstance(info.config, ViTConfig)
+    assert info.config.distilled
+    assert any("pooler" in note for note in info.notes)
+    write(net, info, tmp_path / "ours")
     loaded(tmp_path / "ours", Peer("DeiTModel", "DeiTConfig", VIT, first, BARE))
 
 
@@ -230,10 +230,10 @@ def test_every_activation(act: str, tmp_path: Path) -> None:
 
 def test_class_names_travel_along(tmp_path: Path) -> None:
     PEERS["vit"].build().save_pretrained(tmp_path / "theirs")
-    net, card = read(tmp_path / "theirs")
+    net, info = read(tmp_path / "theirs")
     names = ("cat", "dog", "owl", "elk", "ant")
-    assert not card.multi_label
-    write(net, card.replace(labels=names, multi_label=True), tmp_path / "ours")
+    assert not info.multi_label
+    write(net, info.replace(labels=names, multi_label=True), tmp_path / "ours")
     again = read(tmp_path / "ours")[1]
     assert again.labels == names
     assert again.multi_label
@@ -244,16 +244,16 @@ def test_class_names_travel_along(tmp_path: Path) -> None:
 
 def test_half_precision_stays(tmp_path: Path) -> None:
     PEERS["dinov2, head"].build().to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
-    net, card = read(tmp_path / "theirs")
-    write(net, card, tmp_path / "ours")
+    net, info = read(tmp_path / "theirs")
+    write(net, info, tmp_path / "ours")
     model = loaded(tmp_path / "ours", PEERS["dinov2, head"])
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_file_alone_has_the_names_of_the_folder(tmp_path: Path) -> None:
     PEERS["vit"].build().save_pretrained(tmp_path / "theirs")
-    net, card = read(tmp_path / "theirs")
-    write(net, card, tmp_path / "alone.safetensors")
+    net, info = read(tmp_path / "theirs")
+    write(net, info, tmp_path / "alone.safetensors")
     assert (
         load_file(tmp_path / "alone.safetensors").keys() == load_file(tmp_path / "theirs" / "model.safetensors").keys()
     )

@@ -17,10 +17,10 @@ from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
 from vitrail.weights.files import Archive, Tensors
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.huggingface_preprocess import read, written
+from vitrail.weights.model_info import ModelInfo
 
 transformers: Any = import_peer("transformers")
 transformers.logging.set_verbosity_error()
@@ -115,9 +115,9 @@ def test_an_older_vision_config_overrides_the_newer() -> None:
 
 def test_a_nested_config_may_leave_everything_out() -> None:
     config = transformers.SiglipVisionConfig()
-    card = HUGGINGFACE.describe(archive_of("SiglipVisionModel", config, {"model_type": "siglip", "vision_config": {}}))
-    assert isinstance(card.config, ViTConfig)
-    assert (card.config.num_heads, card.config.activation, card.config.norm_eps) == (12, "gelu-tanh", 1e-6)
+    info = HUGGINGFACE.describe(archive_of("SiglipVisionModel", config, {"model_type": "siglip", "vision_config": {}}))
+    assert isinstance(info.config, ViTConfig)
+    assert (info.config.num_heads, info.config.activation, info.config.norm_eps) == (12, "gelu-tanh", 1e-6)
 
 
 def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Pat
     theirs.save_pretrained(tmp_path)
     processor = {"image_processor_type": "SiglipImageProcessor", "size": {"height": 30, "width": 30}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    net, card = checkpoint.read(tmp_path)
-    assert card.config.image_size == card.preprocess.image_size == (30, 30)
-    assert card.config.uncovered == "ignore"
+    net, info = checkpoint.read(tmp_path)
+    assert info.config.image_size == info.preprocess.image_size == (30, 30)
+    assert info.config.uncovered == "ignore"
     images = torch.randn(2, 3, 30, 30)
     with torch.no_grad():
         assert relative(net(images), theirs(images).pooler_output) <= 1e-5
@@ -180,9 +180,9 @@ def test_neighbors_are_refused_by_name() -> None:
 
 def test_registers_may_be_none_of_them() -> None:
     config = transformers.Dinov2WithRegistersConfig(**TINY, mlp_ratio=2, num_register_tokens=0)
-    card = HUGGINGFACE.describe(archive_of("Dinov2WithRegistersModel", config, {}))
-    assert isinstance(card.config, ViTConfig)
-    assert (card.config.num_registers, card.config.resample) == (0, "timm")
+    info = HUGGINGFACE.describe(archive_of("Dinov2WithRegistersModel", config, {}))
+    assert isinstance(info.config, ViTConfig)
+    assert (info.config.num_registers, info.config.resample) == (0, "timm")
 
 
 def test_positions_of_no_square_need_a_size() -> None:
@@ -345,19 +345,19 @@ SIGLIP = PLAIN.replace(class_token=False, pool="map", num_classes=0)
     ],
 )
 def test_what_has_no_place_is_refused_by_name(config: ViTConfig, changes: dict[str, Any], phrase: str) -> None:
-    HUGGINGFACE.check(Card(config=config, preprocess=PreprocessConfig()))
+    HUGGINGFACE.check(ModelInfo(config=config, preprocess=PreprocessConfig()))
     with pytest.raises(Inexpressible, match=phrase):
-        HUGGINGFACE.check(Card(config=config.replace(**changes), preprocess=PreprocessConfig()))
+        HUGGINGFACE.check(ModelInfo(config=config.replace(**changes), preprocess=PreprocessConfig()))
 
 
 def test_names_for_a_projection_have_no_place() -> None:
     with pytest.raises(Inexpressible, match="names for the outputs"):
-        HUGGINGFACE.check(Card(config=CLIP, preprocess=PreprocessConfig(), labels=tuple("abcde")))
+        HUGGINGFACE.check(ModelInfo(config=CLIP, preprocess=PreprocessConfig(), labels=tuple("abcde")))
 
 
 def test_conventions_of_the_original_bit_pass_only_when_told() -> None:
-    card = Card(config=BiTConfig(), preprocess=PreprocessConfig(), family="BiT")
+    info = ModelInfo(config=BiTConfig(), preprocess=PreprocessConfig(), family="BiT")
     with pytest.raises(Inexpressible, match="standardization epsilon of 1e-10"):
-        HUGGINGFACE.check(card)
-    HUGGINGFACE.check(card, approximate=True)
-    HUGGINGFACE.check(card.replace(config=BiTConfig(standardize_eps=1e-8)))
+        HUGGINGFACE.check(info)
+    HUGGINGFACE.check(info, approximate=True)
+    HUGGINGFACE.check(info.replace(config=BiTConfig(standardize_eps=1e-8)))

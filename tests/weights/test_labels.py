@@ -17,8 +17,8 @@ from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.errors import ConfigError, NotFound
 from vitrail.models import Net, build
 from vitrail.weights import labels as module
-from vitrail.weights.card import Card
 from vitrail.weights.labels import ASSUMED, from_id2label, imagenet_1k, named, read_labels, stated
+from vitrail.weights.model_info import ModelInfo
 
 NAMES = ("cat", "dog, hound", "é")
 FILES = {
@@ -179,20 +179,20 @@ def test_finding_names_imports_no_package():
 # A checkpoint that names no classes
 
 
-def thousand(**about: object) -> tuple[Net, Card]:
+def thousand(**about: object) -> tuple[Net, ModelInfo]:
     config = ViTConfig(image_size=16, patch_size=8, num_classes=1000, width=8, depth=1, num_heads=1, mlp_dim=8)
-    card = Card(config=config, preprocess=PreprocessConfig(image_size=16), **about)
+    info = ModelInfo(config=config, preprocess=PreprocessConfig(image_size=16), **about)
     net = build(config)
     torch.nn.init.normal_(net.head.weight)
-    return net, card
+    return net, info
 
 
 def test_a_thousand_classes_without_names_are_imagenets_and_a_note_says_so(monkeypatch: pytest.MonkeyPatch):
     packages(monkeypatch, timm=installed("timm"))
-    card = named(*thousand(origin="tiny.safetensors"))
-    assert card.labels == imagenet_1k()
-    assert card.notes == (ASSUMED,)
-    assert stated(card) is None
+    info = named(*thousand(origin="tiny.safetensors"))
+    assert info.labels == imagenet_1k()
+    assert info.notes == (ASSUMED,)
+    assert stated(info) is None
 
 
 def test_names_that_are_stated_and_classes_that_are_others_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
@@ -205,15 +205,15 @@ def test_names_that_are_stated_and_classes_that_are_others_stay_as_they_are(monk
         {"origin": "fine-tuned from timm/vit_tiny"},
         {"origin": "trained on photos"},
     ):
-        net, card = thousand(**about)
-        assert named(net, card) == card
-        assert stated(card) == card.labels
-    net, card = thousand()
+        net, info = thousand(**about)
+        assert named(net, info) == info
+        assert stated(info) == info.labels
+    net, info = thousand()
     for tensor in net.head.parameters():  # a new head, or one that was never trained
         torch.nn.init.zeros_(tensor)
-    assert named(net, card) == card
-    small = card.config.replace(num_classes=999)
-    assert named(build(small), card.replace(config=small)).labels is None
+    assert named(net, info) == info
+    small = info.config.replace(num_classes=999)
+    assert named(build(small), info.replace(config=small)).labels is None
 
 
 def test_without_a_package_that_has_the_names_classes_stay_numbers(monkeypatch: pytest.MonkeyPatch):

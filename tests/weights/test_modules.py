@@ -59,7 +59,7 @@ def test_a_network_of_timm(architecture: str, options: dict[str, Any]) -> None:
     if vit.config.channels == 3:
         assert vit.preprocess.config.mean == tuple(cfg["mean"])
         assert vit.preprocess.config.std == tuple(cfg["std"])
-    assert vit.card.origin == f"timm's {architecture}"
+    assert vit.info.origin == f"timm's {architecture}"
 
 
 def test_labels_of_timm_are_those_of_its_tag() -> None:
@@ -113,7 +113,7 @@ def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
     theirs = randomized(transformers.ViTForImageClassification(config))
     vit = agree(theirs, "logits")
     assert vit.labels == ("cat", "dog", "bird")
-    assert vit.card.multi_label
+    assert vit.info.multi_label
     theirs.save_pretrained(tmp_path)
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1, 0.2, 0.3])
     processor.save_pretrained(tmp_path)
@@ -125,7 +125,7 @@ def test_labels_and_processor_of_transformers(tmp_path: Path) -> None:
     larger = vitrail.load(loaded)
     assert larger.preprocess.config.image_size == larger.config.image_size == (64, 64)
     assert larger.preprocess.config.mean == (0.1, 0.2, 0.3)
-    assert any("resized to 64x64" in note for note in larger.card.notes)
+    assert any("resized to 64x64" in note for note in larger.info.notes)
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-3])
@@ -188,8 +188,8 @@ def test_half_precision_autocast_and_one_class_are_compared() -> None:
     timm = import_peer("timm")
     theirs = randomized(timm.create_model("test_vit", num_classes=1))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not vitrail.load(theirs).card.notes
-    assert vitrail.load(theirs.half()).card.notes == ("stored as float16, loaded as float32.",)
+        assert not vitrail.load(theirs).info.notes
+    assert vitrail.load(theirs.half()).info.notes == ("stored as float16, loaded as float32.",)
     assert vitrail.load(theirs, dtype=None).dtype == torch.float16
     assert theirs.head.weight.dtype == torch.float16
 
@@ -197,7 +197,7 @@ def test_half_precision_autocast_and_one_class_are_compared() -> None:
 def test_outputs_that_show_nothing_are_noted() -> None:
     models = import_peer("torchvision.models")
     fresh = models.vision_transformer.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=5)  # a head of zeros
-    assert any("could not be compared" in note for note in vitrail.load(fresh).card.notes)
+    assert any("could not be compared" in note for note in vitrail.load(fresh).info.notes)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_networks_of_transformers_without_an_output_of_ours_are_compared_by_thei
 ) -> None:
     transformers = import_peer("transformers")
     theirs = randomized(getattr(transformers, name)(getattr(transformers, config)(**HF, **MLP, **options)))
-    assert not any("compared" in note for note in vitrail.load(theirs).card.notes)
+    assert not any("compared" in note for note in vitrail.load(theirs).info.notes)
     next(m for m in theirs.modules() if isinstance(m, nn.LayerNorm)).eps = 0.3
     with pytest.raises(FormatError, match="computes something else"):
         vitrail.load(theirs)
@@ -224,7 +224,7 @@ def test_a_model_whose_forward_pass_fails_is_noted() -> None:
     transformers = import_peer("transformers")
     config = transformers.ViTConfig(**HF, **MLP, return_dict=False)
     theirs = randomized(transformers.ViTForImageClassification(config))
-    assert any("could not be compared" in note for note in vitrail.load(theirs).card.notes)
+    assert any("could not be compared" in note for note in vitrail.load(theirs).info.notes)
 
 
 def test_the_image_size_of_a_wrapped_network() -> None:
@@ -258,7 +258,7 @@ def test_other_networks_are_refused_by_name() -> None:
         (
             vitrail.create("ViT-Ti/16", depth=1),
             FormatError,
-            r"this is a network of vitrail; vitrail\.Model\(net, card\)",
+            r"this is a network of vitrail; vitrail\.Model\(net, info\)",
         ),
         (timm.create_model("test_vit").to("meta"), CheckpointError, "timm's test_vit has no weights"),
         (timm.create_model("xcit_nano_12_p8_224"), FormatError, "timm's xcit_nano_12_p8_224 is not an architecture"),

@@ -20,7 +20,7 @@ from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import ViT
 from vitrail.models.position import resample
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 CASES = (
     "vit",
@@ -42,10 +42,10 @@ def saved(value: Any, folder: Path, name: str = "weights.pt") -> Path:
     return folder / name
 
 
-def read(path: Path, **options: Any) -> tuple[ViT, Card]:
-    net, card = checkpoint.read(path, **options)
+def read(path: Path, **options: Any) -> tuple[ViT, ModelInfo]:
+    net, info = checkpoint.read(path, **options)
     assert isinstance(net, ViT)
-    return net, card
+    return net, info
 
 
 def embedded(net: ViT) -> Tensor:
@@ -58,30 +58,30 @@ def embedded(net: ViT) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_repository_of_open_clip_gives_the_originals_embeddings(case: str, tmp_path: Path) -> None:
-    net, card = read(repository(case, tmp_path))
-    assert card.family == "CLIP"
-    assert card.task == "embed"
+    net, info = read(repository(case, tmp_path))
+    assert info.family == "CLIP"
+    assert info.task == "embed"
     assert relative(embedded(net), recorded(f"{case}.embedding")) <= 1e-5
 
 
 @pytest.mark.parametrize("half", [True, False])
 def test_openais_dictionary_gives_the_originals_embeddings(half: bool, tmp_path: Path) -> None:
-    net, card = read(saved(openai(half), tmp_path))
-    assert card.config.activation == "gelu-quick"
-    assert card.config.num_heads == 2
+    net, info = read(saved(openai(half), tmp_path))
+    assert info.config.activation == "gelu-quick"
+    assert info.config.num_heads == 2
     assert relative(embedded(net), recorded("openai.embedding")) <= (1e-5 if half else 1e-3)
-    assert not [n for n in card.notes if "assumed" in n or "preprocessing" in n]  # OpenAI's is known
+    assert not [n for n in info.notes if "assumed" in n or "preprocessing" in n]  # OpenAI's is known
 
 
 @SCRIPTING
 @pytest.mark.parametrize("half", [True, False])
 def test_openais_archive_of_torchscript_gives_the_same_network_as_its_dictionary(half: bool, tmp_path: Path) -> None:
-    net, card = read(scripted(openai(half), tmp_path / "ViT-B-32.pt"))
+    net, info = read(scripted(openai(half), tmp_path / "ViT-B-32.pt"))
     wanted, _ = read(saved(openai(half), tmp_path))
-    assert card.config == wanted.config
+    assert info.config == wanted.config
     for name, value in wanted.state_dict().items():
         assert torch.equal(net.state_dict()[name], value), name
-    assert any("none of its code was executed" in note for note in card.notes)
+    assert any("none of its code was executed" in note for note in info.notes)
 
 
 def test_the_model_embeds_images_into_the_space_of_the_texts(tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_positions_are_resized_as_open_clip_does(tmp_path: Path) -> None:
 def test_open_clips_training_checkpoint_is_read_and_its_run_name_counts(tmp_path: Path) -> None:
     state = {f"module.{name}": value for name, value in state_of("quickgelu").items()}
     name = "2024_01_01-00_00_00-model_ViT-B-32-quickgelu-lr_0.001-b_64-j_4-p_amp"
-    net, card = read(saved({"epoch": 3, "name": name, "state_dict": state}, tmp_path))
-    assert card.config.activation == "gelu-quick"
+    net, info = read(saved({"epoch": 3, "name": name, "state_dict": state}, tmp_path))
+    assert info.config.activation == "gelu-quick"
     assert relative(embedded(net), recorded("quickgelu.embedding")) <= 1e-5
 
 
@@ -120,10 +120,10 @@ def test_a_file_that_does_not_tell_its_gelu_is_asked_about(name: str, tmp_path: 
         read(path)
     assert "\n" not in str(caught.value)
     for activation, case in (("gelu", "vit"), ("gelu-quick", "quickgelu")):
-        net, card = read(path, changes={"activation": activation})
+        net, info = read(path, changes={"activation": activation})
         assert relative(embedded(net), recorded(f"{case}.embedding")) <= 1e-5
-        assert any("2 heads are assumed" in note for note in card.notes)
-        assert any("preprocessing is not in the file" in note for note in card.notes)
+        assert any("2 heads are assumed" in note for note in info.notes)
+        assert any("preprocessing is not in the file" in note for note in info.notes)
 
 
 @SCRIPTING
@@ -150,8 +150,8 @@ def test_clipa_without_its_config_is_asked_how_it_pools(tmp_path: Path) -> None:
 
 def test_coca_without_its_config_says_what_it_assumes(tmp_path: Path) -> None:
     path = saved(state_of("coca"), tmp_path)
-    _, card = read(path, changes={"activation": "gelu"})
-    assert any("8 heads of the pooler are assumed" in note for note in card.notes)
+    _, info = read(path, changes={"activation": "gelu"})
+    assert any("8 heads of the pooler are assumed" in note for note in info.notes)
     net, _ = read(path, changes={"activation": "gelu", "pool_heads": 4})
     assert relative(embedded(net), recorded("coca.embedding")) <= 1e-5
 
@@ -160,27 +160,27 @@ def test_coca_without_its_config_says_what_it_assumes(tmp_path: Path) -> None:
 
 
 def test_the_preprocessing_is_openais_unless_the_config_says_another(tmp_path: Path) -> None:
-    _, card = read(saved(openai(), tmp_path))
-    usual = card.preprocess
+    _, info = read(saved(openai(), tmp_path))
+    usual = info.preprocess
     assert (usual.resize, usual.resize_to, usual.interpolation) == ("short", 32, "bicubic")
     assert (usual.mean, usual.std) == (CLIP_MEAN, CLIP_STD)
     said = {"mean": [0.5] * 3, "std": [0.25] * 3, "interpolation": "bilinear", "resize_mode": "squash"}
     (tmp_path / "repository").mkdir()
-    _, card = read(repository("vit", tmp_path / "repository", **said))
-    other = card.preprocess
+    _, info = read(repository("vit", tmp_path / "repository", **said))
+    other = info.preprocess
     assert (other.resize, other.resize_to, other.interpolation) == ("squash", None, "bilinear")
     assert (other.mean, other.std) == ((0.5,) * 3, (0.25,) * 3)
-    assert not [n for n in card.notes if "preprocessing" in n]
+    assert not [n for n in info.notes if "preprocessing" in n]
 
 
 def test_padding_which_is_not_done_is_said(tmp_path: Path) -> None:
-    _, card = read(repository("vit", tmp_path, mean=CLIP_MEAN, std=CLIP_STD, resize_mode="longest"))
-    assert any("fits the long side and pads" in note for note in card.notes)
+    _, info = read(repository("vit", tmp_path, mean=CLIP_MEAN, std=CLIP_STD, resize_mode="longest"))
+    assert any("fits the long side and pads" in note for note in info.notes)
 
 
 def test_a_repository_of_transformers_with_open_clips_files_is_read_as_transformers(tmp_path: Path) -> None:
-    net, card = read(repository("quickgelu", tmp_path))
-    checkpoint.write(net, card, tmp_path / "both", to="huggingface")
+    net, info = read(repository("quickgelu", tmp_path))
+    checkpoint.write(net, info, tmp_path / "both", to="huggingface")
     repository("vit", tmp_path / "both")  # another network, so that the choice shows
     again, _ = read(tmp_path / "both")
     assert torch.equal(embedded(again), embedded(net))
@@ -193,9 +193,9 @@ def test_positions_of_another_size_than_the_config_says_are_read_as_they_are(tmp
     whole["model_cfg"]["vision_cfg"]["image_size"] = 64
     save_file(state_of("vit"), tmp_path / "open_clip_model.safetensors")
     (tmp_path / "open_clip_config.json").write_text(json.dumps(whole))
-    net, card = read(tmp_path)
+    net, info = read(tmp_path)
     assert pair(net.config.image_size) == (32, 32)
-    assert any("image_size=64" in note for note in card.notes)
+    assert any("image_size=64" in note for note in info.notes)
 
 
 # What is refused
@@ -264,23 +264,23 @@ def test_a_missing_and_an_unknown_tensor_are_named(tmp_path: Path) -> None:
 
 
 def test_it_is_read_and_written_for_others_but_not_written(tmp_path: Path) -> None:
-    net, card = read(saved(openai(), tmp_path))
+    net, info = read(saved(openai(), tmp_path))
     with pytest.raises(Inexpressible, match="open_clip files can be read, not written"):
-        checkpoint.write(net, card, tmp_path / "out", to="open_clip")
-    checkpoint.write(net, card, tmp_path / "transformers", to="huggingface")
+        checkpoint.write(net, info, tmp_path / "out", to="open_clip")
+    checkpoint.write(net, info, tmp_path / "transformers", to="huggingface")
     again, _ = read(tmp_path / "transformers")
     assert torch.equal(embedded(again), embedded(net))
 
 
 def test_formats_without_cocas_pool_refuse_it(tmp_path: Path) -> None:
-    net, card = read(repository("coca", tmp_path))
-    assert isinstance(card.config, ViTConfig)
-    plain = card.replace(
-        config=card.config.replace(pre_norm=False, patch_bias=True, head_bias=True, position_on_class=False)
+    net, info = read(repository("coca", tmp_path))
+    assert isinstance(info.config, ViTConfig)
+    plain = info.replace(
+        config=info.config.replace(pre_norm=False, patch_bias=True, head_bias=True, position_on_class=False)
     )
     for to in ("timm", "huggingface", "google", "big_vision", "torchvision", "facebook"):
-        for tried in (card, plain):
+        for tried in (info, plain):
             with pytest.raises(Inexpressible, match=r"coca|CoCa|attention pool"):
                 checkpoint.write(net, tried, tmp_path / "out", to=to, approximate=True)
-    checkpoint.write(net, card, tmp_path / "ours")
+    checkpoint.write(net, info, tmp_path / "ours")
     assert torch.equal(embedded(read(tmp_path / "ours")[0]), embedded(net))

@@ -20,8 +20,8 @@ from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import Inexpressible
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import open_archive
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 
 Config = ViTConfig | BiTConfig
 
@@ -162,9 +162,9 @@ ROWS = pytest.mark.parametrize(("config", "marks", "named"), TABLE.values(), ids
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
-def model(config: Config) -> tuple[Net, Card]:
+def model(config: Config) -> tuple[Net, ModelInfo]:
     family = "BiT" if isinstance(config, BiTConfig) else "ViT"
-    card = Card(
+    info = ModelInfo(
         config=config,
         preprocess=usual_preprocess(family, config),
         family=family,
@@ -172,12 +172,12 @@ def model(config: Config) -> tuple[Net, Card]:
     )
     net = randomized(build(config, skeleton=True).to_empty(device="cpu"))
     assert isinstance(net, Net)
-    return net, card
+    return net, info
 
 
-def write(net: Net, card: Card, folder: Path, to: str) -> Path:
+def write(net: Net, info: ModelInfo, folder: Path, to: str) -> Path:
     folder.mkdir()
-    checkpoint.write(net, card, folder / FORMATS[to], to=to, approximate=True)
+    checkpoint.write(net, info, folder / FORMATS[to], to=to, approximate=True)
     return folder / FORMATS[to]
 
 
@@ -220,25 +220,25 @@ def test_the_table_has_every_format_that_can_be_written() -> None:
 
 @ROWS
 def test_a_network_fits_a_format_or_is_refused_by_name(config: Config, marks: str, named: str, tmp_path: Path) -> None:
-    net, card = model(config)
+    net, info = model(config)
     for to, mark in zip(FORMATS, marks.split(), strict=True):
-        form = checkpoint.format_for(to, card)
-        assert ("." if form.cannot(card) else "~" if form.drift(card) else "=") == mark, to
+        form = checkpoint.format_for(to, info)
+        assert ("." if form.cannot(info) else "~" if form.drift(info) else "=") == mark, to
         if mark == "=":
             continue
         message = named if mark == "." else "Pass --approximate"
         with pytest.raises(Inexpressible, match=message):
-            checkpoint.write(net, card, tmp_path / FORMATS[to], to=to, approximate=mark == ".")
+            checkpoint.write(net, info, tmp_path / FORMATS[to], to=to, approximate=mark == ".")
         assert list(tmp_path.iterdir()) == [], to
 
 
 @ROWS
 def test_there_and_back_through_every_pair(config: Config, marks: str, named: str, tmp_path: Path) -> None:
     """Written as A, read, written as B, read, written as A: the tensors of the first file, and always ours."""
-    net, card = model(config)
+    net, info = model(config)
     start, answer, said = net.state_dict(), logits(net, config), dict(zip(FORMATS, marks.split(), strict=True))
     for first in fitting(marks):
-        path = write(net, card, tmp_path / first, first)
+        path = write(net, info, tmp_path / first, first)
         wanted = stored(path)
         read, heard = checkpoint.read(path, family=family(config, first))
         assert same(read.state_dict(), start), first
@@ -291,15 +291,15 @@ def alike(got: Config, wanted: Config) -> bool:
 )
 def test_large_networks_go_round_once(config: Config, marks: str, tmp_path: Path) -> None:
     """From format to format and on to the next, until all that fit have been there and the first is back."""
-    net, card = model(config)
+    net, info = model(config)
     for to, mark in zip(FORMATS, marks.split(), strict=True):
-        form = checkpoint.format_for(to, card)
-        assert ("." if form.cannot(card) else "~" if form.drift(card) else "=") == mark, to
+        form = checkpoint.format_for(to, info)
+        assert ("." if form.cannot(info) else "~" if form.drift(info) else "=") == mark, to
     start, round_trip = net.state_dict(), fitting(marks)
-    wanted = stored(write(net, card, tmp_path / "start", round_trip[0]))
+    wanted = stored(write(net, info, tmp_path / "start", round_trip[0]))
     for step, to in enumerate([*round_trip, round_trip[0]]):
-        path = write(net, card, tmp_path / str(step), to)
-        net, card = checkpoint.read(path)
+        path = write(net, info, tmp_path / str(step), to)
+        net, info = checkpoint.read(path)
         assert same(net.state_dict(), start), to
     assert same(stored(path), wanted)
 
@@ -307,8 +307,8 @@ def test_large_networks_go_round_once(config: Config, marks: str, tmp_path: Path
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "google", "facebook"])
 def test_a_token_is_the_same_normalized_before_or_after_it_is_picked(to: str, tmp_path: Path) -> None:
     config = vit(pool_norm="after", activation="gelu-tanh" if to == "google" else "gelu")
-    net, card = model(config)
-    checkpoint.write(net, card, tmp_path / FORMATS[to], to=to)
+    net, info = model(config)
+    checkpoint.write(net, info, tmp_path / FORMATS[to], to=to)
     read, _ = checkpoint.read(tmp_path / FORMATS[to])
     assert same(read.state_dict(), net.state_dict())
     assert torch.equal(logits(read, config), logits(net, config))
@@ -329,14 +329,14 @@ def test_a_token_is_the_same_normalized_before_or_after_it_is_picked(to: str, tm
 )
 def test_one_file_says_as_much_as_a_folder(to: str, config: ViTConfig, tmp_path: Path) -> None:
     """In its header, which their libraries pass over."""
-    net, card = model(config.replace(num_classes=3 if config.num_classes else 0))
-    card = card.replace(labels=("a", "b", "c")) if net.config.num_classes else card
-    checkpoint.write(net, card, tmp_path / "folder", to=to)
-    checkpoint.write(net, card, tmp_path / "alone.safetensors", to=to)
+    net, info = model(config.replace(num_classes=3 if config.num_classes else 0))
+    info = info.replace(labels=("a", "b", "c")) if net.config.num_classes else info
+    checkpoint.write(net, info, tmp_path / "folder", to=to)
+    checkpoint.write(net, info, tmp_path / "alone.safetensors", to=to)
     folder, heard = checkpoint.read(tmp_path / "folder")
     alone, too = checkpoint.read(tmp_path / "alone.safetensors")
     assert too.replace(origin="", notes=()) == heard.replace(origin="", notes=())
-    assert too.labels == card.labels
+    assert too.labels == info.labels
     assert same(alone.state_dict(), net.state_dict())
     assert same(folder.state_dict(), net.state_dict())
     assert torch.equal(logits(alone, net.config), logits(net, net.config))
@@ -351,18 +351,18 @@ def test_any_change_of_a_usual_network_fits_or_is_refused(
     config: ViTConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
-    net, card = model(config)
+    net, info = model(config)
     for to in FORMATS:
-        form = checkpoint.format_for(to, card)
-        if form.cannot(card):
+        form = checkpoint.format_for(to, info)
+        if form.cannot(info):
             event(f"{to}: refused")
             with pytest.raises(Inexpressible, match=f"{to}'s format has no place for"):
-                checkpoint.write(net, card, folder / "model", to=to, approximate=True)
+                checkpoint.write(net, info, folder / "model", to=to, approximate=True)
             assert not (folder / "model").exists()
             continue
-        exact = not form.drift(card)
+        exact = not form.drift(info)
         event(f"{to}: {'exact' if exact else 'approximate'}")
-        path = write(net, card, folder / to, to)
+        path = write(net, info, folder / to, to)
         read, heard = checkpoint.read(path)
         assert same(read.state_dict(), net.state_dict()), to
         if exact:
@@ -396,13 +396,13 @@ def test_any_network_fits_timm_exactly_or_is_refused(
     config: ViTConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("timm")
-    net, card = model(config)
-    form = checkpoint.format_for("timm", card)
-    assume(not form.cannot(card))
-    read, heard = checkpoint.read(write(net, card, folder / "one", "timm"))
+    net, info = model(config)
+    form = checkpoint.format_for("timm", info)
+    assume(not form.cannot(info))
+    read, heard = checkpoint.read(write(net, info, folder / "one", "timm"))
     assert same(read.state_dict(), net.state_dict())
     assert same(stored(write(read, heard, folder / "two", "timm")), stored(folder / "one" / "model"))
-    if not form.drift(card):
+    if not form.drift(info):
         assert torch.equal(logits(read, config), logits(net, config))
         assert alike(heard.config, config)
     shutil.rmtree(folder)
@@ -416,10 +416,10 @@ def test_what_fits_timm_exactly_gives_its_own_code_the_same_numbers(
 ) -> None:
     timm = import_peer("timm")
     folder = tmp_path_factory.mktemp("timm")
-    net, card = model(config)
-    form = checkpoint.format_for("timm", card)
-    assume(not form.cannot(card) and not form.drift(card))
-    path = write(net, card, folder / "one", "timm")
+    net, info = model(config)
+    form = checkpoint.format_for("timm", info)
+    assume(not form.cannot(info) and not form.drift(info))
+    path = write(net, info, folder / "one", "timm")
     theirs = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     assert relative(logits(net, config), logits(theirs, config)) <= 1e-5
     shutil.rmtree(folder)

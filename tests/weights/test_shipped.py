@@ -90,9 +90,9 @@ def test_a_photograph_keeps_its_proportions_and_a_small_image_every_pixel(vit):
 def test_its_recipe_makes_such_a_model(vit):
     recipe = RECIPES["cifar10-small"]()
     assert recipe.model is not None
-    # A card holds what was resolved: sizes as pairs, the number of classes.
+    # A info holds what was resolved: sizes as pairs, the number of classes.
     assert recipe.model.replace(num_classes=10, image_size=(32, 32), patch_size=(4, 4)) == vit.config
-    assert recipe.preprocess == vit.card.preprocess
+    assert recipe.preprocess == vit.info.preprocess
 
 
 def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
@@ -118,9 +118,9 @@ def test_card_and_file_agree_and_the_file_is_small(name):
     assert file.stat().st_size < 8 * 2**20
     with safe_open(file, "pt") as stored:
         assert {stored.get_slice(tensor).get_dtype() for tensor in stored.keys()} == {"F16"}  # noqa: SIM118
-    net, card = checkpoint.read(file)
-    assert card.config == SHIPPED[name].card.config == net.config
-    assert card.labels == SHIPPED[name].card.labels
+    net, info = checkpoint.read(file)
+    assert info.config == SHIPPED[name].info.config == net.config
+    assert info.labels == SHIPPED[name].info.labels
 
 
 def test_the_wheel_has_it(tmp_path):

@@ -42,9 +42,9 @@ def stating(path: Path, vit: vitrail.Model, part: str, **changes: Any) -> Path:
     """A file of vitrail's own whose description says something else than its tensors."""
     vit.save(path)
     with safe_open(path, "pt") as file:
-        card = json.loads(file.metadata()["vitrail"])
-    card[part] |= changes
-    save_file(load_file(path), path, {"vitrail": json.dumps(card | {"labels": None})})
+        info = json.loads(file.metadata()["vitrail"])
+    info[part] |= changes
+    save_file(load_file(path), path, {"vitrail": json.dumps(info | {"labels": None})})
     return path
 
 

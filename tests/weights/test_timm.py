@@ -16,8 +16,8 @@ from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import BiT, ViT, build
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 from vitrail.weights.timm import TIMM_FORMAT
 
 pytestmark = pytest.mark.peer
@@ -153,12 +153,12 @@ def test_a_timm_repository_gives_the_same_logits_and_goes_back_unchanged(
     args = SMALL | args
     theirs = randomized(timm.create_model("vit_base_patch16_224", **args))
     folder = saved(theirs, tmp_path / "timm", **args)
-    net, card = checkpoint.read(folder)
+    net, info = checkpoint.read(folder)
     size = pair(tuple(args["img_size"]) if isinstance(args["img_size"], list) else args["img_size"])  # type: ignore[arg-type]
     images = torch.randn(2, int(args.get("in_chans", 3)), *size)  # type: ignore[call-overload]
     with torch.no_grad():
         assert relative(net(images), theirs(images)) <= 1e-5
-    checkpoint.write(net, card, tmp_path / "back", to="timm")
+    checkpoint.write(net, info, tmp_path / "back", to="timm")
     again = timm.create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
     with torch.no_grad():
         assert relative(again(images), theirs(images)) <= 1e-6
@@ -185,12 +185,12 @@ def test_a_timm_repository_gives_the_same_logits_and_goes_back_unchanged(
 )
 def test_the_families_give_timms_logits(arch: str, args: dict[str, object], tmp_path: Path) -> None:
     theirs = randomized(timm.create_model(arch, num_classes=9, **args))
-    net, card = checkpoint.read(saved(theirs, tmp_path / "timm", **args))
-    size = 64 if arch.startswith("resnetv2") else pair(card.config.image_size)[0]
+    net, info = checkpoint.read(saved(theirs, tmp_path / "timm", **args))
+    size = 64 if arch.startswith("resnetv2") else pair(info.config.image_size)[0]
     images = torch.randn(1, 3, size, size)
     with torch.no_grad():
         assert relative(net(images), theirs(images)) <= 1e-5
-    checkpoint.write(net, card, tmp_path / "back", to="timm", approximate=False)
+    checkpoint.write(net, info, tmp_path / "back", to="timm", approximate=False)
     again = timm.create_model(f"local-dir:{tmp_path / 'back'}", pretrained=True).eval()
     with torch.no_grad():
         assert relative(again(images), theirs(images)) <= 1e-6
@@ -317,9 +317,9 @@ def test_registers_with_positions_are_folded_and_said() -> None:
     assert theirs.pos_embed[0, 1:3].abs().sum() > 0
     archive = repository(theirs, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = SMALL
-    card = TIMM_FORMAT.describe(archive)
-    assert card.config.num_registers == 2
-    assert card.config.placed_prefix == 1
+    info = TIMM_FORMAT.describe(archive)
+    assert info.config.num_registers == 2
+    assert info.config.placed_prefix == 1
 
 
 @pytest.mark.parametrize(
@@ -338,23 +338,23 @@ def test_registers_with_positions_are_folded_and_said() -> None:
 def test_what_timm_cannot_express_is_refused_by_name(changes: dict[str, object], named: str, tmp_path: Path) -> None:
     config = ViTConfig(**TINY | changes)
     net = ViT(config)
-    card = Card(config=config, preprocess=usual_preprocess("ViT", config))
+    info = ModelInfo(config=config, preprocess=usual_preprocess("ViT", config))
     with pytest.raises(Inexpressible, match=named):
-        checkpoint.write(net, card, tmp_path / "out", to="timm")
+        checkpoint.write(net, info, tmp_path / "out", to="timm")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_repository_says_its_preprocessing_and_labels(tmp_path: Path) -> None:
     theirs = timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", depth=1)
     folder = saved(theirs, tmp_path / "timm", depth=1)
-    _, card = checkpoint.read(folder)
-    assert (card.preprocess.resize_to, card.preprocess.interpolation, card.preprocess.mean) == (
+    _, info = checkpoint.read(folder)
+    assert (info.preprocess.resize_to, info.preprocess.interpolation, info.preprocess.mean) == (
         248,
         "bicubic",
         (0.5,) * 3,
     )
-    assert card.labels is not None
-    assert card.labels[281].startswith("tabby")
+    assert info.labels is not None
+    assert info.labels[281].startswith("tabby")
     config = json.loads((folder / "config.json").read_text())
     config["pretrained_cfg"]["tag"] = "something_else"
     (folder / "config.json").write_text(json.dumps(config))

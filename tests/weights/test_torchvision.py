@@ -18,8 +18,8 @@ from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
 from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.torchvision import TORCHVISION
 
 SIZES = {
@@ -45,14 +45,14 @@ def saved(model: nn.Module, path: Path) -> Path:
     return path
 
 
-def read(model: nn.Module, folder: Path) -> tuple[ViT, Card]:
-    net, card = checkpoint.read(saved(model, folder / "weights.pth"))
+def read(model: nn.Module, folder: Path) -> tuple[ViT, ModelInfo]:
+    net, info = checkpoint.read(saved(model, folder / "weights.pth"))
     assert isinstance(net, ViT)
-    return net, card
+    return net, info
 
 
-def card_of(config: ViTConfig | BiTConfig) -> Card:
-    return Card(config=config, preprocess=FAMILIES["ViT"].preprocess)
+def info_of(config: ViTConfig | BiTConfig) -> ModelInfo:
+    return ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess)
 
 
 # Its numbers
@@ -69,13 +69,13 @@ def card_of(config: ViTConfig | BiTConfig) -> Card:
 )
 def test_logits_are_torchvisions(size: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = theirs(size, **options)
-    net, card = read(model, tmp_path)
+    net, info = read(model, tmp_path)
     width, depth, heads, mlp = SIZES[size]
     image, patch = options.get("image", 32), options.get("patch", 8)
     wanted = {"width": width, "depth": depth, "num_heads": heads, "mlp_dim": mlp, "num_classes": 7}
     conventions = {"activation": "gelu", "norm_eps": 1e-6, "resample": "torchvision"}
     pre_logits = options.get("representation_size", 0)
-    assert card.config == ViTConfig(image_size=image, patch_size=patch, pre_logits=pre_logits, **wanted, **conventions)
+    assert info.config == ViTConfig(image_size=image, patch_size=patch, pre_logits=pre_logits, **wanted, **conventions)
     images = torch.randn(1, 3, image, image)
     with torch.no_grad():
         assert relative(net(images), model(images)) <= 1e-5
@@ -86,8 +86,8 @@ def test_vit_b_16_at_its_own_size(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = import_peer("torchvision").models.vit_b_16()
     model = randomized(model.to_empty(device="cpu"))
-    net, card = read(model, tmp_path)
-    assert card.config == ViTConfig(activation="gelu", resample="torchvision")
+    net, info = read(model, tmp_path)
+    assert info.config == ViTConfig(activation="gelu", resample="torchvision")
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         assert relative(net(images), model(images)) <= 1e-5
@@ -150,8 +150,8 @@ def test_attention_is_torchvisions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"representation_size": 24}])
 def test_what_is_written_loads_strictly_and_is_what_was_read(options: dict[str, Any], tmp_path: Path) -> None:
     model = theirs(**options)
-    net, card = read(model, tmp_path)
-    checkpoint.write(net, card, tmp_path / "again.pth", to="torchvision")
+    net, info = read(model, tmp_path)
+    checkpoint.write(net, info, tmp_path / "again.pth", to="torchvision")
     state = torch.load(tmp_path / "again.pth", weights_only=True)
     wanted = model.state_dict()
     assert state.keys() == wanted.keys()
@@ -162,7 +162,7 @@ def test_what_is_written_loads_strictly_and_is_what_was_read(options: dict[str, 
 
 def test_older_names_of_the_mlp_are_read(tmp_path: Path) -> None:
     net = randomized(build(SMALL))
-    checkpoint.write(net, card_of(SMALL), tmp_path / "new.pth", to="torchvision")
+    checkpoint.write(net, info_of(SMALL), tmp_path / "new.pth", to="torchvision")
     state = torch.load(tmp_path / "new.pth", weights_only=True)
     spelled = {k.replace("mlp.0.", "mlp.linear_1.").replace("mlp.3.", "mlp.linear_2."): v for k, v in state.items()}
     assert spelled.keys() != state.keys()
@@ -174,21 +174,21 @@ def test_older_names_of_the_mlp_are_read(tmp_path: Path) -> None:
 def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_path: Path) -> None:
     config = SMALL.replace(activation="gelu-tanh", pre_logits=16)
     net = randomized(build(config))
-    checkpoint.write(net, card_of(config), tmp_path / "first.npz", to="google")
-    net, card = checkpoint.read(tmp_path / "first.npz")
+    checkpoint.write(net, info_of(config), tmp_path / "first.npz", to="google")
+    net, info = checkpoint.read(tmp_path / "first.npz")
     with pytest.raises(Inexpressible, match="the tanh form of GELU"):
-        checkpoint.write(net, card, tmp_path / "second.pth", to="torchvision")
-    checkpoint.write(net, card, tmp_path / "second.pth", to="torchvision", approximate=True)
-    net, card = checkpoint.read(tmp_path / "second.pth")
-    assert card.config == config.replace(activation="gelu", resample="torchvision")
-    checkpoint.write(net, card, tmp_path / "third.npz", to="google", approximate=True)
+        checkpoint.write(net, info, tmp_path / "second.pth", to="torchvision")
+    checkpoint.write(net, info, tmp_path / "second.pth", to="torchvision", approximate=True)
+    net, info = checkpoint.read(tmp_path / "second.pth")
+    assert info.config == config.replace(activation="gelu", resample="torchvision")
+    checkpoint.write(net, info, tmp_path / "third.npz", to="google", approximate=True)
     assert (tmp_path / "first.npz").read_bytes() == (tmp_path / "third.npz").read_bytes()
 
 
 # What is not in the file
 
 
-def described(config: ViTConfig) -> Card:
+def described(config: ViTConfig) -> ModelInfo:
     """What is said of a file of this network, without its numbers."""
     state = build(config, skeleton=True).state_dict()
     names = TORCHVISION.table(config).write(state, config)
@@ -199,10 +199,10 @@ def described(config: ViTConfig) -> Card:
     ("width", "depth", "mlp", "heads"), [(1280, 32, 5120, 16), (1024, 24, 4096, 16), (128, 1, 64, 2)]
 )
 def test_heads_are_those_of_published_sizes_else_of_64_numbers(width: int, depth: int, mlp: int, heads: int) -> None:
-    card = described(SMALL.replace(width=width, depth=depth, mlp_dim=mlp, num_heads=heads))
-    assert isinstance(card.config, ViTConfig)
-    assert card.config.num_heads == heads
-    assert any(f"{heads} assumed" in note for note in card.notes)
+    info = described(SMALL.replace(width=width, depth=depth, mlp_dim=mlp, num_heads=heads))
+    assert isinstance(info.config, ViTConfig)
+    assert info.config.num_heads == heads
+    assert any(f"{heads} assumed" in note for note in info.notes)
 
 
 @pytest.mark.peer
@@ -214,8 +214,8 @@ def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> Non
             continue  # its tensors look like those of the others: the note says so
         with torch.device("meta"):
             state = models.get_model(name, image_size=weights.meta["min_size"][0]).state_dict()
-        card = TORCHVISION.describe(Archive("memory", Tensors.of(state)))
-        asked, given = weights.transforms(), card.preprocess
+        info = TORCHVISION.describe(Archive("memory", Tensors.of(state)))
+        asked, given = weights.transforms(), info.preprocess
         assert (given.resize, given.resize_to, given.image_size) == (
             "short",
             asked.resize_size[0],
@@ -223,9 +223,9 @@ def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> Non
         )
         assert (given.interpolation, given.antialias) == (asked.interpolation.value, True)
         assert (given.mean, given.std) == (tuple(asked.mean), tuple(asked.std))
-        assert (card.labels, card.family, card.task) == (None, "ViT", "classify")
-        assert "class names are not stored." in card.notes
-        assert any("SWAG" in note for note in card.notes)
+        assert (info.labels, info.family, info.task) == (None, "ViT", "classify")
+        assert "class names are not stored." in info.notes
+        assert any("SWAG" in note for note in info.notes)
 
 
 @pytest.mark.parametrize(
@@ -278,12 +278,12 @@ def test_heads_that_cannot_be_guessed_are_an_error() -> None:
 def test_it_is_refused_by_name(options: dict[str, Any], part: str, tmp_path: Path) -> None:
     config = SMALL.replace(**options)
     with pytest.raises(Inexpressible, match=re.escape(part)):
-        checkpoint.write(build(config), card_of(config), tmp_path / "never.pth", to="torchvision")
+        checkpoint.write(build(config), info_of(config), tmp_path / "never.pth", to="torchvision")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bit_network_is_refused() -> None:
-    assert TORCHVISION.cannot(card_of(BiTConfig())) == ["a BiT ResNet"]
+    assert TORCHVISION.cannot(info_of(BiTConfig())) == ["a BiT ResNet"]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +301,6 @@ def test_what_its_code_or_its_files_cannot_state_is_written_only_when_told(
     config = SMALL.replace(**options)
     net = build(config)
     with pytest.raises(Inexpressible, match=re.escape(part)):
-        checkpoint.write(net, card_of(config), tmp_path / "net.pth", to="torchvision")
-    checkpoint.write(net, card_of(config), tmp_path / "net.pth", to="torchvision", approximate=True)
+        checkpoint.write(net, info_of(config), tmp_path / "net.pth", to="torchvision")
+    checkpoint.write(net, info_of(config), tmp_path / "net.pth", to="torchvision", approximate=True)
     assert (tmp_path / "net.pth").exists()

@@ -18,7 +18,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.models import ViT
 from vitrail.models.variants import parse
 from vitrail.weights import checkpoint, timm_config
-from vitrail.weights.card import Card, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.write import write_torch
 
@@ -127,13 +127,13 @@ def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path: Path) 
     config = parse("CLIP-B/32").replace(
         width=64, num_heads=1, mlp_dim=64, depth=1, num_classes=3, head_bias=True, image_size=64
     )
-    card = Card(
+    info = ModelInfo(
         config=config,
         preprocess=usual_preprocess("CLIP", config),
         labels=("a", "b", "c"),
         family="CLIP",
         task="classify",
     )
-    checkpoint.write(randomized(ViT(config)), card, tmp_path / "clip", to="timm")
+    checkpoint.write(randomized(ViT(config)), info, tmp_path / "clip", to="timm")
     again = checkpoint.read(tmp_path / "clip")[1]
     assert (again.task, again.labels) == ("classify", ("a", "b", "c"))

@@ -26,7 +26,7 @@ from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evaluate.feature_file import FeatureFile, table_of
 from vitrail.evaluate.features import Place, feature_batches, fingerprint, settled, stream
 from vitrail.runtime import say
-from vitrail.weights.card import portable
+from vitrail.weights.model_info import portable
 
 SPLITS = ("train", "validation", "test", "all")
 DTYPES = ("float32", "float16")
@@ -199,10 +199,10 @@ def _settings(
     """All that decides the file's content."""
     first = next(iter(sources.values()))
     said = {
-        "model": model.card.title,
+        "model": model.info.title,
         "weights": model.fingerprint if isinstance(model, Running) else fingerprint(model.net),
         "place": str(place),
-        "preprocess": model.card.preprocess.to_dict(),
+        "preprocess": model.info.preprocess.to_dict(),
         "data": portable(config.source),
         "data_digest": f"{zlib.crc32(config.source.encode(errors='surrogateescape')):08x}",
         "split": split,

@@ -32,8 +32,8 @@ from vitrail.evaluate.synsets import beside
 from vitrail.runtime import first_speaks, say
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.train.parallel import Ranks
-from vitrail.weights.card import portable
 from vitrail.weights.labels import ASSUMED, stated
+from vitrail.weights.model_info import portable
 from vitrail.weights.opening import adapted
 
 PROTOCOLS = ("auto", "imagenet", "real")
@@ -105,7 +105,7 @@ def evaluate(
         vit, source = _first_ahead(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
         _check_model(vit, ranks.device)
         sizes = _sizes(vit, image_size)
-        labels = model_names(vit.card, source)
+        labels = model_names(vit.info, source)
         match = match_classes(
             source,
             labels,
@@ -118,9 +118,9 @@ def evaluate(
         if protocol == "real" or real is not None:
             valid, assumed = _valid(source, match, real, labels)
         notes = [*match.notes, *assumed, *_about(source, vit)]
-        if labels is not None and stated(vit.card) is None:
+        if labels is not None and stated(vit.info) is None:
             notes.insert(0, ASSUMED)
-        say([note for note in notes if note not in vit.card.notes], about=data)
+        say([note for note in notes if note not in vit.info.notes], about=data)
         share = -(-len(source) // ranks.world)
         several = min(batch_size or BATCH.get(ranks.device.type, 256), share)
         task = _Task(Mapped(source, match), match, config, valid, ranks, several, flip, bins, watch)
@@ -131,7 +131,7 @@ def evaluate(
             found.append(measured)
             unreadable |= bad
     return Evaluation(
-        model=vit.card.title if isinstance(model, Model) else portable(str(model)),
+        model=vit.info.title if isinstance(model, Model) else portable(str(model)),
         data=source.name,
         names=match.names,
         multi_label=source.multi_label,
@@ -174,16 +174,16 @@ def _part(config: DataConfig, vit: Model) -> Source:
         raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
     if not len(found):
         raise DataError(f"{config.source} holds no images to measure on.")
-    if not parts.split and vit.card.trained_here:
+    if not parts.split and vit.info.trained_here:
         about = f"all {len(found):,} images of {found.name} are measured; if the model has learned from them, "
         say([f"{about}--held-out measures those that training holds out"], about=config.source)
     return found
 
 
 def _check_model(vit: Model, device: torch.device) -> None:
-    if vit.card.task != "classify" or not vit.config.num_classes:
+    if vit.info.task != "classify" or not vit.config.num_classes:
         raise ModelError(
-            f"{vit.card.origin or 'the model'} has no classes to be right or wrong about: it gives features. Measure "
+            f"{vit.info.origin or 'the model'} has no classes to be right or wrong about: it gives features. Measure "
             "those with vitrail probe, or teach it classes with vitrail finetune."
         )
     if vit.dtype == torch.bfloat16 and device.type == "cpu":
@@ -194,13 +194,13 @@ def _sizes(vit: Model, asked: Pair | Sequence[Pair] | None) -> list[tuple[int, i
     """The sizes to measure at, each known to be possible before any work is done."""
     own = pair(vit.config.image_size)
     if asked is None:
-        return [pair(vit.card.preprocess.image_size)]
+        return [pair(vit.info.preprocess.image_size)]
     several = [asked] if isinstance(asked, int | tuple) else list(asked)
     sizes = list(dict.fromkeys(pair(size) for size in several))
     if not sizes:
         raise ConfigError("image names no size; wanted such as 224, or several: 160,224,288.")
     for size in sizes:
-        if size != pair(vit.card.preprocess.image_size):
+        if size != pair(vit.info.preprocess.image_size):
             vit.check_inside()
         config = vit.config.replace(image_size=size)
         if isinstance(config, ViTConfig) and config.position == "relative" and size != own:
@@ -232,7 +232,7 @@ def _about(source: Source, vit: Model) -> list[str]:
     if len(there) == 1:
         name = source.labels[there[0]]
         notes.append(f"every image is of one class, {name!r}: how well others are told from it cannot be said")
-    if source.multi_label and not vit.card.multi_label:
+    if source.multi_label and not vit.info.multi_label:
         notes.append(
             "images have several labels and the model was made to give one: its outputs are read as a yes or no each"
         )
@@ -264,7 +264,7 @@ def _at_size(
                 preprocess=preprocess,
                 num_classes=len(task.match.names),
                 multi_label=source.multi_label,
-                loss="sigmoid" if vit.card.multi_label else "softmax",
+                loss="sigmoid" if vit.info.multi_label else "softmax",
                 reduce=ranks.sum if several else None,
                 gather=ranks.gather if several else None,
                 flip=task.flip,
@@ -288,12 +288,12 @@ def _real(samples: Samples, valid: list[list[int] | None]) -> Real:
 def _resized(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
     """The model for another size, and what prepares for that; the model itself stays as it is."""
     if isinstance(vit, Running):
-        return Called(vit), AsTheyAre(vit.card.preprocess)
-    if size == pair(vit.card.preprocess.image_size):
-        return vit.net, Preprocess(vit.card.preprocess)
-    net, card = adapted(vit.net, vit.card.replace(notes=()), image_size=size)
-    say(card.notes, about=vit.card.origin)
-    return net, Preprocess(card.preprocess)
+        return Called(vit), AsTheyAre(vit.info.preprocess)
+    if size == pair(vit.info.preprocess.image_size):
+        return vit.net, Preprocess(vit.info.preprocess)
+    net, info = adapted(vit.net, vit.info.replace(notes=()), image_size=size)
+    say(info.notes, about=vit.info.origin)
+    return net, Preprocess(info.preprocess)
 
 
 def _spelled(size: tuple[int, int]) -> str:

@@ -73,10 +73,10 @@ def export(
     """
     target, to, precision = check_request(path, to, precision, calibrate is not None, overwrite)
     vit = model if isinstance(model, Model) else load(model, **options)
-    net, card = adapted(vit.net, vit.card.replace(config=vit.net.config, notes=()), image_size)
-    say(card.notes, about=card.origin)
+    net, info = adapted(vit.net, vit.info.replace(config=vit.net.config, notes=()), image_size)
+    say(info.notes, about=info.origin)
     sheet = Sheet(
-        card=card.replace(notes=()),
+        info=info.replace(notes=()),
         to=cast(Any, to),
         precision=cast(Any, precision),
         inside=not raw,
@@ -128,7 +128,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _answer(vit: Model, raw: bool) -> Answer:
-    if vit.card.task != "classify" or not vit.config.num_classes:
+    if vit.info.task != "classify" or not vit.config.num_classes:
         return "features"
     return "logits" if raw else "probabilities"
 
@@ -143,10 +143,10 @@ def _checked(
         return list(check), None
     source, places = _some(check, CHECKED, root)
     images = [source[int(i)].image for i in places]
-    if vit.card.task != "classify" or not vit.config.num_classes or source.multi_label:
+    if vit.info.task != "classify" or not vit.config.num_classes or source.multi_label:
         return images, None
     try:
-        labels = model_names(vit.card, source)
+        labels = model_names(vit.info, source)
         match = match_classes(source, labels, vit.config.num_classes, synsets=beside(check, source.labels))
     except DataError as error:
         say([f"whether answers are right is not compared: {error}"], about=check)
@@ -175,12 +175,12 @@ class Running(Model):
     """A model that an engine runs: it predicts as any other, and cannot be looked into."""
 
     def __init__(self, engine: Engine, source: Path | Model) -> None:
-        self.engine, self._card, self.source = engine, engine.card, source
-        self.preprocess = Preprocess(engine.card.preprocess)
+        self.engine, self._info, self.source = engine, engine.info, source
+        self.preprocess = Preprocess(engine.info.preprocess)
 
     @property
     def config(self) -> ViTConfig | BiTConfig:
-        return self.card.config
+        return self.info.config
 
     @property
     def device(self) -> torch.device:
@@ -211,7 +211,7 @@ class Running(Model):
 
     def check_features(self) -> None:
         """Raise ModelError where the outputs are classes."""
-        if self.card.task == "classify" and self.config.num_classes:
+        if self.info.task == "classify" and self.config.num_classes:
             raise self._refusal("it gives classes and no features")
 
     def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
@@ -221,7 +221,7 @@ class Running(Model):
 
     def _refusal(self, why: str) -> ModelError:
         """Why not, and what to load instead."""
-        origin = self.card.origin
+        origin = self.info.origin
         if isinstance(self.source, Model):
             return ModelError(f"{self.engine.name} runs {origin or 'this model'}: {why}; load it without an engine.")
         made_from = f" ({origin})" * bool(origin)
@@ -232,7 +232,7 @@ class Running(Model):
         return self.config.num_classes or own or super()._width(want)
 
     def __repr__(self) -> str:
-        name = self.card.origin or self.card.family
+        name = self.info.origin or self.info.family
         return f"<vitrail.Model {name}, run by {self.engine.name} in {self.engine.precision}>"
 
 
@@ -277,7 +277,7 @@ def running(
         source = load(source, dtype=dtype, **options)
     vit = Running(open_engine(source, engine, device, threads, calibration_images(calibrate, root)), source)
     if labels is not None:
-        vit.card = vit.card.replace(labels=read_labels(labels, vit.card.config.num_classes))
+        vit.info = vit.info.replace(labels=read_labels(labels, vit.info.config.num_classes))
     return vit
 
 

@@ -198,7 +198,7 @@ def explain(
         views, special = _array(found[:, 0]), _array(beside[:, 0])
     predictions, meant = _classes(model, images, target, top)
     targets = torch.tensor([meant.index if meant else 0], device=model.device)
-    several = model.card.multi_label
+    several = model.info.multi_label
     maps = {method: METHODS[method](model.net, images, targets, several)[0] for method in chosen}
     trusted: dict[str, Faithfulness] = {}
     if trust:
@@ -210,7 +210,7 @@ def explain(
     seen_size = seen(model.net, images).shape[2:]
     return Look(
         image=name or _name(image),
-        model=model.card.title,
+        model=model.info.title,
         pixels=shown(pixels[: seen_size[0], : seen_size[1]]),
         predictions=predictions,
         target=meant,
@@ -251,7 +251,7 @@ def _chosen(model: Model, methods: Sequence[str] | None) -> tuple[str, ...]:
     for method in methods or ():
         if method not in METHODS:
             raise ConfigError(f"no explanation is called {method!r}{nearest(method, METHODS)}")
-    classes = bool(model.config.num_classes) and model.card.task == "classify"
+    classes = bool(model.config.num_classes) and model.info.task == "classify"
     if methods is None:
         able = [m for m in METHODS if m == "occlusion" or not isinstance(model.net, BiT)]
         methods = [m for m in able if classes or m not in NEEDS_CLASSES]
@@ -268,7 +268,7 @@ def _classes(
     model: Model, images: Tensor, target: str | int | None, top: int
 ) -> tuple[list[Prediction], Prediction | None]:
     """The likeliest classes, and the one that is meant."""
-    if model.card.task != "classify" or not model.config.num_classes:
+    if model.info.task != "classify" or not model.config.num_classes:
         if target is not None:
             raise ModelError(f"there is no class {target!r} to explain: this model has no classes.")
         return [], None

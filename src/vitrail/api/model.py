@@ -28,10 +28,10 @@ from vitrail.runtime import pick_device, pick_dtype, say
 from vitrail.runtime.cores import cores
 from vitrail.runtime.tiles import check_bfloat16
 from vitrail.weights import checkpoint, modules
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.conversion import convert
 from vitrail.weights.labels import named, read_labels
 from vitrail.weights.locate import Found
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 from vitrail.weights.native import NATIVE
 from vitrail.weights.opening import adapted, open_checkpoint
 from vitrail.weights.shipped import SHIPPED
@@ -63,34 +63,34 @@ class Model:
     `net` is the nn.Module.
     """
 
-    def __init__(self, net: Net, card: Card) -> None:
-        """Raise ModelError where the card is of another network: other classes, channels, sizes or conventions."""
-        check_fits(net.config, card)
-        self._net, self._card = net, card
-        self.preprocess = Preprocess(card.preprocess)
+    def __init__(self, net: Net, info: ModelInfo) -> None:
+        """Raise ModelError where the info is of another network: other classes, channels, sizes or conventions."""
+        check_fits(net.config, info)
+        self._net, self._info = net, info
+        self.preprocess = Preprocess(info.preprocess)
         self._check_bfloat16()
 
     @property
     def net(self) -> Net:
-        """The network; another one must fit the card."""
+        """The network; another one must fit the info."""
         return self._net
 
     @net.setter
     def net(self, net: Net) -> None:
-        check_fits(net.config, self.card)
+        check_fits(net.config, self.info)
         self._net = net
         self._check_bfloat16()
 
     @property
-    def card(self) -> Card:
-        """The config, preprocessing and class names; another card must fit the network."""
-        return self._card
+    def info(self) -> ModelInfo:
+        """The config, preprocessing and class names; another info must fit the network."""
+        return self._info
 
-    @card.setter
-    def card(self, card: Card) -> None:
-        check_fits(self.config, card)
-        self._card = card
-        self.preprocess = Preprocess(card.preprocess)
+    @info.setter
+    def info(self, info: ModelInfo) -> None:
+        check_fits(self.config, info)
+        self._info = info
+        self.preprocess = Preprocess(info.preprocess)
 
     @property
     def config(self) -> ViTConfig | BiTConfig:
@@ -99,7 +99,7 @@ class Model:
     @property
     def labels(self) -> tuple[str, ...] | None:
         """Class names in the head's order, or None where the checkpoint does not say."""
-        return self.card.labels
+        return self.info.labels
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +141,7 @@ class Model:
 
     def embed(self, images: ImageLike | Iterable[ImageLike], batch_size: int = 32) -> Tensor:
         """Features before the head, on the CPU: B D (CLIP: in the space its texts share)."""
-        projects = self.card.task == "embed" and self.config.num_classes
+        projects = self.info.task == "embed" and self.config.num_classes
         return self._outputs(images, batch_size, "logits" if projects else "pooled")
 
     def features(
@@ -198,7 +198,7 @@ class Model:
     def ranked(self, logits: Tensor, top: int = 5) -> list[list[Prediction]]:
         """B classes -> for each image its best classes; scores sum to 1, unless it may have several of them."""
         _check_top(top)
-        chances = logits.float().sigmoid() if self.card.multi_label else logits.float().softmax(-1)
+        chances = logits.float().sigmoid() if self.info.multi_label else logits.float().softmax(-1)
         scores, indices = chances.topk(min(top, logits.shape[-1]))
         return [
             [Prediction(self.label(i), s, i) for s, i in zip(row_scores, row, strict=True)]
@@ -213,9 +213,9 @@ class Model:
 
     def check_classes(self) -> None:
         """Raise ModelError where the outputs are not classes."""
-        if self.card.task != "classify" or not self.config.num_classes:
+        if self.info.task != "classify" or not self.config.num_classes:
             raise ModelError(
-                f"{self.card.origin or 'this model'} has no classes: it gives features. "
+                f"{self.info.origin or 'this model'} has no classes: it gives features. "
                 "Use embed, or load it with num_classes=... and train the new head."
             )
 
@@ -231,11 +231,11 @@ class Model:
         What another library's format does not carry is logged, as `vitrail convert` prints it. Where that
         library would compute slightly different numbers, Inexpressible is raised unless `approximate` is true.
         """
-        card = self.card.replace(config=self.net.config)
+        info = self.info.replace(config=self.net.config)
         if to == NATIVE.name:  # carries all of it
-            checkpoint.write(self.net, card, path, overwrite=overwrite)
+            checkpoint.write(self.net, info, path, overwrite=overwrite)
             return
-        found = convert(self.net, card, path, to=to, overwrite=overwrite, approximate=approximate)
+        found = convert(self.net, info, path, to=to, overwrite=overwrite, approximate=approximate)
         say(found.notes, about=str(path))
 
     def _outputs(self, images: ImageLike | Iterable[ImageLike], batch_size: int, want: Want) -> Tensor:
@@ -288,14 +288,14 @@ class Model:
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.net.parameters()) / 1e6
-        what = f"{self.config.num_classes} classes" if self.card.task == "classify" else "features"
-        name = self.card.origin or self.card.family
+        what = f"{self.config.num_classes} classes" if self.info.task == "classify" else "features"
+        name = self.info.origin or self.info.family
         return f"<vitrail.Model {name}: {count:.1f} M parameters, {_size(self.config.image_size)}, {what}>"
 
 
-def check_fits(config: ViTConfig | BiTConfig, card: Card) -> None:
-    """Raise ModelError where a card describes another network than the one of this config."""
-    ours, theirs = ({"kind": type(c).__name__, **c.to_dict()} for c in (config, card.config))
+def check_fits(config: ViTConfig | BiTConfig, info: ModelInfo) -> None:
+    """Raise ModelError where a model info describes another network than the one of this config."""
+    ours, theirs = ({"kind": type(c).__name__, **c.to_dict()} for c in (config, info.config))
     differ = [name for name in ours if ours[name] != theirs.get(name) and name not in TRAINING]
     if "layer_scale" in differ and None not in (ours["layer_scale"], theirs["layer_scale"]):
         differ.remove("layer_scale")  # the first value of what is learned
@@ -307,13 +307,13 @@ def check_fits(config: ViTConfig | BiTConfig, card: Card) -> None:
             "num_classes" in differ
         )
         raise ModelError(
-            f"the network has {has}, and its card says {says}: the card is of another network. Load the checkpoint "
-            f"with these settings, or pass card.replace(config=net.config{also})."
+            f"the network has {has}, and its info says {says}: the info is of another network. Load the checkpoint "
+            f"with these settings, or pass info.replace(config=net.config{also})."
         )
-    if config.channels != card.preprocess.channels:
+    if config.channels != info.preprocess.channels:
         raise ModelError(
             f"the network takes images of {config.channels} channels, and its preprocessing gives "
-            f"{card.preprocess.channels}; load it with channels={card.preprocess.channels}, or pass a preprocessing "
+            f"{info.preprocess.channels}; load it with channels={info.preprocess.channels}, or pass a preprocessing "
             f"whose mean and std have {config.channels}."
         )
 
@@ -361,13 +361,13 @@ def load(
     target = pick_device(device)
     options: dict[str, Any] = {"family": family, "dtype": pick_dtype(dtype), "finite": finite}
     if isinstance(source, nn.Module):
-        net, card = adapted(*modules.read(source, changes=changes, **options), **size)
+        net, info = adapted(*modules.read(source, changes=changes, **options), **size)
     else:
-        net, card = open_checkpoint(source, changes=changes, section=section, **size, **options)
-    card = named(net, card) if labels is None else card.replace(labels=read_labels(labels, card.config.num_classes))
-    if card.origin not in SHIPPED:  # nothing about those had to be assumed
-        say(card.notes, about=card.origin or Path(str(where)).name)
-    return Model(net.to(target), card)
+        net, info = open_checkpoint(source, changes=changes, section=section, **size, **options)
+    info = named(net, info) if labels is None else info.replace(labels=read_labels(labels, info.config.num_classes))
+    if info.origin not in SHIPPED:  # nothing about those had to be assumed
+        say(info.notes, about=info.origin or Path(str(where)).name)
+    return Model(net.to(target), info)
 
 
 def create(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Net:
@@ -384,8 +384,8 @@ def fresh(name: str, *, seed: int | None = None, device: str | torch.device = "c
     known = next(k for k in FAMILIES if k.lower() == family.lower())
     preprocess = usual_preprocess(known, net.config)
     classifies = net.config.num_classes and (known != "CLIP" or "num_classes" in changes)
-    card = Card(config=net.config, preprocess=preprocess, family=known, origin=name)
-    return Model(net.eval(), card if classifies else card.replace(task="embed"))
+    info = ModelInfo(config=net.config, preprocess=preprocess, family=known, origin=name)
+    return Model(net.eval(), info if classifies else info.replace(task="embed"))
 
 
 def _size(image_size: Pair) -> str:

@@ -71,7 +71,7 @@ class Portrait:
         self.images = list(bundled() if images is None else images)
         self.named = named or ("two photographs of scikit-learn's" if images is None else "the images given")
         self.advance = advance
-        self.name = model.card.title
+        self.name = model.info.title
         if not self.images:
             raise DataError("there is no image to look at; wanted one or more.")
 

@@ -24,7 +24,7 @@ from vitrail.runtime import say
 from vitrail.train.run import RunFolder
 from vitrail.train.snapshots import snapshots
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 MOST = 60
 """Moments of an animation: of more snapshots, so many at equal distances are shown."""
@@ -67,8 +67,8 @@ def timeline(
     """
     told = read_run(Path(run).expanduser())
     taken = _taken(told.path)
-    _, card = checkpoint.read(taken[max(taken)])
-    seen = _seen(told.path, card, image) if not what or {"distances", "rollout"} & set(what) else Seen()
+    _, info = checkpoint.read(taken[max(taken)])
+    seen = _seen(told.path, info, image) if not what or {"distances", "rollout"} & set(what) else Seen()
     whole, done = len(taken) + len(what or SUBJECTS), 0
 
     def watched() -> Iterator[Net]:
@@ -89,7 +89,7 @@ def timeline(
             subject,
             {name: found.arrays[name] for name in (subject, *BESIDE.get(subject, ()))},
             moments,
-            about=f"{told.name}: {_model(card)}",
+            about=f"{told.name}: {_model(info)}",
             measured=list(zip(*(values.tolist() for values in curve), strict=True)),
             image=seen.pixels,
         )
@@ -115,9 +115,9 @@ def _taken(run: Path) -> dict[int, Path]:
     return {step: found[step] for step in steps.tolist()}
 
 
-def _seen(run: Path, card: Card, image: ImageLike | None) -> Seen:
+def _seen(run: Path, info: ModelInfo, image: ImageLike | None) -> Seen:
     """Images the run was measured on; an image of the user's own stands in where they are gone."""
-    preprocess = Preprocess(card.preprocess)
+    preprocess = Preprocess(info.preprocess)
     images, missing, first = None, "", image
     try:
         config = RunFolder(run).read_config()
@@ -148,11 +148,11 @@ def _moment(told: Run, step: int, curve: Curve, last: int) -> Moment:
     return Moment(step, step / whole if told.per_epoch else None, float(scores[near[-1]]) if len(near) else None)
 
 
-def _model(card: Card) -> str:
+def _model(info: ModelInfo) -> str:
     """ViT, 28 px in patches of 4."""
-    size = "×".join(map(str, dict.fromkeys(pair(card.config.image_size))))
-    patch = getattr(card.config, "patch_size", None)
-    return f"{card.family}, {size} px" + (f" in patches of {pair(patch)[0]}" if patch else "")
+    size = "×".join(map(str, dict.fromkeys(pair(info.config.image_size))))
+    patch = getattr(info.config, "patch_size", None)
+    return f"{info.family}, {size} px" + (f" in patches of {pair(patch)[0]}" if patch else "")
 
 
 def _written(film: Film, stem: Path) -> list[Path]:

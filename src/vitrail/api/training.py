@@ -26,7 +26,7 @@ from vitrail.report import write_report
 from vitrail.runtime import first_speaks, pick_device, say
 from vitrail.train.loop import Result, fit
 from vitrail.train.run import RunFolder, read_config
-from vitrail.weights.card import sized
+from vitrail.weights.model_info import sized
 from vitrail.weights.opening import open_checkpoint
 
 

@@ -51,12 +51,12 @@ def convert(
     given = settings(changes)
     found = locate(src)  # has a progress bar of its own where it downloads
     with err.status(f"reading {src}"):
-        net, card = checkpoint.read(found.path, section=section, family=family, dtype=None, changes=given)
+        net, info = checkpoint.read(found.path, section=section, family=family, dtype=None, changes=given)
     if found.origin:
-        card = card.replace(origin=found.origin)
-    say([*found.notes, *card.notes])
+        info = info.replace(origin=found.origin)
+    say([*found.notes, *info.notes])
     with err.status(f"writing {dst} and reading it back"):
-        made = conversion.convert(net, card, dst, to=to, overwrite=overwrite, approximate=approximate)
+        made = conversion.convert(net, info, dst, to=to, overwrite=overwrite, approximate=approximate)
     say(made.notes)
     if as_json:
         report = {"source": src, "destination": str(dst), "format": to, "tensors": made.tensors, "identical": True}

@@ -97,7 +97,7 @@ def evaluate(
         from vitrail.report.measured import check_formats, write_evaluation
 
         check_formats(kinds)  # before the work, not after it
-    from vitrail.weights.card import portable
+    from vitrail.weights.model_info import portable
 
     with first_speaks():
         alone = sizes[0] if sizes is not None and len(sizes) == 1 else None

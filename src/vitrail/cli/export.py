@@ -187,15 +187,15 @@ def _summary(found: Exported) -> str:
     goes = "pixels" if sheet.inside else "normalized images"
     size_ = f"{found.size / 1e6:.1f} MB, the weights alone {found.weights / 1e6:.1f} in float32"
     first = f"{CALLED[sheet.to]}, {sheet.precision}, {spelled(sheet.image)} px, {many}, {goes} to {sheet.answer}"
-    return f"{first}\nimages: {sheet.card.preprocess.summary()}\n{size_}\n"
+    return f"{first}\nimages: {sheet.info.preprocess.summary()}\n{size_}\n"
 
 
 def _report(found: Exported) -> str:
     """What lies beside the file."""
-    card = found.sheet.card
-    if card.task == "classify" and card.config.num_classes and card.labels is None:
+    info = found.sheet.info
+    if info.task == "classify" and info.config.num_classes and info.labels is None:
         return f"{found.report} has these numbers and the preprocessing\nits classes have no names: pass --labels FILE"
-    return f"{found.report} has these numbers, {'class names and ' * (card.labels is not None)}preprocessing"
+    return f"{found.report} has these numbers, {'class names and ' * (info.labels is not None)}preprocessing"
 
 
 def _table(found: Exported) -> Table:

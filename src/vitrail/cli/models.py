@@ -95,7 +95,7 @@ def _config(listed: Listed) -> ViTConfig | BiTConfig:
     from vitrail.models.variants import parse
     from vitrail.weights.shipped import Shipped
 
-    return listed.card.config if isinstance(listed, Shipped) else parse(listed.name)
+    return listed.info.config if isinstance(listed, Shipped) else parse(listed.name)
 
 
 def _row(listed: Listed) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def open_model(
 
 def _introduce(shipped: Shipped) -> None:
     """What was taken where no model was named, and what it can and cannot recognize."""
-    *labels, last = shipped.card.labels or ("nothing",)
+    *labels, last = shipped.info.labels or ("nothing",)
     note(f"no --model, so this is {shipped.name}, which ships with vitrail: {shipped.about}.")
     note(
         f"it knows {', '.join(labels)} and {last}, and calls everything else one of these as well; "
@@ -87,6 +87,6 @@ def _check_classes(vit: Model, model: str) -> None:
     if vit.labels is None:
         from vitrail.weights.labels import imagenet_1k
 
-        unknown = vit.config.num_classes == 1000 and not vit.card.trained_here and imagenet_1k() is None
+        unknown = vit.config.num_classes == 1000 and not vit.info.trained_here and imagenet_1k() is None
         timm = ", or install timm, which has ImageNet's names" if unknown else ""
         note(f"the checkpoint does not name its classes: pass --labels FILE{timm}.")

@@ -113,7 +113,7 @@ def opened(model: str | None, engine: str | None, cores: int, calibrate: str | N
         _check_unchanged(model, **options | {"calibrate": calibrate})
         found, labels = open_engine(model, engine, threads=cores, lanes=cores), options.get("labels")
         if labels is not None and isinstance(found, FileEngine):
-            found = found.named(found.card.replace(labels=read_labels(labels, found.card.config.num_classes)))
+            found = found.named(found.info.replace(labels=read_labels(labels, found.info.config.num_classes)))
         return Served(found, name=Path(model).stem, alone=True)
     vit = open_model(model, classes=False, **options)
     alone = vit.device.type == "cpu"

@@ -18,8 +18,8 @@ from vitrail.data.sources.base import Sample, Source, Targets
 from vitrail.errors import DataError
 from vitrail.evaluate.scores import Ints
 from vitrail.evaluate.synsets import IMAGENET, Synsets, in_names, listed, of_outputs, plain_name
-from vitrail.weights.card import Card
 from vitrail.weights.labels import imagenet_1k, stated
+from vitrail.weights.model_info import ModelInfo
 
 # N images, C classes of the data, K outputs of the model
 
@@ -112,15 +112,15 @@ def match_classes(
     return _in_order(source, labels, outputs)
 
 
-def model_names(card: Card, source: Source) -> tuple[str, ...] | None:
+def model_names(info: ModelInfo, source: Source) -> tuple[str, ...] | None:
     """The names of a model's classes to match the data's with; None where they go by order.
 
     Names that were only assumed count as well, unless the data has as many classes with other names.
     """
-    if card.labels is None or len(source.labels) != len(card.labels):
-        return card.labels
-    shared = (_by_name(source.labels, card.labels) >= 0).mean()
-    return card.labels if shared >= 0.5 else stated(card)
+    if info.labels is None or len(source.labels) != len(info.labels):
+        return info.labels
+    shared = (_by_name(source.labels, info.labels) >= 0).mean()
+    return info.labels if shared >= 0.5 else stated(info)
 
 
 def _by_name(wanted: Sequence[str], labels: Sequence[str]) -> Ints:

@@ -24,7 +24,7 @@ from vitrail.models import Net
 from vitrail.runtime import say
 from vitrail.runtime.cores import cores
 from vitrail.runtime.cpu import cpu
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.write import write_json
 
 SECONDS = 0.15
@@ -38,7 +38,7 @@ Found = dict[str, Any]
 
 def fastest(
     net: Net,
-    card: Card,
+    info: ModelInfo,
     device: torch.device,
     threads: int | None = None,
     calibrate: Sequence[Any] = (),
@@ -51,27 +51,27 @@ def fastest(
     """
     if device.type != "cpu":
         say([f"engine auto takes torch: it is the one that runs on {device.type}"])
-        return torch_engine(net, card, device, threads, lanes)
+        return torch_engine(net, info, device, threads, lanes)
     net = exact(net)
     if not (installed("onnx") and installed("onnxscript") and any(map(installed, WRITTEN))):
         say(["engine auto takes torch: no other is installed (pip install 'vitrail[export]')"])
-        return torch_engine(net, card, device, threads, lanes)
-    calibration = prepared(Sheet(card=card, to="onnx"), calibrate)
-    folder = folder_of(net, card, calibration)
+        return torch_engine(net, info, device, threads, lanes)
+    calibration = prepared(Sheet(info=info, to="onnx"), calibrate)
+    folder = folder_of(net, info, calibration)
     place = folder / f"choice-{_machine(threads)}.json"
     with alone(folder / ".race"):
         found = _remembered(place)
         again = found is not None
         if found is None:
             say(["trying the engines that are installed, which takes up to a minute, once"], about=str(place))
-            found = _raced(net, card, threads, calibration)
-            if is_kept(folder_of(net, card, calibration)):  # a choice that a full disk made is not remembered
+            found = _raced(net, info, threads, calibration)
+            if is_kept(folder_of(net, info, calibration)):  # a choice that a full disk made is not remembered
                 with suppress(VitrailError, OSError):
                     write_json(place, found, overwrite=True)
     say([f"engine auto takes {told(found)}{f'; remembered in {place}' * again}"])
     if found["engine"] == "torch":
-        return torch_engine(net, card, device, threads, lanes)
-    return kept_engine(net, card, found["engine"], found["precision"], threads, lanes, calibration)
+        return torch_engine(net, info, device, threads, lanes)
+    return kept_engine(net, info, found["engine"], found["precision"], threads, lanes, calibration)
 
 
 def opened(path: Path, engine: str | None = None, threads: int | None = None, lanes: int = 1) -> FileEngine:
@@ -97,7 +97,7 @@ def opened(path: Path, engine: str | None = None, threads: int | None = None, la
             refused[name] = str(error)
     if not racing:
         raise CheckpointError(next(iter(refused.values())))
-    batch = _batch(next(iter(racing.values())).card)
+    batch = _batch(next(iter(racing.values())).info)
     found = {**_timed(racing, batch), "refused": refused}
     say([f"engine auto takes {told(found)}"])
     return open_file(path, found["engine"], threads, lanes)
@@ -106,7 +106,7 @@ def opened(path: Path, engine: str | None = None, threads: int | None = None, la
 def _check_same(one: FileEngine, other: Engine, path: Path) -> None:
     """Raise CheckpointError where two engines make different things of one file."""
     assert isinstance(other, FileEngine)
-    batch = _batch(one.card)
+    batch = _batch(one.info)
     got, wanted = one.outputs(batch), other.outputs(batch)
     off = float(np.linalg.norm(got - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30)
     if not off <= TOLERANCE[one.precision]:
@@ -116,18 +116,18 @@ def _check_same(one: FileEngine, other: Engine, path: Path) -> None:
         )
 
 
-def _raced(net: Net, card: Card, threads: int | None, calibration: Sequence[Pixels]) -> Found:
+def _raced(net: Net, info: ModelInfo, threads: int | None, calibration: Sequence[Pixels]) -> Found:
     """Every candidate that agrees, timed in turns."""
-    own = torch_engine(net, card, "cpu", threads)
+    own = torch_engine(net, info, "cpu", threads)
     racing: dict[tuple[str, str], Engine] = {("torch", "float32"): own}
     refused: dict[str, str] = {}
-    batch = _batch(card)
+    batch = _batch(info)
     wanted = own.logits(batch)
     off: dict[str, float] = {}
     for name, precision in candidates(bool(calibration)):
         who = f"{name} {precision}"
         try:
-            engine = kept_engine(net, card, name, precision, threads, 1, calibration)
+            engine = kept_engine(net, info, name, precision, threads, 1, calibration)
         except VitrailError as error:
             refused[who] = str(error)
             continue
@@ -170,8 +170,8 @@ def candidates(calibrated: bool) -> Iterator[tuple[str, Precision]]:
             yield "openvino", "bfloat16"
 
 
-def _batch(card: Card) -> Pixels:
-    return np.stack(prepared(Sheet(card=card, to="onnx"), samples(card.config.channels))[:BATCH])
+def _batch(info: ModelInfo) -> Pixels:
+    return np.stack(prepared(Sheet(info=info, to="onnx"), samples(info.config.channels))[:BATCH])
 
 
 def told(found: Found) -> str:

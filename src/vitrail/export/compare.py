@@ -172,7 +172,7 @@ def compare(
     for i in range(0, len(pixels), size):
         batch = np.stack(pixels[i : i + size])
         ours.append(engine.outputs(batch))
-        theirs.append(answers(model.logits(batch), engine.sheet.answer, engine.card.multi_label))
+        theirs.append(answers(model.logits(batch), engine.sheet.answer, engine.info.multi_label))
         advance(len(batch))
     got, wanted = np.concatenate(ours).astype(np.float64), np.concatenate(theirs).astype(np.float64)
     speed = None
@@ -193,7 +193,7 @@ def measured(
     off = np.abs(got - wanted)
     error = float(off.max()) if np.isfinite(off).all() else float("inf")
     same, near, change, top1 = None, 0, None, None
-    if engine.card.task == "classify" and wanted.shape[1] > 1:
+    if engine.info.task == "classify" and wanted.shape[1] > 1:
         ours, theirs = got.argmax(1), wanted.argmax(1)
         two = np.sort(wanted, axis=1)[:, -2:]
         same = int((ours == theirs).sum())

@@ -36,8 +36,8 @@ from vitrail.runtime import pick_device, say
 from vitrail.runtime.cores import cores
 from vitrail.runtime.cpu import cpu
 from vitrail.runtime.tiles import SETTING, WITHOUT_TILES, check_bfloat16, leave_tiles
-from vitrail.weights.card import Card
 from vitrail.weights.locate import Found
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.opening import open_checkpoint
 
 # B images, H x W pixels, C channels, K outputs
@@ -68,7 +68,7 @@ class Engine(Protocol):
         """ "float32", "bfloat16" or "int8"."""
 
     @property
-    def card(self) -> Card:
+    def info(self) -> ModelInfo:
         """Preprocessing, class names and what the outputs are."""
 
     def logits(self, pixels: Pixels) -> Floats:
@@ -80,9 +80,9 @@ class TorchEngine:
 
     name: Name = "torch"
 
-    def __init__(self, net: Net, card: Card, device: str | torch.device = "cpu") -> None:
-        self.net, self.card, self.device = net.to(pick_device(device)), card, pick_device(device)
-        self.preprocess = Preprocess(card.preprocess)
+    def __init__(self, net: Net, info: ModelInfo, device: str | torch.device = "cpu") -> None:
+        self.net, self.info, self.device = net.to(pick_device(device)), info, pick_device(device)
+        self.preprocess = Preprocess(info.preprocess)
         self.dtype = next(net.parameters()).dtype
         if self.dtype == torch.bfloat16 and self.device.type == "cpu":
             check_bfloat16()
@@ -104,11 +104,11 @@ class FileEngine:
 
     def __init__(self, name: Name, sheet: Sheet, run: Callable[[Pixels], Floats]) -> None:
         self.name, self.sheet, self.run = name, sheet, run
-        self.preprocess = Preprocess(sheet.card.preprocess)
+        self.preprocess = Preprocess(sheet.info.preprocess)
 
     @property
-    def card(self) -> Card:
-        return self.sheet.card
+    def info(self) -> ModelInfo:
+        return self.sheet.info
 
     @property
     def precision(self) -> str:
@@ -120,7 +120,7 @@ class FileEngine:
             return out
         tiny = np.finfo(np.float32).tiny
         logs = np.log(np.maximum(out, tiny))
-        return logs - np.log(np.maximum(1 - out, tiny)) if self.card.multi_label else logs
+        return logs - np.log(np.maximum(1 - out, tiny)) if self.info.multi_label else logs
 
     def outputs(self, pixels: Pixels) -> Floats:
         """What the file itself gives for pixels, whatever its batch."""
@@ -131,12 +131,12 @@ class FileEngine:
         parts = [self.run(_filled(given[i : i + size], size))[: len(given) - i] for i in range(0, len(given), size)]
         return np.concatenate(parts)
 
-    def named(self, card: Card) -> FileEngine:
-        """The same file, for a card that has other names for its classes."""
-        return FileEngine(self.name, replace(self.sheet, card=card), self.run)
+    def named(self, info: ModelInfo) -> FileEngine:
+        """The same file, for a model info that has other names for its classes."""
+        return FileEngine(self.name, replace(self.sheet, info=info), self.run)
 
     def __repr__(self) -> str:
-        return f"<{self.name} in {self.precision}: {self.card.origin or self.card.family}>"
+        return f"<{self.name} in {self.precision}: {self.info.origin or self.info.family}>"
 
     def prepared(self, pixels: Pixels) -> Pixels:
         """B H W C, 0 to 255 -> what goes into the file."""
@@ -178,24 +178,24 @@ def open_engine(
 
         return choose.opened(Path(source), engine, threads, lanes)
     if isinstance(source, str | Path | Found):
-        net, card = open_checkpoint(source, **options)
+        net, info = open_checkpoint(source, **options)
     else:
-        net, card = source.net, source.card
+        net, info = source.net, source.info
     target = pick_device(device)
     if engine in (None, "torch"):
-        return torch_engine(net, card, target, threads, lanes)
+        return torch_engine(net, info, target, threads, lanes)
     from vitrail.export import choose, kept  # which make engines themselves
 
     if engine == "auto":
-        return choose.fastest(net, card, target, threads, calibrate, lanes)
-    return kept.kept_engine(net, card, engine, "float32", threads, lanes)
+        return choose.fastest(net, info, target, threads, calibrate, lanes)
+    return kept.kept_engine(net, info, engine, "float32", threads, lanes)
 
 
 def torch_engine(
-    net: Net, card: Card, device: str | torch.device = "cpu", threads: int | None = None, lanes: int = 1
+    net: Net, info: ModelInfo, device: str | torch.device = "cpu", threads: int | None = None, lanes: int = 1
 ) -> TorchEngine:
     _use(threads, lanes)
-    return TorchEngine(net, card, device)
+    return TorchEngine(net, info, device)
 
 
 def _use(threads: int | None, lanes: int) -> None:

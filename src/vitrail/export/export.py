@@ -21,7 +21,7 @@ from vitrail.export.packaged import traced
 from vitrail.export.sheet import Sheet
 from vitrail.export.workplace import workplace
 from vitrail.models import Net
-from vitrail.weights.card import portable
+from vitrail.weights.model_info import portable
 from vitrail.weights.write import explained, sync, write_json
 
 CALIBRATED = 4
@@ -79,7 +79,7 @@ def export(
     """
     free(path, overwrite)
     parameters = sum(p.numel() for p in net.parameters())
-    sheet = replace(sheet, parameters=parameters, card=sheet.card.replace(origin=portable(sheet.card.origin)))
+    sheet = replace(sheet, parameters=parameters, info=sheet.info.replace(origin=portable(sheet.info.origin)))
     if calibration and sheet.precision == "int8" and 4 * parameters > formats.LARGEST:
         raise ModelError(
             f"{4 * parameters / 1e9:.1f} GB of weights are too many to be calibrated for int8, {formats.LARGEST / 1e9} "
@@ -125,7 +125,7 @@ def calibrating(sheet: Sheet, images: Sequence[Pixels]) -> list[Pixels]:
 
 def model_of(net: Net, sheet: Sheet) -> TorchEngine:
     """What an export is held against: the network itself, in float32, on the CPU."""
-    return TorchEngine(exact(net), sheet.card)
+    return TorchEngine(exact(net), sheet.info)
 
 
 def exact(net: Net) -> Net:
@@ -138,7 +138,7 @@ def exact(net: Net) -> Net:
 
 def prepared(sheet: Sheet, images: Sequence[Any]) -> list[Pixels]:
     """Images of any kind -> H W C each, as the model's preprocessing makes them."""
-    pixels = Preprocess(sheet.card.preprocess).pixels
+    pixels = Preprocess(sheet.info.preprocess).pixels
     return [pixels(image) for image in images]
 
 

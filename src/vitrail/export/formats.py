@@ -74,7 +74,7 @@ def _write_onnx(
         model, notes = quantize(model, calibration)
     entry = model.metadata_props.add()
     entry.key, entry.value = KEY, sheet.to_json()
-    model.doc_string = f"{sheet.card.title}, written by vitrail"
+    model.doc_string = f"{sheet.info.title}, written by vitrail"
     if bytes_of(model) > LARGEST:
         onnx.save_model(
             model, str(path), save_as_external_data=True, all_tensors_to_one_file=True, location=beside(path).name
@@ -133,7 +133,7 @@ def check_graph(sheet: Sheet, given: Sequence[Any], gives: Sequence[Any], path: 
         raise FormatError(
             f"{path}: got images of {[sheet.batch_size, *sheet.shape]} in its metadata, its graph takes {inputs}."
         )
-    classes = sheet.card.config.num_classes
+    classes = sheet.info.config.num_classes
     if sheet.answer != "features" and outputs[1:] != [classes]:
         raise FormatError(f"{path}: got {classes} classes in its metadata, its graph gives {outputs[1:]}.")
 
@@ -144,7 +144,7 @@ def sheet_of(text: object, path: Path) -> Sheet:
         raise FormatError(f"{path} was not written by vitrail export: it does not say how its images are prepared.")
     try:
         sheet = Sheet.from_json(str(text))
-        check_image(sheet.card)
+        check_image(sheet.info)
         return sheet
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error

@@ -31,7 +31,7 @@ from vitrail.export.sheet import SUFFIXES, Answer, Precision, Sheet, To
 from vitrail.models import Net
 from vitrail.runtime import say
 from vitrail.runtime.locks import locked
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 WRITTEN: dict[str, To] = {"onnxruntime": "onnx", "openvino": "openvino"}
 """What an engine reads."""
@@ -43,7 +43,7 @@ SCHEME = 2
 
 def kept_engine(
     net: Net,
-    card: Card,
+    info: ModelInfo,
     name: str,
     precision: Precision = "float32",
     threads: int | None = None,
@@ -51,9 +51,9 @@ def kept_engine(
     calibration: Sequence[Pixels] = (),
 ) -> FileEngine:
     """This engine for this network: exported and compared once, then kept where there is room."""
-    folder = folder_of(net, card, calibration)
+    folder = folder_of(net, info, calibration)
     try:
-        return _kept_in(folder, net, card, name, precision, threads, lanes, calibration)
+        return _kept_in(folder, net, info, name, precision, threads, lanes, calibration)
     except Exception as error:  # every engine's writer has its own for a full disk
         if _has_room(folder, 8 * sum(p.numel() for p in net.parameters())):  # the file, and what it is made from
             raise
@@ -64,13 +64,13 @@ def kept_engine(
             ) from error
     _FULL.add(_usual())
     say(["there is no room: engines' files are not kept"], about=str(_usual()))
-    return kept_engine(net, card, name, precision, threads, lanes, calibration)
+    return kept_engine(net, info, name, precision, threads, lanes, calibration)
 
 
 def _kept_in(
     folder: Path,
     net: Net,
-    card: Card,
+    info: ModelInfo,
     name: str,
     precision: Precision,
     threads: int | None,
@@ -78,19 +78,19 @@ def _kept_in(
     calibration: Sequence[Pixels],
 ) -> FileEngine:
     path = folder / f"{precision}{SUFFIXES[WRITTEN[name]]}"
-    card = card.replace(config=net.config)
+    info = info.replace(config=net.config)
     with alone(folder / ".lock"):
         if path.exists() and _sum_of(path) == _sum_kept(path):
             with suppress(CheckpointError, FormatError):  # of another kind of machine, perhaps
-                return open_file(path, name, threads, lanes).named(card)
-        answer: Answer = "logits" if card.task == "classify" else "features"
-        sheet = Sheet(card=card.replace(notes=()), to=WRITTEN[name], precision=precision, answer=answer)
+                return open_file(path, name, threads, lanes).named(info)
+        answer: Answer = "logits" if info.task == "classify" else "features"
+        sheet = Sheet(info=info.replace(notes=()), to=WRITTEN[name], precision=precision, answer=answer)
         bridge = folder / f"float32{SUFFIXES['onnx']}"
         export(
             net,
             sheet,
             path,
-            prepared(sheet, samples(card.config.channels)),
+            prepared(sheet, samples(info.config.channels)),
             calibration=calibration,
             bridge=bridge if bridge.exists() and bridge != path and not calibration else None,
             timed=False,
@@ -98,7 +98,7 @@ def _kept_in(
         )
         with suppress(OSError):  # without it the file is made anew next time
             _sum_place(path).write_text(_sum_of(path))
-    return open_file(path, name, threads, lanes).named(card)
+    return open_file(path, name, threads, lanes).named(info)
 
 
 def _sum_place(path: Path) -> Path:
@@ -121,9 +121,9 @@ def _sum_of(path: Path) -> str:
     return f"{found:08x}"
 
 
-def folder_of(net: Net, card: Card, calibration: Sequence[Pixels] = ()) -> Path:
+def folder_of(net: Net, info: ModelInfo, calibration: Sequence[Pixels] = ()) -> Path:
     """Where a network's files lie; other images to calibrate on have other scales, and a place of their own."""
-    inside = Path(digest(net, card))
+    inside = Path(digest(net, info))
     if calibration:
         inside = inside / hashlib.blake2b(b"".join(p.tobytes() for p in calibration), digest_size=8).hexdigest()
     usual = _usual()
@@ -186,10 +186,10 @@ def _for_now() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="vitrail-engines-")
 
 
-def digest(net: Net, card: Card) -> str:
+def digest(net: Net, info: ModelInfo) -> str:
     """Sixteen letters that differ where anything does that a file depends on: not the names of its classes."""
     found = hashlib.blake2b(digest_size=8)
-    told = card.replace(config=net.config, notes=(), labels=None).to_dict() | {"origin": ""}
+    told = info.replace(config=net.config, notes=(), labels=None).to_dict() | {"origin": ""}
     found.update(json.dumps([told, SCHEME, [_version(name) for name in PACKAGES]], sort_keys=True).encode())
     for name, tensor in sorted(net.state_dict().items()):
         found.update(name.encode())

@@ -36,9 +36,9 @@ class Packaged(nn.Module):
         if sheet.to != "pt2":  # torch has one operator for all of it
             write_out(self.net)
         self.dtype, self.inside, self.answer = dtype, sheet.inside, sheet.answer
-        self.multi_label = sheet.card.multi_label
+        self.multi_label = sheet.info.multi_label
         for name in ("mean", "std"):
-            values = torch.tensor(getattr(sheet.card.preprocess, name), dtype=torch.float32)
+            values = torch.tensor(getattr(sheet.info.preprocess, name), dtype=torch.float32)
             self.register_buffer(f"pixel_{name}", values[:, None, None])  # `mean` is an operator's name, too
 
     def forward(self, pixels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What travels inside an exported file: the model's card, and what was made of it."""
+"""What travels inside an exported file: the model's info, and what was made of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitrail.errors import ConfigError, FormatError
 from vitrail.explain.attention import special_names
 from vitrail.export.names import SUFFIXES as SUFFIXES
 from vitrail.export.names import refuse
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 To = Literal["onnx", "pt2", "openvino"]
 Precision = Literal["float32", "bfloat16", "int8"]
@@ -27,7 +27,7 @@ KEY = "vitrail"
 class Sheet:
     """Everything about an exported file that running it needs."""
 
-    card: Card
+    info: ModelInfo
     """Its config has the image size that positions are baked for."""
     to: To
     precision: Precision = "float32"
@@ -53,23 +53,23 @@ class Sheet:
 
     @property
     def image(self) -> tuple[int, int]:
-        return pair(self.card.config.image_size)
+        return pair(self.info.config.image_size)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of one image as it goes in."""
-        channels = self.card.config.channels
+        channels = self.info.config.channels
         return (*self.image, channels) if self.inside else (channels, *self.image)
 
     @property
     def bytes_in(self) -> bool:
         """Whether uint8 goes in: not where a model's own preprocessing never rounds its pixels."""
-        return self.inside and Preprocess(self.card.preprocess).dtype.__name__ == "uint8"
+        return self.inside and Preprocess(self.info.preprocess).dtype.__name__ == "uint8"
 
     @property
     def special(self) -> tuple[str, ...]:
         """The network's tokens that are no patches, in order."""
-        return special_names(self.card.config) if isinstance(self.card.config, ViTConfig) else ()
+        return special_names(self.info.config) if isinstance(self.info.config, ViTConfig) else ()
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -84,7 +84,7 @@ class Sheet:
             "input": {"shape": [self.batch_size, *self.shape], "type": "uint8" if self.bytes_in else "float32"},
             "output": self.answer,
             "parameters": self.parameters,
-            "card": self.card.to_dict(),
+            "card": self.info.to_dict(),
         }
         return found | ({"saturates_without_vnni": self.saturates} if self.precision == "int8" else {})
 
@@ -110,11 +110,11 @@ class Sheet:
         for number in (batch, parameters):
             if number is not None and type(number) is not int:
                 raise TypeError(number)
-        card = Card.from_dict(values["card"])
-        if not isinstance(card.origin, str) or any(not isinstance(name, str) for name in card.labels or ()):
-            raise TypeError(card.origin, card.labels)
+        info = ModelInfo.from_dict(values["card"])
+        if not isinstance(info.origin, str) or any(not isinstance(name, str) for name in info.labels or ()):
+            raise TypeError(info.origin, info.labels)
         return cls(
-            card=card,
+            info=info,
             to=values["to"],
             precision=values["precision"],
             inside=bool(values["preprocessing_inside"]),

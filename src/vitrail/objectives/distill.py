@@ -18,8 +18,8 @@ from vitrail.objectives.base import Objective, Sums, exact, summed
 from vitrail.objectives.classify import Labels
 from vitrail.runtime import say
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
 from vitrail.weights.locate import locate
+from vitrail.weights.model_info import ModelInfo
 
 # b images, C channels, K classes
 
@@ -35,7 +35,7 @@ class Teacher:
     def __init__(
         self,
         net: Net,
-        card: Card,
+        info: ModelInfo,
         student: PreprocessConfig,
         *,
         order: Sequence[int] | None = None,
@@ -43,8 +43,8 @@ class Teacher:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.net = net.to(device, dtype).eval().requires_grad_(False)
-        self.size, self.channels = pair(card.preprocess.image_size), card.preprocess.channels
-        own = [torch.tensor(values, dtype=torch.float64)[:, None, None] for values in _affine(student, card.preprocess)]
+        self.size, self.channels = pair(info.preprocess.image_size), info.preprocess.channels
+        own = [torch.tensor(values, dtype=torch.float64)[:, None, None] for values in _affine(student, info.preprocess)]
         self.same = bool((own[0] == 1).all() and (own[1] == 0).all())
         self.scale, self.shift = (values.to(device, dtype) for values in own)
         self.order = None if order is None else torch.tensor(order, device=device)
@@ -134,23 +134,23 @@ def load_teacher(
     if config.teacher is None:
         raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
     found = locate(config.teacher)
-    net, card = checkpoint.read(found.path)
-    say([*card.notes, *found.notes], about=found.origin or found.path.name)
-    if card.task != "classify" or net.config.num_classes != num_classes:
+    net, info = checkpoint.read(found.path)
+    say([*info.notes, *found.notes], about=found.origin or found.path.name)
+    if info.task != "classify" or net.config.num_classes != num_classes:
         knows = (
-            f"{net.config.num_classes} classes" if card.task == "classify" and net.config.num_classes else "no classes"
+            f"{net.config.num_classes} classes" if info.task == "classify" and net.config.num_classes else "no classes"
         )
         raise ConfigError(
             f"the teacher {config.teacher} knows {knows}, the student {num_classes}; they must be the same. "
             f"Teach it these first: vitrail finetune --model {config.teacher} --data DATA."
         )
-    if card.preprocess.channels != preprocess.channels and preprocess.channels != 1:
+    if info.preprocess.channels != preprocess.channels and preprocess.channels != 1:
         raise ConfigError(
-            f"the teacher {config.teacher} sees {card.preprocess.channels} channels, "
+            f"the teacher {config.teacher} sees {info.preprocess.channels} channels, "
             f"the student {preprocess.channels}; try a teacher for the same images."
         )
-    order = _order(card.labels, labels, config.teacher)
-    return Teacher(net, card, preprocess, order=order, device=device, dtype=dtype)
+    order = _order(info.labels, labels, config.teacher)
+    return Teacher(net, info, preprocess, order=order, device=device, dtype=dtype)
 
 
 def _order(theirs: Sequence[str] | None, ours: Sequence[str] | None, teacher: str) -> list[int] | None:

@@ -32,7 +32,7 @@ from vitrail.report.words import (
     short_percent,
     spell_time,
 )
-from vitrail.weights.card import portable
+from vitrail.weights.model_info import portable
 from vitrail.weights.write import write_text
 
 LISTED = 200

@@ -16,7 +16,7 @@ from vitrail.config import Duration
 from vitrail.config.format_version import current
 from vitrail.errors import ConfigError, NotFound
 from vitrail.train.log import Line, read_metrics
-from vitrail.weights.card import portable
+from vitrail.weights.model_info import portable
 
 Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """Epochs (steps, where epochs are not known) and values; neither has a gap or a NaN."""

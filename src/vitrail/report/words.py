@@ -8,7 +8,7 @@ from typing import Any
 
 from vitrail.config import BiTConfig, pair
 from vitrail.models import Net
-from vitrail.weights.card import portable
+from vitrail.weights.model_info import portable
 
 Config = Mapping[str, Any]
 Rows = list[tuple[str, str]]

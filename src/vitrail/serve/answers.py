@@ -11,18 +11,18 @@ from vitrail import __version__
 from vitrail.models import ViT
 from vitrail.serve.limits import Limits
 from vitrail.serve.served import Served
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 Row = npt.NDArray[np.floating[Any]]
 
 
-def ranked(card: Card, logits: Row, top: int) -> list[dict[str, Any]]:
+def ranked(info: ModelInfo, logits: Row, top: int) -> list[dict[str, Any]]:
     """One image's outputs -> its best classes; scores sum to 1 unless it may have several of them."""
-    scores = _chances(logits.astype(np.float64), card.multi_label)
+    scores = _chances(logits.astype(np.float64), info.multi_label)
     top = min(top, len(scores))
     best = np.argpartition(-scores, top - 1)[:top]
     best = best[np.argsort(-scores[best], kind="stable")]
-    labels = card.labels
+    labels = info.labels
     return [
         {"label": labels[i] if labels is not None else f"class {i}", "index": int(i), "score": float(scores[i])}
         for i in best
@@ -38,19 +38,19 @@ def _chances(logits: Row, multi_label: bool) -> Row:
 
 def description(served: Served, limits: Limits) -> dict[str, Any]:
     """What /v1/model says."""
-    card, model = served.card, served.model
-    config = card.config
+    info, model = served.info, served.model
+    config = info.config
     height, width, channels = served.shape
     rows, columns = served.grid
     net = model.net if model is not None else None
     attentive = isinstance(net, ViT)
     return {
         "name": served.name,
-        "family": card.family,
-        "task": card.task if served.classifies else "embed",
-        "multi_label": card.multi_label,
+        "family": info.family,
+        "task": info.task if served.classifies else "embed",
+        "multi_label": info.multi_label,
         "classes": config.num_classes if served.classifies else 0,
-        "labels": None if card.labels is None else list(card.labels),
+        "labels": None if info.labels is None else list(info.labels),
         "parameters": served.parameters,
         "image": {"height": height, "width": width, "channels": channels},
         "grid": {"rows": rows, "columns": columns},

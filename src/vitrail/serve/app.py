@@ -167,7 +167,7 @@ class Service:
         if not self.served.classifies:
             raise Problem(400, "no_classes", "this model has no classes: it gives features; try /v1/embed.")
         rows = await self._answered(body, values, "logits", deadline, gone)
-        results = [{"predictions": ranked(self.served.card, row, values.top)} for row in rows]
+        results = [{"predictions": ranked(self.served.info, row, values.top)} for row in rows]
         return {"model": self.served.name, "engine": self.served.engine.name, "results": results}
 
     async def _answered(

@@ -103,18 +103,18 @@ class Looker:
                 logits = model.net(images)
         yield
         row = logits[0].float().cpu().numpy()
-        predictions = ranked(self.served.card, row, 5) if self.served.classifies else []
+        predictions = ranked(self.served.info, row, 5) if self.served.classifies else []
         target = predictions[0] if predictions else None
         if asked.target is not None:
             number = class_number(model, asked.target)
-            target = next(p for p in ranked(self.served.card, row, len(row)) if p["index"] == number)
+            target = next(p for p in ranked(self.served.info, row, len(row)) if p["index"] == number)
         maps = {}
         for method in self.served.methods[:1] if asked.methods is None else asked.methods:
             meant = torch.tensor([target["index"] if target else 0], device=model.device)
             if method == "occlusion":
-                found = yield from occluded(model.net, images, meant, model.card.multi_label)
+                found = yield from occluded(model.net, images, meant, model.info.multi_label)
             else:
-                found = METHODS[method](model.net, images, meant, model.card.multi_label)[0]
+                found = METHODS[method](model.net, images, meant, model.info.multi_label)[0]
             maps[method] = packed_map(found.float().cpu().numpy())
             yield
         rows, columns = self.served.grid

@@ -35,23 +35,23 @@ class Served:
         torch and ONNX Runtime compute each on the core it is made from; OpenVINO has threads of its own, and
         shares a call out among those that are free.
         """
-        self.engine, self.model, self.card, self.alone = engine, model, engine.card, alone
+        self.engine, self.model, self.info, self.alone = engine, model, engine.info, alone
         nets = [engine.net] if isinstance(engine, TorchEngine) else []
         for net in nets if model is None or model.net in nets else [*nets, model.net]:
             unmapped(net)
-        self.preprocess = Preprocess(self.card.preprocess)
-        self.name = name or self.card.title
+        self.preprocess = Preprocess(self.info.preprocess)
+        self.name = name or self.info.title
 
     @property
     def classifies(self) -> bool:
-        return self.card.task == "classify" and bool(self.card.config.num_classes) and not self.gives_features
+        return self.info.task == "classify" and bool(self.info.config.num_classes) and not self.gives_features
 
     @property
     def gives_features(self) -> bool:
         """Whether the engine's own outputs are features: CLIP's head leads into the space its texts share."""
         if isinstance(self.engine, FileEngine) and self.engine.sheet.answer == "features":
             return True
-        return self.card.task == "embed" and bool(self.card.config.num_classes)
+        return self.info.task == "embed" and bool(self.info.config.num_classes)
 
     @property
     def embeds(self) -> bool:
@@ -61,12 +61,12 @@ class Served:
     @property
     def shape(self) -> tuple[int, int, int]:
         """H W C of what the engine takes."""
-        return (*pair(self.card.preprocess.image_size), self.card.preprocess.channels)
+        return (*pair(self.info.preprocess.image_size), self.info.preprocess.channels)
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of the parts that can be hidden: patches, or a fair grid where there are none."""
-        config, (height, width, _) = self.card.config, self.shape
+        config, (height, width, _) = self.info.config, self.shape
         if self.model is not None:
             return grid_of(self.model.net, torch.empty(1, 1, height, width))
         if isinstance(config, ViTConfig):

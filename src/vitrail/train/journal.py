@@ -46,10 +46,10 @@ class Journal:
 
     def __init__(self, run: RunFolder, trainer: Trainer) -> None:
         self.run, self.trainer, self.config, self.ranks = run, trainer, trainer.config, trainer.ranks
-        card = trainer.setup.card
+        info = trainer.setup.info
         self.progress = Progress(
             ran_on=here(trainer.device, self.ranks.world),
-            began={"family": card.family, "origin": card.origin},
+            began={"family": info.family, "origin": info.origin},
             images=trainer.images or None,
             data=trainer.setup.data,
             teacher=trainer.learner.teacher.checksum if isinstance(trainer.learner, Distill) else None,
@@ -267,8 +267,8 @@ class Journal:
             self.display.resumed()
             self._write(self._place() | {"test": self.test.to_dict(), "model_step": chosen})
         if self.ranks.first:
-            card = trainer.setup.card.replace(config=net.config)
-            checkpoint.write(net.to("cpu", torch.float32), card, self.run.model, overwrite=True)
+            info = trainer.setup.info.replace(config=net.config)
+            checkpoint.write(net.to("cpu", torch.float32), info, self.run.model, overwrite=True)
         self.checkpoints.close()
         if self.checkpoints.failed is not None and self.ranks.first:
             say([f"the last checkpoint could not be written: {self.checkpoints.failed}"])

@@ -16,8 +16,8 @@ from vitrail.runtime import say
 from vitrail.train.parallel import Ranks
 from vitrail.train.same_data import Described, check_data, check_splits, describe_data
 from vitrail.train.state import Progress
-from vitrail.weights.card import FINE_TUNED, TRAINED, Card, channels_for, portable, sized
 from vitrail.weights.files import unmapped
+from vitrail.weights.model_info import FINE_TUNED, TRAINED, ModelInfo, channels_for, portable, sized
 from vitrail.weights.opening import adapted, open_checkpoint
 
 AnyConfig = ViTConfig | BiTConfig
@@ -30,7 +30,7 @@ class Setup:
     config: TrainConfig
     """With every blank filled in: enough to run it again."""
     net: Net
-    card: Card
+    info: ModelInfo
     splits: Splits
     data: Described
     """What a checkpoint keeps of the data, to be compared with when the run goes on."""
@@ -43,7 +43,7 @@ class Setup:
             return None
         if targets.ndim == 2:
             return targets.sum(0)
-        return np.bincount(targets[targets >= 0], minlength=len(self.card.labels or ()))
+        return np.bincount(targets[targets >= 0], minlength=len(self.info.labels or ()))
 
 
 def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None) -> Setup:
@@ -64,7 +64,7 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
         say(check_data(saved.data, data, config.data.source))
         say(_changed_since(config) if not saved.data else [])
     if config.init_from is not None and saved is None:
-        net, card = _started(config, labels if learns_labels else ())
+        net, info = _started(config, labels if learns_labels else ())
         config = config.replace(model=net.config)
     else:
         assert config.model is not None
@@ -73,13 +73,13 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
                 f"image_size={config.image_size} is for a checkpoint to start from; set model.image instead."
             )
         config = config.replace(model=_with_classes(config.model, len(labels) if learns_labels else 0))
-        net, card = _fresh(config, labels if learns_labels else ())
-        card = card.replace(**saved.began) if saved is not None else card
-    card = card.replace(name=config.name, multi_label=learns_labels and splits.train.multi_label)
+        net, info = _fresh(config, labels if learns_labels else ())
+        info = info.replace(**saved.began) if saved is not None else info
+    info = info.replace(name=config.name, multi_label=learns_labels and splits.train.multi_label)
     if config.preprocess is not None:
-        card = card.replace(preprocess=config.preprocess)
-    _check_sizes(net, card.preprocess)
-    return Setup(config.replace(preprocess=card.preprocess), net, card, splits, data)
+        info = info.replace(preprocess=config.preprocess)
+    _check_sizes(net, info.preprocess)
+    return Setup(config.replace(preprocess=info.preprocess), net, info, splits, data)
 
 
 def _changed_since(config: TrainConfig) -> list[str]:
@@ -94,26 +94,26 @@ def _changed_since(config: TrainConfig) -> list[str]:
     return [f"older versions trained otherwise: from here on {' and '.join(found)}"] if found else []
 
 
-def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
+def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
     """A checkpoint with a new head of zeros, unless it knows these very classes already."""
     assert config.init_from is not None
     changes = _trained_differently(config.model)
-    net, card = open_checkpoint(config.init_from, image_size=config.image_size, changes=changes)
+    net, info = open_checkpoint(config.init_from, image_size=config.image_size, changes=changes)
     unmapped(net)  # what is not trained would stay in the file for as long as the run takes
-    say(card.notes, about=card.origin or config.init_from)
+    say(info.notes, about=info.origin or config.init_from)
     before = net.config
-    if card.labels != labels or card.task != "classify":
-        net, card = adapted(net, card, num_classes=0)
+    if info.labels != labels or info.task != "classify":
+        net, info = adapted(net, info, num_classes=0)
         if labels:
-            net, card = adapted(net, card, num_classes=len(labels))
+            net, info = adapted(net, info, num_classes=len(labels))
     if config.model is not None:
         _check_same(
             config.model if config.image_size is None else config.model.replace(image_size=config.image_size),
             before,
             net.config,
         )
-    origin = f"{FINE_TUNED}{card.name or portable(card.origin or config.init_from)}"
-    return net, card.replace(labels=labels or None, origin=origin, notes=())
+    origin = f"{FINE_TUNED}{info.name or portable(info.origin or config.init_from)}"
+    return net, info.replace(labels=labels or None, origin=origin, notes=())
 
 
 def _trained_differently(model: AnyConfig | None) -> dict[str, float]:
@@ -134,11 +134,11 @@ def _check_same(asked: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
             )
 
 
-def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
+def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
     assert config.model is not None
     net = build(config.model, config.seed)
     family = "BiT" if isinstance(config.model, BiTConfig) else "DeiT" if config.model.distilled else "ViT"
-    card = Card(
+    info = ModelInfo(
         config=net.config,
         preprocess=config.preprocess or _usual(config.model),
         labels=labels or None,
@@ -146,7 +146,7 @@ def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Card]:
         task="classify" if labels else "embed",
         origin=f"{TRAINED}{portable(config.data.source)}",
     )
-    return net, card
+    return net, info
 
 
 def _usual(model: AnyConfig) -> PreprocessConfig:

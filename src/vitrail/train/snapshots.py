@@ -67,7 +67,7 @@ class Snapshots:
         self.pool.shutdown()
 
     def _write(self, net: Net, path: Path) -> None:
-        checkpoint.write(net, self.trainer.setup.card.replace(config=net.config), path, overwrite=True)
+        checkpoint.write(net, self.trainer.setup.info.replace(config=net.config), path, overwrite=True)
 
 
 def snapshots(folder: Path) -> dict[int, Path]:

@@ -61,12 +61,12 @@ class Trainer:
         if hasattr(source, "__len__"):
             self.images = len(learnable(source, Labels(source.targets, source.multi_label, self.labeled)))
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
-        self.preprocess = Preprocess(setup.card.preprocess)
+        self.preprocess = Preprocess(setup.info.preprocess)
         setup.net.gradient_checkpointing = config.gradient_checkpointing
         self.learner = make_objective(
             config,
             setup.net.train(),
-            setup.card.preprocess,
+            setup.info.preprocess,
             multi_label=source.multi_label,
             class_counts=setup.counts,
             labels=source.labels,
@@ -104,7 +104,7 @@ class Trainer:
             self.setup.splits.train,
             config=config.data,
             augment=config.augment,
-            preprocess=self.setup.card.preprocess,
+            preprocess=self.setup.info.preprocess,
             batch_size=self.batch,
             seed=config.seed,
             device=self.device,
@@ -125,8 +125,8 @@ class Trainer:
             say([f"augment.mix_off={self.config.augment.mix_off} is the whole run: no images are mixed"])
         return Augment(
             self.config.augment,
-            preprocess=self.setup.card.preprocess,
-            image_size=pair(self.setup.card.preprocess.image_size),
+            preprocess=self.setup.info.preprocess,
+            image_size=pair(self.setup.info.preprocess.image_size),
             num_classes=len(self.setup.splits.train.labels),
             batch_size=self.batch,
             seed=self.config.seed,
@@ -228,7 +228,7 @@ class Trainer:
     def _measured(self, source: Source) -> Loader:
         return evaluation_batches(
             source,
-            preprocess=self.setup.card.preprocess,
+            preprocess=self.setup.info.preprocess,
             batch_size=max(min(self.batch // self.ranks.world, 1024), 1),
             device=self.device,
             rank=self.ranks.rank,

@@ -1,4 +1,4 @@
-"""Any file of weights -> network and card; network and card -> any format that can express them."""
+"""Any file of weights -> network and info; network and info -> any format that can express them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vitrail.errors import CheckpointError, FormatError, ModelError, NotFound, n
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import google, google_bit, open_clip
-from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.facebook import FACEBOOK
 from vitrail.weights.files import Archive, aligned, open_archive
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.huggingface_config import refuse_type
 from vitrail.weights.kinds import AGAIN, few, first_line
+from vitrail.weights.model_info import ModelInfo, conventions_of, usual_preprocess
 from vitrail.weights.native import NATIVE
 from vitrail.weights.rules import listed
 from vitrail.weights.sidecars import named
@@ -111,8 +111,8 @@ def read(
     dtype: torch.dtype | None = torch.float32,
     finite: bool = True,
     changes: Mapping[str, Any] | None = None,
-) -> tuple[Net, Card]:
-    """Network (in evaluation mode) and card from a file or folder, or from one that is open.
+) -> tuple[Net, ModelInfo]:
+    """Network (in evaluation mode) and info from a file or folder, or from one that is open.
 
     Tensors are mapped from the file where their layout and address allow, else copied. `dtype=None`
     keeps what is stored; `finite=False` lets NaN and infinity pass; `family` settles what the file does
@@ -130,12 +130,12 @@ def read(
         archive.told.update(changes or {}, **({"family": family} if family else {}))
         with _reading(form, archive):
             check_names(archive.tensors)
-            card = form.describe(archive)
-        card = _settled(card, family, changes or {})
+            info = form.describe(archive)
+        info = _settled(info, family, changes or {})
         with _reading(form, archive):
-            check_sizes(card, archive.tensors)
-            net = build(card.config, skeleton=True)
-            state = form.table(card.config).read(archive.tensors, net, card.config)
+            check_sizes(info, archive.tensors)
+            net = build(info.config, skeleton=True)
+            state = form.table(info.config).read(archive.tensors, net, info.config)
     stored = {t.dtype for t in state.values()}
     if whole := [str(d).removeprefix("torch.") for d in stored if not d.is_floating_point]:
         raise FormatError(
@@ -148,14 +148,14 @@ def read(
         state = {name: t.to(dtype) for name, t in state.items()}
         if stored != {dtype}:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in stored))
-            card = card.noting(f"stored as {kinds}, loaded as {str(dtype).removeprefix('torch.')}.")
+            info = info.noting(f"stored as {kinds}, loaded as {str(dtype).removeprefix('torch.')}.")
     net.load_state_dict({name: aligned(t) for name, t in state.items()}, assign=True)
-    return net.eval(), card.noting(*archive.notes)
+    return net.eval(), info.noting(*archive.notes)
 
 
 def write(
     net: Net,
-    card: Card,
+    info: ModelInfo,
     path: str | Path,
     *,
     to: str = "vitrail",
@@ -163,21 +163,21 @@ def write(
     approximate: bool = False,
 ) -> list[str]:
     """Write in a format by name, or raise Inexpressible before anything is written; what to say aloud comes back."""
-    form = format_for(to, card)
-    form.check(card, approximate)
-    _check_shapes(net, card)
-    theirs = form.table(card.config).write(net.state_dict(), card.config)
+    form = format_for(to, info)
+    form.check(info, approximate)
+    _check_shapes(net, info)
+    theirs = form.table(info.config).write(net.state_dict(), info.config)
     assert form.write is not None
     try:
         Path(path).expanduser().absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"could not make the folder for {path}: {error.strerror or error}.") from None
-    return form.write(Path(path), theirs, card, overwrite) or []
+    return form.write(Path(path), theirs, info, overwrite) or []
 
 
-def _check_shapes(net: Net, card: Card) -> None:
+def _check_shapes(net: Net, info: ModelInfo) -> None:
     """Raise ModelError where the network is not what its config says, and so could not be read again."""
-    wanted = build(card.config, skeleton=True).state_dict()
+    wanted = build(info.config, skeleton=True).state_dict()
     for name, tensor in net.state_dict().items():
         if name in wanted and tensor.shape != wanted[name].shape:
             raise ModelError(
@@ -186,12 +186,12 @@ def _check_shapes(net: Net, card: Card) -> None:
             )
 
 
-def format_for(name: str, card: Card) -> Format:
+def format_for(name: str, info: ModelInfo) -> Format:
     """The format of this name; Google's and big_vision's BiT have tables of their own."""
     named = [f for f in FORMATS if f.name == name]
     if not named:
         raise NotFound(f"no format is called {name!r}{nearest(name, {f.name for f in FORMATS})}")
-    return next((f for f in named if not f.cannot(card)), named[0])
+    return next((f for f in named if not f.cannot(info)), named[0])
 
 
 def _headed(archive: Archive) -> Archive:
@@ -230,18 +230,18 @@ def _known(family: str | None) -> str | None:
     return found
 
 
-def _settled(card: Card, family: str | None, changes: Mapping[str, Any]) -> Card:
+def _settled(info: ModelInfo, family: str | None, changes: Mapping[str, Any]) -> ModelInfo:
     """With what the caller says, which goes before what was assumed."""
     if changes:
-        card = card.replace(config=card.config.replace(**changes))
+        info = info.replace(config=info.config.replace(**changes))
     if family is None:
-        return card
-    card = card.replace(notes=tuple(n for n in card.notes if "preprocessing" not in n))
-    if family == card.family:  # nothing new
-        return card
-    fixed = {k: v for k, v in conventions_of(family, card.config).items() if k not in changes}
-    config = card.config.replace(**fixed)
-    return card.replace(config=config, family=family, preprocess=usual_preprocess(family, config))
+        return info
+    info = info.replace(notes=tuple(n for n in info.notes if "preprocessing" not in n))
+    if family == info.family:  # nothing new
+        return info
+    fixed = {k: v for k, v in conventions_of(family, info.config).items() if k not in changes}
+    config = info.config.replace(**fixed)
+    return info.replace(config=config, family=family, preprocess=usual_preprocess(family, config))
 
 
 @torch.no_grad()

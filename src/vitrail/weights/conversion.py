@@ -12,7 +12,7 @@ from vitrail.config import ViTConfig
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Conversion:
 
 def convert(
     net: Net,
-    card: Card,
+    info: ModelInfo,
     path: str | Path,
     *,
     to: str = "vitrail",
@@ -57,47 +57,47 @@ def convert(
     Inexpressible is raised, before anything is written, where the format has no place for the model, or where
     its library would compute slightly different numbers and `approximate` is false.
     """
-    written = checkpoint.write(net, card, path, to=to, overwrite=overwrite, approximate=approximate)
-    again, back, unsaid = _read_back(Path(path).expanduser(), card)
+    written = checkpoint.write(net, info, path, to=to, overwrite=overwrite, approximate=approximate)
+    again, back, unsaid = _read_back(Path(path).expanduser(), info)
     return Conversion(
         to=to,
         tensors=_compared(net, again, path),
-        drift=tuple(checkpoint.format_for(to, card).drift(card)),
-        lost=(*unsaid, *lost(card, back)),
+        drift=tuple(checkpoint.format_for(to, info).drift(info)),
+        lost=(*unsaid, *lost(info, back)),
         written=tuple(written),
     )
 
 
-def lost(card: Card, back: Card) -> list[str]:
-    """What a card said before writing that the card read back does not say."""
+def lost(info: ModelInfo, back: ModelInfo) -> list[str]:
+    """What a model info said before writing that the info read back does not say."""
     found = []
-    if card.labels is not None and back.labels != card.labels:
+    if info.labels is not None and back.labels != info.labels:
         found.append("class names")
-    if card.config.num_classes and back.task != card.task:
+    if info.config.num_classes and back.task != info.task:
         outputs = {"classify": "classes", "embed": "features"}
-        found.append(f"that its outputs are {outputs[card.task]} (read back, they are {outputs[back.task]})")
-    if card.multi_label != back.multi_label:
+        found.append(f"that its outputs are {outputs[info.task]} (read back, they are {outputs[back.task]})")
+    if info.multi_label != back.multi_label:
         found.append("whether an image may have several classes (multi-label), or exactly one")
-    ours, theirs = card.preprocess.to_dict(), back.preprocess.to_dict()
+    ours, theirs = info.preprocess.to_dict(), back.preprocess.to_dict()
     if ours["resize"] == "squash" and not ours["resize_to"]:
         ours.pop("crop_rounding")  # of a crop, and there is none
     differ = [f"{name}={value}" for name, value in ours.items() if theirs[name] != value]
     if differ:
         found.append(f"preprocessing ({', '.join(differ)})")
-    before, after = (getattr(c.config, "resample", "") for c in (card, back))
-    if before != after and getattr(card.config, "position", "").startswith("learned"):
+    before, after = (getattr(c.config, "resample", "") for c in (info, back))
+    if before != after and getattr(info.config, "position", "").startswith("learned"):
         found.append(f"how positions are resampled for other sizes (it was {before}, there {after})")
     return found
 
 
-def _read_back(path: Path, card: Card) -> tuple[Net, Card, list[str]]:
-    """The network and card as read from the file alone; where that is not enough, told its family, which is a loss."""
-    told = {"num_heads": card.config.num_heads} if isinstance(card.config, ViTConfig) else {}  # a bare file may not say
+def _read_back(path: Path, info: ModelInfo) -> tuple[Net, ModelInfo, list[str]]:
+    """The network and info as read from the file alone; where that is not enough, told its family, which is a loss."""
+    told = {"num_heads": info.config.num_heads} if isinstance(info.config, ViTConfig) else {}  # a bare file may not say
     try:
         net, back = checkpoint.read(path, dtype=None, finite=False, changes=told)
     except FormatError:
-        net, back = checkpoint.read(path, dtype=None, finite=False, changes=told, family=card.family)
-        return net, back, [f"its family, without which it is not read (family={card.family})"]
+        net, back = checkpoint.read(path, dtype=None, finite=False, changes=told, family=info.family)
+        return net, back, [f"its family, without which it is not read (family={info.family})"]
     return net, back, []
 
 

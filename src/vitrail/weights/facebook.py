@@ -17,10 +17,10 @@ from torch import Tensor
 from vitrail.config import BiTConfig, ViTConfig
 from vitrail.models.variants import heads_for
 from vitrail.weights import timm
-from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import EDGE
+from vitrail.weights.model_info import ModelInfo, conventions_of, usual_preprocess
 from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKENS, AnyConfig, Rule, Table, both
 from vitrail.weights.write import write_torch
 
@@ -86,7 +86,7 @@ def unchunked(name: str) -> str:
     return re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
 
 
-def describe(archive: Archive) -> Card:
+def describe(archive: Archive) -> ModelInfo:
     """Shapes as timm's names have them, conventions as the family's own code does."""
     spelling = {v: k for k, v in (OURS_TO_DINOV2 | OURS_TO_DEIT3).items()}
 
@@ -95,14 +95,14 @@ def describe(archive: Archive) -> Card:
             name = name.replace(theirs, timms)
         return name
 
-    card = timm.describe(replace(archive, tensors=archive.tensors.renamed(as_timm), sidecars={}))
-    assert isinstance(card.config, ViTConfig)
-    family = _family(archive, card.config)
-    config = card.config.replace(**conventions_of(family, card.config))
-    notes = [n for n in card.notes if "preprocessing" not in n]
+    info = timm.describe(replace(archive, tensors=archive.tensors.renamed(as_timm), sidecars={}))
+    assert isinstance(info.config, ViTConfig)
+    family = _family(archive, info.config)
+    config = info.config.replace(**conventions_of(family, info.config))
+    notes = [n for n in info.notes if "preprocessing" not in n]
     if any(name.startswith("decoder_") for name in archive.tensors):
         notes.append("left aside: the decoder.")
-    return card.replace(config=config, family=family, preprocess=usual_preprocess(family, config), notes=tuple(notes))
+    return info.replace(config=config, family=family, preprocess=usual_preprocess(family, config), notes=tuple(notes))
 
 
 def _family(archive: Archive, config: ViTConfig) -> str:
@@ -115,8 +115,8 @@ def _family(archive: Archive, config: ViTConfig) -> str:
     return "DINOv2" if marked else "DINO"
 
 
-def cannot(card: Card) -> list[str]:
-    config = card.config
+def cannot(info: ModelInfo) -> list[str]:
+    config = info.config
     if isinstance(config, BiTConfig):
         return ["a BiT ResNet"]
     code, grid = code_of(config), config.grid
@@ -150,9 +150,9 @@ def cannot(card: Card) -> list[str]:
     return [name for name, is_so in wrong.items() if is_so]
 
 
-def drift(card: Card) -> list[str]:
+def drift(info: ModelInfo) -> list[str]:
     """What their code has fixed, and what a bare file cannot tell."""
-    config = card.config
+    config = info.config
     assert isinstance(config, ViTConfig)
     guessed = heads_for(config.width, config.mlp_dim)
     drifts = []
@@ -167,10 +167,10 @@ def drift(card: Card) -> list[str]:
     return drifts
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
     """A plain state dict, which their `load_state_dict` takes."""
-    assert isinstance(card.config, ViTConfig)
-    if code_of(card.config) == "DINOv2":  # whose code has one; it stands for what is hidden in training
+    assert isinstance(info.config, ViTConfig)
+    if code_of(info.config) == "DINOv2":  # whose code has one; it stands for what is hidden in training
         tensors = {**tensors, "mask_token": torch.zeros_like(tensors["cls_token"][0])}
     write_torch(path, tensors, overwrite=overwrite)
 

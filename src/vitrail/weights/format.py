@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from vitrail.errors import Inexpressible
-from vitrail.weights.card import Card
 from vitrail.weights.files import Archive
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.rules import AnyConfig, Table
 
-Write = Callable[[Path, Mapping[str, Tensor], Card, bool], list[str] | None]
-"""Path, their tensors, card, overwrite -> what to say aloud, if anything."""
+Write = Callable[[Path, Mapping[str, Tensor], ModelInfo, bool], list[str] | None]
+"""Path, their tensors, info, overwrite -> what to say aloud, if anything."""
 
 
 def headed(sidecars: Mapping[str, Any]) -> dict[str, str]:
@@ -24,7 +24,7 @@ def headed(sidecars: Mapping[str, Any]) -> dict[str, str]:
     return {"format": "pt", **{name: json.dumps(value) for name, value in sidecars.items()}}
 
 
-def nothing(_: Card) -> list[str]:
+def nothing(_: ModelInfo) -> list[str]:
     return []
 
 
@@ -36,15 +36,15 @@ class Format:
     """What `--to` takes and messages say."""
     recognize: Callable[[Archive], str | None]
     """The prefix its names stand under ("" for none), from the names and shapes alone; None: not this."""
-    describe: Callable[[Archive], Card]
+    describe: Callable[[Archive], ModelInfo]
     """Config, preprocessing and labels, from shapes and sidecars; names come without the prefix."""
     table: Callable[[AnyConfig], Table]
     """The rename table for a network of this config."""
     write: Write | None = None
-    """Path, their tensors, card, overwrite -> files. None: read only."""
-    cannot: Callable[[Card], list[str]] = nothing
+    """Path, their tensors, info, overwrite -> files. None: read only."""
+    cannot: Callable[[ModelInfo], list[str]] = nothing
     """Parts of a model the format has no place for, by name."""
-    drift: Callable[[Card], list[str]] = nothing
+    drift: Callable[[ModelInfo], list[str]] = nothing
     """Conventions the format cannot state: the tensors fit, the other library's numbers differ a little."""
 
     outside: tuple[str, ...] = ()
@@ -53,13 +53,13 @@ class Format:
     spelling: Callable[[str], str] = str
     """Applied to their names, after the prefix is gone, before anything else reads them."""
 
-    def check(self, card: Card, approximate: bool = False) -> None:
+    def check(self, info: ModelInfo, approximate: bool = False) -> None:
         """Raise Inexpressible where this model does not fit; small drifts pass if told so."""
         if self.write is None:
             raise Inexpressible(f"{self.name} files can be read, not written.")
-        if parts := self.cannot(card):
+        if parts := self.cannot(info):
             raise Inexpressible(f"{self.name}'s format has no place for {_and(parts)}.")
-        if (drifts := self.drift(card)) and not approximate:
+        if (drifts := self.drift(info)) and not approximate:
             raise Inexpressible(
                 f"{self.name}'s format cannot state {_and(drifts)}; its library would compute slightly "
                 "different numbers. Pass --approximate (approximate=True) to write it all the same."

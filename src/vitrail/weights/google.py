@@ -21,9 +21,9 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format, Write
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 from vitrail.weights.rules import (
     HWIO,
     POSITION,
@@ -253,14 +253,14 @@ class Shapes:
         return tuple(sum(s == stage for s, _ in units) for stage in range(1, stages + 1))
 
 
-def describe(naming: Naming, archive: Archive) -> Card:
+def describe(naming: Naming, archive: Archive) -> ModelInfo:
     shapes = Shapes(archive, naming.name)
     options = _encoder(naming, shapes) | _ends(naming, shapes)
     position, notes = _position(naming, shapes, options)
     config = ViTConfig(**options | position)
     if config.num_classes and is_zero(archive, "head"):
         notes.append("the head is zero, as in some published ImageNet-21k files: its classes mean nothing.")
-    return Card(
+    return ModelInfo(
         config=config,
         preprocess=usual_preprocess(naming.family, config),
         family=naming.family,
@@ -359,8 +359,8 @@ def beyond_original(config: ViTConfig) -> list[str]:
     return [name for name, there in parts.items() if there]
 
 
-def cannot(naming: Naming, card: Card) -> list[str]:
-    config = card.config
+def cannot(naming: Naming, info: ModelInfo) -> list[str]:
+    config = info.config
     if isinstance(config, BiTConfig):
         return ["a BiT ResNet"]
     learned = config.class_token and config.position == "learned-1d"
@@ -381,9 +381,9 @@ GELUS = {"gelu": "the exact GELU", "gelu-tanh": "the tanh form of GELU", "gelu-q
 EDGE = "that an image's edge is left out"
 
 
-def drift(card: Card) -> list[str]:
+def drift(info: ModelInfo) -> list[str]:
     """What the code that reads these files has fixed."""
-    config, usual = as_vit(card.config), StemConfig()
+    config, usual = as_vit(info.config), StemConfig()
     stem = config.stem or usual
     parts = {
         GELUS.get(config.activation, ""): config.activation != "gelu-tanh",
@@ -397,7 +397,7 @@ def drift(card: Card) -> list[str]:
 
 
 def writer(prefix: str) -> Write:
-    def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> list[str]:
+    def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> list[str]:
         """One .npz, in C order as the originals' arrays are."""
         return write_npz(path, {prefix + name: t.contiguous() for name, t in tensors.items()}, overwrite=overwrite)
 

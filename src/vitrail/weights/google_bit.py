@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import OUTSIDE, Shapes, dense, norm, writer
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 from vitrail.weights.rules import FLAT, HWIO, AnyConfig, Rule, Table, one
 
 # C channels of the last map
@@ -110,7 +110,7 @@ def recognize(naming: Naming, archive: Archive) -> str | None:
     return min(found, key=len, default=None)
 
 
-def describe(naming: Naming, archive: Archive) -> Card:
+def describe(naming: Naming, archive: Archive) -> ModelInfo:
     shapes = Shapes(archive, naming.name)
     *_, channels, base = shapes(naming.root, 4)
     options: dict[str, Any] = {
@@ -122,7 +122,7 @@ def describe(naming: Naming, archive: Archive) -> Card:
         "root_pad": naming.root_pad,
     }
     config = BiTConfig(**options)
-    return Card(
+    return ModelInfo(
         config=config,
         preprocess=usual_preprocess("BiT", config),
         family="BiT",
@@ -136,13 +136,13 @@ def table(naming: Naming, _: AnyConfig) -> Table:
     return Table(naming.name, naming.rules, OUTSIDE)
 
 
-def cannot(card: Card) -> list[str]:
-    return ["a Vision Transformer"] if isinstance(card.config, ViTConfig) else []
+def cannot(info: ModelInfo) -> list[str]:
+    return ["a Vision Transformer"] if isinstance(info.config, ViTConfig) else []
 
 
-def drift(naming: Naming, card: Card) -> list[str]:
+def drift(naming: Naming, info: ModelInfo) -> list[str]:
     """What the code that reads these files has fixed."""
-    config, usual = card.config, BiTConfig()
+    config, usual = info.config, BiTConfig()
     assert isinstance(config, BiTConfig)
     root_pad = config.root_pad
     parts = {

@@ -13,7 +13,6 @@ from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.families import FAMILIES
 from vitrail.weights import huggingface_preprocess as processor
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format, headed
 from vitrail.weights.huggingface_config import (
@@ -27,6 +26,7 @@ from vitrail.weights.huggingface_config import (
     written,
 )
 from vitrail.weights.huggingface_names import spelling, table
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 from vitrail.weights.rules import AnyConfig
 from vitrail.weights.sidecars import named
 from vitrail.weights.write import new_folder, write_json, write_safetensors
@@ -58,7 +58,7 @@ def recognize(archive: Archive) -> str | None:
     return "" if any(a in names and b in names for a, b in ANCHORS.items()) else None
 
 
-def describe(archive: Archive) -> Card:
+def describe(archive: Archive) -> ModelInfo:
     _refuse_strangers(archive)
     name = _kind_in(archive)
     said = Said.of(archive, KINDS[name])
@@ -86,7 +86,7 @@ def describe(archive: Archive) -> Card:
         elif _leaves_an_edge(pair(preprocess.image_size), pair(config.patch_size)):
             config = config.replace(uncovered="ignore")
     labels, wrong = said.labels(0 if is_projection(config) else config.num_classes)
-    return Card(
+    return ModelInfo(
         config=config,
         preprocess=preprocess,
         labels=labels,
@@ -249,8 +249,8 @@ def _left_aside(archive: Archive, config: AnyConfig) -> list[str]:
     return notes
 
 
-def cannot(card: Card) -> list[str]:
-    config = card.config
+def cannot(info: ModelInfo) -> list[str]:
+    config = info.config
     if isinstance(config, BiTConfig):
         return []
     kind = kind_of(config)
@@ -272,10 +272,10 @@ def cannot(card: Card) -> list[str]:
         "the tanh layer before a head": config.pre_logits > 0 and (config.num_classes > 0 or kind != "vit"),
         "SwiGLU without LayerScale": config.activation == "swiglu" and not kind.startswith("dinov2"),
     }
-    return [name for name, is_so in (wrong | _cannot_combine(card, config, kind)).items() if is_so]
+    return [name for name, is_so in (wrong | _cannot_combine(info, config, kind)).items() if is_so]
 
 
-def _cannot_combine(card: Card, config: ViTConfig, kind: str) -> dict[str, bool]:
+def _cannot_combine(info: ModelInfo, config: ViTConfig, kind: str) -> dict[str, bool]:
     """Parts that each have a place, but not together."""
     token = config.pool == "token" and config.pool_norm != "none"  # before or after it, the norm does the same
     both = config.pool == "token+gap" and config.pool_norm == "before"
@@ -306,7 +306,7 @@ def _cannot_combine(card: Card, config: ViTConfig, kind: str) -> dict[str, bool]
         wrong["a head with bias on the class token beside a norm before the blocks"] = (
             is_projection(config) and config.head_bias
         )
-        wrong["names for the outputs of CLIP's projection"] = is_projection(config) and card.labels is not None
+        wrong["names for the outputs of CLIP's projection"] = is_projection(config) and info.labels is not None
     elif kind == "siglip":
         wrong["an attention pool beside a class token"] = config.class_token
         wrong["registers without a class token"] = config.num_registers > 0
@@ -314,9 +314,9 @@ def _cannot_combine(card: Card, config: ViTConfig, kind: str) -> dict[str, bool]
     return wrong
 
 
-def drift(card: Card) -> list[str]:
+def drift(info: ModelInfo) -> list[str]:
     """Numbers fixed in its code: those of BiT."""
-    config = card.config
+    config = info.config
     if not isinstance(config, BiTConfig):
         return []
     wrong = {
@@ -330,13 +330,13 @@ def drift(card: Card) -> list[str]:
 HEADS = ("classifier.", "cls_classifier.", "distillation_classifier.", "visual_projection.")
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
     """A folder for `from_pretrained`; a name that ends in .safetensors gives one file, the rest in its header."""
-    complete = completed(tensors, card)
+    complete = completed(tensors, info)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     sidecars = {
-        "config.json": written(card, dtype),
-        "preprocessor_config.json": processor.written(card.preprocess, kind_of(card.config)),
+        "config.json": written(info, dtype),
+        "preprocessor_config.json": processor.written(info.preprocess, kind_of(info.config)),
     }
     if path.suffix == ".safetensors":
         write_safetensors(path, complete, headed(sidecars), overwrite=overwrite)
@@ -347,13 +347,13 @@ def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool
             write_json(folder / name, values)
 
 
-def completed(tensors: Mapping[str, Tensor], card: Card) -> dict[str, Tensor]:
+def completed(tensors: Mapping[str, Tensor], info: ModelInfo) -> dict[str, Tensor]:
     """With the prefix of its class, and with the tensors that class has and never uses."""
-    config, kind = card.config, kind_of(card.config)
+    config, kind = info.config, kind_of(info.config)
     whole = dict(tensors)
     if kind.startswith("dinov2"):
         whole["embeddings.mask_token"] = torch.zeros_like(tensors["embeddings.cls_token"][0])
-    if architecture(card) == "CLIPForImageClassification":
+    if architecture(info) == "CLIPForImageClassification":
         norm = tensors["pre_layrnorm.weight"]
         whole |= {"post_layernorm.weight": torch.ones_like(norm), "post_layernorm.bias": torch.zeros_like(norm)}
     prefix = KINDS[kind].prefix if config.num_classes or kind in ("clip", "siglip") else ""

@@ -15,9 +15,9 @@ from typing import Any
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.errors import ConfigError, FormatError
 from vitrail.models.variants import heads_for
-from vitrail.weights.card import Card
 from vitrail.weights.files import Archive
 from vitrail.weights.labels import from_id2label
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.rules import AnyConfig
 
 SEVERAL = "multi_label_classification"
@@ -252,32 +252,32 @@ def _plain(size: Pair) -> int | list[int]:
     return height if height == width else [height, width]
 
 
-def written(card: Card, dtype: str) -> dict[str, Any]:
+def written(info: ModelInfo, dtype: str) -> dict[str, Any]:
     """config.json for this model."""
-    config = card.config
+    config = info.config
     name = kind_of(config)
     kind = KINDS[name]
-    values: dict[str, Any] = {"architectures": [architecture(card)], "model_type": kind.types[0]}
+    values: dict[str, Any] = {"architectures": [architecture(info)], "model_type": kind.types[0]}
     body = _bit(config) if isinstance(config, BiTConfig) else BODIES[name](config)
     if config.num_classes and not is_projection(config):
-        labels = card.labels or [f"LABEL_{i}" for i in range(config.num_classes)]
+        labels = info.labels or [f"LABEL_{i}" for i in range(config.num_classes)]
         values |= {
             "id2label": {str(i): label for i, label in enumerate(labels)},
             "label2id": {label: i for i, label in enumerate(labels)},
         }
-        if card.multi_label:
+        if info.multi_label:
             values["problem_type"] = SEVERAL
         if name in ("clip", "siglip"):
             values["model_type"] = kind.types[1]
             body = {"vision_config": {"model_type": kind.types[0], **body}}
-    if architecture(card) == "ViTMAEModel":
+    if architecture(info) == "ViTMAEModel":
         values["model_type"] = "vit_mae"
     return values | body | {"torch_dtype": dtype}
 
 
-def architecture(card: Card) -> str:
+def architecture(info: ModelInfo) -> str:
     """The class that computes this model."""
-    config = card.config
+    config = info.config
     bare, classifier = KINDS[kind_of(config)].models
     if is_projection(config):
         return "CLIPVisionModelWithProjection"
@@ -285,7 +285,7 @@ def architecture(card: Card) -> str:
         if config.distilled and config.num_classes:
             return "DeiTForImageClassificationWithTeacher"
         square = len(set(pair(config.image_size))) == 1
-        if card.family == "MAE" and bare == "ViTModel" and not config.num_classes and not config.pre_logits and square:
+        if info.family == "MAE" and bare == "ViTModel" and not config.num_classes and not config.pre_logits and square:
             return "ViTMAEModel"
     return classifier if config.num_classes else bare
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from vitrail.config import Pair, PreprocessConfig, pair
 from vitrail.config.image import CLIP_MEAN, CLIP_STD, HALF
-from vitrail.weights.card import channels_for
 from vitrail.weights.files import Archive
+from vitrail.weights.model_info import channels_for
 
 RESAMPLE: dict[int, Literal["nearest", "lanczos", "bilinear", "bicubic", "area"]]
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}

@@ -20,7 +20,7 @@ from vitrail.errors import ConfigError, NotFound, nearest
 
 if TYPE_CHECKING:
     from vitrail.models import Net
-    from vitrail.weights.card import Card
+    from vitrail.weights.model_info import ModelInfo
 
 IMAGENET = "imagenet-1k"
 ASSUMED = (
@@ -69,23 +69,23 @@ def imagenet_1k() -> tuple[str, ...] | None:
     return None
 
 
-def named(net: Net, card: Card) -> Card:
-    """The card with ImageNet-1k's names, and a note, where a checkpoint names no classes and they can only be those.
+def named(net: Net, info: ModelInfo) -> ModelInfo:
+    """The info with ImageNet-1k's names, and a note, where a checkpoint names no classes and they can only be those.
 
     The evidence: 1,000 outputs, one class for each image, a head that is not zero, and nothing stated about classes
     in the file or beside it. A model that vitrail trained has the names of its own data, or none. Without a package
     that has ImageNet's names, classes stay numbers.
     """
-    bare = card.labels is None and card.task == "classify" and not card.multi_label and card.config.num_classes == 1000
-    if not bare or card.trained_here or not any(tensor.any() for tensor in net.head.parameters()):
-        return card
+    bare = info.labels is None and info.task == "classify" and not info.multi_label and info.config.num_classes == 1000
+    if not bare or info.trained_here or not any(tensor.any() for tensor in net.head.parameters()):
+        return info
     labels = imagenet_1k()
-    return card if labels is None else card.replace(labels=labels).noting(ASSUMED)
+    return info if labels is None else info.replace(labels=labels).noting(ASSUMED)
 
 
-def stated(card: Card) -> tuple[str, ...] | None:
+def stated(info: ModelInfo) -> tuple[str, ...] | None:
     """The class names that the checkpoint or the user has stated; None for those that `named` assumed."""
-    return None if ASSUMED in card.notes and card.labels == imagenet_1k() else card.labels
+    return None if ASSUMED in info.notes and info.labels == imagenet_1k() else info.labels
 
 
 def _imagenet_or_complain() -> tuple[str, ...]:

@@ -24,8 +24,8 @@ from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net, ViT
 from vitrail.models.base import Network, evaluating
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, sized
 from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.model_info import ModelInfo, sized
 from vitrail.weights.unsupported import refuse_architecture
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -39,8 +39,8 @@ CLOSE = 1e-4
 """Relative difference of outputs that rounding does not reach in single precision: 5e-6 is usual."""
 
 
-def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tuple[Net, Card]:
-    """Network (in evaluation mode) and card of a module; the weights are copies.
+def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tuple[Net, ModelInfo]:
+    """Network (in evaluation mode) and info of a module; the weights are copies.
 
     Modules of timm, transformers, torchvision and open_clip are read, and others with the tensors of a known format.
     FormatError is raised where the module computes something else than the network that its tensors stand for.
@@ -48,7 +48,7 @@ def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tu
     """
     module = _unwrapped(module)
     if isinstance(module, Network):
-        raise FormatError("this is a network of vitrail; vitrail.Model(net, card) gives it preprocessing and labels.")
+        raise FormatError("this is a network of vitrail; vitrail.Model(net, info) gives it preprocessing and labels.")
     archive = _archive(module)
     if not any(form.recognize(archive) is not None for form in checkpoint.FORMATS):
         raise FormatError(
@@ -57,7 +57,7 @@ def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tu
         )
     known = {} if _is_transformers(module) else _conventions(module)  # transformers' config states all of it
     try:
-        net, card = checkpoint.read(archive, changes=known | dict(changes), **options)
+        net, info = checkpoint.read(archive, changes=known | dict(changes), **options)
     except FormatError as error:
         if name := next((n for n in archive.tensors if ADAPTED.search(n)), None):
             raise FormatError(
@@ -66,10 +66,10 @@ def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tu
             ) from error
         raise
     if _is_transformers(module):
-        card = _own_size(module, card)
+        info = _own_size(module, info)
     if not changes:
-        card = card.noting(*_compared(module, net, archive.source))
-    return net, card
+        info = info.noting(*_compared(module, net, archive.source))
+    return net, info
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -143,15 +143,15 @@ def _stored(name: str, file: str) -> dict[str, Any]:
     return {}
 
 
-def _own_size(module: Any, card: Card) -> Card:
+def _own_size(module: Any, info: ModelInfo) -> ModelInfo:
     """With preprocessing for the network's size where it is not that of the checkpoint, which the processor is for."""
-    size, image = getattr(module.config, "image_size", None), pair(card.config.image_size)
+    size, image = getattr(module.config, "image_size", None), pair(info.config.image_size)
     size = list(size) if isinstance(size, tuple) else size  # as JSON has it
     stored = _stored(str(getattr(module.config, "name_or_path", "")), "config.json").get("image_size", size)
-    if stored == size or pair(card.preprocess.image_size) == image:
-        return card
+    if stored == size or pair(info.preprocess.image_size) == image:
+        return info
     note = f"images are resized to {image[0]}x{image[1]}, the network's size: its processor is for the checkpoint's."
-    return card.replace(preprocess=sized(card.preprocess, image, card.preprocess.channels)).noting(note)
+    return info.replace(preprocess=sized(info.preprocess, image, info.preprocess.channels)).noting(note)
 
 
 def _conventions(module: nn.Module) -> dict[str, Any]:

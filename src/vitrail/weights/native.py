@@ -1,6 +1,6 @@
-"""vitrail's own format: safetensors under our names, and a card in its header.
+"""vitrail's own format: safetensors under our names, and a model info in its header.
 
-A folder has the card as config.json too, for people; the file alone is complete.
+A folder has the info as config.json too, for people; the file alone is complete.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from vitrail.errors import FormatError
 from vitrail.models import build
-from vitrail.weights.card import Card
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.rules import AnyConfig, Rule, Table
 from vitrail.weights.write import new_folder, write_json, write_safetensors
 
 HEADER = "vitrail"
-"""The metadata key that holds the card."""
+"""The metadata key that holds the info."""
 
 
 def recognize(archive: Archive) -> str | None:
@@ -30,13 +30,13 @@ def recognize(archive: Archive) -> str | None:
     return "" if vit or bit or HEADER in archive.metadata else None
 
 
-def describe(archive: Archive) -> Card:
+def describe(archive: Archive) -> ModelInfo:
     if HEADER in archive.metadata:
-        return Card.from_dict(json.loads(archive.metadata[HEADER]))
+        return ModelInfo.from_dict(json.loads(archive.metadata[HEADER]))
     sidecar = archive.sidecars.get("config.json")
     if isinstance(sidecar, dict) and sidecar.get("format") == "vitrail":
-        return Card.from_dict(sidecar)
-    raise FormatError(f"{archive.source} has vitrail's tensors without their card; config.json belongs beside them.")
+        return ModelInfo.from_dict(sidecar)
+    raise FormatError(f"{archive.source} has vitrail's tensors without their info; config.json belongs beside them.")
 
 
 def table(config: AnyConfig) -> Table:
@@ -44,15 +44,15 @@ def table(config: AnyConfig) -> Table:
     return Table("vitrail", [Rule(name, name) for name in build(config, skeleton=True).state_dict()])
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
     """A folder, or one file where the name ends in .safetensors."""
-    header = {"format": "pt", HEADER: json.dumps(card.to_dict())}
+    header = {"format": "pt", HEADER: json.dumps(info.to_dict())}
     if path.suffix == ".safetensors":
         write_safetensors(path, tensors, header, overwrite=overwrite)
         return
     with new_folder(path, overwrite=overwrite) as folder:
         write_safetensors(folder / "model.safetensors", tensors, header)
-        write_json(folder / "config.json", card.to_dict())
+        write_json(folder / "config.json", info.to_dict())
 
 
 NATIVE = Format(name="vitrail", recognize=recognize, describe=describe, table=table, write=write)

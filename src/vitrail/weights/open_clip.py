@@ -22,9 +22,9 @@ from torch import Tensor
 from vitrail.config import PreprocessConfig, ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models.variants import heads_for
-from vitrail.weights.card import Card, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
+from vitrail.weights.model_info import ModelInfo, usual_preprocess
 from vitrail.weights.rules import (
     POSITION_FLAT,
     POSITION_NAMES,
@@ -182,7 +182,7 @@ def _under(tower: str, rule: Rule) -> Rule:
     return replace(rule, theirs=tuple(f"{tower}{name}" for name in names))
 
 
-def describe(archive: Archive, tower: str) -> Card:
+def describe(archive: Archive, tower: str) -> ModelInfo:
     names = archive.tensors
     whole, archive = archive, archive.under(tower)
     for name, what in STRANGERS.items():
@@ -202,7 +202,7 @@ def describe(archive: Archive, tower: str) -> Card:
         preprocess = _preprocess(stated.preprocess, preprocess, notes)
     elif not openai:
         notes.append(f"preprocessing is not in the file; as usual for CLIP: {preprocess.summary()}.")
-    return Card(
+    return ModelInfo(
         config=config,
         preprocess=preprocess,
         family="CLIP",

@@ -11,8 +11,8 @@ from vitrail.config import BiTConfig, Pair, pair
 from vitrail.errors import FormatError, VitrailError
 from vitrail.models import Net, ViT
 from vitrail.weights import checkpoint
-from vitrail.weights.card import Card, channels_for, sized
 from vitrail.weights.locate import Found, locate
+from vitrail.weights.model_info import ModelInfo, channels_for, sized
 
 
 def open_checkpoint(
@@ -23,16 +23,16 @@ def open_checkpoint(
     num_classes: int | None = None,
     changes: Mapping[str, Any] | None = None,
     **options: Any,
-) -> tuple[Net, Card]:
-    """Network (in evaluation mode) and card; what was done and assumed is in the card's notes."""
+) -> tuple[Net, ModelInfo]:
+    """Network (in evaluation mode) and info; what was done and assumed is in the model info's notes."""
     found = locate(source)
-    net, card = _read(found.path, image_size, dict(changes or {}), **options)
+    net, info = _read(found.path, image_size, dict(changes or {}), **options)
     if found.origin:
-        card = card.replace(origin=found.origin)
-    return adapted(net, card.noting(*found.notes), image_size, channels, num_classes)
+        info = info.replace(origin=found.origin)
+    return adapted(net, info.noting(*found.notes), image_size, channels, num_classes)
 
 
-def _read(path: Path, image_size: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, Card]:
+def _read(path: Path, image_size: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, ModelInfo]:
     """The checkpoint as it is; or, where it does not tell its own size and cannot be read, of the size asked for."""
     try:
         return checkpoint.read(path, changes=changes, **options)
@@ -45,27 +45,31 @@ def _read(path: Path, image_size: Pair | None, changes: dict[str, Any], **option
 
 
 def adapted(
-    net: Net, card: Card, image_size: Pair | None = None, channels: int | None = None, num_classes: int | None = None
-) -> tuple[Net, Card]:
+    net: Net,
+    info: ModelInfo,
+    image_size: Pair | None = None,
+    channels: int | None = None,
+    num_classes: int | None = None,
+) -> tuple[Net, ModelInfo]:
     """The same model for another image size, other channels or other classes."""
     if image_size is not None and pair(image_size) != pair(net.config.image_size):
         net = net.resized(image_size)
-        card = card.replace(config=net.config)
+        info = info.replace(config=net.config)
         if isinstance(net, ViT) and net.config.position.startswith("learned"):
-            card = card.noting(f"positions were resampled to {_size(image_size)} as {net.config.resample} does it")
-    if image_size is not None and pair(image_size) != pair(card.preprocess.image_size):
-        card = card.replace(preprocess=sized(card.preprocess, pair(image_size), card.preprocess.channels))
+            info = info.noting(f"positions were resampled to {_size(image_size)} as {net.config.resample} does it")
+    if image_size is not None and pair(image_size) != pair(info.preprocess.image_size):
+        info = info.replace(preprocess=sized(info.preprocess, pair(image_size), info.preprocess.channels))
     if channels is not None and channels != net.config.channels:
         note = _channels_note(net, channels)
         net = net.with_channels(channels)
-        card = card.replace(config=net.config, preprocess=channels_for(card.preprocess, channels)).noting(note)
+        info = info.replace(config=net.config, preprocess=channels_for(info.preprocess, channels)).noting(note)
     if num_classes is None:
-        return net, card
-    if num_classes == net.config.num_classes and card.task == "classify":
-        return net, card.noting(f"it has {num_classes} classes already: its head is kept as it is")
+        return net, info
+    if num_classes == net.config.num_classes and info.task == "classify":
+        return net, info.noting(f"it has {num_classes} classes already: its head is kept as it is")
     net = net.with_classes(num_classes)
-    card = card.replace(config=net.config, labels=None, multi_label=False, task="classify" if num_classes else "embed")
-    return net, card.noting(
+    info = info.replace(config=net.config, labels=None, multi_label=False, task="classify" if num_classes else "embed")
+    return net, info.noting(
         f"the head is new: {num_classes} classes, all zeros until it is trained"
         if num_classes
         else "the head was taken off"

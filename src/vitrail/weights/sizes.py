@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import FormatError
-from vitrail.weights.card import Card
 from vitrail.weights.files import Tensors
+from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.rules import AnyConfig
 
 PIXELS = 2**26
@@ -30,26 +30,26 @@ def check_names(tensors: Tensors) -> None:
             raise FormatError(f"got a tensor {name[:80]!r} among {len(tensors)}, wanted blocks counted from 0.")
 
 
-def check_sizes(card: Card, tensors: Tensors) -> None:
+def check_sizes(info: ModelInfo, tensors: Tensors) -> None:
     """Raise FormatError where the network would have far more blocks or weights than the file."""
-    check_image(card)
-    blocks, stated = _blocks(card.config)
+    check_image(info)
+    blocks, stated = _blocks(info.config)
     if blocks > max(len(tensors), BLOCKS):
         raise FormatError(f"got {stated}, wanted no more than the file has tensors, {len(tensors)}.")
     there = sum(math.prod(tensors.shape(name)) for name in tensors)
-    for stated, wanted in _weights(card.config):
+    for stated, wanted in _weights(info.config):
         if wanted > SLACK * there:
             raise FormatError(f"got {stated}: {wanted:,} weights or more, wanted the file's {there:,}.")
 
 
-def check_image(card: Card) -> None:
+def check_image(info: ModelInfo) -> None:
     """Raise FormatError for an image that is too large to compute on; in some networks no tensor shows its size."""
-    for stated, image in (("image_size", card.config.image_size), ("preprocess.image", card.preprocess.image_size)):
+    for stated, image in (("image_size", info.config.image_size), ("preprocess.image", info.preprocess.image_size)):
         height, width = pair(image)
         if height * width > PIXELS:
             raise FormatError(f"got {stated}={height}x{width}, wanted at most {PIXELS:,} pixels.")
-    if isinstance(card.config, ViTConfig):
-        tokens = math.prod(card.config.grid) + card.config.num_registers
+    if isinstance(info.config, ViTConfig):
+        tokens = math.prod(info.config.grid) + info.config.num_registers
         if tokens > TOKENS:
             raise FormatError(f"got {tokens:,} patches and registers, wanted at most {TOKENS:,}.")
 

@@ -14,9 +14,9 @@ from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import FormatError
 from vitrail.models.variants import CLIP_OUT
 from vitrail.weights import timm_config
-from vitrail.weights.card import Card, conventions_of, usual_preprocess
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format, headed
+from vitrail.weights.model_info import ModelInfo, conventions_of, usual_preprocess
 from vitrail.weights.rules import (
     POINTWISE,
     POSITION,
@@ -159,7 +159,7 @@ def recognize(archive: Archive) -> str | None:
     return None
 
 
-def describe(archive: Archive) -> Card:
+def describe(archive: Archive) -> ModelInfo:
     said = timm_config.Said.of(archive)
     if any(name in archive.tensors for name in BIT_ANCHORS):
         return _describe_bit(archive, said)
@@ -183,7 +183,7 @@ def describe(archive: Archive) -> Card:
     labels = said.labels(config.num_classes)
     projects = family == "CLIP" and config.num_classes in CLIP_OUT.values() and not labels and not said.tag_has("ft")
     embeds = not config.num_classes or projects
-    return Card(
+    return ModelInfo(
         config=config,
         preprocess=preprocess,
         labels=labels,
@@ -353,7 +353,7 @@ def _stem_config(archive: Archive, root: str) -> StemConfig:
     )
 
 
-def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
+def _describe_bit(archive: Archive, said: timm_config.Said) -> ModelInfo:
     units = {tuple(map(int, n.split(".")[1:4:2])) for n in archive.tensors if n.startswith("stages.")}
     config = BiTConfig(
         channels=_shape(archive, "stem.conv.weight")[1],
@@ -365,7 +365,7 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
     )
     preprocess, heard = said.preprocess(config, usual_preprocess("BiT", config))
     notes = said.notes if heard else [f"preprocessing is not in the file; as usual for BiT: {preprocess.summary()}."]
-    return Card(
+    return ModelInfo(
         config=config,
         preprocess=preprocess,
         labels=said.labels(config.num_classes),
@@ -376,23 +376,23 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> Card:
     )
 
 
-def cannot(card: Card) -> list[str]:
-    return timm_config.cannot(card.config)
+def cannot(info: ModelInfo) -> list[str]:
+    return timm_config.cannot(info.config)
 
 
-def drift(card: Card) -> list[str]:
-    return timm_config.drift(card.config)
+def drift(info: ModelInfo) -> list[str]:
+    return timm_config.drift(info.config)
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
     """A repository folder for `timm.create_model("local-dir:PATH", pretrained=True)`; a file name
     that ends in .safetensors gives one file, which keeps the config in its header."""
     if path.suffix == ".safetensors":
-        write_safetensors(path, tensors, headed({"config.json": timm_config.written(card)}), overwrite=overwrite)
+        write_safetensors(path, tensors, headed({"config.json": timm_config.written(info)}), overwrite=overwrite)
         return
     with new_folder(path, overwrite=overwrite) as folder:
         write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
-        write_json(folder / "config.json", timm_config.written(card))
+        write_json(folder / "config.json", timm_config.written(info))
 
 
 TIMM_FORMAT = Format(

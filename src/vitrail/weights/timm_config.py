@@ -15,9 +15,9 @@ from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.published import VARIANTS
 from vitrail.models.variants import BIT_LAYERS, heads_for, is_published, parse
-from vitrail.weights.card import Card, channels_for
 from vitrail.weights.files import Archive
 from vitrail.weights.labels import imagenet_1k
+from vitrail.weights.model_info import ModelInfo, channels_for
 from vitrail.weights.sidecars import named, open_clip_cfg, open_clip_tower
 from vitrail.weights.timm_evidence import PLAIN, trained
 
@@ -401,9 +401,9 @@ def _crop_pct(crop: int, resize_to: int | None) -> float:
     return next((r for r in rounded if r and math.floor(crop / r) == resize_to), crop / (resize_to + 0.5))
 
 
-def written(card: Card) -> dict[str, Any]:
+def written(info: ModelInfo) -> dict[str, Any]:
     """config.json as timm writes it."""
-    config, preprocess = card.config, card.preprocess
+    config, preprocess = info.config, info.preprocess
     size = pair(preprocess.image_size)
     crop = _crop_pct(min(size), preprocess.resize_to)
     whole: dict[str, Any] = {
@@ -435,6 +435,6 @@ def written(card: Card) -> dict[str, Any]:
         whole["pretrained_cfg"] |= {"first_conv": "stem.conv", "classifier": "head.fc"}
     if config.channels != 3:
         whole["pretrained_cfg"].pop("first_conv")  # timm would take its filters for those of three channels
-    if card.labels is not None:
-        whole["label_names"] = list(card.labels)
+    if info.labels is not None:
+        whole["label_names"] = list(info.labels)
     return whole

@@ -13,10 +13,10 @@ from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.errors import FormatError
 from vitrail.models.variants import heads_for
-from vitrail.weights.card import Card, channels_for, sized
 from vitrail.weights.files import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import EDGE, GELUS, beyond_original
+from vitrail.weights.model_info import ModelInfo, channels_for, sized
 from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKEN, AnyConfig, Rule, Table, both
 from vitrail.weights.write import write_torch
 
@@ -65,7 +65,7 @@ def recognize(archive: Archive) -> str | None:
     return next((p for p in found if f"{p}{FIRST}self_attention.in_proj_weight" in names), None)
 
 
-def describe(archive: Archive) -> Card:
+def describe(archive: Archive) -> ModelInfo:
     names, shape = archive.tensors, archive.shape
     for name in ("encoder.pos_embedding", f"{FIRST}mlp.0.weight"):
         if name not in names:
@@ -99,7 +99,7 @@ def describe(archive: Archive) -> Card:
     preprocess, note = _preprocess(config)
     assumed = f"the number of heads is not stored: {heads} assumed, as in published networks of this width."
     notes = [note, *([] if told else [assumed]), *(["class names are not stored."] if config.num_classes else [])]
-    return Card(
+    return ModelInfo(
         config=config,
         preprocess=preprocess,
         task="classify" if config.num_classes else "embed",
@@ -136,8 +136,8 @@ def _preprocess(config: ViTConfig) -> tuple[PreprocessConfig, str]:
     return sized(usual, pair(config.image_size), config.channels), note
 
 
-def cannot(card: Card) -> list[str]:
-    config = card.config
+def cannot(info: ModelInfo) -> list[str]:
+    config = info.config
     if isinstance(config, BiTConfig):
         return ["a BiT ResNet"]
     patch = pair(config.patch_size)
@@ -154,9 +154,9 @@ def cannot(card: Card) -> list[str]:
     return beyond_original(config) + [name for name, there in parts.items() if there]
 
 
-def drift(card: Card) -> list[str]:
+def drift(info: ModelInfo) -> list[str]:
     """What torchvision's code has fixed, and what its files cannot tell."""
-    config = card.config
+    config = info.config
     assert isinstance(config, ViTConfig)
     guessed = heads_for(config.width, config.mlp_dim)
     parts = {
@@ -168,7 +168,7 @@ def drift(card: Card) -> list[str]:
     return [name for name, there in parts.items() if there]
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], card: Card, overwrite: bool) -> None:
+def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
     """A state dict for `VisionTransformer(...).load_state_dict`."""
     write_torch(path, tensors, overwrite=overwrite)
 

@@ -336,7 +336,7 @@ def test_classes_may_be_asked_for_in_another_order():
     plain = open_parts(DataConfig(source="digits")).train
     turned = open_parts(DataConfig(source="digits", class_names=[str(9 - i) for i in range(10)])).train
     assert turned.targets.tolist() == [9 - t for t in plain.targets]
-    with pytest.raises(DataError, match="data.class_names gives 2, and digits has 10"):
+    with pytest.raises(DataError, match=r"data\.class_names gives 2, and digits has 10"):
         open_parts(DataConfig(source="digits", class_names=["0", "1"]))
 
 

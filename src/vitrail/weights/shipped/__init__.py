@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitrail.weights.card import Card
+from vitrail.weights.model_info import ModelInfo
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Shipped:
         return Path(__file__).parent / self.name.rpartition("/")[2]
 
     @property
-    def card(self) -> Card:
+    def info(self) -> ModelInfo:
         """Network, preprocessing and class names; its weights are not read."""
-        return Card.from_dict(json.loads((self.path / "config.json").read_text(encoding="utf-8")))
+        return ModelInfo.from_dict(json.loads((self.path / "config.json").read_text(encoding="utf-8")))
 
 
 DEFAULT = Shipped(

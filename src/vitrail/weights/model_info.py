@@ -23,7 +23,7 @@ LOCAL = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Card:
+class ModelInfo:
     """Everything about a checkpoint except its tensors."""
 
     config: ViTConfig | BiTConfig
@@ -62,10 +62,10 @@ class Card:
         """Whether vitrail trained it: then class names, where it has none, were not left out by another library."""
         return self.origin.startswith((FINE_TUNED, TRAINED))
 
-    def replace(self, **changes: Any) -> Card:
+    def replace(self, **changes: Any) -> ModelInfo:
         return replace(self, **changes)
 
-    def noting(self, *notes: str) -> Card:
+    def noting(self, *notes: str) -> ModelInfo:
         return replace(self, notes=(*self.notes, *notes))
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Card:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Card:
+    def from_dict(cls, values: dict[str, Any]) -> ModelInfo:
         if values.get("format") != "vitrail" or "version" not in values:
             raise FormatError(
                 f"wanted format='vitrail' and a version, got format={values.get('format')!r}, "
@@ -94,7 +94,7 @@ class Card:
         values = current("model", values)
         for name, known in (("kind", ("vit", "bit")), ("task", ("classify", "embed")), ("family", tuple(FAMILIES))):
             if values[name] not in known:
-                raise FormatError(f"the card's {name}={values[name]!r} is not one of {', '.join(known)}.")
+                raise FormatError(f"the model info's {name}={values[name]!r} is not one of {', '.join(known)}.")
         config_type = BiTConfig if values["kind"] == "bit" else ViTConfig
         labels = values.get("labels")
         return cls(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vitrail.config import PreprocessConfig, ViTConfig
-from vitrail.weights.card import Card, portable
+from vitrail.weights.model_info import ModelInfo, portable
 
 SMALL = ViTConfig(image_size=16, patch_size=8, num_classes=3, width=16, depth=1, num_heads=2, mlp_dim=16)
 
@@ -28,8 +28,8 @@ SMALL = ViTConfig(image_size=16, patch_size=8, num_classes=3, width=16, depth=1,
 )
 def test_absolute_paths_lose_their_folders(text: str, wanted: str):
     assert portable(text) == portable(portable(text)) == wanted
-    card = Card(config=SMALL, preprocess=PreprocessConfig(image_size=16), origin=text)
-    assert card.to_dict()["origin"] == wanted
+    info = ModelInfo(config=SMALL, preprocess=PreprocessConfig(image_size=16), origin=text)
+    assert info.to_dict()["origin"] == wanted
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def test_absolute_paths_lose_their_folders(text: str, wanted: str):
     ],
 )
 def test_a_model_is_called_by_its_own_name_never_by_that_of_what_it_started_from(about: dict[str, str], title: str):
-    card = Card(config=SMALL, preprocess=PreprocessConfig(image_size=16), **about)
-    assert card.title == title
-    assert Card.from_dict(card.to_dict()).title == title
+    info = ModelInfo(config=SMALL, preprocess=PreprocessConfig(image_size=16), **about)
+    assert info.title == title
+    assert ModelInfo.from_dict(info.to_dict()).title == title
