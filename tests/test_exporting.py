@@ -106,9 +106,9 @@ def test_twelve_photographs_have_the_same_class_in_float32(trained, imagenet_val
 
 def _some(folder: Path, count: int) -> list[bytes]:
     from vitrail.config import DataConfig
-    from vitrail.data.sources import open_parts
+    from vitrail.data.sources import open_source_splits
 
-    source = open_parts(DataConfig(source=str(folder))).measured
+    source = open_source_splits(DataConfig(source=str(folder))).evaluation_source
     return [source[80 * i].image for i in range(count)]
 
 

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from vitrail.cli.console import out
-from vitrail.data.sources import content
-from vitrail.data.sources.catalog import CATALOG, File
+from vitrail.data.sources import decoded_cache
+from vitrail.data.sources.catalog import CATALOG, PublishedFile
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """An empty cache, and no folder of the system's."""
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "cache"))
-    monkeypatch.setattr("vitrail.data.sources.places.SYSTEM", tmp_path / "none")
+    monkeypatch.setattr("vitrail.data.sources.data_cache.SYSTEM_DIR", tmp_path / "none")
     return tmp_path / "cache"
 
 
@@ -46,12 +46,16 @@ def address(tmp_path, monkeypatch):
             head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
             data = gzip.compress(head + array.tobytes())
             (folder / name).write_bytes(data)
-            files.append(File(name, len(data), hashlib.md5(data).hexdigest()))
+            files.append(PublishedFile(name, len(data), hashlib.md5(data).hexdigest()))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as listening:
         url = f"http://127.0.0.1:{listening.server_address[1]}/"
         entry = dataclasses.replace(
-            CATALOG["mnist"], counts=(20, 10), digest=content.digest(made), addresses=(url,), files=tuple(files)
+            CATALOG["mnist"],
+            split_sizes=(20, 10),
+            digest=decoded_cache.content_digest(made),
+            base_urls=(url,),
+            files=tuple(files),
         )
         monkeypatch.setitem(CATALOG, "mnist", entry)
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})

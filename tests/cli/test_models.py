@@ -75,7 +75,7 @@ def test_json_is_complete_and_alone(vitrail):
     assert result.err == ""
     said = json.loads(result.out)
     [only] = said["models"]
-    assert (only["parameters"], only["image"], only["family"]) == (86_567_656, [224, 224], "ViT")
+    assert (only["parameters"], only["image_size"], only["family"]) == (86_567_656, [224, 224], "ViT")
     assert only["checkpoint"] == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
     assert "google/vit-base-patch16-224" in only["aliases"]
     assert said["families"]["ViT"]["checked"]

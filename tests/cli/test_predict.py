@@ -13,7 +13,7 @@ from small_models import LABELS, gradient, model, small
 import vitrail as package
 from vitrail.cli import predict as command
 from vitrail.config import DataConfig
-from vitrail.data.sources import open_parts
+from vitrail.data.sources import open_source_splits
 
 IN_ORDER = ["C.JPG", "a.jpg", "b.png", "holiday/10.png", "holiday/2.webp", "holiday/deep/x.bmp"]
 
@@ -293,7 +293,7 @@ def test_a_table_of_predictions_has_no_formulas_and_can_be_trained_on(vitrail, h
     path, label, *_ = list(csv.reader(io.StringIO(Path("said.csv").read_text())))[1]
     assert path == "'-images/a.png"
     assert label.startswith("'") == (label.lstrip("'")[0] in "=-")
-    source = open_parts(DataConfig(source="table:said.csv")).train
+    source = open_source_splits(DataConfig(source="table:said.csv")).train
     assert (source.key(0), source.labels) == ("-images/a.png", (label.removeprefix("'"),))
 
 

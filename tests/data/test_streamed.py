@@ -17,7 +17,7 @@ from PIL import Image
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader, training_batches
-from vitrail.data.sources.stream import Stream
+from vitrail.data.sources.stream import ShardStream
 from vitrail.errors import DataError, TrainError
 
 LABELS = ("a", "b", "c")
@@ -51,11 +51,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def stream(shards: list[str]) -> Stream:
-    return Stream("shards", shards, LABELS, DataConfig(source="stream:x"))
+def stream(shards: list[str]) -> ShardStream:
+    return ShardStream("shards", shards, LABELS, DataConfig(source="stream:x"))
 
 
-def train(source: Stream, **changes: Any) -> Loader:
+def train(source: ShardStream, **changes: Any) -> Loader:
     config = DataConfig(**{"workers": 0, **changes.pop("data", {})})
     options: dict[str, Any] = {
         "augment": AugmentConfig(), "preprocess": PreprocessConfig(image_size=16), "batch_size": 8, "seed": 3,

@@ -178,7 +178,7 @@ def test_the_best_or_the_last_weights_become_the_model(tmp_path: Path, keep: str
     folder = tmp_path / "run"
     with at_step(12, _forget):
         result = trained(rising_then_broken, folder)
-    assert result.setup.splits.measured_on == ("test" if held_out is None else "held out")
+    assert result.setup.splits.eval_split == ("test" if held_out is None else "held out")
     tops = {line["step"]: line["evaluation"]["top1"] for line in lines(folder) if "evaluation" in line}
     assert max(tops, key=lambda step: tops[step]) == 10
     assert result.scores is not None

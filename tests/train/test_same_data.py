@@ -16,12 +16,12 @@ import vitrail
 from vitrail import runtime
 from vitrail.config import PreprocessConfig, override
 from vitrail.data.sources import open_data
-from vitrail.data.sources.arrays import Arrays
+from vitrail.data.sources.arrays import ArraySource
 from vitrail.data.sources.base import Splits
-from vitrail.data.sources.digest import digest
-from vitrail.data.sources.folder import Folder
-from vitrail.data.sources.packed import Strings
-from vitrail.data.sources.part import Part
+from vitrail.data.sources.fingerprint import fingerprint
+from vitrail.data.sources.folder import FolderSource
+from vitrail.data.sources.packed_strings import PackedStrings
+from vitrail.data.sources.subset import Subset
 from vitrail.errors import DataError, TrainError
 from vitrail.train.parallel import Ranks
 from vitrail.train.same_data import changed_classes, check_splits
@@ -112,8 +112,8 @@ def test_how_classes_differ_is_said_in_few_words():
 
 
 def test_classes_to_measure_on_are_those_that_are_learned():
-    def source(*labels: str) -> Arrays:
-        return Arrays("some", "train", np.zeros((2, 1, 1, 1), np.uint8), [0, 1], labels)
+    def source(*labels: str) -> ArraySource:
+        return ArraySource("some", "train", np.zeros((2, 1, 1, 1), np.uint8), [0, 1], labels)
 
     check_splits(Splits(source("a", "b"), source("a", "b")), ("a", "b"), "data")
     for splits in (Splits(source("a", "b"), source("b", "a")), Splits(source("a", "b"), source("a", "b"), source("a"))):
@@ -223,35 +223,35 @@ def test_checkpoints_of_older_versions_are_read_and_said_to_be_unchecked(
 # Digests
 
 
-def folder(names: list[str], targets: list[int]) -> Folder:
-    return Folder("some", Path("some"), Strings(names), np.array(targets), ("a", "b", "c"))
+def folder(names: list[str], targets: list[int]) -> FolderSource:
+    return FolderSource("some", Path("some"), PackedStrings(names), np.array(targets), ("a", "b", "c"))
 
 
 def test_a_digest_is_of_keys_labels_and_order():
     names = [f"a/{i}.jpg" for i in range(9)]
-    plain = digest(folder(names, [0] * 9))
-    assert plain == digest(folder(list(names), [0] * 9))
+    plain = fingerprint(folder(names, [0] * 9))
+    assert plain == fingerprint(folder(list(names), [0] * 9))
     others = [
         folder(names, [0] * 8 + [1]),
         folder([*names[:8], "a/9.jpg"], [0] * 9),
         folder([*names[1:], names[0]], [0] * 9),
         folder(names[:8], [0] * 8),
         folder([*names[:7], "a/7.jpga", "/8.jpg"], [0] * 9),  # the same letters
-        Part(folder(names, [0] * 9), [0, 1, 2, 3, 4, 5, 6, 7]),
+        Subset(folder(names, [0] * 9), [0, 1, 2, 3, 4, 5, 6, 7]),
     ]
-    found = {plain, *map(digest, others)}
+    found = {plain, *map(fingerprint, others)}
     assert len(found) == len(others)  # the last one is the fourth
-    assert digest(others[3]) == digest(others[5])
+    assert fingerprint(others[3]) == fingerprint(others[5])
 
 
 def test_a_part_has_the_digest_of_its_own_images():
     """Whatever else its source holds, in whatever part of a part: what is held out may change unseen."""
     names = [f"{c}/{i}.jpg" for c in "abc" for i in range(4)]
-    some = Part(folder(names, [0] * 12), [0, 1, 2, 5, 9, 10])
+    some = Subset(folder(names, [0] * 12), [0, 1, 2, 5, 9, 10])
     again = folder([names[i] for i in (0, 1, 2, 5, 9, 10)], [0] * 6)
-    assert digest(some) == digest(again)
-    assert digest(Part(some, [1, 3, 2])) == digest(Part(again, [1, 3, 2]))
-    assert digest(Part(some, [1, 3, 2])) != digest(Part(again, [1, 2, 3]))
+    assert fingerprint(some) == fingerprint(again)
+    assert fingerprint(Subset(some, [1, 3, 2])) == fingerprint(Subset(again, [1, 3, 2]))
+    assert fingerprint(Subset(some, [1, 3, 2])) != fingerprint(Subset(again, [1, 2, 3]))
 
 
 def test_a_source_of_ones_own_has_a_digest_too():
@@ -267,5 +267,5 @@ def test_a_source_of_ones_own_has_a_digest_too():
         def key(self, index: int) -> str:
             return self.last if index == 4999 else str(index)
 
-    assert digest(Own("x")) == digest(Own("x")) != digest(Own("y"))
-    assert digest(object()) is None, "a stream"
+    assert fingerprint(Own("x")) == fingerprint(Own("x")) != fingerprint(Own("y"))
+    assert fingerprint(object()) is None, "a stream"

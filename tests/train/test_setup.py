@@ -415,4 +415,4 @@ def test_a_loss_of_a_stream_that_is_not_finite_names_its_samples(web: Path, tmp_
 
 def test_the_data_are_measured_as_they_are(images: Path):
     """What tests here rely on: a tenth is held out."""
-    assert open_data(on_photos(images).data).measured_on == "held out"
+    assert open_data(on_photos(images).data).eval_split == "held out"

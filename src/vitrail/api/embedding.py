@@ -19,9 +19,9 @@ from vitrail.api.exporting import Running
 from vitrail.api.model import Model
 from vitrail.config import DataConfig
 from vitrail.data.loader import Loader
-from vitrail.data.sources import open_parts
-from vitrail.data.sources.base import Parts, Source
-from vitrail.data.sources.part import Part
+from vitrail.data.sources import open_source_splits
+from vitrail.data.sources.base import Source, SourceSplits
+from vitrail.data.sources.subset import Subset
 from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evaluate.feature_file import FeatureFile, table_of
 from vitrail.evaluate.features import Place, feature_batches, fingerprint, settled, stream
@@ -73,7 +73,7 @@ def embed(
         raise ConfigError(f"features cannot be kept as {dtype!r}{nearest(dtype, DTYPES)}")
     config = DataConfig(source=data) if isinstance(data, str) else data
     place = _settled(place or Place(), model)
-    sources = _sources(open_parts(config, labeled=False), config, split)
+    sources = _sources(open_source_splits(config, require_labels=False), config, split)
     pieces = list(_pieces(sources, max(part // batch_size, 1) * batch_size))
     file = FeatureFile(
         Path(out).expanduser(), _settings(model, config, split, place, sources, dtype, normalize, batch_size)
@@ -122,7 +122,7 @@ def _done(path: Path, place: Place, fresh: bool) -> Embedded:
     return Embedded(path, pq.read_metadata(path).num_rows, width, str(place), about(path)["unreadable"], fresh)
 
 
-def _sources(parts: Parts, config: DataConfig, split: str) -> dict[str, Source]:
+def _sources(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, Source]:
     """The parts that were asked for, by name."""
     if split not in SPLITS:
         raise ConfigError(f"no split is called {split!r}{nearest(split, SPLITS)}")
@@ -162,7 +162,7 @@ def _write(
         if not wanted:
             continue
         numbers = np.concatenate([np.asarray(pieces[n][1]) for n in wanted])
-        rest = Part(source, numbers)
+        rest = Subset(source, numbers)
         ends = dict(zip(np.cumsum([len(pieces[n][1]) for n in wanted]).tolist(), wanted, strict=True))
         seen, waiting = 0, list[tuple[Tensor, Tensor]]()
         told: set[str] = set()

@@ -17,9 +17,9 @@ from vitrail.api.model import Model, load
 from vitrail.config import DataConfig, Pair, ViTConfig, pair
 from vitrail.data.loader import evaluation_batches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources import Stream, open_data, open_parts
+from vitrail.data.sources import ShardStream, open_data, open_source_splits
 from vitrail.data.sources.base import Source
-from vitrail.data.sources.spec import parse
+from vitrail.data.sources.source_spec import parse_source
 from vitrail.errors import ConfigError, DataError, ModelError, VitrailError, nearest
 from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.calibration import BINS
@@ -112,7 +112,7 @@ def evaluate(
             vit.config.num_classes,
             synsets=beside(data, source.labels),
             imagenet=protocol == "imagenet",
-            named=parse(data).kind == "builtin",
+            named=parse_source(data).kind == "builtin",
         )
         valid, assumed = None, list[str]()
         if protocol == "real" or real is not None:
@@ -167,14 +167,14 @@ def _opened(model: str | Path | Model, config: DataConfig, held_out: bool, **opt
 
 def _part(config: DataConfig, vit: Model) -> Source:
     """The test part, else the validation part, else everything."""
-    parts = open_parts(config)
+    parts = open_source_splits(config)
     say(parts.notes, about=config.source)
-    found = parts.measured
-    if isinstance(found, Stream):
+    found = parts.evaluation_source
+    if isinstance(found, ShardStream):
         raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
     if not len(found):
         raise DataError(f"{config.source} holds no images to measure on.")
-    if not parts.split and vit.info.trained_here:
+    if not parts.has_eval_split and vit.info.trained_here:
         about = f"all {len(found):,} images of {found.name} are measured; if the model has learned from them, "
         say([f"{about}--held-out measures those that training holds out"], about=config.source)
     return found

@@ -19,7 +19,7 @@ from vitrail.api.model import Model, Pixels, Want, load
 from vitrail.config import BiTConfig, DataConfig, Pair, ViTConfig
 from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.sources import open_parts
+from vitrail.data.sources import open_source_splits
 from vitrail.data.sources.base import Source
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate.features import fingerprint
@@ -165,7 +165,7 @@ def calibration_images(calibrate: str | Sequence[ImageLike] | None, root: str | 
 
 def _some(data: str, most: int, root: str | None) -> tuple[Source, npt.NDArray[np.int64]]:
     """A data set's measured part, and the numbers of so many images from all over it."""
-    source = open_parts(DataConfig(source=data, root=root), labeled=False).measured
+    source = open_source_splits(DataConfig(source=data, root=root), require_labels=False).evaluation_source
     if not hasattr(source, "__len__") or not len(source):
         raise DataError(f"{data} has no images." if hasattr(source, "__len__") else f"{data} is a stream.")
     return source, np.unique(np.linspace(0, len(source) - 1, min(most, len(source))).astype(np.int64))

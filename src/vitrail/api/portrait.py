@@ -148,9 +148,11 @@ def bundled() -> list[ImageLike]:
 
 def images_of(data: str, count: int = COUNT, root: str | None = None) -> list[ImageLike]:
     """So many images from all over a data set's measured part, in its order."""
-    from vitrail.data.sources import open_parts
+    from vitrail.data.sources import open_source_splits
 
-    return _spread(open_parts(DataConfig(source=data, root=root), labeled=False).measured, data, count)
+    return _spread(
+        open_source_splits(DataConfig(source=data, root=root), require_labels=False).evaluation_source, data, count
+    )
 
 
 def images_of_run(model: str | None, count: int = COUNT) -> list[ImageLike] | None:
@@ -163,7 +165,7 @@ def images_of_run(model: str | None, count: int = COUNT) -> list[ImageLike] | No
     try:
         config = folder.read_config()
         with first_speaks():
-            return _spread(open_data(config.data, labeled=False).validation, config.data.source, count)
+            return _spread(open_data(config.data, require_labels=False).validation, config.data.source, count)
     except VitrailError as error:
         say([f"the images of the run cannot be had ({error})"])
         return None

@@ -16,8 +16,8 @@ from vitrail.api.model import Model
 from vitrail.config import DataConfig
 from vitrail.data.sources import open_data
 from vitrail.data.sources.base import Source
-from vitrail.data.sources.part import Part
-from vitrail.data.sources.split import stratified
+from vitrail.data.sources.holdout import hold_out_stratified
+from vitrail.data.sources.subset import Subset
 from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evaluate import fewshot, knn, logistic
 from vitrail.evaluate.feature_file import read_features
@@ -150,9 +150,9 @@ def limited(source: Source, most: int | None) -> Source:
     if most < classes:
         raise ConfigError(f"--most {most} is less than an image of each of the {classes} classes of {source.name}.")
     keys = (source.key(i) for i in range(len(source)))
-    chosen = np.flatnonzero(stratified(keys, source.targets, most / len(source)))
+    chosen = np.flatnonzero(hold_out_stratified(keys, source.targets, most / len(source)))
     say([f"{len(chosen):,} of {len(source):,} images are used, each class's share of them"], about=source.name)
-    return Part(source, chosen)
+    return Subset(source, chosen)
 
 
 def _unseen(source: Source) -> Features:

@@ -121,7 +121,7 @@ def _seen(run: Path, info: ModelInfo, image: ImageLike | None) -> Seen:
     images, missing, first = None, "", image
     try:
         config = RunFolder(run).read_config()
-        source = open_data(config.data, labeled=config.objective != "masked-patch").validation
+        source = open_data(config.data, require_labels=config.objective != "masked-patch").validation
         some = np.unique(np.linspace(0, len(source) - 1, LOOKED_AT).round().astype(int))
         images = preprocess([source[int(i)].image for i in some])
         first = source[0].image if image is None else image

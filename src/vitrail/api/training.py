@@ -328,7 +328,7 @@ def _report(done: Run, result: Result, command: str | None) -> None:
             labels=splits.train.labels,
             scores=result.scores,
             source=splits.validation,
-            measured_on=splits.measured_on,
+            measured_on=splits.eval_split,
             baselines=done.baselines,
             unreadable=tuple(result.unreadable.items()),
             comparisons=[other.path for other in done.compared],

@@ -15,7 +15,7 @@ from vitrail.cli.options import Json
 from vitrail.errors import ConfigError, NotFound, nearest
 
 if TYPE_CHECKING:
-    from vitrail.data.sources.catalog import Entry
+    from vitrail.data.sources.catalog import DatasetInfo
 
 WIDE = 100
 """Columns from which addresses fit beside the numbers."""
@@ -33,12 +33,12 @@ def datasets(name: Name = None, root: Root = None, get: Get = False, as_json: Js
     if get and name is None:
         raise ConfigError("--get wants the name of the data set to get, such as vitrail datasets cifar10 --get.")
     with err.status("looking"):
-        from vitrail.data.sources.builtin import fetch
+        from vitrail.data.sources.builtin import ensure_available
         from vitrail.data.sources.catalog import CATALOG
 
         entries = list(CATALOG.values()) if name is None else [_entry(name)]
     if get:
-        fetch(entries[0], root)
+        ensure_available(entries[0], root)
     rows = [_row(entry, root) for entry in entries]
     if as_json:
         typer.echo(json.dumps({"datasets": rows}, indent=2))
@@ -50,30 +50,30 @@ def datasets(name: Name = None, root: Root = None, get: Get = False, as_json: Js
         show(_detail(rows[0], verified=get))
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> DatasetInfo:
     from vitrail.data.sources.catalog import CATALOG
-    from vitrail.data.sources.spec import known_as
+    from vitrail.data.sources.source_spec import canonical_name
 
-    if found := known_as(name):
+    if found := canonical_name(name):
         return CATALOG[found]
     raise NotFound(f"no data set {name!r} is known by name{nearest(name, CATALOG)}")
 
 
-def _row(entry: Entry, root: str | None) -> dict[str, Any]:
-    from vitrail.data.sources.builtin import find
+def _row(entry: DatasetInfo, root: str | None) -> dict[str, Any]:
+    from vitrail.data.sources.builtin import find_dataset
 
-    place = find(entry, root) if entry.files else None
+    place = find_dataset(entry, root) if entry.files else None
     return {
         "name": entry.name,
         "title": entry.title,
-        "train": entry.counts[0],
-        "test": entry.counts[1],
+        "train": entry.split_sizes[0],
+        "test": entry.split_sizes[1],
         "classes": list(entry.labels),
         "image": list(entry.shape),
         "here": not entry.files or place is not None,
         "folder": str(place.folder) if place else None,
         "layout": place.layout if place else None,
-        "download": entry.addresses[0] if entry.addresses else None,
+        "download": entry.base_urls[0] if entry.base_urls else None,
         "bytes": entry.size,
         "digest": entry.digest or None,
     }
@@ -115,10 +115,10 @@ def _size(row: dict[str, Any]) -> str:
 
 
 def _where(row: dict[str, Any], wide: bool) -> Text:
-    from vitrail.data.sources.places import short
+    from vitrail.data.sources.data_cache import display_path
 
     if row["folder"]:
-        return Text(short(Path(row["folder"])))
+        return Text(display_path(Path(row["folder"])))
     if row["here"]:
         return Text("in scikit-learn")
     origin = f" from {row['download']}" if wide else ""

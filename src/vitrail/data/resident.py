@@ -26,7 +26,7 @@ from vitrail.config import DataConfig, PreprocessConfig, pair
 from vitrail.config.data import AugmentConfig
 from vitrail.data.decode import decode, open_jpeg
 from vitrail.data.sources.base import Source
-from vitrail.data.sources.watch import bar
+from vitrail.data.sources.progress import progress_bar
 from vitrail.data.view import ODD_SIZE, Evaluated, Native, Reading, View, noting
 from vitrail.data.workers import make_pool
 from vitrail.errors import ConfigError
@@ -149,7 +149,7 @@ def _decoded(
         def progress(done: int) -> None:
             nonlocal shown, before
             if shown is None and time.monotonic() - start > BAR_AFTER:
-                shown = stack.enter_context(bar(f"decoding {source.name}", count))
+                shown = stack.enter_context(progress_bar(f"decoding {source.name}", count))
             if shown is not None:
                 shown(min(done, count) - before)
                 before = min(done, count)

@@ -20,7 +20,7 @@ from vitrail.data.bad import Bad
 from vitrail.data.batch import Batch
 from vitrail.data.loader import AHEAD, Loader, depth_for
 from vitrail.data.sources.base import Sample, Targets
-from vitrail.data.sources.stream import Stream
+from vitrail.data.sources.stream import ShardStream
 from vitrail.data.staging import Labels, road_to
 from vitrail.data.view import Cropped, Reading, View
 from vitrail.data.workers import make_pool
@@ -41,7 +41,7 @@ class Streamed(Loader):
 
     def __init__(
         self,
-        stream: Stream,
+        stream: ShardStream,
         view: View,
         config: DataConfig,
         *,

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from vitrail.data.sources.base import Source
-from vitrail.data.sources.opening import SHARE
-from vitrail.data.sources.split import hold_out
+from vitrail.data.sources.holdout import hold_out
+from vitrail.data.sources.source_factory import DEFAULT_HELD_OUT
 from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.evaluate.features import Features
 from vitrail.runtime import say
@@ -222,7 +222,7 @@ def _held_out(table: pa.Table, labels: tuple[str, ...], name: str) -> tuple[Feat
     _check_single(table, name)
     table = table.filter(table["target"].is_valid())
     targets = table["target"].to_numpy().astype(np.int64)
-    mask, notes = hold_out(table["key"].to_pylist(), targets, SHARE, labels)
+    mask, notes = hold_out(table["key"].to_pylist(), targets, DEFAULT_HELD_OUT, labels)
     if not mask.any():
         raise DataError(
             f"{name} has no test images, and nothing can be held out: {'; '.join(notes) or 'too few images'}; "

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.data.sources import shards
-from vitrail.data.sources.spec import parse
+from vitrail.data.sources.source_spec import parse_source
 from vitrail.errors import DataError, VitrailError
 from vitrail.weights.labels import ASSUMED, imagenet_1k
 
@@ -46,8 +46,8 @@ def in_names(labels: Sequence[str]) -> Synsets | None:
 def beside(data: str, labels: Sequence[str]) -> Synsets | None:
     """What `synsets.json` in the data's folder says, one for each class, in their order; None without it."""
     try:
-        spec = parse(data)
-        place = shards.find(spec.what)[0] if spec.kind in ("shards", "stream") else spec.what
+        spec = parse_source(data)
+        place = shards.find_shards(spec.location)[0] if spec.kind in ("shards", "stream") else spec.location
     except VitrailError:
         return None
     folder = Path(place) if os.path.isdir(place) else Path(place).parent

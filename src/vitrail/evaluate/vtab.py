@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 
 from vitrail.config import DataConfig
-from vitrail.data.sources import open_parts
+from vitrail.data.sources import open_source_splits
 from vitrail.data.sources.base import Source
-from vitrail.data.sources.builtin import find
+from vitrail.data.sources.builtin import find_dataset
 from vitrail.data.sources.catalog import CATALOG
-from vitrail.data.sources.folder import Folder
-from vitrail.data.sources.packed import Strings
-from vitrail.data.sources.part import Part
-from vitrail.data.sources.split import hashes
+from vitrail.data.sources.folder import FolderSource
+from vitrail.data.sources.holdout import hash_names
+from vitrail.data.sources.packed_strings import PackedStrings
+from vitrail.data.sources.subset import Subset
 from vitrail.errors import DataError, NotFound, nearest
 from vitrail.evaluate.intervals import Estimate, mean_of_shares
 from vitrail.runtime import say
@@ -107,7 +107,7 @@ def locate(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
                 break
         else:
             entry = CATALOG.get(task.name)
-            if entry is not None and find(entry, str(root)) is not None:
+            if entry is not None and find_dataset(entry, str(root)) is not None:
                 found[task.name] = task.name
     return found
 
@@ -118,11 +118,13 @@ def open_task(task: Task, where: str, root: Path) -> TaskData:
     if (folder / "train800.txt").exists():
         return _listed(task, folder)
     if (folder / "train800").is_dir():
-        first = open_parts(DataConfig(source=f"folder:{folder / 'train800'}")).train
+        first = open_source_splits(DataConfig(source=f"folder:{folder / 'train800'}")).train
         config = DataConfig(class_names=first.labels)
-        rest = [open_parts(config.replace(source=f"folder:{folder / part}")).train for part in ("val200", "test")]
+        rest = [
+            open_source_splits(config.replace(source=f"folder:{folder / part}")).train for part in ("val200", "test")
+        ]
         return TaskData(first, rest[0], rest[1])
-    parts = open_parts(DataConfig(source=where, root=str(root)))
+    parts = open_source_splits(DataConfig(source=where, root=str(root)))
     test = parts.test if parts.test is not None else parts.validation
     if test is None:
         raise DataError(f"{task.title}: {where} has no test part; wanted train and test in it.")
@@ -137,11 +139,11 @@ def drawn(train: Source, validation: Source | None, task: Task) -> tuple[Source,
     if validation is not None:
         second = np.argsort(_hashes(validation), kind="stable")
         sizes = min(LEARN, len(train)), min(CHOOSE, len(validation))
-        parts = Part(train, np.sort(order[: sizes[0]])), Part(validation, np.sort(second[: sizes[1]]))
+        parts = Subset(train, np.sort(order[: sizes[0]])), Subset(validation, np.sort(second[: sizes[1]]))
     else:
         count = min(LEARN + CHOOSE, len(train))
         sizes = count - count // 5, count // 5
-        parts = Part(train, np.sort(order[: sizes[0]])), Part(train, np.sort(order[sizes[0] : count]))
+        parts = Subset(train, np.sort(order[: sizes[0]])), Subset(train, np.sort(order[sizes[0] : count]))
     if min(sizes) == 0:
         raise DataError(f"{task.title} has {len(train):,} images to learn from, too few to keep some aside.")
     if sizes != (LEARN, CHOOSE):
@@ -158,7 +160,7 @@ def _listed(task: Task, folder: Path) -> TaskData:
     def source(name: str) -> Source:
         lines = lists[name]
         targets = np.array([number for _, number in lines], np.int64)
-        return Folder(f"{task.title}/{name}", folder, Strings([path for path, _ in lines]), targets, labels)
+        return FolderSource(f"{task.title}/{name}", folder, PackedStrings([path for path, _ in lines]), targets, labels)
 
     return TaskData(source("train800"), source("val200"), source("test"))
 
@@ -195,7 +197,7 @@ def means(scores: Mapping[str, tuple[float, int]]) -> dict[str, Estimate]:
 
 
 def _hashes(source: Source) -> np.ndarray:
-    return hashes(source.key(i) for i in range(len(source)))
+    return hash_names(source.key(i) for i in range(len(source)))
 
 
 def _plain(name: str) -> str:

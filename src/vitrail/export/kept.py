@@ -21,7 +21,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from vitrail.data.sources import places
+from vitrail.data.sources import data_cache
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.export.engines import FileEngine, open_file
 from vitrail.export.export import export, prepared
@@ -162,7 +162,7 @@ _FULL: set[Path] = set()
 
 
 def _usual() -> Path:
-    given, data = os.environ.get("VITRAIL_ENGINES"), places.cache()
+    given, data = os.environ.get("VITRAIL_ENGINES"), data_cache.cache_dir()
     usual = data / "engines" if os.environ.get("VITRAIL_DATA") else data.with_name("engines")
     return Path(given).expanduser() if given else usual
 

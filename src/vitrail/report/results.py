@@ -22,7 +22,7 @@ SHORT = 4
 MISTAKES, RIGHT = 24, 14
 
 PLACES = {"test": "test", "validation": "validation", "held out": "held-out"}
-"""What `Splits.measured_on` says -> an adjective."""
+"""What `Splits.eval_split` says -> an adjective."""
 
 
 def found_of(story: Story) -> dict[str, Any] | None:

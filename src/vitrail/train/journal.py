@@ -262,7 +262,7 @@ class Journal:
             self.scores = trainer.scores(net=net)
             self.display.resumed()
         splits = trainer.setup.splits
-        if trainer.labeled and splits.test is not None and splits.measured_on != "test":
+        if trainer.labeled and splits.test is not None and splits.eval_split != "test":
             self.test = trainer.scores(splits.test, net=net)
             self.display.resumed()
             self._write(self._place() | {"test": self.test.to_dict(), "model_step": chosen})
@@ -296,7 +296,7 @@ class Journal:
 
     def _keeps_best(self) -> bool:
         keep = self.config.keep
-        return keep == "best" or (keep == "auto" and self.trainer.setup.splits.measured_on != "test")
+        return keep == "best" or (keep == "auto" and self.trainer.setup.splits.eval_split != "test")
 
     def _tensors(self) -> Tensors:
         return self.trainer.tensors() | generators(self.trainer.device, self.ranks)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vitrail.data.sources.base import Splits
-from vitrail.data.sources.digest import digest
+from vitrail.data.sources.fingerprint import fingerprint
 from vitrail.errors import DataError, TrainError
 from vitrail.train.parallel import Ranks
 
@@ -29,8 +29,8 @@ def describe_data(splits: Splits, labels: Sequence[str], multi_label: bool, rank
         "labels": list(labels),
         "multi_label": multi_label,
         "images": len(splits.train) if hasattr(splits.train, "__len__") else None,
-        "train": digest(splits.train),
-        "validation": digest(splits.validation),
+        "train": fingerprint(splits.train),
+        "validation": fingerprint(splits.validation),
     }
     every = ranks.all_told(found)
     for rank, other in enumerate(every):

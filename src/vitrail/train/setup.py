@@ -50,7 +50,7 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
     """Open the data, build or load the network; `saved` is of a run whose weights come from its checkpoint instead."""
     learns_labels = config.objective != "masked-patch"
     with ranks.first_alone():  # one download, one index; the others find them
-        splits = open_data(config.data, labeled=learns_labels)
+        splits = open_data(config.data, require_labels=learns_labels)
     say(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
     if learns_labels and not labels:

@@ -55,7 +55,7 @@ class Trainer:
         self.setup, self.config, self.ranks, self.device = setup, config, ranks, ranks.device
         self.arithmetic()  # where it cannot be had, nothing has begun yet
         self._warn_of_slow_precision()
-        if config.patience is not None and setup.splits.measured_on == "test":
+        if config.patience is not None and setup.splits.eval_split == "test":
             say(["patience stops by the test images, which flatters their score; data.held_out=0.1 holds others out"])
         self.images = 0  # nobody knows how many a stream has
         if hasattr(source, "__len__"):

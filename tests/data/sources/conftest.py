@@ -27,7 +27,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache: what lies in somebody's own must not decide a test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("VITRAIL_DATA", str(folder))
-    monkeypatch.setattr("vitrail.data.sources.places.SYSTEM", tmp_path / "usr-share-datasets")
+    monkeypatch.setattr("vitrail.data.sources.data_cache.SYSTEM_DIR", tmp_path / "usr-share-datasets")
     monkeypatch.setattr(runtime, "_said", set())
     logging.getLogger("vitrail").setLevel(logging.CRITICAL)
     return folder
@@ -37,7 +37,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said aloud."""
     notes: list[str] = []
-    monkeypatch.setattr("vitrail.data.sources.opening.say", lambda given, about="": notes.extend(given))
+    monkeypatch.setattr("vitrail.data.sources.source_factory.say", lambda given, about="": notes.extend(given))
     return notes
 
 
@@ -179,7 +179,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Answer,), {"served": served})) as listening:
         served.url = f"http://127.0.0.1:{listening.server_address[1]}"
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setattr("vitrail.data.sources.remote.WAIT", 0.001)
+        monkeypatch.setattr("vitrail.data.sources.remote.RETRY_DELAY_S", 0.001)
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield served

@@ -20,7 +20,7 @@ from scipy.io import savemat
 from sklearn.datasets import load_digits
 
 from vitrail.config import DataConfig
-from vitrail.data.sources import builtin, content, layouts, open_data, open_parts, places
+from vitrail.data.sources import builtin, data_cache, decoded_cache, layouts, open_data, open_source_splits
 from vitrail.data.sources.catalog import CATALOG
 from vitrail.errors import DataError, NotFound
 
@@ -44,7 +44,7 @@ def small(monkeypatch):
     def make(name):
         entry = CATALOG[name]
         made = raw(entry)
-        entry = dataclasses.replace(entry, counts=COUNTS, digest=content.digest(made), addresses=())
+        entry = dataclasses.replace(entry, split_sizes=COUNTS, digest=decoded_cache.content_digest(made), base_urls=())
         monkeypatch.setitem(CATALOG, name, entry)
         return entry, made
 
@@ -155,7 +155,7 @@ def test_every_layout_holds_the_same(small, tmp_path, way):
     entry, made = small(name)
     write(tmp_path / "data" / folder, entry, made)
     splits = open_data(DataConfig(source=name, root=str(tmp_path / "data")))
-    assert (splits.measured_on, splits.test) == ("test", splits.validation)
+    assert (splits.eval_split, splits.test) == ("test", splits.validation)
     for part, source in (("train", splits.train), ("test", splits.test)):
         assert np.array_equal(source.pixels, made[part][0])
         assert source.targets.tolist() == made[part][1].tolist()
@@ -171,7 +171,7 @@ def test_svhn_calls_its_zero_ten(small, tmp_path):
     for part, (pixels, targets) in made.items():
         labels = np.where(targets == 0, 10, targets)[:, None].astype(np.uint8)
         savemat(tmp_path / f"{part}_32x32.mat", {"X": np.moveaxis(pixels, 0, -1), "y": labels})
-    source = open_parts(DataConfig(source="svhn", root=str(tmp_path))).train
+    source = open_source_splits(DataConfig(source="svhn", root=str(tmp_path))).train
     assert np.array_equal(source.pixels, made["train"][0])
     assert source.targets.tolist() == made["train"][1].tolist()
 
@@ -186,7 +186,7 @@ def test_a_pickle_with_code_in_it_is_refused(small, tmp_path, capfd):
     write_pickles(tmp_path / "cifar10", entry, made)
     (tmp_path / "cifar10" / "data_batch_3").write_bytes(pickle.dumps({b"data": Evil()}, protocol=2))
     with pytest.raises(DataError, match=r"data_batch_3 is no pickle of CIFAR's: it asks for (posix|nt)\.system"):
-        open_parts(DataConfig(source="cifar10", root=str(tmp_path)))
+        open_source_splits(DataConfig(source="cifar10", root=str(tmp_path)))
     assert "must not run" not in capfd.readouterr().out
 
 
@@ -196,7 +196,7 @@ def test_a_pickle_that_python_3_wrote_is_read(small, tmp_path):
         rows = pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
         saved = {b"data": rows, b"fine_labels": targets.tolist()}
         (tmp_path / part).write_bytes(pickle.dumps(saved, protocol=2))
-    source = open_parts(DataConfig(source="cifar100", root=str(tmp_path))).test
+    source = open_source_splits(DataConfig(source="cifar100", root=str(tmp_path))).test
     assert np.array_equal(source.pixels, made["test"][0])
 
 
@@ -216,7 +216,7 @@ def test_a_damaged_file_is_named(small, tmp_path, spoil, said):
     path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(DataError, match=said):
-        open_parts(DataConfig(source="mnist", root=str(tmp_path)))
+        open_source_splits(DataConfig(source="mnist", root=str(tmp_path)))
 
 
 def test_recompressed_and_reordered_files_verify(small, tmp_path):
@@ -224,17 +224,17 @@ def test_recompressed_and_reordered_files_verify(small, tmp_path):
     order = np.random.default_rng(1).permutation(COUNTS[0])
     made["train"] = made["train"][0][order], made["train"][1][order]
     write_idx(tmp_path / "mnist", made)
-    assert content.digest(made) == entry.digest
-    assert len(open_parts(DataConfig(source="mnist", root=str(tmp_path))).train) == COUNTS[0]
+    assert decoded_cache.content_digest(made) == entry.digest
+    assert len(open_source_splits(DataConfig(source="mnist", root=str(tmp_path))).train) == COUNTS[0]
 
 
 def test_a_label_or_a_pixel_changes_the_digest():
     made = raw(CATALOG["mnist"])
-    before = content.digest(made)
+    before = decoded_cache.content_digest(made)
     made["train"][1][3] += 1
-    after = content.digest(made)
+    after = decoded_cache.content_digest(made)
     made["test"][0][0, 0, 0, 0] ^= 1
-    assert len({before, after, content.digest(made)}) == 3
+    assert len({before, after, decoded_cache.content_digest(made)}) == 3
 
 
 # Places
@@ -242,47 +242,47 @@ def test_a_label_or_a_pixel_changes_the_digest():
 
 def test_the_named_folder_goes_before_the_cache_and_that_before_the_systems(small, tmp_path, cache):
     entry, made = small("mnist")
-    for folder in (tmp_path / "mine" / "MNIST" / "raw", cache / "mnist", places.SYSTEM / "mnist"):
+    for folder in (tmp_path / "mine" / "MNIST" / "raw", cache / "mnist", data_cache.SYSTEM_DIR / "mnist"):
         write_idx(folder, made)
-    assert builtin.find(entry, str(tmp_path / "mine")).folder == tmp_path / "mine" / "MNIST" / "raw"
-    assert builtin.find(entry).folder == cache / "mnist"
+    assert builtin.find_dataset(entry, str(tmp_path / "mine")).folder == tmp_path / "mine" / "MNIST" / "raw"
+    assert builtin.find_dataset(entry).folder == cache / "mnist"
     for path in (cache / "mnist").iterdir():
         path.unlink()
-    assert builtin.find(entry).folder == places.SYSTEM / "mnist"
-    assert builtin.find(entry, str(tmp_path)).folder == places.SYSTEM / "mnist"
+    assert builtin.find_dataset(entry).folder == data_cache.SYSTEM_DIR / "mnist"
+    assert builtin.find_dataset(entry, str(tmp_path)).folder == data_cache.SYSTEM_DIR / "mnist"
     with pytest.raises(NotFound, match=r"there is no folder .*nowhere to look for mnist in \(root=\)"):
-        builtin.find(entry, str(tmp_path / "nowhere"))
+        builtin.find_dataset(entry, str(tmp_path / "nowhere"))
 
 
 def test_another_data_set_of_the_same_layout_is_passed_over(small, tmp_path, monkeypatch):
     _, digits = small("mnist")
-    clothes = dataclasses.replace(CATALOG["fashion-mnist"], counts=COUNTS, digest="0" * 64, addresses=())
+    clothes = dataclasses.replace(CATALOG["fashion-mnist"], split_sizes=COUNTS, digest="0" * 64, base_urls=())
     monkeypatch.setitem(CATALOG, "fashion-mnist", clothes)
     write_idx(tmp_path, digits)
     with pytest.raises(NotFound, match=r"fashion-mnist is not on this machine.*apt install dataset-fashion-mnist"):
-        open_parts(DataConfig(source="fashion-mnist", root=str(tmp_path)))
+        open_source_splits(DataConfig(source="fashion-mnist", root=str(tmp_path)))
 
 
 def test_a_folder_that_bears_no_name_is_told_by_its_content(small, tmp_path, monkeypatch):
     entry, made = small("mnist")
-    monkeypatch.setitem(CATALOG, "kmnist", dataclasses.replace(CATALOG["kmnist"], counts=COUNTS))
+    monkeypatch.setitem(CATALOG, "kmnist", dataclasses.replace(CATALOG["kmnist"], split_sizes=COUNTS))
     write_idx(tmp_path / "files", made)
-    assert builtin.find(entry, str(tmp_path / "files")).folder == tmp_path / "files"
-    assert builtin.find(CATALOG["kmnist"], str(tmp_path / "files")) is None
-    assert builtin.find(CATALOG["fashion-mnist"], str(tmp_path / "files")) is None
+    assert builtin.find_dataset(entry, str(tmp_path / "files")).folder == tmp_path / "files"
+    assert builtin.find_dataset(CATALOG["kmnist"], str(tmp_path / "files")) is None
+    assert builtin.find_dataset(CATALOG["fashion-mnist"], str(tmp_path / "files")) is None
 
 
 def test_what_takes_long_to_decode_is_decoded_once(small, tmp_path, cache, monkeypatch):
     entry, made = small("cifar10")
     write_parquet(tmp_path / "cifar10", entry, made)
     config = DataConfig(source="cifar10", root=str(tmp_path))
-    open_parts(config)
+    open_source_splits(config)
     monkeypatch.setattr(layouts, "decode", lambda *_: pytest.fail("decoded again"))
-    assert np.array_equal(open_parts(config).train.pixels, made["train"][0])
-    assert builtin.find(entry).layout == "decoded"
-    assert np.array_equal(open_parts(DataConfig(source="cifar10")).test.pixels, made["test"][0])
+    assert np.array_equal(open_source_splits(config).train.pixels, made["train"][0])
+    assert builtin.find_dataset(entry).layout == "decoded"
+    assert np.array_equal(open_source_splits(DataConfig(source="cifar10")).test.pixels, made["test"][0])
     (cache / "cifar10" / "decoded" / "test-pixels.npy").unlink()  # half a copy is none
-    assert builtin.find(entry) is None
+    assert builtin.find_dataset(entry) is None
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(small, tmp_path, monkeypatch):
@@ -290,7 +290,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(small, tmp_path, monkeyp
     write_parquet(tmp_path / "cifar10", entry, made)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("VITRAIL_DATA", str(tmp_path / "file"))
-    assert len(open_parts(DataConfig(source="cifar10", root=str(tmp_path))).train) == COUNTS[0]
+    assert len(open_source_splits(DataConfig(source="cifar10", root=str(tmp_path))).train) == COUNTS[0]
 
 
 def test_without_a_digest_that_is_said(small, tmp_path, said, monkeypatch):
@@ -305,7 +305,7 @@ def test_without_a_digest_that_is_said(small, tmp_path, said, monkeypatch):
 
 
 def test_digits_are_scikit_learns_in_a_fixed_split():
-    parts = open_parts(DataConfig(source="digits"))
+    parts = open_source_splits(DataConfig(source="digits"))
     found = load_digits()
     assert {"train": parts.train.pixels.shape, "test": parts.test.pixels.shape} == {
         "train": (1438, 8, 8, 1),
@@ -319,12 +319,12 @@ def test_digits_are_scikit_learns_in_a_fixed_split():
     share = np.bincount(parts.test.targets) / np.bincount(found.target)
     assert np.abs(share - 0.2).max() < 0.004
     made = {"train": (parts.train.pixels, parts.train.targets), "test": (parts.test.pixels, parts.test.targets)}
-    assert content.digest(made) == CATALOG["digits"].digest
+    assert decoded_cache.content_digest(made) == CATALOG["digits"].digest
 
 
 def test_held_out_is_an_exact_share_of_each_class():
     splits = open_data(DataConfig(source="digits", held_out=0.1))
-    whole = np.bincount(open_parts(DataConfig(source="digits")).train.targets)
+    whole = np.bincount(open_source_splits(DataConfig(source="digits")).train.targets)
     held = np.bincount(splits.validation.targets)
     assert held.tolist() == [round(0.1 * n) for n in whole]
     assert (len(splits.train) + len(splits.validation), len(splits.test)) == (1438, 359)
@@ -333,19 +333,19 @@ def test_held_out_is_an_exact_share_of_each_class():
 
 
 def test_classes_may_be_asked_for_in_another_order():
-    plain = open_parts(DataConfig(source="digits")).train
-    turned = open_parts(DataConfig(source="digits", class_names=[str(9 - i) for i in range(10)])).train
+    plain = open_source_splits(DataConfig(source="digits")).train
+    turned = open_source_splits(DataConfig(source="digits", class_names=[str(9 - i) for i in range(10)])).train
     assert turned.targets.tolist() == [9 - t for t in plain.targets]
     with pytest.raises(DataError, match=r"data\.class_names gives 2, and digits has 10"):
-        open_parts(DataConfig(source="digits", class_names=["0", "1"]))
+        open_source_splits(DataConfig(source="digits", class_names=["0", "1"]))
 
 
 def test_the_catalog_is_whole():
     for name, entry in CATALOG.items():
         assert entry.name == name
         assert len(set(entry.labels)) == len(entry.labels) == (100 if name == "cifar100" else 10)
-        assert bool(entry.files) == bool(entry.addresses) == (name != "digits")
-        assert all(address.endswith("/") for address in entry.addresses)
+        assert bool(entry.files) == bool(entry.base_urls) == (name != "digits")
+        assert all(address.endswith("/") for address in entry.base_urls)
         assert not entry.digest or len(entry.digest) == 64
 
 
@@ -356,6 +356,6 @@ def test_the_real_cifar10_is_the_published_one(shared):
         pytest.skip("no cifar10 beside the checkout")
     splits = open_data(DataConfig(source="cifar10", root=str(folder), held_out=0.1))
     assert [len(p) for p in (splits.train, splits.validation, splits.test)] == [45_000, 5_000, 10_000]
-    whole = open_parts(DataConfig(source="cifar10", root=str(folder))).train.pixels
+    whole = open_source_splits(DataConfig(source="cifar10", root=str(folder))).train.pixels
     mean = whole.mean((0, 1, 2)) / 255
     assert np.abs(mean - [0.4914, 0.4822, 0.4465]).max() < 1e-4

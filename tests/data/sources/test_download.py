@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from vitrail.config import DataConfig
-from vitrail.data.sources import content, download, open_parts
-from vitrail.data.sources.catalog import CATALOG, File
+from vitrail.data.sources import decoded_cache, download, open_source_splits
+from vitrail.data.sources.catalog import CATALOG, PublishedFile
 from vitrail.errors import DataError, NotFound
 
 DATA = np.random.default_rng(0).bytes(900_000)
-FILE = File("data.bin", len(DATA), hashlib.md5(DATA).hexdigest())
+FILE = PublishedFile("data.bin", len(DATA), hashlib.md5(DATA).hexdigest())
 
 
-def get(server, tmp_path, file=FILE, check=True, addresses=None):
-    return download.get(file, addresses or [f"{server.url}/"], tmp_path / "here", check)
+def get(server, tmp_path, file=FILE, verify=True, base_urls=None):
+    return download.download(file, base_urls or [f"{server.url}/"], tmp_path / "here", verify)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_what_was_left_by_an_interrupted_process_is_continued(full, tmp_path):
 
 def test_nothing_half_arrived_has_the_files_name(full, tmp_path):
     full.break_after, full.failures = [300_000], [0, 404]
-    with pytest.raises(download.Unreachable, match="Not Found"):
+    with pytest.raises(download.DownloadError, match="Not Found"):
         get(full, tmp_path)
     assert not (tmp_path / "here" / "data.bin").exists()
     assert (tmp_path / "here" / "data.bin.part").stat().st_size == 300_000
@@ -68,7 +68,7 @@ def test_nothing_half_arrived_has_the_files_name(full, tmp_path):
 
 def test_a_wrong_checksum_leaves_nothing_behind(full, tmp_path):
     full.files["data.bin"] = DATA[:-1] + b"?"
-    with pytest.raises(download.Unreachable, match=rf"its MD5 is \w+, wanted {FILE.md5}"):
+    with pytest.raises(download.DownloadError, match=rf"its MD5 is \w+, wanted {FILE.md5}"):
         get(full, tmp_path)
     assert not [p for p in (tmp_path / "here").iterdir() if "lock" not in p.name]
     full.files["data.bin"] = DATA
@@ -78,21 +78,21 @@ def test_a_wrong_checksum_leaves_nothing_behind(full, tmp_path):
 def test_too_much_left_over_begins_again(full, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "data.bin.part").write_bytes(DATA + b"more")
-    with pytest.raises(download.Unreachable, match="900,004 bytes were here already"):
+    with pytest.raises(download.DownloadError, match="900,004 bytes were here already"):
         get(full, tmp_path)
     assert get(full, tmp_path).read_bytes() == DATA
 
 
 def test_the_next_address_is_tried(full, tmp_path):
     addresses = [f"{full.url}/moved/", "http://127.0.0.1:9/", f"{full.url}/"]
-    assert get(full, tmp_path, addresses=addresses).read_bytes() == DATA
+    assert get(full, tmp_path, base_urls=addresses).read_bytes() == DATA
 
 
 def test_every_address_that_failed_is_named(full, tmp_path):
     with pytest.raises(
-        download.Unreachable, match=r"127\.0\.0\.1:\d+/moved/: Not Found; http://127\.0\.0\.1:9/: .*refused"
+        download.DownloadError, match=r"127\.0\.0\.1:\d+/moved/: Not Found; http://127\.0\.0\.1:9/: .*refused"
     ):
-        get(full, tmp_path, addresses=[f"{full.url}/moved/", "http://127.0.0.1:9/"])
+        get(full, tmp_path, base_urls=[f"{full.url}/moved/", "http://127.0.0.1:9/"])
 
 
 def test_processes_that_want_the_same_file_wait_for_the_first(full, tmp_path):
@@ -126,12 +126,12 @@ def mnist(server, monkeypatch):
             head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
             data = gzip.compress(head + array.tobytes(), mtime=0)
             server.files[f"{name}-ubyte.gz"] = data
-            files.append(File(f"{name}-ubyte.gz", len(data), hashlib.md5(data).hexdigest()))
+            files.append(PublishedFile(f"{name}-ubyte.gz", len(data), hashlib.md5(data).hexdigest()))
     entry = dataclasses.replace(
         CATALOG["mnist"],
-        counts=(20, 10),
-        digest=content.digest(made),
-        addresses=(f"{server.url}/",),
+        split_sizes=(20, 10),
+        digest=decoded_cache.content_digest(made),
+        base_urls=(f"{server.url}/",),
         files=tuple(files),
     )
     monkeypatch.setitem(CATALOG, "mnist", entry)
@@ -139,11 +139,11 @@ def mnist(server, monkeypatch):
 
 
 def test_a_data_set_is_downloaded_once_and_verified(mnist, cache):
-    parts = open_parts(DataConfig(source="mnist"))
+    parts = open_source_splits(DataConfig(source="mnist"))
     assert (len(parts.train), len(parts.test), parts.notes) == (20, 10, ())
     assert len(list((cache / "mnist").glob("*.gz"))) == 4
     mnist.asked.clear()
-    assert len(open_parts(DataConfig(source="mnist")).train) == 20
+    assert len(open_source_splits(DataConfig(source="mnist")).train) == 20
     assert mnist.asked == []
 
 
@@ -151,15 +151,15 @@ def test_a_recompressed_archive_verifies_and_another_content_does_not(mnist, cac
     name = "t10k-labels-idx1-ubyte.gz"
     plain = gzip.decompress(mnist.files[name])
     mnist.files[name] = gzip.compress(plain, 1, mtime=5)
-    assert len(open_parts(DataConfig(source="mnist")).test) == 10
+    assert len(open_source_splits(DataConfig(source="mnist")).test) == 10
     for path in (cache / "mnist").glob("*.gz"):
         path.unlink()
     mnist.files[name] = gzip.compress(plain[:-1] + b"\0")
     with pytest.raises(DataError, match=r"does not hold mnist as it was published: .*it has been removed; try again"):
-        open_parts(DataConfig(source="mnist"))
+        open_source_splits(DataConfig(source="mnist"))
     assert not list((cache / "mnist").glob("*.gz"))
     mnist.files[name] = gzip.compress(plain)
-    assert len(open_parts(DataConfig(source="mnist")).test) == 10
+    assert len(open_source_splits(DataConfig(source="mnist")).test) == 10
 
 
 def test_without_a_digest_the_files_md5_decides(mnist, monkeypatch):
@@ -168,18 +168,20 @@ def test_without_a_digest_the_files_md5_decides(mnist, monkeypatch):
     whole = mnist.files[name]
     mnist.files[name] = gzip.compress(gzip.decompress(whole), 1, mtime=5)
     with pytest.raises(NotFound, match="its MD5 is"):
-        open_parts(DataConfig(source="mnist"))
+        open_source_splits(DataConfig(source="mnist"))
     mnist.files[name] = whole
-    assert open_parts(DataConfig(source="mnist")).notes == ()
-    assert open_parts(DataConfig(source="mnist")).notes == ()  # found in the cache, whose files are the published ones
+    assert open_source_splits(DataConfig(source="mnist")).notes == ()
+    assert (
+        open_source_splits(DataConfig(source="mnist")).notes == ()
+    )  # found in the cache, whose files are the published ones
 
 
 def test_no_network_says_where_to_put_the_files(mnist, cache, monkeypatch):
     monkeypatch.setitem(
-        CATALOG, "mnist", dataclasses.replace(CATALOG["mnist"], addresses=("http://127.0.0.1:9/mnist/",))
+        CATALOG, "mnist", dataclasses.replace(CATALOG["mnist"], base_urls=("http://127.0.0.1:9/mnist/",))
     )
     with pytest.raises(NotFound) as error:
-        open_parts(DataConfig(source="mnist"))
+        open_source_splits(DataConfig(source="mnist"))
     message = str(error.value)
     assert message.startswith("mnist is not on this machine and could not be downloaded (http://127.0.0.1:9/mnist/: ")
     assert "put train-images-idx3-ubyte.gz, " in message

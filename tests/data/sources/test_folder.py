@@ -13,12 +13,12 @@ import pytest
 
 from vitrail.config import DataConfig
 from vitrail.data import decode
-from vitrail.data.sources import open_data, open_parts
+from vitrail.data.sources import open_data, open_source_splits
 from vitrail.errors import DataError, NotFound
 
 
 def opened(path, **settings):
-    return open_parts(DataConfig(source=f"folder:{path}", **settings))
+    return open_source_splits(DataConfig(source=f"folder:{path}", **settings))
 
 
 def test_classes_are_the_folders_in_order_and_keys_the_paths(plant):
@@ -151,7 +151,7 @@ def test_what_cannot_be_learned_from_says_what_is_wanted(tmp_path, files, said):
 
 def test_images_anywhere_are_enough_where_no_labels_are_wanted(plant, tmp_path):
     root = plant("photos", {"": 3, "cat": 2, "dog/old": 1})
-    parts = open_parts(DataConfig(source=f"folder:{root}"), labeled=False)
+    parts = open_source_splits(DataConfig(source=f"folder:{root}"), require_labels=False)
     source = parts.train
     assert [source.key(i) for i in range(6)] == [
         "000.png", "001.png", "002.png", "cat/000.png", "cat/001.png", "dog/old/000.png",
@@ -161,25 +161,25 @@ def test_images_anywhere_are_enough_where_no_labels_are_wanted(plant, tmp_path):
     assert decode(source[0].image).shape == (6, 6, 3)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty holds no images\."):
-        open_parts(DataConfig(source=f"folder:{tmp_path / 'empty'}"), labeled=False)
+        open_source_splits(DataConfig(source=f"folder:{tmp_path / 'empty'}"), require_labels=False)
 
 
 def test_parts_of_loose_images_are_parts_where_no_labels_are_wanted(plant):
     config = DataConfig(source=f"folder:{plant('photos', {'train': 4, 'val': 2, 'test': 1})}")
-    parts = open_parts(config, labeled=False)
+    parts = open_source_splits(config, require_labels=False)
     assert [len(part) for part in (parts.train, parts.validation, parts.test)] == [4, 2, 1]
     assert parts.validation.key(0) == "val/000.png"
-    assert open_parts(config).train.labels == ("test", "train", "val")
+    assert open_source_splits(config).train.labels == ("test", "train", "val")
 
 
 def test_class_folders_keep_their_labels_where_none_are_wanted(plant):
     config = DataConfig(source=f"folder:{plant('photos', {'cat': 4, 'dog': 2})}")
-    assert open_parts(config, labeled=False).train.labels == ("cat", "dog")
+    assert open_source_splits(config, require_labels=False).train.labels == ("cat", "dog")
 
 
 def test_something_is_held_out_of_a_few_images_without_labels(plant):
     for count in (2, 3, 5):
-        splits = open_data(DataConfig(source=f"folder:{plant(f'photos{count}', {'': count})}"), labeled=False)
+        splits = open_data(DataConfig(source=f"folder:{plant(f'photos{count}', {'': count})}"), require_labels=False)
         assert len(splits.validation) >= 1
         assert len(splits.train) >= 1
 
@@ -207,7 +207,7 @@ def test_an_image_that_is_added_moves_no_other_on_disk(plant, draw):
     held = {before.validation.key(i) for i in range(len(before.validation))}
     now = {after.validation.key(i) for i in range(len(after.validation))}
     assert held <= now <= held | {"cat/new.png"}
-    assert before.measured_on == "held out"
+    assert before.eval_split == "held out"
 
 
 def test_groups_stay_together(plant):
@@ -241,7 +241,7 @@ def test_equal_sizes_and_equal_middles_are_not_enough(tmp_path, said):
 
 
 def test_too_many_images_are_not_compared_and_that_is_said(plant, said, monkeypatch):
-    monkeypatch.setattr("vitrail.data.sources.duplicates.LIMIT", 3)
+    monkeypatch.setattr("vitrail.data.sources.duplicates.MAX_COMPARED", 3)
     open_data(DataConfig(source=str(plant("photos", {"train/cat": 3, "val/cat": 2}))))
     assert said == ["not compared byte for byte: more than 3 images"]
 

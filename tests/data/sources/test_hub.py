@@ -19,8 +19,8 @@ from huggingface_hub import constants, file_download
 from huggingface_hub.utils import _http
 
 from vitrail.config import DataConfig
-from vitrail.data.sources import open_data, open_parts
-from vitrail.data.sources.hub import CONVERTED, Repository, choose, parse
+from vitrail.data.sources import open_data, open_source_splits
+from vitrail.data.sources.hub import PARQUET_BRANCH, Repository, parse_repository, select_files
 from vitrail.errors import DataError, NotFound
 
 REPO = "someone/animals"
@@ -155,7 +155,7 @@ def animals(hub, parquet):
 
 
 def opened(spec, **settings):
-    return open_parts(DataConfig(source=spec, **settings))
+    return open_source_splits(DataConfig(source=spec, **settings))
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_data_set_is_fetched_and_opens(animals, draw, spec):
     assert parts.train.labels == ("cat", "dog")
     assert [parts.train[i].image for i in range(7)] == [draw(i) for i in range(7)]
     assert parts.train.name == "animals/train"
-    assert open_data(DataConfig(source=spec)).measured_on == "test"
+    assert open_data(DataConfig(source=spec)).eval_split == "test"
 
 
 def test_the_second_time_nothing_is_fetched_and_offline_it_still_opens(animals, monkeypatch):
@@ -202,7 +202,7 @@ def test_other_files_are_read_from_the_hubs_own_conversion(hub, parquet):
     hub.files[MAIN] = {"images.zip": b"must not be fetched"}
     with pytest.raises(NotFound, match=r"someone/animals has no Parquet files on the hub, and no conversion"):
         opened(f"hf:{REPO}")
-    hub.commits[CONVERTED] = CONVERSION
+    hub.commits[PARQUET_BRANCH] = CONVERSION
     hub.files[CONVERSION] = {
         "default/train/0000.parquet": parquet(0, 3),
         "default/train/0001.parquet": parquet(3, 4),
@@ -250,7 +250,7 @@ def test_the_card_says_which_files_are_which(hub, parquet):
     ],
 )  # fmt: skip
 def test_files_are_told_apart_by_their_names(names, wanted):
-    assert choose(names, {}, Repository("a/b", None, None)) == wanted
+    assert select_files(names, {}, Repository("a/b", None, None)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -263,12 +263,12 @@ def test_files_are_told_apart_by_their_names(names, wanted):
     ],
 )
 def test_names_of_data_sets(spec, wanted):
-    assert parse(spec) == Repository(*wanted)
+    assert parse_repository(spec) == Repository(*wanted)
 
 
 def test_what_is_no_name_is_refused():
     with pytest.raises(NotFound, match="hf:mnist is no data set on the hub; wanted hf:user/name"):
-        parse("mnist")
+        parse_repository("mnist")
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,14 @@ import pytest
 from conftest import need_extra
 
 from vitrail.config import DataConfig
-from vitrail.data.sources import index, open_parts, remote
+from vitrail.data.sources import open_source_splits, remote, shard_index
 from vitrail.errors import ConfigError, DataError, NotFound
 
 need_extra("cloud")
 
 
 def opened(spec, **settings):
-    return open_parts(DataConfig(source=spec, **settings))
+    return open_source_splits(DataConfig(source=spec, **settings))
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_the_index_is_made_once_and_again_when_the_etag_changes(web, cache, tar_
     opened(spec)
     assert len(list((cache / "shards").glob("*train-0.tar.index"))) == 1
     made = []
-    whole = index.make
-    monkeypatch.setattr(index, "make", lambda shard: made.append(shard) or whole(shard))
+    whole = shard_index.build_index
+    monkeypatch.setattr(shard_index, "build_index", lambda shard: made.append(shard) or whole(shard))
     assert len(opened(spec).train) == 5
     assert made == []
     web.etag, web.files["set/train-0.tar"] = "two", tar_of([("a.png", b"x"), ("a.cls", b"0")])

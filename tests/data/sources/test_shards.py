@@ -11,13 +11,13 @@ import pytest
 
 from vitrail.config import DataConfig
 from vitrail.data import decode
-from vitrail.data.sources import index, open_data, open_parts
-from vitrail.data.sources.shards import expand, shown_names, title
+from vitrail.data.sources import open_data, open_source_splits, shard_index
+from vitrail.data.sources.shards import display_name, expand_braces, short_names
 from vitrail.errors import DataError, ImageError, NotFound
 
 
 def opened(spec, **settings):
-    return open_parts(DataConfig(source=str(spec), **settings))
+    return open_source_splits(DataConfig(source=str(spec), **settings))
 
 
 @pytest.mark.parametrize("spec", ["{}", "shards:{}", "shards:{}/train-{{000..002}}.tar", "{}/*.tar"])
@@ -121,7 +121,7 @@ def test_the_index_lies_beside_the_shard_and_is_made_once(shards, monkeypatch):
     folder = shards("web", 2, 4)
     first = opened(folder).train
     assert sorted(p.name for p in folder.glob("*.index")) == ["train-000.tar.index", "train-001.tar.index"]
-    monkeypatch.setattr(index, "make", lambda shard: pytest.fail(f"{shard} was indexed again"))
+    monkeypatch.setattr(shard_index, "build_index", lambda shard: pytest.fail(f"{shard} was indexed again"))
     second = opened(folder).train
     assert [second.key(i) for i in range(8)] == [first.key(i) for i in range(8)]
     assert second[5].image == first[5].image
@@ -193,12 +193,12 @@ def test_a_shard_that_shrank_after_it_was_opened_is_an_unreadable_image(shards):
     ],
 )
 def test_patterns_are_read_as_shells_read_them(pattern, wanted):
-    assert list(expand(pattern)) == wanted
+    assert list(expand_braces(pattern)) == wanted
 
 
 def test_a_pattern_that_is_none_and_shards_that_are_not_there(tmp_path, shards):
     with pytest.raises(DataError, match=r"'\{a\.\.b\}' in .* is no range"):
-        list(expand("x-{a..b}.tar"))
+        list(expand_braces("x-{a..b}.tar"))
     folder = shards("web", 2, 1)
     with pytest.raises(NotFound, match=r"there is no shard .*train-002\.tar; did you mean 'train-00[01]\.tar'\?"):
         opened(folder / "train-{000..002}.tar")
@@ -207,15 +207,15 @@ def test_a_pattern_that_is_none_and_shards_that_are_not_there(tmp_path, shards):
 
 
 def test_shards_of_one_name_in_two_folders_keep_apart():
-    assert shown_names(["a/x.tar", "b/x.tar"]) == ["a/x", "b/x"]
-    assert shown_names(["http://h/x-0.tar?key=1", "http://h/x-1.tar?key=1"]) == ["x-0", "x-1"]
-    assert title("data/imagenet/train-{000..063}.tar") == "train"
-    assert title("data/imagenet/{000..063}.tar") == "imagenet"
+    assert short_names(["a/x.tar", "b/x.tar"]) == ["a/x", "b/x"]
+    assert short_names(["http://h/x-0.tar?key=1", "http://h/x-1.tar?key=1"]) == ["x-0", "x-1"]
+    assert display_name("data/imagenet/train-{000..063}.tar") == "train"
+    assert display_name("data/imagenet/{000..063}.tar") == "imagenet"
 
 
 def test_the_real_shards_open(imagenet_val):
     parts = opened(imagenet_val)
-    source = parts.measured
+    source = parts.evaluation_source
     assert (len(source), source.blocks, len(source.labels)) == (1000, (500, 500), 1000)
     assert sorted(source.targets.tolist()) == list(range(1000))
     assert (source.key(0), source[0].target) == ("val-00000/000000", 573)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.config import DataConfig
-from vitrail.data.sources import Stream, open_data, open_parts
+from vitrail.data.sources import ShardStream, open_data, open_source_splits
 from vitrail.data.sources import stream as module
 from vitrail.errors import DataError, TrainError
 
@@ -27,8 +27,8 @@ def web(shards):
 
 
 @pytest.fixture
-def stream(web) -> Stream:
-    return open_parts(DataConfig(source=f"stream:{web}")).train
+def stream(web) -> ShardStream:
+    return open_source_splits(DataConfig(source=f"stream:{web}")).train
 
 
 def keys(reader, count):
@@ -91,7 +91,7 @@ def stream_of_five(tmp_path_factory, tar_of, draw):
     for s in range(5):
         members = [m for i in range(s, 30, 5) for m in ((f"{i}.png", draw(i)), (f"{i}.cls", b"0"))]
         (folder / f"{s}.tar").write_bytes(tar_of(members))
-    return open_parts(DataConfig(source=f"stream:{folder}", class_names=["all"])).train
+    return open_source_splits(DataConfig(source=f"stream:{folder}", class_names=["all"])).train
 
 
 def test_a_state_tells_where_it_is(stream):
@@ -123,7 +123,7 @@ def test_a_state_of_another_run_is_refused(stream, change, said):
 def test_a_state_of_other_shards_is_refused(stream, shards):
     state = stream.samples().state
     folder = shards("other", 5, 6)
-    other = open_parts(DataConfig(source=f"stream:{folder}", class_names=["a", "b", "c"])).train
+    other = open_source_splits(DataConfig(source=f"stream:{folder}", class_names=["a", "b", "c"])).train
     with pytest.raises(TrainError, match="is of other shards"):
         other.samples(state)
 
@@ -138,9 +138,9 @@ def test_it_says_that_it_promises_less_and_wants_something_to_measure_on(web, sh
         open_data(DataConfig(source=f"stream:{web}"))
     shards("web", 1, 3, prefix="val")
     splits = open_data(DataConfig(source=f"stream:{web}"))
-    assert (len(splits.validation), splits.measured_on) == (3, "validation")
+    assert (len(splits.validation), splits.eval_split) == (3, "validation")
     assert len(splits.train.shards) == 5
-    assert said == [module.PROMISE]
+    assert said == [module.LIMITATIONS]
     other = open_data(DataConfig(source=f"stream:{web}/train-{{000..004}}.tar", validation=f"{web}/val-000.tar"))
     assert other.validation.labels == other.train.labels == ("cat", "dog", "emu")
     with pytest.raises(DataError, match="is a stream, which cannot be measured on"):
@@ -150,14 +150,14 @@ def test_it_says_that_it_promises_less_and_wants_something_to_measure_on(web, sh
 def test_classes_come_from_the_measured_images_or_must_be_named(shards):
     folder = shards("bare", 2, 6)
     with pytest.raises(DataError, match=r"are not known.* put classes\.json beside the shards, or name them"):
-        open_parts(DataConfig(source=f"stream:{folder}"))
+        open_source_splits(DataConfig(source=f"stream:{folder}"))
     shards("bare", 1, 6, prefix="val")
-    assert open_parts(DataConfig(source=f"stream:{folder}")).train.labels == ("0", "1", "2")
+    assert open_source_splits(DataConfig(source=f"stream:{folder}")).train.labels == ("0", "1", "2")
 
 
 def test_labels_out_of_place_are_named(shards):
     folder = shards("bare", 1, 6)
-    reader = open_parts(DataConfig(source=f"stream:{folder}", class_names=["cat", "dog"])).train.samples()
+    reader = open_source_splits(DataConfig(source=f"stream:{folder}", class_names=["cat", "dog"])).train.samples()
     with pytest.raises(DataError, match="train-000/000002 has the label 2, and there are 2 classes"):
         next(reader)
 
@@ -170,14 +170,14 @@ def test_several_labels_are_seen_from_the_first_samples(tmp_path, tar_of, draw):
         ("b.json", b'{"tags": "y"}'),
     ]
     (tmp_path / "s.tar").write_bytes(tar_of(members))
-    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x", "y"])).train
+    stream = open_source_splits(DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x", "y"])).train
     assert stream.multi_label
     assert {s.key: s.target for s in itertools.islice(stream.samples(), 2)} == {"s/a": (0, 1), "s/b": (1,)}
 
 
 def test_a_compressed_shard_is_read(tmp_path, tar_of, draw):
     (tmp_path / "s.tar.gz").write_bytes(gzip.compress(tar_of([("a.png", draw(0)), ("a.cls", b"1")])))
-    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar.gz'}", class_names=["x", "y"])).train
+    stream = open_source_splits(DataConfig(source=f"stream:{tmp_path / 's.tar.gz'}", class_names=["x", "y"])).train
     sample = next(stream.samples())
     assert (sample.key, sample.image, sample.target) == ("s/a", draw(0), 1)
 
@@ -188,12 +188,12 @@ def test_a_cut_shard_is_named(tmp_path, tar_of, cut):
     (tmp_path / "s.tar").write_bytes(whole[:cut])
     config = DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x"])
     with pytest.raises(DataError, match=r"s\.tar is cut off"):
-        next(open_parts(config).train.samples())
+        next(open_source_splits(config).train.samples())
 
 
 def test_shards_without_images_do_not_turn_for_ever(tmp_path, tar_of):
     (tmp_path / "s.tar").write_bytes(tar_of([("a.cls", b"0")]))
-    stream = open_parts(DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x"])).train
+    stream = open_source_splits(DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x"])).train
     with pytest.raises(DataError, match="s holds no images for part 0 of 1"):
         next(stream.samples())
 
@@ -202,7 +202,7 @@ def test_a_stream_over_http_survives_a_connection_that_breaks(server, tar_of, dr
     need_extra("cloud")
     members = [m for i in range(8) for m in ((f"{i}.png", draw(i, 60)), (f"{i}.cls", b"0"))]
     server.files["s.tar"] = tar_of(members)
-    stream = open_parts(DataConfig(source=f"stream:{server.url}/s.tar", class_names=["x"])).train
+    stream = open_source_splits(DataConfig(source=f"stream:{server.url}/s.tar", class_names=["x"])).train
     server.break_after = [20_000, 40_000]
     found = {s.key: s.image for s in itertools.islice(stream.samples(), 8)}
     assert found == {f"s/{i}": draw(i, 60) for i in range(8)}

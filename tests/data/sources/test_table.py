@@ -13,12 +13,12 @@ from conftest import need_extra
 
 from vitrail.config import DataConfig
 from vitrail.data import decode
-from vitrail.data.sources import open_data, open_parts, parquet
+from vitrail.data.sources import open_data, open_source_splits, parquet
 from vitrail.errors import ConfigError, DataError, NotFound
 
 
 def opened(path, **settings):
-    return open_parts(DataConfig(source=str(path), **settings))
+    return open_source_splits(DataConfig(source=str(path), **settings))
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_columns_are_found(images, name, between, header):
 
 def test_columns_can_be_named(images):
     path = write(images / "t.csv", ["image", "before", "label", "kind"], [("x", "0.png", "no", "a")])
-    source = opened(path, image="before", label="kind").train
+    source = opened(path, image_column="before", label_column="kind").train
     assert (source.key(0), source.labels) == ("0.png", ("a",))
     with pytest.raises(DataError, match=r"has no column 'knd'; did you mean 'kind'\?"):
         opened(path, label="knd")
@@ -134,11 +134,11 @@ def test_tables_that_cannot_be_used_say_why(images, text, error, said):
 
 def test_a_table_without_labels_will_do_where_none_are_wanted(images, draw):
     path = write(images / "t.csv", ["path"], [(f"{i}.png",) for i in range(6)])
-    parts = open_parts(DataConfig(source=str(path)), labeled=False)
+    parts = open_source_splits(DataConfig(source=str(path)), require_labels=False)
     assert (len(parts.train), parts.train.labels, parts.train.targets.tolist()) == (6, (), [-1] * 6)
     assert parts.notes == ("the images have no labels",)
     pq.write_table(pa.table({"image": [draw(i) for i in range(6)]}), images / "t.parquet")
-    source = open_parts(DataConfig(source=str(images / "t.parquet")), labeled=False).train
+    source = open_source_splits(DataConfig(source=str(images / "t.parquet")), require_labels=False).train
     assert (len(source), source.targets.tolist(), source[4].image) == (6, [-1] * 6, draw(4))
 
 
@@ -204,7 +204,7 @@ def test_a_folder_of_parquet_files_is_one_table_with_parts(rows, draw, tmp_path)
 
 
 def test_large_tables_keep_few_row_groups_and_say_which_rows_lie_together(rows, draw, monkeypatch):
-    monkeypatch.setattr(parquet, "CACHE", 900)  # four images have about 800 bytes
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 900)  # four images have about 800 bytes
     source = opened(rows("t.parquet", 0, 10)).train
     assert source.blocks == (4, 4, 2)
     reads = []
@@ -220,7 +220,7 @@ def in_turns(source, count):
 
 
 def test_row_groups_that_come_and_go_are_copied_out_once(rows, draw, monkeypatch, cache):
-    monkeypatch.setattr(parquet, "CACHE", 900)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
     path = rows("t.parquet", 0, 40)
     source = opened(path).train
     assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
@@ -232,7 +232,7 @@ def test_row_groups_that_come_and_go_are_copied_out_once(rows, draw, monkeypatch
 
 
 def test_a_copy_serves_other_processes_until_the_table_changes(rows, draw, monkeypatch, cache):
-    monkeypatch.setattr(parquet, "CACHE", 900)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
     path = rows("t.parquet", 0, 40)
     in_turns(opened(path).train, 40)
     other = pickle.loads(pickle.dumps(opened(path).train))
@@ -244,8 +244,8 @@ def test_a_copy_serves_other_processes_until_the_table_changes(rows, draw, monke
 
 
 def test_without_room_for_a_copy_more_is_kept_and_that_is_said(rows, draw, monkeypatch, cache):
-    monkeypatch.setattr(parquet, "CACHE", 900)
-    monkeypatch.setattr("vitrail.data.sources.unpacked.ROOM", 1e18)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
+    monkeypatch.setattr("vitrail.data.sources.parquet_cache.FREE_SPACE_FACTOR", 1e18)
     notes = []
     monkeypatch.setattr(parquet, "say", lambda given, about: notes.extend(given))
     source = opened(rows("t.parquet", 0, 40)).train
@@ -256,7 +256,7 @@ def test_without_room_for_a_copy_more_is_kept_and_that_is_said(rows, draw, monke
 
 
 def test_reading_in_order_copies_nothing(rows, draw, monkeypatch, cache):
-    monkeypatch.setattr(parquet, "CACHE", 900)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
     source = opened(rows("t.parquet", 0, 120, group=30)).train
     assert source.blocks == (30, 30, 30, 30)
     for _ in range(6):

@@ -17,7 +17,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size
 PATHS = st.lists(NAMES, min_size=1, max_size=4).map("/".join).filter(lambda p: p.strip("./"))
 
 
-def over(data: bytes) -> tar.Read:
+def over(data: bytes) -> tar.ReadAt:
     return lambda at, length: data[at : at + length]
 
 
@@ -27,7 +27,7 @@ def over(data: bytes) -> tar.Read:
 )
 def test_members_are_those_of_tarfile(tar_of, members, kind):
     data = tar_of(members, format=kind)
-    found = list(tar.members(over(data), "x.tar", len(data)))
+    found = list(tar.iter_members(over(data), "x.tar", len(data)))
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         wanted = [(m.name, m.offset_data, m.size) for m in archive]
     assert [(m.name.rstrip("/"), m.offset, m.size) for m in found] == wanted
@@ -44,17 +44,17 @@ def test_folders_links_and_global_records_are_passed_over():
         info = tarfile.TarInfo("a.cls")
         info.size = 1
         archive.addfile(info, io.BytesIO(b"7"))
-    assert [m.name for m in tar.members(over(out.getvalue()), "x.tar")] == ["a.cls"]
+    assert [m.name for m in tar.iter_members(over(out.getvalue()), "x.tar")] == ["a.cls"]
 
 
 def test_a_size_beyond_eight_gigabytes_is_read():
     info = tarfile.TarInfo("big.jpg")
     info.size = 10 << 30
     header = info.tobuf(tarfile.GNU_FORMAT)
-    [member] = tar.members(lambda at, length: header[at : at + length] if at < 512 else b"", "x.tar")
+    [member] = tar.iter_members(lambda at, length: header[at : at + length] if at < 512 else b"", "x.tar")
     assert member.size == 10 << 30
     in_records = info.tobuf(tarfile.PAX_FORMAT)
-    [member] = tar.members(lambda at, length: in_records[at : at + length] if at < 2048 else b"", "x.tar")
+    [member] = tar.iter_members(lambda at, length: in_records[at : at + length] if at < 2048 else b"", "x.tar")
     assert member.size == 10 << 30
 
 
@@ -64,7 +64,7 @@ def test_a_file_that_is_cut_anywhere_inside_its_members_is_named(tar_of, data):
     second = 512 + 1024
     cut = data.draw(st.integers(1, second + 512 + 99).filter(lambda n: n not in (second,)))
     with pytest.raises(DataError, match=r"x\.tar is cut off"):
-        list(tar.members(over(whole[:cut]), "x.tar", cut))
+        list(tar.iter_members(over(whole[:cut]), "x.tar", cut))
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_a_file_that_is_cut_anywhere_inside_its_members_is_named(tar_of, data):
 )
 def test_what_is_no_tar_says_so(data, said):
     with pytest.raises(DataError, match=rf"x\.tar {said}"):
-        list(tar.members(over(data), "x.tar", len(data)))
+        list(tar.iter_members(over(data), "x.tar", len(data)))
 
 
 def test_damage_between_members_is_named_with_its_place(tar_of):
     whole = bytearray(tar_of([("a.jpg", b"x" * 700), ("b.jpg", b"y" * 100)]))
     whole[1536] ^= 0xFF
     with pytest.raises(DataError, match=r"x\.tar is damaged at byte 1,536"):
-        list(tar.members(over(bytes(whole)), "x.tar"))
+        list(tar.iter_members(over(bytes(whole)), "x.tar"))
 
 
 @given(st.integers(0, 5000), st.integers(1, 255), st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]))
@@ -93,13 +93,13 @@ def test_any_damage_is_either_harmless_or_named(tar_of, place, flip, kind):
     whole = bytearray(tar_of([("a" * 120 + ".jpg", b"x" * 700), ("b.jpg", b"y" * 100)], format=kind))
     whole[place % len(whole)] ^= flip
     with contextlib.suppress(DataError):
-        found = list(tar.members(over(bytes(whole)), "x.tar", len(whole)))
+        found = list(tar.iter_members(over(bytes(whole)), "x.tar", len(whole)))
         assert all(m.offset + m.size <= len(whole) for m in found)
 
 
 def test_samples_are_neighbors_with_one_key():
     names = ["a.jpg", "a.cls", "d/b.seg.png", "d/b.JPG", "._c.jpg", "README", "a.jpg", "a.jpg", "./e.jpg"]
-    found = tar.samples(tar.Member(name, i, 1) for i, name in enumerate(names))
+    found = tar.group_samples(tar.Member(name, i, 1) for i, name in enumerate(names))
     assert [(key, {kind: m.offset for kind, m in parts.items()}) for key, parts in found] == [
         ("a", {"jpg": 0, "cls": 1}),
         ("d/b", {"seg.png": 2, "jpg": 3}),
@@ -121,4 +121,4 @@ def test_samples_are_neighbors_with_one_key():
     ],
 )
 def test_the_plainest_image_is_the_image(kinds, given, wanted):
-    assert tar.image_in(kinds, frozenset({".jpg", ".png"}), given) == wanted
+    assert tar.find_image(kinds, frozenset({".jpg", ".png"}), given) == wanted

@@ -11,8 +11,8 @@ spec.py        which of them a name means
 split.py       what is held out of them, where they have nothing of their own to measure on
 """
 
-from vitrail.data.sources.base import Parts, Sample, Source, Splits, Targets
-from vitrail.data.sources.opening import open_data, open_parts
-from vitrail.data.sources.stream import Stream
+from vitrail.data.sources.base import Sample, Source, SourceSplits, Splits, Targets
+from vitrail.data.sources.source_factory import open_data, open_source_splits
+from vitrail.data.sources.stream import ShardStream
 
-__all__ = ["Parts", "Sample", "Source", "Splits", "Stream", "Targets", "open_data", "open_parts"]
+__all__ = ["Sample", "ShardStream", "Source", "SourceSplits", "Splits", "Targets", "open_data", "open_source_splits"]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vitrail.data.sources.base import Sample
 
 
-class Arrays:
+class ArraySource:
     """Pixels and class numbers in memory; keys count the images: `train/00017`."""
 
     multi_label = False
@@ -26,7 +26,7 @@ class Arrays:
         labels: Sequence[str],
     ) -> None:
         self.name = name
-        self.part = part
+        self.split = part
         self.pixels: npt.NDArray[np.uint8] = pixels
         self.targets = np.asarray(targets, np.int64)
         self.labels = tuple(labels)
@@ -38,9 +38,9 @@ class Arrays:
         return Sample(self.key(index), self.pixels[index], int(self.targets[index]))
 
     def key(self, index: int) -> str:
-        return f"{self.part}/{index:05d}"
+        return f"{self.split}/{index:05d}"
 
-    def hash_keys(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+    def update_hash(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
         """Feed what these keys are made of to a hash of hashlib's."""
         numbers = np.arange(len(self)) if indices is None else indices
-        found.update(f"{self.part}/".encode() + numbers.astype("<i8").tobytes())
+        found.update(f"{self.split}/".encode() + numbers.astype("<i8").tobytes())

@@ -15,7 +15,7 @@ Targets = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
 """N class numbers (-1: no label), or N K yes and no where images have several labels."""
 
 _JOINED = "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 j2k jxl tga"
-SUFFIXES = frozenset(f".{ending}" for ending in _JOINED.split())
+IMAGE_EXTENSIONS = frozenset(f".{ending}" for ending in _JOINED.split())
 """How the names of image files end, in lower case."""
 
 
@@ -64,7 +64,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class SourceSplits:
     """What a source offers by itself, before anything is held out of it."""
 
     train: Any  # a Source, or a Stream; all of it, where the source has no parts
@@ -73,16 +73,16 @@ class Parts:
     notes: tuple[str, ...] = ()
     groups: Iterable[str] | None = None
     """Names of the groups that the images of `train` belong to, where the data tell."""
-    exact: bool = False
+    stratify: bool = False
     """Nothing is ever added to it: what is held out is an exact share of each class."""
 
     @property
-    def split(self) -> bool:
+    def has_eval_split(self) -> bool:
         """Whether it has images of its own to measure on."""
         return self.validation is not None or self.test is not None
 
     @property
-    def measured(self) -> Source:
+    def evaluation_source(self) -> Source:
         """What an evaluation reads: the test part, else the validation part, else everything."""
         return next((part for part in (self.test, self.validation) if part is not None), self.train)
 
@@ -95,7 +95,7 @@ class Splits:
     validation: Source
     test: Source | None = None
     """Images for the final number; the same object as `validation` where that is all there is."""
-    measured_on: str = "validation"
+    eval_split: str = "validation"
     """What `validation` is: "validation" (its own split), "test" (there was no other) or "held out"."""
     notes: tuple[str, ...] = field(default=())
     """What was chosen or found: said aloud."""

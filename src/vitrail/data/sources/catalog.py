@@ -37,7 +37,7 @@ CIFAR100 = tuple(_HUNDRED.split())
 
 
 @dataclass(frozen=True)
-class File:
+class PublishedFile:
     """One file to download."""
 
     name: str
@@ -46,7 +46,7 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class DatasetInfo:
     """One data set."""
 
     name: str
@@ -54,15 +54,15 @@ class Entry:
     labels: tuple[str, ...]
     shape: tuple[int, int, int]
     """Height, width, channels."""
-    counts: tuple[int, int]
+    split_sizes: tuple[int, int]
     """Images to learn from, and to test on."""
-    files: tuple[File, ...] = ()
-    addresses: tuple[str, ...] = ()
+    files: tuple[PublishedFile, ...] = ()
+    base_urls: tuple[str, ...] = ()
     """Where the files are, best first."""
     digest: str = ""
-    folders: tuple[str, ...] = ()
+    folder_names: tuple[str, ...] = ()
     """What else its folder is called, inside another one."""
-    package: str = ""
+    debian_package: str = ""
     """Debian's package of it."""
 
     @property
@@ -71,111 +71,111 @@ class Entry:
         return sum(file.size for file in self.files)
 
 
-def _idx(*numbers: tuple[int, str]) -> tuple[File, ...]:
+def _idx(*numbers: tuple[int, str]) -> tuple[PublishedFile, ...]:
     names = (
         "train-images-idx3-ubyte.gz",
         "train-labels-idx1-ubyte.gz",
         "t10k-images-idx3-ubyte.gz",
         "t10k-labels-idx1-ubyte.gz",
     )
-    return tuple(File(name, size, md5) for name, (size, md5) in zip(names, numbers, strict=True))
+    return tuple(PublishedFile(name, size, md5) for name, (size, md5) in zip(names, numbers, strict=True))
 
 
 CATALOG = {
     entry.name: entry
     for entry in (
-        Entry(
+        DatasetInfo(
             name="digits",
             title="handwritten digits, in scikit-learn",
             labels=DIGITS,
             shape=(8, 8, 1),
-            counts=(1438, 359),
+            split_sizes=(1438, 359),
             digest="67ee426a3ae64848fc9d172a8c2fa717a2c222e55a327a3eb8ab86cec98665a3",
         ),
-        Entry(
+        DatasetInfo(
             name="mnist",
             title="handwritten digits",
             labels=DIGITS,
             shape=(28, 28, 1),
-            counts=(60_000, 10_000),
+            split_sizes=(60_000, 10_000),
             files=_idx(
                 (9_912_422, "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
                 (28_881, "d53e105ee54ea40749a09fcbcd1e9432"),
                 (1_648_877, "9fb629c4189551a2d022fa330f9573f3"),
                 (4_542, "ec29112dd5afa0611ce80d1b7f02629c"),
             ),
-            addresses=(
+            base_urls=(
                 "https://ossci-datasets.s3.amazonaws.com/mnist/",
                 "https://storage.googleapis.com/cvdf-datasets/mnist/",
             ),
             digest="442a7e27a3d2dff03914f8c5418fdb5bf298a5bdce33d8cc33636df4152f3276",
-            folders=("MNIST/raw", "MNIST"),
+            folder_names=("MNIST/raw", "MNIST"),
         ),
-        Entry(
+        DatasetInfo(
             name="fashion-mnist",
             title="clothes, by Zalando",
             labels=FASHION,
             shape=(28, 28, 1),
-            counts=(60_000, 10_000),
+            split_sizes=(60_000, 10_000),
             files=_idx(
                 (26_421_880, "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
                 (29_515, "25c81989df183df01b3e8a0aad5dffbe"),
                 (4_422_102, "bef4ecab320f06d8554ea6380940ec79"),
                 (5_148, "bb300cfdad3c16e7a12a480ee83cd310"),
             ),
-            addresses=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
+            base_urls=("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",),
             digest="b04c12d91c9073ab4a11d7447bd50d6fbfb28453937d9da72de1aa11d9ce4120",
-            folders=("FashionMNIST/raw", "FashionMNIST", "fashion_mnist", "fashion"),
-            package="dataset-fashion-mnist",
+            folder_names=("FashionMNIST/raw", "FashionMNIST", "fashion_mnist", "fashion"),
+            debian_package="dataset-fashion-mnist",
         ),
-        Entry(
+        DatasetInfo(
             name="kmnist",
             title="handwritten Japanese syllables",
             labels=KUZUSHIJI,
             shape=(28, 28, 1),
-            counts=(60_000, 10_000),
+            split_sizes=(60_000, 10_000),
             files=_idx(
                 (18_165_135, "bdb82020997e1d708af4cf47b453dcf7"),
                 (29_497, "e144d726b3acfaa3e44228e80efcd344"),
                 (3_041_136, "5c965bf0a639b31b8f53240b1b52f4d7"),
                 (5_120, "7320c461ea6c1c855c0b718fb2a4b134"),
             ),
-            addresses=("http://codh.rois.ac.jp/kmnist/dataset/kmnist/",),
-            folders=("KMNIST/raw", "KMNIST"),
+            base_urls=("http://codh.rois.ac.jp/kmnist/dataset/kmnist/",),
+            folder_names=("KMNIST/raw", "KMNIST"),
         ),
-        Entry(
+        DatasetInfo(
             name="cifar10",
             title="small photographs of animals and vehicles",
             labels=CIFAR10,
             shape=(32, 32, 3),
-            counts=(50_000, 10_000),
-            files=(File("cifar-10-python.tar.gz", 170_498_071, "c58f30108f718f92721af3b95e74349a"),),
-            addresses=("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
+            split_sizes=(50_000, 10_000),
+            files=(PublishedFile("cifar-10-python.tar.gz", 170_498_071, "c58f30108f718f92721af3b95e74349a"),),
+            base_urls=("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
             digest="c3e5e6d0ab6b99e32ffc1b4b2d1e0a6b72394ba389f536ea621f11be93d054ee",
-            folders=("cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin", "CIFAR10"),
+            folder_names=("cifar-10", "cifar-10-batches-py", "cifar-10-batches-bin", "CIFAR10"),
         ),
-        Entry(
+        DatasetInfo(
             name="cifar100",
             title="small photographs of a hundred things",
             labels=CIFAR100,
             shape=(32, 32, 3),
-            counts=(50_000, 10_000),
-            files=(File("cifar-100-python.tar.gz", 169_001_437, "eb9058c3a382ffc7106e4002c42a8d85"),),
-            addresses=("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
-            folders=("cifar-100", "cifar-100-python", "cifar-100-binary", "CIFAR100"),
+            split_sizes=(50_000, 10_000),
+            files=(PublishedFile("cifar-100-python.tar.gz", 169_001_437, "eb9058c3a382ffc7106e4002c42a8d85"),),
+            base_urls=("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
+            folder_names=("cifar-100", "cifar-100-python", "cifar-100-binary", "CIFAR100"),
         ),
-        Entry(
+        DatasetInfo(
             name="svhn",
             title="house numbers, digit by digit",
             labels=DIGITS,
             shape=(32, 32, 3),
-            counts=(73_257, 26_032),
+            split_sizes=(73_257, 26_032),
             files=(
-                File("train_32x32.mat", 182_040_794, "e26dedcc434d2e4c54c9b2d4a06d8373"),
-                File("test_32x32.mat", 64_275_384, "eb5a983be6a315427106f1b164d9cef3"),
+                PublishedFile("train_32x32.mat", 182_040_794, "e26dedcc434d2e4c54c9b2d4a06d8373"),
+                PublishedFile("test_32x32.mat", 64_275_384, "eb5a983be6a315427106f1b164d9cef3"),
             ),
-            addresses=("http://ufldl.stanford.edu/housenumbers/",),
-            folders=("SVHN",),
+            base_urls=("http://ufldl.stanford.edu/housenumbers/",),
+            folder_names=("SVHN",),
         ),
     )
 }

@@ -17,33 +17,33 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from vitrail.data.sources import watch
-from vitrail.data.sources.catalog import File
+from vitrail.data.sources import progress
+from vitrail.data.sources.catalog import PublishedFile
 from vitrail.errors import DataError
 
-PIECE = 1 << 18
-TIMEOUT = 30.0
+CHUNK_BYTES = 1 << 18
+TIMEOUT_S = 30.0
 """Seconds without a byte before a server is given up."""
 
 
-class Unreachable(DataError):
+class DownloadError(DataError):
     """No address had the file."""
 
 
-def get(file: File, addresses: Sequence[str], folder: Path, check: bool) -> Path:
+def download(file: PublishedFile, addresses: Sequence[str], folder: Path, verify: bool) -> Path:
     """The file in the folder, downloaded where it is not there; `check` compares its MD5 with the published one."""
     target = folder / file.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{file.name}.lock"):
             if not target.exists():
-                _from_any(file, addresses, target, check)
+                _download_from_any(file, addresses, target, verify)
     except (OSError, NotImplementedError) as error:
         raise DataError(f"{file.name} could not be stored in {folder}: {error}.") from error
     return target
 
 
-def _from_any(file: File, addresses: Sequence[str], target: Path, check: bool) -> None:
+def _download_from_any(file: PublishedFile, addresses: Sequence[str], target: Path, check: bool) -> None:
     """Try each address in turn, and again while it brings something, going on where the last one broke off."""
     part = target.with_name(f"{target.name}.part")
     reasons = []
@@ -54,19 +54,19 @@ def _from_any(file: File, addresses: Sequence[str], target: Path, check: bool) -
             try:
                 _transfer(f"{address}{file.name}", part, file.size)
                 if check and (found := _md5(part)) != file.md5:
-                    raise _Wrong(f"its MD5 is {found}, wanted {file.md5}")
+                    raise _WrongContent(f"its MD5 is {found}, wanted {file.md5}")
                 os.replace(part, target)
                 return
-            except _Wrong as error:
+            except _WrongContent as error:
                 part.unlink(missing_ok=True)  # nothing to go on from
                 reason: object = error
             except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
                 reason = getattr(error, "reason", None) or error
         reasons.append(f"{address}: {str(reason) or type(reason).__name__}")
-    raise Unreachable("; ".join(reasons))
+    raise DownloadError("; ".join(reasons))
 
 
-class _Wrong(Exception):
+class _WrongContent(Exception):
     """What arrived is not what was asked for."""
 
 
@@ -76,13 +76,13 @@ def _transfer(url: str, part: Path, size: int) -> None:
     headers = {"User-Agent": "vitrail"} | ({"Range": f"bytes={there}-"} if there else {})
     request = urllib.request.Request(url, headers=headers)
     try:
-        answer = urllib.request.urlopen(request, timeout=TIMEOUT)
+        answer = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
         if error.code != 416:  # more is there than the file has
             raise
         error.close()
         part.unlink(missing_ok=True)
-        raise _Wrong(f"{there:,} bytes were here already, more than the file has") from None
+        raise _WrongContent(f"{there:,} bytes were here already, more than the file has") from None
     with contextlib.closing(answer):
         goes_on = answer.status == 206
         there = there if goes_on else 0
@@ -90,9 +90,11 @@ def _transfer(url: str, part: Path, size: int) -> None:
         total = there + int(length) if length else None
         with (
             part.open("ab" if goes_on else "wb") as out,
-            watch.bar(f"downloading {url.rpartition('/')[2]}", total or size, there, in_bytes=True) as advance,
+            progress.progress_bar(
+                f"downloading {url.rpartition('/')[2]}", total or size, there, in_bytes=True
+            ) as advance,
         ):
-            while piece := answer.read(PIECE):
+            while piece := answer.read(CHUNK_BYTES):
                 out.write(piece)
                 there += len(piece)
                 advance(len(piece))
@@ -100,7 +102,7 @@ def _transfer(url: str, part: Path, size: int) -> None:
         raise ConnectionError(f"broke off after {there:,} of {total:,} bytes")
 
 
-def matches(path: Path, file: File) -> bool:
+def matches_md5(path: Path, file: PublishedFile) -> bool:
     """Whether this is the published file, by its MD5."""
     return _size(path) == file.size and _md5(path) == file.md5
 

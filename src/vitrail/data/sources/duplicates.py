@@ -12,33 +12,33 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from vitrail.data.sources.base import Source
-from vitrail.data.sources.folder import Folder
-from vitrail.data.sources.part import Part
-from vitrail.data.sources.table import Paths
+from vitrail.data.sources.folder import FolderSource
+from vitrail.data.sources.subset import Subset
+from vitrail.data.sources.table import PathSource
 
-LIMIT = 200_000
+MAX_COMPARED = 200_000
 """So many images are compared without being asked; on a slow disk each costs a look."""
-SHOWN = 3
-MIDDLE = 64
+MAX_EXAMPLES = 3
+MIDDLE_BYTES = 64
 """Bytes from the middle of a file, where images differ; their beginnings are alike."""
 
 
-def note_shared(learned: Source, measured: Source) -> list[str]:
+def describe_duplicates(learned: Source, measured: Source) -> list[str]:
     """What to say of images that are in both, with examples."""
     ours, theirs = _files(learned), _files(measured)
     if ours is None or theirs is None:
         return []
-    if len(learned) + len(measured) > LIMIT:
-        return [f"not compared byte for byte: more than {LIMIT:,} images"]
-    pairs = shared(ours, theirs)
+    if len(learned) + len(measured) > MAX_COMPARED:
+        return [f"not compared byte for byte: more than {MAX_COMPARED:,} images"]
+    pairs = find_duplicates(ours, theirs)
     if not pairs:
         return []
-    examples = ", ".join(f"{b} = {a}" for a, b in pairs[:SHOWN]) + (", ..." if len(pairs) > SHOWN else "")
+    examples = ", ".join(f"{b} = {a}" for a, b in pairs[:MAX_EXAMPLES]) + (", ..." if len(pairs) > MAX_EXAMPLES else "")
     what = "image that is measured on is" if len(pairs) == 1 else "images that are measured on are"
     return [f"{len(pairs):,} {what} learned from too, byte for byte: {examples}"]
 
 
-def shared(learned: Iterable[tuple[str, str]], measured: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def find_duplicates(learned: Iterable[tuple[str, str]], measured: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """(key of one that is learned from, key of the same that is measured on), once for each of the latter."""
     by_size: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for key, file in measured:
@@ -65,15 +65,15 @@ def _files(source: Source) -> Iterator[tuple[str, str]] | None:
     """Key and file of each image; None where the images are no files."""
     indices: Iterable[int] = range(len(source))
     whole = source
-    while isinstance(whole, Part):
+    while isinstance(whole, Subset):
         base = whole.indices
         indices = [int(base[i]) for i in indices]
         whole = whole.source
-    if isinstance(whole, Folder):
+    if isinstance(whole, FolderSource):
         root = str(whole.root)
         keys = list(whole.paths)
         return ((keys[i], f"{root}{os.sep}{keys[i]}") for i in indices)
-    if isinstance(whole, Paths):
+    if isinstance(whole, PathSource):
         return ((whole.key(i), whole.file(i)) for i in indices)
     return None
 
@@ -93,7 +93,7 @@ def _middle(file: str, size: int) -> bytes:
         return b""
     try:
         os.lseek(handle, size // 2, os.SEEK_SET)
-        return os.read(handle, MIDDLE)
+        return os.read(handle, MIDDLE_BYTES)
     finally:
         os.close(handle)
 

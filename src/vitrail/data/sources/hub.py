@@ -23,19 +23,19 @@ from huggingface_hub.utils.tqdm import tqdm
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from vitrail.config import DataConfig
-from vitrail.data.sources.base import Parts
-from vitrail.data.sources.spec import PAGE
-from vitrail.data.sources.table import open_table, part_of
+from vitrail.data.sources.base import SourceSplits
+from vitrail.data.sources.source_spec import HUB_URL
+from vitrail.data.sources.table import open_table, split_from_name
 from vitrail.errors import DataError, NotFound, VitrailError, nearest
 
-SPEC = re.compile(r"([\w.\-]+/[\w.\-]+)(?:@([^:]+))?(?::(.+))?", re.ASCII)
-CONVERTED = "refs/convert/parquet"
+REPOSITORY_PATTERN = re.compile(r"([\w.\-]+/[\w.\-]+)(?:@([^:]+))?(?::(.+))?", re.ASCII)
+PARQUET_BRANCH = "refs/convert/parquet"
 """The branch of the hub's own conversion: CONFIG/PART/0000.parquet."""
-COUNTED = re.compile(r"-(\d+)-of-(\d+)")
-CARD = "README.md"
+SHARD_COUNT = re.compile(r"-(\d+)-of-(\d+)")
+DATASET_CARD = "README.md"
 
 
-class Bar(tqdm):
+class HubProgressBar(tqdm):
     """The hub's progress bar, silent where nobody watches."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -55,33 +55,33 @@ class Repository:
         return self.name + (f"@{self.revision}" if self.revision else "")
 
 
-def parse(spec: str) -> Repository:
-    match = SPEC.fullmatch(PAGE.sub("", spec.strip()).rstrip("/"))
+def parse_repository(spec: str) -> Repository:
+    match = REPOSITORY_PATTERN.fullmatch(HUB_URL.sub("", spec.strip()).rstrip("/"))
     if match is None:
         raise NotFound(f"hf:{spec} is no data set on the hub; wanted hf:user/name, with @revision or :config after it.")
     return Repository(*match.groups())
 
 
-def open_hub(spec: str, config: DataConfig, *, labeled: bool = True) -> Parts:
+def open_hub(spec: str, config: DataConfig, *, require_labels: bool = True) -> SourceSplits:
     """The parts of a data set on the hub, downloaded where they are not here yet."""
-    repository = parse(spec)
+    repository = parse_repository(spec)
     try:
         folder, files = _fetch(repository)
     except VitrailError:
         raise
     except Exception as error:
-        explained = _explain(error, repository)
+        explained = _translate_error(error, repository)
         if explained is None:
             raise
         raise explained from error
     found = {part: [folder / name for name in names] for part, names in files.items()}
-    return open_table(found, config, repository.name.split("/")[1], labeled=labeled)
+    return open_table(found, config, repository.name.split("/")[1], require_labels=require_labels)
 
 
-def choose(names: Sequence[str], card: dict[str, Any], repository: Repository) -> dict[str, list[str]]:
+def select_files(names: Sequence[str], card: dict[str, Any], repository: Repository) -> dict[str, list[str]]:
     """Part -> its Parquet files, of the configuration asked for or of the only one."""
     names = sorted(n for n in names if n.endswith(".parquet"))
-    configs = _described(names, card) or _by_folders(names)
+    configs = _configs_from_card(names, card) or _configs_from_paths(names)
     if not configs:
         return {}
     wanted = repository.config or next((c for c in ("default", "") if c in configs), None)
@@ -95,12 +95,12 @@ def choose(names: Sequence[str], card: dict[str, Any], repository: Repository) -
         raise NotFound(f"{repository} has no configuration {wanted!r}{nearest(wanted, configs)}")
     parts: dict[str, list[str]] = {}
     for part, files in configs[wanted].items():
-        parts.setdefault(part_of(part) or part, []).extend(files)
+        parts.setdefault(split_from_name(part) or part, []).extend(files)
     first = parts.get("train") or next(iter(parts.values()))
     return {"train": first, **{p: parts[p] for p in ("validation", "test") if p in parts and parts[p] is not first}}
 
 
-def _described(names: Sequence[str], card: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
+def _configs_from_card(names: Sequence[str], card: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
     """Config -> part -> files, as the repository's card tells."""
     found: dict[str, dict[str, list[str]]] = {}
     for config in card.get("configs") or []:
@@ -115,43 +115,45 @@ def _described(names: Sequence[str], card: dict[str, Any]) -> dict[str, dict[str
     return found
 
 
-def _by_folders(names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+def _configs_from_paths(names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """The same from where the files lie: PART-00000-of-00001.parquet, CONFIG/PART/0000.parquet, data/PART-..."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in names:
         *folders, file = name.split("/")
-        words = [f for f in folders if f != "data" and not part_of(f)]
-        part = part_of(file) or next((part_of(f) for f in reversed(folders) if part_of(f)), "train")
+        words = [f for f in folders if f != "data" and not split_from_name(f)]
+        part = split_from_name(file) or next(
+            (split_from_name(f) for f in reversed(folders) if split_from_name(f)), "train"
+        )
         found.setdefault("/".join(words), {}).setdefault(part, []).append(name)
     return found
 
 
 def _fetch(repository: Repository) -> tuple[Path, dict[str, list[str]]]:
     """The folder of the cached repository, and the files to read in it."""
-    branches = [repository.revision] if repository.revision else [None, CONVERTED]
+    branches = [repository.revision] if repository.revision else [None, PARQUET_BRANCH]
     unreachable: Exception | None = None
     for revision in branches:
         names, known = None, True
         try:
-            names = _listed(repository.name, revision)
+            names = _list_files(repository.name, revision)
         except Exception as error:
-            if isinstance(error, errors.RevisionNotFoundError) and revision == CONVERTED:
+            if isinstance(error, errors.RevisionNotFoundError) and revision == PARQUET_BRANCH:
                 break
-            if not _unreachable(error):
+            if not _is_unreachable(error):
                 raise
             known, unreachable = False, error
-            names = _on_disk(repository.name, revision)
-        files = choose(names, _card(repository.name, revision, names, known), repository)
+            names = _cached_files(repository.name, revision)
+        files = select_files(names, _read_card(repository.name, revision, names, known), repository)
         if files:
             wanted = [n for mine in files.values() for n in mine]
-            _complete(wanted, repository) if not known else None
+            _check_complete(wanted, repository) if not known else None
             return _download(repository.name, revision, wanted, local=not known), files
     if unreachable is not None:
         raise unreachable
     raise NotFound(f"{repository} has no Parquet files on the hub, and no conversion to Parquet; download it by hand.")
 
 
-def _listed(name: str, revision: str | None) -> list[str]:
+def _list_files(name: str, revision: str | None) -> list[str]:
     """Every file of a repository: what the cache knows of it, else what the hub says."""
     cached = getattr(huggingface_hub, "get_cached_repo_tree", None)  # older versions keep no listing
     if cached is not None:
@@ -163,7 +165,7 @@ def _listed(name: str, revision: str | None) -> list[str]:
     return [file.rfilename for file in info.siblings or []]
 
 
-def _on_disk(name: str, revision: str | None) -> list[str]:
+def _cached_files(name: str, revision: str | None) -> list[str]:
     """The files of a repository that are in the cache, whatever else it may have."""
     try:
         folder = _download(name, revision, [], local=True)
@@ -184,7 +186,7 @@ def _download(name: str, revision: str | None, files: Sequence[str], local: bool
                 allow_patterns=[glob.escape(n) for n in files],
                 local_files_only=local_files_only,
                 library_name="vitrail",
-                tqdm_class=Bar,
+                tqdm_class=HubProgressBar,
             )
         )
 
@@ -197,22 +199,22 @@ def _download(name: str, revision: str | None, files: Sequence[str], local: bool
     return get(local_files_only=False)
 
 
-def _card(name: str, revision: str | None, names: Sequence[str], known: bool) -> dict[str, Any]:
+def _read_card(name: str, revision: str | None, names: Sequence[str], known: bool) -> dict[str, Any]:
     """What the head of the repository's README says; nothing where it has none."""
-    if CARD not in names:
+    if DATASET_CARD not in names:
         return {}
-    folder = _download(name, revision, [CARD], local=not known)
+    folder = _download(name, revision, [DATASET_CARD], local=not known)
     try:
-        return metadata_load(folder / CARD) or {}
+        return metadata_load(folder / DATASET_CARD) or {}
     except (OSError, ValueError, YAMLError):  # prose that is no YAML: the files' names have to do
         return {}
 
 
-def _complete(files: Sequence[str], repository: Repository) -> None:
+def _check_complete(files: Sequence[str], repository: Repository) -> None:
     """Of a set that counts itself (train-00000-of-00002), none may be missing."""
     for name in files:
-        match = COUNTED.search(name)
-        count = len(fnmatch.filter(files, COUNTED.sub("-*-of-*", name))) if match else 0
+        match = SHARD_COUNT.search(name)
+        count = len(fnmatch.filter(files, SHARD_COUNT.sub("-*-of-*", name))) if match else 0
         if match and count != int(match[2]):
             raise NotFound(
                 f"{repository} is in the cache {constants.HF_HUB_CACHE} with {count} of {int(match[2])} files like "
@@ -220,14 +222,14 @@ def _complete(files: Sequence[str], repository: Repository) -> None:
             )
 
 
-def _unreachable(error: Exception) -> bool:
+def _is_unreachable(error: Exception) -> bool:
     """Whether the hub said nothing about the repository itself: offline, no network, or out of order."""
     if isinstance(error, errors.HfHubHTTPError):
         return error.response.status_code >= 500
     return isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError | errors.HTTPError)  # type: ignore[attr-defined]
 
 
-def _explain(error: Exception, repository: Repository) -> VitrailError | None:
+def _translate_error(error: Exception, repository: Repository) -> VitrailError | None:
     """One sentence of ours for an error of the hub; None for what is no business of the hub's."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     page = f"{hub}/datasets/{repository.name}"
@@ -238,7 +240,7 @@ def _explain(error: Exception, repository: Repository) -> VitrailError | None:
         return NotFound(f"{repository.name} has no revision {repository.revision!r}; see {page}/tree/main.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFound(f"no data set {repository.name} at {hub} for everybody to read; check the name, or {token}.")
-    if _unreachable(error):
+    if _is_unreachable(error):
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         if constants.HF_HUB_OFFLINE:
             reason = "HF_HUB_OFFLINE forbids to ask"

@@ -19,24 +19,33 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vitrail.data.sources import places
+from vitrail.data.sources import data_cache
 from vitrail.data.sources.base import Sample, Targets
-from vitrail.data.sources.unpacked import Unpacked, unpack
+from vitrail.data.sources.parquet_cache import ExtractedImages, extract_images
 from vitrail.errors import DataError, ImageError
 from vitrail.runtime import say
 
-CACHE = 512 << 20
+CACHE_BYTES = 512 << 20
 """Bytes of images that are kept in memory."""
 
-PROCESS = ("_lock", "_kept", "_open", "_unpacked", "_seen", "_reads", "_again", "_budget")
+PROCESS_LOCAL = (
+    "_lock",
+    "_cached_groups",
+    "_open_files",
+    "_extracted",
+    "_groups_read",
+    "_num_reads",
+    "_num_rereads",
+    "_cache_limit",
+)
 """What belongs to one process, and does not travel to another."""
-AGAIN, SHARE = 16, 0.05
+MAX_REREADS, MAX_REREAD_FRACTION = 16, 0.05
 """Row groups that may be read a second time, in number and as a share of the images read, before that happens."""
 
 # N rows in G row groups of several files
 
 
-class Rows:
+class ParquetSource:
     """Images as bytes, or as {bytes, path}; the key is the file's name and the row's number."""
 
     pixels = None
@@ -52,7 +61,7 @@ class Rows:
     ) -> None:
         self.name, self.labels, self.multi_label = name, labels, multi_label
         self.files, self.column, self.targets = tuple(files), column, targets
-        groups = [(f, g, rows, size) for f, path in enumerate(files) for g, rows, size in _groups(path, column)]
+        groups = [(f, g, rows, size) for f, path in enumerate(files) for g, rows, size in _row_groups(path, column)]
         self._groups = [(f, g) for f, g, _, _ in groups]
         self._rows = np.array([rows for _, _, rows, _ in groups], np.int64)
         self._ends = np.cumsum(self._rows)  # G
@@ -61,16 +70,16 @@ class Rows:
         for (f, _), end, rows in zip(self._groups, self._ends, self._rows, strict=True):
             firsts.setdefault(f, int(end - rows))
         self._firsts = np.array([firsts.get(f, 0) for f in range(len(files))], np.int64)
-        self._fresh()
+        self._reset_process_state()
 
-    def _fresh(self) -> None:
+    def _reset_process_state(self) -> None:
         self._lock = threading.Lock()
-        self._kept: OrderedDict[int, Any] = OrderedDict()
-        self._open: dict[int, Any] = {}
-        self._unpacked: Unpacked | None = None
-        self._seen: set[int] = set()
-        self._reads = self._again = 0
-        self._budget = CACHE
+        self._cached_groups: OrderedDict[int, Any] = OrderedDict()
+        self._open_files: dict[int, Any] = {}
+        self._extracted: ExtractedImages | None = None
+        self._groups_read: set[int] = set()
+        self._num_reads = self._num_rereads = 0
+        self._cache_limit = CACHE_BYTES
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -79,9 +88,9 @@ class Rows:
         index = range(len(self))[index]
         group = int(np.searchsorted(self._ends, index, side="right"))
         row = index - int(self._ends[group] - self._rows[group])
-        value = (self._unpacked[index] if self._unpacked else b"") or self._group(group)[row].as_py()
+        value = (self._extracted[index] if self._extracted else b"") or self._row_group(group)[row].as_py()
         if isinstance(value, dict):
-            value = value.get("bytes") or self._beside(group, value.get("path"))
+            value = value.get("bytes") or self._external_path(group, value.get("path"))
         target = self.targets[index]
         several = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
         return Sample(self.key(index), value or b"", several)
@@ -91,7 +100,7 @@ class Rows:
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return f"{self.files[file].name}:{index - int(self._firsts[file])}"
 
-    def hash_keys(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+    def update_hash(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
         """Feed what these keys are made of to a hash of hashlib's: files' names, where each begins, rows."""
         numbers = np.arange(len(self)) if indices is None else indices
         names = "\0".join(file.name for file in self.files).encode("utf-8", "surrogateescape")
@@ -99,60 +108,63 @@ class Rows:
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
-        return tuple(self._rows.tolist()) if self._bytes > CACHE else None
+        return tuple(self._rows.tolist()) if self._bytes > CACHE_BYTES else None
 
-    def _beside(self, group: int, path: str | None) -> str | None:
+    def _external_path(self, group: int, path: str | None) -> str | None:
         """Where a row has a path and no bytes, the file lies beside the table."""
         return str(self.files[self._groups[group][0]].parent / path) if path else None
 
-    def _group(self, group: int) -> Any:
+    def _row_group(self, group: int) -> Any:
         """The images of one row group."""
         with self._lock:
-            self._reads += 1
-            if (found := self._kept.get(group)) is not None:
-                self._kept.move_to_end(group)
+            self._num_reads += 1
+            if (found := self._cached_groups.get(group)) is not None:
+                self._cached_groups.move_to_end(group)
                 return found
-            self._again += group in self._seen
-            self._seen.add(group)
-            if self._again >= AGAIN and self._again > SHARE * self._reads:
-                self._unpack()
+            self._num_rereads += group in self._groups_read
+            self._groups_read.add(group)
+            if self._num_rereads >= MAX_REREADS and self._num_rereads > MAX_REREAD_FRACTION * self._num_reads:
+                self._extract_images()
             found = self._read(group)
-            self._kept[group] = found
-            while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self._budget:
-                self._kept.popitem(last=False)
+            self._cached_groups[group] = found
+            while (
+                len(self._cached_groups) > 1
+                and sum(kept.nbytes for kept in self._cached_groups.values()) > self._cache_limit
+            ):
+                self._cached_groups.popitem(last=False)
             return found
 
     def _read(self, group: int) -> Any:
         file, inside = self._groups[group]
         try:
-            if file not in self._open:
-                self._open[file] = pq.ParquetFile(self.files[file], memory_map=True)
-            table = self._open[file].read_row_group(inside, columns=[self.column], use_threads=False)
+            if file not in self._open_files:
+                self._open_files[file] = pq.ParquetFile(self.files[file], memory_map=True)
+            table = self._open_files[file].read_row_group(inside, columns=[self.column], use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise ImageError(f"row group {inside} of {self.files[file]} cannot be read: {error}.") from error
         return table.column(0).combine_chunks()
 
-    def _unpack(self) -> None:
+    def _extract_images(self) -> None:
         """Copy the images out; where there is no room for that, keep more row groups in memory."""
-        self._reads = self._again = 0
+        self._num_reads = self._num_rereads = 0
         whole = (self._read(group) for group in range(len(self._groups)))
-        self._unpacked = unpack(self.files, self.column, whole, self._bytes)
-        if self._unpacked is not None:
-            self._kept.clear()
-        elif self._budget == CACHE:
-            self._budget = 8 * CACHE
-            room = f"{self._bytes / 1e9:.1f} GB in {places.short(places.cache())}"
+        self._extracted = extract_images(self.files, self.column, whole, self._bytes)
+        if self._extracted is not None:
+            self._cached_groups.clear()
+        elif self._cache_limit == CACHE_BYTES:
+            self._cache_limit = 8 * CACHE_BYTES
+            room = f"{self._bytes / 1e9:.1f} GB in {data_cache.display_path(data_cache.cache_dir())}"
             say([f"row groups are read again and again; {room} would make it faster"], about=self.name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in PROCESS}
+        return {k: v for k, v in self.__dict__.items() if k not in PROCESS_LOCAL}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._fresh()
+        self._reset_process_state()
 
 
-def schema_of(path: Path) -> Any:
+def read_schema(path: Path) -> Any:
     """The columns of a Parquet file, or an error that names it."""
     try:
         return pq.read_schema(path)
@@ -173,7 +185,7 @@ def read_columns(files: Sequence[Path], columns: Sequence[str]) -> Any:
         raise DataError(f"{files[0].parent} has Parquet files that cannot be read together: {reason}.") from error
 
 
-def _groups(path: Path, column: str) -> list[tuple[int, int, int]]:
+def _row_groups(path: Path, column: str) -> list[tuple[int, int, int]]:
     """Number, rows and bytes of each row group that has rows."""
     metadata = pq.read_metadata(path)
     found = []

@@ -14,19 +14,19 @@ from typing import IO, Any, TypeVar
 
 from vitrail.errors import ConfigError, DataError, NotFound
 
-ADDRESS = re.compile(r"[a-z][a-z0-9+.\-]*://", re.I)
-TRIES = 4
-WAIT = 0.5
+URL_PREFIX = re.compile(r"[a-z][a-z0-9+.\-]*://", re.I)
+MAX_ATTEMPTS = 4
+RETRY_DELAY_S = 0.5
 """Seconds before a second try; twice as long before each further one."""
-STAMPS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime")
+STAMP_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime")
 """What file systems call a thing that changes when a file does, surest first."""
-MISSING = "reading {0} needs {1}: pip install 'vitrail[cloud]'."
+MISSING_PACKAGE = "reading {0} needs {1}: pip install 'vitrail[cloud]'."
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Facts:
+class FileInfo:
     """What a server says of a file without sending it."""
 
     size: int | None
@@ -35,30 +35,30 @@ class Facts:
 
 
 def is_remote(path: str) -> bool:
-    return ADDRESS.match(path) is not None
+    return URL_PREFIX.match(path) is not None
 
 
-def over_http(path: str) -> bool:
+def is_http(path: str) -> bool:
     return path.lower().startswith(("http://", "https://"))
 
 
-def facts(url: str) -> Facts:
-    info = _tried(url, lambda fs, path: fs.info(path))
-    stamp = next((str(info[k]) for k in STAMPS if info.get(k)), "")
-    return Facts(info.get("size"), stamp)
+def file_info(url: str) -> FileInfo:
+    info = _with_retries(url, lambda fs, path: fs.info(path))
+    stamp = next((str(info[k]) for k in STAMP_KEYS if info.get(k)), "")
+    return FileInfo(info.get("size"), stamp)
 
 
 def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
     """A file's bytes, or those from start up to end."""
-    data: bytes = _tried(url, lambda fs, path: fs.cat_file(path, start=start, end=end))
+    data: bytes = _with_retries(url, lambda fs, path: fs.cat_file(path, start=start, end=end))
     if start is not None and end is not None and len(data) > end - start:  # a server that does not know ranges
         data = data[start:end]
     return data
 
 
-def has_ranges(url: str) -> bool:
+def supports_ranges(url: str) -> bool:
     """Whether the server can send a part of a file; asked for one byte, without taking more."""
-    if not over_http(url):
+    if not is_http(url):
         return True
 
     def ask(fs: Any, path: str) -> bool:
@@ -69,38 +69,38 @@ def has_ranges(url: str) -> bool:
         except ValueError:  # what fsspec says of a server that sends all or nothing
             return False
 
-    return _tried(url, ask)
+    return _with_retries(url, ask)
 
 
-def stream(url: str) -> IO[bytes]:
+def open_stream(url: str) -> IO[bytes]:
     """The file from its beginning to its end, as it arrives."""
-    options = {"block_size": 0} if over_http(url) else {}  # fsspec's word for: no ranges
-    file: IO[bytes] = _tried(url, lambda fs, path: fs.open(path, "rb", **options))
+    options = {"block_size": 0} if is_http(url) else {}  # fsspec's word for: no ranges
+    file: IO[bytes] = _with_retries(url, lambda fs, path: fs.open(path, "rb", **options))
     return file
 
 
-def matches(pattern: str) -> list[str]:
+def glob(pattern: str) -> list[str]:
     """The addresses that fit a pattern with *, in order."""
 
     def find(fs: Any, path: str) -> list[str]:
         return sorted(fs.unstrip_protocol(name) for name in fs.glob(path))
 
-    return _tried(pattern, find)
+    return _with_retries(pattern, find)
 
 
-def _tried(url: str, do: Callable[[Any, str], T]) -> T:
+def _with_retries(url: str, do: Callable[[Any, str], T]) -> T:
     """The call's answer, asked for again where the failure may pass."""
     try:
         import fsspec  # type: ignore[import-untyped]
     except ImportError:
-        raise ConfigError(MISSING.format(url, "fsspec")) from None
-    for left in reversed(range(TRIES)):
+        raise ConfigError(MISSING_PACKAGE.format(url, "fsspec")) from None
+    for left in reversed(range(MAX_ATTEMPTS)):
         try:
             fs, path = fsspec.core.url_to_fs(url)
             return do(fs, path)
         except ImportError as error:  # s3:// wants s3fs, gs:// gcsfs
             found = re.search(r"[Ii]nstall (\w+)", str(error))
-            raise ConfigError(MISSING.format(url, found[1] if found else error)) from None
+            raise ConfigError(MISSING_PACKAGE.format(url, found[1] if found else error)) from None
         except FileNotFoundError:
             raise NotFound(f"there is no {url}, or its server does not show it.") from None
         except PermissionError as error:
@@ -109,8 +109,8 @@ def _tried(url: str, do: Callable[[Any, str], T]) -> T:
             raise DataError(f"{url} cannot be read: {error}.") from error
         except Exception as error:  # each file system has errors of its own
             if not left:
-                raise DataError(f"{url} could not be read in {TRIES} tries ({_reason(error)}).") from error
-            time.sleep(WAIT * 2 ** (TRIES - 1 - left))
+                raise DataError(f"{url} could not be read in {MAX_ATTEMPTS} tries ({_reason(error)}).") from error
+            time.sleep(RETRY_DELAY_S * 2 ** (MAX_ATTEMPTS - 1 - left))
     raise AssertionError("unreachable")
 
 

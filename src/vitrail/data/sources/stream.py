@@ -26,24 +26,24 @@ import numpy as np
 from vitrail.chance import key_of, shuffled, stream
 from vitrail.config import DataConfig
 from vitrail.data.sources import remote, tar
-from vitrail.data.sources.base import SUFFIXES, Sample
-from vitrail.data.sources.index import TEXTS, Value, text_of
-from vitrail.data.sources.labels import BETWEEN
-from vitrail.data.sources.shards import label_of, shown_names
+from vitrail.data.sources.base import IMAGE_EXTENSIONS, Sample
+from vitrail.data.sources.label_encoding import LABEL_SEPARATOR
+from vitrail.data.sources.shard_index import LABEL_EXTENSIONS, LabelValue, parse_label_file
+from vitrail.data.sources.shards import find_label, short_names
 from vitrail.errors import DataError, TrainError, nearest
 
 SHUFFLE = stream("stream of shards")
-BUFFER = 1000
+BUFFER_SIZE = 1000
 """Samples that are shuffled together, in each worker."""
-LOOKED = 16
+NUM_SAMPLES_CHECKED = 16
 """Samples that are looked at to see whether images have several labels."""
-PROMISE = (
+LIMITATIONS = (
     "a stream promises less than shards with an index: it continues exactly only with as many ranks and workers, "
     "and the order depends on them"
 )
 
 
-class Stream:
+class ShardStream:
     """Labeled images of tar shards, in the order they lie there."""
 
     def __init__(self, name: str, shards: Sequence[str], labels: Sequence[str], config: DataConfig) -> None:
@@ -51,9 +51,11 @@ class Stream:
         self.shards = tuple(shards)
         self.labels = tuple(labels)
         self.image, self.label = config.image_column, config.label_column
-        self._place = {label: i for i, label in enumerate(self.labels)}
+        self._class_index = {label: i for i, label in enumerate(self.labels)}
         self.multi_label = False
-        self.multi_label = any(_is_several(value) for _, value, _ in _first(self.read(self.shards[0]), LOOKED))
+        self.multi_label = any(
+            _is_multi_label(value) for _, value, _ in _take(self.read(self.shards[0]), NUM_SAMPLES_CHECKED)
+        )
 
     def samples(
         self,
@@ -64,43 +66,43 @@ class Stream:
         worker: int = 0,
         workers: int = 1,
         seed: int = 0,
-        buffer: int = BUFFER,
-    ) -> Reader:
+        buffer: int = BUFFER_SIZE,
+    ) -> StreamReader:
         """One worker's share of the samples, without end; from the beginning, or from where a state was taken."""
-        return Reader(self, rank * workers + worker, world * workers, seed, buffer, state)
+        return StreamReader(self, rank * workers + worker, world * workers, seed, buffer, state)
 
-    def read(self, shard: str) -> Iterator[tuple[str, Value, bytes]]:
+    def read(self, shard: str) -> Iterator[tuple[str, LabelValue, bytes]]:
         """Key, label and image of each sample of one shard, in order."""
         held: dict[int, Any] = {}
 
-        def taken(found: Iterable[tar.Member], read: tar.Read) -> Iterator[tar.Member]:
+        def taken(found: Iterable[tar.Member], read: tar.ReadAt) -> Iterator[tar.Member]:
             for member in found:  # what is passed cannot be gone back to
                 kind = member.name.rpartition("/")[2].partition(".")[2].lower()
-                if kind in TEXTS or tar.image_in([kind], SUFFIXES, self.image):
+                if kind in LABEL_EXTENSIONS or tar.find_image([kind], IMAGE_EXTENSIONS, self.image):
                     data = read(member.offset, member.size)
                     if len(data) < member.size:
                         raise DataError(f"{shard} is cut off in {member.name}; copy or download it again.")
-                    held[member.offset] = text_of(kind, data) if kind in TEXTS else data
+                    held[member.offset] = parse_label_file(kind, data) if kind in LABEL_EXTENSIONS else data
                 yield member
 
-        with Forward(lambda: _open(shard), shard) as read:
-            for key, files in tar.samples(taken(tar.members(read, shard), read)):
+        with ForwardReader(lambda: _open(shard), shard) as read:
+            for key, files in tar.group_samples(taken(tar.iter_members(read, shard), read)):
                 mine = {kind: held.pop(m.offset) for kind, m in files.items() if m.offset in held}
-                kind = tar.image_in(mine, SUFFIXES, self.image)
+                kind = tar.find_image(mine, IMAGE_EXTENSIONS, self.image)
                 if kind is not None:
-                    yield key, label_of(key, mine, self.label), mine[kind]
+                    yield key, find_label(key, mine, self.label), mine[kind]
 
-    def target(self, value: Value, key: str) -> int | tuple[int, ...]:
+    def target(self, value: LabelValue, key: str) -> int | tuple[int, ...]:
         """The number of a label's class, or of all its classes."""
         if not self.multi_label:
-            return self._number(value, key)
-        values = value if isinstance(value, list) else str(value or "").split(BETWEEN)
-        return tuple(sorted({n for v in values if (n := self._number(v, key)) >= 0}))
+            return self._encode(value, key)
+        values = value if isinstance(value, list) else str(value or "").split(LABEL_SEPARATOR)
+        return tuple(sorted({n for v in values if (n := self._encode(v, key)) >= 0}))
 
-    def _number(self, value: Any, key: str) -> int:
+    def _encode(self, value: Any, key: str) -> int:
         word = str(value).strip() if value is not None else ""
-        if word in self._place:
-            return self._place[word]
+        if word in self._class_index:
+            return self._class_index[word]
         try:
             number = int(word or -1)
         except ValueError:
@@ -111,7 +113,7 @@ class Stream:
         return max(number, -1)
 
 
-class Place(NamedTuple):
+class StreamPosition(NamedTuple):
     """Where a sample lies: the epoch, the how-manyeth of the epoch's shards of this part, the how-manyeth in it."""
 
     epoch: int
@@ -119,36 +121,36 @@ class Place(NamedTuple):
     member: int
 
 
-class Reader:
+class StreamReader:
     """An iterator over one part's samples; `state` says, as JSON can, where the next one comes from."""
 
     def __init__(
-        self, stream: Stream, part: int, parts: int, seed: int, buffer: int, state: dict[str, Any] | None
+        self, stream: ShardStream, part: int, parts: int, seed: int, buffer: int, state: dict[str, Any] | None
     ) -> None:
         self.stream, self.part, self.parts, self.seed, self.buffer = stream, part, parts, seed, max(buffer, 1)
-        self.shown = dict(zip(stream.shards, shown_names(stream.shards), strict=True))
-        start, drawn = Place(0, 0, 0), 0
+        self.shard_names = dict(zip(stream.shards, short_names(stream.shards), strict=True))
+        start, drawn = StreamPosition(0, 0, 0), 0
         if state is not None:
-            start, drawn = self._checked(state)
+            start, drawn = self._parse_state(state)
         self.start, self.drawn = start, 0
-        self._raw = self._from(start)
-        self._next: tuple[Place, Sample] | None = None
+        self._raw = self._read_from(start)
+        self._next: tuple[StreamPosition, Sample] | None = None
         self._block: list[Sample] = []
         self._order: list[int] = []
-        self._ahead: list[tuple[Place, Sample]] = []
+        self._read_ahead: list[tuple[StreamPosition, Sample]] = []
         if drawn:
-            self._turn()
+            self._next_block()
             self.drawn = drawn
 
-    def __iter__(self) -> Reader:
+    def __iter__(self) -> StreamReader:
         return self
 
     def __next__(self) -> Sample:
         if self.drawn >= len(self._block):
-            self._turn()
+            self._next_block()
         sample = self._block[self._order[self.drawn]]
         self.drawn += 1
-        self._fill(len(self._ahead) + 1)  # one in for one out
+        self._fill(len(self._read_ahead) + 1)  # one in for one out
         return sample
 
     @property
@@ -156,14 +158,14 @@ class Reader:
         start, drawn = self.start, self.drawn
         if drawn and drawn == len(self._block):  # the block is used up: the next one begins after it
             self._fill(1)
-            start, drawn = self._ahead[0][0], 0
+            start, drawn = self._read_ahead[0][0], 0
         return {**self._identity(), **start._asdict(), "drawn": drawn}
 
     def _identity(self) -> dict[str, Any]:
         names = hashlib.sha256("\n".join(self.stream.shards).encode("utf-8", "surrogateescape")).hexdigest()[:16]
         return {"shards": names, "seed": self.seed, "buffer": self.buffer, "part": self.part, "parts": self.parts}
 
-    def _checked(self, state: dict[str, Any]) -> tuple[Place, int]:
+    def _parse_state(self, state: dict[str, Any]) -> tuple[StreamPosition, int]:
         told = {
             "shards": "other shards",
             "seed": "another seed",
@@ -177,39 +179,39 @@ class Reader:
                     f"{self.stream.name}: the stream's state is of {told[field]} ({state.get(field)}, now {mine}), and "
                     "a stream continues only as it began; shards: with an index continue anywhere."
                 )
-        return Place(state["epoch"], state["shard"], state["member"]), state["drawn"]
+        return StreamPosition(state["epoch"], state["shard"], state["member"]), state["drawn"]
 
-    def _turn(self) -> None:
+    def _next_block(self) -> None:
         """What has been read ahead becomes the block that is given out."""
         self._fill(self.buffer)
-        self.start = self._ahead[0][0]
-        self._block = [sample for _, sample in self._ahead]
+        self.start = self._read_ahead[0][0]
+        self._block = [sample for _, sample in self._read_ahead]
         key = key_of(self.seed, SHUFFLE, self.part, self.parts, *self.start)
         self._order = shuffled(np.arange(len(self._block)), len(self._block), key).tolist()
-        self._ahead, self.drawn = [], 0
+        self._read_ahead, self.drawn = [], 0
 
     def _fill(self, wanted: int) -> None:
         """Read ahead, within one epoch, until there are so many."""
-        while len(self._ahead) < min(wanted, self.buffer):
+        while len(self._read_ahead) < min(wanted, self.buffer):
             if self._next is None:
                 self._next = next(self._raw)
-            if self._ahead and self._next[0].epoch != self._ahead[0][0].epoch:
+            if self._read_ahead and self._next[0].epoch != self._read_ahead[0][0].epoch:
                 return
-            self._ahead.append(self._next)
+            self._read_ahead.append(self._next)
             self._next = None
 
-    def _from(self, start: Place) -> Iterator[tuple[Place, Sample]]:
+    def _read_from(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, Sample]]:
         """This part's samples in the order they are read, without end."""
         epoch, first, skip = start
         found = False
         while True:
             for number, shard in enumerate(self._shards(epoch)[first:], start=first):
                 for member, (key, value, image) in enumerate(self.stream.read(shard)):
-                    if member < skip or not self._mine(number, member):
+                    if member < skip or not self._is_mine(number, member):
                         continue
-                    key = f"{self.shown[shard]}/{key}"
+                    key = f"{self.shard_names[shard]}/{key}"
                     found = True
-                    yield Place(epoch, number, member), Sample(key, image, self.stream.target(value, key))
+                    yield StreamPosition(epoch, number, member), Sample(key, image, self.stream.target(value, key))
                 skip = 0
             if not found:
                 raise DataError(f"{self.stream.name} holds no images for part {self.part} of {self.parts}.")
@@ -218,35 +220,35 @@ class Reader:
     def _shards(self, epoch: int) -> list[str]:
         count = len(self.stream.shards)
         order = shuffled(np.arange(count), count, key_of(self.seed, SHUFFLE, epoch)).tolist()
-        mine = order[self.part :: self.parts] if self._by_shard else order
+        mine = order[self.part :: self.parts] if self._splits_shards else order
         return [self.stream.shards[i] for i in mine]
 
     @property
-    def _by_shard(self) -> bool:
+    def _splits_shards(self) -> bool:
         return len(self.stream.shards) >= self.parts
 
-    def _mine(self, shard: int, member: int) -> bool:
-        return self._by_shard or (shard + member) % self.parts == self.part
+    def _is_mine(self, shard: int, member: int) -> bool:
+        return self._splits_shards or (shard + member) % self.parts == self.part
 
 
-class Forward:
+class ForwardReader:
     """Bytes of something that can only be read on; where it breaks off, it is opened again and caught up with."""
 
-    PIECE = 1 << 20
+    CHUNK_BYTES = 1 << 20
 
     def __init__(self, opened: Callable[[], IO[bytes]], where: str) -> None:
         self._make, self._where = opened, where
         self._file: IO[bytes] | None = None
         self._at = 0
 
-    def __enter__(self) -> Forward:
+    def __enter__(self) -> ForwardReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._close()
 
     def __call__(self, at: int, length: int) -> bytes:
-        for left in reversed(range(remote.TRIES)):
+        for left in reversed(range(remote.MAX_ATTEMPTS)):
             try:
                 return self._read(at, length)
             except (DataError, EOFError, gzip.BadGzipFile) as error:
@@ -255,7 +257,7 @@ class Forward:
                 self._close()
                 if not left:
                     raise self._damaged(error) from error
-                time.sleep(remote.WAIT * 2 ** (remote.TRIES - 1 - left))
+                time.sleep(remote.RETRY_DELAY_S * 2 ** (remote.MAX_ATTEMPTS - 1 - left))
         raise AssertionError("unreachable")
 
     def _read(self, at: int, length: int) -> bytes:
@@ -264,7 +266,7 @@ class Forward:
         if at < self._at:
             raise AssertionError(f"{self._where} was asked to go back from {self._at} to {at}")
         while self._at < at:
-            if not (skipped := self._file.read(min(at - self._at, self.PIECE))):
+            if not (skipped := self._file.read(min(at - self._at, self.CHUNK_BYTES))):
                 raise DataError(f"{self._where} is cut off at byte {self._at:,}; copy or download it again.")
             self._at += len(skipped)
         pieces = []
@@ -287,7 +289,7 @@ class Forward:
 
 
 def _open(shard: str) -> IO[bytes]:
-    file = remote.stream(shard) if remote.is_remote(shard) else open(shard, "rb")  # noqa: SIM115 - Forward closes it
+    file = remote.open_stream(shard) if remote.is_remote(shard) else open(shard, "rb")  # noqa: SIM115 - Forward closes it
     if not shard.lower().endswith("gz"):
         return file
     unpacked = gzip.GzipFile(fileobj=file)
@@ -295,10 +297,10 @@ def _open(shard: str) -> IO[bytes]:
     return unpacked  # type: ignore[return-value]
 
 
-def _is_several(value: Value) -> bool:
-    return isinstance(value, list) or (isinstance(value, str) and BETWEEN in value)
+def _is_multi_label(value: LabelValue) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and LABEL_SEPARATOR in value)
 
 
-def _first(found: Iterator[Any], count: int) -> Iterator[Any]:
+def _take(found: Iterator[Any], count: int) -> Iterator[Any]:
     for _, each in zip(range(count), found, strict=False):
         yield each

@@ -22,33 +22,33 @@ import pyarrow.csv
 
 from vitrail.config import DataConfig
 from vitrail.data.cells import unguarded
-from vitrail.data.sources.base import SUFFIXES, Parts, Sample, Source, Targets
-from vitrail.data.sources.folder import PARTS
-from vitrail.data.sources.labels import Labeled, common_name, names_from, number
-from vitrail.data.sources.packed import Strings
-from vitrail.data.sources.parquet import Rows, read_columns, schema_of
-from vitrail.data.sources.part import Part
+from vitrail.data.sources.base import IMAGE_EXTENSIONS, Sample, Source, SourceSplits, Targets
+from vitrail.data.sources.folder import SPLIT_NAMES
+from vitrail.data.sources.label_encoding import EncodedLabels, encode_labels, find_name, parse_class_names
+from vitrail.data.sources.packed_strings import PackedStrings
+from vitrail.data.sources.parquet import ParquetSource, read_columns, read_schema
 from vitrail.data.sources.remote import fetch, is_remote
+from vitrail.data.sources.subset import Subset
 from vitrail.errors import DataError, NotFound
 
-_IMAGE = """image img image photo pixel_values image_path img_path image_file file_path filepath path file_name
+_IMAGE = """image img picture photo pixel_values image_path img_path image_file file_path filepath path file_name
     filename file image_id bytes image_bytes jpg jpeg png webp url image_url"""
 _LABEL = "label labels class classes class_name category target targets y cls fine_label tag tags"
-IMAGE, LABEL = _IMAGE.split(), _LABEL.split()
+IMAGE_COLUMNS, LABEL_COLUMNS = _IMAGE.split(), _LABEL.split()
 """Usual names of columns, the likeliest first."""
-SPLIT = ("split", "part", "subset")
-LOOKED = 50
+SPLIT_COLUMNS = ("split", "part", "subset")
+NUM_PATHS_CHECKED = 50
 """So many paths are looked up before a table is believed."""
 
 
-class Paths:
+class PathSource:
     """Images as files or addresses; the key is what the table says."""
 
     pixels = None
     blocks = None
 
     def __init__(
-        self, name: str, root: Path, paths: Strings, targets: Targets, labels: tuple[str, ...], multi_label: bool
+        self, name: str, root: Path, paths: PackedStrings, targets: Targets, labels: tuple[str, ...], multi_label: bool
     ) -> None:
         self.name, self.root, self.paths = name, root, paths
         self.targets, self.labels, self.multi_label = targets, labels, multi_label
@@ -71,103 +71,105 @@ class Paths:
 
 
 @dataclass(frozen=True)
-class Opened:
+class TableSplit:
     """One part's images, and what else the table says of each."""
 
     source: Source
     splits: list[str | None] | None
-    groups: Strings | None
+    groups: PackedStrings | None
     notes: tuple[str, ...]
 
 
-def open_table(files: dict[str, list[Path]], config: DataConfig, name: str, *, labeled: bool = True) -> Parts:
+def open_table(
+    files: dict[str, list[Path]], config: DataConfig, name: str, *, require_labels: bool = True
+) -> SourceSplits:
     """The parts of a table: part -> its files, of one kind; the first part is what is learned from.
 
     labeled: refuse a table without a column of labels.
     """
-    opened: dict[str, Opened] = {}
+    opened: dict[str, TableSplit] = {}
     names, several = config.class_names, None
     for part, paths in files.items():
         for path in paths:
             if not path.is_file():
                 raise NotFound(f"there is no table {path}" + (", it is a folder." if path.is_dir() else "."))
-        found = _open(paths, config, f"{name}/{part}" if len(files) > 1 else name, names, several, labeled)
+        found = _open_split(paths, config, f"{name}/{part}" if len(files) > 1 else name, names, several, require_labels)
         names, several = found.source.labels, found.source.multi_label
         opened[part] = found
     notes = tuple(note for found in opened.values() for note in found.notes)
     first = next(iter(opened.values()))
     if len(opened) == 1 and first.splits is not None:
-        return _by_split(first, name, notes)
+        return _split_rows(first, name, notes)
     sources = {part: found.source for part, found in opened.items()}
-    return Parts(first.source, sources.get("validation"), sources.get("test"), notes, first.groups)
+    return SourceSplits(first.source, sources.get("validation"), sources.get("test"), notes, first.groups)
 
 
-def files_in(folder: Path) -> dict[str, list[Path]]:
+def find_parquet_files(folder: Path) -> dict[str, list[Path]]:
     """Part -> the Parquet files of a folder, or of folders in it; all of them are `train` where none is named so."""
     found: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
         if not path.name.startswith("."):
-            found.setdefault(part_of(path.relative_to(folder).as_posix()), []).append(path)
-    return in_order(found)
+            found.setdefault(split_from_name(path.relative_to(folder).as_posix()), []).append(path)
+    return order_splits(found)
 
 
-def in_order(found: dict[str, list[Path]]) -> dict[str, list[Path]]:
+def order_splits(found: dict[str, list[Path]]) -> dict[str, list[Path]]:
     """The training part first; files that say nothing of parts are what is learned from."""
     if "train" not in found:
         found = {"train": found[""], **found} if "" in found else {"train": [p for ps in found.values() for p in ps]}
     return {part: found[part] for part in ("train", "validation", "test") if part in found}
 
 
-def part_of(path: str) -> str:
+def split_from_name(path: str) -> str:
     """train, validation or test, as a file's name or its folder's tells; else nothing."""
     for word in reversed(re.split(r"[^a-z]+", path.lower())):
-        if word in PARTS:
-            return PARTS[word]
+        if word in SPLIT_NAMES:
+            return SPLIT_NAMES[word]
     return ""
 
 
-def _open(
+def _open_split(
     files: list[Path],
     config: DataConfig,
     name: str,
     names: Sequence[str] | None,
     multi_label: bool | None,
-    wants_labels: bool,
-) -> Opened:
+    require_labels: bool,
+) -> TableSplit:
     where = str(files[0])
     parquet = files[0].suffix.lower() in (".parquet", ".pq")
     table = None if parquet else _read_csv(files[0])
-    schema = schema_of(files[0]) if table is None else table.schema
-    image = _image_column(schema, config.image_column, table, where)
-    label = common_name(schema.names, LABEL, config.label_column, "column", where)
-    if label is None and wants_labels:
-        raise DataError(f"{where} has no column of labels among {_list(schema.names)}; name it with label=.")
-    split = common_name(schema.names, SPLIT, None, "column", where)
+    schema = read_schema(files[0]) if table is None else table.schema
+    image = _find_image_column(schema, config.image_column, table, where)
+    label = find_name(schema.names, LABEL_COLUMNS, config.label_column, "column", where)
+    if label is None and require_labels:
+        raise DataError(f"{where} has no column of labels among {_format_names(schema.names)}; name it with label=.")
+    split = find_name(schema.names, SPLIT_COLUMNS, None, "column", where)
     groups = config.groups if config.groups in schema.names else None
     as_paths = _is_text(schema.field(image).type)
     wanted = [c for c in (label, split, groups, image if as_paths else None) if c]
     table = read_columns(files, list(dict.fromkeys(wanted))) if table is None else table
     if label is None:
-        labeled = Labeled(np.full(len(table), -1, np.int64), (), False)
+        labeled = EncodedLabels(np.full(len(table), -1, np.int64), (), False)
     else:
-        meant = names or _class_names(schema, label, where)
-        labeled = number(table[label], meant, f"{where}, column {label!r},", multi_label)
+        meant = names or _schema_class_names(schema, label, where)
+        labeled = encode_labels(table[label], meant, f"{where}, column {label!r},", multi_label)
     notes = []
     if label is None:
         notes.append("the images have no labels")
-    elif unlabeled := _unlabeled(labeled):
+    elif unlabeled := _count_unlabeled(labeled):
         notes.append(f"{unlabeled:,} of {len(table):,} images have no label")
     source: Source
     if as_paths:
-        paths = Strings(str(p or "") for p in table[image].to_pylist())
-        root, said = _root(files[0], paths)
+        paths = PackedStrings(str(p or "") for p in table[image].to_pylist())
+        root, said = _find_root(files[0], paths)
         notes += said
-        source = Paths(name, root, paths, labeled.targets, labeled.labels, labeled.multi_label)
+        source = PathSource(name, root, paths, labeled.targets, labeled.labels, labeled.multi_label)
     else:
         absolute = [Path(os.path.abspath(f)) for f in files]
-        source = Rows(name, absolute, image, labeled.targets, labeled.labels, labeled.multi_label)
-    together = Strings(str(g) for g in table[groups].to_pylist()) if groups else None
-    return Opened(source, table[split].to_pylist() if split else None, together, tuple(notes))
+        source = ParquetSource(name, absolute, image, labeled.targets, labeled.labels, labeled.multi_label)
+    together = PackedStrings(str(g) for g in table[groups].to_pylist()) if groups else None
+    return TableSplit(source, table[split].to_pylist() if split else None, together, tuple(notes))
 
 
 def _read_csv(path: Path) -> Any:
@@ -179,7 +181,7 @@ def _read_csv(path: Path) -> Any:
         raise DataError(f"{path} cannot be read as text: {error}; wanted UTF-8.") from error
     between = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
     header = next(csv.reader([first], delimiter=between), [])
-    if not header or any(os.path.splitext(cell)[1].lower() in SUFFIXES for cell in header):
+    if not header or any(os.path.splitext(cell)[1].lower() in IMAGE_EXTENSIONS for cell in header):
         raise DataError(f"{path} begins with {first.strip()[:60]!r}; wanted a first line that names the columns.")
     try:
         table = pyarrow.csv.read_csv(
@@ -193,17 +195,19 @@ def _read_csv(path: Path) -> Any:
     return pa.table([unguarded(column) for column in table.columns], names=table.column_names)
 
 
-def _image_column(schema: Any, given: str | None, table: Any, where: str) -> str:
+def _find_image_column(schema: Any, given: str | None, table: Any, where: str) -> str:
     """By name, else the only column that can hold images."""
-    if found := common_name(schema.names, IMAGE, given, "column", where):
+    if found := find_name(schema.names, IMAGE_COLUMNS, given, "column", where):
         return found
     able = [f.name for f in schema if _holds_bytes(f.type)]
     if table is not None and len(table):
         row = table.slice(0, 1).to_pylist()[0]
-        able = [n for n, v in row.items() if os.path.splitext(v or "")[1].lower() in SUFFIXES]
+        able = [n for n, v in row.items() if os.path.splitext(v or "")[1].lower() in IMAGE_EXTENSIONS]
     if len(able) == 1:
         return able[0]
-    raise DataError(f"{where} has no column of images among {_list(schema.names)}; name it with data.image_column=.")
+    raise DataError(
+        f"{where} has no column of images among {_format_names(schema.names)}; name it with data.image_column=."
+    )
 
 
 def _holds_bytes(kind: Any) -> bool:
@@ -216,22 +220,22 @@ def _is_text(kind: Any) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _class_names(schema: Any, label: str, where: str) -> tuple[str, ...] | None:
+def _schema_class_names(schema: Any, label: str, where: str) -> tuple[str, ...] | None:
     """As Hugging Face's datasets write them into the schema."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         feature = features[label]
         while "names" not in feature:
             feature = feature["feature"]
-        return names_from(feature["names"], where)
+        return parse_class_names(feature["names"], where)
     except (TypeError, KeyError, ValueError):
         return None
 
 
-def _root(table: Path, paths: Strings) -> tuple[Path, list[str]]:
+def _find_root(table: Path, paths: PackedStrings) -> tuple[Path, list[str]]:
     """The folder that paths start from: the table's, or the one beside it that has the images."""
     root = Path(os.path.abspath(table)).parent
-    some = [p for p in (paths[i] for i in range(min(len(paths), LOOKED))) if not is_remote(p)]
+    some = [p for p in (paths[i] for i in range(min(len(paths), NUM_PATHS_CHECKED))) if not is_remote(p)]
     if not some or any((root / p).is_file() for p in some):
         return root, []
     beside = [f for f in sorted(root.iterdir()) if f.is_dir() and (f / some[0]).is_file()]
@@ -243,25 +247,25 @@ def _root(table: Path, paths: Strings) -> tuple[Path, list[str]]:
     )
 
 
-def _by_split(opened: Opened, name: str, notes: tuple[str, ...]) -> Parts:
+def _split_rows(opened: TableSplit, name: str, notes: tuple[str, ...]) -> SourceSplits:
     """Rows told apart by what their column `split` says."""
     rows: dict[str, list[int]] = {}
     for row, word in enumerate(opened.splits or ()):
-        part = PARTS.get((word or "").strip().lower())
+        part = SPLIT_NAMES.get((word or "").strip().lower())
         if part is None:
             raise DataError(f"row {row + 1} of {name} has the split {word!r}; wanted train, validation or test.")
         rows.setdefault(part, []).append(row)
     if "train" not in rows:
-        raise DataError(f"{name} has no rows of the split 'train', only of {_list(list(rows))}.")
-    parts = {part: Part(opened.source, mine, f"{name}/{part}") for part, mine in rows.items()}
+        raise DataError(f"{name} has no rows of the split 'train', only of {_format_names(list(rows))}.")
+    parts = {part: Subset(opened.source, mine, f"{name}/{part}") for part, mine in rows.items()}
     groups = opened.groups.take(rows["train"]) if opened.groups is not None else None
-    return Parts(parts["train"], parts.get("validation"), parts.get("test"), notes, groups)
+    return SourceSplits(parts["train"], parts.get("validation"), parts.get("test"), notes, groups)
 
 
-def _unlabeled(labeled: Labeled) -> int:
+def _count_unlabeled(labeled: EncodedLabels) -> int:
     """Images without a label, where one each is wanted."""
     return 0 if labeled.multi_label else int(np.count_nonzero(labeled.targets < 0))
 
 
-def _list(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")

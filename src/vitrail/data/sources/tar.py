@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from vitrail.errors import DataError
 
-BLOCK = 512
-REGULAR = (b"0", b"\0", b"7")
-LONGEST = 1 << 20
+BLOCK_BYTES = 512
+REGULAR_FILE_TYPES = (b"0", b"\0", b"7")
+MAX_RECORD_BYTES = 1 << 20
 """Bytes of a long name or of POSIX's extra records; more is damage."""
 
-Read = Callable[[int, int], bytes]
+ReadAt = Callable[[int, int], bytes]
 """(place, length) -> so many bytes from there on; fewer where the file ends."""
 
 
@@ -33,38 +33,38 @@ class Member:
     size: int
 
 
-def members(read: Read, where: str, total: int | None = None) -> Iterator[Member]:
+def iter_members(read: ReadAt, where: str, total: int | None = None) -> Iterator[Member]:
     """The regular files of an archive of `total` bytes, in order."""
     at, long_name, extra = 0, "", {}
     while True:
-        header = read(at, BLOCK)
+        header = read(at, BLOCK_BYTES)
         if not header.strip(b"\0"):  # two such blocks end an archive; some end without
             if not header and at == 0:
                 raise DataError(f"{where} is empty, wanted a tar file.")
             if total is not None and at > total:
                 raise DataError(f"{where} is cut off at byte {total:,}; copy or download it again.")
             return
-        size = _checked(header, at, where)
-        kind, start = header[156:157], at + BLOCK
+        size = _member_size(header, at, where)
+        kind, start = header[156:157], at + BLOCK_BYTES
         if kind in (b"L", b"x"):
-            record = read(start, size) if size <= LONGEST else b""
+            record = read(start, size) if size <= MAX_RECORD_BYTES else b""
             if len(record) != size:
-                raise _cut(where, start, size, len(record))
+                raise _truncated_error(where, start, size, len(record))
             if kind == b"L":
                 long_name = record.rstrip(b"\0").decode("utf-8", "surrogateescape")
             else:
-                extra = _records(record)
-        elif kind in REGULAR:
+                extra = _pax_records(record)
+        elif kind in REGULAR_FILE_TYPES:
             size = int(extra["size"]) if extra.get("size", "").isdecimal() else size
             if total is not None and start + size > total:
-                raise _cut(where, start, size, max(total - start, 0))
-            yield Member(extra.get("path") or long_name or _name(header), start, size)
+                raise _truncated_error(where, start, size, max(total - start, 0))
+            yield Member(extra.get("path") or long_name or _member_name(header), start, size)
         if kind not in (b"L", b"K", b"x"):
             long_name, extra = "", {}
-        at = start + (size + BLOCK - 1) // BLOCK * BLOCK
+        at = start + (size + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
 
 
-def samples(found: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
+def group_samples(found: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
     """WebDataset's layout: neighbors that differ after the first point of their names are one sample."""
     key, parts = "", dict[str, Member]()
     for member in found:
@@ -82,7 +82,7 @@ def samples(found: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
         yield key, parts
 
 
-def image_in(parts: Iterable[str], suffixes: frozenset[str], given: str | None) -> str | None:
+def find_image(parts: Iterable[str], suffixes: frozenset[str], given: str | None) -> str | None:
     """Which of a sample's files is its image: the one asked for, else the one with the plainest name."""
     if given is not None:
         return given if given in parts else None
@@ -90,9 +90,9 @@ def image_in(parts: Iterable[str], suffixes: frozenset[str], given: str | None) 
     return min(able, key=lambda kind: (kind.count("."), kind), default=None)
 
 
-def _checked(header: bytes, at: int, where: str) -> int:
+def _member_size(header: bytes, at: int, where: str) -> int:
     """The size in a header that is whole."""
-    if len(header) < BLOCK:
+    if len(header) < BLOCK_BYTES:
         raise DataError(f"{where} is cut off at byte {at + len(header):,}, inside a header; copy or download it again.")
     wanted = _octal(header[148:156])
     found = sum(header) - sum(header[148:156]) + 8 * 32
@@ -110,14 +110,14 @@ def _octal(field: bytes) -> int | None:
     return int(digits or b"0", 8) if re.fullmatch(rb"[0-7]*", digits) else None
 
 
-def _name(header: bytes) -> str:
+def _member_name(header: bytes) -> str:
     name = header[:100].split(b"\0", 1)[0]
     if header[257:263] == b"ustar\0" and (folder := header[345:500].split(b"\0", 1)[0]):
         name = folder + b"/" + name
     return name.decode("utf-8", "surrogateescape")
 
 
-def _records(data: bytes) -> dict[str, str]:
+def _pax_records(data: bytes) -> dict[str, str]:
     """POSIX's extra records: `27 path=a/long/name\\n`."""
     found = {}
     while data.strip(b"\0"):
@@ -132,7 +132,7 @@ def _records(data: bytes) -> dict[str, str]:
     return found
 
 
-def _cut(where: str, start: int, size: int, there: int) -> DataError:
+def _truncated_error(where: str, start: int, size: int, there: int) -> DataError:
     return DataError(
         f"{where} is cut off: at byte {start:,} a file of {size:,} bytes begins and {there:,} are there; "
         "copy or download it again."

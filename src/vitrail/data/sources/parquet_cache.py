@@ -17,49 +17,49 @@ from typing import IO, Any
 import numpy as np
 from filelock import FileLock
 
-from vitrail.data.sources import places, watch
+from vitrail.data.sources import data_cache, progress
 
-ROOM = 1.05
+FREE_SPACE_FACTOR = 1.05
 """Free space that is wanted, as a multiple of the images' bytes."""
 
 
-class Unpacked:
+class ExtractedImages:
     """Images by number, out of one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.ends = np.load(_ends(path), mmap_mode="r")  # N + 1
+        self.offsets = np.load(_offsets_path(path), mmap_mode="r")  # N + 1
 
     def __getitem__(self, index: int) -> bytes:
-        start, end = int(self.ends[index]), int(self.ends[index + 1])
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
         with open(self.path, "rb", buffering=0) as file:
             file.seek(start)
             return file.read(end - start)
 
 
-def unpack(files: Sequence[Path], column: str, groups: Iterator[Any], size: int) -> Unpacked | None:
+def extract_images(files: Sequence[Path], column: str, groups: Iterator[Any], size: int) -> ExtractedImages | None:
     """Copy the images of all row groups into the cache, or find them there; None where there is no room.
 
     Several processes may want it at once: one copies, the others wait for it.
     """
-    path = places.cache() / "parquet" / f"{_name(files, column)}.bin"
+    path = data_cache.cache_dir() / "parquet" / f"{_cache_name(files, column)}.bin"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            if not _ends(path).exists():
-                if shutil.disk_usage(path.parent).free < ROOM * size:
+            if not _offsets_path(path).exists():
+                if shutil.disk_usage(path.parent).free < FREE_SPACE_FACTOR * size:
                     return None
                 lengths: list[int] = []
-                places.write_whole(path, lambda file: _copy(file, groups, lengths, size))
+                data_cache.write_atomic(path, lambda file: _copy(file, groups, lengths, size))
                 ends = np.cumsum([0, *lengths])
-                places.write_whole(_ends(path), lambda file: np.save(file, ends))  # last: now it counts
-        return Unpacked(path)
+                data_cache.write_atomic(_offsets_path(path), lambda file: np.save(file, ends))  # last: now it counts
+        return ExtractedImages(path)
     except (OSError, NotImplementedError):  # a full disk, a folder that may not be written
         return None
 
 
 def _copy(out: IO[bytes], groups: Iterator[Any], lengths: list[int], size: int) -> None:
-    with watch.bar("unpacking Parquet", size, in_bytes=True) as advance:
+    with progress.progress_bar("unpacking Parquet", size, in_bytes=True) as advance:
         for group in groups:
             for value in group:
                 data = value.as_py()
@@ -69,11 +69,11 @@ def _copy(out: IO[bytes], groups: Iterator[Any], lengths: list[int], size: int) 
                 advance(len(data))
 
 
-def _ends(path: Path) -> Path:
+def _offsets_path(path: Path) -> Path:
     return path.with_suffix(".npy")
 
 
-def _name(files: Sequence[Path], column: str) -> str:
+def _cache_name(files: Sequence[Path], column: str) -> str:
     """Another one when a file is changed or replaced."""
     whole = hashlib.sha256(column.encode())
     for file in files:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.sources.split import groups_of, hashes, hold_out, stratified
+from vitrail.data.sources.holdout import group_names, hash_names, hold_out, hold_out_stratified
 from vitrail.errors import ConfigError
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=8)
@@ -19,7 +19,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size
 @st.composite
 def images(draw, classes: int = 4):
     """Different keys and a class number for each; small classes are the difficult ones."""
-    keys = draw(st.lists(NAMES, min_size=1, max_size=40, unique_by=lambda key: hashes([key])[0]))
+    keys = draw(st.lists(NAMES, min_size=1, max_size=40, unique_by=lambda key: hash_names([key])[0]))
     targets = draw(st.lists(st.integers(0, classes - 1), min_size=len(keys), max_size=len(keys)))
     return keys, np.array(targets, np.int64)
 
@@ -47,13 +47,13 @@ def test_every_class_of_two_images_is_on_both_sides_and_a_lone_one_is_learned_fr
 @given(images(), NAMES, st.integers(0, 3), SHARES)
 def test_an_image_that_is_added_moves_no_other(data, name, number, share):
     keys, targets = data
-    if hashes([name])[0] in hashes(keys):
+    if hash_names([name])[0] in hash_names(keys):
         return
     before, _ = hold_out(keys, targets, share)
     after, _ = hold_out([*keys, name], np.append(targets, number), share)
     moved = np.flatnonzero(before != after[:-1])
     limit = int(share * 2**64)
-    by_hash = hashes(keys) < np.uint64(min(limit, 2**64 - 1))
+    by_hash = hash_names(keys) < np.uint64(min(limit, 2**64 - 1))
     mine = by_hash[targets == number]
     if mine.any() and not mine.all():  # the hash alone has given this class both sides
         assert len(moved) == 0
@@ -104,28 +104,28 @@ def test_the_share_is_what_was_asked_for():
 
 
 def test_the_hash_is_one_that_anybody_can_compute():
-    [found] = hashes(["cat/1.jpg"])
+    [found] = hash_names(["cat/1.jpg"])
     assert int(found) == int.from_bytes(hashlib.blake2b(b"cat/1.jpg", digest_size=8).digest(), "little")
 
 
 def test_an_accent_hashes_alike_in_both_spellings():
-    assert hashes(["caf\u00e9.jpg"])[0] == hashes(["cafe\u0301.jpg"])[0]
+    assert hash_names(["caf\u00e9.jpg"])[0] == hash_names(["cafe\u0301.jpg"])[0]
 
 
 def test_a_name_that_is_no_unicode_hashes():
-    assert len(hashes(["caf\udce9.jpg"])) == 1
+    assert len(hash_names(["caf\udce9.jpg"])) == 1
 
 
 def test_the_smallest_hash_is_held_out_where_the_share_holds_none_out():
     keys = [f"{i}.jpg" for i in range(5)]
     mask, _ = hold_out(keys, np.zeros(5, np.int64), 1e-9)
-    assert np.flatnonzero(mask).tolist() == [int(np.argmin(hashes(keys)))]
+    assert np.flatnonzero(mask).tolist() == [int(np.argmin(hash_names(keys)))]
 
 
 def test_unlabeled_images_follow_their_hash_alone():
     keys = [f"{i}.jpg" for i in range(1000)]
     mask, notes = hold_out(keys, np.full(1000, -1), 0.25)
-    assert np.array_equal(mask, hashes(keys) < np.uint64(2**62))
+    assert np.array_equal(mask, hash_names(keys) < np.uint64(2**62))
     assert notes == []
 
 
@@ -136,7 +136,7 @@ def test_a_note_names_the_classes_that_have_one_image():
 
 def test_a_note_names_the_classes_that_the_hash_left_on_one_side():
     keys, targets = [f"{i}.jpg" for i in range(45)], np.repeat([0, 1, 2], [5, 20, 20])
-    by_hash = hashes(keys) < np.uint64(int(0.1 * 2**64))
+    by_hash = hash_names(keys) < np.uint64(int(0.1 * 2**64))
     helped = [n for n in range(3) if by_hash[targets == n].all() or not by_hash[targets == n].any()]
     assert helped == [0]
     _, notes = hold_out(keys, targets, 0.1, ["cat", "dog", "emu"])
@@ -149,9 +149,9 @@ def test_a_note_names_the_classes_that_the_hash_left_on_one_side():
 def test_stratified_takes_the_exact_share_of_each_class():
     targets = np.repeat(np.arange(3), [100, 50, 1])
     keys = [str(i) for i in range(151)]
-    mask = stratified(keys, targets, 0.1)
+    mask = hold_out_stratified(keys, targets, 0.1)
     assert by_class(targets, mask) == {0: (90, 10), 1: (45, 5), 2: (1, 0)}
-    smallest = np.argsort(hashes(keys[:100]))[:10]
+    smallest = np.argsort(hash_names(keys[:100]))[:10]
     assert set(np.flatnonzero(mask[:100])) == set(smallest.tolist())
 
 
@@ -163,11 +163,11 @@ def test_stratified_takes_the_exact_share_of_each_class():
     ],
 )
 def test_a_pattern_names_groups_by_its_match_or_its_first_group(pattern, wanted):
-    assert groups_of(["patient1/a.png", "b/patient1.png", "patient2.png", "x.png"], pattern) == wanted
+    assert group_names(["patient1/a.png", "b/patient1.png", "patient2.png", "x.png"], pattern) == wanted
 
 
 def test_a_pattern_that_matches_nothing_or_is_none_is_refused():
     with pytest.raises(ConfigError, match=r"matches no image's path, such as 'cat1'"):
-        groups_of(["cat1"], r"dog\d")
+        group_names(["cat1"], r"dog\d")
     with pytest.raises(ConfigError, match=r"groups='\(' is no regular expression"):
-        groups_of(["cat1"], "(")
+        group_names(["cat1"], "(")

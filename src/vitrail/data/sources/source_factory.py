@@ -10,24 +10,24 @@ import numpy as np
 
 from vitrail.config import DataConfig
 from vitrail.data.sources import shards
-from vitrail.data.sources.base import Parts, Source, Splits
+from vitrail.data.sources.base import Source, SourceSplits, Splits
 from vitrail.data.sources.builtin import open_builtin
-from vitrail.data.sources.duplicates import note_shared
-from vitrail.data.sources.folder import Folder, open_folder
-from vitrail.data.sources.index import index_all
-from vitrail.data.sources.part import Part
-from vitrail.data.sources.spec import TABLES, parse
-from vitrail.data.sources.split import groups_of, hold_out, stratified
-from vitrail.data.sources.stream import PROMISE, Stream
-from vitrail.data.sources.table import Paths, files_in, in_order, open_table, part_of
+from vitrail.data.sources.duplicates import describe_duplicates
+from vitrail.data.sources.folder import FolderSource, open_folder
+from vitrail.data.sources.holdout import group_names, hold_out, hold_out_stratified
+from vitrail.data.sources.shard_index import load_indexes
+from vitrail.data.sources.source_spec import TABLE_EXTENSIONS, parse_source
+from vitrail.data.sources.stream import LIMITATIONS, ShardStream
+from vitrail.data.sources.subset import Subset
+from vitrail.data.sources.table import PathSource, find_parquet_files, open_table, order_splits, split_from_name
 from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.runtime import say
 
-SHARE = 0.1
+DEFAULT_HELD_OUT = 0.1
 """Of the training images, kept aside where nothing else can be measured on."""
 
 
-def open_data(config: DataConfig, *, labeled: bool = True) -> Splits:
+def open_data(config: DataConfig, *, require_labels: bool = True) -> Splits:
     """The data that a config names, split as it says; what was chosen or found is said aloud.
 
     Measured on, in this order: another source (`validation`), a share of the training images
@@ -38,37 +38,39 @@ def open_data(config: DataConfig, *, labeled: bool = True) -> Splits:
         raise ConfigError(
             f"validation={config.validation!r} and held_out={config.held_out} both say what to measure on; give one."
         )
-    parts = open_parts(config, labeled=labeled)
-    splits = _split(parts, config, labeled)
-    notes = [*splits.notes, *_shared(splits)]
+    parts = open_source_splits(config, require_labels=require_labels)
+    splits = _choose_splits(parts, config, require_labels)
+    notes = [*splits.notes, *_describe_duplicates(splits)]
     say(notes, about=config.source)
-    return Splits(splits.train, splits.validation, splits.test, splits.measured_on, tuple(notes))
+    return Splits(splits.train, splits.validation, splits.test, splits.eval_split, tuple(notes))
 
 
-def open_parts(config: DataConfig, *, labeled: bool = True) -> Parts:
-    """What a source offers by itself; `parts.measured` is what an evaluation reads."""
-    spec = parse(config.source)
+def open_source_splits(config: DataConfig, *, require_labels: bool = True) -> SourceSplits:
+    """What a source offers by itself; `evaluation_source` is what an evaluation reads."""
+    spec = parse_source(config.source)
     if spec.kind == "builtin":
-        return open_builtin(spec.what, config)
+        return open_builtin(spec.location, config)
     if spec.kind == "folder":
-        return open_folder(Path(spec.what), config, labeled=labeled)
+        return open_folder(Path(spec.location), config, require_labels=require_labels)
     if spec.kind == "table":
-        return open_table(_tables(spec.what), config, Path(spec.what).resolve().stem, labeled=labeled)
+        return open_table(
+            _find_tables(spec.location), config, Path(spec.location).resolve().stem, require_labels=require_labels
+        )
     if spec.kind == "shards":
-        return shards.open_shards(spec.what, config)
+        return shards.open_shards(spec.location, config)
     if spec.kind == "stream":
-        return _stream(spec.what, config)
+        return _open_stream(spec.location, config)
     from vitrail.data.sources.hub import open_hub  # imports much that is of no use without it
 
-    return open_hub(spec.what, config, labeled=labeled)
+    return open_hub(spec.location, config, require_labels=require_labels)
 
 
-def _split(parts: Parts, config: DataConfig, labeled: bool) -> Splits:
+def _choose_splits(parts: SourceSplits, config: DataConfig, require_labels: bool) -> Splits:
     notes = parts.notes
     if config.validation is not None:
-        other = _other(config, parts.train, labeled)
+        other = _open_validation(config, parts.train, require_labels)
         return Splits(parts.train, other, parts.test, "validation", notes)
-    if isinstance(parts.train, Stream) and (config.held_out is not None or not parts.split):
+    if isinstance(parts.train, ShardStream) and (config.held_out is not None or not parts.has_eval_split):
         raise DataError(
             f"nothing can be held out of {config.source}, since a stream cannot be reached into; "
             "name what to measure on with validation=."
@@ -77,23 +79,23 @@ def _split(parts: Parts, config: DataConfig, labeled: bool) -> Splits:
         return Splits(parts.train, parts.validation, parts.test, "validation", notes)
     if config.held_out is None and parts.test is not None:
         return Splits(parts.train, parts.test, parts.test, "test", notes)
-    train, held, said = _held_out(parts, config)
+    train, held, said = _hold_out(parts, config)
     test = parts.test if parts.test is not None else parts.validation
     return Splits(train, held, test, "held out", (*notes, *said))
 
 
-def _held_out(parts: Parts, config: DataConfig) -> tuple[Part, Part, list[str]]:
+def _hold_out(parts: SourceSplits, config: DataConfig) -> tuple[Subset, Subset, list[str]]:
     """The training images in two, by a hash of their keys or of their groups' names."""
     source: Source = parts.train
-    share = config.held_out if config.held_out is not None else SHARE
+    share = config.held_out if config.held_out is not None else DEFAULT_HELD_OUT
     groups = parts.groups
     if groups is None and config.groups is not None:
-        groups = groups_of(_keys(source), config.groups)
+        groups = group_names(_keys(source), config.groups)
     notes: list[str] = []
     # Images without labels are as good as one class, of which something has to be held out.
     targets = source.targets if source.labels else np.zeros(len(source), np.int64)
-    if parts.exact and groups is None:
-        mask = stratified(_keys(source), targets, share)
+    if parts.stratify and groups is None:
+        mask = hold_out_stratified(_keys(source), targets, share)
     else:
         mask, notes = hold_out(_keys(source), targets, share, source.labels, groups)
         notes = notes if source.labels else []
@@ -104,62 +106,62 @@ def _held_out(parts: Parts, config: DataConfig) -> tuple[Part, Part, list[str]]:
         )
     said = f"{np.count_nonzero(mask):,} of {len(mask):,} images are held out to measure on, by a hash of "
     said += "their groups' names" if groups is not None else "their names"
-    train = Part(source, np.flatnonzero(~mask), f"{source.name}, but those held out")
-    return train, Part(source, np.flatnonzero(mask), f"{source.name}, held out"), [said, *notes]
+    train = Subset(source, np.flatnonzero(~mask), f"{source.name}, but those held out")
+    return train, Subset(source, np.flatnonzero(mask), f"{source.name}, held out"), [said, *notes]
 
 
-def _other(config: DataConfig, train: Any, labeled: bool) -> Source:
+def _open_validation(config: DataConfig, train: Any, require_labels: bool) -> Source:
     """What `validation` names, with the classes of what is learned from."""
     assert config.validation is not None
-    classes = list(train.labels) if labeled else None
-    other = config.replace(source=config.validation, validation=None, num_classes=classes, groups=None, held_out=None)
-    parts = open_parts(other, labeled=labeled)
-    found: Source = parts.validation if parts.validation is not None else parts.measured
-    if isinstance(found, Stream):
+    classes = list(train.labels) if require_labels else None
+    other = config.replace(source=config.validation, validation=None, class_names=classes, groups=None, held_out=None)
+    parts = open_source_splits(other, require_labels=require_labels)
+    found: Source = parts.validation if parts.validation is not None else parts.evaluation_source
+    if isinstance(found, ShardStream):
         raise DataError(
             f"{config.validation} is a stream, which cannot be measured on; try shards: instead of stream:."
         )
-    if labeled and found.multi_label != train.multi_label:
+    if require_labels and found.multi_label != train.multi_label:
         several, one = (config.source, config.validation) if train.multi_label else (config.validation, config.source)
         raise DataError(f"{several} has several labels to an image and {one} has one; wanted the same of both.")
     return found
 
 
-def _shared(splits: Splits) -> list[str]:
+def _describe_duplicates(splits: Splits) -> list[str]:
     """Images that are learned from and measured on."""
-    if isinstance(splits.train, Stream):
+    if isinstance(splits.train, ShardStream):
         return []
     measured = [splits.validation]
     if splits.test is not None and splits.test is not splits.validation:
         measured.append(splits.test)
-    return [note for part in measured for note in note_shared(splits.train, part)]
+    return [note for part in measured for note in describe_duplicates(splits.train, part)]
 
 
 def _keys(source: Source) -> Iterable[str]:
     """All keys, in order."""
-    if isinstance(source, Folder | Paths):
+    if isinstance(source, FolderSource | PathSource):
         return source.paths  # the quick way
     return (source.key(i) for i in range(len(source)))
 
 
-def _tables(what: str) -> dict[str, list[Path]]:
+def _find_tables(what: str) -> dict[str, list[Path]]:
     """Part -> files: a table, a folder of Parquet files, or a pattern."""
     path = Path(what)
     if path.is_dir():
-        found = files_in(path)
+        found = find_parquet_files(path)
     elif "*" in what or "{" in what:
-        files = [Path(p) for p in shards.find(what)]
+        files = [Path(p) for p in shards.find_shards(what)]
         by_part: dict[str, list[Path]] = {}
         for file in files:
-            by_part.setdefault(part_of(file.name), []).append(file)
-        found = in_order(by_part)
+            by_part.setdefault(split_from_name(file.name), []).append(file)
+        found = order_splits(by_part)
     else:
         found = {"train": [path]}
     if not found.get("train"):
-        raise NotFound(f"{what} holds no tables; wanted {', '.join(TABLES[:3])}.")
+        raise NotFound(f"{what} holds no tables; wanted {', '.join(TABLE_EXTENSIONS[:3])}.")
     kinds = {file.suffix.lower() for files in found.values() for file in files}
-    if not kinds <= set(TABLES):
-        raise DataError(f"{what} is no table; wanted a name that ends in {', '.join(TABLES[:3])}.")
+    if not kinds <= set(TABLE_EXTENSIONS):
+        raise DataError(f"{what} is no table; wanted a name that ends in {', '.join(TABLE_EXTENSIONS[:3])}.")
     if len(kinds - {".parquet", ".pq"}) and sum(map(len, found.values())) > 1:
         raise DataError(
             f"{what} are several tables of text; join them into one, with a column `split` if they are parts."
@@ -167,22 +169,22 @@ def _tables(what: str) -> dict[str, list[Path]]:
     return found
 
 
-def _stream(what: str, config: DataConfig) -> Parts:
+def _open_stream(what: str, config: DataConfig) -> SourceSplits:
     """Shards without an index; those of the other parts have one, since they are measured on."""
-    parts = shards.parts_of(shards.find(what))
-    names = config.class_names or shards.class_names(parts["train"][0])
+    parts = shards.group_by_split(shards.find_shards(what))
+    names = config.class_names or shards.read_class_names(parts["train"][0])
     others: dict[str, Source] = {}
     for part in ("validation", "test"):
         if part in parts:
-            indexes = index_all(parts[part])
-            others[part] = shards.Shards(f"{shards.title(what)}/{part}", indexes, config, names, None)
+            indexes = load_indexes(parts[part])
+            others[part] = shards.ShardSource(f"{shards.display_name(what)}/{part}", indexes, config, names, None)
             names = names or others[part].labels
     if names is None and config.validation is not None:
-        names = open_parts(config.replace(source=config.validation, validation=None)).measured.labels
+        names = open_source_splits(config.replace(source=config.validation, validation=None)).evaluation_source.labels
     if names is None:
         raise DataError(
             f"the classes of {what} are not known, and a stream cannot be looked through for them; "
-            f"put {shards.CLASSES} beside the shards, or name them with data.class_names=."
+            f"put {shards.CLASS_NAMES_FILE} beside the shards, or name them with data.class_names=."
         )
-    stream = Stream(shards.title(what), parts["train"], names, config)
-    return Parts(stream, others.get("validation"), others.get("test"), (PROMISE,))
+    stream = ShardStream(shards.display_name(what), parts["train"], names, config)
+    return SourceSplits(stream, others.get("validation"), others.get("test"), (LIMITATIONS,))

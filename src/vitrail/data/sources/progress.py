@@ -19,7 +19,7 @@ from vitrail.runtime.terminal import Terminal
 
 
 @contextmanager
-def bar(
+def progress_bar(
     what: str, total: float | None, done: float = 0, *, in_bytes: bool = False
 ) -> Iterator[Callable[[float], None]]:
     """`with bar("indexing", 64) as advance: advance(1)`; on standard error, where that is a terminal."""

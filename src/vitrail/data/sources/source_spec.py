@@ -13,11 +13,11 @@ from vitrail.data.sources.catalog import CATALOG
 from vitrail.errors import NotFound, nearest
 
 KINDS = ("folder", "table", "shards", "stream", "hf", "builtin")
-TABLES = (".csv", ".tsv", ".parquet", ".pq")
-LOOKED = 20
+TABLE_EXTENSIONS = (".csv", ".tsv", ".parquet", ".pq")
+MAX_ENTRIES_LISTED = 20
 """So many folders are looked into, at so many files each, to tell what a folder is."""
-PAGE = re.compile(r"(hf://datasets/|https?://(www\.)?(huggingface\.co|hf\.co)/datasets/)")
-TARS = re.compile(r"\.(tar|tar\.gz|tgz)$", re.I)
+HUB_URL = re.compile(r"(hf://datasets/|https?://(www\.)?(huggingface\.co|hf\.co)/datasets/)")
+TAR_NAME = re.compile(r"\.(tar|tar\.gz|tgz)$", re.I)
 
 EXAMPLES = {
     "folder": "photos/",
@@ -30,14 +30,14 @@ EXAMPLES = {
 
 
 @dataclass(frozen=True)
-class Spec:
+class SourceSpec:
     """A kind of source, and what it is given."""
 
     kind: str
-    what: str
+    location: str
 
 
-def parse(text: str) -> Spec:
+def parse_source(text: str) -> SourceSpec:
     """The kind, written or recognized."""
     text = text.strip()
     kind, colon, rest = text.partition(":")
@@ -45,41 +45,43 @@ def parse(text: str) -> Spec:
         if not rest.strip():
             raise NotFound(f"{text!r} names nothing after the colon; wanted such as {kind}:{EXAMPLES[kind.lower()]}.")
         return _checked(kind.lower(), os.path.expanduser(rest.strip()))
-    if PAGE.match(text):
-        return Spec("hf", text)
-    if name := known_as(text):
-        return Spec("builtin", name)
+    if HUB_URL.match(text):
+        return SourceSpec("hf", text)
+    if name := canonical_name(text):
+        return SourceSpec("builtin", name)
     return _recognized(text)
 
 
-def known_as(name: str) -> str | None:
+def canonical_name(name: str) -> str | None:
     """The catalog's spelling of a data set's name: CIFAR-10, fashion_mnist; None where it has none."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     found = next((known for known in CATALOG if known.replace("-", "") == plain), None)
     return found if re.fullmatch(r"[\w\- ]+", name) else None
 
 
-def _checked(kind: str, what: str) -> Spec:
+def _checked(kind: str, what: str) -> SourceSpec:
     if kind != "builtin":
-        return Spec(kind, what)
-    if name := known_as(what):
-        return Spec(kind, name)
+        return SourceSpec(kind, what)
+    if name := canonical_name(what):
+        return SourceSpec(kind, name)
     raise NotFound(f"no data set {what!r} is built in{nearest(what, CATALOG)}")
 
 
-def _recognized(text: str) -> Spec:
+def _recognized(text: str) -> SourceSpec:
     """A plain path, by what lies there."""
     path = os.path.expanduser(text)
-    if TARS.search(path.split("?")[0]):
-        return Spec("shards", path)
+    if TAR_NAME.search(path.split("?")[0]):
+        return SourceSpec("shards", path)
     if remote.is_remote(text):
         raise NotFound(f"{text} is an address of no tar file; wanted shards:, hf:user/name or a path on this machine.")
-    if path.lower().endswith(TABLES):
-        return Spec("table", path)
+    if path.lower().endswith(TABLE_EXTENSIONS):
+        return SourceSpec("table", path)
     if os.path.isdir(path):
-        return Spec(_kind_of_folder(Path(path)), path)
+        return SourceSpec(_kind_of_folder(Path(path)), path)
     if os.path.exists(path):
-        raise NotFound(f"{path} is no data; wanted a folder of class folders, {', '.join(TABLES[:3])} or .tar.")
+        raise NotFound(
+            f"{path} is no data; wanted a folder of class folders, {', '.join(TABLE_EXTENSIONS[:3])} or .tar."
+        )
     kind, colon, _ = text.partition(":")
     if colon and len(kind) > 1 and "/" not in kind and "\\" not in kind:
         raise NotFound(f"no kind of data {kind!r} (in {text!r}){nearest(kind, KINDS)}")
@@ -90,10 +92,10 @@ def _recognized(text: str) -> Spec:
 
 def _kind_of_folder(path: Path) -> str:
     names = [n for n in os.listdir(path) if not n.startswith(".")]
-    if any(TARS.search(n) for n in names):
+    if any(TAR_NAME.search(n) for n in names):
         return "shards"
-    for name in sorted(names)[:LOOKED]:
+    for name in sorted(names)[:MAX_ENTRIES_LISTED]:
         if (path / name).is_dir():
             with os.scandir(path / name) as entries:
-                names += [e.name for e in itertools.islice(entries, LOOKED)]
+                names += [e.name for e in itertools.islice(entries, MAX_ENTRIES_LISTED)]
     return "table" if any(n.lower().endswith(".parquet") for n in names) else "folder"

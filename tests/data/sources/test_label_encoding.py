@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.sources.labels import names_from, number
+from vitrail.data.sources.label_encoding import encode_labels, parse_class_names
 from vitrail.errors import DataError
 
 WORDS = st.text("abcdé ", min_size=1, max_size=3).map(str.strip).filter(bool)
 
 
 def numbered(values, names=None, **options):
-    return number(pa.array(values), names, "labels.csv", **options)
+    return encode_labels(pa.array(values), names, "labels.csv", **options)
 
 
 @given(st.lists(st.one_of(st.none(), WORDS), min_size=1))
 def test_words_are_numbered_in_their_sorted_order(values):
-    found = number(pa.array(values, pa.string()), None, "t")
+    found = encode_labels(pa.array(values, pa.string()), None, "t")
     names = sorted({v for v in values if v is not None})
     assert found.labels == tuple(names)
     assert found.targets.tolist() == [-1 if v is None else names.index(v) for v in values]
@@ -29,12 +29,12 @@ def test_words_are_numbered_in_their_sorted_order(values):
 
 @given(st.lists(st.lists(WORDS, max_size=3), min_size=1))
 def test_lists_are_rows_of_yes_and_no(values):
-    found = number(pa.array(values, pa.list_(pa.string())), None, "t")
+    found = encode_labels(pa.array(values, pa.list_(pa.string())), None, "t")
     names = sorted({w for row in values for w in row})
     assert found.labels == tuple(names)
     assert found.multi_label
     assert found.targets.tolist() == [[name in row for name in names] for row in values]
-    joined = number(pa.array(["|".join(row) for row in values]), names, "t", multi_label=True)
+    joined = encode_labels(pa.array(["|".join(row) for row in values]), names, "t", multi_label=True)
     assert joined.targets.tolist() == found.targets.tolist()
 
 
@@ -63,7 +63,7 @@ def test_numbers_that_are_all_names_are_meant_as_names():
 
 
 def test_dictionaries_booleans_and_missing_values():
-    assert number(pa.array(["b", "a", "b"]).dictionary_encode(), None, "t").targets.tolist() == [1, 0, 1]
+    assert encode_labels(pa.array(["b", "a", "b"]).dictionary_encode(), None, "t").targets.tolist() == [1, 0, 1]
     assert numbered([True, False, None]).targets.tolist() == [1, 0, -1]
     assert numbered([1.0, float("nan"), None]).targets.tolist() == [0, -1, -1]
     assert numbered([" a ", "", None]).targets.tolist() == [0, -1, -1]
@@ -79,7 +79,7 @@ def test_words_with_a_stroke_between_them_are_several():
 
 def test_chunks_are_one_column():
     column = pa.chunked_array([["a", "b"], ["b"], []])
-    assert number(column, None, "t").targets.tolist() == [0, 1, 1]
+    assert encode_labels(column, None, "t").targets.tolist() == [0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_labels_that_cannot_be_are_refused(values, names, said):
 
 @pytest.mark.parametrize("given", [["cat", "dog"], {"0": "cat", "1": "dog"}, {"cat": 0, "dog": 1}])
 def test_class_names_are_read_from_any_json(given):
-    assert names_from(given, "classes.json") == ("cat", "dog")
+    assert parse_class_names(given, "classes.json") == ("cat", "dog")
 
 
 @pytest.mark.parametrize("given", [[], [1], {"0": "cat", "2": "dog"}, "cat", {"a": "b"}])
 def test_other_json_names_no_classes(given):
     with pytest.raises(DataError, match=r"classes\.json does not name the classes"):
-        names_from(given, "classes.json")
+        parse_class_names(given, "classes.json")

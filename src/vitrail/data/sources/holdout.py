@@ -25,13 +25,13 @@ from vitrail.errors import ConfigError
 
 Mask = npt.NDArray[np.bool_]
 Hashes = npt.NDArray[np.uint64]
-SHOWN = 5
+MAX_EXAMPLES = 5
 """So many examples are named in a note."""
 
 # N images, U units that stay together (images, or groups of them), K classes
 
 
-def hashes(texts: Iterable[str]) -> Hashes:
+def hash_names(texts: Iterable[str]) -> Hashes:
     """64 bits for each text; the same on macOS, which spells accents in two characters."""
     found = bytearray()
     for text in texts:
@@ -41,7 +41,7 @@ def hashes(texts: Iterable[str]) -> Hashes:
     return np.frombuffer(bytes(found), "<u8").astype(np.uint64)
 
 
-def groups_of(paths: Iterable[str], pattern: str) -> list[str]:
+def group_names(paths: Iterable[str], pattern: str) -> list[str]:
     """The name of each path's group: what the pattern matches, or the path itself where it does not."""
     try:
         found = re.compile(pattern)
@@ -64,27 +64,29 @@ def hold_out(
     keys: Iterable[str], targets: Targets, share: float, labels: Sequence[str] = (), groups: Iterable[str] | None = None
 ) -> tuple[Mask, list[str]]:
     """Which of N images are held out, and what has to be said about it."""
-    found, unit = np.unique(hashes(keys if groups is None else groups), return_inverse=True)
+    found, unit = np.unique(hash_names(keys if groups is None else groups), return_inverse=True)
     held = found < np.uint64(min(int(share * 2**64), 2**64 - 1))  # U, by ascending hash
-    classes, units = _members(targets, unit)
-    lone, helped, unheld = _help(held, classes, units)
+    classes, units = _class_units(targets, unit)
+    lone, helped, unheld = _fill_empty_sides(held, classes, units)
     one = "one group" if groups is not None else "one image"
     notes = []
     if lone:
-        notes.append(f"{_named(lone, labels)} {'has' if len(lone) == 1 else 'have'} {one} only, kept to learn from")
+        notes.append(
+            f"{_format_classes(lone, labels)} {'has' if len(lone) == 1 else 'have'} {one} only, kept to learn from"
+        )
     if helped:
         notes.append(
-            f"the hash left one side of {_named(helped, labels)} empty, so {one}{' of each' * (len(helped) > 1)} "
-            "was put there; when more are added, it may move back"
+            f"the hash left one side of {_format_classes(helped, labels)} empty, so {one}"
+            f"{' of each' * (len(helped) > 1)} was put there; when more are added, it may move back"
         )
     if unheld:
-        notes.append(f"nothing of {_named(unheld, labels)} could be held out without splitting a group")
+        notes.append(f"nothing of {_format_classes(unheld, labels)} could be held out without splitting a group")
     return held[unit], notes
 
 
-def stratified(keys: Iterable[str], targets: Targets, share: float) -> Mask:
+def hold_out_stratified(keys: Iterable[str], targets: Targets, share: float) -> Mask:
     """The images with the smallest hashes of each class: its exact share, one at least."""
-    order = hashes(keys)
+    order = hash_names(keys)
     mask = np.zeros(len(targets), np.bool_)
     for number in np.unique(targets):
         mine = np.flatnonzero(targets == number)
@@ -93,7 +95,7 @@ def stratified(keys: Iterable[str], targets: Targets, share: float) -> Mask:
     return mask
 
 
-def _members(targets: Targets, unit: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _class_units(targets: Targets, unit: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Each pair of a class and a unit that holds it, once; by class, then by ascending hash."""
     rows, numbers = np.nonzero(targets) if targets.ndim == 2 else (np.arange(len(targets)), targets)
     labeled = numbers >= 0
@@ -102,7 +104,7 @@ def _members(targets: Targets, unit: npt.NDArray[np.intp]) -> tuple[npt.NDArray[
     return pairs // width, pairs % width
 
 
-def _help(
+def _fill_empty_sides(
     held: Mask, classes: npt.NDArray[np.int64], units: npt.NDArray[np.int64]
 ) -> tuple[list[int], list[int], list[int]]:
     """Move units, in place, until every class has both sides.
@@ -140,8 +142,8 @@ def _help(
     return lone, list(dict.fromkeys(helped)), unheld
 
 
-def _named(numbers: Sequence[int], labels: Sequence[str]) -> str:
+def _format_classes(numbers: Sequence[int], labels: Sequence[str]) -> str:
     """`the class cat`, `the classes cat, dog and 3 more`."""
     names = [labels[n] if n < len(labels) else str(n) for n in numbers]
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"the class{'es' if len(names) > 1 else ''} {', '.join(names[:SHOWN])}{rest}"
+    rest = f" and {len(names) - MAX_EXAMPLES} more" if len(names) > MAX_EXAMPLES else ""
+    return f"the class{'es' if len(names) > 1 else ''} {', '.join(names[:MAX_EXAMPLES])}{rest}"

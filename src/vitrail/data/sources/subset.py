@@ -8,7 +8,7 @@ import numpy.typing as npt
 from vitrail.data.sources.base import Sample, Source, Targets
 
 
-class Part:
+class Subset:
     """The images of these numbers; their keys stay what they were."""
 
     def __init__(self, source: Source, indices: npt.ArrayLike, name: str | None = None) -> None:

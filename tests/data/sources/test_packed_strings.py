@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.sources.packed import Strings
+from vitrail.data.sources.packed_strings import PackedStrings
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"))), st.data())
 def test_strings_are_a_list_that_cannot_change(texts, data):
-    packed = Strings(texts)
+    packed = PackedStrings(texts)
     assert list(packed) == texts
     assert len(packed) == len(texts)
     assert [packed[i] for i in range(-len(texts), len(texts))] == texts + texts
@@ -24,10 +24,10 @@ def test_strings_are_a_list_that_cannot_change(texts, data):
 
 
 def test_file_names_that_are_no_unicode_survive():
-    assert Strings(["caf\udce9"])[0] == "caf\udce9"
+    assert PackedStrings(["caf\udce9"])[0] == "caf\udce9"
 
 
 @pytest.mark.parametrize("index", [3, -4])
 def test_outside_is_an_index_error(index):
     with pytest.raises(IndexError):
-        Strings("abc")[index]
+        PackedStrings("abc")[index]

@@ -19,9 +19,9 @@ import pyarrow.compute as pc
 from vitrail.data.sources.base import Targets
 from vitrail.errors import DataError, nearest
 
-BETWEEN = "|"
+LABEL_SEPARATOR = "|"
 """What stands between several labels of one image."""
-WHOLE = r"^-?(0|[1-9][0-9]*)$"  # 007 is a name, not a number
+INTEGER = r"^-?(0|[1-9][0-9]*)$"  # 007 is a name, not a number
 
 # N images, K classes, M labels of all images together
 
@@ -29,7 +29,7 @@ Codes = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Labeled:
+class EncodedLabels:
     """Labels as numbers."""
 
     targets: Targets
@@ -37,30 +37,32 @@ class Labeled:
     multi_label: bool
 
 
-def number(column: Any, names: Sequence[str] | None, where: str, multi_label: bool | None = None) -> Labeled:
+def encode_labels(
+    column: Any, names: Sequence[str] | None, where: str, multi_label: bool | None = None
+) -> EncodedLabels:
     """Class numbers of a column of labels; `names` are the classes where they are known already.
 
     `several` is what another part of the same data has been found to be.
     """
-    column = _plain(column)
+    column = _normalize_column(column)
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         flat, lengths = column.flatten(), pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-        return _many(flat, lengths, names, where)
+        return _encode_lists(flat, lengths, names, where)
     words = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    if words and (multi_label or (multi_label is None and pc.any(pc.match_substring(column, BETWEEN)).as_py())):
-        lists = pc.split_pattern(pc.fill_null(column, ""), BETWEEN)
+    if words and (multi_label or (multi_label is None and pc.any(pc.match_substring(column, LABEL_SEPARATOR)).as_py())):
+        lists = pc.split_pattern(pc.fill_null(column, ""), LABEL_SEPARATOR)
         flat = pc.utf8_trim_whitespace(lists.flatten())
         there = pc.not_equal(flat, "")
         owner = np.repeat(np.arange(len(lists)), pc.list_value_length(lists).to_numpy())
         kept = owner[there.to_numpy(zero_copy_only=False)]
-        return _many(flat.filter(there), np.bincount(kept, minlength=len(lists)), names, where)
-    codes, labels = _codes(column, names, where)
+        return _encode_lists(flat.filter(there), np.bincount(kept, minlength=len(lists)), names, where)
+    codes, labels = _encode(column, names, where)
     if multi_label:
-        return Labeled(_matrix(codes, np.ones_like(codes), len(labels)), labels, True)
-    return Labeled(codes, labels, False)
+        return EncodedLabels(_multi_hot(codes, np.ones_like(codes), len(labels)), labels, True)
+    return EncodedLabels(codes, labels, False)
 
 
-def names_from(file: Any, where: str) -> tuple[str, ...]:
+def parse_class_names(file: Any, where: str) -> tuple[str, ...]:
     """Class names as JSON holds them: a list, `{"0": "cat"}` or `{"cat": 0}`."""
     if isinstance(file, dict):
         if all(isinstance(v, int) for v in file.values()):
@@ -75,12 +77,12 @@ def names_from(file: Any, where: str) -> tuple[str, ...]:
     return tuple(file)
 
 
-def _many(flat: Any, lengths: Codes, names: Sequence[str] | None, where: str) -> Labeled:
-    codes, labels = _codes(_plain(flat), names, where)
-    return Labeled(_matrix(codes, lengths, len(labels)), labels, True)
+def _encode_lists(flat: Any, lengths: Codes, names: Sequence[str] | None, where: str) -> EncodedLabels:
+    codes, labels = _encode(_normalize_column(flat), names, where)
+    return EncodedLabels(_multi_hot(codes, lengths, len(labels)), labels, True)
 
 
-def _matrix(codes: Codes, lengths: Codes, num_classes: int) -> npt.NDArray[np.bool_]:
+def _multi_hot(codes: Codes, lengths: Codes, num_classes: int) -> npt.NDArray[np.bool_]:
     """M numbers, so many for each image -> N K; -1 is no label."""
     targets = np.zeros((len(lengths), num_classes), np.bool_)
     rows = np.repeat(np.arange(len(lengths)), lengths)
@@ -88,7 +90,7 @@ def _matrix(codes: Codes, lengths: Codes, num_classes: int) -> npt.NDArray[np.bo
     return targets
 
 
-def _plain(column: Any) -> Any:
+def _normalize_column(column: Any) -> Any:
     """One array, without dictionaries; numbers as int64 where nothing is lost; words that are numbers too."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
@@ -106,12 +108,12 @@ def _plain(column: Any) -> Any:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         column = pc.utf8_trim_whitespace(column)
         column = pc.if_else(pc.equal(column, ""), None, column)
-        if column.null_count < len(column) and pc.all(pc.match_substring_regex(column, WHOLE)).as_py():
+        if column.null_count < len(column) and pc.all(pc.match_substring_regex(column, INTEGER)).as_py():
             return column.cast(pa.int64())
     return column
 
 
-def _codes(column: Any, names: Sequence[str] | None, where: str) -> tuple[Codes, tuple[str, ...]]:
+def _encode(column: Any, names: Sequence[str] | None, where: str) -> tuple[Codes, tuple[str, ...]]:
     """Numbers of the classes, -1 for none, and the classes' names."""
     if pa.types.is_boolean(column.type):
         names = names or ("false", "true")
@@ -121,7 +123,7 @@ def _codes(column: Any, names: Sequence[str] | None, where: str) -> tuple[Codes,
     encoded = pc.dictionary_encode(column)
     values = encoded.dictionary.to_pylist()
     if pa.types.is_integer(column.type):
-        meant, labels = _numbers(values, names, where)
+        meant, labels = _encode_integers(values, names, where)
     elif pa.types.is_null(column.type):
         meant, labels = [], tuple(names or ())
     elif values and not isinstance(values[0], str):
@@ -140,7 +142,7 @@ def _codes(column: Any, names: Sequence[str] | None, where: str) -> tuple[Codes,
     return table[indices.astype(np.int64)], labels
 
 
-def _numbers(values: list[int], names: Sequence[str] | None, where: str) -> tuple[list[int], tuple[str, ...]]:
+def _encode_integers(values: list[int], names: Sequence[str] | None, where: str) -> tuple[list[int], tuple[str, ...]]:
     """Whole numbers are places in the list of names, or names themselves; below zero is no label."""
     there = sorted(v for v in values if v >= 0)
     labels = tuple(names) if names is not None else tuple(str(v) for v in there)
@@ -155,7 +157,7 @@ def _numbers(values: list[int], names: Sequence[str] | None, where: str) -> tupl
     return [max(v, -1) for v in values], labels
 
 
-def common_name(names: Sequence[str], known: Sequence[str], given: str | None, what: str, where: str) -> str | None:
+def find_name(names: Sequence[str], known: Sequence[str], given: str | None, what: str, where: str) -> str | None:
     """The name asked for, else the first usual one that is there, whatever its capitals; None: there is none."""
     if given is not None:
         if given not in names:

@@ -19,121 +19,121 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.sources import places, remote, tar, watch
+from vitrail.data.sources import data_cache, progress, remote, tar
 from vitrail.errors import DataError, NotFound
 
 VERSION = 1
-TEXTS = ("cls", "txt", "json", "label", "labels")
+LABEL_EXTENSIONS = ("cls", "txt", "json", "label", "labels")
 """Files of a sample that are read into the index, being labels."""
-LONGEST = 64 << 10
+MAX_LABEL_BYTES = 64 << 10
 """Bytes of such a file; longer ones are no labels."""
-SHORT = 200
+MAX_LABEL_LENGTH = 200
 """Characters, or entries, of a value in a JSON file that may be a label."""
-AT_ONCE = 16
+INDEX_THREADS = 16
 """Shards that are indexed at the same time: range requests mostly wait."""
 
-Value = str | int | float | bool | list[Any] | None
+LabelValue = str | int | float | bool | list[Any] | None
 
 
 @dataclass(frozen=True)
-class Entry:
+class IndexedSample:
     """One sample of a shard."""
 
     key: str
     files: dict[str, tuple[int, int]]
     """Kind of file -> where it begins, and its size."""
-    texts: dict[str, Value | dict[str, Value]]
+    texts: dict[str, LabelValue | dict[str, LabelValue]]
     """Kind of file -> what it says, for those that are short and may be labels."""
 
 
 @dataclass(frozen=True)
-class Index:
+class ShardIndex:
     """One shard's samples, and the file to read them from: the shard, or the copy of it."""
 
     shard: str
     file: str
-    entries: list[Entry]
+    samples: list[IndexedSample]
 
 
-def index_all(shards: Sequence[str]) -> list[Index]:
+def load_indexes(shards: Sequence[str]) -> list[ShardIndex]:
     """The index of each shard: read where it has been made, made where not."""
-    found: dict[str, Index] = {}
+    found: dict[str, ShardIndex] = {}
     missing: list[str] = []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for shard, index in zip(shards, pool.map(_kept, shards), strict=True):
+    with ThreadPoolExecutor(INDEX_THREADS) as pool:
+        for shard, index in zip(shards, pool.map(_load_index, shards), strict=True):
             if index is None:
                 missing.append(shard)
             else:
                 found[shard] = index
         if missing:
-            with watch.bar("indexing shards", len(missing)) as advance:
-                for shard, index in zip(missing, pool.map(make, missing), strict=True):
+            with progress.progress_bar("indexing shards", len(missing)) as advance:
+                for shard, index in zip(missing, pool.map(build_index, missing), strict=True):
                     found[shard] = index
                     advance(1)
     return [found[shard] for shard in shards]
 
 
-def make(shard: str) -> Index:
+def build_index(shard: str) -> ShardIndex:
     """Read a shard's headers and labels, and keep what was found."""
-    known = _facts(shard)
+    known = _file_info(shard)
     if not remote.is_remote(shard):
         file = shard
         with open(shard, "rb") as opened:
-            entries = entries_of(_from_disk(opened), shard, known.size)
-    elif known.size is not None and remote.has_ranges(shard):
+            entries = read_samples(_file_reader(opened), shard, known.size)
+    elif known.size is not None and remote.supports_ranges(shard):
         file = shard
-        entries = entries_of(Ranges(shard, known.size), shard, known.size)
+        entries = read_samples(RangeReader(shard, known.size), shard, known.size)
     else:
-        file = str(_copy(shard))
+        file = str(_copy_to_cache(shard))
         with open(file, "rb") as opened:
-            entries = entries_of(_from_disk(opened), shard, os.path.getsize(file))
-    index = Index(shard, file, entries)
-    _keep(index, known)
+            entries = read_samples(_file_reader(opened), shard, os.path.getsize(file))
+    index = ShardIndex(shard, file, entries)
+    _save_index(index, known)
     return index
 
 
-def entries_of(read: tar.Read, shard: str, total: int | None) -> list[Entry]:
+def read_samples(read: tar.ReadAt, shard: str, total: int | None) -> list[IndexedSample]:
     """The samples of an archive, with their labels."""
-    texts: dict[int, Value | dict[str, Value]] = {}
+    texts: dict[int, LabelValue | dict[str, LabelValue]] = {}
 
     def noted(found: Iterable[tar.Member]) -> Iterator[tar.Member]:
         for member in found:  # a label is read when it is passed: going back costs a request
             kind = member.name.rpartition("/")[2].partition(".")[2].lower()
-            if kind in TEXTS and member.size <= LONGEST:
-                texts[member.offset] = text_of(kind, read(member.offset, member.size))
+            if kind in LABEL_EXTENSIONS and member.size <= MAX_LABEL_BYTES:
+                texts[member.offset] = parse_label_file(kind, read(member.offset, member.size))
             yield member
 
     rows = []
-    for key, files in tar.samples(noted(tar.members(read, shard, total))):
+    for key, files in tar.group_samples(noted(tar.iter_members(read, shard, total))):
         said = {kind: texts[m.offset] for kind, m in files.items() if m.offset in texts}
-        rows.append(Entry(key, {kind: (m.offset, m.size) for kind, m in files.items()}, said))
+        rows.append(IndexedSample(key, {kind: (m.offset, m.size) for kind, m in files.items()}, said))
     return rows
 
 
-class Ranges:
+class RangeReader:
     """Bytes of a file on another machine, by requests that fit how they are asked for.
 
     Small steps forward double what is read ahead; a leap over an image begins again with little.
     """
 
-    LITTLE, MUCH = 4 << 10, 4 << 20
+    MIN_READ_BYTES, MAX_READ_BYTES = 4 << 10, 4 << 20
 
     def __init__(self, url: str, size: int) -> None:
         self.url, self.size = url, size
         self.start, self.data = 0, b""
-        self.ahead = self.LITTLE
+        self.ahead = self.MIN_READ_BYTES
 
     def __call__(self, at: int, length: int) -> bytes:
         end = self.start + len(self.data)
         if not (self.start <= at and at + length <= end):
             step = at - end
-            self.ahead = min(self.ahead * 2, self.MUCH) if 0 <= step < 4 * self.ahead else self.LITTLE
+            self.ahead = min(self.ahead * 2, self.MAX_READ_BYTES) if 0 <= step < 4 * self.ahead else self.MIN_READ_BYTES
             last = min(max(at + length, at + self.ahead), self.size)
             self.start, self.data = at, remote.fetch(self.url, at, last) if last > at else b""
         return self.data[at - self.start : at - self.start + length]
 
 
-def _from_disk(opened: Any) -> tar.Read:
+def _file_reader(opened: Any) -> tar.ReadAt:
     def read(at: int, length: int) -> bytes:
         opened.seek(at)
         data: bytes = opened.read(length)
@@ -142,11 +142,11 @@ def _from_disk(opened: Any) -> tar.Read:
     return read
 
 
-def text_of(kind: str, data: bytes) -> Value | dict[str, Value]:
+def parse_label_file(kind: str, data: bytes) -> LabelValue | dict[str, LabelValue]:
     """What a label file says; of a JSON file's entries, those that may be a label."""
     text = data.decode("utf-8", "replace").strip()
     if kind != "json":
-        return text if len(text) <= SHORT else None
+        return text if len(text) <= MAX_LABEL_LENGTH else None
     try:
         found = json.loads(text)
     except ValueError:
@@ -158,37 +158,39 @@ def text_of(kind: str, data: bytes) -> Value | dict[str, Value]:
 
 def _may_be_label(value: Any) -> bool:
     if isinstance(value, list):
-        return len(value) <= SHORT and all(isinstance(v, str | int) and len(str(v)) <= SHORT for v in value)
-    return value is None or (isinstance(value, str | int | float) and len(str(value)) <= SHORT)
+        return len(value) <= MAX_LABEL_LENGTH and all(
+            isinstance(v, str | int) and len(str(v)) <= MAX_LABEL_LENGTH for v in value
+        )
+    return value is None or (isinstance(value, str | int | float) and len(str(value)) <= MAX_LABEL_LENGTH)
 
 
-def _facts(shard: str) -> remote.Facts:
+def _file_info(shard: str) -> remote.FileInfo:
     if remote.is_remote(shard):
-        return remote.facts(shard)
+        return remote.file_info(shard)
     try:
         found = os.stat(shard)
     except OSError:
         raise NotFound(f"there is no shard {shard}.") from None
-    return remote.Facts(found.st_size, str(found.st_mtime_ns))
+    return remote.FileInfo(found.st_size, str(found.st_mtime_ns))
 
 
-def _homes(shard: str) -> list[Path]:
+def _index_paths(shard: str) -> list[Path]:
     """Where an index may be: beside the shard, else in the cache."""
     name = shard if remote.is_remote(shard) else os.path.abspath(shard)
     stem = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    cached = places.cache() / "shards" / f"{stem}-{shard.rsplit('/', 1)[-1]}.index"
+    cached = data_cache.cache_dir() / "shards" / f"{stem}-{shard.rsplit('/', 1)[-1]}.index"
     return [cached] if remote.is_remote(shard) else [Path(f"{shard}.index"), cached]
 
 
-def _is_open(folder: Path) -> bool:
+def _is_writable(folder: Path) -> bool:
     """Whether anybody may write there; root could even where nobody is meant to."""
     return bool(folder.stat().st_mode & 0o222) and os.access(folder, os.W_OK)
 
 
-def _kept(shard: str) -> Index | None:
+def _load_index(shard: str) -> ShardIndex | None:
     """An index that was made before and is still right."""
-    known = _facts(shard)
-    for home in _homes(shard):
+    known = _file_info(shard)
+    for home in _index_paths(shard):
         try:
             found = json.loads(home.read_text(encoding="utf-8"))
             if (found["version"], found["size"], found["stamp"]) != (VERSION, known.size, known.stamp):
@@ -196,43 +198,43 @@ def _kept(shard: str) -> Index | None:
             file = found["file"] or shard
             if not remote.is_remote(file) and not os.path.exists(file):
                 continue
-            rows = [Entry(k, {n: (o, s) for n, (o, s) in f.items()}, t) for k, f, t in found["samples"]]
-            return Index(shard, file, rows)
+            rows = [IndexedSample(k, {n: (o, s) for n, (o, s) in f.items()}, t) for k, f, t in found["samples"]]
+            return ShardIndex(shard, file, rows)
         except (OSError, ValueError, KeyError, TypeError):
             continue  # no index, or a damaged one: it is made again
     return None
 
 
-def _keep(index: Index, known: remote.Facts) -> None:
+def _save_index(index: ShardIndex, known: remote.FileInfo) -> None:
     """Write an index where it can be written; without one, the shard is read again next time."""
     content = {
         "version": VERSION,
         "size": known.size,
         "stamp": known.stamp,
         "file": "" if index.file == index.shard else index.file,
-        "samples": [[e.key, e.files, e.texts] for e in index.entries],
+        "samples": [[e.key, e.files, e.texts] for e in index.samples],
     }
-    for home in _homes(index.shard):
+    for home in _index_paths(index.shard):
         with contextlib.suppress(OSError):
             home.parent.mkdir(parents=True, exist_ok=True)
-            if not _is_open(home.parent):
+            if not _is_writable(home.parent):
                 continue
-            places.write_whole(home, lambda file: file.write(json.dumps(content, separators=(",", ":")).encode()))
+            data_cache.write_atomic(home, lambda file: file.write(json.dumps(content, separators=(",", ":")).encode()))
             return
 
 
-def _copy(shard: str) -> Path:
+def _copy_to_cache(shard: str) -> Path:
     """The whole of a shard, in the cache folder."""
-    path = _homes(shard)[-1].with_suffix("")  # without .index
+    path = _index_paths(shard)[-1].with_suffix("")  # without .index
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(file: Any) -> None:
-        with remote.stream(shard) as opened:
+        with remote.open_stream(shard) as opened:
             while piece := opened.read(1 << 20):
                 file.write(piece)
 
     try:
-        places.write_whole(path, write)
+        data_cache.write_atomic(path, write)
     except OSError as error:
         raise DataError(f"{shard} could not be copied to {path.parent}: {error}.") from error
     return path

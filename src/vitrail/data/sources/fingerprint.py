@@ -13,29 +13,29 @@ import numpy as np
 
 from vitrail.data.order import Indices
 from vitrail.data.sources.base import Targets
-from vitrail.data.sources.part import Part
+from vitrail.data.sources.subset import Subset
 
-CHUNK = 4096
+KEYS_PER_UPDATE = 4096
 """Keys that are hashed at a time."""
 
 
-def digest(source: Any) -> str | None:
+def fingerprint(source: Any) -> str | None:
     """Digest of the (key, target) of every sample, in order; None for a stream, whose samples are not known."""
     if not hasattr(source, "__len__"):
         return None
     found = hashlib.blake2b(digest_size=16)
     found.update(_bytes(source.targets))
     indices: Indices | None = None
-    while isinstance(source, Part):
+    while isinstance(source, Subset):
         indices = source.indices if indices is None else source.indices[indices]
         source = source.source
     keys = getattr(source, "paths", None) or getattr(source, "_keys", None) or source
-    if hasattr(keys, "hash_keys"):  # many keys at once
-        keys.hash_keys(found, indices)
+    if hasattr(keys, "update_hash"):  # many keys at once
+        keys.update_hash(found, indices)
     else:
         numbers = range(len(source)) if indices is None else indices.tolist()
-        for first in range(0, len(numbers), CHUNK):
-            text = "\0".join(source.key(i) for i in numbers[first : first + CHUNK])
+        for first in range(0, len(numbers), KEYS_PER_UPDATE):
+            text = "\0".join(source.key(i) for i in numbers[first : first + KEYS_PER_UPDATE])
             found.update(f"{text}\0".encode("utf-8", "surrogateescape"))
     return found.hexdigest()
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-SYSTEM = Path("/usr/share/datasets")
+SYSTEM_DIR = Path("/usr/share/datasets")
 """Where Debian's packages put data sets."""
 
 
-def cache() -> Path:
+def cache_dir() -> Path:
     """$VITRAIL_DATA, else vitrail/data in the user's cache folder."""
     if given := os.environ.get("VITRAIL_DATA"):
         return Path(given).expanduser()
@@ -27,13 +27,13 @@ def cache() -> Path:
     return Path(home).expanduser() / "vitrail" / "data"
 
 
-def short(path: Path) -> str:
+def display_path(path: Path) -> str:
     """With ~ for the home folder, as people write it."""
     home = Path.home()
     return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) and path != home else str(path)
 
 
-def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Fill a file beside its place and rename it: nobody ever sees a part of it."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Strings:
+class PackedStrings:
     """A sequence of strings that cannot be changed; file names that are no UTF-8 survive."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -37,10 +37,10 @@ class Strings:
         for start, end in itertools.pairwise(ends):
             yield self._text[start:end].decode("utf-8", "surrogateescape")
 
-    def take(self, indices: npt.ArrayLike) -> Strings:
-        return Strings(self[int(i)] for i in np.asarray(indices))
+    def take(self, indices: npt.ArrayLike) -> PackedStrings:
+        return PackedStrings(self[int(i)] for i in np.asarray(indices))
 
-    def hash_keys(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+    def update_hash(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
         """Feed these strings (all of them: None) to a hash of hashlib's, in order."""
         lengths = np.diff(self._ends)
         if indices is None:

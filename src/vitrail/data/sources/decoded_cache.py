@@ -11,15 +11,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from vitrail.data.sources import places
-from vitrail.data.sources.catalog import Entry
-from vitrail.data.sources.layouts import Raw
+from vitrail.data.sources import data_cache
+from vitrail.data.sources.catalog import DatasetInfo
+from vitrail.data.sources.layouts import LabeledPixels
 
-FACTS = "content.json"
+METADATA_FILE = "content.json"
 DECODED = "decoded"
 
 
-def digest(parts: dict[str, Raw]) -> str:
+def content_digest(parts: dict[str, LabeledPixels]) -> str:
     """SHA-256 over every image's pixels and label, whatever the order of the images and their encoding.
 
     Of each image the SHA-256 of its label (two bytes, the smaller first) and its pixels (H W C);
@@ -37,28 +37,28 @@ def digest(parts: dict[str, Raw]) -> str:
     return whole.hexdigest()
 
 
-def home_of(entry: Entry) -> Path:
-    return places.cache() / entry.name / DECODED
+def decoded_dir(entry: DatasetInfo) -> Path:
+    return data_cache.cache_dir() / entry.name / DECODED
 
 
-def keep(entry: Entry, parts: dict[str, Raw], found: str, origin: Path, sure: bool) -> None:
+def store(entry: DatasetInfo, parts: dict[str, LabeledPixels], found: str, origin: Path, sure: bool) -> None:
     """Put a decoded copy into the cache; where that cannot be written, do without."""
-    home = home_of(entry)
+    home = decoded_dir(entry)
     facts = {"digest": found, "from": str(origin), "sure": sure}
     with contextlib.suppress(OSError):
         home.mkdir(parents=True, exist_ok=True)
-        (home / FACTS).unlink(missing_ok=True)  # until all of it is there, none of it counts
+        (home / METADATA_FILE).unlink(missing_ok=True)  # until all of it is there, none of it counts
         for part, (pixels, targets) in parts.items():
             for kind, array in (("pixels", pixels), ("targets", targets)):
-                places.write_whole(home / f"{part}-{kind}.npy", partial(_save, array))
-        places.write_whole(home / FACTS, lambda file: file.write(json.dumps(facts).encode()))
+                data_cache.write_atomic(home / f"{part}-{kind}.npy", partial(_save, array))
+        data_cache.write_atomic(home / METADATA_FILE, lambda file: file.write(json.dumps(facts).encode()))
 
 
-def kept(entry: Entry, origin: Path | None = None) -> tuple[dict[str, Raw], bool] | None:
+def load(entry: DatasetInfo, origin: Path | None = None) -> tuple[dict[str, LabeledPixels], bool] | None:
     """The decoded copy, mapped into memory, and whether it was verified; None where there is none of that."""
-    home = home_of(entry)
+    home = decoded_dir(entry)
     try:
-        facts = json.loads((home / FACTS).read_text())
+        facts = json.loads((home / METADATA_FILE).read_text())
         if entry.digest and facts["digest"] != entry.digest:
             return None
         if not entry.digest and origin not in (None, home) and facts["from"] != str(origin):

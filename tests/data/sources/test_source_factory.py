@@ -9,58 +9,58 @@ import pyarrow.parquet as pq
 import pytest
 
 from vitrail.config import DataConfig
-from vitrail.data.sources import open_data, open_parts
+from vitrail.data.sources import open_data, open_source_splits
 from vitrail.data.sources.catalog import CATALOG
-from vitrail.data.sources.spec import Spec, known_as, parse
+from vitrail.data.sources.source_spec import SourceSpec, canonical_name, parse_source
 from vitrail.errors import ConfigError, DataError, NotFound
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("digits", Spec("builtin", "digits")),
-        ("CIFAR-10", Spec("builtin", "cifar10")),
-        ("fashion_mnist", Spec("builtin", "fashion-mnist")),
-        ("FashionMNIST", Spec("builtin", "fashion-mnist")),
-        ("builtin:MNIST", Spec("builtin", "mnist")),
-        ("folder:photos/", Spec("folder", "photos/")),
-        ("Folder: photos", Spec("folder", "photos")),
-        ("table:x", Spec("table", "x")),
-        ("labels.csv", Spec("table", "labels.csv")),
-        ("labels.TSV", Spec("table", "labels.TSV")),
-        ("a/b.parquet", Spec("table", "a/b.parquet")),
-        ("train-{000..009}.tar", Spec("shards", "train-{000..009}.tar")),
-        ("https://host/train.tar?key=1", Spec("shards", "https://host/train.tar?key=1")),
-        ("s3://bucket/*.tar", Spec("shards", "s3://bucket/*.tar")),
-        ("stream:x.tar", Spec("stream", "x.tar")),
-        ("hf:user/name", Spec("hf", "user/name")),
-        ("https://huggingface.co/datasets/user/name", Spec("hf", "https://huggingface.co/datasets/user/name")),
-        ("folder:C:\\photos", Spec("folder", "C:\\photos")),
+        ("digits", SourceSpec("builtin", "digits")),
+        ("CIFAR-10", SourceSpec("builtin", "cifar10")),
+        ("fashion_mnist", SourceSpec("builtin", "fashion-mnist")),
+        ("FashionMNIST", SourceSpec("builtin", "fashion-mnist")),
+        ("builtin:MNIST", SourceSpec("builtin", "mnist")),
+        ("folder:photos/", SourceSpec("folder", "photos/")),
+        ("Folder: photos", SourceSpec("folder", "photos")),
+        ("table:x", SourceSpec("table", "x")),
+        ("labels.csv", SourceSpec("table", "labels.csv")),
+        ("labels.TSV", SourceSpec("table", "labels.TSV")),
+        ("a/b.parquet", SourceSpec("table", "a/b.parquet")),
+        ("train-{000..009}.tar", SourceSpec("shards", "train-{000..009}.tar")),
+        ("https://host/train.tar?key=1", SourceSpec("shards", "https://host/train.tar?key=1")),
+        ("s3://bucket/*.tar", SourceSpec("shards", "s3://bucket/*.tar")),
+        ("stream:x.tar", SourceSpec("stream", "x.tar")),
+        ("hf:user/name", SourceSpec("hf", "user/name")),
+        ("https://huggingface.co/datasets/user/name", SourceSpec("hf", "https://huggingface.co/datasets/user/name")),
+        ("folder:C:\\photos", SourceSpec("folder", "C:\\photos")),
     ],
 )
 def test_names_are_parsed(text, wanted):
-    assert parse(text) == wanted
+    assert parse_source(text) == wanted
 
 
 def test_the_home_folder_is_meant_by_its_sign(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert parse("folder:~/photos") == Spec("folder", f"{tmp_path}/photos")
-    assert parse("~/t.csv") == Spec("table", f"{tmp_path}/t.csv")
+    assert parse_source("folder:~/photos") == SourceSpec("folder", f"{tmp_path}/photos")
+    assert parse_source("~/t.csv") == SourceSpec("table", f"{tmp_path}/t.csv")
 
 
 def test_every_data_set_of_the_catalog_is_known_by_its_name():
-    assert all(known_as(name) == name for name in CATALOG)
-    assert known_as("./mnist") is None
+    assert all(canonical_name(name) == name for name in CATALOG)
+    assert canonical_name("./mnist") is None
 
 
 def test_folders_are_recognized_by_what_is_in_them(plant, shards, tmp_path):
-    assert parse(str(plant("photos", {"cat": 1}))).kind == "folder"
-    assert parse(str(shards("web", 1, 1))).kind == "shards"
+    assert parse_source(str(plant("photos", {"cat": 1}))).kind == "folder"
+    assert parse_source(str(shards("web", 1, 1))).kind == "shards"
     for name in ("flat", "deep/data"):
         (tmp_path / name).mkdir(parents=True)
         pq.write_table(pa.table({"label": [1]}), tmp_path / name / "train.parquet")
-    assert parse(str(tmp_path / "flat")).kind == "table"
-    assert parse(str(tmp_path / "deep")).kind == "table"
+    assert parse_source(str(tmp_path / "flat")).kind == "table"
+    assert parse_source(str(tmp_path / "deep")).kind == "table"
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ def test_folders_are_recognized_by_what_is_in_them(plant, shards, tmp_path):
 )
 def test_what_is_not_there_says_what_is_near(text, said):
     with pytest.raises(NotFound, match=said):
-        parse(text)
+        parse_source(text)
 
 
 def test_a_file_of_another_kind_is_no_data(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"")
     with pytest.raises(NotFound, match=r"x\.zip is no data; wanted a folder of class folders, \.csv"):
-        parse(str(tmp_path / "x.zip"))
+        parse_source(str(tmp_path / "x.zip"))
 
 
 # What is measured on
@@ -95,18 +95,18 @@ def sizes(splits):
 def test_the_datas_own_validation_part_comes_first(plant):
     root = plant("photos", {"train/a": 5, "val/a": 2, "test/a": 3})
     splits = open_data(DataConfig(source=str(root)))
-    assert (sizes(splits), splits.measured_on) == ([5, 2, 3], "validation")
+    assert (sizes(splits), splits.eval_split) == ([5, 2, 3], "validation")
 
 
 def test_then_its_test_part(plant):
     splits = open_data(DataConfig(source=str(plant("photos", {"train/a": 5, "test/a": 3}))))
-    assert (sizes(splits), splits.measured_on) == ([5, 3, 3], "test")
+    assert (sizes(splits), splits.eval_split) == ([5, 3, 3], "test")
     assert splits.test is splits.validation
 
 
 def test_then_a_tenth_which_is_said(plant, said):
     splits = open_data(DataConfig(source=str(plant("photos", {"a": 40, "b": 40}))))
-    assert splits.measured_on == "held out"
+    assert splits.eval_split == "held out"
     assert splits.test is None
     assert len(splits.train) + len(splits.validation) == 80
     assert said == [f"{len(splits.validation)} of 80 images are held out to measure on, by a hash of their names"]
@@ -116,7 +116,7 @@ def test_then_a_tenth_which_is_said(plant, said):
 def test_held_out_keeps_the_test_part_for_the_end(plant):
     root = plant("photos", {"train/a": 40, "val/a": 2, "test/a": 3})
     splits = open_data(DataConfig(source=str(root), held_out=0.25))
-    assert splits.measured_on == "held out"
+    assert splits.eval_split == "held out"
     assert len(splits.train) + len(splits.validation) == 40
     assert len(splits.test) == 3
     keys = {s.key(i) for s in (splits.train, splits.validation) for i in range(len(s))}
@@ -129,7 +129,7 @@ def test_another_source_is_measured_on_with_the_same_classes(plant):
     root = plant("photos", {"a": 4, "b": 4})
     other = plant("others", {"b": 3})
     splits = open_data(DataConfig(source=str(root), validation=str(other)))
-    assert (sizes(splits), splits.measured_on) == ([8, 3, None], "validation")
+    assert (sizes(splits), splits.eval_split) == ([8, 3, None], "validation")
     assert splits.validation.labels == ("a", "b")
     assert splits.validation.targets.tolist() == [1, 1, 1]
     parted = plant("parted", {"train/a": 9, "val/b": 2, "train/b": 1})
@@ -169,11 +169,11 @@ def test_a_lone_image_of_one_class_is_said_and_learned_from(plant, said):
 
 
 def test_an_evaluation_reads_the_test_part_or_everything(plant):
-    parts = open_parts(DataConfig(source=str(plant("photos", {"a": 3, "b": 2}))))
-    assert len(parts.measured) == 5
-    assert not parts.split
-    parts = open_parts(DataConfig(source="digits"))
-    assert parts.measured is parts.test
+    parts = open_source_splits(DataConfig(source=str(plant("photos", {"a": 3, "b": 2}))))
+    assert len(parts.evaluation_source) == 5
+    assert not parts.has_eval_split
+    parts = open_source_splits(DataConfig(source="digits"))
+    assert parts.evaluation_source is parts.test
 
 
 def test_several_tables_of_text_are_refused(tmp_path):
