@@ -236,7 +236,7 @@ def test_a_model_without_classes_is_one_sentence(vitrail, headless, image):
     result = vitrail("predict", image, "-m", headless)
     assert (result.status, result.out) == (1, "")
     assert len(result.problems) == len(result.err.splitlines()) == 1
-    teach = f"teach it some: vitrail finetune --model {headless} --data DATA."
+    teach = f"train a classifier with vitrail finetune --model {headless} --data DATA."
     assert result.problems == [f"{headless} has no classes yet; {teach}"]
 
 

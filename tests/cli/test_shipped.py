@@ -23,9 +23,9 @@ def test_predict_says_which_model_it_is_and_what_it_knows(vitrail, image):
     result = vitrail("predict", image)
     assert (result.status, result.problems) == (0, [])
     which, what = result.notes[-2:]
-    assert which.startswith("no --model, so this is vitrail/cifar10, which ships with vitrail: ")
+    assert which.startswith("no --model was given: using vitrail/cifar10, which ships with vitrail (")
     assert DEFAULT.about in which
-    assert what.startswith(f"it knows {TEN}, and calls everything else one of these as well; ")
+    assert what.startswith(f"its classes are {TEN}; every image is assigned to one of them. ")
     assert "--model" in what
 
 
@@ -66,7 +66,7 @@ def test_it_works_offline_in_a_process_of_its_own(process, image, tmp_path):
     result = process("predict", image, cwd=tmp_path)
     assert result.status == 0
     assert result.out.startswith(str(image))
-    assert result.notes[-2].startswith("no --model, so this is vitrail/cifar10")
+    assert result.notes[-2].startswith("no --model was given: using vitrail/cifar10")
 
 
 def test_models_lists_it(vitrail):

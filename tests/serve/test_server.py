@@ -257,7 +257,11 @@ def test_what_is_said_about_the_model_is_said_once() -> None:
         process.terminate()
         said = process.stderr.read().splitlines()
     assert process.returncode == 0
-    about = ["note: no --model, so this is vitrail/cifar10", "note: it knows airplane", "stopping: answering"]
+    about = [
+        "note: no --model was given: using vitrail/cifar10",
+        "note: its classes are airplane",
+        "stopping: answering",
+    ]
     for words in about:
         assert len([line for line in said if line.startswith(words)]) == 1, said
     assert len(said) == len(about)

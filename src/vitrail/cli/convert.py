@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.console import err, one_line
-from vitrail.cli.options import Family, Json, Section, Settings, settings
+from vitrail.cli.options import Family, Json, Section, Settings, parse_settings
 from vitrail.errors import CheckpointError, NotFound, nearest
 
 Source = Annotated[str, typer.Argument(metavar="SRC", help="A file, a folder, a model's name or a hub id.")]
@@ -48,7 +48,7 @@ def convert(
         raise NotFound(f"no format is called {to!r}{nearest(to, formats)}")
     if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):
         raise CheckpointError(f"{dst} exists already; choose another name, or add --overwrite to replace it.")
-    given = settings(changes)
+    given = parse_settings(changes)
     found = locate(src)  # has a progress bar of its own where it downloads
     with err.status(f"reading {src}"):
         net, info = checkpoint.read(found.path, section=section, family=family, dtype=None, changes=given)

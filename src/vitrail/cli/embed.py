@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import problem, progress, show
-from vitrail.cli.opening import Channels, Device, Dtype, Image, Source, open_model
-from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
+from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ Batch = Annotated[int, typer.Option(min=1, metavar="N", help="Images at a time."
 
 
 def embed(
-    model: Source = None,
+    model: ModelSpec = None,
     data: Data = None,
     to: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="FILE", help="The Parquet file: features.parquet.")
@@ -57,7 +57,7 @@ def embed(
         False
     ),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
-    image_size: Image = None,
+    image_size: ImageSize = None,
     channels: Channels = None,
     root: Root = None,
     section: Section = None,
@@ -82,11 +82,11 @@ def embed(
     assert to is not None
     if to.suffix.lower() not in (".parquet", ".pq"):
         raise ConfigError(f"--out {to}: features are written as Parquet; call it {to.with_suffix('.parquet').name}.")
-    own: dict[str, Any] = {"image_size": size(image_size), "channels": channels}
-    told = settings(changes)
+    own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels}
+    told = parse_settings(changes)
     layers = numbers(layer, "--layer")
     own |= {"section": section, "family": family, "device": device, "dtype": dtype}
-    vit = open_model(model, told=told, classes=False, inside=False, **own)
+    vit = open_model(model, overrides=told, require_classes=False, require_network=False, **own)
     from vitrail.api.embedding import PART
     from vitrail.api.embedding import embed as run
     from vitrail.config import DataConfig

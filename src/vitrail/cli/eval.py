@@ -17,8 +17,8 @@ from rich.text import Text
 
 from vitrail.cli import console
 from vitrail.cli.console import err, progress, show
-from vitrail.cli.opening import Device, Dtype, Labels, Source
-from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.cli.model_options import Device, Dtype, LabelFile, ModelSpec
+from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError
 from vitrail.runtime import first_speaks, speaks
@@ -58,13 +58,13 @@ Formats = Annotated[str, typer.Option("--format", metavar="LIST", help="Of the f
 
 
 def evaluate(
-    model: Source = None,
+    model: ModelSpec = None,
     data: Data = None,
     image_size: Sizes = None,
     flip: Flip = False,
     protocol: Protocol = "auto",
     real: Real = None,
-    labels: Labels = None,
+    labels: LabelFile = None,
     held_out: HeldOut = False,
     root: Root = None,
     skip_bad: SkipBad = False,
@@ -88,11 +88,11 @@ def evaluate(
     """
     if data is None:
         raise typer.BadParameter("eval needs --data: labeled images to measure on")
-    sizes = [size(text.strip()) for text in image_size.split(",")] if image_size is not None else None
+    sizes = [parse_size(text.strip()) for text in image_size.split(",")] if image_size is not None else None
     kinds = [kind.strip() for kind in formats.split(",") if kind.strip()]
     if to is not None and to.exists() and not to.is_dir():
         raise ConfigError(f"--out {to} is a file; give the name of a folder.")
-    own = settings(changes)
+    own = parse_settings(changes)
     if to is not None:
         from vitrail.report.measured import check_formats, write_evaluation
 
@@ -109,7 +109,9 @@ def evaluate(
             "dtype": dtype,
         }
         where = device if engine == "auto" else "cpu"  # it is moved to where it is measured
-        vit = open_running(model, engine, calibrate=calibrate, told=own, classes=False, device=where, **options)
+        vit = open_running(
+            model, engine, calibrate=calibrate, overrides=own, require_classes=False, device=where, **options
+        )
     with err.status("starting"):
         from vitrail import api
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import one_line, problem, progress
-from vitrail.cli.opening import Channels, Device, Dtype, Image, Labels, Source, open_model
-from vitrail.cli.options import Family, Formats, Json, Section, Settings, listed, settings, size
+from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, ModelSpec, open_model
+from vitrail.cli.options import Family, Formats, Json, Section, Settings, parse_list, parse_settings, parse_size
 from vitrail.cli.predict import Images, find_images
 from vitrail.errors import ImageError, NotFound
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def explain(
     images: Images,
-    model: Source = None,
+    model: ModelSpec = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the figures go.")] = Path("explained"),
     methods: Annotated[
         str | None,
@@ -44,8 +44,8 @@ def explain(
         bool, typer.Option("--trust", help="Add deletion and insertion curves: which explanation to believe.")
     ] = False,
     formats: Formats = "png",
-    labels: Labels = None,
-    image_size: Image = None,
+    labels: LabelFile = None,
+    image_size: ImageSize = None,
     channels: Channels = None,
     section: Section = None,
     family: Family = None,
@@ -55,11 +55,13 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show what a model looks at: rollout, attention of every head, what speaks for a class, what is missed."""
-    kinds, endings, layers = listed(methods), listed(formats) or (), _numbers(layer or "-1")
-    told = settings(changes)
-    own: dict[str, Any] = {"image_size": size(image_size), "channels": channels, "labels": labels}
+    kinds, endings, layers = parse_list(methods), parse_list(formats) or (), _numbers(layer or "-1")
+    told = parse_settings(changes)
+    own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels, "labels": labels}
     paths, _ = find_images(images)
-    vit = open_model(model, told=told, classes=False, section=section, family=family, device=device, dtype=dtype, **own)
+    vit = open_model(
+        model, overrides=told, require_classes=False, section=section, family=family, device=device, dtype=dtype, **own
+    )
     from vitrail.explain.attention import attentive, layer_number, parse_query
     from vitrail.explain.canvas import check_formats
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, progress, show
-from vitrail.cli.opening import Image, Labels, open_model
-from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.cli.model_options import ImageSize, LabelFile, open_model
+from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def export(
     model: Model,
     dst: Target,
     to: To = None,
-    image_size: Image = None,
+    image_size: ImageSize = None,
     batch_size: Batch = "dynamic",
     raw: Raw = False,
     precision: Precision = "float32",
     calibrate: Calibrate = None,
     check: Check = None,
-    labels: Labels = None,
+    labels: LabelFile = None,
     root: Root = None,
     section: Section = None,
     family: Family = None,
@@ -74,8 +74,13 @@ def export(
 
     vitrail export MODEL model.onnx
     """
-    told = settings(changes)
-    options: dict[str, Any] = {"image_size": size(image_size), "labels": labels, "section": section, "family": family}
+    told = parse_settings(changes)
+    options: dict[str, Any] = {
+        "image_size": parse_size(image_size),
+        "labels": labels,
+        "section": section,
+        "family": family,
+    }
     count = _count(batch_size)
     target, to, precision = _checked(dst, to, precision, calibrate, labels, overwrite)  # before the work, not after it
     with stoppable(), err.status("loading torch and the exporters"):
@@ -84,7 +89,7 @@ def export(
 
         check_images(calibrate, check, root)
         check_request(target, to, precision, calibrate is not None, overwrite)
-    vit = open_model(model, told=told, classes=False, **options)
+    vit = open_model(model, overrides=told, require_classes=False, **options)
 
     with stoppable(), Steps() as steps:
         found = run(

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from vitrail.cli.console import err, one_line, progress
-from vitrail.cli.opening import Channels, Device, Dtype, Image, Source, open_model
-from vitrail.cli.options import Family, Formats, Json, Section, Settings, listed, settings, size
+from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
+from vitrail.cli.options import Family, Formats, Json, Section, Settings, parse_list, parse_settings, parse_size
 from vitrail.errors import ConfigError
 
 
 def figures(
-    model: Source = None,
+    model: ModelSpec = None,
     data: Annotated[
         str | None,
         typer.Option("--data", metavar="SPEC", help="Images to look with: a folder, a data set's name ..."),
@@ -38,7 +38,7 @@ def figures(
     ] = False,
     formats: Formats = "png",
     root: Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where data known by name lies.")] = None,
-    image_size: Image = None,
+    image_size: ImageSize = None,
     channels: Channels = None,
     section: Section = None,
     family: Family = None,
@@ -48,7 +48,7 @@ def figures(
     as_json: Json = False,
 ) -> None:
     """Draw a model's filters, positions, attention distances, rollout of many images, features in color."""
-    names, endings = listed(what), listed(formats) or ()
+    names, endings = parse_list(what), parse_list(formats) or ()
     if timeline:
         given = {"--data": data, "--layer": layer, "--image-size": image_size, "--channels": channels, "--set": changes}
         given |= {"--format": None if formats == "png" else formats}
@@ -57,12 +57,14 @@ def figures(
         written = _timeline(model, out, names)
     else:
         own: dict[str, Any] = {
-            "image_size": size(image_size),
+            "image_size": parse_size(image_size),
             "channels": channels,
             "section": section,
             "family": family,
         }
-        vit = open_model(model, told=settings(changes), classes=False, device=device, dtype=dtype, **own)
+        vit = open_model(
+            model, overrides=parse_settings(changes), require_classes=False, device=device, dtype=dtype, **own
+        )
         with err.status("looking for images"):
             from vitrail.api.portrait import FIGURES, NEED_IMAGES, Portrait, images_of, images_of_run
 

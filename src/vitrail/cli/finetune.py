@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from vitrail.cli.console import err
-from vitrail.cli.options import Json, size
+from vitrail.cli.options import Json, parse_size
 from vitrail.cli.train import AutoResume, Device, Out, Report, Resume, SkipBad, picked, spelled, tell
 from vitrail.runtime import speaks
 
@@ -58,7 +58,7 @@ def finetune(
             data or "",
             recipe=recipe,
             what=learning,
-            image_size=size(image_size),
+            image_size=parse_size(image_size),
             overrides=[*overrides, *([f"device={device}"] if device else [])],
             out=out,
             resume=resume,
@@ -75,7 +75,7 @@ def finetune(
         data,
         recipe=recipe,
         what=learning,
-        image_size=size(image_size),
+        image_size=parse_size(image_size),
         overrides=overrides,
         device=device or "auto",
     )

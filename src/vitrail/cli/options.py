@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their values are read."""
+"""Options that commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from vitrail.config import parse_value
 from vitrail.errors import ConfigError
 
 Family = Annotated[
-    str | None, typer.Option("--family", metavar="NAME", help="What a bare file cannot say: DeiT, DINO, MAE, ...")
+    str | None,
+    typer.Option("--family", metavar="NAME", help="Model family of a file without metadata: DeiT, DINO, MAE, ..."),
 ]
 Section = Annotated[
-    str | None, typer.Option("--section", metavar="NAME", help="Part of a training file to read, such as teacher.")
+    str | None,
+    typer.Option("--section", metavar="NAME", help="Part of a training checkpoint to read, such as teacher."),
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="A setting the file does not tell, such as num_heads=4; may be repeated."
-    ),
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting that the file lacks, such as num_heads=4; repeatable."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Formats = Annotated[
-    str, typer.Option("--format", metavar="NAMES", help="Some of png,jpg,svg,pdf and npz, the numbers behind them.")
+    str, typer.Option("--format", metavar="NAMES", help="Comma-separated: png,jpg,svg,pdf, and npz for the data.")
 ]
 
-PAIR = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+HEIGHT_BY_WIDTH = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
 
-def size(text: str | None) -> int | tuple[int, int] | None:
-    """384 or 384x288."""
+def parse_size(text: str | None) -> int | tuple[int, int] | None:
+    """`"384"` -> 384; `"384x288"` -> (384, 288), height first."""
     if text is None:
         return None
-    if match := PAIR.fullmatch(text.lower()):
+    if match := HEIGHT_BY_WIDTH.fullmatch(text.lower()):
         return int(match[1]), int(match[2])
     if not text.isdecimal() or not int(text):
         raise ConfigError(f"--image-size wants 384 or 384x288 (height x width), got {text!r}.")
     return int(text)
 
 
-def settings(given: Sequence[str] | None) -> dict[str, Any]:
+def parse_settings(given: Sequence[str] | None) -> dict[str, Any]:
     """["num_heads=4", "image_size=224x448"] -> {"num_heads": 4, "image_size": (224, 448)}."""
     found: dict[str, Any] = {}
     for text in given or ():
@@ -53,11 +53,11 @@ def settings(given: Sequence[str] | None) -> dict[str, Any]:
     return found
 
 
-def listed(text: str | None) -> tuple[str, ...] | None:
-    """ "rollout, gradient" -> its words; None stays None."""
+def parse_list(text: str | None) -> tuple[str, ...] | None:
+    """`"rollout, gradient"` -> ("rollout", "gradient"); None stays None."""
     if text is None:
         return None
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     if not words:
-        raise ConfigError(f"got an empty list {text!r}, wanted names with commas between them.")
+        raise ConfigError(f"got {text!r}, wanted comma-separated names.")
     return words

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import note, one_line, problem, progress
-from vitrail.cli.opening import Batch, Channels, Device, Dtype, Image, Labels, Source
-from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.cli.model_options import BatchSize, Channels, Device, Dtype, ImageSize, LabelFile, ModelSpec
+from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError, NotFound, VitrailError
 from vitrail.runtime import visible
@@ -48,15 +48,15 @@ Out = Annotated[
 
 def predict(
     images: Images,
-    model: Source = None,
+    model: ModelSpec = None,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="How many classes to show.")] = 5,
-    labels: Labels = None,
-    image_size: Image = None,
+    labels: LabelFile = None,
+    image_size: ImageSize = None,
     channels: Channels = None,
     section: Section = None,
     family: Family = None,
     changes: Settings = None,
-    batch_size: Batch = 32,
+    batch_size: BatchSize = 32,
     device: Device = "auto",
     dtype: Dtype = "float32",
     engine: Engine = None,
@@ -71,12 +71,12 @@ def predict(
         raise ConfigError("--logits gives every output of every image: add --json.")
     if to is not None:
         _check_destination(to)
-    own: dict[str, Any] = {"image_size": size(image_size), "channels": channels, "labels": labels}
-    told = settings(changes)
+    own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels, "labels": labels}
+    told = parse_settings(changes)
     paths, many = find_images(images)
 
     own |= {"section": section, "family": family}
-    vit = open_running(model, engine, calibrate=calibrate, told=told, device=device, dtype=dtype, **own)
+    vit = open_running(model, engine, calibrate=calibrate, overrides=told, device=device, dtype=dtype, **own)
     rows = _Rows(vit, paths, batch_size, top, logits, bar=to is not None or not sys.stdout.isatty())
     top = min(top, vit.config.num_classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or to is not None else _listing(rows)

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from vitrail.cli.console import err, progress, show
 from vitrail.cli.embed import Batch, Layer, Norm, Pool, Root, SkipBad, numbers, place
-from vitrail.cli.opening import Channels, Device, Dtype, Image, Source, open_model
-from vitrail.cli.options import Family, Json, Section, Settings, settings, size
+from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
+from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ TITLES = {"fewshot": "few-shot", "knn": "k-NN", "logistic": "logistic"}
 
 
 def probe(
-    model: Source = None,
+    model: ModelSpec = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="SPEC", help="A built-in name, a folder, a table or shards.")
     ] = None,
@@ -61,7 +61,7 @@ def probe(
     most: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Use no more images of each part than this.")
     ] = None,
-    image_size: Image = None,
+    image_size: ImageSize = None,
     channels: Channels = None,
     root: Root = None,
     section: Section = None,
@@ -82,7 +82,7 @@ def probe(
         raise ConfigError(f"probe needs --data SPEC, or --features FILE that vitrail embed wrote; got {got}.")
     if vote not in ("weighted", "uniform"):
         raise ConfigError(f"--vote wants weighted or uniform, got {vote!r}.")
-    layers, told = numbers(layer, "--layer"), settings(changes)
+    layers, told = numbers(layer, "--layer"), parse_settings(changes)
     given = {
         name: None if text is None else numbers(text, option)
         for name, text, option in (("shots", shots, "--shots"), ("ks", k, "--k"))
@@ -100,12 +100,12 @@ def probe(
         from vitrail.config import DataConfig
 
         own: dict[str, Any] = {
-            "image_size": size(image_size),
+            "image_size": parse_size(image_size),
             "channels": channels,
             "section": section,
             "family": family,
         }
-        vit = open_model(model, told=told, classes=False, device=device, dtype=dtype, **own)
+        vit = open_model(model, overrides=told, require_classes=False, device=device, dtype=dtype, **own)
         config = DataConfig(source=str(data), root=root, skip_bad=skip_bad)
         found = run(
             vit, config, asked=asked, place=place(layers, pool, norm), most=most, batch_size=batch_size, watch=watch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import err
-from vitrail.cli.opening import open_model
+from vitrail.cli.model_options import open_model
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def open_running(
     model: str | None,
     engine: str | None,
     *,
-    told: dict[str, Any],
+    overrides: dict[str, Any],
     device: str = "auto",
     dtype: str = "float32",
     calibrate: str | None = None,
@@ -46,7 +46,9 @@ def open_running(
     ours = engine in (None, "torch")
     if not ours and dtype != "float32":
         raise ConfigError(f"--dtype {dtype} is for torch alone: {engine} has its own.")
-    vit = open_model(model, told=told, inside=False, device=device if ours else "cpu", dtype=dtype, **options)
+    vit = open_model(
+        model, overrides=overrides, require_network=False, device=device if ours else "cpu", dtype=dtype, **options
+    )
     if engine is None:
         return vit
     from vitrail.api.exporting import Running, running

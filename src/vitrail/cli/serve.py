@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vitrail.cli.console import note, notes_to_stderr, one_line
-from vitrail.cli.opening import Channels, Device, Dtype, Image, Labels, open_model
-from vitrail.cli.options import Family, Section, Settings, settings, size
+from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, open_model
+from vitrail.cli.options import Family, Section, Settings, parse_settings, parse_size
 from vitrail.cli.running import Calibrate
 from vitrail.errors import ConfigError, nearest
 from vitrail.runtime.cores import cores as own_cores
@@ -55,8 +55,8 @@ def serve(
     wait: Annotated[
         float, typer.Option(min=0, max=1000, metavar="MS", help="How long a batch waits for company.")
     ] = 4.0,
-    labels: Labels = None,
-    image_size: Image = None,
+    labels: LabelFile = None,
+    image_size: ImageSize = None,
     channels: Channels = None,
     section: Section = None,
     family: Family = None,
@@ -74,8 +74,19 @@ def serve(
     if calibrate is not None and engine != "auto":
         raise ConfigError("--calibrate lets --engine auto try int8; pass both, or neither.")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported: no spinning where others work
-    own: dict[str, Any] = {"image_size": size(image_size), "channels": channels, "labels": labels, "device": device}
-    own |= {"told": settings(changes), "section": section, "family": family, "dtype": dtype, "calibrate": calibrate}
+    own: dict[str, Any] = {
+        "image_size": parse_size(image_size),
+        "channels": channels,
+        "labels": labels,
+        "device": device,
+    }
+    own |= {
+        "overrides": parse_settings(changes),
+        "section": section,
+        "family": family,
+        "dtype": dtype,
+        "calibrate": calibrate,
+    }
     server, several = _parts()
     from vitrail.export.names import is_exported
     from vitrail.serve.limits import Limits
@@ -115,7 +126,7 @@ def opened(model: str | None, engine: str | None, cores: int, calibrate: str | N
         if labels is not None and isinstance(found, FileEngine):
             found = found.named(found.info.replace(labels=read_labels(labels, found.info.config.num_classes)))
         return Served(found, name=Path(model).stem, alone=True)
-    vit = open_model(model, classes=False, **options)
+    vit = open_model(model, require_classes=False, **options)
     alone = vit.device.type == "cpu"
     images = calibration_images(calibrate)
     runs = open_engine(vit, engine, vit.device, threads=cores, calibrate=images, lanes=cores if alone else 1)
@@ -124,11 +135,10 @@ def opened(model: str | None, engine: str | None, cores: int, calibrate: str | N
 
 def _check_unchanged(model: str, *, device: str = "auto", dtype: str = "float32", **options: Any) -> None:
     """Raise ConfigError where something else is wanted than what was exported."""
-    for name in ("image_size", "channels", "section", "family", "told", "calibrate"):
+    for name in ("image_size", "channels", "section", "family", "overrides", "calibrate"):
         if options.get(name):
-            raise ConfigError(
-                f"{model} is exported already: --{'set' if name == 'told' else name.replace('_', '-')} comes too late."
-            )
+            option = "set" if name == "overrides" else name.replace("_", "-")
+            raise ConfigError(f"{model} is exported already: --{option} comes too late.")
     if device not in ("auto", "cpu"):
         raise ConfigError(
             f"{model} is exported and runs on the CPU; for {device}, serve the checkpoint it was made from."

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from vitrail.cli.console import err, show
 from vitrail.cli.embed import Batch
-from vitrail.cli.opening import Device, Image, Source
-from vitrail.cli.options import Json, size
+from vitrail.cli.model_options import Device, ImageSize, ModelSpec
+from vitrail.cli.options import Json, parse_size
 from vitrail.cli.probe import watch
 from vitrail.errors import ConfigError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def vtab(
-    model: Source = None,
+    model: ModelSpec = None,
     root: Annotated[
         Path | None, typer.Option("--root", metavar="DIR", help="A folder that holds a folder for each task.")
     ] = None,
@@ -37,7 +37,7 @@ def vtab(
         str, typer.Option("--lr", metavar="LR,...", help="Fine-tuning: rates that the 200 choose from.")
     ] = "0.003,0.01,0.03",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fine-tuning: its length.")] = 2500,
-    image_size: Image = None,
+    image_size: ImageSize = None,
     to: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where fine-tuned runs go.")] = Path(
         "runs/vtab"
     ),
@@ -66,7 +66,7 @@ def vtab(
         method=method,  # type: ignore[arg-type]
         rates=chosen,
         steps=steps,
-        image_size=size(image_size),
+        image_size=parse_size(image_size),
         device=device,
         out=to,
         batch_size=batch_size,

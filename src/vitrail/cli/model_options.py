@@ -1,0 +1,99 @@
+"""The `--model` option and those beside it, and the function that loads the model they name."""
+
+from __future__ import annotations
+
+import shlex
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitrail.cli.console import err, note
+from vitrail.errors import ConfigError, ModelError
+from vitrail.runtime import silent
+
+if TYPE_CHECKING:
+    from vitrail.api import Model
+    from vitrail.weights.shipped import Shipped
+
+ModelSpec = Annotated[
+    str | None, typer.Option("--model", "-m", metavar="MODEL", help="A name, a file, a folder or a hub id.")
+]
+LabelFile = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Class names: a text file with one per line, JSON, or imagenet-1k.")
+]
+ImageSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Image size in pixels: 384, or 288x192 (height x width).")
+]
+Channels = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Number of image channels: 1 (gray), 3 (RGB) or 4 (RGBA).")
+]
+BatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="Images per batch.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or mps.")]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, or bfloat16 for speed on a GPU.")]
+
+
+def open_model(
+    model: str | None,
+    *,
+    overrides: dict[str, Any] | None = None,
+    require_classes: bool = True,
+    require_network: bool = True,
+    **options: Any,
+) -> Model:
+    """Load the model of `--model`, or the shipped model if there is none.
+
+    `options` are those of `vitrail.load`; `overrides` are the settings given with `--set`. With `require_classes`, a
+    model without classes is an error, and classes without names give a note. With `require_network`, an exported file
+    is an error: only its inputs and outputs are accessible. A command without `labels` does not use class names, so
+    assumptions about them are not reported.
+    """
+    overrides = overrides or {}
+    for name in overrides.keys() & options.keys():
+        raise ConfigError(f"--set {name}={overrides[name]}: pass --{name.replace('_', '-')} instead.")
+    with err.status(f"loading {model or 'the model that ships with vitrail'}"):
+        from vitrail.api import load  # imports torch, so only after the arguments are checked
+        from vitrail.weights.labels import ASSUMED
+        from vitrail.weights.locate import Found, locate
+        from vitrail.weights.shipped import DEFAULT
+    found = (
+        Found(DEFAULT.path, DEFAULT.name) if model is None else locate(model)
+    )  # may download, with its own progress bar
+    with err.status(f"loading {model or DEFAULT.name}"):
+        with nullcontext() if "labels" in options else silent(ASSUMED):
+            vit = load(found, **options, **overrides)
+        if require_network:
+            vit.check_inside()
+    if model is None:
+        _introduce(DEFAULT)
+    if require_classes:
+        _check_classes(vit, model or DEFAULT.name)
+    return vit
+
+
+def _introduce(shipped: Shipped) -> None:
+    """Say which model is used without `--model`, and which classes it has."""
+    *labels, last = shipped.info.labels or ("nothing",)
+    note(f"no --model was given: using {shipped.name}, which ships with vitrail ({shipped.about}).")
+    note(
+        f"its classes are {', '.join(labels)} and {last}; every image is assigned to one of them. "
+        "For other classes, pass --model: a name from `vitrail models`, a file, a folder or a hub id."
+    )
+
+
+def _check_classes(vit: Model, model: str) -> None:
+    try:
+        vit.check_classes()
+    except ModelError:
+        from vitrail.export.names import is_exported
+
+        if is_exported(model):
+            raise ModelError(f"{model} has no classes: it outputs features; use vitrail embed.") from None
+        train = f"vitrail finetune --model {shlex.quote(model)} --data DATA"
+        raise ModelError(f"{model} has no classes; train a classifier with {train}.") from None
+    if vit.labels is None:
+        from vitrail.weights.labels import imagenet_1k
+
+        unknown = vit.config.num_classes == 1000 and not vit.info.trained_here and imagenet_1k() is None
+        timm = ", or install timm, which has the ImageNet names" if unknown else ""
+        note(f"the checkpoint has no class names: pass --labels FILE{timm}.")
