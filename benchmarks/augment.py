@@ -31,7 +31,7 @@ from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data.augment import Augment, color
 from vitrail.data.augment.affine import affine, rotation
 from vitrail.data.augment.crop import crop_boxes, resized_crop
-from vitrail.data.augment.three import gaussian
+from vitrail.data.augment.three_augment import gaussian_weights
 from vitrail.data.batch import Batch
 
 Call = Callable[[], object]
@@ -43,8 +43,8 @@ CHECKED = 16
 SETTINGS: dict[str, dict[str, object]] = {
     "crop, flip": {},
     "shift, flip": {"crop": "pad"},
-    "+ jitter": {"jitter": (0.4, 0.4, 0.4, 0.1)},
-    "+ 3-Augment": {"policy": "three", "jitter": (0.3, 0.3, 0.3, 0.0)},
+    "+ jitter": {"color_jitter": (0.4, 0.4, 0.4, 0.1)},
+    "+ 3-Augment": {"policy": "three", "color_jitter": (0.3, 0.3, 0.3, 0.0)},
     "+ RandAugment": {"policy": "rand", "magnitude_std": 0.5},
     "+ erase": {"policy": "rand", "magnitude_std": 0.5, "erase": 0.25},
     "+ mixup, CutMix": {"policy": "rand", "magnitude_std": 0.5, "erase": 0.25, "mixup": 0.8, "cutmix": 1.0},
@@ -98,7 +98,7 @@ def operations(photos: Tensor, side: int) -> list[Row]:
     factor, turn = 0.4 + 1.2 * draws[:, 0], draws[:, 1] - 0.5
     threshold, bits = (256 * draws[:, 2]).floor(), 1 + (7 * draws[:, 3]).floor()
     deviation = 0.1 + 1.9 * draws[:, 1]
-    weights = torch.from_numpy(gaussian(deviation.cpu().double().numpy(), 6)).to(device)
+    weights = torch.from_numpy(gaussian_weights(deviation.cpu().double().numpy(), 6)).to(device)
     boxes = torch.from_numpy(crop_boxes(keys, np.tile((side, side), (count, 1)), (0.08, 1.0), (3 / 4, 4 / 3)))
     corners = _corners(boxes).to(device)
     degrees = 60 * draws[:, 0].cpu() - 30

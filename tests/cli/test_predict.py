@@ -123,7 +123,7 @@ def test_a_file_of_results_is_replaced_only_when_the_new_one_is_complete(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vitrail.data.cells.csv_line", interrupt)
+    monkeypatch.setattr("vitrail.data.csv_escape.csv_line", interrupt)
     assert vitrail("predict", photos, "-m", weights, "-o", table).status == 130
     assert table.read_text() == "precious"
 

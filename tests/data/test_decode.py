@@ -141,8 +141,8 @@ def test_16_bit_gray_is_scaled_by_its_full_range(kind: str) -> None:
 def test_16_bit_gray_stands_upright_too() -> None:
     exif, deep = Image.Exif(), (np.arange(12, dtype=np.uint16) * 5000).reshape(3, 4)
     exif[0x0112] = 6
-    turned = decode(encoded(Image.fromarray(deep), "PNG", exif=exif), 1)[:, :, 0]
-    assert np.array_equal(turned, np.rot90(np.rint(deep / 257), -1))
+    transposed = decode(encoded(Image.fromarray(deep), "PNG", exif=exif), 1)[:, :, 0]
+    assert np.array_equal(transposed, np.rot90(np.rint(deep / 257), -1))
 
 
 @pytest.mark.parametrize("color", [2, 4, 6])

@@ -241,7 +241,7 @@ def test_what_is_no_image_says_what_was_wanted(array: Any, message: str) -> None
         decode(array)
 
 
-# Threads and warnings
+# ThreadPool and warnings
 
 
 def test_threads_leave_the_process_as_it_was(jpeg: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

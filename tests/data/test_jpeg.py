@@ -27,12 +27,12 @@ simplejpeg = pytest.importorskip("simplejpeg", reason="the extra `fast` is not i
 def pillow_alone() -> Iterator[None]:
     """As if simplejpeg were not installed."""
     there, jpeg.simplejpeg = jpeg.simplejpeg, None
-    jpeg.trusted.cache_clear()
+    jpeg.verified_simplejpeg.cache_clear()
     try:
         yield
     finally:
         jpeg.simplejpeg = there
-        jpeg.trusted.cache_clear()
+        jpeg.verified_simplejpeg.cache_clear()
 
 
 def scene(height: int, width: int, mode: str = "RGB") -> Image.Image:
@@ -60,7 +60,7 @@ def oriented(image: Image.Image, orientation: int, **options: Any) -> bytes:
 
 
 def test_simplejpeg_is_in_use_here() -> None:
-    assert jpeg.trusted() is simplejpeg
+    assert jpeg.verified_simplejpeg() is simplejpeg
 
 
 # The same pixels
@@ -81,10 +81,10 @@ def test_whole_images_have_pillows_pixels(
         scene(height, width, mode), "JPEG", subsampling=subsampling, progressive=progressive, quality=quality
     )
     wanted = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
-    found = jpeg.header(data)
+    found = jpeg.parse_header(data)
     assert found is not None
     assert (found.height, found.width, found.gray) == (height, width, mode == "L")
-    assert jpeg.pixels(found) is not None
+    assert jpeg.decode_pixels(found) is not None
     assert np.array_equal(decode(data), wanted)
     assert np.array_equal(np.asarray(open_image(data)), wanted)
 
@@ -106,7 +106,7 @@ def test_red_green_and_blue_stored_as_such() -> None:
 @pytest.mark.parametrize("layout", ["440", "411"])
 def test_rare_chroma_layouts_are_left_to_pillow(layout: str) -> None:
     data = simplejpeg.encode_jpeg(np.asarray(scene(45, 53)), colorsubsampling=layout)
-    assert jpeg.header(data) is None
+    assert jpeg.parse_header(data) is None
     assert np.array_equal(decode(data), np.asarray(Image.open(io.BytesIO(data))))
 
 
@@ -138,11 +138,11 @@ def test_a_library_with_other_pixels_is_not_used(monkeypatch: pytest.MonkeyPatch
     wanted = decode(data)
     genuine = simplejpeg.decode_jpeg
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *a, **k: genuine(*a, **k) ^ 1)
-    jpeg.trusted.cache_clear()
-    assert jpeg.trusted() is None
+    jpeg.verified_simplejpeg.cache_clear()
+    assert jpeg.verified_simplejpeg() is None
     assert np.array_equal(decode(data), wanted)
     monkeypatch.undo()
-    jpeg.trusted.cache_clear()
+    jpeg.verified_simplejpeg.cache_clear()
 
 
 # Upright
@@ -218,13 +218,13 @@ def test_too_many_pixels_are_refused_with_the_reason(monkeypatch: pytest.MonkeyP
     "data", [b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\xff\xd8\xff\xe0\0", b"\xff\xd8" + b"\xff" * 99]
 )
 def test_what_is_no_jpeg_has_no_header(data: bytes) -> None:
-    assert jpeg.header(data) is None
+    assert jpeg.parse_header(data) is None
 
 
 def test_fill_bytes_before_a_marker_are_passed_over() -> None:
     data = encoded(scene(20, 20), "JPEG")
     padded = data[:2] + b"\xff\xff\xff" + data[2:]
-    assert jpeg.header(padded) is not None
+    assert jpeg.parse_header(padded) is not None
     assert np.array_equal(decode(padded), decode(data))
 
 
@@ -305,26 +305,26 @@ def test_a_part_is_that_part_of_the_whole(
     )
     top, left, bottom, right = (v // scale * scale for v in (top, left, bottom, right))
     box = (top, left, bottom - top, right - left)
-    part = found.part(box, scale)
+    part = found.crop(box, scale)
     # Counted from the other end, the sides are no multiples of the scale: only the stored image's grid is exact.
-    stored = jpeg.unturned(box, found.header, found.turn)
+    stored = jpeg.stored_box(box, found.header, found.transpose)
     rows, columns = (
         slice(round(first / scale), round((first + length) / scale))
         for first, length in ((stored[0], stored[2]), (stored[1], stored[3]))
     )
-    whole = jpeg.pixels(found.header, scale)
+    whole = jpeg.decode_pixels(found.header, scale)
     assert whole is not None
-    assert np.array_equal(part, jpeg.turned(whole[rows, columns], found.turn))
+    assert np.array_equal(part, jpeg.transposed(whole[rows, columns], found.transpose))
     if scale == 1:
         assert np.array_equal(part, found.pixels()[top:bottom, left:right])
     with pillow_alone():
-        assert np.array_equal(found.part(box, scale), part)
+        assert np.array_equal(found.crop(box, scale), part)
 
 
 def test_unpacking_stops_below_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
     found = open_jpeg(encoded(noisy(400, 300), "JPEG"))
     assert found is not None
-    assert jpeg.trusted()
+    assert jpeg.verified_simplejpeg()
     heights = []
     genuine = simplejpeg.decode_jpeg
 
@@ -333,9 +333,9 @@ def test_unpacking_stops_below_the_part(monkeypatch: pytest.MonkeyPatch) -> None
         return genuine(data, *args, **options)
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", watched)
-    found.part((100, 50, 100, 100))
-    found.part((0, 0, 400, 300))
-    found.part((0, 0, 100, 300), 2)
+    found.crop((100, 50, 100, 100))
+    found.crop((0, 0, 400, 300))
+    found.crop((0, 0, 100, 300), 2)
     assert heights == [224, 400, 128]
 
 
@@ -343,8 +343,8 @@ def test_unpacking_stops_below_the_part(monkeypatch: pytest.MonkeyPatch) -> None
 def test_where_the_end_of_the_data_is_not_to_be_seen_all_is_unpacked(options: dict[str, Any]) -> None:
     found = open_jpeg(encoded(noisy(200, 200), "JPEG", **options))
     assert found is not None
-    assert found.header.stops == 0
-    assert np.array_equal(found.part((0, 0, 20, 20)), found.pixels()[:20, :20])
+    assert found.header.height_offset == 0
+    assert np.array_equal(found.crop((0, 0, 20, 20)), found.pixels()[:20, :20])
 
 
 @pytest.mark.parametrize("scale", [1, 4])
@@ -354,7 +354,7 @@ def test_a_cut_off_file_is_refused_whatever_part_is_wanted(scale: int) -> None:
         found = open_jpeg(whole[:left])
         assert found is not None
         with pytest.raises(ImageError, match="truncated"):
-            found.part((0, 0, 40, 40), scale)
+            found.crop((0, 0, 40, 40), scale)
 
 
 def test_damage_above_is_judged_as_pillow_alone_judges_it() -> None:
@@ -369,6 +369,6 @@ def test_damage_above_is_judged_as_pillow_alone_judges_it() -> None:
             wanted = attempt(bytes(data))
         if isinstance(wanted, str):
             with pytest.raises(ImageError):
-                found.part((150, 0, 20, 40))
+                found.crop((150, 0, 20, 40))
         else:
-            assert np.array_equal(found.part((150, 0, 20, 40)), wanted[150:170, :40])
+            assert np.array_equal(found.crop((150, 0, 20, 40)), wanted[150:170, :40])

@@ -21,9 +21,9 @@ from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data.augment.crop import crop_boxes
 from vitrail.data.batch import Batch
 from vitrail.data.decode import decode
-from vitrail.data.loader import Flow, Loader, OnDevice, evaluation_batches, training_batches
-from vitrail.data.order import Order
+from vitrail.data.loader import Loader, ResidentLoader, WorkerLoader, evaluation_batches, training_batches
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sampler import Sampler
 from vitrail.errors import ConfigError, DataError
 
 SMALL = PreprocessConfig(image_size=32)
@@ -82,12 +82,14 @@ def test_a_run_can_begin_at_any_step(photos: list[Path], start: int, order: str)
     assert all(equal(a, b) for a, b in zip(whole[start:], later, strict=True))
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("resident", [False, True])
-def test_ranks_together_have_the_batch_of_one_process(photos: list[Path], world: int, resident: bool) -> None:
+def test_ranks_together_have_the_batch_of_one_process(photos: list[Path], world_size: int, resident: bool) -> None:
     config = DataConfig(workers=0, resident=resident)
     whole = collect(train(Images(photos), config, steps=3))
-    parts = [collect(train(Images(photos), config, steps=3, rank=rank, world=world)) for rank in range(world)]
+    parts = [
+        collect(train(Images(photos), config, steps=3, rank=rank, world_size=world_size)) for rank in range(world_size)
+    ]
     for step, batch in enumerate(whole):
         for name in ("images", "targets", "weights", "slots", "indices"):
             together = torch.cat([getattr(part[step], name) for part in parts])
@@ -95,7 +97,7 @@ def test_ranks_together_have_the_batch_of_one_process(photos: list[Path], world:
 
 
 def test_batches_are_what_the_definition_says(photos: list[Path]) -> None:
-    source, order = Images(photos), Order(41, seed=3)
+    source, order = Images(photos), Sampler(41, seed=3)
     for batch in collect(train(source, FILES.replace(workers=2), steps=2)):
         indices = order.indices(12 * batch.step, 12)
         assert np.array_equal(batch.indices, indices)
@@ -157,10 +159,10 @@ def test_the_first_batch_comes_soon(photos: list[Path]) -> None:
 def test_without_crops_training_sees_what_evaluation_sees(photos: list[Path], crop: Any) -> None:
     augment = AugmentConfig(crop=crop)
     flow = train(Images(photos), augment=augment, steps=2)
-    assert isinstance(flow, Flow)
+    assert isinstance(flow, WorkerLoader)
     assert not flow.cropped
     held = train(Images(photos), DataConfig(workers=0), augment=augment, steps=2)
-    assert isinstance(held, OnDevice)
+    assert isinstance(held, ResidentLoader)
     for a, b in zip(collect(flow), collect(held), strict=True):
         assert equal(a, b)
         for image, index in zip(a.images, a.indices.tolist(), strict=True):
@@ -204,8 +206,8 @@ def test_no_labels_at_all_is_said(photos: list[Path]) -> None:
 
 
 def test_a_batch_that_cannot_be_shared_is_said(photos: list[Path]) -> None:
-    with pytest.raises(ConfigError, match=r"batch_size=12 cannot be shared by 5 processes; try 10"):
-        train(Images(photos), world=5)
+    with pytest.raises(ConfigError, match=r"batch_size=12 is not divisible by 5 processes; try 10"):
+        train(Images(photos), world_size=5)
 
 
 # Gray
@@ -220,9 +222,9 @@ def test_gray_images_have_one_channel(photos: list[Path]) -> None:
 
 
 @settings(max_examples=25)
-@given(count=st.integers(1, 41), batch_size=st.integers(1, 12), world=st.integers(1, 4), resident=st.booleans())
+@given(count=st.integers(1, 41), batch_size=st.integers(1, 12), world_size=st.integers(1, 4), resident=st.booleans())
 def test_evaluation_has_every_image_once(
-    photos: list[Path], count: int, batch: int, world: int, resident: bool
+    photos: list[Path], count: int, batch_size: int, world_size: int, resident: bool
 ) -> None:
     source = Images(photos[:count])
     config = DataConfig(workers=0, resident=None if resident else False)
@@ -231,24 +233,24 @@ def test_evaluation_has_every_image_once(
             evaluation_batches(
                 source,
                 preprocess=PreprocessConfig(image_size=8),
-                batch_size=batch,
+                batch_size=batch_size,
                 device="cpu",
                 rank=r,
-                world=world,
+                world_size=world_size,
                 config=config,
             )
         )
-        for r in range(world)
+        for r in range(world_size)
     ]
     assert len({len(batches) for batches in ranks}) == 1
     seen = []
     for rank, batches in enumerate(ranks):
-        for each in batches:
-            assert each.images.shape == (batch, 3, 8, 8)
-            assert each.slots.tolist() == list(range(rank * batch, (rank + 1) * batch))
-            assert torch.equal(each.weights, (each.indices >= 0).float())
-            assert each.images[each.indices < 0].eq(0).all()
-            seen += each.indices[each.indices >= 0].tolist()
+        for batch in batches:
+            assert batch.images.shape == (batch_size, 3, 8, 8)
+            assert batch.slots.tolist() == list(range(rank * batch_size, (rank + 1) * batch_size))
+            assert torch.equal(batch.weights, (batch.indices >= 0).float())
+            assert batch.images[batch.indices < 0].eq(0).all()
+            seen += batch.indices[batch.indices >= 0].tolist()
     assert sorted(seen) == list(range(count))
 
 

@@ -12,8 +12,8 @@ from images import encoded
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
-from vitrail.data.bad import Bad
-from vitrail.data.loader import Loader, OnDevice, evaluation_batches, training_batches
+from vitrail.data.bad_images import BadImages
+from vitrail.data.loader import Loader, ResidentLoader, evaluation_batches, training_batches
 from vitrail.errors import DataError
 
 SMALL = PreprocessConfig(image_size=16)
@@ -71,7 +71,7 @@ def test_too_many_end_the_run_with_their_list(data: dict[str, Any]) -> None:
     source = images(bad, count=60)
     with (
         pytest.raises(
-            DataError, match=r"of 60 images of photos cannot be used, more than data.max_bad_fraction=0.3"
+            DataError, match=r"of 60 images of photos cannot be read, more than data.max_bad_fraction=0.3"
         ) as caught,
         train(source, data={**data, "max_bad_fraction": 0.3}, batch_size=60) as loader,
     ):
@@ -93,18 +93,18 @@ def test_the_share_counts_images_not_readings() -> None:
 
 
 def test_of_several_processes_none_refuses_alone_and_all_refuse_together() -> None:
-    loaders = [train(images(), data={"max_bad_fraction": 0.1}, steps=1, rank=rank, world=2) for rank in range(2)]
+    loaders = [train(images(), data={"max_bad_fraction": 0.1}, steps=1, rank=rank, world_size=2) for rank in range(2)]
     for loader in loaders:
         list(loader)
-    news = sum(loader.news for loader in loaders)
+    news = sum(loader.num_unshared_bad for loader in loaders)
     told = [loader.bad for loader in loaders]
     assert news == 3
     for loader in loaders:
-        assert loader.too_many(news)
-        assert not loader.too_many(2)
+        assert loader.too_many_bad(news)
+        assert not loader.too_many_bad(2)
         with pytest.raises(DataError, match="3 of 20"):
-            loader.agree(told)
-        assert loader.news == 0
+            loader.merge_bad(told)
+        assert loader.num_unshared_bad == 0
 
 
 def test_bad_images_are_bad_whatever_reads_them() -> None:
@@ -144,7 +144,7 @@ def test_what_was_kept_is_refused_again() -> None:
     for _ in range(2):
         with pytest.raises(DataError, match="3 of 20"):
             measure(source, resident=None)
-    assert isinstance(measure(source, resident=None, skip_bad=True), OnDevice)
+    assert isinstance(measure(source, resident=None, skip_bad=True), ResidentLoader)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,6 @@ def test_what_was_kept_is_refused_again() -> None:
     ],
 )
 def test_reasons_hold_no_folders_of_this_machine(reason: str, wanted: str):
-    bad = Bad("photos", 10, None)
+    bad = BadImages("photos", 10, None)
     bad.add("cat/a.png", reason)
-    assert bad.found == {"cat/a.png": wanted}
+    assert bad.reasons == {"cat/a.png": wanted}

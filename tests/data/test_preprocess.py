@@ -290,7 +290,7 @@ def test_resizing_only_what_the_crop_needs_gives_the_same_pixels(
 ) -> None:
     prepare = Preprocess(PreprocessConfig(image_size=crop, resize="short", resize_to=56, interpolation=interpolation))
     whole = prepare.pixels(drawn(*size))
-    monkeypatch.setattr(preprocess, "WHOLE", 0)
+    monkeypatch.setattr(preprocess, "MAX_WHOLE_PIXELS", 0)
     part = prepare.pixels(drawn(*size))
     assert part.shape == whole.shape
     off = np.abs(part.astype(int) - whole)
@@ -367,7 +367,7 @@ def test_normalize_leaves_its_input_alone_and_carries_gradients() -> None:
     prepare = Preprocess(PreprocessConfig(image_size=8))
     floats = torch.rand(2, 3, 8, 8) * 255
     kept = floats.clone()
-    preprocess._made.cache_clear()  # what the first caller's mode makes is what the next one gets
+    preprocess._cached_constant.cache_clear()  # what the first caller's mode makes is what the next one gets
     with torch.inference_mode():
         prepare.normalize(floats)
     assert torch.equal(floats, kept)
@@ -390,7 +390,7 @@ def test_normalize_can_be_exported_and_compiled() -> None:
             return prepare.normalize(batch)
 
     batch = torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)
-    preprocess._made.cache_clear()  # so that a tensor of the trace would be kept, were it kept
+    preprocess._cached_constant.cache_clear()  # so that a tensor of the trace would be kept, were it kept
     exported = torch.export.export(Normalize(), (batch,)).module()
     compiled = torch.compile(Normalize(), backend="aot_eager", fullgraph=True)
     wanted = prepare.normalize(batch)

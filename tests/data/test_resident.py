@@ -16,10 +16,10 @@ from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data import resident
-from vitrail.data.loader import Flow, Loader, OnDevice, training_batches
-from vitrail.data.order import Order
+from vitrail.data.loader import Loader, ResidentLoader, WorkerLoader, training_batches
 from vitrail.data.preprocess import Preprocess
-from vitrail.data.view import Evaluated, Native
+from vitrail.data.sampler import Sampler
+from vitrail.data.transforms import EvalTransform, OriginalPixels
 from vitrail.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def choose(source: Any, **changes: Any) -> Any:
         "config": DataConfig(), "augment": AugmentConfig(), "preprocess": PreprocessConfig(image_size=16),
         "device": CPU,
     }  # fmt: skip
-    return resident.choose(source, **{**options, **changes})
+    return resident.choose_transform(source, **{**options, **changes})
 
 
 # What a batch holds
@@ -64,10 +64,10 @@ def choose(source: Any, **changes: Any) -> Any:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_images_of_one_size_stay_at_that_size(pixels: np.ndarray, make: Any, workers: int) -> None:
     loader = train(make(pixels), config=DataConfig(workers=workers))
-    assert isinstance(loader, OnDevice)
+    assert isinstance(loader, ResidentLoader)
     assert not loader.cropped
     for batch in loader:
-        indices = Order(50, seed=1).indices(8 * batch.step, 8)
+        indices = Sampler(50, seed=1).indices(8 * batch.step, 8)
         assert np.array_equal(batch.indices, indices)
         assert batch.images.is_contiguous()
         assert np.array_equal(batch.images.permute(0, 2, 3, 1), pixels[indices])
@@ -114,51 +114,51 @@ def test_values_that_are_never_rounded_stay_so(pixels: np.ndarray) -> None:
 def test_images_of_many_sizes_are_read_as_they_are_needed(pixels: np.ndarray) -> None:
     mixed = Images([*pixels[:30], pixels[0][:5]])
     assert choose(mixed) is None
-    assert isinstance(choose(mixed, augment=AugmentConfig(crop="none")), Evaluated)
-    assert isinstance(choose(mixed, config=DataConfig(resident=True)), Evaluated)
-    assert isinstance(train(mixed), Flow)
+    assert isinstance(choose(mixed, augment=AugmentConfig(crop="none")), EvalTransform)
+    assert isinstance(choose(mixed, config=DataConfig(resident=True)), EvalTransform)
+    assert isinstance(train(mixed), WorkerLoader)
 
 
 def test_large_images_of_one_size_are_cut_up_by_workers() -> None:
     wide, small = arrays(np.zeros((3, 100, 100, 3), np.uint8)), arrays(np.zeros((3, 40, 40, 3), np.uint8))
     image = PreprocessConfig(image_size=64)
     assert choose(wide, preprocess=image) is None
-    assert isinstance(choose(small, preprocess=image), Native)
+    assert isinstance(choose(small, preprocess=image), OriginalPixels)
     assert choose(small, preprocess=PreprocessConfig(image_size=65)) is None
-    assert isinstance(choose(wide, preprocess=image, config=DataConfig(resident=True)), Native)
+    assert isinstance(choose(wide, preprocess=image, config=DataConfig(resident=True)), OriginalPixels)
     assert isinstance(
-        choose(wide, preprocess=PreprocessConfig(image_size=49), config=DataConfig(resident=True)), Evaluated
+        choose(wide, preprocess=PreprocessConfig(image_size=49), config=DataConfig(resident=True)), EvalTransform
     )
-    assert isinstance(train(small, preprocess=PreprocessConfig(image_size=65)), Flow)
+    assert isinstance(train(small, preprocess=PreprocessConfig(image_size=65)), WorkerLoader)
 
 
 def test_one_of_another_size_among_many_is_found_in_time(pixels: np.ndarray) -> None:
     odd = Images([*pixels, *pixels, pixels[0][:5], *pixels])
-    assert isinstance(choose(odd), Native)
-    assert isinstance(train(odd), Flow)
+    assert isinstance(choose(odd), OriginalPixels)
+    assert isinstance(train(odd), WorkerLoader)
 
 
 def test_it_can_be_refused_and_demanded(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(arrays(pixels), config=DataConfig(resident=False)) is None
     monkeypatch.setattr(resident, "free_memory", lambda device: pixels.size * 3)
     assert choose(arrays(pixels)) is None
-    assert isinstance(choose(arrays(pixels), config=DataConfig(resident=True)), Native)
+    assert isinstance(choose(arrays(pixels), config=DataConfig(resident=True)), OriginalPixels)
     with pytest.raises(ConfigError, match=r"data.resident=true needs 0 MiB for images, and cpu has 0 MiB free"):
-        choose(arrays(pixels), config=DataConfig(resident=True), sharers=4)
+        choose(arrays(pixels), config=DataConfig(resident=True), num_sharing=4)
     monkeypatch.setattr(resident, "free_memory", lambda device: pixels.size * 4)
-    assert isinstance(choose(arrays(pixels)), Native)
+    assert isinstance(choose(arrays(pixels)), OriginalPixels)
 
 
 def test_what_is_still_to_be_decoded_must_not_take_long(pixels: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident, "DECODED", pixels.size - 1)
+    monkeypatch.setattr(resident, "MAX_DECODED_BYTES", pixels.size - 1)
     assert choose(files(pixels)) is None
-    assert isinstance(choose(arrays(pixels)), Native)
+    assert isinstance(choose(arrays(pixels)), OriginalPixels)
 
 
 def test_an_unreadable_image_does_not_hide_the_size(pixels: np.ndarray) -> None:
     source = files(pixels)
     source.images[0] = source.images[0][:60]
-    assert isinstance(choose(source), Native)
+    assert isinstance(choose(source), OriginalPixels)
 
 
 def test_the_choice_is_said(pixels: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
@@ -180,20 +180,20 @@ def test_free_memory_is_plausible() -> None:
 
 
 def test_sizes_are_spelled_for_people() -> None:
-    assert resident.gib(157 << 20) == "157 MiB"
-    assert resident.gib(3 << 29) == "1.5 GiB"
+    assert resident.format_bytes(157 << 20) == "157 MiB"
+    assert resident.format_bytes(3 << 29) == "1.5 GiB"
 
 
 def test_what_is_kept_goes_with_its_source(pixels: np.ndarray) -> None:
     source = arrays(pixels)
-    held = resident.Resident(torch.zeros(1), {})
-    resident.keep(source, "here", held)
-    assert resident.kept(source, "here") is held
-    assert resident.kept(source, "there") is None
+    held = resident.ResidentImages(torch.zeros(1), {})
+    resident.add_cached(source, "here", held)
+    assert resident.get_cached(source, "here") is held
+    assert resident.get_cached(source, "there") is None
     number = id(source)
     del source
     gc.collect()
-    assert number not in resident._kept
+    assert number not in resident._cache
 
 
 @pytest.mark.gpu

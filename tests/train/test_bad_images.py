@@ -51,7 +51,7 @@ def test_one_bad_image_among_many_is_named_and_counts_nothing(
 def test_too_many_bad_images_stop_with_their_list(album: Path, tmp_path: Path):
     shutil.copytree(album, tmp_path / "album")
     truncated(tmp_path / "album" / "train", "cat/007.jpg", "dog/002.jpg", "dog/093.jpg")
-    words = r"3 of 200 images .* cannot be used, more than data.max_bad_fraction=0.01"
+    words = r"3 of 200 images .* cannot be read, more than data.max_bad_fraction=0.01"
     with pytest.raises(DataError, match=words) as caught:
         trained(override(on_photos(tmp_path / "album", 25), ["data.resident=true"]), tmp_path / "run")
     assert all(f"\n  train/{name}.jpg: " in str(caught.value) for name in ("cat/007", "dog/002", "dog/093"))

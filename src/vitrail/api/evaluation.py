@@ -254,7 +254,7 @@ def _at_size(
             batch_size=task.batch_size,
             device=ranks.device,
             rank=ranks.rank,
-            world=ranks.world,
+            world_size=ranks.world,
             config=task.config,
         )
         with batches, task.watch(f"measuring at {_spelled(size)}", len(source)) as advance:
@@ -270,7 +270,7 @@ def _at_size(
                 flip=task.flip,
                 watch=lambda count: advance(count * ranks.world),
             )
-            batches.agree(ranks.all_told(batches.bad))
+            batches.merge_bad(ranks.all_told(batches.bad))
         speed = watch.speed(scores.count)
     assert scores.samples is not None
     found = None if task.real is None else _real(scores.samples, task.real)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import ImageLike
-from vitrail.data.preprocess import Preprocess, are_several
+from vitrail.data.preprocess import Preprocess, is_image_list
 from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
 from vitrail.export.names import is_exported
 from vitrail.models import Net, Output, ViT, build
@@ -132,7 +132,7 @@ class Model:
         """The likeliest classes of an image, best first; several images give a list of such lists."""
         _check_top(top)
         ranked = self.ranked(self.logits(images, batch_size), top)
-        return ranked if are_several(images) else ranked[0]
+        return ranked if is_image_list(images) else ranked[0]
 
     def logits(self, images: ImageLike | Iterable[ImageLike], batch_size: int = 32) -> Tensor:
         """The raw outputs, on the CPU: B classes."""
@@ -160,7 +160,7 @@ class Model:
         self.check_inside()
         _check_batch(batch_size)
         outputs = []
-        for group in _groups(images if are_several(images) else [images], batch_size):  # type: ignore[list-item]
+        for group in _groups(images if is_image_list(images) else [images], batch_size):  # type: ignore[list-item]
             with torch.no_grad(), evaluating(self.net):
                 batched = self._normalized([self.preprocess.pixels(image) for image in group])
                 outputs.append(self.net.features(batched, want, layers=layers, norm=norm).map(_on_cpu))
@@ -239,7 +239,7 @@ class Model:
         say(found.notes, about=str(path))
 
     def _outputs(self, images: ImageLike | Iterable[ImageLike], batch_size: int, want: Want) -> Tensor:
-        if not are_several(images):
+        if not is_image_list(images):
             return self._run([self.preprocess.pixels(cast(ImageLike, images))], want)
         rows = []
         for row in self.stream(images, batch_size, want):

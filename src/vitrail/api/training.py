@@ -13,9 +13,9 @@ from vitrail.api.model import Model, load
 from vitrail.api.resuming import CHANGEABLE as CHANGEABLE
 from vitrail.api.resuming import SHARES, keep_shares, name_of, resumed, run_folder
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
-from vitrail.data.loader import learnable
+from vitrail.data.loader import usable_indices
 from vitrail.data.sources import open_data
-from vitrail.data.staging import Labels
+from vitrail.data.transfer import TargetTable
 from vitrail.errors import ConfigError, DataError, NotFound, TrainError, VitrailError, nearest
 from vitrail.evaluate import comparable, neighbors_baseline
 from vitrail.evaluate.scores import Scores
@@ -208,7 +208,7 @@ def tuned(
         train = open_data(source).train
     if not hasattr(train, "__len__"):
         raise DataError(f"nobody knows how many images {data} has, and settings depend on it; try shards:.")
-    images = len(learnable(train, Labels(train.targets, train.multi_label, needed=True)))
+    images = len(usable_indices(train, TargetTable(train.targets, train.multi_label, required=True)))
     config = known[recipe](model, data, images=images, device=pick_device(device).type)
     if recipe == "paper" and image_size is None:
         image_size = tuning.larger(open_checkpoint(model)[0].config)

@@ -168,11 +168,11 @@ def _suffixes() -> set[str]:
     """What Pillow opens, alone or with a plugin whose absence decode explains; not programs and films."""
     from PIL import Image
 
-    from vitrail.data.decode import PROGRAMS
+    from vitrail.data.decode import SCRIPT_FORMATS
 
     Image.init()
     known = Image.registered_extensions().items()
-    return {s for s, kind in known if kind in Image.OPEN and kind not in {"PDF", "MPEG", *PROGRAMS}} | {
+    return {s for s, kind in known if kind in Image.OPEN and kind not in {"PDF", "MPEG", *SCRIPT_FORMATS}} | {
         ".heic",
         ".heif",
         ".avif",
@@ -188,7 +188,7 @@ def _listing(rows: Iterable[Row]) -> Iterator[str]:
 
 def _csv(rows: Iterable[Row], top: int) -> Iterator[str]:
     """path, then label, score and index of each class, then the reason where an image failed."""
-    from vitrail.data.cells import csv_line
+    from vitrail.data.csv_escape import csv_line
 
     numbers = [""] if top == 1 else [f"_{n}" for n in range(1, top + 1)]
     yield csv_line(["path", *(f"{what}{n}" for n in numbers for what in ("label", "score", "index")), "error"])

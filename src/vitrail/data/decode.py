@@ -1,6 +1,6 @@
 """From whatever holds an image to pixels: uint8, H W C.
 
-What a person's folder holds comes out as they would see it: turned upright by its EXIF tag, the
+What a person's folder holds comes out as they would see it: transposed upright by its EXIF tag, the
 first frame of an animation, transparency laid on white, 16-bit gray scaled by its full range.
 What cannot be read whole is an `ImageError` that names the file and says why; half an image is
 never returned.
@@ -34,17 +34,17 @@ from PIL import Image, ImageCms, ImageFile, UnidentifiedImageError
 from torch import Tensor
 
 from vitrail.data import jpeg
-from vitrail.data.jpeg import ORIENTATION, SIDEWAYS, UPRIGHT, Box, Pixels, turned, unturned
+from vitrail.data.jpeg import EXIF_ORIENTATION, EXIF_TRANSPOSE, SWAPS_AXES, Box, Pixels, stored_box, transposed
 from vitrail.errors import ImageError, NotFound
 
 ImageLike = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, an encoded file's bytes, a Pillow image, an array H W or H W C or a tensor C H W of uint8."""
 
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+PILLOW_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 """Pillow's name for an image of so many channels."""
 
 # Formats Pillow would hand to another program (Ghostscript, Windows) to be run, not read.
-PROGRAMS = {"EPS", "WMF"}
+SCRIPT_FORMATS = {"EPS", "WMF"}
 
 # How a file begins -> what it is, the module that teaches Pillow to read it, how to get that.
 PLUGINS = [
@@ -54,7 +54,7 @@ PLUGINS = [
 ]
 
 # Files that turn up under an image's name.
-STRANGERS = [
+NOT_IMAGES = [
     (re.compile(rb"\s*<(!doctype html|html)", re.I), "it is a web page, as a failed download leaves"),
     (re.compile(rb"version https://git-lfs"), "it is a Git LFS pointer: run git lfs pull"),
     (re.compile(rb"\s*<(\?xml|svg)", re.I), "it looks like SVG, a drawing: convert it to PNG"),
@@ -84,14 +84,14 @@ def decode(image: ImageLike, channels: int = 3) -> Pixels:
 
 def open_image(image: ImageLike, channels: int = 3) -> Image.Image:
     """Any image as a loaded, upright Pillow image in mode L, RGB or RGBA."""
-    name = _name(image)
-    if channels not in MODES:
+    name = _describe(image)
+    if channels not in PILLOW_MODES:
         raise ImageError(
             f"{name} cannot be given {channels} channels; wanted 1 (gray), 3 (RGB) or 4 (RGBA), "
             f"or a uint8 array H W {channels}."
         )
     if isinstance(image, np.ndarray | Tensor):
-        return _colors(_wrap(_as_array(image), name), channels, name)
+        return _to_mode(_to_pillow(_as_array(image), name), channels, name)
     if isinstance(image, Image.Image):
         return _load(image, channels, name)
     if not isinstance(image, str | Path | bytes):
@@ -99,29 +99,29 @@ def open_image(image: ImageLike, channels: int = 3) -> Image.Image:
             f"got {type(image).__name__}, wanted a path, bytes, a Pillow image, a uint8 array H W C "
             "or a uint8 tensor C H W."
         )
-    with _stream(image) as stream:
-        found = _jpeg(stream, name)
-        pixels = None if found is None else jpeg.pixels(found.header)
+    with _open_stream(image) as stream:
+        found = _read_jpeg(stream, name)
+        pixels = None if found is None else jpeg.decode_pixels(found.header)
         if found is None or pixels is None:
             return _load(_identify(stream, name), channels, name)
     decoded = Image.fromarray(pixels[:, :, 0] if found.header.gray else pixels)
-    return _colors(decoded if found.turn is None else decoded.transpose(found.turn), channels, name)
+    return _to_mode(decoded if found.transpose is None else decoded.transpose(found.transpose), channels, name)
 
 
-def open_jpeg(image: ImageLike) -> Jpeg | None:
+def open_jpeg(image: ImageLike) -> LazyJpeg | None:
     """A JPEG of a usual kind, not yet decoded; None for everything else."""
     if not isinstance(image, str | Path | bytes):
         return None
-    with _stream(image) as stream:
-        return _jpeg(stream, _name(image))
+    with _open_stream(image) as stream:
+        return _read_jpeg(stream, _describe(image))
 
 
 @dataclass(frozen=True, slots=True)
-class Jpeg:
+class LazyJpeg:
     """A JPEG whose size is known and whose pixels are still to be decoded."""
 
-    header: jpeg.Header
-    turn: Image.Transpose | None
+    header: jpeg.JpegHeader
+    transpose: Image.Transpose | None
     """What makes it upright."""
     name: str
 
@@ -129,36 +129,36 @@ class Jpeg:
     def size(self) -> tuple[int, int]:
         """Height and width, upright."""
         height, width = self.header.height, self.header.width
-        return (width, height) if self.turn in SIDEWAYS else (height, width)
+        return (width, height) if self.transpose in SWAPS_AXES else (height, width)
 
     def pixels(self, scale: int = 1) -> Pixels:
         """Upright, 1 or 3 channels, perhaps not contiguous; at a scale of 2, 4 or 8 the sides are
         divided by it and rounded up."""
-        return turned(self._decoded(scale, None), self.turn)
+        return transposed(self._decode(scale, None), self.transpose)
 
-    def part(self, box: Box, scale: int = 1) -> Pixels:
+    def crop(self, box: Box, scale: int = 1) -> Pixels:
         """What `pixels` has in a box (counted at full size; to the nearest pixel), with as little decoded as can be."""
-        top, left, height, width = unturned(box, self.header, self.turn)
-        found = self._decoded(scale, top + height)
+        top, left, height, width = stored_box(box, self.header, self.transpose)
+        found = self._decode(scale, top + height)
         rows, columns = (
             slice(round(first / scale), round((first + length) / scale))
             for first, length in ((top, height), (left, width))
         )
-        return turned(found[rows, columns], self.turn)
+        return transposed(found[rows, columns], self.transpose)
 
-    def _decoded(self, scale: int, rows: int | None) -> Pixels:
+    def _decode(self, scale: int, rows: int | None) -> Pixels:
         """As stored; below `rows` some may be missing."""
-        found = jpeg.pixels(self.header, scale, rows)
+        found = jpeg.decode_pixels(self.header, scale, rows)
         if found is None:
             image = _identify(io.BytesIO(self.header.data), self.name)
-            with _reading(self.name):
+            with _image_errors(self.name):
                 if scale > 1:
                     image.draft(image.mode, (self.header.width // scale, self.header.height // scale))
                 found = np.array(image)
         return np.atleast_3d(found)
 
 
-class _Quiet:
+class _StrictPillow:
     """While any thread decodes, Pillow's warnings are off and truncated files are errors.
 
     Both switches belong to the whole process, so the first one in sets them and the last one out
@@ -167,14 +167,14 @@ class _Quiet:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.inside = 0
+        self.num_inside = 0
         self.filters = warnings.catch_warnings()
         self.truncated = False
 
     def __enter__(self) -> None:
         with self.lock:
-            self.inside += 1
-            if self.inside == 1:
+            self.num_inside += 1
+            if self.num_inside == 1:
                 self.filters = warnings.catch_warnings()
                 self.filters.__enter__()
                 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -184,47 +184,47 @@ class _Quiet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self.lock:
-            self.inside -= 1
-            if self.inside == 0:
+            self.num_inside -= 1
+            if self.num_inside == 0:
                 ImageFile.LOAD_TRUNCATED_IMAGES = self.truncated
                 self.filters.__exit__(kind, error, trace)
 
-    def leave(self) -> None:
+    def reset_after_fork(self) -> None:
         """As if nobody were inside: in a new process the threads that were do not exist."""
         self.lock = threading.Lock()
-        if self.inside:
-            self.inside = 1
+        if self.num_inside:
+            self.num_inside = 1
             self.__exit__(None, None, None)
 
 
-_quiet = _Quiet()
+_strict_pillow = _StrictPillow()
 if hasattr(os, "register_at_fork"):  # another thread may be inside while a process is forked off
-    os.register_at_fork(after_in_child=_quiet.leave)
+    os.register_at_fork(after_in_child=_strict_pillow.reset_after_fork)
 
 
-def _jpeg(stream: IO[bytes], name: str) -> Jpeg | None:
+def _read_jpeg(stream: IO[bytes], name: str) -> LazyJpeg | None:
     """Where it is none, the stream stands at its beginning."""
     try:
         start = stream.read(2)
         stream.seek(0)
         if start != b"\xff\xd8":
             return None
-        header = jpeg.header(stream.getvalue() if isinstance(stream, io.BytesIO) else stream.read())
+        header = jpeg.parse_header(stream.getvalue() if isinstance(stream, io.BytesIO) else stream.read())
         stream.seek(0)
     except OSError as error:
-        raise _broken(error, name) from error
-    return None if header is None else Jpeg(header, _turn(header.data) if header.tagged else None, name)
+        raise _damaged(error, name) from error
+    return None if header is None else LazyJpeg(header, _jpeg_transpose(header.data) if header.has_exif else None, name)
 
 
-def _turn(data: bytes) -> Image.Transpose | None:
-    with _quiet:
+def _jpeg_transpose(data: bytes) -> Image.Transpose | None:
+    with _strict_pillow:
         try:
-            return _upright(Image.open(io.BytesIO(data)))
+            return _exif_transpose(Image.open(io.BytesIO(data)))
         except Exception:  # whatever is wrong comes out when the pixels are read
             return None
 
 
-def _stream(image: str | Path | bytes) -> IO[bytes]:
+def _open_stream(image: str | Path | bytes) -> IO[bytes]:
     """The open file, or an error that says what is there instead."""
     if isinstance(image, bytes):
         return io.BytesIO(image)
@@ -248,20 +248,20 @@ def _stream(image: str | Path | bytes) -> IO[bytes]:
 
 def _identify(stream: IO[bytes], name: str) -> Image.Image:
     """The header read, the pixels not yet."""
-    with _reading(name):
+    with _image_errors(name):
         start = stream.read(64)
         if not start:
             raise ImageError(f"{name} is empty (0 bytes), wanted an image; copy or download it again.")
         try:
-            image = _open(stream, start, name)
+            image = _open_with_plugins(stream, start, name)
         except UnidentifiedImageError:
-            raise ImageError(f"{name} is not an image: {_stranger(start)}.") from None
-    if image.format in PROGRAMS:
+            raise ImageError(f"{name} is not an image: {_guess_content(start)}.") from None
+    if image.format in SCRIPT_FORMATS:
         raise ImageError(f"{name} is {image.format}, a program that draws; convert it to PNG first.")
     return image
 
 
-def _open(stream: IO[bytes], start: bytes, name: str) -> Image.Image:
+def _open_with_plugins(stream: IO[bytes], start: bytes, name: str) -> Image.Image:
     try:
         return Image.open(stream)
     except UnidentifiedImageError:
@@ -281,27 +281,27 @@ def _open(stream: IO[bytes], start: bytes, name: str) -> Image.Image:
 
 
 def _load(image: Image.Image, channels: int, name: str) -> Image.Image:
-    """Pixels read, turned upright, in the wanted mode."""
-    with _reading(name):
+    """Pixels read, transposed upright, in the wanted mode."""
+    with _image_errors(name):
         image.load()
-        turn = _upright(image)
-        return _colors(image if turn is None else image.transpose(turn), channels, name)
+        turn = _exif_transpose(image)
+        return _to_mode(image if turn is None else image.transpose(turn), channels, name)
 
 
-def _upright(image: Image.Image) -> Image.Transpose | None:
+def _exif_transpose(image: Image.Image) -> Image.Transpose | None:
     """How to turn it."""
     try:
-        return UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+        return EXIF_TRANSPOSE.get(image.getexif().get(EXIF_ORIENTATION, 1))
     except Exception:  # a damaged EXIF block is no reason to refuse the image it came with
         return None
 
 
-def _colors(image: Image.Image, channels: int, name: str) -> Image.Image:
+def _to_mode(image: Image.Image, channels: int, name: str) -> Image.Image:
     """Mode L, RGB or RGBA, from any mode; without an alpha channel to hold it, transparency is white."""
     if min(image.size) < 1:
         raise ImageError(f"{name} has no pixels: {image.width} x {image.height}; wanted at least 1 x 1.")
     if image.mode.startswith("I") or image.mode == "F":
-        image = _deep(image, name)
+        image = _to_8_bit(image, name)
     elif image.mode == "LAB":
         image = _from_lab(image)
     elif image.mode == "La":
@@ -312,10 +312,10 @@ def _colors(image: Image.Image, channels: int, name: str) -> Image.Image:
         image = _on_white(image)
     if channels == 1 and image.mode not in ("L", "1"):
         image = image if image.mode == "RGB" else image.convert("RGB")
-    return image if image.mode == MODES[channels] else image.convert(MODES[channels])
+    return image if image.mode == PILLOW_MODES[channels] else image.convert(PILLOW_MODES[channels])
 
 
-def _deep(image: Image.Image, name: str) -> Image.Image:
+def _to_8_bit(image: Image.Image, name: str) -> Image.Image:
     """16-bit, 32-bit and float gray -> 8 bits, by the full range of the type, never clipped."""
     values = np.asarray(image)
     low, high = values.min(), values.max()
@@ -356,7 +356,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 def _as_array(image: npt.NDArray[Any] | Tensor) -> Pixels:
     """uint8 H W C from an array H W or H W C or a tensor C H W; anything else says how to convert."""
     tensor = isinstance(image, Tensor)
-    name, wanted = _name(image), "uint8 C H W" if tensor else "uint8 H W or H W C"
+    name, wanted = _describe(image), "uint8 C H W" if tensor else "uint8 H W or H W C"
     dtype = str(image.dtype).removeprefix("torch.")
     if dtype != "uint8":
         cast = ".to(torch.uint8)" if tensor else ".astype(np.uint8)"
@@ -376,13 +376,13 @@ def _as_array(image: npt.NDArray[Any] | Tensor) -> Pixels:
     return image if image.ndim == 3 else image[:, :, None]
 
 
-def _wrap(array: Pixels, name: str) -> Image.Image:
+def _to_pillow(array: Pixels, name: str) -> Image.Image:
     """A Pillow image of an array with 1, 3 or 4 channels."""
     channels = array.shape[2]
-    if channels not in MODES:
+    if channels not in PILLOW_MODES:
         tensor = name.startswith("tensor")
-        turned = array.shape[0 if not tensor else 1] in MODES  # the other library's layout
-        turn = ("x.permute(2, 0, 1)" if tensor else "x.transpose(1, 2, 0)") if turned else ""
+        transposed = array.shape[0 if not tensor else 1] in PILLOW_MODES  # the other library's layout
+        turn = ("x.permute(2, 0, 1)" if tensor else "x.transpose(1, 2, 0)") if transposed else ""
         layout = "C H W" if tensor else "H W C"
         raise ImageError(
             f"got {name}, which as {layout} has {channels} channels, wanted 1, 3 or 4"
@@ -392,7 +392,7 @@ def _wrap(array: Pixels, name: str) -> Image.Image:
     return Image.fromarray(array[:, :, 0] if channels == 1 else array)
 
 
-def _name(image: Any) -> str:
+def _describe(image: Any) -> str:
     """What an error calls this image."""
     if isinstance(image, bytes):
         return f"image of {len(image)} bytes"
@@ -405,31 +405,31 @@ def _name(image: Any) -> str:
 
 
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
+def _image_errors(name: str) -> Iterator[None]:
     """Pillow quiet, and whatever it raises an ImageError: damaged data can make a parser raise anything."""
-    with _quiet:
+    with _strict_pillow:
         try:
             yield
         except ImageError:
             raise
         except Image.DecompressionBombError as error:
-            raise _bomb(error, name) from error
+            raise _too_many_pixels(error, name) from error
         except Exception as error:
-            raise _broken(error, name) from error
+            raise _damaged(error, name) from error
 
 
-def _stranger(start: bytes) -> str:
-    for begins, what in STRANGERS:
+def _guess_content(start: bytes) -> str:
+    for begins, what in NOT_IMAGES:
         if begins.match(start):
             return what
     return f"it begins with {start[:12]!r}; wanted JPEG, PNG, WebP, TIFF, GIF, BMP or another that Pillow reads"
 
 
-def _broken(error: Exception, name: str) -> ImageError:
+def _damaged(error: Exception, name: str) -> ImageError:
     return ImageError(f"{name} cannot be read: {_reason(error)}; it may be damaged, copy or download it again.")
 
 
-def _bomb(error: Exception, name: str) -> ImageError:
+def _too_many_pixels(error: Exception, name: str) -> ImageError:
     limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
     found = re.search(r"\((\d+) pixels\)", str(error))
     size = f"{int(found[1]):,}" if found else "too many"

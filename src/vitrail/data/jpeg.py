@@ -2,7 +2,7 @@
 
     header     a file's bytes -> its size and kind, or None where Pillow has to judge
     pixels     the image as it is stored, whole or at 1/2, 1/4 or 1/8 of its size
-    turned     pixels made upright;   `unturned`: a box of the upright image where it is stored
+    transposed     pixels made upright;   `stored_box`: a box of the upright image where it is stored
 
 simplejpeg (`pip install vitrail[fast]`) wraps the library that Pillow's own JPEG reader wraps, so
 that whole images have the same pixels; it is used only once it has shown that here. Whatever is
@@ -10,7 +10,7 @@ unusual (CMYK, 12 bits, arithmetic coding, rare chroma layouts), and whatever th
 as warns about, is left to Pillow, which alone decides what can be read.
 
 For training less will do. Smaller sizes are computed in the frequency domain, where most of the
-arithmetic is never done, and unpacking stops below the last row that is wanted. What is then decoded
+arithmetic is never done, and unpacking height_offset below the last row that is wanted. What is then decoded
 has the pixels it would have had, and a file that is cut off is still found out. 12 megapixels on one
 core of a Xeon: Pillow 83 ms; simplejpeg whole 55, at 1/8 of the size 29, the upper half of that 16.
 """
@@ -39,16 +39,16 @@ Box = tuple[int, int, int, int]
 
 SCALES = (8, 4, 2)
 """An image can be decoded at one over these of its size."""
-BLOCK = 16
+MCU_ROWS = 16
 """Rows that are coded together, at most."""
-WORTH = 1.05
+MIN_SAVING = 1.05
 """So many times the rows that are unpacked there must be for stopping to be worth it."""
-LEFT_OVER = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9")
-SMALLEST = 64
+UNREAD_DATA = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9")
+MIN_SCALED_SIDE = 64
 """Images with a shorter side are decoded whole: several scales would give them one size."""
 
 # What each value of the EXIF orientation tag asks to be done to the stored pixels.
-UPRIGHT = {
+EXIF_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -57,9 +57,9 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-ORIENTATION = 0x0112
-SIDEWAYS = {UPRIGHT[orientation] for orientation in (5, 6, 7, 8)}
-MIRRORED = {  # which way its rows and columns are read, before rows become columns where it lay sideways
+EXIF_ORIENTATION = 0x0112
+SWAPS_AXES = {EXIF_TRANSPOSE[orientation] for orientation in (5, 6, 7, 8)}
+AXIS_STEPS = {  # which way its rows and columns are read, before rows become columns where it lay sideways
     Image.Transpose.FLIP_LEFT_RIGHT: (1, -1),
     Image.Transpose.ROTATE_180: (-1, -1),
     Image.Transpose.FLIP_TOP_BOTTOM: (-1, 1),
@@ -69,16 +69,16 @@ MIRRORED = {  # which way its rows and columns are read, before rows become colu
     Image.Transpose.ROTATE_90: (1, -1),
 }
 
-START, SCAN, RESTARTS, EXIF = 0xD8, 0xDA, 0xDD, 0xE1
-FRAMES = range(0xC0, 0xD0)
-NO_FRAMES = (0xC4, 0xC8, 0xCC)  # tables and a reserved marker, numbered among the frames
-KNOWN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman-coded
+START_OF_IMAGE, START_OF_SCAN, RESTART_INTERVAL, EXIF_SEGMENT = 0xD8, 0xDA, 0xDD, 0xE1
+FRAME_MARKERS = range(0xC0, 0xD0)
+NOT_FRAME_MARKERS = (0xC4, 0xC8, 0xCC)  # tables and a reserved marker, numbered among the frames
+SUPPORTED_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman-coded
 PROGRESSIVE = 0xC2
-LAYOUTS = (0x11, 0x21, 0x22)  # luma samples across and down for one of chroma: 4:4:4, 4:2:2, 4:2:0
+SUBSAMPLINGS = (0x11, 0x21, 0x22)  # luma samples across and down for one of chroma: 4:4:4, 4:2:2, 4:2:0
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class JpegHeader:
     """What the start of a JPEG file says."""
 
     data: bytes
@@ -86,16 +86,16 @@ class Header:
     height: int
     width: int
     gray: bool
-    tagged: bool
+    has_exif: bool
     """Whether there is a block that may say which way up it goes."""
-    stops: int
+    height_offset: int
     """Where its height stands, if unpacking may stop at another: it has one scan from top to bottom.
     Else 0."""
 
 
-def header(data: bytes) -> Header | None:
+def parse_header(data: bytes) -> JpegHeader | None:
     """Size and kind of a JPEG that `pixels` can decode; None for any other and for what is no JPEG."""
-    at, tagged, stops, frame = 2, False, 0, None
+    at, has_exif, height_offset, frame = 2, False, 0, None
     if data[:2] != b"\xff\xd8":
         return None
     while at + 4 <= len(data):
@@ -105,25 +105,25 @@ def header(data: bytes) -> Header | None:
         if marker == 0xFF:  # padding
             at += 1
             continue
-        if marker == SCAN:
-            return None if frame is None else Header(data, *frame, tagged, max(stops, 0))
-        if marker == START or marker < 0xC0 or 0xD0 <= marker <= 0xD9:  # what has no place before the scan
+        if marker == START_OF_SCAN:
+            return None if frame is None else JpegHeader(data, *frame, has_exif, max(height_offset, 0))
+        if marker == START_OF_IMAGE or marker < 0xC0 or 0xD0 <= marker <= 0xD9:  # what has no place before the scan
             return None
-        if marker == EXIF:
-            tagged = True
-        elif marker == RESTARTS:  # in the middle of the data, they hide where those end
-            stops = -1
-        elif marker in FRAMES and marker not in NO_FRAMES:
-            frame = _frame(data, at) if frame is None and marker in KNOWN_FRAMES else None
+        if marker == EXIF_SEGMENT:
+            has_exif = True
+        elif marker == RESTART_INTERVAL:  # in the middle of the data, they hide where those end
+            height_offset = -1
+        elif marker in FRAME_MARKERS and marker not in NOT_FRAME_MARKERS:
+            frame = _parse_frame(data, at) if frame is None and marker in SUPPORTED_FRAMES else None
             if frame is None:
                 return None
-            if marker != PROGRESSIVE and stops == 0:
-                stops = at + 5
+            if marker != PROGRESSIVE and height_offset == 0:
+                height_offset = at + 5
         at += 2 + (data[at + 2] << 8 | data[at + 3])
     return None
 
 
-def _frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
+def _parse_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
     """Height, width and whether it is gray, where it is of a usual kind."""
     frame = data[at + 4 : at + 19]  # bits, height, width, components; for each: its name, layout, table
     if len(frame) < 9 or frame[0] != 8:
@@ -133,20 +133,24 @@ def _frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
         return None
     if components == 1:
         return height, width, True
-    usual = components == 3 and len(frame) == 15 and frame[7] in LAYOUTS and frame[10] == frame[13] == 0x11
+    usual = components == 3 and len(frame) == 15 and frame[7] in SUBSAMPLINGS and frame[10] == frame[13] == 0x11
     return (height, width, False) if usual else None
 
 
-def pixels(jpeg: Header, scale: int = 1, rows: int | None = None) -> Pixels | None:
+def decode_pixels(jpeg: JpegHeader, scale: int = 1, rows: int | None = None) -> Pixels | None:
     """uint8 H W C, C = 1 or 3, as stored: not yet upright. None where Pillow has to try.
 
     At a scale of 2, 4 or 8 the sides are divided by it and rounded up. Below the first `rows`,
     counted at full size, some may be missing.
     """
-    library = trusted() if _allowed(jpeg) else None
+    library = verified_simplejpeg() if _within_pixel_limit(jpeg) else None
     if library is None:
         return None
-    if rows is not None and jpeg.stops and (first := _first(library, jpeg, scale, rows)) is not None:
+    if (
+        rows is not None
+        and jpeg.height_offset
+        and (first := _decode_first_rows(library, jpeg, scale, rows)) is not None
+    ):
         return first
     height, width = (-(-jpeg.height // scale), -(-jpeg.width // scale)) if scale > 1 else (0, 0)
     try:
@@ -158,17 +162,17 @@ def pixels(jpeg: Header, scale: int = 1, rows: int | None = None) -> Pixels | No
     return decoded
 
 
-def _first(library: ModuleType, jpeg: Header, scale: int, rows: int) -> Pixels | None:
+def _decode_first_rows(library: ModuleType, jpeg: JpegHeader, scale: int, rows: int) -> Pixels | None:
     """The first rows, decoded from a file that says it has no more.
 
     The library then minds that there are data left before the end marker. If that is all it minds
     (it tells what it came upon first), then all was well up to there, and the end marker is in place.
     """
-    height = (-(-rows // BLOCK) + 1) * BLOCK  # one row of blocks more: its colors reach into the last one
-    if height * WORTH > jpeg.height:
+    height = (-(-rows // MCU_ROWS) + 1) * MCU_ROWS  # one row of blocks more: its colors reach into the last one
+    if height * MIN_SAVING > jpeg.height:
         return None
     data = bytearray(jpeg.data)
-    data[jpeg.stops : jpeg.stops + 2] = height.to_bytes(2, "big")
+    data[jpeg.height_offset : jpeg.height_offset + 2] = height.to_bytes(2, "big")
     out = np.empty((-(-height // scale), -(-jpeg.width // scale), 1 if jpeg.gray else 3), np.uint8)
     try:
         library.decode_jpeg(
@@ -180,25 +184,25 @@ def _first(library: ModuleType, jpeg: Header, scale: int, rows: int) -> Pixels |
             strict=True,
         )
     except ValueError as error:
-        return out if LEFT_OVER.fullmatch(str(error)) else None
+        return out if UNREAD_DATA.fullmatch(str(error)) else None
     return None
 
 
-def turned(pixels: Pixels, turn: Image.Transpose | None) -> Pixels:
+def transposed(pixels: Pixels, turn: Image.Transpose | None) -> Pixels:
     """Pillow's transpose for an array H W C: a view, nothing is copied."""
     if turn is None:
         return pixels
-    down, right = MIRRORED[turn]
+    down, right = AXIS_STEPS[turn]
     pixels = pixels[::down, ::right]
-    return pixels.swapaxes(0, 1) if turn in SIDEWAYS else pixels
+    return pixels.swapaxes(0, 1) if turn in SWAPS_AXES else pixels
 
 
-def unturned(box: Box, jpeg: Header, turn: Image.Transpose | None) -> Box:
+def stored_box(box: Box, jpeg: JpegHeader, turn: Image.Transpose | None) -> Box:
     """Where a box of the upright image lies in the stored one."""
     if turn is None:
         return box
-    top, left, height, width = (box[1], box[0], box[3], box[2]) if turn in SIDEWAYS else box
-    down, right = MIRRORED[turn]
+    top, left, height, width = (box[1], box[0], box[3], box[2]) if turn in SWAPS_AXES else box
+    down, right = AXIS_STEPS[turn]
     return (
         top if down > 0 else jpeg.height - top - height,
         left if right > 0 else jpeg.width - left - width,
@@ -207,13 +211,13 @@ def unturned(box: Box, jpeg: Header, turn: Image.Transpose | None) -> Box:
     )
 
 
-def _allowed(jpeg: Header) -> bool:
+def _within_pixel_limit(jpeg: JpegHeader) -> bool:
     """Pillow refuses twice its limit, with a reason."""
     return Image.MAX_IMAGE_PIXELS is None or jpeg.height * jpeg.width <= 2 * Image.MAX_IMAGE_PIXELS
 
 
 @lru_cache(maxsize=1)
-def trusted() -> ModuleType | None:
+def verified_simplejpeg() -> ModuleType | None:
     """simplejpeg, if it is installed and decodes to the very pixels that this Pillow does."""
     if simplejpeg is None:
         return None
@@ -221,7 +225,7 @@ def trusted() -> ModuleType | None:
     image = Image.fromarray(noise).resize((70, 42))
     try:
         agree = all(
-            _agree(image.convert(mode), subsampling=layout, progressive=progressive)
+            _same_pixels(image.convert(mode), subsampling=layout, progressive=progressive)
             for mode in ("L", "RGB")
             for layout in (0, 1, 2)
             for progressive in (False, True)
@@ -231,7 +235,7 @@ def trusted() -> ModuleType | None:
     return simplejpeg if agree else None
 
 
-def _agree(image: Image.Image, **options: Any) -> bool:
+def _same_pixels(image: Image.Image, **options: Any) -> bool:
     file = io.BytesIO()
     image.save(file, "JPEG", quality=90, **options)
     ours = simplejpeg.decode_jpeg(file.getvalue(), "GRAY" if image.mode == "L" else "RGB")

@@ -4,13 +4,13 @@
     evaluation_batches    every image once, over all processes together
 
 Images that live on the device are picked by number (resident.py); others are read and cut out by
-workers, a few batches ahead (workers.py, view.py); a plain stream is read on (streamed.py). A random
+workers, a few batches ahead (workers.py, transform.py); a plain stream is read on (streamed.py). A random
 part is resized in float32 on the device, and in bytes by workers: the same part, to other rounding.
 
 An image that cannot be read keeps its place, black and with weight 0. Training names it and goes
 on, up to a share of such images; measuring refuses, with the list, unless told to leave them out.
 One of several processes refuses nothing by itself, which would leave the others waiting: they tell
-each other what they have found, and `Loader.agree` refuses in all of them.
+each other what they have found, and `Loader.merge_bad` refuses in all of them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from vitrail import chance
 from vitrail.config import DataConfig, PreprocessConfig
 from vitrail.config.data import AugmentConfig
 from vitrail.data import jpeg, resident
-from vitrail.data.bad import Bad
+from vitrail.data.bad_images import BadImages
 from vitrail.data.batch import Batch
-from vitrail.data.order import Indices, Order
+from vitrail.data.sampler import Indices, Sampler
 from vitrail.data.sources.base import Source
-from vitrail.data.staging import Labels, Staged, road_to
-from vitrail.data.view import Cropped, Evaluated, Native, Reading, View
-from vitrail.data.workers import Pool, Work, make_pool
+from vitrail.data.transfer import StagedBatch, TargetTable, make_transfer
+from vitrail.data.transforms import EvalTransform, OriginalPixels, RandomResizedCrop, SampleReader, Transform
+from vitrail.data.worker_pool import FillRows, Pool, make_pool
 from vitrail.errors import ConfigError, DataError
 from vitrail.runtime import say
 from vitrail.runtime.cores import cores
@@ -44,59 +44,61 @@ from vitrail.runtime.heap import keep_heap
 
 # N images in the source, B in a global batch, b of them this process's
 
-AHEAD = 4
+PREFETCH_BATCHES = 4
 """Batches that workers may be ahead, where those are neither tiny nor huge."""
-AHEAD_IMAGES = 256
-AHEAD_BYTES = 1 << 30
-MOST_WORKERS = 24
-POSITIONS = 8192
+PREFETCH_IMAGES = 256
+PREFETCH_MAX_BYTES = 1 << 30
+MAX_WORKERS = 24
+PLANNED_POSITIONS = 8192
 """So many places in the order are worked out at once."""
-EVALUATED = 512 << 20
+MAX_EVAL_CACHE_BYTES = 512 << 20
 """Bytes of images for measuring that are kept from one time to the next."""
 
 
 class Loader(ABC, Iterator[Batch]):
     """An iterator over batches that may own workers: use it in a `with` block, or close it."""
 
-    def __init__(self, *, bad: Bad, device: torch.device, steps: range, slots: Tensor, cropped: bool = False) -> None:
+    def __init__(
+        self, *, bad: BadImages, device: torch.device, steps: range, slots: Tensor, cropped: bool = False
+    ) -> None:
         self._bad, self.device, self.slots = bad, device, slots
-        self.step, self.last = steps.start, steps.stop
+        self.step, self.stop_step = steps.start, steps.stop
         self.cropped = cropped
         """Whether random parts of the images have been taken already."""
 
     @property
     def bad(self) -> dict[str, str]:
         """Unreadable images so far: name -> reason."""
-        return dict(self._bad.found)
+        return dict(self._bad.reasons)
 
     @property
-    def news(self) -> int:
+    def num_unshared_bad(self) -> int:
         """How many of them the other processes have not been told of."""
-        return len(self._bad.found) - self._bad.told
+        return len(self._bad.reasons) - self._bad.num_shared
 
-    def too_many(self, news: int) -> bool:
+    def too_many_bad(self, num_new: int) -> bool:
         """Whether so many more, in all processes together, may be more than are allowed."""
-        return self._bad.too_many(self._bad.told + news)
+        return self._bad.too_many(self._bad.num_shared + num_new)
 
-    def agree(self, told: Iterable[Mapping[str, str]]) -> None:
+    def merge_bad(self, found_by_rank: Iterable[Mapping[str, str]]) -> None:
         """Take over what every process has found, or an earlier sitting; refuse where that is too much."""
-        self._bad.learn(told)
-        self._bad.judge()
+        self._bad.merge(found_by_rank)
+        self._bad.raise_if_too_many()
 
     def __len__(self) -> int:
         """Batches that are left."""
-        return max(self.last - self.step, 0)
+        return max(self.stop_step - self.step, 0)
 
     def __next__(self) -> Batch:
-        if self.step >= self.last:
+        if self.step >= self.stop_step:
             self.close()
             raise StopIteration
-        batch = self._batch(self.step)
+        batch = self._load_batch(self.step)
         self.step += 1
         return batch
 
     @abstractmethod
-    def _batch(self, step: int) -> Batch: ...
+    def _load_batch(self, step: int) -> Batch: ...
 
     def state(self) -> dict[str, Any] | None:
         """What a resumed run must be given to go on from here; None: the step's number is enough."""
@@ -104,7 +106,7 @@ class Loader(ABC, Iterator[Batch]):
 
     def close(self) -> None:
         """End the workers, if there are any; no batches come after that. May be called twice."""
-        self.last = self.step
+        self.stop_step = self.step
 
     def __enter__(self) -> Self:
         return self
@@ -115,26 +117,26 @@ class Loader(ABC, Iterator[Batch]):
         self.close()
 
 
-class OnDevice(Loader):
+class ResidentLoader(Loader):
     """Images that live on the device, picked by their rows there; row -1 fills up."""
 
     def __init__(
         self,
-        held: resident.Resident,
+        held: resident.ResidentImages,
         numbers: Indices,  # of the images in those rows
-        rows_of: Callable[[int], Indices],
-        labels: Labels,
+        rows_for: Callable[[int], Indices],
+        labels: TargetTable,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.rows_of, self.numbers = rows_of, numbers
+        self.rows_for, self.numbers = rows_for, numbers
         self.shape, self.images = held.images.shape[1:], held.images.flatten(1)  # rows are picked faster than blocks
-        self.targets = labels.of(numbers).to(self.device)
-        weights = labels.count(numbers) & ~np.isin(numbers, list(held.bad))
+        self.targets = labels.targets_for(numbers).to(self.device)
+        weights = labels.usable(numbers) & ~np.isin(numbers, list(held.bad))
         self.weights = torch.from_numpy(weights.astype(np.float32)).to(self.device)
 
-    def _batch(self, step: int) -> Batch:
-        rows = self.rows_of(step)
+    def _load_batch(self, step: int) -> Batch:
+        rows = self.rows_for(step)
         there = rows >= 0
         at = torch.from_numpy(np.maximum(rows, 0)).to(self.device, non_blocking=self.device.type == "cuda")
         images, targets, weights = (t.index_select(0, at) for t in (self.images, self.targets, self.weights))
@@ -146,76 +148,76 @@ class OnDevice(Loader):
         return Batch(step, images, targets, weights, self.slots, torch.from_numpy(indices))
 
 
-class Flow(Loader):
+class WorkerLoader(Loader):
     """Images that workers read, some batches ahead; number -1 fills up."""
 
     def __init__(
         self,
         pool: Pool,
         source: Source,
-        rows_of: Callable[[int], tuple[Indices, chance.Keys]],
-        labels: Labels,
-        settle: Callable[[Flow], None],
+        rows_for: Callable[[int], tuple[Indices, chance.Keys]],
+        labels: TargetTable,
+        on_errors: Callable[[WorkerLoader], None],
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.pool, self.source, self.rows_of, self.labels = pool, source, rows_of, labels
-        self.settle = settle
+        self.pool, self.source, self.rows_for, self.labels = pool, source, rows_for, labels
+        self.on_errors = on_errors
         """Called where images could not be read: raises if that will not do."""
-        self.asked = self.step
-        self.staged: deque[Staged] = deque()
-        self.road = road_to(self.device, pool)
-        self.ask()
+        self.next_submitted = self.step
+        self.staged: deque[StagedBatch] = deque()
+        self.transfer = make_transfer(self.device, pool)
+        self._submit()
 
-    def ask(self) -> None:
-        while self.pool.room and self.asked < self.last:
-            self.pool.ask(*self.rows_of(self.asked))
-            self.asked += 1
+    def _submit(self) -> None:
+        while self.pool.has_room and self.next_submitted < self.stop_step:
+            self.pool.submit(*self.rows_for(self.next_submitted))
+            self.next_submitted += 1
 
-    def _batch(self, step: int) -> Batch:
+    def _load_batch(self, step: int) -> Batch:
         if not self.staged:
-            self.ask()
+            self._submit()
             self.staged.append(self._stage())
         staged = self.staged.popleft()
-        if self.road.ahead and self.pool.ready:
+        if self.transfer.asynchronous and self.pool.ready:
             self.staged.append(self._stage())
-        self.ask()
-        return staged.arrive(step, self.slots)
+        self._submit()
+        return staged.to_batch(step, self.slots)
 
-    def _stage(self) -> Staged:
-        taken = self.pool.take()
-        self.note(taken.indices, taken.problems)
-        return self.road.send(taken, self.labels.of(taken.indices), self.labels.count(taken.indices))
+    def _stage(self) -> StagedBatch:
+        taken = self.pool.get()
+        self._record_errors(taken.indices, taken.errors)
+        return self.transfer.send(taken, self.labels.targets_for(taken.indices), self.labels.usable(taken.indices))
 
-    def note(self, indices: Indices, problems: list[tuple[int, str]]) -> None:
-        for row, reason in problems:
+    def _record_errors(self, indices: Indices, errors: list[tuple[int, str]]) -> None:
+        for row, reason in errors:
             self._bad.add(self.source.key(int(indices[row])), reason)
-        if problems:
-            self.settle(self)
+        if errors:
+            self.on_errors(self)
 
-    def rest(self) -> None:
+    def read_remaining(self) -> None:
         """Read all that is left, only to see what cannot be read."""
-        self.settle = lambda _: None
-        while self.pool.asked or self.asked < self.last:
-            self.ask()
-            taken = self.pool.take()
-            self.note(taken.indices, taken.problems)
+        self.on_errors = lambda _: None
+        while self.pool.pending or self.next_submitted < self.stop_step:
+            self._submit()
+            taken = self.pool.get()
+            self._record_errors(taken.indices, taken.errors)
             del taken
 
     def close(self) -> None:
         super().close()
         self.staged.clear()
-        self.road.close()
+        self.transfer.close()
         self.pool.close()
 
 
-class Plan:
+class BatchSampler:
     """Which images a process has in which step of training."""
 
     def __init__(
-        self, source: Source, labels: Labels, config: DataConfig, batch_size: int, seed: int, part: range
+        self, source: Source, labels: TargetTable, config: DataConfig, batch_size: int, seed: int, part: range
     ) -> None:
-        self.numbers = learnable(source, labels)
+        self.numbers = usable_indices(source, labels)
         blocks = source.blocks
         if (left := len(source) - len(self.numbers)) > 0:
             if part.start == 0:  # one process says it for all
@@ -223,27 +225,27 @@ class Plan:
             if blocks is not None:
                 blocks = tuple(np.diff(np.searchsorted(self.numbers, np.cumsum(blocks)), prepend=0).tolist())
         kinds: Any = labels.targets[self.numbers] if config.order == "balanced" else len(self.numbers)
-        self.order = Order(kinds, seed=seed, mode=config.order, repeats=config.repeats, blocks=blocks)
-        self.batch, self.seed, self.part = batch_size, seed, part
+        self.sampler = Sampler(kinds, seed=seed, mode=config.order, repeats=config.repeats, blocks=blocks)
+        self.batch, self.seed, self.slot_range = batch_size, seed, part
         self.slots = np.arange(part.start, part.stop)
-        self._steps, self._worked_out = range(0), np.empty((0, batch_size), np.int64)
+        self._planned_steps, self._planned = range(0), np.empty((0, batch_size), np.int64)
 
     def indices(self, step: int) -> Indices:
         """b: the images in this process's slots."""
-        if step not in self._steps:  # several steps at once: much of the work is the same for one
-            self._steps = range(step, step + max(POSITIONS // self.batch, 1))
-            places = self.order.indices(step * self.batch, len(self._steps) * self.batch)
-            self._worked_out = self.numbers[places].reshape(-1, self.batch)
-        return self._worked_out[step - self._steps.start, self.part.start : self.part.stop]
+        if step not in self._planned_steps:  # several steps at once: much of the work is the same for one
+            self._planned_steps = range(step, step + max(PLANNED_POSITIONS // self.batch, 1))
+            places = self.sampler.indices(step * self.batch, len(self._planned_steps) * self.batch)
+            self._planned = self.numbers[places].reshape(-1, self.batch)
+        return self._planned[step - self._planned_steps.start, self.slot_range.start : self.slot_range.stop]
 
     def rows(self, step: int) -> tuple[Indices, chance.Keys]:
         return self.indices(step), chance.keys_of(self.seed, step, self.slots)
 
 
-def learnable(source: Source, labels: Labels) -> Indices:
+def usable_indices(source: Source, labels: TargetTable) -> Indices:
     """The numbers of the images that an epoch shows once each."""
     numbers = np.arange(len(source))
-    found = numbers[labels.count(numbers)]
+    found = numbers[labels.usable(numbers)]
     if len(found) == 0:
         raise DataError(f"none of the {len(source):,} images of {source.name} has a label.")
     return found
@@ -259,7 +261,7 @@ def training_batches(
     seed: int,
     device: torch.device | str,
     rank: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     start_step: int = 0,
     steps: int,
     labeled: bool = True,
@@ -269,48 +271,57 @@ def training_batches(
 
     labeled: leave images without a label out. state: what `Loader.state` gave, for a stream.
     """
-    if batch_size % world:
+    if batch_size % world_size:
         raise ConfigError(
-            f"batch_size={batch_size} is not divisible by {world} processes; "
-            f"try {batch_size // world * world or world}."
+            f"batch_size={batch_size} is not divisible by {world_size} processes; "
+            f"try {batch_size // world_size * world_size or world_size}."
         )
-    device, mine = torch.device(device), batch_size // world
+    device, mine = torch.device(device), batch_size // world_size
     if device.type == "cpu":
         keep_heap()
-    part, workers = range(rank * mine, (rank + 1) * mine), count_workers(config, world)
+    part, workers = range(rank * mine, (rank + 1) * mine), num_workers(config, world_size)
     options: dict[str, Any] = {"device": device, "steps": range(start_step, steps)}
     options["slots"] = torch.arange(part.start, part.stop)
-    view: View = Cropped(preprocess, augment) if augment.crop == "resized" else Evaluated(preprocess)
+    transform: Transform = (
+        RandomResizedCrop(preprocess, augment) if augment.crop == "resized" else EvalTransform(preprocess)
+    )
     if hasattr(source, "samples"):
-        from vitrail.data.streamed import Streamed
+        from vitrail.data.stream_loader import StreamLoader
 
-        options |= {"seed": seed, "rank": rank, "world": world, "state": state, "labeled": labeled}
-        return Streamed(source, view, config, workers=workers, **options)
-    labels = Labels(source.targets, source.multi_label, labeled)
+        options |= {"seed": seed, "rank": rank, "world_size": world_size, "state": state, "labeled": labeled}
+        return StreamLoader(source, transform, config, workers=workers, **options)
+    labels = TargetTable(source.targets, source.multi_label, labeled)
     plan, bad = (
-        Plan(source, labels, config, batch_size, seed, part),
-        Bad(source.name, len(source), config.max_bad_fraction),
+        BatchSampler(source, labels, config, batch_size, seed, part),
+        BadImages(source.name, len(source), config.max_bad_fraction),
     )
     options["bad"] = bad
-    kept = resident.choose(
-        source, config=config, augment=augment, preprocess=preprocess, device=device, sharers=_sharers(device, world)
+    kept = resident.choose_transform(
+        source,
+        config=config,
+        augment=augment,
+        preprocess=preprocess,
+        device=device,
+        num_sharing=_memory_sharers(device, world_size),
     )
     numbers = np.arange(len(source))
     held = None if kept is None else resident.load(source, kept, device, workers, numbers)
     if kept is not None and held is not None:
         for number, reason in held.bad.items():
             bad.add(source.key(number), reason)
-        bad.judge()  # every process has read them all
+        bad.raise_if_too_many()  # every process has read them all
         if rank == 0:
-            say([_chosen(held, kept, augment)], about=source.name)
-        return OnDevice(held, numbers, plan.indices, labels, **options)
+            say([_describe_resident(held, kept, augment)], about=source.name)
+        return ResidentLoader(held, numbers, plan.indices, labels, **options)
 
-    def settle(flow: Flow) -> None:
-        if world == 1:
-            bad.judge()
+    def on_errors(loader: WorkerLoader) -> None:
+        if world_size == 1:
+            bad.raise_if_too_many()
 
-    pool = pool_for(Reading(source, view), view, mine, workers)
-    return Flow(pool, source, plan.rows, labels, settle, cropped=isinstance(view, Cropped), **options)
+    pool = pool_for_transform(SampleReader(source, transform), transform, mine, workers)
+    return WorkerLoader(
+        pool, source, plan.rows, labels, on_errors, cropped=isinstance(transform, RandomResizedCrop), **options
+    )
 
 
 def evaluation_batches(
@@ -320,7 +331,7 @@ def evaluation_batches(
     batch_size: int,
     device: torch.device | str,
     rank: int = 0,
-    world: int = 1,
+    world_size: int = 1,
     config: DataConfig | None = None,
     labeled: bool = True,
 ) -> Loader:
@@ -330,95 +341,108 @@ def evaluation_batches(
     0, as have images without a label, where it takes one (`labeled`).
     """
     device, config = torch.device(device), config or DataConfig()
-    share = -(-len(source) // world)
+    share = -(-len(source) // world_size)
     numbers = np.arange(rank * share, min((rank + 1) * share, len(source)))
     count = max(-(-share // batch_size), 1)
     padded = np.append(np.arange(len(numbers)), np.full(max(count * batch_size - len(numbers), 0), -1)).reshape(
         count, batch_size
     )
-    labels = Labels(source.targets, source.multi_label, labeled)
-    bad = Bad(source.name, len(source), 1.0 if config.skip_bad else None)
-    if labeled and not labels.count(np.arange(len(source))).any():
+    labels = TargetTable(source.targets, source.multi_label, labeled)
+    bad = BadImages(source.name, len(source), 1.0 if config.skip_bad else None)
+    if labeled and not labels.usable(np.arange(len(source))).any():
         raise DataError(f"none of the {len(source):,} images of {source.name} has a label to measure on.")
     options: dict[str, Any] = {"device": device, "steps": range(count), "bad": bad}
     options["slots"] = torch.arange(rank * batch_size, (rank + 1) * batch_size)
-    view, workers = Evaluated(preprocess), min(count_workers(config, world), -(-len(numbers) // 8))
-    held = _held(source, view, preprocess, config, device, workers, numbers)
+    transform, workers = EvalTransform(preprocess), min(num_workers(config, world_size), -(-len(numbers) // 8))
+    held = _load_resident(source, transform, preprocess, config, device, workers, numbers)
     if held is not None:
         for number, reason in held.bad.items():
             bad.add(source.key(number), reason)
-        if world == 1:
-            bad.judge()
-        return OnDevice(held, numbers, padded.__getitem__, labels, **options)
+        if world_size == 1:
+            bad.raise_if_too_many()
+        return ResidentLoader(held, numbers, padded.__getitem__, labels, **options)
 
-    def settle(flow: Flow) -> None:
-        if world == 1 and not config.skip_bad:
-            flow.rest()
-            flow.close()
-            bad.judge()
+    def on_errors(loader: WorkerLoader) -> None:
+        if world_size == 1 and not config.skip_bad:
+            loader.read_remaining()
+            loader.close()
+            bad.raise_if_too_many()
 
     keys = np.zeros(batch_size, np.uint64)
-    pool = pool_for(Reading(source, view), view, batch_size, workers)
-    return Flow(
-        pool, source, lambda s: (np.where(padded[s] < 0, -1, padded[s] + rank * share), keys), labels, settle, **options
+    pool = pool_for_transform(SampleReader(source, transform), transform, batch_size, workers)
+    return WorkerLoader(
+        pool,
+        source,
+        lambda s: (np.where(padded[s] < 0, -1, padded[s] + rank * share), keys),
+        labels,
+        on_errors,
+        **options,
     )
 
 
-def _held(
+def _load_resident(
     source: Source,
-    view: Evaluated,
+    transform: EvalTransform,
     preprocess: PreprocessConfig,
     config: DataConfig,
     device: torch.device,
     workers: int,
     numbers: Indices,
-) -> resident.Resident | None:
+) -> resident.ResidentImages | None:
     """Few images are decoded the first time they are measured on, and kept for the next."""
     if len(numbers) == 0:
         return None
-    size, key = resident.size_of(view, len(numbers)), (preprocess, device, *numbers[[0, -1]].tolist())
-    if (found := resident.kept(source, key)) is not None:
+    size, key = resident.num_bytes(transform, len(numbers)), (preprocess, device, *numbers[[0, -1]].tolist())
+    if (found := resident.get_cached(source, key)) is not None:
         return found
-    if config.resident is False or size > min(EVALUATED, resident.free_memory(device) // resident.SHARE):
+    if config.resident is False or size > min(
+        MAX_EVAL_CACHE_BYTES, resident.free_memory(device) // resident.MEMORY_DIVISOR
+    ):
         return None
-    found = resident.load(source, view, device, workers, numbers)
+    found = resident.load(source, transform, device, workers, numbers)
     if found is not None:
-        resident.keep(source, key, found)
+        resident.add_cached(source, key, found)
     return found
 
 
-def _chosen(held: resident.Resident, view: View, augment: AugmentConfig) -> str:
+def _describe_resident(held: resident.ResidentImages, transform: Transform, augment: AugmentConfig) -> str:
     n, _, height, width = held.images.shape
-    size = resident.gib(held.images.numel() * held.images.element_size())
+    size = resident.format_bytes(held.images.numel() * held.images.element_size())
     note = f"{n:,} images of {height} x {width} stay on {held.images.device} ({size})"
-    if augment.crop == "resized" and not isinstance(view, Native):
+    if augment.crop == "resized" and not isinstance(transform, OriginalPixels):
         note += ", as evaluation sees them: random parts are taken of that"
     return note
 
 
-def pool_for(work: Work, view: View, rows: int, workers: int) -> Pool:
+def pool_for_transform(work: FillRows, transform: Transform, rows: int, workers: int) -> Pool:
     """Workers, as far ahead as is useful and fits."""
-    jpeg.trusted()  # found out here, once, not in each process
-    depth = depth_for(view, rows)
-    return make_pool(work, rows=rows, shape=view.shape, dtype=view.dtype, workers=workers, depth=depth)
+    jpeg.verified_simplejpeg()  # found out here, once, not in each process
+    depth = prefetch_depth(transform, rows)
+    return make_pool(work, rows=rows, shape=transform.shape, dtype=transform.dtype, workers=workers, depth=depth)
 
 
-def depth_for(view: View, rows: int) -> int:
+def prefetch_depth(transform: Transform, rows: int) -> int:
     """Batches to be ahead."""
-    return max(1, min(max(AHEAD, -(-AHEAD_IMAGES // rows)), AHEAD_BYTES // resident.size_of(view, rows)))
+    return max(
+        1,
+        min(
+            max(PREFETCH_BATCHES, -(-PREFETCH_IMAGES // rows)),
+            PREFETCH_MAX_BYTES // resident.num_bytes(transform, rows),
+        ),
+    )
 
 
-def count_workers(config: DataConfig, world: int) -> int:
+def num_workers(config: DataConfig, world_size: int) -> int:
     """As asked for, else this process's share of the cores."""
     if config.workers is not None:
         return config.workers
-    return max(1, min(cores() // _local(world), MOST_WORKERS))
+    return max(1, min(cores() // _local_world_size(world_size), MAX_WORKERS))
 
 
-def _local(world: int) -> int:
+def _local_world_size(world_size: int) -> int:
     """Processes on this machine; torchrun tells."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-def _sharers(device: torch.device, world: int) -> int:
-    return _local(world) if device.type == "cpu" else 1
+def _memory_sharers(device: torch.device, world_size: int) -> int:
+    return _local_world_size(world_size) if device.type == "cpu" else 1

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.config import PreprocessConfig, pair
-from vitrail.data.decode import MODES, ImageLike, decode, open_image
+from vitrail.data.decode import PILLOW_MODES, ImageLike, decode, open_image
 from vitrail.errors import ImageError
 
 FILTERS = {
@@ -35,11 +35,11 @@ FILTERS = {
 }
 
 # How far each filter reaches, in pixels of whichever image is the coarser.
-REACH = {"nearest": 1, "bilinear": 1, "bicubic": 2, "lanczos": 3}
+FILTER_RADIUS = {"nearest": 1, "bilinear": 1, "bicubic": 2, "lanczos": 3}
 
 # An image whose resized whole would have more pixels than this is resized only where the crop
 # needs it: a strip of 20,000 x 1 would otherwise become 4,960,000 x 248, five gigabytes.
-WHOLE = 2**24
+MAX_WHOLE_PIXELS = 2**24
 
 Size = tuple[int, int]
 """Height and width."""
@@ -63,7 +63,7 @@ class Preprocess:
 
     def __call__(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """One image or several -> float32, B C H W."""
-        several: list[ImageLike] = list(images) if are_several(images) else [cast(ImageLike, images)]
+        several: list[ImageLike] = list(images) if is_image_list(images) else [cast(ImageLike, images)]
         batch = np.empty((len(several), *self.crop, self.config.channels), self.dtype)
         for slot, image in zip(batch, several, strict=True):
             slot[:] = self.pixels(image)
@@ -82,12 +82,14 @@ class Preprocess:
         """Decode, resize, crop: H W C with values 0 to 255, uint8 or float32 (see `dtype`)."""
         channels = self.config.channels
         if self.dtype == np.float32 or self.config.interpolation == "area":
-            return self._sampled(decode(image, channels)).astype(self.dtype, copy=False)
-        if channels in MODES:
-            out = np.array(self._resized(open_image(image, channels)))
+            return self._resize_tensorflow(decode(image, channels)).astype(self.dtype, copy=False)
+        if channels in PILLOW_MODES:
+            out = np.array(self._resize_pillow(open_image(image, channels)))
             return out[:, :, None] if out.ndim == 2 else out
         bands = decode(image, channels)  # Pillow knows no image of so many channels: one at a time
-        return np.stack([np.asarray(self._resized(Image.fromarray(bands[:, :, c]))) for c in range(channels)], axis=2)
+        return np.stack(
+            [np.asarray(self._resize_pillow(Image.fromarray(bands[:, :, c]))) for c in range(channels)], axis=2
+        )
 
     def normalize(self, batch: Tensor) -> Tensor:
         """Values 0 to 255 of any dtype, B C H W (or C H W), on any device -> float32 for the network."""
@@ -101,7 +103,7 @@ class Preprocess:
     def _plan(self, height: int, width: int) -> tuple[Size, list[Span]]:
         """The size to resize to, and for rows and for columns which of them the crop takes."""
         if self.config.resize == "squash":
-            size = self._squashed()
+            size = self._squash_size()
         elif self.config.resize_to is None and self.crop[0] != self.crop[1]:
             ratio = min(height / self.crop[0], width / self.crop[1])  # the crop is just covered
             size = round(height / ratio), round(width / ratio)
@@ -112,7 +114,7 @@ class Preprocess:
             size = (long, short) if width <= height else (short, long)
         return size, [self._span(side, crop) for side, crop in zip(size, self.crop, strict=True)]
 
-    def _squashed(self) -> Size:
+    def _squash_size(self) -> Size:
         """The crop's size, or that with its short side at `resize_to` (DeiT: 256 x 256, then 224)."""
         short = min(self.crop)
         grown = self.config.resize_to or short
@@ -126,56 +128,56 @@ class Preprocess:
             first = round((side - crop) / 2) if side >= crop else -((crop - side) // 2)
         return first, first + crop
 
-    def _resized(self, image: Image.Image) -> Image.Image:
+    def _resize_pillow(self, image: Image.Image) -> Image.Image:
         """Pillow's resize, then the crop."""
         size, (rows, columns) = self._plan(image.height, image.width)
         name = self.config.interpolation
-        if size[0] * size[1] > WHOLE:
-            image = _part(image, size, (_inside(rows, size[0]), _inside(columns, size[1])), name)
-            rows, columns = _rest(rows), _rest(columns)
+        if size[0] * size[1] > MAX_WHOLE_PIXELS:
+            image = _resize_part(image, size, (_clip_span(rows, size[0]), _clip_span(columns, size[1])), name)
+            rows, columns = _relative_span(rows), _relative_span(columns)
         elif image.size != size[::-1]:
             image = image.resize(size[::-1], FILTERS[name])
         box = (columns[0], rows[0], columns[1], rows[1])
         return image if box == (0, 0, *image.size) else image.crop(box)  # Pillow pads with zeros
 
-    def _sampled(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    def _resize_tensorflow(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         """TensorFlow's resize, then the crop; only what the crop shows is computed."""
         size, spans = self._plan(*pixels.shape[:2])
         (rows, row_weights), (columns, column_weights) = (
-            _taps(source, side, _inside(span, side), self.config.interpolation)
+            _taps(source, side, _clip_span(span, side), self.config.interpolation)
             for source, side, span in zip(pixels.shape[:2], size, spans, strict=True)
         )
         left = int(columns.min())
-        part = _mix(pixels[:, left : int(columns.max()) + 1], 0, rows, row_weights)
-        part = _mix(part, 1, columns - left, column_weights)
+        part = _weighted_sum(pixels[:, left : int(columns.max()) + 1], 0, rows, row_weights)
+        part = _weighted_sum(part, 1, columns - left, column_weights)
         before = [max(-span[0], 0) for span in spans]
         after = [crop - b - n for crop, b, n in zip(self.crop, before, part.shape[:2], strict=True)]
         return np.pad(part, [*zip(before, after, strict=True), (0, 0)]) if any(before + after) else part
 
 
-def are_several(images: ImageLike | Iterable[ImageLike]) -> TypeGuard[Iterable[ImageLike]]:
+def is_image_list(images: ImageLike | Iterable[ImageLike]) -> TypeGuard[Iterable[ImageLike]]:
     """Strings, bytes, arrays and tensors can be iterated too, but are one image each."""
     return isinstance(images, Iterable) and not isinstance(
         images, str | Path | bytes | Image.Image | np.ndarray | Tensor
     )
 
 
-def _inside(span: Span, side: int) -> Span:
+def _clip_span(span: Span, side: int) -> Span:
     return max(span[0], 0), min(span[1], side)
 
 
-def _rest(span: Span) -> Span:
+def _relative_span(span: Span) -> Span:
     """The span as seen from the part of it that lies inside."""
     first = min(span[0], 0)
     return first, first + span[1] - span[0]
 
 
-def _part(image: Image.Image, size: Size, spans: tuple[Span, Span], name: str) -> Image.Image:
+def _resize_part(image: Image.Image, size: Size, spans: tuple[Span, Span], name: str) -> Image.Image:
     """Some rows and columns of the image resized to `size`, without making the whole."""
     near, box = [], []
     for source, side, (first, last) in zip((image.height, image.width), size, spans, strict=True):
         scale = source / side
-        margin = REACH[name] * max(scale, 1) + 1
+        margin = FILTER_RADIUS[name] * max(scale, 1) + 1
         low, high = max(int(first * scale - margin), 0), min(int(last * scale + margin) + 1, source)
         near.append((low, high))
         box.append((first * scale - low, min(last * scale - low, high - low)))
@@ -195,8 +197,8 @@ def _taps(source: int, side: int, span: Span, name: str) -> tuple[npt.NDArray[np
     weights that fall outside the image are shared among the rest: tf.image.resize(antialias=False).
     """
     if name == "area":
-        return _shares(source, side, span)
-    half, reach = np.float32(0.5), REACH[name]
+        return _area_taps(source, side, span)
+    half, reach = np.float32(0.5), FILTER_RADIUS[name]
     center = (np.arange(*span, dtype=np.float32) + half) * np.float32(source / side) - half  # float32, as there
     index = np.floor(center).astype(np.int64)[:, None] + np.arange(1 - reach, 1 + reach)
     weight = _kernel(np.abs(center[:, None] - index), name)
@@ -205,7 +207,7 @@ def _taps(source: int, side: int, span: Span, name: str) -> tuple[npt.NDArray[np
     return index.clip(0, source - 1), weight.astype(np.float32)
 
 
-def _shares(source: int, side: int, span: Span) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+def _area_taps(source: int, side: int, span: Span) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """The same for the mean of all that lies under an output pixel, parts of pixels included."""
     scale = source / side
     first = np.arange(*span)[:, None] * scale
@@ -224,7 +226,7 @@ def _kernel(x: npt.NDArray[np.floating[Any]], name: str) -> npt.NDArray[np.float
     return np.where(x < 3, np.sinc(x) * np.sinc(x / 3), 0)
 
 
-def _mix(
+def _weighted_sum(
     pixels: npt.NDArray[Any], axis: int, index: npt.NDArray[np.int64], weight: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
     """Along one axis: out[i] = sum over t of weight[i, t] * pixels[index[i, t]]."""
@@ -242,10 +244,10 @@ def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """C 1 1, made once per device: copying it there anew for each batch would make the host wait."""
     if torch.compiler.is_compiling():  # a tensor made while tracing must not outlive the trace
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
-    return _made(values, device)
+    return _cached_constant(values, device)
 
 
 @lru_cache(maxsize=64)
-def _made(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _cached_constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # else the first caller's mode would decide for all later ones
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]

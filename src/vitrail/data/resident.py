@@ -1,7 +1,7 @@
 """Small data sets: decoded once, and from then on a tensor of bytes on the device.
 
-    choose      the view in which a source's images can stay there, or None
-    load        all images through that view
+    choose      the transform in which a source's images can stay there, or None
+    load        all images through that transform
 
 Images that are all of one size stay as they are (CIFAR: 32 x 32), and random parts of them are
 taken on the device. Where nothing is cropped from them, they stay as evaluation sees them.
@@ -27,29 +27,29 @@ from vitrail.config.data import AugmentConfig
 from vitrail.data.decode import decode, open_jpeg
 from vitrail.data.sources.base import Source
 from vitrail.data.sources.progress import progress_bar
-from vitrail.data.view import ODD_SIZE, Evaluated, Native, Reading, View, noting
-from vitrail.data.workers import make_pool
+from vitrail.data.transforms import WRONG_SIZE, EvalTransform, OriginalPixels, SampleReader, Transform, record_error
+from vitrail.data.worker_pool import make_pool
 from vitrail.errors import ConfigError
 
 # N images, C channels, H rows, W columns
 
-SHARE = 4
-"""At most one part in so many of the free memory is taken without being asked to."""
-DECODED = 2 << 30
+MEMORY_DIVISOR = 4
+"""At most one part in so many of the free memory is taken without being forced to."""
+MAX_DECODED_BYTES = 2 << 30
 """Bytes that images which are still to be decoded may take: it must not keep anybody waiting."""
-LARGER = 4
+MAX_AREA_RATIO = 4
 """Images of more than so many times the area that is wanted are not cut up on the device."""
-ON_CPU = 64
+MAX_CPU_SIDE = 64
 """On a CPU, neither those nor what is made of them may be wider: above, workers are quicker."""
-LOOKED_AT = 32
+SIZE_SAMPLES = 32
 """So many images of one size are taken to mean that all are, until one is found that is not."""
-CHUNK = 4096
-BAR_AFTER = 1.0
+COPY_CHUNK = 4096
+PROGRESS_BAR_AFTER_S = 1.0
 """Seconds before progress is shown."""
 
 
 @dataclass(frozen=True)
-class Resident:
+class ResidentImages:
     """All images of a source, on the device."""
 
     images: Tensor
@@ -58,52 +58,56 @@ class Resident:
     """Number of an image that could not be read -> why; it is zero."""
 
 
-def choose(
+def choose_transform(
     source: Source,
     *,
     config: DataConfig,
     augment: AugmentConfig,
     preprocess: PreprocessConfig,
     device: torch.device,
-    sharers: int = 1,
-) -> View | None:
-    """How the images would stay on the device, if they fit there, shared with so many processes like this one."""
+    num_sharing: int = 1,
+) -> Transform | None:
+    """The transform to load all images with, or None if they should not stay on the device.
+
+    `num_sharing` processes like this one share the device's memory.
+    """
     if config.resident is False:
         return None
-    view = _view(source, augment, preprocess, device, asked=config.resident is True)
-    if view is None:
+    transform = _fitting_transform(source, augment, preprocess, device, forced=config.resident is True)
+    if transform is None:
         return None
-    size, free = size_of(view, len(source)), free_memory(device) // sharers
+    size, free = num_bytes(transform, len(source)), free_memory(device) // num_sharing
     if config.resident:
         if size > free:
             raise ConfigError(
-                f"data.resident=true needs {gib(size)} for {source.name}, and {device} has {gib(free)} free; "
-                "leave it out, and images are read as they are needed."
+                f"data.resident=true needs {format_bytes(size)} for {source.name}, and {device} has "
+                f"{format_bytes(free)} free; without data.resident, images are read as they are needed."
             )
-        return view
-    return view if size <= free // SHARE and (source.pixels is not None or size <= DECODED) else None
+        return transform
+    fits = size <= free // MEMORY_DIVISOR and (source.pixels is not None or size <= MAX_DECODED_BYTES)
+    return transform if fits else None
 
 
-def _view(
-    source: Source, augment: AugmentConfig, preprocess: PreprocessConfig, device: torch.device, *, asked: bool
-) -> View | None:
+def _fitting_transform(
+    source: Source, augment: AugmentConfig, preprocess: PreprocessConfig, device: torch.device, *, forced: bool
+) -> Transform | None:
     if augment.crop != "resized":
-        return Evaluated(preprocess)
+        return EvalTransform(preprocess)
     pixels, wanted = source.pixels, pair(preprocess.image_size)
-    most = LARGER * wanted[0] * wanted[1]
+    most = MAX_AREA_RATIO * wanted[0] * wanted[1]
     size = pixels.shape[1:3] if pixels is not None else common_size(source, most)
     if size is not None and size[0] * size[1] <= most:
-        quick = device.type != "cpu" or max(*size, *wanted) <= ON_CPU
-        if quick or asked:
-            return Native((*size, preprocess.channels))
-    return Evaluated(preprocess) if asked else None
+        quick = device.type != "cpu" or max(*size, *wanted) <= MAX_CPU_SIDE
+        if quick or forced:
+            return OriginalPixels((*size, preprocess.channels))
+    return EvalTransform(preprocess) if forced else None
 
 
 def common_size(source: Source, most: int) -> tuple[int, int] | None:
     """Height and width of a few of the images, if they are all alike and have at most so many pixels."""
     size = None
-    for index in np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int).tolist():
-        with noting({}, 0):
+    for index in np.linspace(0, len(source) - 1, min(SIZE_SAMPLES, len(source))).astype(int).tolist():
+        with record_error({}, 0):
             image = source[index].image
             jpeg = open_jpeg(image)
             found = jpeg.size if jpeg is not None else decode(image).shape[:2]
@@ -113,62 +117,69 @@ def common_size(source: Source, most: int) -> tuple[int, int] | None:
     return size
 
 
-def size_of(view: View, count: int) -> int:
+def num_bytes(transform: Transform, count: int) -> int:
     """Bytes of so many images."""
-    return count * int(np.prod(view.shape)) * np.dtype(view.dtype).itemsize
+    return count * int(np.prod(transform.shape)) * np.dtype(transform.dtype).itemsize
 
 
-def gib(size: int) -> str:
+def format_bytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def load(
-    source: Source, view: View, device: torch.device, workers: int, numbers: npt.NDArray[np.int64]
-) -> Resident | None:
+    source: Source, transform: Transform, device: torch.device, workers: int, numbers: npt.NDArray[np.int64]
+) -> ResidentImages | None:
     """These images of a source; None where one turns out to be of another size than the rest."""
     pixels = source.pixels
-    if pixels is not None and isinstance(view, Native) and pixels.shape[3] in (1, view.shape[2]):
+    if pixels is not None and isinstance(transform, OriginalPixels) and pixels.shape[3] in (1, transform.shape[2]):
         given = pixels if len(numbers) == len(pixels) else pixels[numbers]
-        return Resident(_placed(given, view.shape[2], device), {})
-    read = _decoded(source, view, workers, numbers)
+        return ResidentImages(_to_device(given, transform.shape[2], device), {})
+    read = _decode_all(source, transform, workers, numbers)
     if read is None:
         return None
     images, bad = read
-    return Resident(_placed(images, view.shape[2], device), bad)
+    return ResidentImages(_to_device(images, transform.shape[2], device), bad)
 
 
-def _decoded(
-    source: Source, view: View, workers: int, numbers: npt.NDArray[np.int64]
+def _decode_all(
+    source: Source, transform: Transform, workers: int, numbers: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[Any], dict[int, str]] | None:
     count, start = len(numbers), time.monotonic()
-    pool = make_pool(Reading(source, view), rows=count, shape=view.shape, dtype=view.dtype, workers=workers, depth=1)
+    pool = make_pool(
+        SampleReader(source, transform),
+        rows=count,
+        shape=transform.shape,
+        dtype=transform.dtype,
+        workers=workers,
+        depth=1,
+    )
     with ExitStack() as stack:
         stack.callback(pool.close)
         shown, before = None, 0
 
         def progress(done: int) -> None:
             nonlocal shown, before
-            if shown is None and time.monotonic() - start > BAR_AFTER:
+            if shown is None and time.monotonic() - start > PROGRESS_BAR_AFTER_S:
                 shown = stack.enter_context(progress_bar(f"decoding {source.name}", count))
             if shown is not None:
                 shown(min(done, count) - before)
                 before = min(done, count)
 
-        pool.ask(numbers, np.zeros(count, np.uint64))
-        taken = pool.take(progress)
-    if any(reason.startswith(ODD_SIZE) for _, reason in taken.problems):
+        pool.submit(numbers, np.zeros(count, np.uint64))
+        taken = pool.get(progress)
+    if any(reason.startswith(WRONG_SIZE) for _, reason in taken.errors):
         return None
-    return taken.images, {int(numbers[row]): reason for row, reason in taken.problems}
+    return taken.images, {int(numbers[row]): reason for row, reason in taken.errors}
 
 
-def _placed(images: npt.NDArray[Any], channels: int, device: torch.device) -> Tensor:
+def _to_device(images: npt.NDArray[Any], channels: int, device: torch.device) -> Tensor:
     """N H W C in memory -> N C H W on the device; gray is repeated where more channels are wanted."""
     n, height, width, _ = images.shape
     dtype = torch.uint8 if images.dtype == np.uint8 else torch.float32
     out = torch.empty(n, channels, height, width, dtype=dtype, device=device)
-    for first in range(0, n, CHUNK):
-        chunk = np.array(images[first : first + CHUNK].transpose(0, 3, 1, 2), order="C")  # a copy: writable
-        out[first : first + CHUNK] = torch.from_numpy(chunk).to(device)  # broadcast over channels
+    for first in range(0, n, COPY_CHUNK):
+        chunk = np.array(images[first : first + COPY_CHUNK].transpose(0, 3, 1, 2), order="C")  # a copy: writable
+        out[first : first + COPY_CHUNK] = torch.from_numpy(chunk).to(device)  # broadcast over channels
     return out
 
 
@@ -178,10 +189,10 @@ def free_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    return min(_of_machine(), _of_container())
+    return min(_machine_memory(), _container_memory())
 
 
-def _of_machine() -> int:
+def _machine_memory() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             available = next(line for line in lines if line.startswith("MemAvailable"))
@@ -191,7 +202,7 @@ def _of_machine() -> int:
         return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") if pages else 4 << 30
 
 
-def _of_container() -> int:
+def _container_memory() -> int:
     """What a container's limit leaves; without one, no limit."""
     try:
         most, used, stat = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current", "stat"))
@@ -201,17 +212,17 @@ def _of_container() -> int:
         return 1 << 62
 
 
-_kept: dict[int, dict[Any, Resident]] = {}
+_cache: dict[int, dict[Any, ResidentImages]] = {}
 
 
-def kept(source: Source, key: Any) -> Resident | None:
+def get_cached(source: Source, key: Any) -> ResidentImages | None:
     """What `keep` was given for this source, for as long as the source is there."""
-    return _kept.get(id(source), {}).get(key)
+    return _cache.get(id(source), {}).get(key)
 
 
-def keep(source: Source, key: Any, found: Resident) -> None:
+def add_cached(source: Source, key: Any, found: ResidentImages) -> None:
     try:
-        weakref.finalize(source, _kept.pop, id(source), None).atexit = False
+        weakref.finalize(source, _cache.pop, id(source), None).atexit = False
     except TypeError:  # a source that cannot be watched might be gone, and another stand in its place
         return
-    _kept.setdefault(id(source), {})[key] = found
+    _cache.setdefault(id(source), {})[key] = found

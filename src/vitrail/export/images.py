@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.data.decode import MODES, decode
+from vitrail.data.decode import PILLOW_MODES, decode
 from vitrail.errors import DataError
 
 Pixels = npt.NDArray[Any]
@@ -26,7 +26,7 @@ def samples(channels: int = 3) -> list[Pixels]:
 
     Channels that no photograph has are made of red, green and blue, each time moved a little further.
     """
-    if channels in MODES:
+    if channels in PILLOW_MODES:
         return [decode(image, channels) for image in _photographs()]
     return [_bands(image, channels) for image in _photographs()]
 

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from vitrail.data.cells import csv_line
+from vitrail.data.csv_escape import csv_line
 from vitrail.errors import ConfigError, nearest
 from vitrail.evaluate.evaluation import Evaluation, Measured
 from vitrail.evaluate.intervals import Estimate

@@ -117,7 +117,7 @@ class Images:
 
     def _judged(self, data: bytes) -> tuple[bytes | Image.Image, int, int]:
         """What is to be decoded, its pixels and its cost."""
-        found = jpeg.header(data)
+        found = jpeg.parse_header(data)
         if found is not None:
             pixels, passes = self._checked(data, found.width, found.height)
             return data, pixels, pixels * passes

@@ -239,7 +239,7 @@ class Journal:
 
     def gather_bad(self, batches: Loader) -> None:
         """What any process could not read, known to all of them; too much of it stops them all."""
-        batches.agree(self.ranks.all_told(batches.bad))
+        batches.merge_bad(self.ranks.all_told(batches.bad))
         self.progress.unreadable = batches.bad
 
     def finish(self, batches: Loader) -> Scores | None:

@@ -188,7 +188,7 @@ def _left_behind(run: RunFolder, how: str) -> str:
 
 def _wish(interrupt: Interrupt, journal: Journal, batches: Loader) -> str | None:
     """The signal that has asked any of the processes to stop; too many unreadable images end them all."""
-    asked, news = journal.ranks.totals(interrupt.asked is not None, batches.news)
-    if batches.too_many(news):
+    asked, news = journal.ranks.totals(interrupt.asked is not None, batches.num_unshared_bad)
+    if batches.too_many_bad(news):
         journal.gather_bad(batches)
     return (interrupt.asked or "another process") if asked else None

@@ -17,10 +17,10 @@ from vitrail import chance
 from vitrail.config import Duration, TrainConfig, pair
 from vitrail.data.augment import Augment
 from vitrail.data.batch import Batch
-from vitrail.data.loader import Loader, evaluation_batches, learnable, training_batches
+from vitrail.data.loader import Loader, evaluation_batches, training_batches, usable_indices
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
-from vitrail.data.staging import Labels
+from vitrail.data.transfer import TargetTable
 from vitrail.errors import ConfigError, TrainError
 from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.guesses import Guesses, guess
@@ -59,7 +59,7 @@ class Trainer:
             say(["patience stops by the test images, which flatters their score; data.held_out=0.1 holds others out"])
         self.images = 0  # nobody knows how many a stream has
         if hasattr(source, "__len__"):
-            self.images = len(learnable(source, Labels(source.targets, source.multi_label, self.labeled)))
+            self.images = len(usable_indices(source, TargetTable(source.targets, source.multi_label, self.labeled)))
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.info.preprocess)
         setup.net.gradient_checkpointing = config.gradient_checkpointing
@@ -109,19 +109,19 @@ class Trainer:
             seed=config.seed,
             device=self.device,
             rank=ranks.rank,
-            world=ranks.world,
+            world_size=ranks.world,
             start_step=progress.step,
             steps=self.total,
             labeled=self.labeled,
             state=streams[ranks.rank] if streams is not None else None,
         )
-        batches.agree([progress.unreadable, batches.bad])
+        batches.merge_bad([progress.unreadable, batches.bad])
         return batches
 
     def augmentation(self, cropped: bool) -> Augment:
         """For batches whose images the loader's workers have cropped already, or not."""
-        mixes_until = self.total - self.steps("augment.mix_off")
-        if self.config.augment.mixes and mixes_until <= 0 and self.ranks.first:
+        mix_until_step = self.total - self.steps("augment.mix_off")
+        if self.config.augment.mixes and mix_until_step <= 0 and self.ranks.first:
             say([f"augment.mix_off={self.config.augment.mix_off} is the whole run: no images are mixed"])
         return Augment(
             self.config.augment,
@@ -131,7 +131,7 @@ class Trainer:
             batch_size=self.batch,
             seed=self.config.seed,
             cropped=cropped,
-            mixes_until=mixes_until,
+            mix_until_step=mix_until_step,
             repeats=self.config.data.repeats,
             compile=bool(self.config.compile) and self.device.type == "cuda",
         )
@@ -198,7 +198,7 @@ class Trainer:
                 reduce=ranks.sum if ranks.world > 1 else None,
                 gather=ranks.gather if ranks.world > 1 else None,
             )
-            found.agree(ranks.all_told(found.bad))
+            found.merge_bad(ranks.all_told(found.bad))
             return scores
 
     def guesses(self) -> Guesses:
@@ -214,7 +214,7 @@ class Trainer:
                 precision=config.precision,
                 reduce=ranks.sum if ranks.world > 1 else None,
             )
-            found.agree(ranks.all_told(found.bad))
+            found.merge_bad(ranks.all_told(found.bad))
             return guesses
 
     def _until_stopped(self, batches: Loader) -> Iterator[Batch]:
@@ -232,7 +232,7 @@ class Trainer:
             batch_size=max(min(self.batch // self.ranks.world, 1024), 1),
             device=self.device,
             rank=self.ranks.rank,
-            world=self.ranks.world,
+            world_size=self.ranks.world,
             config=self.config.data,
             labeled=self.labeled,
         )
@@ -240,7 +240,7 @@ class Trainer:
     def look_ahead(self) -> None:
         """Decode the images to measure on, where they are few: one that cannot be read should not end an epoch."""
         with self._measured(self.setup.splits.validation) as found:
-            found.agree(self.ranks.all_told(found.bad))
+            found.merge_bad(self.ranks.all_told(found.bad))
 
     def averaged(self) -> AbstractContextManager[None]:
         return self.ema.swap() if self.ema is not None else nullcontext()

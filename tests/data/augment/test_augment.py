@@ -15,14 +15,14 @@ from torch.nn.functional import interpolate, one_hot
 from vitrail import chance
 from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data.augment import Augment, compose, crop_boxes
-from vitrail.data.augment.rand import CHANGES, RandAugment
+from vitrail.data.augment.rand_augment import COLOR_OPERATIONS, RandAugment
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError
 
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 EVERYTHING = {
-    "jitter": (0.4, 0.4, 0.4, 0.1),
+    "color_jitter": (0.4, 0.4, 0.4, 0.1),
     "policy": "rand",
     "magnitude_std": 0.5,
     "erase": 0.5,
@@ -34,7 +34,7 @@ SETTINGS = {
     "plain": {},
     "bicubic": {"interpolation": "bicubic"},
     "shifted": {"crop": "pad", "pad": 3},
-    "three": {"policy": "three", "jitter": (0.3, 0.3, 0.3, 0.0)},
+    "three": {"policy": "three", "color_jitter": (0.3, 0.3, 0.3, 0.0)},
     "everything": EVERYTHING,
 }
 
@@ -56,7 +56,7 @@ def rows(batch: Batch, which: Tensor) -> Batch:
 def augmentation(
     size: tuple[int, int] = (40, 56), batch: int = 16, seed: int = 1, compile: bool = False, **settings
 ) -> Augment:
-    channels, mixes_until = settings.pop("channels", 3), settings.pop("mixes_until", None)
+    channels, mix_until_step = settings.pop("channels", 3), settings.pop("mix_until_step", None)
     colors = IMAGENET if channels == 3 else {"mean": (0.5,) * channels, "std": (0.5,) * channels}
     return Augment(
         AugmentConfig(**settings),
@@ -65,7 +65,7 @@ def augmentation(
         num_classes=7,
         batch_size=batch,
         seed=seed,
-        mixes_until=mixes_until,
+        mix_until_step=mix_until_step,
         compile=compile,
     )
 
@@ -213,8 +213,8 @@ def test_it_can_be_traced_whole(photos: Tensor, name: str):
     settings = SETTINGS[name]
     plain = augmentation(**settings)
     traced = augmentation(**settings)
-    traced.dense = True
-    traced._change = torch.compile(traced.change, fullgraph=True, dynamic=False, backend="eager")
+    traced.static_shapes = True
+    traced._transform = torch.compile(traced.transform, fullgraph=True, dynamic=False, backend="eager")
     traced._mix = torch.compile(traced.mix, fullgraph=True, dynamic=False, backend="eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step in range(3):
@@ -225,7 +225,7 @@ def test_it_can_be_traced_whole(photos: Tensor, name: str):
 def test_a_cache_of_any_size_gives_the_same_bits(photos: Tensor, name: str, monkeypatch: pytest.MonkeyPatch):
     found = []
     for size in (1, 100_000, 1 << 30):
-        monkeypatch.setattr(compose, "IN_CACHE", size)
+        monkeypatch.setattr(compose, "CACHE_BYTES", size)
         found.append(augmentation(**SETTINGS[name])(batch_of(photos)))
     for images, targets in found[1:]:
         assert torch.equal(images, found[0][0])
@@ -241,7 +241,7 @@ def test_what_is_given_is_not_written_to(photos: Tensor):
 
 def test_at_the_end_of_a_run_images_stay_whole(photos: Tensor):
     mixes = {"mixup": 0.8, "cutmix": 1.0}
-    ends, whole = augmentation(mixes_until=5, **mixes), augmentation()
+    ends, whole = augmentation(mix_until_step=5, **mixes), augmentation()
     for step in (4, 5, 6):
         images, targets = ends(batch_of(photos, step))
         alone, labels = whole(batch_of(photos, step))
@@ -290,7 +290,7 @@ def test_only_where_an_image_is_equalized_or_posterized_does_rounding_show(photo
     same = _rounded_otherwise(plain, batch, monkeypatch, noise=torch.zeros_like)
     assert not _differ(same, plain(batch)[0]).any()
     for name in ("equalize", "posterize"):
-        monkeypatch.setitem(CHANGES, name, lambda images, _: images)
+        monkeypatch.setitem(COLOR_OPERATIONS, name, lambda images, _: images)
     assert not _differ(_rounded_otherwise(plain, batch, monkeypatch), plain(batch)[0]).any()
 
 
@@ -325,7 +325,7 @@ def test_images_of_the_wrong_size_are_refused(photos: Tensor):
 @pytest.mark.parametrize("slots", [range(6), range(2, 10), [0, 1, 2, 3, 8, 9, 10, 11]])
 def test_a_part_that_is_no_whole_groups_is_refused(photos: Tensor, slots: range | list[int]):
     part = rows(batch_of(photos), torch.tensor(list(slots)))
-    with pytest.raises(DataError, match=r"images of a batch of 16, which are no whole groups of 8 to mix; try .*="):
+    with pytest.raises(DataError, match=r"of 16 images of a batch, wanted whole groups of 8 to mix; try .*="):
         augmentation(mixup=0.8)(part)
 
 
@@ -334,7 +334,7 @@ def test_more_border_than_image_is_refused():
         augmentation((8, 8), crop="pad", pad=8)
 
 
-@pytest.mark.parametrize("settings", [{"jitter": (0.4, 0.4, 0.4, 0.1)}, {"policy": "three"}, {"policy": "rand"}])
+@pytest.mark.parametrize("settings", [{"color_jitter": (0.4, 0.4, 0.4, 0.1)}, {"policy": "three"}, {"policy": "rand"}])
 def test_colors_need_colors(settings: dict):
     with pytest.raises(ConfigError, match="not 4 channels"):
         augmentation(channels=4, **settings)

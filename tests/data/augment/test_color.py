@@ -17,7 +17,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from vitrail.data.augment import color
-from vitrail.data.augment.three import gaussian
+from vitrail.data.augment.three_augment import gaussian_weights
 
 LEVEL = 1 / 255
 
@@ -93,7 +93,7 @@ def test_hue_comes_back_after_a_whole_turn(images: Tensor):
         (color.posterize, lambda i, b: ImageOps.posterize(i, int(b)), torch.arange(16.0) % 8 + 1),
         (lambda i, n: color.equalize(i), lambda i, n: ImageOps.equalize(i), torch.zeros(16)),
         (color.solarize, lambda i, n: ImageOps.invert(i), torch.zeros(16)),
-        (lambda i, n: color.gray(i), lambda i, n: ImageOps.grayscale(i).convert("RGB"), torch.zeros(16)),
+        (lambda i, n: color.grayscale(i), lambda i, n: ImageOps.grayscale(i).convert("RGB"), torch.zeros(16)),
         (lambda i, n: color.auto_contrast(i), lambda i, n: ImageOps.autocontrast(i), torch.zeros(16)),
     ],
     ids=["solarize", "posterize", "equalize", "invert", "gray", "auto-contrast"],
@@ -128,7 +128,7 @@ def test_auto_contrast_keeps_flat_channels():
 
 def test_blur_is_a_gaussian_cut_off_at_its_reach(images: Tensor):
     deviations = np.linspace(0.1, 2, len(images))
-    ours = color.blur(images, torch.from_numpy(gaussian(deviations, 6))).numpy()
+    ours = color.blur(images, torch.from_numpy(gaussian_weights(deviations, 6))).numpy()
     for image, deviation, got in zip(images.numpy(), deviations, ours, strict=True):
         wanted = ndimage.gaussian_filter(image.astype(np.float64), deviation, axes=(1, 2), mode="nearest", radius=6)
         np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
@@ -136,7 +136,7 @@ def test_blur_is_a_gaussian_cut_off_at_its_reach(images: Tensor):
 
 def test_blur_is_near_pillows_which_is_made_of_boxes(images: Tensor):
     deviations = np.linspace(0.1, 2, len(images))
-    ours = color.blur(images, torch.from_numpy(gaussian(deviations, 6)))
+    ours = color.blur(images, torch.from_numpy(gaussian_weights(deviations, 6)))
     wanted = torch.stack(
         [
             from_pillow(to_pillow(i).filter(ImageFilter.GaussianBlur(float(d))))
@@ -151,7 +151,7 @@ def test_gray_images_have_no_colors_to_change(images: Tensor):
     one = images[:, :1]
     for change in (color.saturation, color.hue):
         torch.testing.assert_close(change(one, torch.full((16,), 0.4)), one, rtol=0, atol=0)
-    torch.testing.assert_close(color.gray(one), one, rtol=0, atol=0)
+    torch.testing.assert_close(color.grayscale(one), one, rtol=0, atol=0)
     factors = amounts(16, 0.1, 1.9)
     enhance = lambda i, f: ImageEnhance.Contrast(i).enhance(f)  # noqa: E731
     assert farthest(color.contrast(one, factors), one, enhance, factors) < 1.5 * LEVEL
@@ -171,12 +171,12 @@ def test_values_stay_between_0_and_1(images: Tensor):
         assert changed.max() <= 1
 
 
-CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+OPERATIONS_TMP: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "brightness": color.brightness,
     "contrast": color.contrast,
     "saturation": color.saturation,
     "hue": color.hue,
-    "gray": lambda images, _: color.gray(images),
+    "gray": lambda images, _: color.grayscale(images),
     "solarize": lambda images, n: color.solarize(images, 200 * n),
     "solarize-add": lambda images, n: color.solarize_add(images, 50 * n),
     "posterize": lambda images, n: color.posterize(images, (4 * n).floor()),
@@ -187,21 +187,21 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", OPERATIONS_TMP)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_image_has_the_same_bits_in_any_batch(images: Tensor, name: str, threads: int):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     large = torch.nn.functional.interpolate(images[:5], (103, 111))  # large enough to be shared out, and odd
     numbers = amounts(len(large), 0.3, 1.2)
-    together = CHANGES[name](large, numbers)
-    parts = [CHANGES[name](large[a:b], numbers[a:b]) for a, b in ((0, 1), (1, 4), (4, 5))]
+    together = OPERATIONS_TMP[name](large, numbers)
+    parts = [OPERATIONS_TMP[name](large[a:b], numbers[a:b]) for a, b in ((0, 1), (1, 4), (4, 5))]
     torch.set_num_threads(before)
     assert torch.equal(torch.cat(parts), together)
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", OPERATIONS_TMP)
 def test_changes_leave_their_input_alone(images: Tensor, name: str):
     kept = images.clone()
-    CHANGES[name](images, amounts(len(images), 0.3, 1.2))
+    OPERATIONS_TMP[name](images, amounts(len(images), 0.3, 1.2))
     assert torch.equal(images, kept)

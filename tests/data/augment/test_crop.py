@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from vitrail import chance
-from vitrail.data.augment.crop import CROP, crop_boxes, flip, flips, resized_crop, shift, shifts
+from vitrail.data.augment.crop import CROP, crop_boxes, flip, resized_crop, sample_flips, sample_shifts, shift
 
 UNLIKELY = 1e-4
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -114,7 +114,7 @@ def test_a_resized_crop_is_pillows_but_for_its_rounding(photos: Tensor, interpol
 
 @pytest.mark.parametrize("pad", [1, 4])
 def test_a_shift_is_a_crop_of_the_mirrored_image(photos: Tensor, pad: int):
-    by = shifts(keys(len(photos)), pad)
+    by = sample_shifts(keys(len(photos)), pad)
     ours = shift(photos, torch.from_numpy(by)).numpy()
     for photo, (down, right), got in zip(photos.numpy(), by, ours, strict=True):
         wide = np.pad(photo, ((0, 0), (pad, pad), (pad, pad)), mode="reflect")
@@ -123,14 +123,14 @@ def test_a_shift_is_a_crop_of_the_mirrored_image(photos: Tensor, pad: int):
 
 
 def test_shifts_are_alike_in_both_directions():
-    by = shifts(keys(20_000), 4)
+    by = sample_shifts(keys(20_000), 4)
     counts = np.histogram2d(by[:, 0], by[:, 1], bins=9, range=[[-4.5, 4.5]] * 2)[0]
     assert counts.sum() == 20_000
     assert stats.chisquare(counts.ravel()).pvalue > UNLIKELY
 
 
 def test_as_many_are_mirrored_as_asked_for(images: Tensor):
-    assert not flips(keys(1000), 0.0).any()
-    assert flips(keys(1000), 1.0).all()
-    assert stats.binomtest(int(flips(keys(20_000), 0.3).sum()), 20_000, 0.3).pvalue > UNLIKELY
+    assert not sample_flips(keys(1000), 0.0).any()
+    assert sample_flips(keys(1000), 1.0).all()
+    assert stats.binomtest(int(sample_flips(keys(20_000), 0.3).sum()), 20_000, 0.3).pvalue > UNLIKELY
     np.testing.assert_array_equal(flip(images).numpy(), images.numpy()[..., ::-1])

@@ -11,8 +11,16 @@ from scipy import stats
 from torch import Tensor
 
 from vitrail import chance
-from vitrail.data.augment.draws import Drawn, Parameters, sent
-from vitrail.data.augment.mix import Mix, beta, blend, blend_targets, groups_of, partners_of, soft
+from vitrail.data.augment.mix import (
+    MixupCutMix,
+    beta_quantile,
+    mix_groups,
+    mix_images,
+    mix_partners,
+    mix_targets,
+    one_hot,
+)
+from vitrail.data.augment.params import DeviceParams, HostParams, to_device
 
 UNLIKELY = 1e-4
 SIZE = (40, 56)
@@ -22,17 +30,17 @@ def keys(count: int, step: int = 0) -> chance.Keys:
     return chance.keys_of(5, step, np.arange(count))
 
 
-def here(drawn: Drawn) -> Parameters:
-    return sent({"mix": drawn}, torch.device("cpu"), dense=False)["mix"]
+def here(drawn: HostParams) -> DeviceParams:
+    return to_device({"mix": drawn}, torch.device("cpu"), static_shapes=False)["mix"]
 
 
 def partners(batch: int, size: int, *, seed: int = 0, step: int = 0, repeats: int = 1) -> np.ndarray:
-    return partners_of(seed, step, np.arange(batch), batch_size=batch, size=size, repeats=repeats)
+    return mix_partners(seed, step, np.arange(batch), batch_size=batch, group_size=size, repeats=repeats)
 
 
 @given(st.integers(2, 300), st.integers(2, 20), st.integers(0, 10**6), st.integers(1, 4))
 def test_partners_are_one_cycle_through_each_group(batch: int, size: int, step: int, repeats: int):
-    found, group = partners(batch, size, step=step, repeats=repeats), groups_of(np.arange(batch), batch, size)
+    found, group = partners(batch, size, step=step, repeats=repeats), mix_groups(np.arange(batch), batch, size)
     for number in range(group[-1] + 1):
         members = np.flatnonzero(group == number)
         assert members.tolist() == list(range(members[0], members[-1] + 1))
@@ -51,11 +59,11 @@ def test_one_image_alone_is_its_own_partner():
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(2, 9), st.integers(0, 1000), st.integers(1, 3))
 def test_each_process_draws_what_one_process_does(world: int, groups: int, size: int, step: int, repeats: int):
-    batch, share = world * groups * size, groups * size
+    batch, prob = world * groups * size, groups * size
     alone = partners(batch, size, step=step, repeats=repeats)
     for rank in range(world):
-        slots = np.arange(rank * share, (rank + 1) * share)
-        mine = partners_of(0, step, slots, batch_size=batch, size=size, repeats=repeats)
+        slots = np.arange(rank * prob, (rank + 1) * prob)
+        mine = mix_partners(0, step, slots, batch_size=batch, group_size=size, repeats=repeats)
         np.testing.assert_array_equal(slots[mine], alone[slots])
 
 
@@ -77,26 +85,26 @@ def test_a_repeated_image_is_not_mixed_with_its_own_copies(repeats: int):
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
 def test_shares_are_beta_distributed(alpha: float):
-    drawn = Mix(alpha, 0.0, 1.0, SIZE).draw(keys(20_000))
+    drawn = MixupCutMix(alpha, 0.0, 1.0, SIZE).draw(keys(20_000))
     assert stats.kstest(drawn["own"].astype(np.float64), stats.beta(alpha, alpha).cdf).pvalue > UNLIKELY
     assert not drawn["cut"].any()
-    ends = beta(np.array([0.0, 1 - 2**-24]), alpha)
+    ends = beta_quantile(np.array([0.0, 1 - 2**-24]), alpha)
     assert np.all((ends >= 0) & (ends <= 1))
 
 
 def test_kinds_and_chance_are_as_asked_for():
-    drawn = Mix(0.8, 1.0, 0.7, SIZE).draw(keys(20_000))
+    drawn = MixupCutMix(0.8, 1.0, 0.7, SIZE).draw(keys(20_000))
     cut = drawn["cut"] > 0
     blended = ~cut & (drawn["own"] < 1)
     for kind in (cut, blended):
         assert stats.binomtest(int(kind.sum()), 20_000, 0.35).pvalue > UNLIKELY
     assert np.all(drawn["own"][~cut & ~blended] == 1)
-    alone = Mix(0.0, 1.0, 1.0, SIZE).draw(keys(2000))
+    alone = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(2000))
     assert np.all(alone["cut"] == 1)
 
 
 def test_cut_boxes_are_the_papers():
-    drawn = Mix(0.0, 1.0, 1.0, SIZE).draw(keys(5000))
+    drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(5000))
     draws = chance.uniform_np(keys(5000), chance.stream("mix"), 5).astype(np.float64)
     for (top, left, height, width), draw, own in zip(drawn["boxes"], draws, drawn["own"], strict=True):
         side = np.sqrt(1 - draw[2])  # Beta(1, 1) is uniform
@@ -110,9 +118,9 @@ def test_cut_boxes_are_the_papers():
 
 
 def test_images_are_mixed_by_their_shares(images: Tensor):
-    drawn = Mix(0.8, 1.0, 0.8, SIZE).draw(keys(16))
+    drawn = MixupCutMix(0.8, 1.0, 0.8, SIZE).draw(keys(16))
     partners = images.roll(1, 0)
-    ours = blend(images, partners, torch.ones(16, dtype=torch.bool), here(drawn))
+    ours = mix_images(images, partners, torch.ones(16, dtype=torch.bool), here(drawn))
     kinds = set()
     for number in range(16):
         own, wanted = drawn["own"][number], images[number].clone()
@@ -131,21 +139,23 @@ def test_images_are_mixed_by_their_shares(images: Tensor):
 
 
 def test_the_label_has_exactly_the_pixels_share():
-    drawn = Mix(0.0, 1.0, 1.0, SIZE).draw(keys(200))
-    images, alive = torch.ones(200, 1, 40, 56), torch.ones(200, dtype=torch.bool)
-    kept = blend(images, 0 * images, alive, here(drawn)).mean((1, 2, 3))
-    labels = blend_targets(soft(torch.zeros(200, dtype=torch.long), 2), soft(torch.ones(200), 2), alive, here(drawn))
+    drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(200))
+    images, readable = torch.ones(200, 1, 40, 56), torch.ones(200, dtype=torch.bool)
+    kept = mix_images(images, 0 * images, readable, here(drawn)).mean((1, 2, 3))
+    labels = mix_targets(
+        one_hot(torch.zeros(200, dtype=torch.long), 2), one_hot(torch.ones(200), 2), readable, here(drawn)
+    )
     torch.testing.assert_close(labels[:, 0], kept, rtol=0, atol=1e-6)
     torch.testing.assert_close(labels.sum(1), torch.ones(200), rtol=0, atol=1e-6)
 
 
 def test_an_unreadable_partner_leaves_no_trace(images: Tensor):
-    drawn = here(Mix(0.8, 1.0, 1.0, SIZE).draw(keys(16)))
+    drawn = here(MixupCutMix(0.8, 1.0, 1.0, SIZE).draw(keys(16)))
     dead = torch.zeros(16, dtype=torch.bool)
-    targets = soft(torch.arange(16), 16)
-    assert torch.equal(blend(images, torch.rand_like(images), dead, drawn), images)
-    assert torch.equal(blend_targets(targets, targets.roll(1, 0), dead, drawn), targets)
+    targets = one_hot(torch.arange(16), 16)
+    assert torch.equal(mix_images(images, torch.rand_like(images), dead, drawn), images)
+    assert torch.equal(mix_targets(targets, targets.roll(1, 0), dead, drawn), targets)
 
 
 def test_no_label_is_a_row_of_zeros():
-    assert soft(torch.tensor([2, -1]), 3).tolist() == [[0, 0, 1], [0, 0, 0]]
+    assert one_hot(torch.tensor([2, -1]), 3).tolist() == [[0, 0, 1], [0, 0, 0]]

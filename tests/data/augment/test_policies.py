@@ -15,10 +15,10 @@ from torch import Tensor
 
 from vitrail import chance
 from vitrail.data.augment import color
-from vitrail.data.augment.color_jitter import CHANGES, Jitter
-from vitrail.data.augment.draws import Drawn, Parameters, sent
-from vitrail.data.augment.rand import AMOUNTS, MOVES, OPERATIONS, RandAugment
-from vitrail.data.augment.three import ThreeAugment
+from vitrail.data.augment.color_jitter import JITTER_OPERATIONS, ColorJitter
+from vitrail.data.augment.params import DeviceParams, HostParams, to_device
+from vitrail.data.augment.rand_augment import AMOUNTS, GEOMETRIC_OPERATIONS, OPERATIONS, RandAugment
+from vitrail.data.augment.three_augment import ThreeAugment
 
 UNLIKELY = 1e-4
 SIZE = (40, 56)
@@ -29,8 +29,8 @@ def keys(count: int, step: int = 0) -> chance.Keys:
     return chance.keys_of(5, step, np.arange(count))
 
 
-def here(drawn: Drawn, *, dense: bool = False) -> Parameters:
-    return sent({"part": drawn}, torch.device("cpu"), dense)["part"]
+def here(drawn: HostParams, *, static_shapes: bool = False) -> DeviceParams:
+    return to_device({"part": drawn}, torch.device("cpu"), static_shapes)["part"]
 
 
 def uniform_between(values: np.ndarray, low: float, high: float) -> bool:
@@ -41,7 +41,7 @@ def uniform_between(values: np.ndarray, low: float, high: float) -> bool:
 
 
 def test_jitter_draws_factors_uniformly():
-    drawn = Jitter((0.4, 1.5, 0.2, 0.1)).draw(keys(20_000))
+    drawn = ColorJitter((0.4, 1.5, 0.2, 0.1)).draw(keys(20_000))
     assert uniform_between(drawn["brightness"], 0.6, 1.4)
     assert uniform_between(drawn["contrast"], 0.0, 2.5)
     assert uniform_between(drawn["saturation"], 0.8, 1.2)
@@ -49,8 +49,10 @@ def test_jitter_draws_factors_uniformly():
 
 
 def test_jitter_has_every_order_alike():
-    drawn = Jitter((0.4, 0.4, 0.4, 0.1)).draw(keys(24_000))
-    places = np.stack([np.stack([drawn[f"{name} {place}"] for name in CHANGES]) for place in range(4)])  # place name n
+    drawn = ColorJitter((0.4, 0.4, 0.4, 0.1)).draw(keys(24_000))
+    places = np.stack(
+        [np.stack([drawn[f"{name} {place}"] for name in JITTER_OPERATIONS]) for place in range(4)]
+    )  # place name n
     assert np.all(places.sum(0) == 1)
     assert np.all(places.sum(1) == 1)
     orders = places.argmax(1).T
@@ -60,15 +62,15 @@ def test_jitter_has_every_order_alike():
 
 @pytest.mark.parametrize("strengths", [(0.4, 0.4, 0.4, 0.1), (0.3, 0.3, 0.3, 0.0), (0.0, 0.5, 0.0, 0.0)])
 def test_jitter_does_one_change_after_the_other(images: Tensor, strengths):
-    jitter = Jitter(strengths)
+    jitter = ColorJitter(strengths)
     drawn = jitter.draw(keys(len(images)))
     ours = jitter.apply(images.clone(), here(drawn))
-    names = [name for name, strength in zip(CHANGES, strengths, strict=True) if strength]
+    names = [name for name, strength in zip(JITTER_OPERATIONS, strengths, strict=True) if strength]
     for number, photo in enumerate(images):
         one = photo[None]
         for place in range(len(names)):
             (name,) = [name for name in names if drawn[f"{name} {place}"][number]]
-            one = CHANGES[name](one, torch.tensor([drawn[name][number]]))
+            one = JITTER_OPERATIONS[name](one, torch.tensor([drawn[name][number]]))
         assert torch.equal(ours[number], one[0])
     assert not torch.equal(ours, images)
 
@@ -96,7 +98,7 @@ def test_three_does_to_each_image_what_was_drawn(images: Tensor):
     assert all(drawn[name].any() for name in ("gray", "solarize", "blur"))
     for number, photo in enumerate(images):
         if drawn["gray"][number]:
-            wanted = color.gray(photo[None])
+            wanted = color.grayscale(photo[None])
         elif drawn["solarize"][number]:
             wanted = torch.where(photo * 255 < 127.9, photo, 1 - photo)[None]
         else:
@@ -154,7 +156,7 @@ def test_each_operation_is_timms_at_every_strength(photos: Tensor, name: str, ma
         image = Image.fromarray(photo.permute(1, 2, 0).numpy())
         wanted = np.asarray(operation(image, *arguments, resample=Image.Resampling.BILINEAR, fillcolor=fill)) / 255.0
         gap = np.abs(got - wanted).max(-1)
-        if name in MOVES:  # at the border we blend with the fill, Pillow does not
+        if name in GEOMETRIC_OPERATIONS:  # at the border we blend with the fill, Pillow does not
             lit = np.asarray(operation(Image.new("RGB", image.size, "white"), *arguments, fillcolor=(0, 0, 0)))[..., 0]
             gap = gap[ndimage.binary_erosion(lit == 255, iterations=2)]
             assert gap.size > 300
@@ -197,13 +199,15 @@ def test_strength_varies_normally_within_its_range():
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
     "policy",
-    [Jitter((0.4, 0.4, 0.4, 0.1)), ThreeAugment(), RandAugment(3, 9.0, 0.5, size=SIZE, fill=(0.5,))],
+    [ColorJitter((0.4, 0.4, 0.4, 0.1)), ThreeAugment(), RandAugment(3, 9.0, 0.5, size=SIZE, fill=(0.5,))],
     ids=["jitter", "three", "rand"],
 )
 def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor, policy, channels: int):
     photos = images[:, :channels].repeat(4, 1, 1, 1)
     drawn = policy.draw(keys(len(photos)))
-    some, everything = (policy.apply(photos.clone(), here(drawn, dense=dense)) for dense in (False, True))
+    some, everything = (
+        policy.apply(photos.clone(), here(drawn, static_shapes=static_shapes)) for static_shapes in (False, True)
+    )
     assert torch.equal(some, everything)
     assert some.isfinite().all()
     assert some.min() > -1e-5

@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vitrail.data.augment.draws import each
+from vitrail.data.augment.params import per_image
 
 # b images, C channels, H W pixels
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, Pillow's "L"
-WHOLE = 2**20  # parts of the brightest, for sums
+FIXED_POINT = 2**20  # parts of the brightest, for sums
 NUDGE = 1e-3  # of a level: v / 255 * 255 may come out just under v
 
 
@@ -29,19 +29,19 @@ def luma(images: Tensor) -> Tensor:
 
 def mean_luma(images: Tensor) -> Tensor:
     """How bright each image is: b 1 1 1."""
-    whole = (luma(images) * WHOLE).round().to(torch.int64).sum((1, 2, 3))
-    return each(whole.to(torch.float32) / (WHOLE * images.shape[2] * images.shape[3]))
+    whole = (luma(images) * FIXED_POINT).round().to(torch.int64).sum((1, 2, 3))
+    return per_image(whole.to(torch.float32) / (FIXED_POINT * images.shape[2] * images.shape[3]))
 
 
 def blend(images: Tensor, other: Tensor, factor: Tensor) -> Tensor:
     """Factor 1 is the image, 0 the other, 2 as far on the image's other side; clipped."""
-    share = each(factor)
+    share = per_image(factor)
     return (images * share).add_(other * (1 - share)).clamp_(0, 1)
 
 
 def brightness(images: Tensor, factor: Tensor) -> Tensor:
     """Between black and twice as bright."""
-    return (images * each(factor)).clamp_(0, 1)
+    return (images * per_image(factor)).clamp_(0, 1)
 
 
 def contrast(images: Tensor, factor: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def saturation(images: Tensor, factor: Tensor) -> Tensor:
     return images if images.shape[1] == 1 else blend(images, luma(images), factor)
 
 
-def gray(images: Tensor) -> Tensor:
+def grayscale(images: Tensor) -> Tensor:
     """The same image in gray, with as many channels."""
     return luma(images).expand_as(images)
 
@@ -84,17 +84,17 @@ def hue(images: Tensor, turn: Tensor) -> Tensor:
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
     """Levels of `threshold` (0 to 256, of 255) and above are inverted; 0 inverts everything."""
-    return torch.where(images < each(_between(threshold)), images, 1 - images)
+    return torch.where(images < per_image(_threshold_between_levels(threshold)), images, 1 - images)
 
 
 def solarize_add(images: Tensor, levels: Tensor) -> Tensor:
     """Levels under 128 become brighter by so many."""
-    return torch.where(images < 127.5 / 255, (images + each(levels) / 255).clamp(max=1), images)
+    return torch.where(images < 127.5 / 255, (images + per_image(levels) / 255).clamp(max=1), images)
 
 
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
     """Only so many bits of the 8 are kept."""
-    step = each((1 << (8 - bits.to(torch.int32).clamp(0, 8))).to(torch.float32))
+    step = per_image((1 << (8 - bits.to(torch.int32).clamp(0, 8))).to(torch.float32))
     return (images * 255).add_(NUDGE).div_(step).floor_().mul_(step).div_(255)
 
 
@@ -136,21 +136,21 @@ def sharpness(images: Tensor, factor: Tensor) -> Tensor:
 def blur(images: Tensor, weights: Tensor) -> Tensor:
     """Each pixel and its neighbors along both axes, weighed by distance 0, 1, ... (b n); edges go on outside."""
     for axis in (3, 2):
-        images = _blurred(images, weights, axis)
+        images = _blur_axis(images, weights, axis)
     return images
 
 
-def _blurred(images: Tensor, weights: Tensor, axis: int) -> Tensor:
+def _blur_axis(images: Tensor, weights: Tensor, axis: int) -> Tensor:
     reach, side = weights.shape[1] - 1, images.shape[axis]
     padding = (reach, reach, 0, 0) if axis == 3 else (0, 0, reach, reach)
     padded = torch.nn.functional.pad(images, padding, mode="replicate")
-    out = images * each(weights[:, 0])
+    out = images * per_image(weights[:, 0])
     for far in range(1, reach + 1):
         pair = padded.narrow(axis, reach - far, side) + padded.narrow(axis, reach + far, side)
-        out = out.add_(pair.mul_(each(weights[:, far])))
+        out = out.add_(pair.mul_(per_image(weights[:, far])))
     return out
 
 
-def _between(threshold: Tensor) -> Tensor:
+def _threshold_between_levels(threshold: Tensor) -> Tensor:
     """Half a level under a threshold, so that rounding decides nothing."""
     return (threshold - 0.5) / 255

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from vitrail import chance
 from vitrail.data.augment import color
-from vitrail.data.augment.draws import Drawn, Parameters, only
+from vitrail.data.augment.params import DeviceParams, HostParams, apply_to_subset
 
 JITTER = chance.stream("jitter")
 
-CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+JITTER_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "brightness": color.brightness,
     "contrast": color.contrast,
     "saturation": color.saturation,
@@ -25,21 +25,21 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Jitter:
+class ColorJitter:
     """Strengths of brightness, contrast, saturation and hue."""
 
     def __init__(self, strengths: tuple[float, float, float, float]) -> None:
-        named = zip(CHANGES, strengths, strict=True)
+        named = zip(JITTER_OPERATIONS, strengths, strict=True)
         self.strengths = {name: strength for name, strength in named if strength > 0}
 
-    def draw(self, keys: chance.Keys) -> Drawn:
+    def draw(self, keys: chance.Keys) -> HostParams:
         """A number for each change, and for each of its possible places in the order whether it is there."""
-        count = len(CHANGES)
+        count = len(JITTER_OPERATIONS)
         draws = chance.uniform_np(keys, JITTER, 2 * count).astype(np.float64)
-        amounts = dict(zip(CHANGES, draws[:, :count].T, strict=True))
-        places = dict(zip(CHANGES, draws[:, count:].T, strict=True))
+        amounts = dict(zip(JITTER_OPERATIONS, draws[:, :count].T, strict=True))
+        places = dict(zip(JITTER_OPERATIONS, draws[:, count:].T, strict=True))
         order = np.argsort(np.stack([places[name] for name in self.strengths], axis=1), axis=1, kind="stable")
-        drawn: Drawn = {}
+        drawn: HostParams = {}
         for number, (name, strength) in enumerate(self.strengths.items()):
             low, high = (-strength, strength) if name == "hue" else (max(0.0, 1 - strength), 1 + strength)
             drawn[name] = (low + (high - low) * amounts[name]).astype(np.float32)
@@ -47,8 +47,8 @@ class Jitter:
                 drawn[f"{name} {place}"] = order[:, place] == number
         return drawn
 
-    def apply(self, images: Tensor, drawn: Parameters) -> Tensor:
+    def apply(self, images: Tensor, drawn: DeviceParams) -> Tensor:
         for place in range(len(self.strengths)):
             for name in self.strengths:
-                images = only(drawn[f"{name} {place}"], images, CHANGES[name], drawn[name])
+                images = apply_to_subset(drawn[f"{name} {place}"], images, JITTER_OPERATIONS[name], drawn[name])
         return images

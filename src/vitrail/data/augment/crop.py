@@ -23,13 +23,13 @@ from vitrail import chance
 # b images, C channels, H W pixels of the input, h w of the output, T inputs that one output mixes
 
 CROP, SHIFT, FLIP = (chance.stream(name) for name in ("crop", "shift", "flip"))
-TRIES = 10
+MAX_TRIES = 10
 
 Boxes = npt.NDArray[np.int64]
 """n 4: top, left, height, width."""
 Interpolation = Literal["bilinear", "bicubic"]
 
-REACH = {"bilinear": 1, "bicubic": 2}
+FILTER_RADIUS = {"bilinear": 1, "bicubic": 2}
 
 
 def crop_boxes(
@@ -41,12 +41,12 @@ def crop_boxes(
     in `ratio`, tried up to ten times until it fits; else the largest centered part whose shape is allowed.
     """
     sizes = np.asarray(sizes, dtype=np.int64).reshape(-1, 2)
-    boxes, fits = tried_boxes(keys, CROP, sizes, scale, ratio)
-    boxes[~fits] = _centered(sizes[~fits], ratio)
+    boxes, fits = sample_boxes(keys, CROP, sizes, scale, ratio)
+    boxes[~fits] = _largest_centered(sizes[~fits], ratio)
     return boxes
 
 
-def tried_boxes(
+def sample_boxes(
     keys: chance.Keys,
     stream: int,
     sizes: npt.NDArray[np.int64],
@@ -57,10 +57,10 @@ def tried_boxes(
 ) -> tuple[Boxes, npt.NDArray[np.bool_]]:
     """Boxes of random area, shape and place, and whether one of ten tries fitted, with `margin` to spare."""
     height, width = sizes.T
-    draws = chance.uniform_np(keys, stream, 2 * TRIES + 2).astype(np.float64)  # exact, and 1 is never reached
-    areas = (height * width)[:, None] * (scale[0] + (scale[1] - scale[0]) * draws[:, :TRIES])  # n TRIES
+    draws = chance.uniform_np(keys, stream, 2 * MAX_TRIES + 2).astype(np.float64)  # exact, and 1 is never reached
+    areas = (height * width)[:, None] * (scale[0] + (scale[1] - scale[0]) * draws[:, :MAX_TRIES])  # n MAX_TRIES
     low, high = np.log(ratio)
-    ratios = np.exp(low + (high - low) * draws[:, TRIES : 2 * TRIES])
+    ratios = np.exp(low + (high - low) * draws[:, MAX_TRIES : 2 * MAX_TRIES])
     widths, heights = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
     fits = (widths > 0) & (widths <= width[:, None] - margin) & (heights > 0) & (heights <= height[:, None] - margin)
     rows, first = np.arange(len(fits)), fits.argmax(axis=1)
@@ -70,7 +70,7 @@ def tried_boxes(
     return np.stack([top, left, h, w], axis=1), fits[rows, first]
 
 
-def _centered(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) -> Boxes:
+def _largest_centered(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) -> Boxes:
     """The largest part in the middle with a width over height in `ratio`."""
     height, width = sizes.T
     h = np.where(width < ratio[0] * height, np.maximum(np.rint(width / ratio[0]), 1), height).astype(np.int64)
@@ -78,14 +78,14 @@ def _centered(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) -> Boxes
     return np.stack([(height - h) // 2, (width - w) // 2, h, w], axis=1)
 
 
-def shifts(keys: chance.Keys, pad: int) -> npt.NDArray[np.int64]:
+def sample_shifts(keys: chance.Keys, pad: int) -> npt.NDArray[np.int64]:
     """n 2: down and right, each of -pad to pad alike."""
     return (chance.uniform_np(keys, SHIFT, 2).astype(np.float64) * (2 * pad + 1)).astype(np.int64) - pad
 
 
-def flips(keys: chance.Keys, share: float) -> npt.NDArray[np.bool_]:
+def sample_flips(keys: chance.Keys, prob: float) -> npt.NDArray[np.bool_]:
     """n: whether an image is mirrored."""
-    return chance.uniform_np(keys, FLIP, 1)[:, 0] < share
+    return chance.uniform_np(keys, FLIP, 1)[:, 0] < prob
 
 
 def flip(images: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def shift(images: Tensor, by: Tensor) -> Tensor:
     for axis in (3, 2):
         side = images.shape[axis]
         at = (torch.arange(side, device=images.device) - by[:, axis - 2, None]).abs()  # b side
-        images = _picked(images, (side - 1) - ((side - 1) - at).abs(), axis)
+        images = _gather(images, (side - 1) - ((side - 1) - at).abs(), axis)
     return images
 
 
@@ -111,13 +111,13 @@ def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int], interpola
     for axis in (3, 2):
         first, length = boxes[:, axis - 2], boxes[:, axis]
         index, weight = _taps(first, length, images.shape[axis], size[axis - 2], interpolation)
-        images = _mixed(images, index, weight, axis)
+        images = _weighted_sum(images, index, weight, axis)
     return images
 
 
 def _taps(first: Tensor, length: Tensor, side: int, out: int, interpolation: Interpolation) -> tuple[Tensor, Tensor]:
     """For each of `out` outputs the inputs it mixes and how much of each: b out T, int64 and float32."""
-    reach = REACH[interpolation]
+    reach = FILTER_RADIUS[interpolation]
     taps = math.ceil(2 * reach * max(side / out, 1))
     scale = length.to(torch.float32)[:, None, None] / out  # b 1 1
     wide = scale.clamp(min=1)
@@ -142,22 +142,22 @@ def _kernel(x: Tensor, interpolation: Interpolation) -> Tensor:
     return torch.where(x < 1, near, torch.where(x < 2, far, 0))
 
 
-def _mixed(images: Tensor, index: Tensor, weight: Tensor, axis: int) -> Tensor:
+def _weighted_sum(images: Tensor, index: Tensor, weight: Tensor, axis: int) -> Tensor:
     """Along one axis: out[i] = sum over t of weight[i, t] * images[index[i, t]]."""
     if axis == 3:
-        return _mixed(images.transpose(2, 3).contiguous(), index, weight, 2).transpose(2, 3).contiguous()
+        return _weighted_sum(images.transpose(2, 3).contiguous(), index, weight, 2).transpose(2, 3).contiguous()
     out: Tensor | None = None
     for t in range(index.shape[-1]):
-        term = _picked(images, index[..., t], 2).to(torch.float32).mul_(weight[:, None, :, t, None])
+        term = _gather(images, index[..., t], 2).to(torch.float32).mul_(weight[:, None, :, t, None])
         out = term if out is None else out.add_(term)
     assert out is not None
     return out
 
 
-def _picked(images: Tensor, index: Tensor, axis: int) -> Tensor:
+def _gather(images: Tensor, index: Tensor, axis: int) -> Tensor:
     """Rows (axis 2) or columns (axis 3) of each image by their numbers, b n."""
     if axis == 3:
-        return _picked(images.transpose(2, 3), index, 2).transpose(2, 3)
+        return _gather(images.transpose(2, 3), index, 2).transpose(2, 3)
     b, channels, side, width = images.shape
     start = torch.arange(b * channels, device=images.device).view(b, channels, 1) * side
     rows = (start + index[:, None]).flatten()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vitrail import chance
-from vitrail.data.augment.draws import Drawn, Parameters, each
-from vitrail.data.augment.erase import inside
+from vitrail.data.augment.params import DeviceParams, HostParams, per_image
+from vitrail.data.augment.random_erasing import box_mask
 
 # b images, C channels, H W pixels, K classes
 
@@ -24,21 +24,21 @@ Slots = npt.NDArray[np.int64]
 MIX, PARTNERS = chance.stream("mix"), chance.stream("partners")
 
 
-def groups_of(slots: Slots, batch_size: int, size: int) -> Slots:
+def mix_groups(slots: Slots, batch_size: int, group_size: int) -> Slots:
     """The group of each slot: `size` consecutive ones; the last group takes the remainder of the batch too."""
-    found: Slots = np.minimum(slots // size, max(batch_size // size - 1, 0))
+    found: Slots = np.minimum(slots // group_size, max(batch_size // group_size - 1, 0))
     return found
 
 
-def partners_of(seed: int, step: int, slots: Slots, *, batch_size: int, size: int, repeats: int = 1) -> Slots:
+def mix_partners(seed: int, step: int, slots: Slots, *, batch_size: int, group_size: int, repeats: int = 1) -> Slots:
     """For each slot the row, in `slots`, of its partner; whole groups only.
 
     With `repeats`, consecutive slots hold the same image: the cycle then goes through the first copy of
     each image of the group, the second ones, and so on, so that the partner is another image.
     """
-    group = groups_of(slots, batch_size, size)
+    group = mix_groups(slots, batch_size, group_size)
     places = step * batch_size + slots
-    first = np.maximum(slots - places % repeats, group * size)  # the slot of the first copy in this group
+    first = np.maximum(slots - places % repeats, group * group_size)  # the slot of the first copy in this group
     draws = chance.bits_np(chance.keys_of(seed, step, first), PARTNERS, 1)[:, 0]
     circle = np.lexsort((draws, slots - first, group))  # group by group
     starts = np.flatnonzero(np.diff(group[circle], prepend=-1))
@@ -49,7 +49,7 @@ def partners_of(seed: int, step: int, slots: Slots, *, batch_size: int, size: in
     return partners
 
 
-def beta(uniform: npt.NDArray[np.float64], alpha: float) -> npt.NDArray[np.float64]:
+def beta_quantile(uniform: npt.NDArray[np.float64], alpha: float) -> npt.NDArray[np.float64]:
     """Beta(alpha, alpha) from numbers uniform in [0, 1), by the inverse of its distribution function."""
     # Here, because it is slow to import and the loader's workers never need it.
     from scipy.special import betaincinv  # type: ignore[import-untyped]
@@ -58,25 +58,25 @@ def beta(uniform: npt.NDArray[np.float64], alpha: float) -> npt.NDArray[np.float
     return out
 
 
-class Mix:
-    """With chance `share`: mixup or CutMix, half and half where both have an alpha above 0."""
+class MixupCutMix:
+    """With chance `prob`: mixup or CutMix, half and half where both have an alpha above 0."""
 
-    def __init__(self, mixup: float, cutmix: float, share: float, size: tuple[int, int]) -> None:
-        self.mixup, self.cutmix, self.share, self.size = mixup, cutmix, share, size
+    def __init__(self, mixup: float, cutmix: float, prob: float, size: tuple[int, int]) -> None:
+        self.mixup, self.cutmix, self.prob, self.size = mixup, cutmix, prob, size
 
-    def draw(self, keys: chance.Keys, *, rests: bool = False) -> Drawn:
+    def draw(self, keys: chance.Keys, *, disabled: bool = False) -> HostParams:
         """`own`: what an image keeps of itself; `boxes`: what is cut out of it, 0 by 0 for mixup.
 
-        While it `rests`, every image is left whole.
+        While it `disabled`, every image is left whole.
         """
         draws = chance.uniform_np(keys, MIX, 5).astype(np.float64)
-        mixed = draws[:, 0] < (0 if rests else self.share)
+        mixed = draws[:, 0] < (0 if disabled else self.prob)
         cut = mixed & (draws[:, 1] >= (0.5 if self.mixup and self.cutmix else 0.0 if self.cutmix else 1.0))
         blended = mixed & ~cut
         own = np.ones(len(keys))
-        own[blended] = beta(draws[blended, 2], self.mixup) if blended.any() else 1
+        own[blended] = beta_quantile(draws[blended, 2], self.mixup) if blended.any() else 1
         boxes = np.zeros((len(keys), 4), np.int64)
-        boxes[cut] = self._boxes(beta(draws[cut, 2], self.cutmix), draws[cut, 3:]) if cut.any() else 0
+        boxes[cut] = self._boxes(beta_quantile(draws[cut, 2], self.cutmix), draws[cut, 3:]) if cut.any() else 0
         own[cut] = 1 - boxes[cut, 2] * boxes[cut, 3] / (self.size[0] * self.size[1])
         return {"own": own.astype(np.float32), "boxes": boxes, "cut": cut.astype(np.float32)}
 
@@ -89,20 +89,20 @@ class Mix:
         return np.concatenate([first, last - first], axis=1)
 
 
-def blend(images: Tensor, partners: Tensor, alive: Tensor, drawn: Parameters) -> Tensor:
-    """Images and their partners, b C H W, into one; a partner that is not `alive` (b bool) leaves no trace."""
-    boxes = inside(drawn["boxes"], images.shape[2], images.shape[3])  # b 1 H W
-    own = torch.where(each(drawn["cut"] > 0), (~boxes).to(torch.float32), each(drawn["own"]))
-    own = torch.where(each(alive), own, 1)
+def mix_images(images: Tensor, partners: Tensor, readable: Tensor, drawn: DeviceParams) -> Tensor:
+    """Images and their partners, b C H W, into one; a partner that is not `readable` (b bool) leaves no trace."""
+    boxes = box_mask(drawn["boxes"], images.shape[2], images.shape[3])  # b 1 H W
+    own = torch.where(per_image(drawn["cut"] > 0), (~boxes).to(torch.float32), per_image(drawn["own"]))
+    own = torch.where(per_image(readable), own, 1)
     return images * own + partners * (1 - own)
 
 
-def blend_targets(targets: Tensor, partners: Tensor, alive: Tensor, drawn: Parameters) -> Tensor:
+def mix_targets(targets: Tensor, partners: Tensor, readable: Tensor, drawn: DeviceParams) -> Tensor:
     """The same for soft targets, b K."""
-    own = torch.where(alive, drawn["own"], 1)[:, None]
+    own = torch.where(readable, drawn["own"], 1)[:, None]
     return targets * own + partners * (1 - own)
 
 
-def soft(targets: Tensor, num_classes: int) -> Tensor:
+def one_hot(targets: Tensor, num_classes: int) -> Tensor:
     """Class numbers b -> b K float32, a 1 in each row; no label (-1) is a row of zeros."""
     return (targets[:, None] == torch.arange(num_classes, device=targets.device)).to(torch.float32)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data.order import Indices
+from vitrail.data.sampler import Indices
 from vitrail.data.sources.base import Targets
 from vitrail.data.sources.subset import Subset
 

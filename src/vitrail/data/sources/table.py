@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from vitrail.config import DataConfig
-from vitrail.data.cells import unguarded
+from vitrail.data.csv_escape import unescape_formulas
 from vitrail.data.sources.base import IMAGE_EXTENSIONS, Sample, Source, SourceSplits, Targets
 from vitrail.data.sources.folder import SPLIT_NAMES
 from vitrail.data.sources.label_encoding import EncodedLabels, encode_labels, find_name, parse_class_names
@@ -192,7 +192,7 @@ def _read_csv(path: Path) -> Any:
     except pa.ArrowInvalid as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{path} is not the table its first line promises: {reason}.") from error
-    return pa.table([unguarded(column) for column in table.columns], names=table.column_names)
+    return pa.table([unescape_formulas(column) for column in table.columns], names=table.column_names)
 
 
 def _find_image_column(schema: Any, given: str | None, table: Any, where: str) -> str:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.chance import keys_of
-from vitrail.data import order
-from vitrail.data.order import Order, shuffled_each
+from vitrail.data import sampler
+from vitrail.data.sampler import Sampler, permute_each
 from vitrail.errors import ConfigError, DataError
 
 sizes = st.integers(1, 200)
@@ -23,23 +23,23 @@ block_sizes = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(sum).
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "WINDOW_IMAGES", 1)
-    order._layout.cache_clear()
+    monkeypatch.setattr(sampler, "WINDOW_IMAGES", 1)
+    sampler._block_layout.cache_clear()
 
 
-def kinds(size: int, seed: int) -> list[Order]:
+def kinds(size: int, seed: int) -> list[Sampler]:
     blocks = (size // 3, size - size // 3 - size // 5, size // 5)
     return [
-        Order(size, seed=seed),
-        Order(size, seed=seed, repeats=3),
-        Order(size, seed=seed, blocks=blocks),
-        Order(np.arange(size) % 4, seed=seed, mode="balanced"),
+        Sampler(size, seed=seed),
+        Sampler(size, seed=seed, repeats=3),
+        Sampler(size, seed=seed, blocks=blocks),
+        Sampler(np.arange(size) % 4, seed=seed, mode="balanced"),
     ]
 
 
 @given(size=sizes, seed=seeds, epoch=st.integers(0, 10**6))
 def test_every_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:
-    assert sorted(Order(size, seed=seed).indices(epoch * size, size)) == list(range(size))
+    assert sorted(Sampler(size, seed=seed).indices(epoch * size, size)) == list(range(size))
 
 
 @settings(max_examples=30)
@@ -55,26 +55,26 @@ def test_positions_mean_the_same_however_they_are_asked_for(size: int, seed: int
 
 def test_epochs_and_seeds_differ() -> None:
     size = 1000
-    drawn = [Order(size, seed=seed).indices(epoch * size, size) for seed in (0, 1) for epoch in (0, 1)]
+    drawn = [Sampler(size, seed=seed).indices(epoch * size, size) for seed in (0, 1) for epoch in (0, 1)]
     for i, a in enumerate(drawn):
         for b in drawn[:i]:
             assert (a == b).sum() < 10  # one in a thousand would be chance
 
 
 def test_places_are_evenly_spread() -> None:
-    first = np.concatenate([Order(10, seed=0).indices(10 * epoch, 1) for epoch in range(4000)])
+    first = np.concatenate([Sampler(10, seed=0).indices(10 * epoch, 1) for epoch in range(4000)])
     counts = np.bincount(first, minlength=10)
     assert ((counts - 400) ** 2 / 400).sum() < 28  # chi-squared, 9 degrees of freedom: one in a thousand
 
 
 @given(size=sizes, repeats=st.integers(1, 5), seed=seeds)
 def test_repeats_follow_each_other(size: int, repeats: int, seed: int) -> None:
-    once = Order(size, seed=seed).indices(0, 50)
-    assert np.array_equal(Order(size, seed=seed, repeats=repeats).indices(0, 50 * repeats), once.repeat(repeats))
+    once = Sampler(size, seed=seed).indices(0, 50)
+    assert np.array_equal(Sampler(size, seed=seed, repeats=repeats).indices(0, 50 * repeats), once.repeat(repeats))
 
 
 def test_a_batch_that_straddles_epochs_is_full() -> None:
-    each = Order(7, seed=3)
+    each = Sampler(7, seed=3)
     batch = each.indices(5, 20)
     assert np.array_equal(batch, np.concatenate([each.indices(7 * e, 7) for e in range(4)])[5:25])
 
@@ -85,7 +85,7 @@ def test_a_batch_that_straddles_epochs_is_full() -> None:
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(sum), seed=seeds, turn=st.integers(0, 500))
 def test_balanced_has_every_class_once_a_round(counts: list[int], seed: int, turn: int) -> None:
     targets = np.repeat(np.arange(len(counts)), counts)
-    each = Order(targets, seed=seed, mode="balanced")
+    each = Sampler(targets, seed=seed, mode="balanced")
     present = [kind for kind, count in enumerate(counts) if count]
     drawn = targets[each.indices(turn * len(present), 3 * len(present))].reshape(3, -1)
     assert all(sorted(row) == present for row in drawn)
@@ -93,19 +93,19 @@ def test_balanced_has_every_class_once_a_round(counts: list[int], seed: int, tur
 
 def test_balanced_shows_each_image_of_a_class_equally_often() -> None:
     targets = np.array([0] * 3 + [1] * 30 + [2] * 7)
-    drawn = Order(targets, seed=5, mode="balanced").indices(0, 3 * 210)
+    drawn = Sampler(targets, seed=5, mode="balanced").indices(0, 3 * 210)
     assert Counter(Counter(drawn.tolist()).values()) == {70: 3, 7: 30, 30: 7}
 
 
 def test_balanced_leaves_out_what_has_no_label() -> None:
     targets = np.array([-1, 0, -1, 1, 1])
-    drawn = Order(targets, seed=0, mode="balanced").indices(0, 100)
+    drawn = Sampler(targets, seed=0, mode="balanced").indices(0, 100)
     assert set(drawn) == {1, 3, 4}
 
 
 def test_balanced_rounds_are_shuffled() -> None:
     targets = np.arange(50) % 10
-    drawn = targets[Order(targets, seed=0, mode="balanced").indices(0, 1000)].reshape(100, 10)
+    drawn = targets[Sampler(targets, seed=0, mode="balanced").indices(0, 1000)].reshape(100, 10)
     assert len({tuple(row) for row in drawn}) > 95
 
 
@@ -115,31 +115,31 @@ def test_balanced_rounds_are_shuffled() -> None:
 @given(blocks=block_sizes, seed=seeds, epoch=st.integers(0, 50))
 def test_blocks_are_a_permutation_too(blocks: tuple[int, ...], seed: int, epoch: int) -> None:
     size = sum(blocks)
-    drawn = Order(size, seed=seed, blocks=blocks).indices(epoch * size, size)
+    drawn = Sampler(size, seed=seed, blocks=blocks).indices(epoch * size, size)
     assert sorted(drawn) == list(range(size))
 
 
 @pytest.mark.usefixtures("small_windows")
 def test_small_windows_of_blocks_are_a_permutation_too() -> None:
     blocks = tuple(range(1, 40))
-    drawn = Order(sum(blocks), seed=1, blocks=blocks).indices(0, sum(blocks))
+    drawn = Sampler(sum(blocks), seed=1, blocks=blocks).indices(0, sum(blocks))
     assert sorted(drawn) == list(range(sum(blocks)))
 
 
 @pytest.mark.usefixtures("small_windows")
 def test_few_blocks_are_read_at_any_time() -> None:
     blocks = (100,) * 64
-    each = Order(6400, seed=0, blocks=blocks)
+    each = Sampler(6400, seed=0, blocks=blocks)
     shards = each.indices(0, 6400) // 100
     for first in range(0, 6400, 50):
-        assert len(set(shards[first : first + 200])) <= 2 * order.WINDOW_BLOCKS
-    assert len(set(shards[:100])) == order.WINDOW_BLOCKS  # and within a window they are mixed
-    assert len(set(shards[:400])) == order.WINDOW_BLOCKS
+        assert len(set(shards[first : first + 200])) <= 2 * sampler.WINDOW_BLOCKS
+    assert len(set(shards[:100])) == sampler.WINDOW_BLOCKS  # and within a window they are mixed
+    assert len(set(shards[:400])) == sampler.WINDOW_BLOCKS
 
 
 @pytest.mark.usefixtures("small_windows")
 def test_blocks_meet_others_in_other_epochs() -> None:
-    each = Order(640, seed=0, blocks=(10,) * 64)
+    each = Sampler(640, seed=0, blocks=(10,) * 64)
     together = [frozenset((each.indices(640 * e, 40) // 10).tolist()) for e in range(20)]
     assert len(set(together)) > 15
 
@@ -150,15 +150,15 @@ def test_blocks_meet_others_in_other_epochs() -> None:
 @given(size=sizes, key=seeds)
 def test_shuffled_each_is_a_permutation_for_each_key(size: int, key: int) -> None:
     places, keys = np.arange(size), np.full(size, keys_of(key, 0, [0])[0])
-    assert sorted(shuffled_each(places, np.full(size, size), keys)) == list(range(size))
+    assert sorted(permute_each(places, np.full(size, size), keys)) == list(range(size))
 
 
 def test_shuffled_each_mixes_sizes() -> None:
     wanted = np.repeat([1, 2, 3, 64, 65, 1000], 50)
     at = np.arange(300) % wanted
-    got = shuffled_each(at, wanted, keys_of(0, 0, np.arange(300)))
+    got = permute_each(at, wanted, keys_of(0, 0, np.arange(300)))
     assert ((got >= 0) & (got < wanted)).all()
-    alone = [shuffled_each(at[i : i + 1], wanted[i : i + 1], keys_of(0, 0, [i]))[0] for i in range(300)]
+    alone = [permute_each(at[i : i + 1], wanted[i : i + 1], keys_of(0, 0, [i]))[0] for i in range(300)]
     assert np.array_equal(got, alone)
 
 
@@ -167,15 +167,15 @@ def test_shuffled_each_mixes_sizes() -> None:
 
 def test_nothing_to_learn_from_is_said() -> None:
     with pytest.raises(DataError, match="no images"):
-        Order(0, seed=0)
+        Sampler(0, seed=0)
     with pytest.raises(DataError, match="no image has one"):
-        Order(np.array([-1, -1]), seed=0, mode="balanced")
+        Sampler(np.array([-1, -1]), seed=0, mode="balanced")
     with pytest.raises(DataError, match="hold 5 images, wanted 6"):
-        Order(6, seed=0, blocks=(2, 3))
+        Sampler(6, seed=0, blocks=(2, 3))
 
 
 def test_balancing_needs_one_label_an_image() -> None:
     with pytest.raises(ConfigError, match="one label for each image"):
-        Order(5, seed=0, mode="balanced")
+        Sampler(5, seed=0, mode="balanced")
     with pytest.raises(ConfigError, match="one label for each image"):
-        Order(np.zeros((5, 3), bool), seed=0, mode="balanced")  # type: ignore[arg-type]
+        Sampler(np.zeros((5, 3), bool), seed=0, mode="balanced")  # type: ignore[arg-type]

@@ -25,7 +25,16 @@ from vitrail.data.augment.crop import crop_boxes
 from vitrail.data.decode import decode, open_jpeg
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Sample
-from vitrail.data.view import ODD_SIZE, Cropped, Evaluated, Native, Reading, resize, smallest_scale, unshared
+from vitrail.data.transforms import (
+    WRONG_SIZE,
+    EvalTransform,
+    OriginalPixels,
+    RandomResizedCrop,
+    SampleReader,
+    choose_decode_scale,
+    reopen_after_fork,
+    resize,
+)
 from vitrail.errors import DataError
 
 GRAY = {"mean": (0.5,), "std": (0.5,)}
@@ -37,10 +46,10 @@ def large() -> Image.Image:
     return Image.fromarray(load_sample_image("china.jpg")).resize((1280, 854), Image.Resampling.BICUBIC)
 
 
-def read(view: Any, *images: Any, keys: Any = None) -> tuple[np.ndarray, list[tuple[int, str]]]:
-    out = np.full((len(images), *view.shape), 77, view.dtype)
+def read(transform: Any, *images: Any, keys: Any = None) -> tuple[np.ndarray, list[tuple[int, str]]]:
+    out = np.full((len(images), *transform.shape), 77, transform.dtype)
     keys = keys_of(0, 0, np.arange(len(images))) if keys is None else keys
-    return out, Reading(Images(images), view)(np.arange(len(images)), keys, out)
+    return out, SampleReader(Images(images), transform)(np.arange(len(images)), keys, out)
 
 
 def pillows(image: Any, key: Any, size: int, mode: str = "RGB", augment: AugmentConfig | None = None) -> np.ndarray:
@@ -66,8 +75,8 @@ def test_a_crop_has_pillows_values(photo: np.ndarray, kind: str, interpolation: 
     image = photo if kind == "array" else encoded(Image.fromarray(photo), kind)
     augment = AugmentConfig(interpolation=interpolation)
     keys = keys_of(1, 2, np.arange(12))
-    out, problems = read(Cropped(PreprocessConfig(image_size=48), augment), *[image] * 12, keys=keys)
-    assert problems == []
+    out, errors = read(RandomResizedCrop(PreprocessConfig(image_size=48), augment), *[image] * 12, keys=keys)
+    assert errors == []
     for row, key in zip(out, keys, strict=True):
         apart = np.abs(row.astype(int) - pillows(image, key, 48, augment=augment))
         assert np.quantile(apart, 0.995) <= 1
@@ -80,8 +89,8 @@ def test_gray_and_color_become_each_other(photo: np.ndarray, mode: str, channels
     image = encoded(Image.fromarray(photo).convert(mode), kind)
     config = PreprocessConfig(image_size=48, **(GRAY if channels == 1 else {}))
     keys = keys_of(0, 0, [5])
-    out, problems = read(Cropped(config, AugmentConfig()), image, keys=keys)
-    assert problems == []
+    out, errors = read(RandomResizedCrop(config, AugmentConfig()), image, keys=keys)
+    assert errors == []
     assert distance(out[0], pillows(image, keys[0], 48, "L" if channels == 1 else "RGB")) <= 1
 
 
@@ -91,7 +100,7 @@ def test_the_part_is_taken_of_the_upright_image(large: Image.Image, orientation:
     exif[0x0112] = orientation
     image = encoded(large.resize((160, 107)), "JPEG", exif=exif)
     keys = keys_of(0, 1, [3])
-    out, _ = read(Cropped(PreprocessConfig(image_size=64), AugmentConfig()), image, keys=keys)
+    out, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), image, keys=keys)
     assert distance(out[0], pillows(image, keys[0], 64)) <= 1
 
 
@@ -100,9 +109,11 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(
 ) -> None:
     image, keys = encoded(large, "JPEG", quality=92), keys_of(0, 0, np.arange(16))
     scales: list[int] = []
-    whole = jpeg.pixels
-    monkeypatch.setattr(jpeg, "pixels", lambda header, scale=1, rows=None: scales.append(scale) or whole(header, scale))
-    out, _ = read(Cropped(PreprocessConfig(image_size=64), AugmentConfig()), *[image] * 16, keys=keys)
+    whole = jpeg.decode_pixels
+    monkeypatch.setattr(
+        jpeg, "decode_pixels", lambda header, scale=1, rows=None: scales.append(scale) or whole(header, scale)
+    )
+    out, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), *[image] * 16, keys=keys)
     assert set(scales) == {4, 8}
     monkeypatch.undo()
     pixels = decode(image)
@@ -119,9 +130,9 @@ def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(
 
 def test_crops_are_the_same_with_and_without_simplejpeg(large: Image.Image, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [encoded(large.resize(size), "JPEG") for size in ((1280, 854), (300, 256), (90, 200))]
-    fast, _ = read(Cropped(PreprocessConfig(image_size=64), AugmentConfig()), *images)
-    monkeypatch.setattr(jpeg, "trusted", lambda: None)
-    slow, _ = read(Cropped(PreprocessConfig(image_size=64), AugmentConfig()), *images)
+    fast, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), *images)
+    monkeypatch.setattr(jpeg, "verified_simplejpeg", lambda: None)
+    slow, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), *images)
     assert np.array_equal(fast, slow)
 
 
@@ -134,7 +145,7 @@ def test_the_scale_is_the_least_that_keeps_the_part_large_enough(
     size: tuple[int, int], share: tuple[float, float], wanted: int
 ) -> None:
     part = max(1, int(size[0] * share[0])), max(1, int(size[1] * share[1]))
-    scale = smallest_scale(size, part, (wanted, wanted))
+    scale = choose_decode_scale(size, part, (wanted, wanted))
     assert scale in (1, 2, 4, 8)
     assert scale == 1 or min(part) // scale >= wanted
     if scale < 8 and min(size) >= 64:
@@ -153,7 +164,9 @@ def test_what_is_cut_out_of_a_smaller_image_lies_where_it_should(first: int, len
     assert jpeg is not None
     assert jpeg.size == (2000, 1000)
     out = np.empty((8, 8, 3), np.uint8)
-    Cropped(PreprocessConfig(image_size=8), AugmentConfig())._put(jpeg.part((first, 0, length, 1000), 8), out)
+    RandomResizedCrop(PreprocessConfig(image_size=8), AugmentConfig())._write(
+        jpeg.crop((first, 0, length, 1000), 8), out
+    )
     wanted = (first + (np.arange(8) + 0.5) * length / 8) / 8 - 0.5
     apart = np.abs(out[:, 0, 0] - wanted)[1:-1]  # at the ends the filter leans inwards
     assert apart.max() <= 2  # half a decoded pixel at each end, rounding, and JPEG
@@ -192,40 +205,43 @@ def test_resizing_leaves_what_it_is_given_alone() -> None:
 )
 def test_evaluation_is_preprocess_to_the_bit(photo: np.ndarray, config: PreprocessConfig) -> None:
     images = [encoded(Image.fromarray(photo), kind) for kind in ("JPEG", "PNG")]
-    out, problems = read(Evaluated(config), *images)
-    assert problems == []
+    out, errors = read(EvalTransform(config), *images)
+    assert errors == []
     assert out.dtype == Preprocess(config).dtype
     assert all(np.array_equal(o, Preprocess(config).pixels(p)) for o, p in zip(out, images, strict=True))
 
 
 def test_native_images_stay_as_they_are_and_others_are_named(photo: np.ndarray) -> None:
     small = photo[:8, :8]
-    out, problems = read(Native((8, 8, 3)), small, encoded(Image.fromarray(small), "PNG"), photo)
+    out, errors = read(OriginalPixels((8, 8, 3)), small, encoded(Image.fromarray(small), "PNG"), photo)
     assert np.array_equal(out[0], small)
     assert np.array_equal(out[1], small)
     assert out[2].max() == 0
-    assert [row for row, _ in problems] == [2]
-    assert problems[0][1].startswith(ODD_SIZE)
+    assert [row for row, _ in errors] == [2]
+    assert errors[0][1].startswith(WRONG_SIZE)
 
 
-# Reading
+# SampleReader
 
 
 def test_what_cannot_be_read_is_black_and_said_why(photo: np.ndarray, tmp_path: Path) -> None:
     good = encoded(Image.fromarray(photo), "JPEG")
-    for view in (Cropped(PreprocessConfig(image_size=16), AugmentConfig()), Evaluated(PreprocessConfig(image_size=16))):
-        out, problems = read(view, good, good[:700], b"not an image", tmp_path / "none.jpg", good)
-        assert [row for row, _ in problems] == [1, 2, 3]
-        assert "truncated" in problems[0][1]
-        assert "begins with b'not a pictur'" in problems[1][1]
-        assert "no file" in problems[2][1]
+    for transform in (
+        RandomResizedCrop(PreprocessConfig(image_size=16), AugmentConfig()),
+        EvalTransform(PreprocessConfig(image_size=16)),
+    ):
+        out, errors = read(transform, good, good[:700], b"not an image", tmp_path / "none.jpg", good)
+        assert [row for row, _ in errors] == [1, 2, 3]
+        assert "truncated" in errors[0][1]
+        assert "begins with b'not an image'" in errors[1][1]
+        assert "no file" in errors[2][1]
         assert out[1:4].max() == 0
         assert min(out[0].max(), out[4].max()) > 0
 
 
 def test_no_image_is_a_black_row(photo: np.ndarray) -> None:
     out = np.full((2, 16, 16, 3), 77, np.uint8)
-    work = Reading(Images([photo]), Evaluated(PreprocessConfig(image_size=16)))
+    work = SampleReader(Images([photo]), EvalTransform(PreprocessConfig(image_size=16)))
     assert work(np.array([-1, 0]), np.zeros(2, np.uint64), out) == []
     assert out[0].max() == 0
     assert out[1].max() > 0
@@ -241,9 +257,9 @@ def test_trouble_in_the_source_is_the_images_trouble(photo: np.ndarray) -> None:
             return super().__getitem__(index)
 
     out = np.zeros((3, 16, 16, 3), np.uint8)
-    work = Reading(Broken([photo] * 3), Evaluated(PreprocessConfig(image_size=16)))
-    problems = work(np.arange(3), np.zeros(3, np.uint64), out)
-    assert problems == [(1, "shard 7 could not be read in 4 tries"), (2, "[Errno 5] Input/output error")]
+    work = SampleReader(Broken([photo] * 3), EvalTransform(PreprocessConfig(image_size=16)))
+    errors = work(np.arange(3), np.zeros(3, np.uint64), out)
+    assert errors == [(1, "shard 7 could not be read in 4 tries"), (2, "[Errno 5] Input/output error")]
 
 
 def test_a_mistake_in_the_program_is_not_a_bad_image() -> None:
@@ -251,7 +267,7 @@ def test_a_mistake_in_the_program_is_not_a_bad_image() -> None:
         def __getitem__(self, index: int) -> Sample:
             raise KeyError("oops")
 
-    work = Reading(Wrong([b""]), Evaluated(PreprocessConfig(image_size=16)))
+    work = SampleReader(Wrong([b""]), EvalTransform(PreprocessConfig(image_size=16)))
     with pytest.raises(KeyError, match="oops"):
         work(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
 
@@ -265,14 +281,14 @@ def test_images_that_are_far_away_are_fetched_together(photo: np.ndarray) -> Non
             return super().__getitem__(index)
 
     images = [photo[i:] for i in range(16)]
-    work = Reading(Far(images), Evaluated(PreprocessConfig(image_size=16)))
+    work = SampleReader(Far(images), EvalTransform(PreprocessConfig(image_size=16)))
     first, again = np.zeros((2, 16, 16, 16, 3), np.uint8)
     assert work(np.arange(16), np.zeros(16, np.uint64), first) == [(5, "gone")]
     start = time.perf_counter()
     assert work(np.arange(16), np.zeros(16, np.uint64), again) == [(5, "gone")]
     assert time.perf_counter() - start < 16 * 0.03
     assert np.array_equal(first, again)
-    near, _ = read(Evaluated(PreprocessConfig(image_size=16)), *images)
+    near, _ = read(EvalTransform(PreprocessConfig(image_size=16)), *images)
     near[5] = 0
     assert np.array_equal(first, near)
 
@@ -290,18 +306,18 @@ class Opened:
 
 def test_a_process_of_its_own_opens_its_own_files() -> None:
     source = Opened()
-    fresh = unshared(source)
+    fresh = reopen_after_fork(source)
     assert fresh.file is None
     assert fresh.numbers is not source.numbers
     assert np.shares_memory(fresh.numbers, source.numbers)  # but what is only data is not copied
     plain = Images([b""])
-    assert unshared(plain) is plain
+    assert reopen_after_fork(plain) is plain
     assert pickle.loads(pickle.dumps(source)).file is None
 
 
 def test_the_source_is_unshared_in_another_process_only(photo: np.ndarray) -> None:
-    work = Reading(Images([photo]), Evaluated(PreprocessConfig(image_size=16)))
+    work = SampleReader(Images([photo]), EvalTransform(PreprocessConfig(image_size=16)))
     source = work.source
     work(np.arange(1), np.zeros(1, np.uint64), np.zeros((1, 16, 16, 3), np.uint8))
     assert work.source is source
-    assert work._home == os.getpid()
+    assert work._owner_pid == os.getpid()

@@ -11,39 +11,39 @@ import torch
 from torch import Tensor
 
 from vitrail import chance
-from vitrail.data.augment.crop import tried_boxes
-from vitrail.data.augment.draws import Drawn, Parameters, only
+from vitrail.data.augment.crop import sample_boxes
+from vitrail.data.augment.params import DeviceParams, HostParams, apply_to_subset
 
 ERASE, WHERE, NOISE = (chance.stream(name) for name in ("erase", "erase where", "erase noise"))
 RATIO = (0.3, 1 / 0.3)
 
 
-class Erase:
-    """A chance of `share`, of an area within `scale`, in images of one size."""
+class RandomErasing:
+    """A chance of `prob`, of an area within `scale`, in images of one size."""
 
-    def __init__(self, share: float, scale: tuple[float, float], size: tuple[int, int]) -> None:
-        self.share, self.scale, self.size = share, scale, size
+    def __init__(self, prob: float, scale: tuple[float, float], size: tuple[int, int]) -> None:
+        self.prob, self.scale, self.size = prob, scale, size
 
-    def draw(self, keys: chance.Keys) -> Drawn:
+    def draw(self, keys: chance.Keys) -> HostParams:
         sizes = np.tile(np.array(self.size, np.int64), (len(keys), 1))
-        boxes, fits = tried_boxes(keys, WHERE, sizes, self.scale, RATIO, margin=1)
-        chosen = chance.uniform_np(keys, ERASE, 1)[:, 0] < self.share
+        boxes, fits = sample_boxes(keys, WHERE, sizes, self.scale, RATIO, margin=1)
+        chosen = chance.uniform_np(keys, ERASE, 1)[:, 0] < self.prob
         return {"which": chosen & fits, "boxes": boxes, "keys": keys.view(np.int64)}
 
-    def apply(self, images: Tensor, drawn: Parameters) -> Tensor:
+    def apply(self, images: Tensor, drawn: DeviceParams) -> Tensor:
         def noisy(images: Tensor, boxes: Tensor, keys: Tensor) -> Tensor:
             noise = chance.normal(keys, NOISE, images[0].numel(), drawn["quantiles"])
             return erase(images, boxes, noise.view_as(images))
 
-        return only(drawn["which"], images, noisy, drawn["boxes"], drawn["keys"])
+        return apply_to_subset(drawn["which"], images, noisy, drawn["boxes"], drawn["keys"])
 
 
 def erase(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:
     """The box (b 4: top, left, height, width) of each image filled from `noise`, b C H W."""
-    return torch.where(inside(boxes, images.shape[2], images.shape[3]), noise, images)
+    return torch.where(box_mask(boxes, images.shape[2], images.shape[3]), noise, images)
 
 
-def inside(boxes: Tensor, height: int, width: int) -> Tensor:
+def box_mask(boxes: Tensor, height: int, width: int) -> Tensor:
     """b 1 H W: whether a pixel lies in its image's box."""
     top, left, h, w = (side[:, None] for side in boxes.unbind(1))
     rows, columns = torch.arange(height, device=boxes.device), torch.arange(width, device=boxes.device)

@@ -13,33 +13,33 @@ from torch import Tensor
 
 from vitrail import chance
 from vitrail.data.augment import color
-from vitrail.data.augment.draws import Drawn, Parameters, only
+from vitrail.data.augment.params import DeviceParams, HostParams, apply_to_subset
 
 THREE = chance.stream("three")
-THRESHOLD = 128.0
-DEVIATION = (0.1, 2.0)
-REACH = 6
+SOLARIZE_THRESHOLD = 128.0
+BLUR_STD = (0.1, 2.0)
+BLUR_RADIUS = 6
 
 
 class ThreeAugment:
-    def draw(self, keys: chance.Keys) -> Drawn:
+    def draw(self, keys: chance.Keys) -> HostParams:
         draws = chance.uniform_np(keys, THREE, 2).astype(np.float64)
         choice = (3 * draws[:, 0]).astype(np.int64)
         return {
             "gray": choice == 0,
             "solarize": choice == 1,
-            "threshold": np.full(len(keys), THRESHOLD, np.float32),
+            "threshold": np.full(len(keys), SOLARIZE_THRESHOLD, np.float32),
             "blur": choice == 2,
-            "weights": gaussian(DEVIATION[0] + (DEVIATION[1] - DEVIATION[0]) * draws[:, 1], REACH),
+            "weights": gaussian_weights(BLUR_STD[0] + (BLUR_STD[1] - BLUR_STD[0]) * draws[:, 1], BLUR_RADIUS),
         }
 
-    def apply(self, images: Tensor, drawn: Parameters) -> Tensor:
-        images = only(drawn["gray"], images, color.gray)
-        images = only(drawn["solarize"], images, color.solarize, drawn["threshold"])
-        return only(drawn["blur"], images, color.blur, drawn["weights"])
+    def apply(self, images: Tensor, drawn: DeviceParams) -> Tensor:
+        images = apply_to_subset(drawn["gray"], images, color.grayscale)
+        images = apply_to_subset(drawn["solarize"], images, color.solarize, drawn["threshold"])
+        return apply_to_subset(drawn["blur"], images, color.blur, drawn["weights"])
 
 
-def gaussian(deviation: npt.NDArray[np.float64], reach: int) -> npt.NDArray[np.float32]:
+def gaussian_weights(deviation: npt.NDArray[np.float64], reach: int) -> npt.NDArray[np.float32]:
     """Weights at distance 0 to `reach`, n reach + 1; both sides together sum to 1."""
     weights = np.exp(-0.5 * (np.arange(reach + 1) / deviation[:, None]) ** 2)
     return (weights / (weights[:, :1] + 2 * weights[:, 1:].sum(1, keepdims=True))).astype(np.float32)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vitrail.data.workers import Nobody, Pool, Problems, Processes, Threads, make_pool
+from vitrail.data.worker_pool import InlinePool, Pool, ProcessPool, RowErrorList, ThreadPool, make_pool
 from vitrail.errors import TrainError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,33 +27,33 @@ Made = Callable[..., Pool]
 class Fill:
     """Writes each row's number and key into it."""
 
-    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> Problems:
+    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
         out[:, 0] = indices % 251
         out[:, 1] = keys % 251
         return [(row, f"{index} is unlucky") for row, index in enumerate(indices.tolist()) if index % 13 == 0]
 
 
 class Crash(Fill):
-    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> Problems:
+    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
         if 40 in indices:
             raise ZeroDivisionError("a mistake in the program")
         return super().__call__(indices, keys, out)
 
 
 class Die(Fill):
-    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> Problems:
+    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
         if 40 in indices:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__call__(indices, keys, out)
 
 
 class Slow(Fill):
-    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> Problems:
+    def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
         time.sleep(30)
         return super().__call__(indices, keys, out)
 
 
-KINDS = ["nobody", "threads", pytest.param("processes", marks=forks)]
+KINDS = ["inline", "threads", pytest.param("processes", marks=forks)]
 
 
 @pytest.fixture(params=KINDS)
@@ -65,14 +65,20 @@ def kind(request: pytest.FixtureRequest) -> str:
 def make() -> Iterator[Made]:
     pools: list[Pool] = []
 
-    def made(kind: str, work: Any = None, workers: int = 2, rows: int = 24, depth: int = 3, part: int = 5) -> Pool:
+    def made(kind: str, work: Any = None, workers: int = 2, rows: int = 24, depth: int = 3, task_rows: int = 5) -> Pool:
         work = work or Fill()
-        options: dict[str, Any] = {"rows": rows, "shape": (2,), "dtype": np.uint8, "depth": depth, "part": part}
+        options: dict[str, Any] = {
+            "rows": rows,
+            "shape": (2,),
+            "dtype": np.uint8,
+            "depth": depth,
+            "task_rows": task_rows,
+        }
         pool: Pool
-        if kind == "nobody":
-            pool = Nobody(work, **options)
+        if kind == "inline":
+            pool = InlinePool(work, **options)
         else:
-            pool = (Threads if kind == "threads" else Processes)(work, workers, **options)
+            pool = (ThreadPool if kind == "threads" else ProcessPool)(work, workers, **options)
         pools.append(pool)
         return pool
 
@@ -90,7 +96,7 @@ def check(taken: Any, batch: int, rows: int = 24) -> None:
     indices, keys = numbers(batch, rows)
     assert np.array_equal(taken.indices, indices)
     assert np.array_equal(taken.images, np.stack([indices % 251, keys % 251], axis=1))
-    assert taken.problems == [(r, f"{i} is unlucky") for r, i in enumerate(indices.tolist()) if i % 13 == 0]
+    assert taken.errors == [(r, f"{i} is unlucky") for r, i in enumerate(indices.tolist()) if i % 13 == 0]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
@@ -98,18 +104,18 @@ def test_batches_come_in_order_and_whole(kind: str, make: Made, workers: int) ->
     pool = make(kind, workers=workers)
     asked = 0
     for batch in range(20):
-        while pool.room and asked < 20:
-            pool.ask(*numbers(asked))
+        while pool.has_room and asked < 20:
+            pool.submit(*numbers(asked))
             asked += 1
         assert asked - batch <= 3
-        check(pool.take(), batch)
+        check(pool.get(), batch)
 
 
 def test_what_is_kept_is_not_written_over(kind: str, make: Made) -> None:
     pool, kept = make(kind), []
     for batch in range(12):
-        pool.ask(*numbers(batch))
-        kept.append(pool.take())
+        pool.submit(*numbers(batch))
+        kept.append(pool.get())
     for batch, taken in enumerate(kept):
         check(taken, batch)
 
@@ -117,23 +123,23 @@ def test_what_is_kept_is_not_written_over(kind: str, make: Made) -> None:
 def test_memory_that_is_let_go_is_used_again(kind: str, make: Made) -> None:
     pool, places = make(kind), set()
     for batch in range(30):
-        pool.ask(*numbers(batch))
-        taken = pool.take()
+        pool.submit(*numbers(batch))
+        taken = pool.get()
         places.add(taken.images.ctypes.data)
         del taken
-    assert len(places) <= len(pool.ring.lengths)
+    assert len(places) <= len(pool.buffer.lengths)
 
 
 def test_a_short_batch_is_as_long_as_asked(kind: str, make: Made) -> None:
     pool = make(kind)
-    pool.ask(*numbers(2, rows=7))
-    check(pool.take(), 2, rows=7)
+    pool.submit(*numbers(2, rows=7))
+    check(pool.get(), 2, rows=7)
 
 
 def test_very_many_rows_in_one_batch(kind: str, make: Made) -> None:
-    pool, seen = make(kind, rows=30_000, depth=1, part=3), []
-    pool.ask(*numbers(0, rows=30_000))
-    check(pool.take(seen.append), 0, rows=30_000)
+    pool, seen = make(kind, rows=30_000, depth=1, task_rows=3), []
+    pool.submit(*numbers(0, rows=30_000))
+    check(pool.get(seen.append), 0, rows=30_000)
     assert seen == sorted(seen)
     assert seen[-1] >= 30_000
 
@@ -142,20 +148,20 @@ def test_a_batch_is_ready_when_it_is(make: Made) -> None:
     for kind in ["threads", "processes"] if sys.platform == "linux" else ["threads"]:
         pool = make(kind)
         assert not pool.ready
-        pool.ask(*numbers(0))
+        pool.submit(*numbers(0))
         end = time.monotonic() + 10
         while not pool.ready and time.monotonic() < end:
             time.sleep(0.01)
         assert pool.ready
-        check(pool.take(), 0)
+        check(pool.get(), 0)
 
 
 def test_the_right_kind_is_chosen() -> None:
     options: dict[str, Any] = {"rows": 8, "shape": (2,), "dtype": np.uint8, "depth": 1}
     for workers, threads, kind in [
-        (0, False, Nobody),
-        (1, True, Threads),
-        (2, False, Processes if sys.platform == "linux" else Threads),
+        (0, False, InlinePool),
+        (1, True, ThreadPool),
+        (2, False, ProcessPool if sys.platform == "linux" else ThreadPool),
     ]:
         pool = make_pool(Fill(), workers=workers, threads=threads, **options)
         assert type(pool) is kind
@@ -166,20 +172,20 @@ def test_the_right_kind_is_chosen() -> None:
 # When something goes wrong
 
 
-@pytest.mark.parametrize("kind", ["nobody", "threads"])
+@pytest.mark.parametrize("kind", ["inline", "threads"])
 def test_a_mistake_in_the_program_is_raised_as_it_is(kind: str, make: Made) -> None:
     pool = make(kind, Crash())
-    pool.ask(*numbers(1))
+    pool.submit(*numbers(1))
     with pytest.raises(ZeroDivisionError, match="a mistake in the program"):
-        pool.take()
+        pool.get()
 
 
 @forks
 def test_a_mistake_in_a_process_comes_with_its_traceback(make: Made) -> None:
     pool = make("processes", Crash())
-    pool.ask(*numbers(1))
+    pool.submit(*numbers(1))
     with pytest.raises(TrainError, match=r"reading images failed: ZeroDivisionError: a mistake") as caught:
-        pool.take()
+        pool.get()
     assert "in __call__" in "".join(caught.value.__notes__)
 
 
@@ -187,16 +193,16 @@ def test_a_mistake_in_a_process_comes_with_its_traceback(make: Made) -> None:
 def test_a_process_that_is_killed_is_reported(make: Made) -> None:
     pool = make("processes", Die())
     pids = [p.pid for p in pool.processes]  # type: ignore[attr-defined]
-    pool.ask(*numbers(1))
+    pool.submit(*numbers(1))
     with pytest.raises(TrainError, match=r"ended on its own \(killed by SIGKILL\); memory may have run out: try data"):
-        pool.take()
+        pool.get()
     assert not any(alive(pid) for pid in pids)
 
 
 @forks
 def test_closing_does_not_wait_for_work(make: Made) -> None:
     pool = make("processes", Slow())
-    pool.ask(*numbers(0))
+    pool.submit(*numbers(0))
     time.sleep(0.1)
     start = time.monotonic()
     pool.close()
@@ -205,7 +211,7 @@ def test_closing_does_not_wait_for_work(make: Made) -> None:
 
 @forks
 def test_a_pool_that_is_forgotten_ends_its_processes() -> None:
-    pool = Processes(Fill(), 2, rows=8, shape=(2,), dtype=np.uint8, depth=1, part=4)
+    pool = ProcessPool(Fill(), 2, rows=8, shape=(2,), dtype=np.uint8, depth=1, task_rows=4)
     pids = [p.pid for p in pool.processes]
     assert all(alive(pid) for pid in pids)
     del pool
@@ -218,24 +224,24 @@ def test_workers_do_not_hear_what_their_maker_should(make: Made) -> None:
     for process in pool.processes:  # type: ignore[attr-defined]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(process.pid, number)
-    pool.ask(*numbers(0))
-    check(pool.take(), 0)
+    pool.submit(*numbers(0))
+    check(pool.get(), 0)
 
 
 @forks
 def test_processes_can_be_forked_while_a_thread_decodes(make: Made) -> None:
-    from vitrail.data.decode import _quiet
+    from vitrail.data.decode import _strict_pillow
 
     entered, leave = threading.Event(), threading.Event()
 
     def inside() -> None:
-        with _quiet, _quiet.lock:
+        with _strict_pillow, _strict_pillow.lock:
             entered.set()
             leave.wait(20)
 
     class Quietly(Fill):
-        def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> Problems:
-            with _quiet:
+        def __call__(self, indices: np.ndarray, keys: np.ndarray, out: np.ndarray) -> RowErrorList:
+            with _strict_pillow:
                 return super().__call__(indices, keys, out)
 
     thread = threading.Thread(target=inside)
@@ -243,8 +249,8 @@ def test_processes_can_be_forked_while_a_thread_decodes(make: Made) -> None:
     entered.wait()
     try:
         pool = make("processes", Quietly())
-        pool.ask(*numbers(0))
-        check(pool.take(), 0)
+        pool.submit(*numbers(0))
+        check(pool.get(), 0)
     finally:
         leave.set()
         thread.join()
@@ -265,7 +271,7 @@ def alive(pid: int | None) -> bool:
 SCRIPT = """
     import os, signal, sys, time
     import numpy as np
-    from vitrail.data.workers import Processes
+    from vitrail.data.worker_pool import ProcessPool
 
     def work(indices, keys, out):
         if {busy} and os.getpid() != maker:
@@ -273,10 +279,10 @@ SCRIPT = """
         return []
 
     maker = os.getpid()
-    first = Processes(work, 2, rows=64, shape=(2,), dtype=np.uint8, depth=2, part=1)
-    second = Processes(work, 2, rows=64, shape=(2,), dtype=np.uint8, depth=2, part=1)
+    first = ProcessPool(work, 2, rows=64, shape=(2,), dtype=np.uint8, depth=2, task_rows=1)
+    second = ProcessPool(work, 2, rows=64, shape=(2,), dtype=np.uint8, depth=2, task_rows=1)
     for pool in (first, second):
-        pool.ask(np.arange(64), np.arange(64, dtype=np.uint64))
+        pool.submit(np.arange(64), np.arange(64, dtype=np.uint64))
     print(*[p.pid for pool in (first, second) for p in pool.processes], flush=True)
     {then}
 """
@@ -319,7 +325,7 @@ def test_workers_die_with_a_maker_that_is_killed(busy: float) -> None:
 
 @forks
 def test_an_interrupted_maker_leaves_no_noise_of_its_workers() -> None:
-    process, pids = run("first.take()")
+    process, pids = run("first.get()")
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: everybody gets it
     _, noise = process.communicate(timeout=20)
@@ -329,7 +335,7 @@ def test_an_interrupted_maker_leaves_no_noise_of_its_workers() -> None:
 
 
 @forks
-@pytest.mark.parametrize("then", ["pass", "sys.exit(3)", "first.close(); second.take(); second.close()"])
+@pytest.mark.parametrize("then", ["pass", "sys.exit(3)", "first.close(); second.get(); second.close()"])
 def test_a_maker_that_ends_by_itself_ends_its_workers_quietly(then: str) -> None:
     process, pids = run(then, busy=0)
     _, noise = process.communicate(timeout=20)

@@ -41,41 +41,41 @@ import numpy.typing as npt
 import torch
 
 from vitrail.chance import Keys
-from vitrail.data.order import Indices
+from vitrail.data.sampler import Indices
 from vitrail.errors import TrainError
 from vitrail.runtime.heap import keep_heap
 
 # n rows of a batch
 
-Problems = list[tuple[int, str]]
+RowErrorList = list[tuple[int, str]]
 """Rows that could not be filled, and why."""
 Progress = Callable[[int], None]
 """Told how many rows are done."""
 
-SPARE = 2
+SPARE_BATCHES = 2
 """Batches that there is room for beside those ahead: the one in use, and the one before. Room that is not
 needed costs nothing: the system finds memory for it when it is first written to."""
-MOST = 16
+MAX_TASK_ROWS = 16
 """Rows that are worked on in one go."""
 
 
-class Work(Protocol):
+class FillRows(Protocol):
     """What a pool does: the same for the same arguments, whoever does it."""
 
-    def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> Problems:
+    def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> RowErrorList:
         """Fill the rows of `out`, n H W C; rows that could not be are zero."""
 
 
-class Taken(NamedTuple):
+class FinishedBatch(NamedTuple):
     """A finished batch."""
 
     images: npt.NDArray[Any]
     """n H W C. The memory is used again once nothing refers to this array."""
     indices: Indices
-    problems: Problems
+    errors: RowErrorList
 
 
-class Ring:
+class SharedBuffer:
     """Room for some batches, in memory that forked processes share."""
 
     def __init__(self, count: int, rows: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
@@ -92,12 +92,12 @@ class Ring:
     def images(self, slot: int) -> npt.NDArray[Any]:
         return np.ndarray(self.shape, self.dtype, self.memory, slot * self.stride)
 
-    def borrow(self, indices: Indices, keys: Keys) -> int:
+    def acquire(self, indices: Indices, keys: Keys) -> int:
         slot, n = self.free.popleft(), len(indices)
         self.lengths[slot], self.indices[slot, :n], self.keys[slot, :n] = n, indices, keys
         return slot
 
-    def lend(self, slot: int) -> npt.NDArray[Any]:
+    def owning_array(self, slot: int) -> npt.NDArray[Any]:
         """A batch's pixels; the slot is free again when the array is gone."""
         whole = (self.lengths[slot], *self.shape[1:])
         lent: npt.NDArray[Any] = np.ndarray(whole, self.dtype, self.memory, slot * self.stride)
@@ -110,39 +110,39 @@ class Pool(ABC):
 
     def __init__(
         self,
-        work: Work,
+        fill_rows: FillRows,
         *,
         rows: int,
         shape: tuple[int, ...],
         dtype: npt.DTypeLike,
         depth: int,
-        part: int,
+        task_rows: int,
     ) -> None:
-        self.work, self.depth, self.part = work, depth, part
-        self.ring = Ring(depth + SPARE, rows, shape, dtype)
-        self.asked: deque[int] = deque()
+        self.fill_rows, self.depth, self.task_rows = fill_rows, depth, task_rows
+        self.buffer = SharedBuffer(depth + SPARE_BATCHES, rows, shape, dtype)
+        self.pending: deque[int] = deque()
 
     @property
-    def room(self) -> bool:
-        return len(self.asked) < self.depth and bool(self.ring.free)
+    def has_room(self) -> bool:
+        return len(self.pending) < self.depth and bool(self.buffer.free)
 
-    def ask(self, indices: Indices, keys: Keys) -> None:
+    def submit(self, indices: Indices, keys: Keys) -> None:
         """Begin a batch."""
-        slot = self.ring.borrow(indices, keys)
-        self.asked.append(slot)
+        slot = self.buffer.acquire(indices, keys)
+        self.pending.append(slot)
         n = len(indices)
-        self._begin(slot, [(first, min(self.part, n - first)) for first in range(0, n, self.part)])
+        self._start(slot, [(first, min(self.task_rows, n - first)) for first in range(0, n, self.task_rows)])
 
-    def take(self, progress: Progress | None = None) -> Taken:
+    def get(self, progress: Progress | None = None) -> FinishedBatch:
         """Wait for the oldest batch."""
-        slot = self.asked[0]
-        problems = self._end(slot, progress)
-        self.asked.popleft()
-        indices = self.ring.indices[slot, : self.ring.lengths[slot]].copy()
-        images = self.ring.lend(slot)
-        if not self.ring.free and len(self.asked) < self.depth:  # somebody keeps batches: theirs are copies
+        slot = self.pending[0]
+        errors = self._wait(slot, progress)
+        self.pending.popleft()
+        indices = self.buffer.indices[slot, : self.buffer.lengths[slot]].copy()
+        images = self.buffer.owning_array(slot)
+        if not self.buffer.free and len(self.pending) < self.depth:  # somebody keeps batches: theirs are copies
             images = images.copy()
-        return Taken(images, indices, sorted(problems))
+        return FinishedBatch(images, indices, sorted(errors))
 
     @property
     @abstractmethod
@@ -150,24 +150,24 @@ class Pool(ABC):
         """Whether the oldest batch can be taken without waiting."""
 
     @abstractmethod
-    def _begin(self, slot: int, parts: list[tuple[int, int]]) -> None: ...
+    def _start(self, slot: int, parts: list[tuple[int, int]]) -> None: ...
 
     @abstractmethod
-    def _end(self, slot: int, progress: Progress | None) -> Problems: ...
+    def _wait(self, slot: int, progress: Progress | None) -> RowErrorList: ...
 
     @abstractmethod
     def close(self) -> None:
         """End the workers; what was asked for and not taken is lost."""
 
-    def _do(self, slot: int, first: int, count: int) -> Problems:
+    def _run_task(self, slot: int, first: int, count: int) -> RowErrorList:
         rows = slice(first, first + count)
-        ring = self.ring
-        problems = self.work(ring.indices[slot, rows], ring.keys[slot, rows], ring.images(slot)[rows])
-        return [(first + row, reason) for row, reason in problems]
+        buffer = self.buffer
+        errors = self.fill_rows(buffer.indices[slot, rows], buffer.keys[slot, rows], buffer.images(slot)[rows])
+        return [(first + row, reason) for row, reason in errors]
 
 
 def make_pool(
-    work: Work,
+    fill_rows: FillRows,
     *,
     rows: int,
     shape: tuple[int, ...],
@@ -181,55 +181,59 @@ def make_pool(
     With no workers, whoever takes a batch makes it.
     """
     options: dict[str, Any] = {"rows": rows, "shape": shape, "dtype": dtype, "depth": depth}
-    options["part"] = max(1, min(MOST, rows // (4 * max(workers, 1))))
+    options["task_rows"] = max(1, min(MAX_TASK_ROWS, rows // (4 * max(workers, 1))))
     if workers == 0:
-        return Nobody(work, **options)
+        return InlinePool(fill_rows, **options)
     forks = sys.platform == "linux" and not multiprocessing.current_process().daemon
-    return Processes(work, workers, **options) if forks and not threads else Threads(work, workers, **options)
+    return (
+        ProcessPool(fill_rows, workers, **options)
+        if forks and not threads
+        else ThreadPool(fill_rows, workers, **options)
+    )
 
 
-class Nobody(Pool):
+class InlinePool(Pool):
     """No workers."""
 
     ready = False
 
-    def _begin(self, slot: int, parts: list[tuple[int, int]]) -> None:
+    def _start(self, slot: int, parts: list[tuple[int, int]]) -> None:
         pass
 
-    def _end(self, slot: int, progress: Progress | None) -> Problems:
-        problems = []
-        for first in range(0, self.ring.lengths[slot], self.part):
-            problems += self._do(slot, first, min(self.part, self.ring.lengths[slot] - first))
+    def _wait(self, slot: int, progress: Progress | None) -> RowErrorList:
+        errors = []
+        for first in range(0, self.buffer.lengths[slot], self.task_rows):
+            errors += self._run_task(slot, first, min(self.task_rows, self.buffer.lengths[slot] - first))
             if progress:
-                progress(first + self.part)
-        return problems
+                progress(first + self.task_rows)
+        return errors
 
     def close(self) -> None:
         pass
 
 
-class Threads(Pool):
+class ThreadPool(Pool):
     """Workers in this process."""
 
-    def __init__(self, work: Work, workers: int, **options: Any) -> None:
-        super().__init__(work, **options)
+    def __init__(self, fill_rows: FillRows, workers: int, **options: Any) -> None:
+        super().__init__(fill_rows, **options)
         self.executor = ThreadPoolExecutor(workers, thread_name_prefix="images")
-        self.futures: dict[int, list[Future[Problems]]] = {}
+        self.futures: dict[int, list[Future[RowErrorList]]] = {}
 
-    def _begin(self, slot: int, parts: list[tuple[int, int]]) -> None:
-        self.futures[slot] = [self.executor.submit(self._do, slot, *part) for part in parts]
+    def _start(self, slot: int, parts: list[tuple[int, int]]) -> None:
+        self.futures[slot] = [self.executor.submit(self._run_task, slot, *part) for part in parts]
 
     @property
     def ready(self) -> bool:
-        return bool(self.asked) and all(future.done() for future in self.futures[self.asked[0]])
+        return bool(self.pending) and all(future.done() for future in self.futures[self.pending[0]])
 
-    def _end(self, slot: int, progress: Progress | None) -> Problems:
-        problems = []
+    def _wait(self, slot: int, progress: Progress | None) -> RowErrorList:
+        errors = []
         for done, future in enumerate(self.futures.pop(slot), start=1):
-            problems += future.result()
+            errors += future.result()
             if progress:
-                progress(done * self.part)
-        return problems
+                progress(done * self.task_rows)
+        return errors
 
     def close(self) -> None:
         self.executor.shutdown(wait=True, cancel_futures=True)
@@ -241,51 +245,60 @@ class Threads(Pool):
 TASK = struct.Struct("<qqq")  # slot, first row, rows
 REPLY = struct.Struct("<qqqq")  # slot, first row, rows done (0: a problem), bytes of text that follow
 CRASH = -1  # in place of a slot: the text is a traceback
-LONGEST = 3500
-LOOK_UP = 1000
-"""Milliseconds between looks at whether the maker is still there: another process may hold its pipe open."""
-UNDERWAY = 1000
+MAX_TEXT_BYTES = 3500
+PARENT_CHECK_MS = 1000
+"""Milliseconds between looks at whether the parent_pid is still there: another process may hold its pipe open."""
+MAX_TASKS_IN_FLIGHT = 1000
 """So many tasks are sent before some are done: far fewer than fill a pipe."""
 
 
-class Processes(Pool):
+class ProcessPool(Pool):
     """Forked workers."""
 
-    def __init__(self, work: Work, workers: int, **options: Any) -> None:
-        super().__init__(work, **options)
+    def __init__(self, fill_rows: FillRows, workers: int, **options: Any) -> None:
+        super().__init__(fill_rows, **options)
         self.unsent: deque[tuple[int, int, int]] = deque()
-        self.underway = 0
-        self.missing: dict[int, int] = {}
-        self.problems: dict[int, Problems] = {}
+        self.num_in_flight = 0
+        self.remaining: dict[int, int] = {}
+        self.errors: dict[int, RowErrorList] = {}
         self.unread = b""
-        take, self._give = os.pipe()
-        self._hear, tell = os.pipe()
-        watched, self._alive = os.pipe()  # nothing is ever written: it closes when the maker ends, however it ends
-        os.set_blocking(take, False)
-        os.set_blocking(self._hear, False)
-        maker = os.getpid()
-        self.processes = _forked(workers, lambda: self._serve(take, tell, watched, maker))
-        for end in (take, tell, watched):
+        task_reader, self._task_writer = os.pipe()
+        self._reply_reader, reply_writer = os.pipe()
+        parent_reader, self._parent_writer = (
+            os.pipe()
+        )  # nothing is ever written: it closes when the parent_pid ends, however it ends
+        os.set_blocking(task_reader, False)
+        os.set_blocking(self._reply_reader, False)
+        parent_pid = os.getpid()
+        self.processes = _fork_workers(
+            workers, lambda: self._serve(task_reader, reply_writer, parent_reader, parent_pid)
+        )
+        for end in (task_reader, reply_writer, parent_reader):
             os.close(end)
         self._poll = select.poll()
-        self._poll.register(self._hear, select.POLLIN)
+        self._poll.register(self._reply_reader, select.POLLIN)
         for process in self.processes:
             self._poll.register(process.sentinel, select.POLLIN)
         # Of multiprocessing's own kind, since it must come before multiprocessing waits for its children.
         self._finish = Finalize(
-            self, _end_all, (self.processes, (self._give, self._hear, self._alive)), exitpriority=10
+            self,
+            _kill_workers,
+            (self.processes, (self._task_writer, self._reply_reader, self._parent_writer)),
+            exitpriority=10,
         )
 
-    def _serve(self, take: int, tell: int, watched: int, maker: int) -> None:
-        """A worker's life. It ends with its maker, even in the middle of a task that takes long."""
-        for end in (self._give, self._hear, self._alive):
+    def _serve(self, task_reader: int, reply_writer: int, parent_reader: int, parent_pid: int) -> None:
+        """A worker's life. It ends with its parent_pid, even in the middle of a task that takes long."""
+        for end in (self._task_writer, self._reply_reader, self._parent_writer):
             os.close(end)
-        threading.Thread(target=_end_with, args=(watched, maker), daemon=True, name="maker").start()
+        threading.Thread(
+            target=_exit_with_parent, args=(parent_reader, parent_pid), daemon=True, name="parent_pid"
+        ).start()
         poll = select.poll()
-        poll.register(take, select.POLLIN)
+        poll.register(task_reader, select.POLLIN)
         while True:
             try:
-                task = os.read(take, TASK.size)
+                task = os.read(task_reader, TASK.size)
             except BlockingIOError:  # nothing there, or another worker was quicker
                 poll.poll()
                 continue
@@ -293,54 +306,54 @@ class Processes(Pool):
                 return
             slot, first, count = TASK.unpack(task)
             try:
-                problems = self._do(slot, first, count)
+                errors = self._run_task(slot, first, count)
             except Exception:
-                text = traceback.format_exc().encode()[-LONGEST:]
-                os.write(tell, REPLY.pack(CRASH, 0, 0, len(text)) + text)
+                text = traceback.format_exc().encode()[-MAX_TEXT_BYTES:]
+                os.write(reply_writer, REPLY.pack(CRASH, 0, 0, len(text)) + text)
                 return
-            for row, reason in problems:
-                text = reason.encode(errors="replace")[:LONGEST]
-                os.write(tell, REPLY.pack(slot, row, 0, len(text)) + text)
-            os.write(tell, REPLY.pack(slot, first, count, 0))
+            for row, reason in errors:
+                text = reason.encode(errors="replace")[:MAX_TEXT_BYTES]
+                os.write(reply_writer, REPLY.pack(slot, row, 0, len(text)) + text)
+            os.write(reply_writer, REPLY.pack(slot, first, count, 0))
 
-    def _begin(self, slot: int, parts: list[tuple[int, int]]) -> None:
-        self.missing[slot], self.problems[slot] = len(parts), []
+    def _start(self, slot: int, parts: list[tuple[int, int]]) -> None:
+        self.remaining[slot], self.errors[slot] = len(parts), []
         self.unsent.extend((slot, *part) for part in parts)
         self._send()
 
     @property
     def ready(self) -> bool:
-        if self.asked and self.missing[self.asked[0]]:
-            self._listen(0)
-        return bool(self.asked) and not self.missing[self.asked[0]]
+        if self.pending and self.remaining[self.pending[0]]:
+            self._receive(0)
+        return bool(self.pending) and not self.remaining[self.pending[0]]
 
-    def _end(self, slot: int, progress: Progress | None) -> Problems:
-        parts = self.missing[slot]
-        while self.missing[slot]:
-            self._listen(None)
+    def _wait(self, slot: int, progress: Progress | None) -> RowErrorList:
+        parts = self.remaining[slot]
+        while self.remaining[slot]:
+            self._receive(None)
             if progress:
-                progress((parts - self.missing[slot]) * self.part)
-        del self.missing[slot]
-        return self.problems.pop(slot)
+                progress((parts - self.remaining[slot]) * self.task_rows)
+        del self.remaining[slot]
+        return self.errors.pop(slot)
 
     def _send(self) -> None:
-        while self.unsent and self.underway < UNDERWAY:
-            os.write(self._give, TASK.pack(*self.unsent.popleft()))
-            self.underway += 1
+        while self.unsent and self.num_in_flight < MAX_TASKS_IN_FLIGHT:
+            os.write(self._task_writer, TASK.pack(*self.unsent.popleft()))
+            self.num_in_flight += 1
 
-    def _listen(self, timeout: float | None) -> None:
+    def _receive(self, timeout: float | None) -> None:
         """Take in what the workers have said, waiting for something if need be."""
-        heard = [fd for fd, _ in self._poll.poll(timeout)]
-        if self._hear in heard:
-            self.unread += os.read(self._hear, 2**16)
-            self._take_in()
+        readable = [fd for fd, _ in self._poll.poll(timeout)]
+        if self._reply_reader in readable:
+            self.unread += os.read(self._reply_reader, 2**16)
+            self._parse_replies()
             self._send()
-        elif heard:
-            words = _last_words(next(p for p in self.processes if p.sentinel in heard))
+        elif readable:
+            words = _describe_exit(next(p for p in self.processes if p.sentinel in readable))
             self.close()
             raise TrainError(words)
 
-    def _take_in(self) -> None:
+    def _parse_replies(self) -> None:
         at = 0
         while len(self.unread) >= at + REPLY.size:
             slot, row, done, length = REPLY.unpack_from(self.unread, at)
@@ -355,31 +368,31 @@ class Processes(Pool):
                 error.add_note(text)
                 raise error
             if done:
-                self.missing[slot] -= 1
-                self.underway -= 1
+                self.remaining[slot] -= 1
+                self.num_in_flight -= 1
             else:
-                self.problems[slot].append((row, text))
+                self.errors[slot].append((row, text))
         self.unread = self.unread[at:]
 
     def close(self) -> None:
         self._finish()
 
 
-DEAF = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} if sys.platform != "win32" else set()
+IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} if sys.platform != "win32" else set()
 
 
-def _forked(count: int, serve: Callable[[], None]) -> list[BaseProcess]:
-    """Processes that run `serve`, deaf to what their maker hears as well: it may still need them."""
+def _fork_workers(count: int, serve: Callable[[], None]) -> list[BaseProcess]:
+    """Processes that run `serve`, deaf to what their parent_pid hears as well: it may still need them."""
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, DEAF)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         with warnings.catch_warnings():
             # Python warns of forking where threads run. These processes touch nothing a thread may
             # have been at: they decode, and compute with one thread of their own.
             warnings.simplefilter("ignore", DeprecationWarning)
             for number in range(count):
-                process = context.Process(target=_life, args=(serve,), daemon=True, name=f"images-{number}")
+                process = context.Process(target=_worker_main, args=(serve,), daemon=True, name=f"images-{number}")
                 process.start()
                 processes.append(process)
     finally:
@@ -387,10 +400,10 @@ def _forked(count: int, serve: Callable[[], None]) -> list[BaseProcess]:
     return processes
 
 
-def _life(serve: Callable[[], None]) -> None:
-    for number in DEAF:
+def _worker_main(serve: Callable[[], None]) -> None:
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, DEAF)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     gc.freeze()  # what was there before is never collected here: looking at it would copy it
     torch.set_num_threads(1)
     keep_heap()
@@ -398,16 +411,16 @@ def _life(serve: Callable[[], None]) -> None:
         serve()
 
 
-def _end_with(watched: int, maker: int) -> None:
-    """End this process when its maker has ended, which may have been killed before this is even called."""
+def _exit_with_parent(parent_reader: int, parent_pid: int) -> None:
+    """End this process when its parent_pid has ended, which may have been killed before this is even called."""
     poll = select.poll()
-    poll.register(watched, select.POLLIN)
-    while os.getppid() == maker and not poll.poll(LOOK_UP):
+    poll.register(parent_reader, select.POLLIN)
+    while os.getppid() == parent_pid and not poll.poll(PARENT_CHECK_MS):
         pass
     os._exit(1)  # nobody is left to hear of what was done
 
 
-def _end_all(processes: list[BaseProcess], pipes: tuple[int, ...]) -> None:
+def _kill_workers(processes: list[BaseProcess], pipes: tuple[int, ...]) -> None:
     for process in processes:
         process.kill()  # they hold nothing that would have to be left in order
     for process in processes:
@@ -417,7 +430,7 @@ def _end_all(processes: list[BaseProcess], pipes: tuple[int, ...]) -> None:
         os.close(pipe)
 
 
-def _last_words(process: BaseProcess) -> str:
+def _describe_exit(process: BaseProcess) -> str:
     """How it ended."""
     process.join(1)
     code = process.exitcode

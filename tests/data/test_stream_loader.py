@@ -94,7 +94,7 @@ def test_two_ranks_share_the_images(shards: list[str]) -> None:
     seen: list[bytes] = []
     for rank in range(2):
         with train(
-            stream(shards), batch_size=60, steps=1, augment=AugmentConfig(crop="none"), rank=rank, world=2
+            stream(shards), batch_size=60, steps=1, augment=AugmentConfig(crop="none"), rank=rank, world_size=2
         ) as loader:
             batch = next(loader)
         assert batch.slots.tolist() == list(range(30 * rank, 30 * rank + 30))
@@ -120,7 +120,7 @@ def test_a_state_of_other_ranks_is_refused(shards: list[str]) -> None:
     with train(stream(shards)) as loader:
         state = loader.state()
     with pytest.raises(TrainError, match="another number of ranks"):
-        train(stream(shards), state=state, world=2)
+        train(stream(shards), state=state, world_size=2)
 
 
 def test_bad_images_have_no_weight_and_too_many_end_it(shards: list[str], tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_bad_images_have_no_weight_and_too_many_end_it(shards: list[str], tmp_pa
     assert [b.weights.sum().item() for b in batches] == [12, 12]
     assert set(loader.bad) == {"broken/1", "broken/5", "broken/9", "broken/13"}
     with (
-        pytest.raises(DataError, match=r"4 of 1,000 images of shards cannot be used"),
+        pytest.raises(DataError, match=r"4 of 1,000 images of shards cannot be read"),
         train(stream([broken]), batch_size=16, steps=2, data={"max_bad_fraction": 0.003}) as loader,
     ):
         list(loader)
@@ -167,4 +167,4 @@ def test_closing_early_ends_the_thread_that_reads(shards: list[str]) -> None:
     loader = train(stream(shards), steps=10_000)
     next(loader)
     loader.close()
-    assert not loader.ahead.thread.is_alive()  # type: ignore[attr-defined]
+    assert not loader.reader_thread.thread.is_alive()  # type: ignore[attr-defined]

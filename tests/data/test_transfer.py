@@ -13,27 +13,32 @@ from images import encoded
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
-from vitrail.data.loader import Flow, Loader, training_batches
-from vitrail.data.staging import CudaRoad, Labels, Road, road_to
-from vitrail.data.workers import Nobody, Taken
+from vitrail.data.loader import Loader, WorkerLoader, training_batches
+from vitrail.data.transfer import BatchTransfer, CudaBatchTransfer, TargetTable, make_transfer
+from vitrail.data.worker_pool import FinishedBatch, InlinePool
 
 
 def test_labels_are_looked_up_and_what_is_missing_does_not_count() -> None:
-    labels = Labels(np.array([2, -1, 0]), multi_label=False, needed=True)
+    labels = TargetTable(np.array([2, -1, 0]), multi_label=False, required=True)
     indices = np.array([0, 1, 2, -1])
-    assert labels.of(indices).tolist() == [2, 0, 0, 2]
-    assert labels.count(indices).tolist() == [True, False, True, False]
-    assert Labels(labels.targets, multi_label=False, needed=False).count(indices).tolist() == [True, True, True, False]
-    several = Labels(np.array([[True, False], [False, False]]), multi_label=True, needed=True)
-    assert several.of(np.array([1, 0])).tolist() == [[0, 0], [1, 0]]
-    assert several.count(np.array([1, -1])).tolist() == [True, False]
+    assert labels.targets_for(indices).tolist() == [2, 0, 0, 2]
+    assert labels.usable(indices).tolist() == [True, False, True, False]
+    assert TargetTable(labels.targets, multi_label=False, required=False).usable(indices).tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    multi_label = TargetTable(np.array([[True, False], [False, False]]), multi_label=True, required=True)
+    assert multi_label.targets_for(np.array([1, 0])).tolist() == [[0, 0], [1, 0]]
+    assert multi_label.usable(np.array([1, -1])).tolist() == [True, False]
 
 
 def test_on_the_cpu_the_memory_itself_is_handed_on() -> None:
     images = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
-    taken = Taken(images, np.array([7, 8]), [(1, "broken")])
-    staged = Road(torch.device("cpu")).send(taken, torch.tensor([1, 2]), np.array([True, True]))
-    batch = staged.arrive(5, torch.tensor([0, 1]))
+    taken = FinishedBatch(images, np.array([7, 8]), [(1, "broken")])
+    staged = BatchTransfer(torch.device("cpu")).send(taken, torch.tensor([1, 2]), np.array([True, True]))
+    batch = staged.to_batch(5, torch.tensor([0, 1]))
     assert (batch.step, batch.weights.tolist(), batch.indices.tolist()) == (5, [1, 0], [7, 8])
     assert batch.images.shape == (2, 3, 4, 5)
     assert batch.images.data_ptr() == images.ctypes.data
@@ -61,9 +66,9 @@ def test_pixels_on_the_gpu_are_those_of_the_cpu(tmp_path: Path) -> None:
     source = files(tmp_path)
     for workers in (0, 2):
         with train(source, "cpu", 0) as here, train(source, "cuda", workers) as there:
-            assert isinstance(there, Flow)
-            assert isinstance(there.road, CudaRoad)
-            assert there.road.pinned is not None
+            assert isinstance(there, WorkerLoader)
+            assert isinstance(there.transfer, CudaBatchTransfer)
+            assert there.transfer.pinned is not None
             kept = []
             for a, b in zip(here, there, strict=True):
                 assert b.images.is_cuda
@@ -89,10 +94,10 @@ def test_memory_is_not_used_again_before_it_has_been_copied(tmp_path: Path) -> N
 
 @pytest.mark.gpu
 def test_the_road_to_cuda_pins_and_unpins() -> None:
-    pool = Nobody(lambda *_: [], rows=4, shape=(2, 2, 3), dtype=np.uint8, depth=1, part=4)
-    road = road_to(torch.device("cuda"), pool)
-    assert isinstance(road, CudaRoad)
-    assert torch.from_numpy(pool.ring.images(0)).is_pinned()
+    pool = InlinePool(lambda *_: [], rows=4, shape=(2, 2, 3), dtype=np.uint8, depth=1, part=4)
+    road = make_transfer(torch.device("cuda"), pool)
+    assert isinstance(road, CudaBatchTransfer)
+    assert torch.from_numpy(pool.buffer.images(0)).is_pinned()
     road.close()
-    assert not torch.from_numpy(pool.ring.images(0)).is_pinned()
+    assert not torch.from_numpy(pool.buffer.images(0)).is_pinned()
     road.close()

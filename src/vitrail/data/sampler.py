@@ -32,11 +32,11 @@ EPOCH, CLASSES, MEMBERS, BLOCKS, WINDOW, WALK = (
 WINDOW_IMAGES = 2**14
 """A window is as many blocks as hold so many images, and at least `WINDOW_BLOCKS`."""
 WINDOW_BLOCKS = 4
-ROUNDS = 6
+FEISTEL_ROUNDS = 6
 
 
-class Order:
-    """The endless training sequence: `Order(50_000, seed=0).indices(first=step * 256, count=256)`.
+class Sampler:
+    """The endless training sequence: `Sampler(50_000, seed=0).indices(first=step * 256, count=256)`.
 
     Made for a number of images, or for the class of each (balanced needs it; -1 is left out).
     """
@@ -55,7 +55,7 @@ class Order:
         if self.size < 1:
             raise DataError("there are no images to learn from.")
         if mode == "balanced":
-            self._members, self._starts, self._counts = _by_class(images)
+            self._members, self._starts, self._counts = _group_by_class(images)
         self.blocks = None if mode == "balanced" or blocks is None else tuple(n for n in blocks if n)
         if self.blocks is not None and sum(self.blocks) != self.size:
             raise DataError(f"the blocks hold {sum(self.blocks)} images, wanted {self.size}.")
@@ -76,47 +76,47 @@ class Order:
     def _epoch(self, epoch: int, places: Indices) -> Indices:
         if self.blocks is None or len(self.blocks) == 1:
             return chance.shuffled(places, self.size, chance.key_of(self.seed, EPOCH, epoch))
-        layout = _layout(self.blocks, chance.key_of(self.seed, BLOCKS, epoch))
-        window = np.searchsorted(layout.windows, places, side="right") - 1
-        start, size = layout.windows[window], np.diff(layout.windows)[window]
+        layout = _block_layout(self.blocks, chance.key_of(self.seed, BLOCKS, epoch))
+        window = np.searchsorted(layout.window_starts, places, side="right") - 1
+        start, size = layout.window_starts[window], np.diff(layout.window_starts)[window]
         keys = chance.keys_of(chance.key_of(self.seed, WINDOW), epoch, window)
-        places = start + shuffled_each(places - start, size, keys)
-        block = np.searchsorted(layout.begins, places, side="right") - 1
-        return layout.sources[block] + places - layout.begins[block]
+        places = start + permute_each(places - start, size, keys)
+        block = np.searchsorted(layout.epoch_starts, places, side="right") - 1
+        return layout.data_starts[block] + places - layout.epoch_starts[block]
 
     def _balanced(self, places: Indices) -> Indices:
         classes = len(self._counts)
         turn, seat = places // classes, places % classes
         keys = chance.keys_of(self.seed, CLASSES, turn)
-        kind = shuffled_each(seat, np.full_like(seat, classes), keys)
+        kind = permute_each(seat, np.full_like(seat, classes), keys)
         count = self._counts[kind]
         keys = chance.keys_of(self.seed, MEMBERS, (kind << 40) + turn // count)
-        return self._members[self._starts[kind] + shuffled_each(turn % count, count, keys)]
+        return self._members[self._starts[kind] + permute_each(turn % count, count, keys)]
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """The blocks in one epoch's order."""
 
-    sources: Indices
+    data_starts: Indices
     """Where each block begins in the data."""
-    begins: Indices
+    epoch_starts: Indices
     """Where each block begins in the epoch."""
-    windows: Indices
+    window_starts: Indices
     """Where each window begins in the epoch, and where the last one ends."""
 
 
 @lru_cache(maxsize=4)
-def _layout(blocks: tuple[int, ...], key: int) -> Layout:
+def _block_layout(blocks: tuple[int, ...], key: int) -> BlockLayout:
     order = chance.shuffled(np.arange(len(blocks)), len(blocks), key)
     sizes = np.array(blocks, np.int64)
     starts, ends = np.cumsum(sizes) - sizes, np.cumsum(sizes[order])
     together = max(WINDOW_BLOCKS, round(WINDOW_IMAGES / sizes.mean()))
     windows = max(len(blocks) // together, 1)
     last = np.arange(1, windows + 1) * len(blocks) // windows - 1  # each window's last block: all nearly alike
-    return Layout(starts[order], ends - sizes[order], np.append(0, ends[last]))
+    return BlockLayout(starts[order], ends - sizes[order], np.append(0, ends[last]))
 
 
-def _by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indices, Indices]:
+def _group_by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indices, Indices]:
     """Images sorted by class, and where each class that has any begins and how many it has."""
     if isinstance(targets, int) or targets.ndim != 1:
         raise ConfigError("order=balanced needs one label for each image; try order=shuffled.")
@@ -128,7 +128,7 @@ def _by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indices, I
     return members.astype(np.int64), starts.astype(np.int64), counts.astype(np.int64)
 
 
-def shuffled_each(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
+def permute_each(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
     """`chance.shuffled` where each place has a permutation of its own size and key: n, n, n -> n."""
     found = np.empty_like(places)
     few = sizes <= chance.FEW
@@ -136,14 +136,14 @@ def shuffled_each(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices
         here = np.flatnonzero(sizes == size)
         order = np.argsort(chance.bits_np(keys[here], WALK, size), axis=1, kind="stable")
         found[here] = order[np.arange(len(here)), places[here]]
-    found[~few] = _walked(places[~few], sizes[~few], keys[~few])
+    found[~few] = _cycle_walk(places[~few], sizes[~few], keys[~few])
     return found
 
 
-def _walked(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
+def _cycle_walk(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
     """The same by a Feistel network on the next power of four."""
     half = np.maximum((np.frexp(sizes - 1)[1] + 1) // 2, 1).astype(np.uint64)
-    rounds = chance.bits_np(keys, WALK, ROUNDS)  # n ROUNDS
+    rounds = chance.bits_np(keys, WALK, FEISTEL_ROUNDS)  # n FEISTEL_ROUNDS
     at, size = places.astype(np.uint64), sizes.astype(np.uint64)
     todo = np.arange(len(at))
     while len(todo):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.augment.draws import ALIGNED, _packed, _unpacked, only, sent
+from vitrail.data.augment.params import ALIGNMENT, _pack, _unpack, apply_to_subset, to_device
 
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.uint8, torch.float64)
 
@@ -20,19 +20,19 @@ tensors = st.builds(
 
 @given(st.lists(tensors, max_size=8))
 def test_what_is_packed_comes_out_as_it_was(tensors: list[torch.Tensor]):
-    parcel = _packed(tensors, pinned=False)
-    out = _unpacked(parcel, tensors)
+    parcel = _pack(tensors, pinned=False)
+    out = _unpack(parcel, tensors)
     assert [t.dtype for t in out] == [t.dtype for t in tensors]
     assert all(torch.equal(a, b) for a, b in zip(out, tensors, strict=True))
-    assert all((t.data_ptr() - parcel.data_ptr()) % ALIGNED == 0 for t in out if t.numel())
+    assert all((t.data_ptr() - parcel.data_ptr()) % ALIGNMENT == 0 for t in out if t.numel())
 
 
 def test_bools_become_numbers_unless_shapes_must_be_static():
     drawn = {"part": {"which": np.array([True, False, True]), "amount": np.array([1, 2, 3], np.float32)}}
-    some = sent(drawn, torch.device("cpu"), dense=False)["part"]
+    some = to_device(drawn, torch.device("cpu"), static_shapes=False)["part"]
     assert some["which"].tolist() == [0, 2]
     assert some["amount"].tolist() == [1, 2, 3]
-    everything = sent(drawn, torch.device("cpu"), dense=True)["part"]
+    everything = to_device(drawn, torch.device("cpu"), static_shapes=True)["part"]
     assert everything["which"].tolist() == [True, False, True]
 
 
@@ -42,7 +42,7 @@ def test_only_those_meant_are_changed_by_their_own_numbers():
     for mask, wanted in (([True, False, True], [10, 1, 32]), ([False] * 3, [0, 1, 2]), ([True] * 3, [10, 21, 32])):
         which = torch.tensor(mask)
         for form in (which, which.nonzero()[:, 0]):
-            assert only(form, images.clone(), add, amounts).flatten().tolist() == wanted
+            assert apply_to_subset(form, images.clone(), add, amounts).flatten().tolist() == wanted
 
 
 def test_one_number_that_stands_for_many_is_packed_too():
@@ -51,5 +51,5 @@ def test_one_number_that_stands_for_many_is_packed_too():
     assert one.is_contiguous()
     assert one.stride() == (0,)
     tensors = [one, torch.arange(3), one.expand(1, 1)]
-    for was, came in zip(tensors, _unpacked(_packed(tensors, pinned=False), tensors), strict=True):
+    for was, came in zip(tensors, _unpack(_pack(tensors, pinned=False), tensors), strict=True):
         assert torch.equal(was, came)

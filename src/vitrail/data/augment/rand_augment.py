@@ -25,15 +25,15 @@ from torch import Tensor
 from vitrail import chance
 from vitrail.data.augment import color
 from vitrail.data.augment.affine import affine, identity, rotation, shear, translation
-from vitrail.data.augment.draws import Drawn, Parameters, only
+from vitrail.data.augment.params import DeviceParams, HostParams, apply_to_subset
 
 RAND, STRENGTH = chance.stream("rand"), chance.stream("strength")
-CHANCE = 0.5
+APPLY_PROB = 0.5
 
 Amount = npt.NDArray[np.float64]
 
 # What is done to the colors, given one number for each image.
-CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+COLOR_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "brightness": color.brightness,
     "contrast": color.contrast,
     "color": color.saturation,
@@ -46,16 +46,16 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def enhanced(strength: Amount, sign: Amount) -> Amount:
+def _enhance_factor(strength: Amount, sign: Amount) -> Amount:
     return np.maximum(0.1, 1 + 0.9 * strength * sign)
 
 
 # That number, from a strength of 0 to 1 and a sign. To invert is to solarize from level 0 on.
 AMOUNTS: dict[str, Callable[[Amount, Amount], Amount]] = {
-    "brightness": enhanced,
-    "contrast": enhanced,
-    "color": enhanced,
-    "sharpness": enhanced,
+    "brightness": _enhance_factor,
+    "contrast": _enhance_factor,
+    "color": _enhance_factor,
+    "sharpness": _enhance_factor,
     "posterize": lambda strength, _: np.maximum(1, 4 - np.floor(4 * strength)),
     "solarize": lambda strength, _: 256 - np.floor(256 * strength),
     "solarize-add": lambda strength, _: np.floor(110 * strength),
@@ -64,8 +64,8 @@ AMOUNTS: dict[str, Callable[[Amount, Amount], Amount]] = {
     "equalize": lambda strength, _: strength,
 }
 
-MOVES = ("rotate", "shear x", "shear y", "translate x", "translate y")
-OPERATIONS = (*AMOUNTS, *MOVES)
+GEOMETRIC_OPERATIONS = ("rotate", "shear x", "shear y", "translate x", "translate y")
+OPERATIONS = (*AMOUNTS, *GEOMETRIC_OPERATIONS)
 
 
 class RandAugment:
@@ -77,14 +77,14 @@ class RandAugment:
         self.layers, self.magnitude, self.magnitude_std, self.size = layers, magnitude, magnitude_std, size
         self.fill = np.array(fill, np.float32)
 
-    def draw(self, keys: chance.Keys) -> Drawn:
+    def draw(self, keys: chance.Keys) -> HostParams:
         draws = chance.uniform_np(keys, RAND, 3 * self.layers).astype(np.float64).reshape(len(keys), -1, 3)
         spread = chance.normal_np(keys, STRENGTH, self.layers)
         strength = np.clip(self.magnitude + self.magnitude_std * spread.astype(np.float64), 0, 10) / 10
-        drawn: Drawn = {"fill": self.fill_for(len(keys))}
+        drawn: HostParams = {"fill": self.fill_for(len(keys))}
         for layer in range(self.layers):
             happens, choice, sign = draws[:, layer].T
-            operation = np.where(happens < CHANCE, (len(OPERATIONS) * choice).astype(np.int64), -1)
+            operation = np.where(happens < APPLY_PROB, (len(OPERATIONS) * choice).astype(np.int64), -1)
             named = self._layer(operation, strength[:, layer], np.where(sign < 0.5, -1.0, 1.0))
             drawn |= {f"{name} {layer}": array for name, array in named.items()}
         return drawn
@@ -93,13 +93,13 @@ class RandAugment:
         """The color that comes in: count C 1 1."""
         return np.tile(self.fill[:, None, None], (count, 1, 1, 1))
 
-    def _layer(self, operation: npt.NDArray[np.int64], strength: Amount, sign: Amount) -> Drawn:
+    def _layer(self, operation: npt.NDArray[np.int64], strength: Amount, sign: Amount) -> HostParams:
         """Who has which change, with what amount; and one matrix for all moves together."""
         chosen = {name: operation == number for number, name in enumerate(OPERATIONS)}
         amount = np.zeros_like(strength)
         for name, make in AMOUNTS.items():
             amount = np.where(chosen[name], make(strength, sign), amount)
-        drawn: Drawn = {name: chosen[name] for name in CHANGES}
+        drawn: HostParams = {name: chosen[name] for name in COLOR_OPERATIONS}
         drawn["solarize"] = chosen["solarize"] | chosen["invert"]
         drawn["amount"] = amount.astype(np.float32)
         drawn["move"] = operation >= len(AMOUNTS)
@@ -120,9 +120,9 @@ class RandAugment:
             out = np.where(chosen[name][:, None, None], matrices, out)
         return out
 
-    def apply(self, images: Tensor, drawn: Parameters) -> Tensor:
+    def apply(self, images: Tensor, drawn: DeviceParams) -> Tensor:
         for layer in range(self.layers):
-            images = only(drawn[f"move {layer}"], images, affine, drawn[f"matrix {layer}"], drawn["fill"])
-            for name, change in CHANGES.items():
-                images = only(drawn[f"{name} {layer}"], images, change, drawn[f"amount {layer}"])
+            images = apply_to_subset(drawn[f"move {layer}"], images, affine, drawn[f"matrix {layer}"], drawn["fill"])
+            for name, change in COLOR_OPERATIONS.items():
+                images = apply_to_subset(drawn[f"{name} {layer}"], images, change, drawn[f"amount {layer}"])
         return images

@@ -10,8 +10,8 @@ from scipy import stats
 from torch import Tensor
 
 from vitrail import chance
-from vitrail.data.augment.draws import sent
-from vitrail.data.augment.erase import Erase, erase
+from vitrail.data.augment.params import to_device
+from vitrail.data.augment.random_erasing import RandomErasing, erase
 
 UNLIKELY = 1e-4
 SCALE = (0.02, 1 / 3)
@@ -22,8 +22,8 @@ def keys(count: int, step: int = 0) -> chance.Keys:
     return chance.keys_of(5, step, np.arange(count))
 
 
-def erased(images: Tensor, part: Erase, keys: chance.Keys, *, dense: bool = False) -> Tensor:
-    drawn = sent({"erase": part.draw(keys)}, torch.device("cpu"), dense)["erase"]
+def erased(images: Tensor, part: RandomErasing, keys: chance.Keys, *, static_shapes: bool = False) -> Tensor:
+    drawn = to_device({"erase": part.draw(keys)}, torch.device("cpu"), static_shapes)["erase"]
     drawn["quantiles"] = chance.quantiles(torch.device("cpu"))
     return part.apply(images.clone(), drawn)
 
@@ -41,7 +41,7 @@ def test_a_box_is_replaced_and_nothing_else(images: Tensor):
 
 
 def test_as_many_are_erased_as_asked_for():
-    drawn = Erase(0.25, SCALE, SIZE).draw(keys(20_000))
+    drawn = RandomErasing(0.25, SCALE, SIZE).draw(keys(20_000))
     assert stats.binomtest(int(drawn["which"].sum()), 20_000, 0.25).pvalue > UNLIKELY
 
 
@@ -49,7 +49,7 @@ def test_as_many_are_erased_as_asked_for():
 @pytest.mark.parametrize("size", [(224, 224), (32, 32), (30, 90)])
 def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
     peer = import_peer("torchvision.transforms").RandomErasing
-    drawn = Erase(1.0, SCALE, size).draw(keys(4000))
+    drawn = RandomErasing(1.0, SCALE, size).draw(keys(4000))
     ours = drawn["boxes"][drawn["which"]]
     blank = torch.zeros(1, *size)
     theirs = np.array([peer.get_params(blank, SCALE, (0.3, 1 / 0.3), [0.0])[:4] for _ in range(4000)])
@@ -66,7 +66,7 @@ def test_boxes_are_distributed_as_torchvisions(size: tuple[int, int]):
 
 
 def test_boxes_lie_inside_and_never_cover_a_whole_side():
-    drawn = Erase(1.0, (0.02, 1.0), SIZE).draw(keys(2000))
+    drawn = RandomErasing(1.0, (0.02, 1.0), SIZE).draw(keys(2000))
     top, left, height, width = drawn["boxes"][drawn["which"]].T
     assert np.all((top >= 0) & (left >= 0) & (height > 0) & (width > 0))
     assert np.all((top + height <= 40) & (left + width <= 56))
@@ -74,7 +74,7 @@ def test_boxes_lie_inside_and_never_cover_a_whole_side():
 
 
 def test_noise_is_normal_pixel_by_pixel_and_differs_between_images():
-    part = Erase(1.0, SCALE, SIZE)
+    part = RandomErasing(1.0, SCALE, SIZE)
     blank = torch.full((300, 3, 40, 56), 9.0)
     noise = erased(blank, part, keys(300))
     changed = noise != 9
@@ -87,8 +87,8 @@ def test_noise_is_normal_pixel_by_pixel_and_differs_between_images():
 
 
 def test_computing_all_or_only_some_gives_the_same_bits(images: Tensor):
-    part = Erase(0.5, SCALE, SIZE)
-    some, everything = (erased(images, part, keys(16), dense=dense) for dense in (False, True))
+    part = RandomErasing(0.5, SCALE, SIZE)
+    some, everything = (erased(images, part, keys(16), static_shapes=static_shapes) for static_shapes in (False, True))
     assert torch.equal(some, everything)
     assert not torch.equal(some, images)
     one_by_one = [erased(images[i : i + 1], part, keys(16)[i : i + 1]) for i in range(16)]

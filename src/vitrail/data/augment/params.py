@@ -17,22 +17,22 @@ from torch import Tensor
 
 # b images, C channels, H W pixels
 
-Drawn = dict[str, npt.NDArray[Any]]
+HostParams = dict[str, npt.NDArray[Any]]
 """Named arrays, a row for each image. Arrays of bool say which images an operation is for."""
-Parameters = dict[str, Tensor]
-"""The same on the device; see `only` for what became of the bools."""
+DeviceParams = dict[str, Tensor]
+"""The same on the device; see `apply_to_subset` for what became of the bools."""
 
-ALIGNED = 64  # bytes: what compiled kernels like their inputs to start at
+ALIGNMENT = 64  # bytes: what compiled kernels like their inputs to start at
 
 
-def only(which: Tensor, images: Tensor, change: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
+def apply_to_subset(which: Tensor, images: Tensor, change: Callable[..., Tensor], *parameters: Tensor) -> Tensor:
     """`change(images, *parameters)` for some images, the others as they were; may write into `images`.
 
     `which` is either b bool: all are computed and these kept, in static shapes, for torch.compile;
     or their numbers, in order: only these are computed.
     """
     if which.dtype == torch.bool:
-        return torch.where(each(which), change(images, *parameters), images)
+        return torch.where(per_image(which), change(images, *parameters), images)
     if len(which) == 0:
         return images
     if len(which) == len(images):
@@ -40,31 +40,31 @@ def only(which: Tensor, images: Tensor, change: Callable[..., Tensor], *paramete
     return images.index_copy_(0, which, change(images[which], *(p[which] for p in parameters)))
 
 
-def each(values: Tensor) -> Tensor:
+def per_image(values: Tensor) -> Tensor:
     """b -> b 1 1 1: one for each image."""
     return values[:, None, None, None]
 
 
-def sent(drawn: Mapping[str, Drawn], device: torch.device, dense: bool) -> dict[str, Parameters]:
-    """To the device, in one copy; `dense` keeps bools as they are, else they become numbers of images."""
+def to_device(drawn: Mapping[str, HostParams], device: torch.device, static_shapes: bool) -> dict[str, DeviceParams]:
+    """To the device, in one copy; `static_shapes` keeps bools as they are, else they become numbers of images."""
     flat = {(part, name): array for part, arrays in drawn.items() for name, array in arrays.items()}
-    if not dense:
+    if not static_shapes:
         flat = {key: np.flatnonzero(a) if a.dtype == np.bool_ else a for key, a in flat.items()}
-    tensors = _copied(list(flat.values()), device)
-    out: dict[str, Parameters] = {part: {} for part in drawn}
+    tensors = _copy_to_device(list(flat.values()), device)
+    out: dict[str, DeviceParams] = {part: {} for part in drawn}
     for (part, name), tensor in zip(flat, tensors, strict=True):
         out[part][name] = tensor
     return out
 
 
-def _copied(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
+def _copy_to_device(arrays: list[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:
     tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
     if device.type != "cuda":
         return [tensor.to(device) for tensor in tensors]
-    return _unpacked(_packed(tensors, pinned=True).to(device, non_blocking=True), tensors)
+    return _unpack(_pack(tensors, pinned=True).to(device, non_blocking=True), tensors)
 
 
-def _packed(tensors: list[Tensor], *, pinned: bool) -> Tensor:
+def _pack(tensors: list[Tensor], *, pinned: bool) -> Tensor:
     """All of them in one piece of memory, as bytes."""
     spans = _spans(tensors)
     host = torch.empty(spans[-1].stop if spans else 0, dtype=torch.uint8, pin_memory=pinned)
@@ -73,7 +73,7 @@ def _packed(tensors: list[Tensor], *, pinned: bool) -> Tensor:
     return host
 
 
-def _unpacked(parcel: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+def _unpack(parcel: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """The same shapes and types as these, out of such a piece."""
     spans = _spans(tensors)
     return [parcel[span].view(t.dtype).view(t.shape) for span, t in zip(spans, tensors, strict=True)]
@@ -83,5 +83,5 @@ def _spans(tensors: list[Tensor]) -> list[slice]:
     start, spans = 0, []
     for tensor in tensors:
         spans.append(slice(start, start + tensor.nbytes))
-        start += -(-tensor.nbytes // ALIGNED) * ALIGNED
+        start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return spans

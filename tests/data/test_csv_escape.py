@@ -1,4 +1,4 @@
-"""Cells of CSV files that a spreadsheet must not compute."""
+"""CSV cells that a spreadsheet must not run as formulas."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.data.cells import csv_line, guarded, unguarded
+from vitrail.data.csv_escape import csv_line, escape_formula, unescape_formulas
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+cmd|' /C calc'!A0", "-x.jpg", "@SUM(A1)", "\t=1", "\r=1", "'=1", "＝1"])
 def test_a_formula_is_written_as_text(text: str):
-    assert guarded(text) == f"'{text}"
+    assert escape_formula(text) == f"'{text}"
 
 
 @pytest.mark.parametrize("text", ["", "cat", "0.5", "-0.000001", "+3", "-inf", "it's", "'quoted'", "a=b"])
 def test_numbers_and_other_text_stay_as_they_are(text: str):
-    assert guarded(text) == text
+    assert escape_formula(text) == text
 
 
 def test_numbers_of_any_type_stay_numbers():
@@ -30,4 +30,4 @@ def test_numbers_of_any_type_stay_numbers():
 @given(st.lists(st.text("'=+-@\t＝ab1.", max_size=8), min_size=1, max_size=4))
 def test_what_is_written_is_read_again(cells: list[str]):
     [row] = csv.reader(io.StringIO(csv_line(cells)))
-    assert unguarded(pa.array(row, pa.string())).to_pylist() == cells
+    assert unescape_formulas(pa.array(row, pa.string())).to_pylist() == cells

@@ -1,9 +1,9 @@
 """What of an image goes into a batch: a random part of it, what evaluation sees, or all of it.
 
-    Cropped      a random part, resized: training on images of many sizes
-    Evaluated    what preprocess.py makes of it
-    Native       all its pixels, where all images have one size
-    Reading      images by their numbers -> rows of a batch, through one of these: what workers do
+    RandomResizedCrop      a random part, resized: training on images of many sizes
+    EvalTransform    what preprocess.py makes of it
+    OriginalPixels       all its pixels, where all images have one size
+    SampleReader      images by their numbers -> rows of a batch, through one of these: what workers do
 
 A random part is known before a JPEG is decoded, and most of a large photograph is then never
 computed: at 1/2, 1/4 or 1/8 of its size it is still sharper than what is made of it. Resizing is
@@ -29,31 +29,31 @@ from vitrail.chance import Keys
 from vitrail.config import PreprocessConfig, pair
 from vitrail.config.data import AugmentConfig
 from vitrail.data.augment.crop import crop_boxes
-from vitrail.data.decode import ImageLike, Jpeg, decode, open_jpeg
-from vitrail.data.jpeg import SCALES, SMALLEST, Pixels
-from vitrail.data.order import Indices
+from vitrail.data.decode import ImageLike, LazyJpeg, decode, open_jpeg
+from vitrail.data.jpeg import MIN_SCALED_SIDE, SCALES, Pixels
 from vitrail.data.preprocess import Preprocess
+from vitrail.data.sampler import Indices
 from vitrail.data.sources.base import Sample
-from vitrail.data.workers import Problems
+from vitrail.data.worker_pool import RowErrorList
 from vitrail.errors import ImageError, VitrailError
 
 # H W C: an image's rows, columns, channels
 
 Shape = tuple[int, int, int]
-Found = dict[int, str]
+RowErrors = dict[int, str]
 """Row of a batch -> what was wrong with its image."""
-RESIZE = {
+RESIZE_OPS = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
 }
-FAR = 0.005
+SLOW_FETCH_S = 0.005
 """Seconds that an image which is near takes to be fetched, at most."""
-AT_ONCE = 16
-ODD_SIZE = "its size is "
+FETCH_THREADS = 16
+WRONG_SIZE = "its size is "
 """How the reason begins where an image has not the size of the others."""
 
 
-class View(Protocol):
+class Transform(Protocol):
     """How images become rows of a batch, all of one shape."""
 
     shape: Shape
@@ -61,17 +61,17 @@ class View(Protocol):
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]: ...
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: RowErrors) -> None:
         """Fill the rows of `out`; those that cannot be are put into `found`."""
 
 
-class Numbered(Protocol):
+class SampleLookup(Protocol):
     """Whatever has images by number."""
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
-class Cropped:
+class RandomResizedCrop:
     """torchvision's RandomResizedCrop, the part drawn from each row's key."""
 
     dtype = np.uint8
@@ -81,26 +81,26 @@ class Cropped:
         self.shape: Shape = (*self.size, self.channels)
         self.scale, self.ratio, self.interpolation = augment.scale, augment.ratio, augment.interpolation
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
-        jpegs: dict[int, Jpeg] = {}
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: RowErrors) -> None:
+        jpegs: dict[int, LazyJpeg] = {}
         for row, image in images.items():
-            with noting(found, row):
+            with record_error(found, row):
                 jpeg = open_jpeg(image) if self.channels in (1, 3) else None
                 if jpeg is not None:
                     jpegs[row] = jpeg
                     continue
                 pixels = decode(image, self.channels)
                 box = crop_boxes(keys[row : row + 1], [pixels.shape[:2]], self.scale, self.ratio)[0].tolist()
-                self._put(pixels[box[0] : box[0] + box[2], box[1] : box[1] + box[3]], out[row])
+                self._write(pixels[box[0] : box[0] + box[2], box[1] : box[1] + box[3]], out[row])
         if not jpegs:
             return
         boxes = crop_boxes(keys[list(jpegs)], [jpeg.size for jpeg in jpegs.values()], self.scale, self.ratio)
         for (row, jpeg), box in zip(jpegs.items(), boxes.tolist(), strict=True):
-            with noting(found, row):
-                scale = smallest_scale(jpeg.size, (box[2], box[3]), self.size)
-                self._put(jpeg.part((box[0], box[1], box[2], box[3]), scale), out[row])
+            with record_error(found, row):
+                scale = choose_decode_scale(jpeg.size, (box[2], box[3]), self.size)
+                self._write(jpeg.crop((box[0], box[1], box[2], box[3]), scale), out[row])
 
-    def _put(self, part: Pixels, out: Pixels) -> None:
+    def _write(self, part: Pixels, out: Pixels) -> None:
         if part.shape[2] == 3 and self.channels == 1:
             part = np.asarray(Image.fromarray(np.ascontiguousarray(part)).convert("L"))[:, :, None]
         elif part.shape[2] == 1 and self.channels == 3:
@@ -108,9 +108,9 @@ class Cropped:
         resize(part, out, self.interpolation)
 
 
-def smallest_scale(size: tuple[int, int], part: tuple[int, int], wanted: tuple[int, int]) -> int:
+def choose_decode_scale(size: tuple[int, int], part: tuple[int, int], wanted: tuple[int, int]) -> int:
     """The least of an image that may be decoded so that a part of it is still no smaller than wanted."""
-    if min(size) < SMALLEST:
+    if min(size) < MIN_SCALED_SIDE:
         return 1
     enough = (s for s in SCALES if all(side >= s * (w + 1) for side, w in zip(part, wanted, strict=True)))
     return next(enough, 1)
@@ -123,10 +123,10 @@ def resize(part: Pixels, out: Pixels, interpolation: Literal["bilinear", "bicubi
         return
     part = np.ascontiguousarray(part) if part.flags.writeable else part.copy()  # torch minds what it may not write to
     given, wanted = (torch.from_numpy(x).permute(2, 0, 1)[None] for x in (part, out))
-    RESIZE[interpolation](given, out.shape[:2], False, None, None, out=wanted)
+    RESIZE_OPS[interpolation](given, out.shape[:2], False, None, None, out=wanted)
 
 
-class Evaluated:
+class EvalTransform:
     """What evaluation sees: exactly preprocess.py's pixels."""
 
     def __init__(self, preprocess: PreprocessConfig) -> None:
@@ -134,13 +134,13 @@ class Evaluated:
         self.shape: Shape = (*pair(preprocess.image_size), preprocess.channels)
         self.dtype = self.preprocess.dtype
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: RowErrors) -> None:
         for row, image in images.items():
-            with noting(found, row):
+            with record_error(found, row):
                 out[row] = self.preprocess.pixels(image)
 
 
-class Native:
+class OriginalPixels:
     """All pixels of images that have one size."""
 
     dtype = np.uint8
@@ -148,56 +148,56 @@ class Native:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: Found) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: RowErrors) -> None:
         height, width, channels = self.shape
         for row, image in images.items():
-            with noting(found, row):
+            with record_error(found, row):
                 pixels = decode(image, channels)
                 if pixels.shape != self.shape:
                     size = f"{pixels.shape[0]} x {pixels.shape[1]}"
-                    raise ImageError(f"{ODD_SIZE}{size}, wanted {height} x {width}.")
+                    raise ImageError(f"{WRONG_SIZE}{size}, wanted {height} x {width}.")
                 out[row] = pixels
 
 
-class Reading:
+class SampleReader:
     """A pool's work: number -1 is no image and a row of zeros, as is one that cannot be read.
 
     Where images are far away (their source takes its time), several are fetched at once.
     """
 
-    def __init__(self, source: Numbered, view: View) -> None:
-        self.source, self.view = source, view
-        self._home = os.getpid()
+    def __init__(self, source: SampleLookup, transform: Transform) -> None:
+        self.source, self.view = source, transform
+        self._owner_pid = os.getpid()
         self._threads: ThreadPoolExecutor | None = None
 
-    def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> Problems:
-        if os.getpid() != self._home:
-            self.source, self._home = unshared(self.source), os.getpid()
-        found: Found = {}
+    def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> RowErrorList:
+        if os.getpid() != self._owner_pid:
+            self.source, self._owner_pid = reopen_after_fork(self.source), os.getpid()
+        found: RowErrors = {}
         out[indices < 0] = 0
-        self.view(self._fetched(indices, found), keys, out, found)
+        self.view(self._fetch(indices, found), keys, out, found)
         for row in found:
             out[row] = 0
         return sorted(found.items())
 
-    def _fetched(self, indices: Indices, found: Found) -> dict[int, ImageLike]:
+    def _fetch(self, indices: Indices, found: RowErrors) -> dict[int, ImageLike]:
         """Row -> image, not yet decoded."""
         images: dict[int, ImageLike] = {}
 
         def fetch(row: int) -> None:
-            with noting(found, row):
+            with record_error(found, row):
                 images[row] = self.source[int(indices[row])].image
 
         rows, start = np.flatnonzero(indices >= 0).tolist(), time.perf_counter()
         for _ in map(fetch, rows) if self._threads is None else self._threads.map(fetch, rows):
             pass
-        if self._threads is None and time.perf_counter() - start > FAR * len(rows) > 0:
-            self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="fetch")
+        if self._threads is None and time.perf_counter() - start > SLOW_FETCH_S * len(rows) > 0:
+            self._threads = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="fetch")
         return {row: images[row] for row in rows if row in images}
 
 
 @contextmanager
-def noting(found: Found, row: int) -> Iterator[None]:
+def record_error(found: RowErrors, row: int) -> Iterator[None]:
     """What is wrong with an image, or with where it lies, is remembered; a mistake of ours is not."""
     try:
         yield
@@ -205,7 +205,7 @@ def noting(found: Found, row: int) -> Iterator[None]:
         found[row] = str(error).rstrip(".")
 
 
-def unshared(source: Any) -> Any:
+def reopen_after_fork(source: Any) -> Any:
     """In a forked process: the source without the open files and locks that its twin in the other one has.
 
     What it would leave out when it is pickled is made anew; the rest is the same memory.

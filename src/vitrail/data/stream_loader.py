@@ -16,93 +16,98 @@ import numpy as np
 
 from vitrail import chance
 from vitrail.config import DataConfig
-from vitrail.data.bad import Bad
+from vitrail.data.bad_images import BadImages
 from vitrail.data.batch import Batch
-from vitrail.data.loader import AHEAD, Loader, depth_for
+from vitrail.data.loader import PREFETCH_BATCHES, Loader, prefetch_depth
 from vitrail.data.sources.base import Sample, Targets
 from vitrail.data.sources.stream import ShardStream
-from vitrail.data.staging import Labels, road_to
-from vitrail.data.view import Cropped, Reading, View
-from vitrail.data.workers import make_pool
+from vitrail.data.transfer import TargetTable, make_transfer
+from vitrail.data.transforms import RandomResizedCrop, SampleReader, Transform
+from vitrail.data.worker_pool import make_pool
 
-FIRST = 1000
+MIN_TOTAL = 1000
 """Before so many images have been seen, the share of bad ones is taken of this number."""
 
 
-class Read(NamedTuple):
+class StreamedSamples(NamedTuple):
     """A batch's samples, and where the stream was after them."""
 
     samples: list[Sample]
     state: dict[str, Any]
 
 
-class Streamed(Loader):
+class StreamLoader(Loader):
     """Batches of a stream. A sample's number is its place in what this process has read."""
 
     def __init__(
         self,
         stream: ShardStream,
-        view: View,
+        transform: Transform,
         config: DataConfig,
         *,
         seed: int,
         rank: int,
-        world: int,
+        world_size: int,
         state: dict[str, Any] | None,
         workers: int,
         labeled: bool,
         **options: Any,
     ) -> None:
-        bad = Bad(stream.name, FIRST, config.max_bad_fraction)
-        super().__init__(bad=bad, cropped=isinstance(view, Cropped), **options)
-        self.stream, self.world, self.seed, self.labeled = stream, world, seed, labeled
+        bad = BadImages(stream.name, MIN_TOTAL, config.max_bad_fraction)
+        super().__init__(bad=bad, cropped=isinstance(transform, RandomResizedCrop), **options)
+        self.stream, self.world_size, self.seed, self.labeled = stream, world_size, seed, labeled
         self.rows = len(self.slots)
-        self._seen(self.step)
-        reader = stream.samples(state, rank, world, seed=seed)
+        self._update_total(self.step)
+        reader = stream.samples(state, rank, world_size, seed=seed)
         self._state = reader.state if state is None else state
-        self.ahead = Ahead(reader, self.rows, self.last - self.step)
-        self.held: dict[int, Sample] = {}
-        self.under_way: deque[Read] = deque()
-        depth = depth_for(view, self.rows)
+        self.reader_thread = ReaderThread(reader, self.rows, self.stop_step - self.step)
+        self.samples: dict[int, Sample] = {}
+        self.in_flight: deque[StreamedSamples] = deque()
+        depth = prefetch_depth(transform, self.rows)
         self.pool = make_pool(
-            Reading(self.held, view), rows=self.rows, shape=view.shape, dtype=view.dtype, workers=workers, depth=depth,
+            SampleReader(self.samples, transform),
+            rows=self.rows,
+            shape=transform.shape,
+            dtype=transform.dtype,
+            workers=workers,
+            depth=depth,
             threads=True,
-        )  # fmt: skip
-        self.road = road_to(self.device, self.pool)
-        self.asked = self.step
-        self.places = self.slots.numpy()
+        )
+        self.transfer = make_transfer(self.device, self.pool)
+        self.next_submitted = self.step
+        self.slot_numbers = self.slots.numpy()
 
-    def _ask(self) -> None:
-        while self.pool.room and self.asked < self.last:
-            read = self.ahead.next(wait=not self.pool.asked)
+    def _submit(self) -> None:
+        while self.pool.has_room and self.next_submitted < self.stop_step:
+            read = self.reader_thread.next(wait=not self.pool.pending)
             if read is None:
                 return
-            numbers = np.arange(self.rows) + self.asked * self.rows
-            self.held.update(zip(numbers.tolist(), read.samples, strict=True))
-            self.pool.ask(numbers, chance.keys_of(self.seed, self.asked, self.places))
-            self.under_way.append(read)
-            self.asked += 1
+            numbers = np.arange(self.rows) + self.next_submitted * self.rows
+            self.samples.update(zip(numbers.tolist(), read.samples, strict=True))
+            self.pool.submit(numbers, chance.keys_of(self.seed, self.next_submitted, self.slot_numbers))
+            self.in_flight.append(read)
+            self.next_submitted += 1
 
-    def _batch(self, step: int) -> Batch:
-        self._ask()
-        taken, read = self.pool.take(), self.under_way.popleft()
+    def _load_batch(self, step: int) -> Batch:
+        self._submit()
+        taken, read = self.pool.get(), self.in_flight.popleft()
         for number in taken.indices.tolist():
-            del self.held[number]
-        for row, reason in taken.problems:
+            del self.samples[number]
+        for row, reason in taken.errors:
             self._bad.add(read.samples[row].key, reason)
-        self._seen(step + 1)
-        if taken.problems and self.world == 1:
-            self._bad.judge()
-        labels = Labels(self._targets(read.samples), self.stream.multi_label, self.labeled)
+        self._update_total(step + 1)
+        if taken.errors and self.world_size == 1:
+            self._bad.raise_if_too_many()
+        labels = TargetTable(self._targets(read.samples), self.stream.multi_label, self.labeled)
         rows = np.arange(self.rows)
-        batch = self.road.send(taken, labels.of(rows), labels.count(rows)).arrive(step, self.slots)
+        batch = self.transfer.send(taken, labels.targets_for(rows), labels.usable(rows)).to_batch(step, self.slots)
         self._state = read.state
-        self._ask()
+        self._submit()
         return batch
 
-    def _seen(self, steps: int) -> None:
+    def _update_total(self, steps: int) -> None:
         """So many steps' images in all processes."""
-        self._bad.total = max(self._bad.total, steps * self.rows * self.world)
+        self._bad.total = max(self._bad.total, steps * self.rows * self.world_size)
 
     def _targets(self, samples: list[Sample]) -> Targets:
         if not self.stream.multi_label:
@@ -117,16 +122,16 @@ class Streamed(Loader):
 
     def close(self) -> None:
         super().close()
-        self.ahead.close()
-        self.road.close()
+        self.reader_thread.close()
+        self.transfer.close()
         self.pool.close()
 
 
-class Ahead:
+class ReaderThread:
     """A thread that reads some batches' samples before they are asked for."""
 
     def __init__(self, reader: Any, rows: int, batches: int) -> None:
-        self.done: queue.Queue[Read | BaseException] = queue.Queue(AHEAD)
+        self.done: queue.Queue[StreamedSamples | BaseException] = queue.Queue(PREFETCH_BATCHES)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._read, args=(reader, rows, batches), daemon=True)
         self.thread.start()
@@ -134,18 +139,18 @@ class Ahead:
     def _read(self, reader: Any, rows: int, batches: int) -> None:
         try:
             for _ in range(batches):
-                self._put(Read([next(reader) for _ in range(rows)], reader.state))
+                self._put(StreamedSamples([next(reader) for _ in range(rows)], reader.state))
                 if self.stop.is_set():
                     return
         except BaseException as error:
             self._put(error)
 
-    def _put(self, what: Read | BaseException) -> None:
+    def _put(self, what: StreamedSamples | BaseException) -> None:
         while not self.stop.is_set():
             with contextlib.suppress(queue.Full):
                 return self.done.put(what, timeout=0.1)
 
-    def next(self, wait: bool) -> Read | None:
+    def next(self, wait: bool) -> StreamedSamples | None:
         try:
             found = self.done.get(wait)
         except queue.Empty:
