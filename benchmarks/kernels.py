@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from vitrail.kernels.linear_gelu import linear_gelu_tanh, linear_gelu_tanh_plain
 from vitrail.kernels.packed_attention import packed_attention, packed_attention_plain
 from vitrail.models import drop
-from vitrail.runtime.heap import keep_heap
+from vitrail.runtime.malloc import tune_malloc
 
 
 def least(calls: dict[str, Callable[[], object]], rounds: int = 40) -> dict[str, float]:
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    keep_heap()
+    tune_malloc()
     linear_gelu(options.batch)
     attention()
     dropout()

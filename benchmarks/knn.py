@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.evaluate.knn import nearest_neighbors
-from vitrail.runtime.heap import keep_heap
+from vitrail.runtime.malloc import tune_malloc
 
 SIZES = ((1024, 1024), (2048, 2048), (5120, 1024), (8192, 1024))
 """Bank entries and queries of a block."""
@@ -53,7 +53,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    keep_heap()
+    tune_malloc()
     chance = torch.Generator().manual_seed(0)
     bank, queries = (
         F.normalize(torch.randn(rows, chosen.width, generator=chance), dim=1) for rows in (chosen.bank, chosen.queries)

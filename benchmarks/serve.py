@@ -135,12 +135,12 @@ class Plain:
 
         import vitrail
         from vitrail.export.engines import open_engine
-        from vitrail.runtime.cores import cores
+        from vitrail.runtime.cores import usable_cores
 
         vit = vitrail.load(model)
         self.files, self.preprocess = files, vit.preprocess
         self.engine = open_engine(vit, engine)
-        self.cores = cores()
+        self.cores = usable_cores()
         self.pool = ThreadPoolExecutor(self.cores, initializer=torch.set_num_threads, initargs=(1,))
         self.pool.submit(int).result()
         torch.set_num_threads(self.cores)

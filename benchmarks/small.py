@@ -24,7 +24,7 @@ from vitrail.config import ViTConfig
 from vitrail.models import build
 from vitrail.models.flops import flops
 from vitrail.models.layers import attend
-from vitrail.runtime.heap import keep_heap
+from vitrail.runtime.malloc import tune_malloc
 
 LECTURE = ViTConfig(
     image_size=28, patch_size=4, channels=1, width=64, depth=2, num_heads=4, mlp_dim=256, num_classes=10
@@ -157,7 +157,7 @@ def main() -> None:
     print(f"a step is {work / 1e9:.2f} GFLOP; at {fastest / 1e6:.0f} GFLOP/s that is {floor:.1f} ms")
     tanh, erf = training("gelu-tanh"), training("gelu")
     show("a step", in_turn({"tanh": tanh.step, "erf": erf.step}, options.rounds), floor)
-    print("\nfrom here on with the heap kept:", "yes" if keep_heap() else "not glibc, no")
+    print("\nfrom here on with the heap kept:", "yes" if tune_malloc() else "not glibc, no")
     steps = {"tanh": tanh.step, "erf": erf.step}
     for parts in (4, 8):
         steps |= {f"{name}, in {parts} parts": training(kind, parts=parts).step for name, kind in FORMS.items()}

@@ -103,7 +103,7 @@ def _one_seed() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test hears what vitrail says, whichever silenced or redirected it before."""
-    monkeypatch.setattr("vitrail.runtime._said", set())
+    monkeypatch.setattr("vitrail.runtime._logged", set())
     logger = logging.getLogger("vitrail")
     logger.handlers, logger.propagate = [], True
     logger.setLevel(logging.NOTSET)

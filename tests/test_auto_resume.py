@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_disk", "elsewhere")
 
 @pytest.fixture(autouse=True)
 def everything_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(runtime, "_logged", set())
 
 
 def train(length: int = 6, **options: object) -> vitrail.Run:

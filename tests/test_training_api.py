@@ -246,7 +246,7 @@ def test_under_torchrun_only_the_first_process_speaks(
     tuned("start", "photos")
     assert "held out" not in caplog.text
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr("vitrail.runtime._said", set())
+    monkeypatch.setattr("vitrail.runtime._logged", set())
     tuned("start", "photos")
     assert "held out" in caplog.text
 

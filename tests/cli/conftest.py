@@ -41,7 +41,7 @@ Command = Callable[..., Result]
 @pytest.fixture
 def vitrail(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
     """`vitrail("predict", path)`, in this process."""
-    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(runtime, "_logged", set())
     logger = logging.getLogger("vitrail")
     before = logger.handlers, logger.level, logger.propagate
 

@@ -15,7 +15,7 @@ from PIL import Image
 from train.processes import Processes
 
 from vitrail.cli import console, main
-from vitrail.runtime.terminal import Terminal
+from vitrail.runtime.terminal import SafeConsole
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_the_worst_classes_are_listed_with_what_was_said_instead(measured, album
 
 def test_no_number_is_cut_off_in_a_narrow_window(measured, album: Path, monkeypatch: pytest.MonkeyPatch):
     wide = measured(album).out.splitlines()
-    monkeypatch.setattr(console, "out", Terminal(width=40))
+    monkeypatch.setattr(console, "out", SafeConsole(width=40))
     lines = measured(album).out.splitlines()
     assert max(map(len, lines)) <= 40
     for name in ("top-1 ", "loss ", "cat "):

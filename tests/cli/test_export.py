@@ -18,7 +18,7 @@ from conftest import need_extra
 from exports import export_quickly
 from small_models import model, small
 
-from vitrail.runtime.cpu import cpu
+from vitrail.runtime.cpu import detect_cpu
 
 need_extra("export")
 
@@ -48,7 +48,7 @@ def test_a_file_predicts_as_the_model_does(vitrail, tiny, photos, tmp_path):
     assert "0.0001 is allowed in float32" in text
     assert prepared.startswith("images: ")
     assert f"{tmp_path / 'tiny.onnx.json'} has these numbers, class names and preprocessing" in text
-    assert f"compared in onnxruntime {version('onnxruntime')} on {cpu()}" in " ".join(text.split())
+    assert f"compared in onnxruntime {version('onnxruntime')} on {detect_cpu()}" in " ".join(text.split())
     wanted = vitrail("predict", photos, "-m", tiny)
     tables = [
         vitrail("predict", photos, "-m", tmp_path / "tiny.onnx", *more) for more in ([], ["--engine", "openvino"])

@@ -105,7 +105,7 @@ def test_the_search_for_c_finds_the_best_of_all_it_could_try(
 def test_a_best_c_at_the_edge_of_its_range_is_noted(
     power: float, edge: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("vitrail.runtime._said", set())
+    monkeypatch.setattr("vitrail.runtime._logged", set())
     some, _ = peak_at(monkeypatch, power)
     strength = choose(some, some)
     assert strength == pytest.approx(edge)

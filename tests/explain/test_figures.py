@@ -152,7 +152,7 @@ def test_names_with_dollar_signs_are_no_formulas(tmp_path):
 def test_characters_that_the_font_lacks_are_one_note_and_control_characters_are_visible(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(runtime, "_logged", set())
     monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
     scores = [("a \N{PARROT}", 0.5), ("red \x1b[31m", 0.2)]
     drawn = figures.overview(np.zeros((16, 16, 3), np.uint8), {"rollout": np.ones((2, 2))}, scores, "\x07.png", "")

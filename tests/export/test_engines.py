@@ -25,8 +25,8 @@ from vitrail.export.compare import RanOn
 from vitrail.export.engines import open_engine, open_file
 from vitrail.export.export import export
 from vitrail.export.sheet import Sheet
-from vitrail.runtime import tiles
-from vitrail.runtime.cpu import Cpu
+from vitrail.runtime import amx
+from vitrail.runtime.cpu import CpuInfo
 
 
 def test_torch_is_the_default_and_gives_the_networks_logits(tiny, images):
@@ -95,8 +95,8 @@ def test_a_choice_is_not_taken_over_by_another_cpu(tiny, monkeypatch):
     raced = []
     found = {"engine": "torch", "precision": "float32", "images_per_second": {"torch float32": 1.0}, "refused": {}}
     monkeypatch.setattr(choose, "_raced", lambda *arguments: raced.append(1) or found)
-    cpus = [Cpu("a", "x86_64", features, ()) for features in (("avx2",), ("avx2", "avx_vnni"))]
-    cpus += [Cpu("b", "x86_64", ("avx2",), ()), Cpu("a", "aarch64", ("avx2",), ())]
+    cpus = [CpuInfo("a", "x86_64", features, ()) for features in (("avx2",), ("avx2", "avx_vnni"))]
+    cpus += [CpuInfo("b", "x86_64", ("avx2",), ()), CpuInfo("a", "aarch64", ("avx2",), ())]
     for _ in range(2):  # the second time all of them are remembered
         for one in cpus:
             monkeypatch.setattr(choose, "cpu", lambda one=one: one)
@@ -116,8 +116,8 @@ def test_an_int8_file_of_an_older_version_warns_on_a_cpu_without_vnni(int8_file,
     entry.value = json.dumps(said)
     onnx.save(old, str(tmp_path / "old.onnx"))
     for one in ((), ("AVX2", "AVX-512"), ("AVX2", "AVX-VNNI"), ("AVX2", "AVX-512", "AVX-512 VNNI")):
-        monkeypatch.setattr("vitrail.runtime._said", set())
-        monkeypatch.setattr(engines, "cpu", lambda one=one: Cpu("a", "x86_64", (), one))
+        monkeypatch.setattr("vitrail.runtime._logged", set())
+        monkeypatch.setattr(engines, "detect_cpu", lambda one=one: CpuInfo("a", "x86_64", (), one))
         caplog.clear()
         open_file(int8_file.path, engine)
         assert not caplog.text  # what is written now holds everywhere
@@ -128,7 +128,7 @@ def test_an_int8_file_of_an_older_version_warns_on_a_cpu_without_vnni(int8_file,
 def test_openvinos_own_integers_hold_on_every_cpu(tiny, images, tmp_path, monkeypatch, caplog):
     sheet = Sheet(info=tiny.info, to="openvino", precision="int8", saturates=True)  # as in a file that does not say
     made = export(tiny.net, sheet, tmp_path / "old.xml", images, timed=False)
-    monkeypatch.setattr(engines, "cpu", lambda: Cpu("a", "x86_64", (), ("AVX2",)))
+    monkeypatch.setattr(engines, "detect_cpu", lambda: CpuInfo("a", "x86_64", (), ("AVX2",)))
     open_file(made.path)
     assert "export the model anew" not in caplog.text
 
@@ -345,11 +345,11 @@ def test_openvino_is_told_of_a_cpu_without_tiles_even_where_torch_has_begun(monk
     def too_late() -> None:
         raise ConfigError("products in bfloat16 end with an illegal instruction")
 
-    monkeypatch.setattr(engines, "leave_tiles", too_late)
-    monkeypatch.setenv(tiles.SETTING, "")
-    monkeypatch.delenv(tiles.SETTING)
+    monkeypatch.setattr(engines, "disable_broken_amx", too_late)
+    monkeypatch.setenv(amx.ISA_VARIABLE, "")
+    monkeypatch.delenv(amx.ISA_VARIABLE)
     engines.openvino_core()
-    assert os.environ[tiles.SETTING] == tiles.WITHOUT_TILES
+    assert os.environ[amx.ISA_VARIABLE] == amx.WITHOUT_AMX
 
 
 AVX512 = ("AVX2", "AVX-512")
@@ -358,21 +358,21 @@ AVX512 = ("AVX2", "AVX-512")
 @pytest.mark.parametrize(
     ("given", "instructions", "limit"),
     [
-        ("AVX2", AVX512, tiles.WITHOUT_TILES),
-        ("avx2_vnni", AVX512, tiles.WITHOUT_TILES),
+        ("AVX2", AVX512, amx.WITHOUT_AMX),
+        ("avx2_vnni", AVX512, amx.WITHOUT_AMX),
         ("AVX512_CORE", AVX512, "AVX512_CORE"),
         ("AVX2", ("AVX2",), "AVX2"),
     ],
 )
 def test_openvino_starts_under_a_limit_that_all_its_kernels_obey(given, instructions, limit, monkeypatch):
     limits = []
-    monkeypatch.setenv(tiles.SETTING, given)
-    monkeypatch.setattr(engines, "cpu", lambda: Cpu("a", "x86_64", (), instructions))
-    started = SimpleNamespace(compile_model=lambda *arguments: limits.append(os.environ[tiles.SETTING]))
+    monkeypatch.setenv(amx.ISA_VARIABLE, given)
+    monkeypatch.setattr(engines, "detect_cpu", lambda: CpuInfo("a", "x86_64", (), instructions))
+    started = SimpleNamespace(compile_model=lambda *arguments: limits.append(os.environ[amx.ISA_VARIABLE]))
     monkeypatch.setattr("openvino.Core", lambda: started)
     engines._start_openvino.__wrapped__()
     assert limits == ([limit] if limit != given else [])
-    assert os.environ[tiles.SETTING] == given  # for torch, and for processes that this one starts
+    assert os.environ[amx.ISA_VARIABLE] == given  # for torch, and for processes that this one starts
     assert (RanOn.here("openvino").limit, RanOn.here("torch").limit) == (limit, given)
 
 
@@ -386,6 +386,6 @@ def test_openvino_survives_a_limit_below_avx512(tiny, images, tmp_path):
         "print(open_file(Path(sys.argv[1])).outputs(numpy.load(sys.argv[2])).shape)"
     )
     command = [sys.executable, "-c", code, made.path, tmp_path / "pixels.npy"]
-    limited = os.environ | {tiles.SETTING: "AVX2"}
+    limited = os.environ | {amx.ISA_VARIABLE: "AVX2"}
     done = subprocess.run(command, env=limited, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "(12, 5)\n"), done.stderr

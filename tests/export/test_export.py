@@ -26,8 +26,8 @@ from vitrail.export.export import calibrating, export
 from vitrail.export.images import samples
 from vitrail.export.names import destination, format_of, precision_of
 from vitrail.export.sheet import Sheet
-from vitrail.runtime.cores import cores
-from vitrail.runtime.cpu import cpu
+from vitrail.runtime.cores import usable_cores
+from vitrail.runtime.cpu import detect_cpu
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_the_report_beside_a_file_has_what_was_found(onnx_file):
     assert 0 <= found["relative_error"] <= 1e-5 < found["relative_error_allowed"]
     assert found["speed"]["ratio"] > 0
     here = found["ran_on"]
-    assert (here["cpu"], here["instructions"]) == (cpu().name, list(cpu().instructions))
+    assert (here["cpu"], here["instructions"]) == (detect_cpu().name, list(detect_cpu().instructions))
     assert (here["engine"], here["engine_version"]) == ("onnxruntime", version("onnxruntime"))
-    assert here["cores"] == cores()
+    assert here["cores"] == usable_cores()
     assert sorted(p.name for p in onnx_file.path.parent.iterdir()) == ["tiny.onnx", "tiny.onnx.json"]
     assert report["bytes"] == onnx_file.path.stat().st_size
 

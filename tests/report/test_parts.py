@@ -26,7 +26,7 @@ from vitrail.report.images import thumbnail
 from vitrail.report.markup import Markup, tag
 from vitrail.report.runs import differences, read_run, told_apart
 from vitrail.report.story import by_class, confused_pairs, some_right, surest_mistakes
-from vitrail.runtime import visible
+from vitrail.runtime import escape_control
 
 finite = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -35,8 +35,8 @@ finite = st.floats(-1e6, 1e6, allow_nan=False)
 def test_text_comes_back_as_it_was_but_for_control_characters(body: str, title: str):
     markup = tag("p", body, title=title)
     page = Page(markup)
-    assert "".join(page.words) == visible(body)
-    assert page.tags[0][1]["title"] == visible(title)
+    assert "".join(page.words) == escape_control(body)
+    assert page.tags[0][1]["title"] == escape_control(title)
     assert len(page.tags) == 1
 
 

@@ -1,4 +1,4 @@
-"""Names from untrusted files on a terminal, and the notes that hold them."""
+"""Names from untrusted files on a terminal and in notes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rich.text import Text
 
 from vitrail import runtime
 from vitrail.cli import console
-from vitrail.runtime import say, silent, visible
-from vitrail.runtime.terminal import Terminal
+from vitrail.runtime import escape_control, suppress_note, warn_once
+from vitrail.runtime.terminal import SafeConsole
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07\x9b2J\r\u202ec[red]d[/red]:cat:"
-SHOWN = r"a\x1b[31mb\x1b]0;title\x07\x9b2J\r\u202ec[red]d[/red]:cat:"
+ESCAPED = r"a\x1b[31mb\x1b]0;title\x07\x9b2J\r\u202ec[red]d[/red]:cat:"
 
 
 def test_control_characters_become_escapes_and_the_rest_stays():
-    assert visible(HOSTILE) == SHOWN
-    assert visible("tab\tline\nçå 猫 👩\u200d🔬") == "tab\tline\nçå 猫 👩\u200d🔬"
+    assert escape_control(HOSTILE) == ESCAPED
+    assert escape_control("tab\tline\nçå 猫 👩\u200d🔬") == "tab\tline\nçå 猫 👩\u200d🔬"
 
 
 def test_nothing_that_is_printed_controls_the_terminal():
     out = io.StringIO()
-    console = Terminal(file=out, force_terminal=True, color_system=None, width=200)
+    console = SafeConsole(file=out, force_terminal=True, color_system=None, width=200)
     table = Table(HOSTILE)
     table.add_row(HOSTILE)
     for what in (HOSTILE, Text(HOSTILE), table):
@@ -42,10 +42,10 @@ def test_nothing_that_is_printed_controls_the_terminal():
 
 
 def test_errors_and_notes_show_every_control_character(capsys: pytest.CaptureFixture[str], monkeypatch):
-    monkeypatch.setattr(console, "err", Terminal(file=sys.stdout, width=200))
+    monkeypatch.setattr(console, "err", SafeConsole(file=sys.stdout, width=200))
     for print_line in (console.problem, console.stopped, console.note):
         print_line(HOSTILE)  # rich's Text drops some of them, the bell for one
-    assert capsys.readouterr().out.splitlines() == [f"error: {SHOWN}", SHOWN, f"note: {SHOWN}"]
+    assert capsys.readouterr().out.splitlines() == [f"error: {ESCAPED}", ESCAPED, f"note: {ESCAPED}"]
 
 
 @pytest.mark.parametrize(
@@ -53,26 +53,26 @@ def test_errors_and_notes_show_every_control_character(capsys: pytest.CaptureFix
     [
         ("one", "one."),
         ("one.", "one."),
-        ("left out a, b, ...", "left out a, b, ..."),
+        ("skipped a, b, ...", "skipped a, b, ..."),
         ("a, b …", "a, b …"),
         ("\x1b[2J", r"\x1b[2J."),
     ],
 )
-def test_a_note_ends_in_one_full_stop_or_in_what_is_left_out(
+def test_a_note_ends_in_one_period_or_an_ellipsis(
     note: str, wanted: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(runtime, "_logged", set())
     monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
-    say([note])
+    warn_once([note])
     assert [record.getMessage() for record in caplog.records] == [wanted]
 
 
-def test_one_note_can_be_left_out(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runtime, "_said", set())
+def test_one_note_can_be_suppressed(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime, "_logged", set())
     monkeypatch.setattr(logging.getLogger("vitrail"), "propagate", True)
-    with silent("names were assumed"):
-        say(["names were assumed", "another"], about="a.safetensors")
-    say(["names were assumed"], about="b.safetensors")
+    with suppress_note("names were assumed"):
+        warn_once(["names were assumed", "another"], about="a.safetensors")
+    warn_once(["names were assumed"], about="b.safetensors")
     assert [record.getMessage() for record in caplog.records] == [
         "a.safetensors: another.",
         "b.safetensors: names were assumed.",

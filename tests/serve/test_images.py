@@ -88,7 +88,7 @@ def test_a_file_full_of_markers_is_counted_quickly() -> None:
 
 def test_memory_of_a_large_image_is_given_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[int] = []
-    monkeypatch.setattr(module, "trim_heap", lambda: trimmed.append(1))
+    monkeypatch.setattr(module, "trim_malloc", lambda: trimmed.append(1))
     found = reader()
     monkeypatch.setattr(found.preprocess, "pixels", lambda image: np.zeros((32, 32, 3)))
     found.pixels(png_of(3000, 2000))

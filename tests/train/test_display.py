@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from vitrail.evaluate import Scores
-from vitrail.runtime import log, say
-from vitrail.runtime.peak import measured_peak
+from vitrail.runtime import log, warn_once
+from vitrail.runtime.peak_flops import measure_peak_flops
 from vitrail.train.display import HISTORY, Display
 from vitrail.train.panel import clock, fit, flops_words, number, panel, percent, sparkline
 
@@ -365,7 +365,7 @@ def test_what_is_said_aloud_meanwhile_goes_above_the_panel():
     shown, _, out = display(terminal=True)
     before = log.handlers, log.propagate
     with shown:
-        say(["an image could not be read"], about="test_display")
+        warn_once(["an image could not be read"], about="test_display")
     assert "note: an image could not be read." in out.getvalue()
     assert (log.handlers, log.propagate) == before
 
@@ -380,7 +380,7 @@ def test_a_process_that_must_be_quiet_draws_nothing():
 @pytest.mark.gpu
 def test_a_gpus_peak_and_memory_are_told():
     start = time.perf_counter()
-    peak = measured_peak(torch.device("cuda"), torch.bfloat16)
+    peak = measure_peak_flops(torch.device("cuda"), torch.bfloat16)
     assert time.perf_counter() - start < 5  # the first product loads libraries
     assert 1e12 < peak < 1e16
     taken, there = Display(10, 1, device="cuda").memory

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("quick_disk")
 
 @pytest.fixture(autouse=True)
 def everything_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(runtime, "_logged", set())
 
 
 def constant(length: int) -> TrainConfig:

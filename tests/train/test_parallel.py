@@ -302,7 +302,7 @@ def test_one_process_has_no_group_and_is_told_what_it_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("vitrail.runtime._said", set())  # what was said in another test is said again
+    monkeypatch.setattr("vitrail.runtime._logged", set())  # what was said in another test is said again
     with Ranks.start("cpu") as ranks:
         assert not torch.distributed.is_initialized()
         assert (ranks.rank, ranks.world, ranks.first, ranks.saving) == (0, 1, True, None)

@@ -44,7 +44,7 @@ def test_a_run_keeps_what_was_chosen(tmp_path: Path):
 def test_bfloat16_on_a_cpu_is_done_and_said_where_it_is_slower(
     times: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("vitrail.runtime._said", set())
+    monkeypatch.setattr("vitrail.runtime._logged", set())
     monkeypatch.setattr("vitrail.train.trainer.slowdown", lambda device, dtype: times)
     trainer = Trainer(prepare(digits(precision="bfloat16"), ALONE), ALONE)
     assert trainer.config.precision == "bfloat16"

@@ -33,7 +33,7 @@ ALONE = Ranks(torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def everything_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(runtime, "_logged", set())
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def heard() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    runtime._said.clear()
+    runtime._logged.clear()
     runtime.log.addHandler(handler)
     try:
         yield said

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("quick_disk")
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """What the library has logged since it was last asked."""
-    monkeypatch.setattr(runtime, "_said", set())
+    monkeypatch.setattr(runtime, "_logged", set())
 
     def notes() -> list[str]:
         found = [record.note for record in caplog.records]  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     before = logger.handlers, logger.level, logger.propagate
 
     def run(*arguments: object) -> list[str]:
-        monkeypatch.setattr(runtime, "_said", set())
+        monkeypatch.setattr(runtime, "_logged", set())
         capsys.readouterr()
         main(["convert", *map(str, arguments)])
         lines = capsys.readouterr().err.splitlines()

@@ -25,7 +25,7 @@ from vitrail.data.sources.subset import Subset
 from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evaluate.feature_file import FeatureFile, table_of
 from vitrail.evaluate.features import Place, feature_batches, fingerprint, settled, stream
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 from vitrail.weights.model_info import portable
 
 SPLITS = ("train", "validation", "test", "all")
@@ -88,7 +88,7 @@ def embed(
             file.join(len(pieces))
         fresh = True
     else:
-        say([f"{file.path} is complete already"])
+        warn_once([f"{file.path} is complete already"])
         fresh = False
     return _done(file.path, place, fresh)
 
@@ -128,7 +128,7 @@ def _sources(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, S
         raise ConfigError(f"no split is called {split!r}{nearest(split, SPLITS)}")
     if hasattr(parts.train, "samples"):
         raise DataError(f"{config.source} is a stream, whose images have no numbers to go on by; try shards:.")
-    say(parts.notes, about=config.source)
+    warn_once(parts.notes, about=config.source)
     there = {"train": parts.train, "validation": parts.validation, "test": parts.test}
     there = {name: source for name, source in there.items() if source is not None and len(source)}
     if split != "all" and split not in there:

@@ -29,8 +29,8 @@ from vitrail.evaluate.real import Real, outputs_by_class, read_real, real_accura
 from vitrail.evaluate.scores import Samples
 from vitrail.evaluate.speed import Stopwatch
 from vitrail.evaluate.synsets import beside
-from vitrail.runtime import first_speaks, say
-from vitrail.runtime.tiles import check_bfloat16
+from vitrail.runtime import log_on_main_process, warn_once
+from vitrail.runtime.amx import check_bfloat16
 from vitrail.train.parallel import Ranks
 from vitrail.weights.labels import ASSUMED, stated
 from vitrail.weights.model_info import portable
@@ -101,7 +101,7 @@ def evaluate(
         raise ConfigError(f"bins={bins}, batch_size={batch_size}: wanted 1 or more.")
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)
     device = device or (str(model.device) if isinstance(model, Model) else "auto")
-    with Ranks.start(device) as ranks, first_speaks():
+    with Ranks.start(device) as ranks, log_on_main_process():
         vit, source = _first_ahead(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
         _check_model(vit, ranks.device)
         sizes = _sizes(vit, image_size)
@@ -120,7 +120,7 @@ def evaluate(
         notes = [*match.notes, *assumed, *_about(source, vit)]
         if labels is not None and stated(vit.info) is None:
             notes.insert(0, ASSUMED)
-        say([note for note in notes if note not in vit.info.notes], about=data)
+        warn_once([note for note in notes if note not in vit.info.notes], about=data)
         share = -(-len(source) // ranks.world)
         several = min(batch_size or BATCH.get(ranks.device.type, 256), share)
         task = _Task(Mapped(source, match), match, config, valid, ranks, several, flip, bins, watch)
@@ -168,7 +168,7 @@ def _opened(model: str | Path | Model, config: DataConfig, held_out: bool, **opt
 def _part(config: DataConfig, vit: Model) -> Source:
     """The test part, else the validation part, else everything."""
     parts = open_source_splits(config)
-    say(parts.notes, about=config.source)
+    warn_once(parts.notes, about=config.source)
     found = parts.evaluation_source
     if isinstance(found, ShardStream):
         raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
@@ -176,7 +176,7 @@ def _part(config: DataConfig, vit: Model) -> Source:
         raise DataError(f"{config.source} holds no images to measure on.")
     if not parts.has_eval_split and vit.info.trained_here:
         about = f"all {len(found):,} images of {found.name} are measured; if the model has learned from them, "
-        say([f"{about}--held-out measures those that training holds out"], about=config.source)
+        warn_once([f"{about}--held-out measures those that training holds out"], about=config.source)
     return found
 
 
@@ -292,7 +292,7 @@ def _resized(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
     if size == pair(vit.info.preprocess.image_size):
         return vit.net, Preprocess(vit.info.preprocess)
     net, info = adapted(vit.net, vit.info.replace(notes=()), image_size=size)
-    say(info.notes, about=vit.info.origin)
+    warn_once(info.notes, about=vit.info.origin)
     return net, Preprocess(info.preprocess)
 
 

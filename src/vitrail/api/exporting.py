@@ -33,8 +33,8 @@ from vitrail.export.formats import parts_of
 from vitrail.export.images import samples
 from vitrail.export.names import NEEDS, is_exported, requested
 from vitrail.export.sheet import Answer, Sheet
-from vitrail.runtime import say
-from vitrail.runtime.tiles import check_bfloat16
+from vitrail.runtime import warn_once
+from vitrail.runtime.amx import check_bfloat16
 from vitrail.weights.labels import read_labels
 from vitrail.weights.opening import adapted
 
@@ -74,7 +74,7 @@ def export(
     target, to, precision = check_request(path, to, precision, calibrate is not None, overwrite)
     vit = model if isinstance(model, Model) else load(model, **options)
     net, info = adapted(vit.net, vit.info.replace(config=vit.net.config, notes=()), image_size)
-    say(info.notes, about=info.origin)
+    warn_once(info.notes, about=info.origin)
     sheet = Sheet(
         info=info.replace(notes=()),
         to=cast(Any, to),
@@ -85,7 +85,7 @@ def export(
     )
     images, targets = _checked(check, vit, root)
     if precision == "int8" and calibrate and _same(calibrate, check):
-        say(["calibrated and compared on the same images: others may agree less"], about=str(target))
+        warn_once(["calibrated and compared on the same images: others may agree less"], about=str(target))
     started(len(images))
     found = exporting.export(
         net,
@@ -98,7 +98,7 @@ def export(
         step=step,
         advance=advance,
     )
-    say(found.notes, about=str(target))
+    warn_once(found.notes, about=str(target))
     return found
 
 
@@ -149,9 +149,9 @@ def _checked(
         labels = model_names(vit.info, source)
         match = match_classes(source, labels, vit.config.num_classes, synsets=beside(check, source.labels))
     except DataError as error:
-        say([f"whether answers are right is not compared: {error}"], about=check)
+        warn_once([f"whether answers are right is not compared: {error}"], about=check)
         return images, None
-    say(match.notes, about=check)
+    warn_once(match.notes, about=check)
     return images, Mapped(source, match).targets.astype(np.int64)[places]
 
 

@@ -24,9 +24,9 @@ from vitrail.models.base import evaluating
 from vitrail.models.families import FAMILIES
 from vitrail.models.output import joined
 from vitrail.models.variants import config_for, find
-from vitrail.runtime import pick_device, pick_dtype, say
-from vitrail.runtime.cores import cores
-from vitrail.runtime.tiles import check_bfloat16
+from vitrail.runtime import pick_device, pick_dtype, warn_once
+from vitrail.runtime.amx import check_bfloat16
+from vitrail.runtime.cores import usable_cores
 from vitrail.weights import checkpoint, modules
 from vitrail.weights.conversion import convert
 from vitrail.weights.labels import named, read_labels
@@ -185,7 +185,7 @@ class Model:
         two are in memory, however many images there are.
         """
         _check_batch(batch_size)
-        pool = ThreadPoolExecutor(min(batch_size, cores(), 16), thread_name_prefix="decode")
+        pool = ThreadPoolExecutor(min(batch_size, usable_cores(), 16), thread_name_prefix="decode")
         waiting: list[Future[Pixels | VitrailError]] = []
         try:
             for group in chain(_groups(images, batch_size), [()]):
@@ -236,7 +236,7 @@ class Model:
             checkpoint.write(self.net, info, path, overwrite=overwrite)
             return
         found = convert(self.net, info, path, to=to, overwrite=overwrite, approximate=approximate)
-        say(found.notes, about=str(path))
+        warn_once(found.notes, about=str(path))
 
     def _outputs(self, images: ImageLike | Iterable[ImageLike], batch_size: int, want: Want) -> Tensor:
         if not is_image_list(images):
@@ -366,7 +366,7 @@ def load(
         net, info = open_checkpoint(source, changes=changes, section=section, **size, **options)
     info = named(net, info) if labels is None else info.replace(labels=read_labels(labels, info.config.num_classes))
     if info.origin not in SHIPPED:  # nothing about those had to be assumed
-        say(info.notes, about=info.origin or Path(str(where)).name)
+        warn_once(info.notes, about=info.origin or Path(str(where)).name)
     return Model(net.to(target), info)
 
 

@@ -28,7 +28,7 @@ from vitrail.explain import (
 from vitrail.explain.attention import attentive, layer_number
 from vitrail.explain.hiding import seen
 from vitrail.explain.positions import MEANING
-from vitrail.runtime import first_speaks, say
+from vitrail.runtime import log_on_main_process, warn_once
 from vitrail.train.run import RunFolder
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Portrait:
             except ImageError as error:
                 bad.append(str(error))
         if bad:
-            say([f"{len(bad)} of {len(self.images)} images cannot be read and are left out: {bad[0]}"])
+            warn_once([f"{len(bad)} of {len(self.images)} images cannot be read and are left out: {bad[0]}"])
         if not found:
             raise DataError(f"none of the {len(self.images)} images can be read: {bad[0]}")
         return found
@@ -133,7 +133,7 @@ class Portrait:
             for ending in formats:
                 path = Path(folder) / f"{name}.{ending}"
                 written.append(save_arrays(drawn.arrays, path) if ending == "npz" else save(drawn.figure, path))
-        say(reasons)
+        warn_once(reasons)
         if not written:
             raise ModelError("none of the figures can be drawn of this model.")
         return written
@@ -164,10 +164,10 @@ def images_of_run(model: str | None, count: int = COUNT) -> list[ImageLike] | No
         return None
     try:
         config = folder.read_config()
-        with first_speaks():
+        with log_on_main_process():
             return _spread(open_data(config.data, require_labels=False).validation, config.data.source, count)
     except VitrailError as error:
-        say([f"the images of the run cannot be had ({error})"])
+        warn_once([f"the images of the run cannot be had ({error})"])
         return None
 
 

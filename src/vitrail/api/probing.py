@@ -23,7 +23,7 @@ from vitrail.evaluate import fewshot, knn, logistic
 from vitrail.evaluate.feature_file import read_features
 from vitrail.evaluate.features import Features, Place, gather, settled
 from vitrail.evaluate.intervals import Estimate, of_shares, share
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 
 METHODS = ("fewshot", "knn", "logistic")
 
@@ -151,7 +151,7 @@ def limited(source: Source, most: int | None) -> Source:
         raise ConfigError(f"--most {most} is less than an image of each of the {classes} classes of {source.name}.")
     keys = (source.key(i) for i in range(len(source)))
     chosen = np.flatnonzero(hold_out_stratified(keys, source.targets, most / len(source)))
-    say([f"{len(chosen):,} of {len(source):,} images are used, each class's share of them"], about=source.name)
+    warn_once([f"{len(chosen):,} of {len(source):,} images are used, each class's share of them"], about=source.name)
     return Subset(source, chosen)
 
 
@@ -187,7 +187,7 @@ def plan(train: Features, asked: Asked) -> Asked:
             knn.check_k(max(ks), len(train))
         notes.append(f"all {len(train)} images to learn from vote, where 20 neighbors would")
         ks = (len(train),)
-    say(notes, about=train.name)
+    warn_once(notes, about=train.name)
     return replace(asked, methods=methods, shots=shots or None, ks=ks)
 
 

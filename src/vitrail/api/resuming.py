@@ -10,7 +10,7 @@ from typing import Any
 from vitrail.config import Duration, TrainConfig, override
 from vitrail.config.base import Config
 from vitrail.errors import ConfigError
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 from vitrail.train.run import RESTART, SOON, RunFolder, free_folder, latest_folder
 
 RUNS = Path("runs")
@@ -48,7 +48,7 @@ def run_folder(out: str | Path | None, name: str, *, resume: bool = False, auto_
         return RunFolder(latest_folder(wanted))
     found = free_folder(wanted)
     if found != wanted:
-        say([f"{wanted} holds a run already; this one goes to {found}"])
+        warn_once([f"{wanted} holds a run already; this one goes to {found}"])
     return RunFolder(found)
 
 

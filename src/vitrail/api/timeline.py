@@ -20,7 +20,7 @@ from vitrail.explain.panes import Pixels, shown
 from vitrail.explain.timeline import NO_IMAGE, SUBJECTS, Frames, Moment, frames
 from vitrail.models import Net
 from vitrail.report.runs import Curve, Run, read_run
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 from vitrail.train.run import RunFolder
 from vitrail.train.snapshots import snapshots
 from vitrail.weights import checkpoint
@@ -110,7 +110,7 @@ def _taken(run: Path) -> dict[int, Path]:
         )
     if len(found) <= MOST:
         return found
-    say([f"{run} has {len(found)} snapshots; {MOST} of them are shown"])
+    warn_once([f"{run} has {len(found)} snapshots; {MOST} of them are shown"])
     steps = np.array(list(found))[np.linspace(0, len(found) - 1, MOST).round().astype(int)]
     return {step: found[step] for step in steps.tolist()}
 
@@ -138,7 +138,7 @@ def _say_left_out(found: Frames, told: Run, seen: Seen) -> None:
     reasons = [f"{subject}: {why}" for subject, why in known.items()]
     if not found.subjects:
         raise ModelError(f"there is nothing to follow in {told.path}; {'; '.join(reasons)}")
-    say([f"left out {reason}" for reason in reasons], about=str(told.path))
+    warn_once([f"left out {reason}" for reason in reasons], about=str(told.path))
 
 
 def _moment(told: Run, step: int, curve: Curve, last: int) -> Moment:

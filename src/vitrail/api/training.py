@@ -23,7 +23,7 @@ from vitrail.models.variants import config_for
 from vitrail.recipes import RECIPES
 from vitrail.recipes import finetune as tuning
 from vitrail.report import write_report
-from vitrail.runtime import first_speaks, pick_device, say
+from vitrail.runtime import log_on_main_process, pick_device, warn_once
 from vitrail.train.loop import Result, fit
 from vitrail.train.run import RunFolder, read_config
 from vitrail.weights.model_info import sized
@@ -204,7 +204,7 @@ def tuned(
         raise NotFound(f"no way to fine-tune is called {recipe!r}{nearest(recipe, known)}")
     about_data = [o for o in overrides if o.startswith("data.")]
     source = override(DataConfig(source=data), [o.removeprefix("data.") for o in about_data])
-    with first_speaks():
+    with log_on_main_process():
         train = open_data(source).train
     if not hasattr(train, "__len__"):
         raise DataError(f"nobody knows how many images {data} has, and settings depend on it; try shards:.")
@@ -250,7 +250,7 @@ def _compares(config: TrainConfig, change: str) -> bool:
     try:
         return bool(override(config, [change]) != config)
     except ConfigError as error:
-        say([f"{change} is not compared with: {error}"])
+        warn_once([f"{change} is not compared with: {error}"])
         return False
 
 
@@ -305,8 +305,8 @@ def _finished(folder: RunFolder, config: TrainConfig) -> Run | None:
         done = Run.from_dict(folder.path, config, found)
     except (KeyError, TypeError, ValueError, TrainError):  # or a run it was compared with is gone
         return None
-    with first_speaks():
-        say([f"{folder.path} is finished: there is nothing left to do"])
+    with log_on_main_process():
+        warn_once([f"{folder.path} is finished: there is nothing left to do"])
     return done
 
 
@@ -335,7 +335,7 @@ def _report(done: Run, result: Result, command: str | None) -> None:
             command=command,
         )
     except (OSError, VitrailError) as error:
-        say([f"the report could not be written: {error}"])
+        warn_once([f"the report could not be written: {error}"])
 
 
 def _chosen(recipe: str | Path | TrainConfig, data: str | None, model: str | None) -> TrainConfig:

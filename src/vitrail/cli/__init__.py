@@ -33,7 +33,7 @@ from vitrail.cli import (
 )
 from vitrail.cli.console import notes_to_stderr, problem, stopped
 from vitrail.errors import VitrailError
-from vitrail.runtime import speaks
+from vitrail.runtime import is_main_process
 from vitrail.train.interrupt import heard
 
 AGAIN = 5.0
@@ -120,7 +120,7 @@ def _run(arguments: list[str], debug: bool) -> int:
     except (Interrupted, KeyboardInterrupt) as error:
         with suppress(ValueError):  # in another thread nobody listens
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if str(error) and speaks():  # of several processes that were all interrupted, one
+        if str(error) and is_main_process():  # of several processes that were all interrupted, one
             with suppress(OSError):
                 stopped(f"{error}.")
         return 130

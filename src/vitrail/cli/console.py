@@ -11,14 +11,14 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from vitrail.runtime import visible
-from vitrail.runtime.terminal import Terminal
+from vitrail.runtime import escape_control
+from vitrail.runtime.terminal import SafeConsole
 
 # Outside a terminal rich would fold tables at 80 columns; a file or a pipe has no edge.
 _WIDTH = None if sys.stdout is not None and sys.stdout.isatty() else max(shutil.get_terminal_size().columns, 160)
 
-out = Terminal(width=_WIDTH)
-err = Terminal(stderr=True)
+out = SafeConsole(width=_WIDTH)
+err = SafeConsole(stderr=True)
 
 
 def show(what: RenderableType) -> None:
@@ -31,22 +31,22 @@ def show(what: RenderableType) -> None:
 
 def one_line(text: object) -> str:
     """A line of a result, whatever names are in it: line breaks and what controls a terminal become escapes."""
-    return visible(str(text)).replace("\n", "\\n") + "\n"
+    return escape_control(str(text)).replace("\n", "\\n") + "\n"
 
 
 def problem(message: str) -> None:
     """One sentence about what went wrong."""
-    err.print(Text.assemble(("error: ", "bold red"), visible(message)), soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), escape_control(message)), soft_wrap=True)
 
 
 def stopped(message: str) -> None:
     """One sentence about a command that was ended by a signal, which is no error."""
-    err.print(Text(visible(message)), soft_wrap=True)
+    err.print(Text(escape_control(message)), soft_wrap=True)
 
 
 def note(message: str) -> None:
     """Something worth knowing that is no result."""
-    err.print(Text(f"note: {visible(message)}", style="dim"), soft_wrap=True)
+    err.print(Text(f"note: {escape_control(message)}", style="dim"), soft_wrap=True)
 
 
 class _Notes(logging.Handler):

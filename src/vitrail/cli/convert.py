@@ -39,7 +39,7 @@ def convert(
 ) -> None:
     """Write a checkpoint of any format in another, exactly; then read it back and compare every tensor."""
     with err.status(f"reading {src}"):
-        from vitrail.runtime import say
+        from vitrail.runtime import warn_once
         from vitrail.weights import checkpoint, conversion
         from vitrail.weights.locate import locate
 
@@ -54,10 +54,10 @@ def convert(
         net, info = checkpoint.read(found.path, section=section, family=family, dtype=None, changes=given)
     if found.origin:
         info = info.replace(origin=found.origin)
-    say([*found.notes, *info.notes])
+    warn_once([*found.notes, *info.notes])
     with err.status(f"writing {dst} and reading it back"):
         made = conversion.convert(net, info, dst, to=to, overwrite=overwrite, approximate=approximate)
-    say(made.notes)
+    warn_once(made.notes)
     if as_json:
         report = {"source": src, "destination": str(dst), "format": to, "tensors": made.tensors, "identical": True}
         typer.echo(json.dumps(report | {"drift": made.drift, "lost": made.lost}))

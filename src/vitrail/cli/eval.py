@@ -21,7 +21,7 @@ from vitrail.cli.model_options import Device, Dtype, LabelFile, ModelSpec
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError
-from vitrail.runtime import first_speaks, speaks
+from vitrail.runtime import is_main_process, log_on_main_process
 
 if TYPE_CHECKING:
     from vitrail.evaluate.evaluation import Evaluation, Measured
@@ -99,7 +99,7 @@ def evaluate(
         check_formats(kinds)  # before the work, not after it
     from vitrail.weights.model_info import portable
 
-    with first_speaks():
+    with log_on_main_process():
         alone = sizes[0] if sizes is not None and len(sizes) == 1 else None
         options: dict[str, Any] = {
             "image_size": alone,
@@ -130,7 +130,7 @@ def evaluate(
         device=device,
         watch=_watch,
     )
-    if not speaks():
+    if not is_main_process():
         return
     found = replace(found, model=portable(model) if model else found.model)
     if to is not None:
@@ -146,7 +146,7 @@ def evaluate(
 
 @contextmanager
 def _watch(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    with progress(speaks()) as bar:
+    with progress(is_main_process()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
 

@@ -9,7 +9,7 @@ import typer
 from vitrail.cli.console import err
 from vitrail.cli.options import Json, parse_size
 from vitrail.cli.train import AutoResume, Device, Out, Report, Resume, SkipBad, picked, spelled, tell
-from vitrail.runtime import speaks
+from vitrail.runtime import is_main_process
 
 
 def finetune(
@@ -79,6 +79,6 @@ def finetune(
         overrides=overrides,
         device=device or "auto",
     )
-    if speaks():
+    if is_main_process():
         err.print(picked(config))
     tell(api.train(config, out=out, auto_resume=auto_resume, report=report, command=spelled()), as_json)

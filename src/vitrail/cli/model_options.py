@@ -10,7 +10,7 @@ import typer
 
 from vitrail.cli.console import err, note
 from vitrail.errors import ConfigError, ModelError
-from vitrail.runtime import silent
+from vitrail.runtime import suppress_note
 
 if TYPE_CHECKING:
     from vitrail.api import Model
@@ -60,7 +60,7 @@ def open_model(
         Found(DEFAULT.path, DEFAULT.name) if model is None else locate(model)
     )  # may download, with its own progress bar
     with err.status(f"loading {model or DEFAULT.name}"):
-        with nullcontext() if "labels" in options else silent(ASSUMED):
+        with nullcontext() if "labels" in options else suppress_note(ASSUMED):
             vit = load(found, **options, **overrides)
         if require_network:
             vit.check_inside()

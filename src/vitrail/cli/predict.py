@@ -18,7 +18,7 @@ from vitrail.cli.model_options import BatchSize, Channels, Device, Dtype, ImageS
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError, NotFound, VitrailError
-from vitrail.runtime import visible
+from vitrail.runtime import escape_control
 
 if TYPE_CHECKING:
     from vitrail.api import Model, Prediction
@@ -86,7 +86,7 @@ def predict(
     else:
         for piece in text:
             # color=True: else click takes escape sequences out of names in files and pipes.
-            typer.echo(visible(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
+            typer.echo(escape_control(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
     if rows.failed and len(paths) > 1:
         problem(f"{rows.failed} of {len(paths)} images could not be read.")
     if rows.failed:

@@ -17,7 +17,7 @@ from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelF
 from vitrail.cli.options import Family, Section, Settings, parse_settings, parse_size
 from vitrail.cli.running import Calibrate
 from vitrail.errors import ConfigError, nearest
-from vitrail.runtime.cores import cores as own_cores
+from vitrail.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from vitrail.serve.served import Served
@@ -93,7 +93,7 @@ def serve(
     from vitrail.serve.security import read_token
 
     _log_to_stderr()
-    cores, near = max(own_cores() // workers, 1), host.startswith(LOOPBACK)
+    cores, near = max(usable_cores() // workers, 1), host.startswith(LOOPBACK)
     how = server.Settings(
         limits=Limits(bytes=max_bytes, pixels=max_pixels, images=max_images),
         work={"queue": queue, "batch_size": batch_size, "wait": wait / 1000},

@@ -15,7 +15,7 @@ from rich.text import Text
 from vitrail.cli.console import err, show
 from vitrail.cli.options import Json
 from vitrail.errors import ConfigError
-from vitrail.runtime import speaks
+from vitrail.runtime import is_main_process
 
 if TYPE_CHECKING:
     from vitrail.api import Run
@@ -94,7 +94,7 @@ def train(
 
 def tell(done: Run, as_json: bool) -> None:
     """How it ended; a run that a signal stopped ends the command with that signal's status."""
-    if not speaks():
+    if not is_main_process():
         raise typer.Exit(SIGNALS.get(done.stopped or "", 0))
     if as_json:
         typer.echo(json.dumps(summary(done), indent=2))

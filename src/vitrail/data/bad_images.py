@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from vitrail.errors import DataError
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 
 PARENT_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:]+/)+")
 """Of an absolute path in a sentence, all but its last part."""
@@ -30,7 +30,7 @@ class BadImages:
         if key not in self.reasons:
             reason = _without_folders(reason, key)
             self.reasons[key] = reason
-            say([f"{key} cannot be used: {reason}"], about=self.name)
+            warn_once([f"{key} cannot be used: {reason}"], about=self.name)
 
     def merge(self, found_by_rank: Iterable[Mapping[str, str]]) -> None:
         """What each process has found, in the order of ranks: then all of them know the same."""

@@ -38,9 +38,9 @@ from vitrail.data.transfer import StagedBatch, TargetTable, make_transfer
 from vitrail.data.transforms import EvalTransform, OriginalPixels, RandomResizedCrop, SampleReader, Transform
 from vitrail.data.worker_pool import FillRows, Pool, make_pool
 from vitrail.errors import ConfigError, DataError
-from vitrail.runtime import say
-from vitrail.runtime.cores import cores
-from vitrail.runtime.heap import keep_heap
+from vitrail.runtime import warn_once
+from vitrail.runtime.cores import usable_cores
+from vitrail.runtime.malloc import tune_malloc
 
 # N images in the source, B in a global batch, b of them this process's
 
@@ -221,7 +221,7 @@ class BatchSampler:
         blocks = source.blocks
         if (left := len(source) - len(self.numbers)) > 0:
             if part.start == 0:  # one process says it for all
-                say([f"{left:,} of {len(source):,} images have no label and are left out"], about=source.name)
+                warn_once([f"{left:,} of {len(source):,} images have no label and are left out"], about=source.name)
             if blocks is not None:
                 blocks = tuple(np.diff(np.searchsorted(self.numbers, np.cumsum(blocks)), prepend=0).tolist())
         kinds: Any = labels.targets[self.numbers] if config.order == "balanced" else len(self.numbers)
@@ -278,7 +278,7 @@ def training_batches(
         )
     device, mine = torch.device(device), batch_size // world_size
     if device.type == "cpu":
-        keep_heap()
+        tune_malloc()
     part, workers = range(rank * mine, (rank + 1) * mine), num_workers(config, world_size)
     options: dict[str, Any] = {"device": device, "steps": range(start_step, steps)}
     options["slots"] = torch.arange(part.start, part.stop)
@@ -311,7 +311,7 @@ def training_batches(
             bad.add(source.key(number), reason)
         bad.raise_if_too_many()  # every process has read them all
         if rank == 0:
-            say([_describe_resident(held, kept, augment)], about=source.name)
+            warn_once([_describe_resident(held, kept, augment)], about=source.name)
         return ResidentLoader(held, numbers, plan.indices, labels, **options)
 
     def on_errors(loader: WorkerLoader) -> None:
@@ -436,7 +436,7 @@ def num_workers(config: DataConfig, world_size: int) -> int:
     """As asked for, else this process's share of the cores."""
     if config.workers is not None:
         return config.workers
-    return max(1, min(cores() // _local_world_size(world_size), MAX_WORKERS))
+    return max(1, min(usable_cores() // _local_world_size(world_size), MAX_WORKERS))
 
 
 def _local_world_size(world_size: int) -> int:

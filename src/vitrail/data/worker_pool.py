@@ -43,7 +43,7 @@ import torch
 from vitrail.chance import Keys
 from vitrail.data.sampler import Indices
 from vitrail.errors import TrainError
-from vitrail.runtime.heap import keep_heap
+from vitrail.runtime.malloc import tune_malloc
 
 # n rows of a batch
 
@@ -406,7 +406,7 @@ def _worker_main(serve: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     gc.freeze()  # what was there before is never collected here: looking at it would copy it
     torch.set_num_threads(1)
-    keep_heap()
+    tune_malloc()
     with contextlib.suppress(BrokenPipeError):  # nobody is left to hear of what was done
         serve()
 

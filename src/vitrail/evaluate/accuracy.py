@@ -17,7 +17,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate.scores import CONFUSABLE, Samples, Scores, average_precision, wilson
 from vitrail.models.base import evaluating
-from vitrail.runtime import arithmetic
+from vitrail.runtime import autocast
 
 # b images of a batch, N of this process or of all, K classes
 
@@ -57,7 +57,7 @@ def measure(
         dtype = next((p.dtype for p in net.parameters()), torch.float32)
         for batch in batches:
             images = preprocess.normalize(batch.images).to(dtype)
-            with arithmetic(precision, images.device):
+            with autocast(precision, images.device):
                 logits = net(images)
                 mirrored = net(images.flip(-1)) if flip else None
             if logits.ndim != 2 or logits.shape[1] != num_classes:

@@ -29,8 +29,8 @@ from vitrail.data.sources.holdout import hold_out
 from vitrail.data.sources.source_factory import DEFAULT_HELD_OUT
 from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.evaluate.features import Features
-from vitrail.runtime import say
-from vitrail.runtime.locks import locked
+from vitrail.runtime import warn_once
+from vitrail.runtime.locks import try_lock
 from vitrail.weights.write import explained, sync, write_json
 
 KEY = b"vitrail"
@@ -89,7 +89,7 @@ class FeatureFile:
             except FileNotFoundError:  # it has just joined them
                 raise ConfigError(taken) from None
         with file:
-            if not locked(file.fileno()) or not self.folder.exists():
+            if not try_lock(file.fileno()) or not self.folder.exists():
                 raise ConfigError(taken)
             yield
 
@@ -229,7 +229,7 @@ def _held_out(table: pa.Table, labels: tuple[str, ...], name: str) -> tuple[Feat
             "pass --features twice, a file of test images second."
         )
     said = f"there are no test images: {int(mask.sum()):,} of {len(mask):,} are held out to measure on, by a hash of "
-    say([f"{said}their names", *notes], about=name)
+    warn_once([f"{said}their names", *notes], about=name)
     parts = [table.filter(pa.array(which)) for which in (~mask, mask)]
     return _features(parts[0], labels, f"{name}, but those held out"), _features(parts[1], labels, f"{name}, held out")
 

@@ -18,7 +18,7 @@ from vitrail.data.sources.base import Source
 from vitrail.errors import ConfigError, DataError, ModelError, nearest
 from vitrail.models import Net, ViT
 from vitrail.models.base import evaluating
-from vitrail.runtime import arithmetic
+from vitrail.runtime import autocast
 
 # b images of a batch, N of all, T tokens, D features
 
@@ -134,7 +134,7 @@ def stream(
     place = settled(place, net)
     dtype = next(p.dtype for p in net.parameters())
     for batch in batches:
-        with evaluating(net), torch.no_grad(), arithmetic(precision, batch.images.device):
+        with evaluating(net), torch.no_grad(), autocast(precision, batch.images.device):
             found = read(net, preprocess.normalize(batch.images).to(dtype), place)
         kept = (batch.weights > 0).cpu()
         yield batch.indices[kept], found.float().cpu()[kept]

@@ -14,7 +14,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.errors import DataError
 from vitrail.evaluate.accuracy import Combine
 from vitrail.models.base import evaluating
-from vitrail.runtime import arithmetic
+from vitrail.runtime import autocast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def guess(
         for batch in batches:
             images = preprocess.normalize(batch.images).to(dtype)
             keys = chance.keys_of(seed, 0, batch.indices.clamp(min=0).numpy())
-            with arithmetic(precision, images.device):
+            with autocast(precision, images.device):
                 found = learner(images, batch.targets, batch.weights, chance.as_tensor(keys, images.device))
             names = list(found)
             parts.append(torch.stack([batch.weights.sum().to(found["loss"]), *found.values()]))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ConfigError, DataError
-from vitrail.runtime.heap import keep_heap
+from vitrail.runtime.malloc import tune_malloc
 
 # Q queries and N bank entries of D features, K classes; S B similarities of a block, G groups in it
 
@@ -84,7 +84,7 @@ def nearest_neighbors(
         )
     blocks = blocks or BLOCKS.get(queries.device.type, Blocks())
     if queries.device.type == "cpu":
-        keep_heap()
+        tune_malloc()
     bank, queries = unit(bank), unit(queries)
     bank = _beside(bank, queries)
     if not len(queries):

@@ -23,7 +23,7 @@ from torch import Tensor
 from vitrail.errors import ConfigError
 from vitrail.evaluate.features import Features
 from vitrail.evaluate.fewshot import check_classes
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 
 # N images of D features, K classes; R rows of weights: K, or 1 for two classes
 
@@ -163,7 +163,9 @@ def choose(
     if validation is None:
         aside = held_out(train.targets)
         if not aside.any():
-            say(["each class has one image, and none can be kept aside to choose C by: it is 1"], about=train.name)
+            warn_once(
+                ["each class has one image, and none can be kept aside to choose C by: it is 1"], about=train.name
+            )
             if advance is not None:
                 advance(FITS)
             return 1.0
@@ -189,7 +191,7 @@ def choose(
     if at_edge(strength):
         low, high = (10.0**power for power in DECADES)
         edge = f"the best C, {strength:g}, is at the edge of the range that was tried, {low:g} to {high:g}"
-        say([f"{edge}: a value beyond it may do better"], about=train.name)
+        warn_once([f"{edge}: a value beyond it may do better"], about=train.name)
     return strength
 
 

@@ -30,7 +30,7 @@ from vitrail.data.sources.packed_strings import PackedStrings
 from vitrail.data.sources.subset import Subset
 from vitrail.errors import DataError, NotFound, nearest
 from vitrail.evaluate.intervals import Estimate, mean_of_shares
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 
 GROUPS = ("Natural", "Specialized", "Structured")
 LEARN, CHOOSE = 800, 200
@@ -147,7 +147,9 @@ def drawn(train: Source, validation: Source | None, task: Task) -> tuple[Source,
     if min(sizes) == 0:
         raise DataError(f"{task.title} has {len(train):,} images to learn from, too few to keep some aside.")
     if sizes != (LEARN, CHOOSE):
-        say([f"{task.title} has {sum(sizes):,} images to learn from, not 1,000: {sizes[0]} learn, {sizes[1]} choose"])
+        warn_once(
+            [f"{task.title} has {sum(sizes):,} images to learn from, not 1,000: {sizes[0]} learn, {sizes[1]} choose"]
+        )
     return parts
 
 

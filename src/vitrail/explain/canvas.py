@@ -18,7 +18,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
 from vitrail.errors import ConfigError, nearest
-from vitrail.runtime import say, visible
+from vitrail.runtime import escape_control, warn_once
 
 # Okabe and Ito's colors, darkened where white paper asks for it: told apart by all eyes.
 COLORS = ("#0072b2", "#b84f00", "#00795a", "#a8477f", "#8a6a00")
@@ -67,7 +67,7 @@ def _as_text(figure: Figure) -> None:
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         text.set_parse_math(False)
-        text.set_text(visible(text.get_text()))
+        text.set_text(escape_control(text.get_text()))
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def _missing_glyphs() -> Iterator[None]:
         warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
     characters = " ".join(sorted({chr(int(found[1])) for found, _ in lacking if found}))
     if characters:
-        say([f"the font of the figures does not have the characters {characters}: they are drawn as boxes"])
+        warn_once([f"the font of the figures does not have the characters {characters}: they are drawn as boxes"])
 
 
 def check_formats(formats: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from vitrail.runtime import visible
+from vitrail.runtime import escape_control
 
 
 def cut(text: str, most: int) -> str:
@@ -19,7 +19,7 @@ def abbreviated(names: Sequence[str], most: int) -> list[str]:
     The end is cut off; of names that would then be equal, the middle; of names that would still be equal, all but
     the beginning and the position in the list.
     """
-    plain = [visible(name).replace("_", " ").replace("\n", "\\n") for name in names]
+    plain = [escape_control(name).replace("_", " ").replace("\n", "\\n") for name in names]
     short = [cut(name, most) for name in plain]
     for tail in (most // 2, most - 4):
         counts = Counter(short)

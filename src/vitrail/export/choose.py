@@ -21,9 +21,9 @@ from vitrail.export.images import Pixels, samples
 from vitrail.export.kept import WRITTEN, alone, folder_of, is_kept, kept_engine
 from vitrail.export.sheet import Precision, Sheet
 from vitrail.models import Net
-from vitrail.runtime import say
-from vitrail.runtime.cores import cores
-from vitrail.runtime.cpu import cpu
+from vitrail.runtime import warn_once
+from vitrail.runtime.cores import usable_cores
+from vitrail.runtime.cpu import detect_cpu
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.write import write_json
 
@@ -50,11 +50,11 @@ def fastest(
     GPU it is torch.
     """
     if device.type != "cpu":
-        say([f"engine auto takes torch: it is the one that runs on {device.type}"])
+        warn_once([f"engine auto takes torch: it is the one that runs on {device.type}"])
         return torch_engine(net, info, device, threads, lanes)
     net = exact(net)
     if not (installed("onnx") and installed("onnxscript") and any(map(installed, WRITTEN))):
-        say(["engine auto takes torch: no other is installed (pip install 'vitrail[export]')"])
+        warn_once(["engine auto takes torch: no other is installed (pip install 'vitrail[export]')"])
         return torch_engine(net, info, device, threads, lanes)
     calibration = prepared(Sheet(info=info, to="onnx"), calibrate)
     folder = folder_of(net, info, calibration)
@@ -63,12 +63,12 @@ def fastest(
         found = _remembered(place)
         again = found is not None
         if found is None:
-            say(["trying the engines that are installed, which takes up to a minute, once"], about=str(place))
+            warn_once(["trying the engines that are installed, which takes up to a minute, once"], about=str(place))
             found = _raced(net, info, threads, calibration)
             if is_kept(folder_of(net, info, calibration)):  # a choice that a full disk made is not remembered
                 with suppress(VitrailError, OSError):
                     write_json(place, found, overwrite=True)
-    say([f"engine auto takes {told(found)}{f'; remembered in {place}' * again}"])
+    warn_once([f"engine auto takes {told(found)}{f'; remembered in {place}' * again}"])
     if found["engine"] == "torch":
         return torch_engine(net, info, device, threads, lanes)
     return kept_engine(net, info, found["engine"], found["precision"], threads, lanes, calibration)
@@ -99,7 +99,7 @@ def opened(path: Path, engine: str | None = None, threads: int | None = None, la
         raise CheckpointError(next(iter(refused.values())))
     batch = _batch(next(iter(racing.values())).info)
     found = {**_timed(racing, batch), "refused": refused}
-    say([f"engine auto takes {told(found)}"])
+    warn_once([f"engine auto takes {told(found)}"])
     return open_file(path, found["engine"], threads, lanes)
 
 
@@ -199,5 +199,5 @@ def _remembered(place: Path) -> Found | None:
 
 def _machine(threads: int | None) -> str:
     """What a choice holds for, beside the model: this CPU with its instruction sets, and the number of its cores."""
-    kind = json.dumps([cpu().key, threads or cores()])
+    kind = json.dumps([detect_cpu().cache_key, threads or usable_cores()])
     return hashlib.blake2b(kind.encode(), digest_size=4).hexdigest()

@@ -17,9 +17,9 @@ from vitrail.errors import CheckpointError
 from vitrail.evaluate.intervals import Estimate, difference, share
 from vitrail.export.engines import Engine, FileEngine, Floats, Pixels, TorchEngine, openvino_limit
 from vitrail.export.sheet import Answer
-from vitrail.runtime.cores import cores
-from vitrail.runtime.cpu import Cpu, cpu
-from vitrail.runtime.tiles import SETTING as LIMIT
+from vitrail.runtime.amx import ISA_VARIABLE
+from vitrail.runtime.cores import usable_cores
+from vitrail.runtime.cpu import CpuInfo, detect_cpu
 
 # N images, K outputs
 
@@ -57,7 +57,7 @@ class Speed:
 class RanOn:
     """Where a comparison was made: another CPU or version may round differently, and has another speed."""
 
-    cpu: Cpu
+    cpu: CpuInfo
     engine: str
     version: str
     """Of the engine; empty where it is not known."""
@@ -72,8 +72,8 @@ class RanOn:
             found = version(engine)
         except PackageNotFoundError:
             found = ""
-        limit = openvino_limit() if engine == "openvino" else os.environ.get(LIMIT, "")
-        return cls(cpu(), engine, found, cores(), limit)
+        limit = openvino_limit() if engine == "openvino" else os.environ.get(ISA_VARIABLE, "")
+        return cls(detect_cpu(), engine, found, usable_cores(), limit)
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -84,11 +84,11 @@ class RanOn:
             "engine": self.engine,
             "engine_version": self.version,
         }
-        return found | ({LIMIT: self.limit} if self.limit else {})
+        return found | ({ISA_VARIABLE: self.limit} if self.limit else {})
 
     def __str__(self) -> str:
         many = "1 core" if self.cores == 1 else f"{self.cores} cores"
-        limit = f", {LIMIT}={self.limit}" if self.limit else ""
+        limit = f", {ISA_VARIABLE}={self.limit}" if self.limit else ""
         return f"{self.engine} {self.version} on {self.cpu}, {many}{limit}"
 
 

@@ -32,10 +32,10 @@ from vitrail.export.names import beside, is_exported
 from vitrail.export.sheet import KEY, Sheet
 from vitrail.models import Net
 from vitrail.models.base import evaluating
-from vitrail.runtime import pick_device, say
-from vitrail.runtime.cores import cores
-from vitrail.runtime.cpu import cpu
-from vitrail.runtime.tiles import SETTING, WITHOUT_TILES, check_bfloat16, leave_tiles
+from vitrail.runtime import pick_device, warn_once
+from vitrail.runtime.amx import ISA_VARIABLE, WITHOUT_AMX, check_bfloat16, disable_broken_amx
+from vitrail.runtime.cores import usable_cores
+from vitrail.runtime.cpu import detect_cpu
 from vitrail.weights.locate import Found
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.opening import open_checkpoint
@@ -206,7 +206,7 @@ def _use(threads: int | None, lanes: int) -> None:
 
 def _share(threads: int | None, lanes: int) -> int:
     """Cores of one call among several."""
-    return max((threads or cores()) // lanes, 1)
+    return max((threads or usable_cores()) // lanes, 1)
 
 
 def open_file(path: Path, engine: str | None = None, threads: int | None = None, lanes: int = 1) -> FileEngine:
@@ -285,8 +285,8 @@ def _shape(port: Any) -> list[int | None]:
 
 def warn_of_saturation(sheet: Sheet, path: Path) -> None:
     """Say that an int8 file may answer wrongly on this CPU."""
-    if sheet.saturates and cpu().saturates:
-        say([SATURATES], about=str(path))
+    if sheet.saturates and detect_cpu().int8_saturates:
+        warn_once([SATURATES], about=str(path))
 
 
 class Compiled:
@@ -366,9 +366,9 @@ def openvino_core() -> Any:
     """OpenVINO, with the limit on its instruction sets in place: it reads that once, when it first compiles."""
     openvino = need("openvino")
     try:
-        leave_tiles()
+        disable_broken_amx()
     except ConfigError:  # too late for torch, which has begun already
-        os.environ.setdefault(SETTING, WITHOUT_TILES)
+        os.environ.setdefault(ISA_VARIABLE, WITHOUT_AMX)
     _start_openvino()
     core = openvino.Core()
     core.set_property({"ENABLE_MMAP": False})  # a mapped file changes under the engine, or ends the process
@@ -378,16 +378,16 @@ def openvino_core() -> Any:
 @lru_cache(maxsize=1)
 def _start_openvino() -> None:
     """Compile a first, small model where OpenVINO needs another limit than torch and other processes."""
-    given, limit = os.environ.get(SETTING, ""), openvino_limit()
+    given, limit = os.environ.get(ISA_VARIABLE, ""), openvino_limit()
     if given == limit:
         return
     openvino, operators = need("openvino"), need("openvino.opset13")
     x = operators.parameter([-1, 16], np.float32)
-    os.environ[SETTING] = limit
+    os.environ[ISA_VARIABLE] = limit
     try:
         openvino.Core().compile_model(openvino.Model([operators.relu(x)], [x], "first"), "CPU")
     finally:
-        os.environ[SETTING] = given
+        os.environ[ISA_VARIABLE] = given
 
 
 def openvino_limit() -> str:
@@ -396,5 +396,5 @@ def openvino_limit() -> str:
     On a CPU with AVX-512, only some of its kernels obey a limit below that: others then end the process with a
     segmentation fault, or cannot be compiled (int8, bfloat16).
     """
-    given = os.environ.get(SETTING, "")
-    return WITHOUT_TILES if given.upper() in BELOW_AVX512 and "AVX-512" in cpu().instructions else given
+    given = os.environ.get(ISA_VARIABLE, "")
+    return WITHOUT_AMX if given.upper() in BELOW_AVX512 and "AVX-512" in detect_cpu().instructions else given

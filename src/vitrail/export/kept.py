@@ -29,8 +29,8 @@ from vitrail.export.formats import parts_of
 from vitrail.export.images import Pixels, samples
 from vitrail.export.sheet import SUFFIXES, Answer, Precision, Sheet, To
 from vitrail.models import Net
-from vitrail.runtime import say
-from vitrail.runtime.locks import locked
+from vitrail.runtime import warn_once
+from vitrail.runtime.locks import try_lock
 from vitrail.weights.model_info import ModelInfo
 
 WRITTEN: dict[str, To] = {"onnxruntime": "onnx", "openvino": "openvino"}
@@ -63,7 +63,7 @@ def kept_engine(
                 "--engine torch."
             ) from error
     _FULL.add(_usual())
-    say(["there is no room: engines' files are not kept"], about=str(_usual()))
+    warn_once(["there is no room: engines' files are not kept"], about=str(_usual()))
     return kept_engine(net, info, name, precision, threads, lanes, calibration)
 
 
@@ -133,7 +133,7 @@ def folder_of(net: Net, info: ModelInfo, calibration: Sequence[Pixels] = ()) -> 
             with tempfile.TemporaryFile(dir=usual / inside):
                 return usual / inside
         except OSError as error:
-            say([f"cannot be written ({error.strerror or error}): engines' files are not kept"], about=str(usual))
+            warn_once([f"cannot be written ({error.strerror or error}): engines' files are not kept"], about=str(usual))
     folder = Path(_for_now().name) / inside
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -148,7 +148,7 @@ def is_kept(folder: Path) -> bool:
 def alone(lock: Path) -> Iterator[None]:
     """While somebody has this file, others wait, in this process or in another, and then find what was made."""
     with _LOCKS.setdefault(lock, threading.Lock()), open(lock, "w") as file:
-        while not locked(file.fileno()):
+        while not try_lock(file.fileno()):
             time.sleep(0.1)
         yield
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vitrail.runtime.locks import locked
+from vitrail.runtime.locks import try_lock
 from vitrail.weights.write import explained
 
 LOCK = "vitrail.lock"
@@ -27,7 +27,7 @@ def workplace(path: Path) -> Iterator[Path]:
         with explained(path):
             lock = new.open("wb")
         with lock:
-            locked(lock.fileno())
+            try_lock(lock.fileno())
             if new.name != LOCK:
                 new.replace(folder / LOCK)  # never seen before it is held
             yield folder
@@ -45,7 +45,7 @@ def _sweep(path: Path) -> None:
         if name or not process.isdecimal() or not (folder / LOCK).is_file() or _alive(int(process)):
             continue
         with suppress(OSError), (folder / LOCK).open("r+b") as lock:
-            if locked(lock.fileno()):
+            if try_lock(lock.fileno()):
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -16,7 +16,7 @@ from vitrail.errors import ConfigError
 from vitrail.models import Net, ViT
 from vitrail.objectives.base import Objective, Sums, exact, summed
 from vitrail.objectives.classify import Labels
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 from vitrail.weights import checkpoint
 from vitrail.weights.locate import locate
 from vitrail.weights.model_info import ModelInfo
@@ -135,7 +135,7 @@ def load_teacher(
         raise ConfigError("objective=distill needs distill.teacher: a checkpoint, a model's name or a hub id.")
     found = locate(config.teacher)
     net, info = checkpoint.read(found.path)
-    say([*info.notes, *found.notes], about=found.origin or found.path.name)
+    warn_once([*info.notes, *found.notes], about=found.origin or found.path.name)
     if info.task != "classify" or net.config.num_classes != num_classes:
         knows = (
             f"{net.config.num_classes} classes" if info.task == "classify" and net.config.num_classes else "no classes"
@@ -158,7 +158,7 @@ def _order(theirs: Sequence[str] | None, ours: Sequence[str] | None, teacher: st
     if theirs is None or ours is None or list(theirs) == list(ours):
         return None
     if sorted(theirs) == sorted(ours) and len(set(ours)) == len(ours):
-        say(["its classes are the data's in another order, and are put in the data's"], about=teacher)
+        warn_once(["its classes are the data's in another order, and are put in the data's"], about=teacher)
         return [list(theirs).index(name) for name in ours]
     i = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
     raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from vitrail.runtime import visible
+from vitrail.runtime import escape_control
 
 VOID = frozenset({"img", "meta", "br"})
 
@@ -28,7 +28,9 @@ def tag(name: str, /, *children: Child, **attributes: object) -> Markup:
 
 def join(*children: Child) -> Markup:
     """One after the other, each escaped unless it is markup; control characters, which HTML forbids, are visible."""
-    return Markup("".join(c if isinstance(c, Markup) else escape(visible(c), quote=False) for c in children if c))
+    return Markup(
+        "".join(c if isinstance(c, Markup) else escape(escape_control(c), quote=False) for c in children if c)
+    )
 
 
 def _attribute(key: str, value: object) -> str:
@@ -38,4 +40,4 @@ def _attribute(key: str, value: object) -> str:
     if value is True:
         return f" {name}"
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return f' {name}="{escape(visible(text))}"'
+    return f' {name}="{escape(escape_control(text))}"'

@@ -1,15 +1,15 @@
-"""Where and how things run: device, precision, what is said aloud.
+"""Device, precision, locks, and notes to the user.
 
-    cores    how many of them this process may use
-    cpu      its model and instruction sets
-    heap     freed memory that stays with the process
-    locks    a file for one process alone
-    peak     how fast a device multiplies matrices, measured
-    terminal a console that prints names from files as text
-    tiles    bfloat16 on a CPU that only announces it
+    amx         works around CPUs that report AMX without having it
+    cores       number of CPU cores that this process may use
+    cpu         the CPU's model and instruction sets
+    locks       exclusive locks on open files
+    malloc      glibc's malloc keeps freed memory instead of returning it to the system
+    peak_flops  measured peak rate of matrix products on a device
+    terminal    a console that escapes control characters
 
-Assumptions and choices made for the user go to the logger "vitrail", at level WARNING, so that a
-plain script shows them; `logging.getLogger("vitrail").setLevel("ERROR")` silences them.
+Assumptions and choices made for the user are logged to the logger "vitrail" at level WARNING, so that a plain script
+shows them; `logging.getLogger("vitrail").setLevel("ERROR")` silences them.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ from vitrail.errors import ConfigError, nearest
 if TYPE_CHECKING:
     import torch
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+CONTROL_CHARS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Characters that move a terminal's cursor, change its state or reverse its text; not tab and newline."""
 
 log = logging.getLogger("vitrail")
-_said: set[tuple[str, str]] = set()
-_silent: set[str] = set()
+_logged: set[tuple[str, str]] = set()
+_suppressed: set[str] = set()
 
 
-def visible(text: str) -> str:
-    """The text with control characters as escapes, `\\x1b[31m`: names in a file must not control a terminal."""
-    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+def escape_control(text: str) -> str:
+    """Replace control characters with escapes (`\\x1b[31m`): names read from a file must not control a terminal."""
+    return CONTROL_CHARS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def say(notes: Iterable[str], about: str = "") -> None:
-    """Tell the user what was assumed or chosen about something, once for each such thing."""
+def warn_once(notes: Iterable[str], about: str = "") -> None:
+    """Log each note at level WARNING, prefixed with `about`; each pair of `about` and note is logged once."""
     for note in notes:
-        if note in _silent:
+        if note in _suppressed:
             continue
-        note = visible(note if note.endswith((".", "…")) else f"{note}.")
-        if (about, note) not in _said:
-            _said.add((about, note))
-            log.warning("%s", f"{visible(about)}: {note}" if about else note, extra={"note": note})
+        note = escape_control(note if note.endswith((".", "…")) else f"{note}.")
+        if (about, note) not in _logged:
+            _logged.add((about, note))
+            log.warning("%s", f"{escape_control(about)}: {note}" if about else note, extra={"note": note})
 
 
 @contextmanager
-def silent(note: str) -> Iterator[None]:
-    """Leave one note out, for a caller that makes no use of what it is about."""
-    _silent.add(note)
+def suppress_note(note: str) -> Iterator[None]:
+    """Do not log this note inside the block: the caller does not use what it is about."""
+    _suppressed.add(note)
     try:
         yield
     finally:
-        _silent.discard(note)
+        _suppressed.discard(note)
 
 
-def speaks() -> bool:
-    """Whether this process is the one that talks to the user: under torchrun only the first does."""
+def is_main_process() -> bool:
+    """Whether this process prints to the user: always, except for ranks above 0 under torchrun."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
-def first_speaks() -> Iterator[None]:
-    """What all processes would say alike, the first one says."""
-    before, log.disabled = log.disabled, log.disabled or not speaks()
+def log_on_main_process() -> Iterator[None]:
+    """Inside the block only the main process logs, since all processes would log the same."""
+    before, log.disabled = log.disabled, log.disabled or not is_main_process()
     try:
         yield
     finally:
@@ -76,7 +76,7 @@ def first_speaks() -> Iterator[None]:
 
 
 def pick_device(name: str | torch.device = "auto") -> torch.device:
-    """`auto` is CUDA, else Apple's MPS, else the CPU; anything else is torch's own name."""
+    """The device of this name as torch writes it; `auto` is CUDA, else Apple's MPS, else the CPU."""
     import torch
 
     if name == "auto":
@@ -94,34 +94,34 @@ def pick_device(name: str | torch.device = "auto") -> torch.device:
 
 
 def pick_precision(name: str, device: torch.device) -> str:
-    """`auto` is bfloat16 on a GPU of NVIDIA or AMD that has it, float32 elsewhere; anything else is meant as it is."""
+    """Resolve `auto`: bfloat16 on an NVIDIA or AMD GPU that supports it, else float32. Other names are unchanged."""
     import torch
 
     if name != "auto":
         return name
-    has_it = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if has_it else "float32"
+    supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if supported else "float32"
 
 
-def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Inside, products are computed in bfloat16, if that is the precision; weights stay what they are."""
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """`torch.autocast` to bfloat16 if `precision` is "bfloat16", else no change; weights keep their dtype."""
     import torch
 
     if precision != "bfloat16":
         return nullcontext()
     if device.type == "cpu":
-        from vitrail.runtime.tiles import check_bfloat16
+        from vitrail.runtime.amx import check_bfloat16
 
         check_bfloat16()
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 @contextmanager
-def same_bits(wanted: bool) -> Iterator[None]:
-    """Inside, only GPU kernels that give the same bits each time; an operation that has none is an error."""
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Inside the block torch uses only deterministic GPU kernels; an operation without one raises an error."""
     import torch
 
-    if not wanted:
+    if not enabled:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when first used
@@ -136,7 +136,7 @@ def same_bits(wanted: bool) -> Iterator[None]:
 
 
 def pick_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
-    """torch's own, or its name: "bfloat16"."""
+    """The torch dtype of a name such as "bfloat16"; a dtype or None is returned as is."""
     import torch
 
     if not isinstance(name, str):
@@ -144,6 +144,6 @@ def pick_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     known = ("float32", "float64", "float16", "bfloat16")
     if name.removeprefix("torch.") not in known:
         raise ConfigError(f"no dtype {name!r} to load weights as{nearest(name, known)}")
-    found = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,7 +1,7 @@
-"""How many cores this process may use, which is not how many the machine has.
+"""The number of CPU cores that this process may use, which can be fewer than the machine has.
 
-A container or a batch system gives a process some of them: as a list (affinity), or as a share of their
-time (a quota of its control group). Threads beyond that only take each other's turns and memory.
+A container or a batch system limits a process by a set of cores (affinity) or by CPU time (the quota of its control
+group). More threads than that only compete for cores and memory.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-GROUPS = Path("/sys/fs/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 
-def cores() -> int:
-    """At least 1; a part of a core counts as one."""
+def usable_cores() -> int:
+    """Number of cores that affinity and cgroup quota allow, rounded up; at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(math.ceil(min(allowed, quota())), 1)
+    return max(math.ceil(min(allowed, cgroup_quota())), 1)
 
 
-def quota(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Cores' worth of time that the control groups of this process allow; infinite where they do not say."""
-    return min((share for folder in _folders(groups, membership) for share in _shares(folder)), default=math.inf)
+def cgroup_quota(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> float:
+    """CPU time that the control groups of this process allow, in cores; infinite where none sets a limit."""
+    return min((quota for folder in _folders(root, membership) for quota in _quotas(folder)), default=math.inf)
 
 
-def _folders(groups: Path, membership: Path) -> Iterator[Path]:
-    """Of each group this process is in and of those around it: in a container the outermost may be all that is seen."""
+def _folders(root: Path, membership: Path) -> Iterator[Path]:
+    """The folder of each control group of this process, and all its parents: a container may see only the outermost."""
     for line in _text(membership).splitlines():
         _, _, rest = line.partition(":")
-        kinds, _, path = rest.partition(":")
-        if kinds and "cpu" not in kinds.split(","):  # version 1 has a tree for each kind, version 2 has one
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):  # cgroup v1 has a tree per controller, v2 has one
             continue
-        for top in (groups, groups / "cpu", groups / kinds) if kinds else (groups,):
+        for top in (root, root / "cpu", root / controllers) if controllers else (root,):
             inner = Path(path.lstrip("/"))
             yield from (top / part for part in (inner, *inner.parents))
 
 
-def _shares(folder: Path) -> Iterator[float]:
-    """What the files of either version say, where they are there and set a limit."""
-    first = _text(folder / "cpu.max").split()
-    second = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-    for found in (first, second):
-        if len(found) == 2 and all(word.isdecimal() for word in found) and int(found[1]):
-            yield int(found[0]) / int(found[1])
+def _quotas(folder: Path) -> Iterator[float]:
+    """Quotas set by the files of cgroup v2 and v1 in one folder, in cores."""
+    v2 = _text(folder / "cpu.max").split()
+    v1 = [_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+    for fields in (v2, v1):
+        if len(fields) == 2 and all(field.isdecimal() for field in fields) and int(fields[1]):
+            yield int(fields[0]) / int(fields[1])
 
 
 def _text(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""A file for one process alone."""
+"""Exclusive locks on open files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PAUSE = 0.05
-"""Seconds between two attempts."""
+RETRY_INTERVAL_S = 0.05
 
 
-def locked(file: int) -> bool:
-    """Whether an open file is this process's now; where nothing can be locked, it is."""
+def try_lock(file: int) -> bool:
+    """Lock an open file for this process; False if another process holds it. True where files cannot be locked."""
     if fcntl is None:
         return True
     try:
@@ -26,14 +25,14 @@ def locked(file: int) -> bool:
     return True
 
 
-def locked_within(file: int, seconds: float, waiting: Callable[[], None]) -> bool:
-    """The same, waiting for a process that is about to end; `waiting` is called once if there is one."""
-    until, told = time.monotonic() + seconds, False
-    while not locked(file):
-        if time.monotonic() >= until:
+def lock_within(file: int, timeout_s: float, on_wait: Callable[[], None]) -> bool:
+    """Retry `try_lock` for up to `timeout_s` seconds; `on_wait` is called once if the first attempt fails."""
+    deadline, waiting = time.monotonic() + timeout_s, False
+    while not try_lock(file):
+        if time.monotonic() >= deadline:
             return False
-        if not told:
-            waiting()
-            told = True
-        time.sleep(PAUSE)
+        if not waiting:
+            on_wait()
+            waiting = True
+        time.sleep(RETRY_INTERVAL_S)
     return True

@@ -10,10 +10,10 @@ from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
-from vitrail.runtime import visible
+from vitrail.runtime import escape_control
 
 
-class Terminal(Console):
+class SafeConsole(Console):
     """rich's Console; every character that could control the terminal is printed as its escape."""
 
     def __init__(self, **options: Any) -> None:
@@ -21,7 +21,7 @@ class Terminal(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else visible(text), style, control)
+            yield Segment(text if control else escape_control(text), style, control)
 
     def status(self, status: RenderableType, **options: Any) -> Status:
         return super().status(Text(status) if isinstance(status, str) else status, **options)

@@ -20,7 +20,7 @@ from vitrail.data import jpeg
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ImageError
 from vitrail.explain.hiding import Fill, filling, hidden
-from vitrail.runtime.heap import trim_heap
+from vitrail.runtime.malloc import trim_malloc
 from vitrail.serve.image_headers import USUAL_SCANS, quick_header, scans
 from vitrail.serve.limits import Limits
 from vitrail.serve.problems import Problem, told
@@ -88,7 +88,7 @@ class Images:
         except Bombs:
             raise self._too_large() from None
         if opened.pixels >= TRIM:
-            trim_heap()
+            trim_malloc()
         return found
 
     def without(self, pixels: Pixels, hide: Sequence[int], fill: Fill) -> Pixels:

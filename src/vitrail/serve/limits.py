@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vitrail.errors import ConfigError
-from vitrail.runtime.cores import cores as own_cores
+from vitrail.runtime.cores import usable_cores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Work:
     """Threads that run the engine, each on a batch of its own."""
     threads: int | None = None
     """Cores each of them computes on; None: as torch has it."""
-    decoders: int = field(default_factory=own_cores)
+    decoders: int = field(default_factory=usable_cores)
     """Threads that decode small images, and processes that decode large ones."""
 
     def __post_init__(self) -> None:

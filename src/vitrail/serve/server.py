@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import uvicorn
 
 from vitrail.errors import ConfigError
-from vitrail.runtime.cores import cores as own_cores
+from vitrail.runtime.cores import usable_cores
 from vitrail.serve.connections import within
 from vitrail.serve.limits import Limits, shares
 from vitrail.serve.served import Served
@@ -58,7 +58,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     work: dict[str, Any] = field(default_factory=dict)
     """Fields of `Work`; those that are left out follow from the engine and the cores."""
-    cores: int = field(default_factory=own_cores)
+    cores: int = field(default_factory=usable_cores)
     """For each worker."""
     token: str | None = None
     hosts: tuple[str, ...] | None = None

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from vitrail.evaluate.scores import Scores
 from vitrail.runtime import log
-from vitrail.runtime.terminal import Terminal
+from vitrail.runtime.terminal import SafeConsole
 from vitrail.train.panel import Drawn, plain_evaluation, plain_measuring, plain_progress, plain_step
 
 REFRESHES = 4
@@ -90,7 +90,7 @@ class Display:
         self.flops, self.peak = flops_per_image, peak_flops
         self.title, self.subtitle = title, subtitle
         self.device = torch.device(device)
-        self.console = console or Terminal(stderr=True)
+        self.console = console or SafeConsole(stderr=True)
         self.clock = clock
         self.seen = Watched(step=start, begun=start)
         self.live: Live | None = None

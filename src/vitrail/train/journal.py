@@ -20,8 +20,8 @@ from vitrail.errors import DataError, VitrailError
 from vitrail.evaluate.guesses import Guesses
 from vitrail.evaluate.scores import Scores
 from vitrail.objectives import Distill
-from vitrail.runtime import say
-from vitrail.runtime.peak import measured_peak
+from vitrail.runtime import warn_once
+from vitrail.runtime.peak_flops import measure_peak_flops
 from vitrail.train.display import Display
 from vitrail.train.log import Metrics
 from vitrail.train.meter import NORM, STEPS, WEIGHT, Meter
@@ -88,14 +88,14 @@ class Journal:
             path, progress = saved
             changed = differences(progress.ran_on, self.progress.ran_on)
             if changed:
-                say([f"resumed elsewhere ({'; '.join(changed)}): the same run, but not to the last bit"])
+                warn_once([f"resumed elsewhere ({'; '.join(changed)}): the same run, but not to the last bit"])
             if not progress.data and progress.images not in (None, self.progress.images):  # an older checkpoint
-                say([
+                warn_once([
                     f"{self.config.data.source} had {progress.images:,} images to learn from and has "
                     f"{self.progress.images or 0:,} now: the run goes on, but its result will be another"
                 ])  # fmt: skip
             if progress.teacher not in (None, self.progress.teacher):
-                say([f"the teacher {self.config.distill.teacher} has other weights than the run began with"])
+                warn_once([f"the teacher {self.config.distill.teacher} has other weights than the run began with"])
             tensors = self.checkpoints.read(path, self.trainer.tensors())
             self.trainer.load(tensors)
             self._resume_generators(tensors, progress)
@@ -106,7 +106,7 @@ class Journal:
             self.meter.take(progress.meter if self.ranks.first else {})
         else:
             seed_generators(self.config.seed, self.ranks.rank)
-            say([f"{self.run.path} has no checkpoint yet: the run starts from its beginning"])
+            warn_once([f"{self.run.path} has no checkpoint yet: the run starts from its beginning"])
         self.checkpoints.rewind(self.progress.step)
         self._open()
         return self.progress
@@ -118,7 +118,7 @@ class Journal:
         if progress.ran_on.get("processes") == world:
             set_generators(tensors, self.trainer.device, rank)
         elif any(getattr(module, "attention_dropout", 0) for module in self.trainer.learner.net.modules()):
-            say(["attention_dropout draws other masks on another number of processes, unlike all other chance"])
+            warn_once(["attention_dropout draws other masks on another number of processes, unlike all other chance"])
 
     def _open(self) -> None:
         self.started = self.logged = time.monotonic()
@@ -144,7 +144,7 @@ class Journal:
             trainer.batch,
             images_per_epoch=trainer.images or None,
             flops_per_image=trainer.arithmetic_per_image / self.ranks.world,
-            peak_flops=measured_peak(trainer.device, dtype) if self.ranks.first else None,
+            peak_flops=measure_peak_flops(trainer.device, dtype) if self.ranks.first else None,
             title=self.config.name,
             subtitle=str(self.run.path),
             start=self.progress.step,
@@ -254,7 +254,7 @@ class Journal:
             if found is not None:
                 tensors, chosen = found, progress.best_step
                 if self.ranks.first:
-                    say(
+                    warn_once(
                         [f"the weights of step {chosen:,} were the best and become the model"], about=str(self.run.path)
                     )
         net = trainer.model(tensors)
@@ -271,7 +271,7 @@ class Journal:
             checkpoint.write(net.to("cpu", torch.float32), info, self.run.model, overwrite=True)
         self.checkpoints.close()
         if self.checkpoints.failed is not None and self.ranks.first:
-            say([f"the last checkpoint could not be written: {self.checkpoints.failed}"])
+            warn_once([f"the last checkpoint could not be written: {self.checkpoints.failed}"])
         return self.scores
 
     def last_words(self, batch: Batch) -> str:
@@ -286,7 +286,7 @@ class Journal:
     def _count_bad(self) -> None:
         count = len(self.progress.unreadable)
         if count and self.ranks.first:
-            say([f"{count:,} image{'s' * (count > 1)} could not be used and counted nothing in training"])
+            warn_once([f"{count:,} image{'s' * (count > 1)} could not be used and counted nothing in training"])
 
     def _last_saved(self) -> str:
         steps = self.checkpoints.steps()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.errors import TrainError
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 
 Line = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Metrics:
         try:
             self._append()
         except OSError as error:
-            say([f"{self.path} cannot be written now ({error.strerror}); its lines wait in memory"])
+            warn_once([f"{self.path} cannot be written now ({error.strerror}); its lines wait in memory"])
 
     def _show(self, line: Line) -> None:
         if self.board is None:
@@ -58,7 +58,7 @@ class Metrics:
             _to_board(self.board, line)
         except OSError as error:  # its thread has died of it, and takes nothing any more
             self.board = None
-            say([f"TensorBoard gets no more ({error.strerror}); {self.path} has everything"])
+            warn_once([f"TensorBoard gets no more ({error.strerror}); {self.path} has everything"])
 
     def flush(self) -> list[str]:
         """Everything safe on the disk; the lines that could not be written."""

@@ -14,7 +14,7 @@ from vitrail.config import TrainConfig
 from vitrail.data.loader import Loader
 from vitrail.errors import TrainError
 from vitrail.evaluate.scores import Scores
-from vitrail.runtime import first_speaks, same_bits, say
+from vitrail.runtime import deterministic, log_on_main_process, warn_once
 from vitrail.train.extension import check_length, extended
 from vitrail.train.health import Health
 from vitrail.train.interrupt import Interrupt, StopRequested
@@ -122,10 +122,10 @@ def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
 def _opened(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool) -> tuple[Trainer, Journal]:
     """Everything that is ready before the first step, to be closed with the stack."""
     ranks = stack.enter_context(Ranks.start(config.device))
-    stack.enter_context(same_bits(config.deterministic))
+    stack.enter_context(deterministic(config.deterministic))
     if len(set(ranks.all_told(resume))) > 1:
         raise TrainError(f"some processes find a run in {run.path} and some do not: its disk must be one they share.")
-    with first_speaks():
+    with log_on_main_process():
         if resume and ranks.first and run.started:
             stack.enter_context(run.held())  # whoever trains there may be about to save once more
         saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
@@ -143,7 +143,7 @@ def _opened(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool)
             journal.begin()
             return trainer, journal
         before: TrainConfig = ranks.told(run.read_config() if ranks.first else None)
-        say(check_length(before, trainer, saved[1] if saved is not None else Progress()))
+        warn_once(check_length(before, trainer, saved[1] if saved is not None else Progress()))
         journal.resume(saved)
         if ranks.first:
             run.reopen(extended(before, trainer.config))

@@ -35,7 +35,7 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.models.bit import BiTUnit
 from vitrail.models.hybrid import StemUnit
 from vitrail.models.layers import Block
-from vitrail.runtime import pick_device, say
+from vitrail.runtime import pick_device, warn_once
 from vitrail.train.rendezvous import new_store
 
 # W processes, B images in the global batch, b = B / W of them here
@@ -208,7 +208,7 @@ def wrap(learner: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
     """
     if ranks.saving is None:
         if config.parallel != "auto":
-            say([f"parallel={config.parallel} shares nothing: this is one process; start several with torchrun"])
+            warn_once([f"parallel={config.parallel} shares nothing: this is one process; start several with torchrun"])
         return learner
     if config.parallel == "fsdp":
         return _sharded(learner, ranks, bfloat16=config.precision == "bfloat16")

@@ -24,8 +24,8 @@ from typing import Any, Literal
 from vitrail.config import TrainConfig
 from vitrail.config.format_version import VERSION, current
 from vitrail.errors import CheckpointError, TrainError
-from vitrail.runtime import say
-from vitrail.runtime.locks import locked_within
+from vitrail.runtime import warn_once
+from vitrail.runtime.locks import lock_within
 from vitrail.weights.write import write_json
 
 SOON, RESTART = 2.0, 60.0
@@ -111,14 +111,14 @@ class RunFolder:
         with ExitStack() as stack:
             with suppress(OSError):
                 file = stack.enter_context((self.checkpoints / ".lock").open("a"))
-                if not locked_within(file.fileno(), self.wait, self._say_waiting):
+                if not lock_within(file.fileno(), self.wait, self._say_waiting):
                     raise TrainError(
                         f"another process is training in {self.path}; wait for its end, or choose another folder."
                     )
             yield
 
     def _say_waiting(self) -> None:
-        say([f"another process is still training in {self.path}; waiting up to {self.wait:.0f} s for its end"])
+        warn_once([f"another process is still training in {self.path}; waiting up to {self.wait:.0f} s for its end"])
 
     def reopen(self, config: TrainConfig) -> None:
         """A run that goes on, perhaps to a later end, has no result until it ends; the old model stays until then."""
@@ -153,7 +153,7 @@ class RunFolder:
             finite = json.loads(json.dumps(result, default=float), parse_constant=lambda _: None)
             write_json(self.result, finite, overwrite=True)
         except (CheckpointError, OSError) as error:
-            say([f"the run is finished, but {self.result} could not be written: {error}"])
+            warn_once([f"the run is finished, but {self.result} could not be written: {error}"])
 
     def read_result(self) -> dict[str, Any] | None:
         """What `write_result` wrote; None where it cannot be read."""
@@ -170,9 +170,9 @@ class RunFolder:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self.write_config(config)
-            say([f"{self.path} was gone and has been made again; what it held before is lost"])
+            warn_once([f"{self.path} was gone and has been made again; what it held before is lost"])
         except (CheckpointError, OSError) as error:
-            say([f"{self.path} is gone and cannot be made again, training goes on: {error}"])
+            warn_once([f"{self.path} is gone and cannot be made again, training goes on: {error}"])
 
 
 def read_config(path: Path) -> TrainConfig:

@@ -12,7 +12,7 @@ from vitrail.data.sources import open_data
 from vitrail.data.sources.base import Source, Splits
 from vitrail.errors import ConfigError, DataError, TrainError
 from vitrail.models import Net, ViT, build
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 from vitrail.train.parallel import Ranks
 from vitrail.train.same_data import Described, check_data, check_splits, describe_data
 from vitrail.train.state import Progress
@@ -51,7 +51,7 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
     learns_labels = config.objective != "masked-patch"
     with ranks.first_alone():  # one download, one index; the others find them
         splits = open_data(config.data, require_labels=learns_labels)
-    say(splits.notes, about=config.data.source)
+    warn_once(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
     if learns_labels and not labels:
         raise TrainError(f"{config.data.source} has no labels to learn; try objective=masked-patch.")
@@ -61,8 +61,8 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
         check_splits(splits, labels, config.data.source)
     data = describe_data(splits, labels if learns_labels else (), learns_labels and splits.train.multi_label, ranks)
     if saved is not None:
-        say(check_data(saved.data, data, config.data.source))
-        say(_changed_since(config) if not saved.data else [])
+        warn_once(check_data(saved.data, data, config.data.source))
+        warn_once(_changed_since(config) if not saved.data else [])
     if config.init_from is not None and saved is None:
         net, info = _started(config, labels if learns_labels else ())
         config = config.replace(model=net.config)
@@ -100,7 +100,7 @@ def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelIn
     changes = _trained_differently(config.model)
     net, info = open_checkpoint(config.init_from, image_size=config.image_size, changes=changes)
     unmapped(net)  # what is not trained would stay in the file for as long as the run takes
-    say(info.notes, about=info.origin or config.init_from)
+    warn_once(info.notes, about=info.origin or config.init_from)
     before = net.config
     if info.labels != labels or info.task != "classify":
         net, info = adapted(net, info, num_classes=0)

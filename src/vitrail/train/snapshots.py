@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vitrail.errors import CheckpointError
 from vitrail.models import Net
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 from vitrail.train.trainer import Trainer
 from vitrail.weights import checkpoint
 
@@ -60,7 +60,7 @@ class Snapshots:
         try:
             writing.result()
         except (CheckpointError, OSError) as error:
-            say([f"a snapshot could not be written, training goes on: {error}"])
+            warn_once([f"a snapshot could not be written, training goes on: {error}"])
 
     def close(self) -> None:
         self.wait()

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from vitrail.chance import key_of
 from vitrail.config.format_version import VERSION, current
 from vitrail.errors import CheckpointError
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 from vitrail.train.parallel import Ranks
 from vitrail.train.sharded import load_sharded, save_sharded, shards_of
 from vitrail.weights.write import about, new_folder, sync, write_json, write_safetensors
@@ -147,7 +147,7 @@ class Checkpoints:
         except (CheckpointError, OSError) as error:
             self.failed = error
             if self.ranks.first:
-                say([f"a checkpoint could not be written, training goes on: {error}"])
+                warn_once([f"a checkpoint could not be written, training goes on: {error}"])
 
     def close(self) -> None:
         self.wait()
@@ -170,7 +170,7 @@ class Checkpoints:
             try:
                 return path, read_progress(path)
             except CheckpointError as error:
-                say([f"{error}; {'the one before it is used' if steps else 'there is none before it'}"])
+                warn_once([f"{error}; {'the one before it is used' if steps else 'there is none before it'}"])
         return None
 
     def read(self, path: Path, like: Tensors) -> Tensors:
@@ -193,7 +193,7 @@ class Checkpoints:
             read_progress(path)
             return read_tensors(path)
         except CheckpointError as error:
-            say([f"{error}; the last weights are kept instead"])
+            warn_once([f"{error}; the last weights are kept instead"])
             return None
 
     def at(self, step: int, prefix: str = "") -> Path:

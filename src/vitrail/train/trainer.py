@@ -28,8 +28,8 @@ from vitrail.evaluate.scores import Scores
 from vitrail.models import Net, build
 from vitrail.models.flops import flops, training_flops
 from vitrail.objectives import Distill, make_objective
-from vitrail.runtime import arithmetic, pick_precision, say
-from vitrail.runtime.peak import slowdown
+from vitrail.runtime import autocast, pick_precision, warn_once
+from vitrail.runtime.peak_flops import slowdown
 from vitrail.train.batch_size import LARGEST, find_batch
 from vitrail.train.ema import EMA, check_names
 from vitrail.train.interrupt import StopRequested
@@ -56,7 +56,9 @@ class Trainer:
         self.arithmetic()  # where it cannot be had, nothing has begun yet
         self._warn_of_slow_precision()
         if config.patience is not None and setup.splits.eval_split == "test":
-            say(["patience stops by the test images, which flatters their score; data.held_out=0.1 holds others out"])
+            warn_once(
+                ["patience stops by the test images, which flatters their score; data.held_out=0.1 holds others out"]
+            )
         self.images = 0  # nobody knows how many a stream has
         if hasattr(source, "__len__"):
             self.images = len(usable_indices(source, TargetTable(source.targets, source.multi_label, self.labeled)))
@@ -122,7 +124,7 @@ class Trainer:
         """For batches whose images the loader's workers have cropped already, or not."""
         mix_until_step = self.total - self.steps("augment.mix_off")
         if self.config.augment.mixes and mix_until_step <= 0 and self.ranks.first:
-            say([f"augment.mix_off={self.config.augment.mix_off} is the whole run: no images are mixed"])
+            warn_once([f"augment.mix_off={self.config.augment.mix_off} is the whole run: no images are mixed"])
         return Augment(
             self.config.augment,
             preprocess=self.setup.info.preprocess,
@@ -160,15 +162,17 @@ class Trainer:
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
         return sums
 
-    def arithmetic(self) -> AbstractContextManager[Any]:
-        return arithmetic(self.config.precision, self.device)
+    def autocast(self) -> AbstractContextManager[Any]:
+        return autocast(self.config.precision, self.device)
 
     def _warn_of_slow_precision(self) -> None:
         if self.config.precision != "bfloat16" or self.device.type != "cpu" or not self.ranks.first:
             return
         times = slowdown(self.device, torch.bfloat16)
         if times > 1:
-            say([f"precision=bfloat16 is slow on this CPU: its products take {times:.1f} times as long as in float32"])
+            warn_once(
+                [f"precision=bfloat16 is slow on this CPU: its products take {times:.1f} times as long as in float32"]
+            )
 
     @property
     def labeled(self) -> bool:
@@ -304,7 +308,7 @@ class Trainer:
             several = self.setup.splits.train.multi_label
             with self.arithmetic():
                 found = find_batch(self.learner, self.learner.net, images, self.device, self.dtype, multi_label=several)
-            say([f"batch_size={found * shares} was found for batch_size=auto"])
+            warn_once([f"batch_size={found * shares} was found for batch_size=auto"])
         return int(self.ranks.told(found)) * shares
 
     @property

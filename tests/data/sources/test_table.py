@@ -247,7 +247,7 @@ def test_without_room_for_a_copy_more_is_kept_and_that_is_said(rows, draw, monke
     monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
     monkeypatch.setattr("vitrail.data.sources.parquet_cache.FREE_SPACE_FACTOR", 1e18)
     notes = []
-    monkeypatch.setattr(parquet, "say", lambda given, about: notes.extend(given))
+    monkeypatch.setattr(parquet, "warn_once", lambda given, about: notes.extend(given))
     source = opened(rows("t.parquet", 0, 40)).train
     assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
     assert not list((cache / "parquet").glob("*.bin"))

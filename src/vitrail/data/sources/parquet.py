@@ -23,7 +23,7 @@ from vitrail.data.sources import data_cache
 from vitrail.data.sources.base import Sample, Targets
 from vitrail.data.sources.parquet_cache import ExtractedImages, extract_images
 from vitrail.errors import DataError, ImageError
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 
 CACHE_BYTES = 512 << 20
 """Bytes of images that are kept in memory."""
@@ -154,7 +154,7 @@ class ParquetSource:
         elif self._cache_limit == CACHE_BYTES:
             self._cache_limit = 8 * CACHE_BYTES
             room = f"{self._bytes / 1e9:.1f} GB in {data_cache.display_path(data_cache.cache_dir())}"
-            say([f"row groups are read again and again; {room} would make it faster"], about=self.name)
+            warn_once([f"row groups are read again and again; {room} would make it faster"], about=self.name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in PROCESS_LOCAL}

@@ -15,7 +15,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from vitrail.runtime.terminal import Terminal
+from vitrail.runtime.terminal import SafeConsole
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def progress_bar(
     what: str, total: float | None, done: float = 0, *, in_bytes: bool = False
 ) -> Iterator[Callable[[float], None]]:
     """`with bar("indexing", 64) as advance: advance(1)`; on standard error, where that is a terminal."""
-    console = Terminal(stderr=True)
+    console = SafeConsole(stderr=True)
     counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(

@@ -21,7 +21,7 @@ from vitrail.data.sources.stream import LIMITATIONS, ShardStream
 from vitrail.data.sources.subset import Subset
 from vitrail.data.sources.table import PathSource, find_parquet_files, open_table, order_splits, split_from_name
 from vitrail.errors import ConfigError, DataError, NotFound
-from vitrail.runtime import say
+from vitrail.runtime import warn_once
 
 DEFAULT_HELD_OUT = 0.1
 """Of the training images, kept aside where nothing else can be measured on."""
@@ -41,7 +41,7 @@ def open_data(config: DataConfig, *, require_labels: bool = True) -> Splits:
     parts = open_source_splits(config, require_labels=require_labels)
     splits = _choose_splits(parts, config, require_labels)
     notes = [*splits.notes, *_describe_duplicates(splits)]
-    say(notes, about=config.source)
+    warn_once(notes, about=config.source)
     return Splits(splits.train, splits.validation, splits.test, splits.eval_split, tuple(notes))
 
 
