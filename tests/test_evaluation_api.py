@@ -18,7 +18,7 @@ from train.processes import Processes
 
 import vitrail
 from vitrail.errors import ConfigError, DataError, ModelError, NotFound
-from vitrail.report.measured import write_evaluation
+from vitrail.report.evaluation_files import write_evaluation
 
 QUICK: dict[str, Any] = {"device": "cpu", "workers": 0}
 
@@ -58,10 +58,10 @@ def test_the_numbers_are_those_of_the_models_own_answers(vit: vitrail.Model, alb
     assert found.top5 is None  # five classes: always right
     assert found.first.scores.count == 10
     assert found.first.image_size == (32, 32)
-    assert (found.matched, found.names, found.data) == ("name", LABELS, "album")
-    assert found.first.classes.support.tolist() == [5, 2, 3, 0, 0]
+    assert (found.matched_by, found.labels, found.data) == ("name", LABELS, "album")
+    assert found.first.per_class.support.tolist() == [5, 2, 3, 0, 0]
     assert [Path(found.keys[i]).parent.name for i in found.first.samples.index] == [p.parent.name for p in paths]
-    assert found.first.speed.network >= found.first.speed.whole > 0
+    assert found.first.throughput.network >= found.first.throughput.total > 0
 
 
 @pytest.mark.parametrize("batch", [1, 3, 7, 64])
@@ -99,7 +99,7 @@ def in_a_process(weights: str, data: str, image: list[int] | None, flip: bool) -
 def plain(found: vitrail.Evaluation) -> dict[str, Any]:
     values = found.to_dict()
     for size in values["sizes"]:
-        size.pop("speed")
+        size.pop("throughput")
     return values | {"index": [s.samples.index.tolist() for s in found.sizes]}
 
 
@@ -151,8 +151,8 @@ def test_every_size_has_its_own_positions_preprocessing_and_difference(vit: vitr
         alone = evaluated(vit, album, image_size=size).first
         assert alone.loss.value == pytest.approx(measured.loss.value, rel=1e-6)
     first, second = found.sizes[:2]
-    assert first.change is None
-    assert second.change.value == pytest.approx(second.top1.value - first.top1.value)
+    assert first.top1_change is None
+    assert second.top1_change.value == pytest.approx(second.top1.value - first.top1.value)
     assert vit.config.image_size == (32, 32)  # the model itself stays as it is
     larger = vitrail.Model(vit.net.resized(48), vit.info.replace(config=vit.config.replace(image_size=48)))
     larger.info = larger.info.replace(preprocess=larger.info.preprocess.replace(image_size=48))
@@ -194,10 +194,10 @@ def test_several_labels_have_average_precisions_with_an_interval(tmp_path: Path)
     precision = found.mean_average_precision
     assert found.multi_label
     assert precision.low <= precision.value <= precision.high
-    assert precision.value == pytest.approx(np.nanmean(found.first.classes.average_precision))
+    assert precision.value == pytest.approx(np.nanmean(found.first.per_class.average_precision))
     assert found.calibration is None
     assert found.first.scores.average_precisions is not None
-    assert "average_precision" in found.to_dict()["sizes"][0]["classes"][0]
+    assert "average_precision" in found.to_dict()["sizes"][0]["per_class"][0]
     assert evaluated(model(small()), tmp_path / "labels.csv").notes == (
         "images have several labels and the model was made to give one: its outputs are read as a yes or no each",
     )
@@ -249,12 +249,12 @@ def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path, monkeypatch: py
     classes = [999 - k for k in said]
     (tmp_path / "real.json").write_text(json.dumps([[classes[0], 0], [(classes[1] + 1) % 1000], []]))
     synset = [f"n{1_440_764 + k:08d}" for k in range(1000)]
-    for place in ("real", "matching"):
-        monkeypatch.setattr(f"vitrail.evaluate.{place}.listed", lambda: tuple(synset))
+    for module in ("imagenet_real", "class_matching"):
+        monkeypatch.setattr(f"vitrail.evaluate.{module}.timm_synsets", lambda: tuple(synset))
     named = vitrail.Model(wide.net, wide.info.replace(labels=tuple(reversed(synset))))
     found = evaluated(named, tmp_path / "val", real=tmp_path / "real.json")
-    assert found.matched == "synset"
-    assert (found.first.real.count, found.first.real.left_out) == (2, 1)
+    assert found.matched_by == "synset"
+    assert (found.first.real.count, found.first.real.excluded) == (2, 1)
     assert found.first.real.top1.value == 0.5
     assert found.first.samples.truth.tolist() == [999, 999, 999]
     (tmp_path / "other.json").write_text('{"nobody.jpg": [1]}')
@@ -275,7 +275,7 @@ def test_the_folder_evaluate_is_the_function_too():
     import vitrail.evaluate.scores
 
     assert callable(vitrail.evaluate)
-    assert vitrail.evaluate.scores.wilson(0, 0) == (0.0, 1.0)
+    assert vitrail.evaluate.scores.wilson_interval(0, 0) == (0.0, 1.0)
 
 
 def test_what_training_holds_out_can_be_measured_alone(vit: vitrail.Model, tmp_path: Path):
@@ -320,4 +320,4 @@ def test_a_thousand_photographs_score_what_was_measured(real_checkpoint: Path, i
     assert found.top1.value == pytest.approx(0.743, abs=1e-9)
     assert found.top5.value == pytest.approx(0.930, abs=1e-9)
     assert found.loss.value == pytest.approx(0.9904, abs=5e-5)
-    assert found.matched == "synset"
+    assert found.matched_by == "synset"

@@ -19,7 +19,7 @@ import vitrail
 from vitrail.api.embedding import embed
 from vitrail.api.exporting import export, running
 from vitrail.errors import ConfigError, FormatError, ModelError
-from vitrail.evaluate.features import Place
+from vitrail.evaluate.features import FeatureSpec
 
 need_extra("export")
 
@@ -101,7 +101,7 @@ def test_a_file_is_measured_as_its_model_is(vit, files, album, kind, flip):
     np.testing.assert_allclose(ours.score, theirs.score, atol=1e-5)
     assert got.top1.value == wanted.top1.value
     assert got.loss.value == pytest.approx(wanted.loss.value, rel=1e-4)
-    assert got.first.speed.network > 0
+    assert got.first.throughput.network > 0
 
 
 def test_pixels_that_are_never_rounded_reach_the_file_as_they_are(tmp_path, album):
@@ -139,7 +139,7 @@ def test_a_file_that_gives_features_embeds(features, album, tmp_path):
     with pytest.raises(ModelError, match="has no classes"):
         exported.predict(gradient())
     with pytest.raises(ModelError, match="load the checkpoint"):
-        embed(exported, str(album), tmp_path / "layer.parquet", place=Place(layers=(1,)))
+        embed(exported, str(album), tmp_path / "layer.parquet", place=FeatureSpec(layers=(1,)))
 
 
 def test_features_are_told_apart_by_the_file_they_came_from(files, tmp_path):

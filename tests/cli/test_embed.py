@@ -43,15 +43,26 @@ def test_every_image_has_a_row(vitrail, weights, classes, tmp_path):
     wanted = package.load(weights).embed([classes / key for key in keys])
     assert np.stack(table["embedding"].to_pylist()) == pytest.approx(wanted.numpy(), abs=1e-5)
     said = json.loads(table.schema.metadata[b"vitrail"])
-    assert (said["place"], said["vitrail"], said["data"]) == ("what the head sees", package.__version__, "data")
+    assert (said["features"], said["vitrail"], said["data"]) == ("what the head sees", package.__version__, "data")
 
 
 def test_options_choose_what_is_kept(vitrail, weights, classes, tmp_path):
     out = tmp_path / "f.parquet"
-    given = ("--split", "test", "--layers", "1,2", "--pool", "token+mean", "--keep", "float16", "--normalize", "--json")
+    given = (
+        "--split",
+        "test",
+        "--layers",
+        "1,2",
+        "--pool",
+        "token+mean",
+        "--feature-dtype",
+        "float16",
+        "--normalize",
+        "--json",
+    )
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out, *given)
     told = json.loads(result.out)
-    assert (told["images"], told["width"], told["place"]) == (4, 512, "layer 1+2, token+mean")
+    assert (told["num_images"], told["width"], told["features"]) == (4, 512, "layer 1+2, token+mean")
     rows = np.stack(pq.read_table(out)["embedding"].to_pylist()).astype(np.float64)
     assert np.linalg.norm(rows, axis=1) == pytest.approx(np.ones(4), abs=1e-3)
 
@@ -61,19 +72,19 @@ def test_minus_one_is_the_last_layer(vitrail, weights, classes, tmp_path):
         result = vitrail(
             "embed", "-m", weights, "--data", classes, "--out", tmp_path / name, "--layer", layer, "--json"
         )
-        assert json.loads(result.out)["place"] == "layer 2, token"
+        assert json.loads(result.out)["features"] == "layer 2, token"
     assert pq.read_table(tmp_path / "a.parquet").equals(pq.read_table(tmp_path / "b.parquet"))
 
 
 def test_a_second_command_is_refused_while_one_is_writing(vitrail, weights, classes, tmp_path, monkeypatch):
-    out, write, seen = tmp_path / "f.parquet", embedding._write, []
+    out, write, seen = tmp_path / "f.parquet", embedding._write_missing_parts, []
 
     def meanwhile(*arguments, **options):
         command = [sys.executable, "-m", "vitrail", "embed", "-m", str(weights), "--data", str(classes), "-o", str(out)]
         seen.append(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False))
         return write(*arguments, **options)
 
-    monkeypatch.setattr(embedding, "_write", meanwhile)
+    monkeypatch.setattr(embedding, "_write_missing_parts", meanwhile)
     result = vitrail("embed", "-m", weights, "--data", classes, "--out", out)
     assert (result.status, seen[0].returncode) == (0, 1)
     assert f"another process is writing {out}" in " ".join(seen[0].stderr.split())
@@ -97,7 +108,7 @@ def test_a_file_that_is_there_is_not_made_again(vitrail, weights, classes, tmp_p
     assert (result.status, out.stat().st_mtime_ns) == (0, before)
     assert any("complete already" in note for note in result.notes)
     [said] = vitrail(*command, "--layer", "1").problems
-    assert said.startswith(f"{out} was made with place=what the head sees, not layer 1, token;")
+    assert said.startswith(f"{out} was made with features=what the head sees, not layer 1, token;")
     assert vitrail(*command, "--layer", "1", "--overwrite").status == 0
     assert pq.read_table(out).schema.field("embedding").type.list_size == 128
 
@@ -119,7 +130,7 @@ def test_unreadable_images_are_named_and_left_out(vitrail, weights, classes, tmp
         (("--layer", "13"), "there is no layer 13 of 2; wanted 0 to 2."),
         (("--layer", "x"), "--layer wants whole numbers such as 5 or 1,5,10, got 'x'."),
         (("--pool", "max"), "no pooling is called 'max'; there is mean, pooled, token, token+mean."),
-        (("--keep", "int8"), "features cannot be kept as 'int8'; there is float16, float32."),
+        (("--feature-dtype", "int8"), "features cannot be kept as 'int8'; there is float16, float32."),
         (("--split", "tset"), "no split is called 'tset'; did you mean 'test'?"),
     ],
 )

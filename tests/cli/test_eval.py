@@ -79,13 +79,13 @@ def test_json_says_the_same(measured, album: Path):
     result = measured(album, "--json")
     values = json.loads(result.out)
     assert values["model"].endswith("small")
-    assert (values["data"], values["matched"], values["flip"]) == ("album", "name", False)
+    assert (values["data"], values["matched_by"], values["flip"]) == ("album", "name", False)
     [size] = values["sizes"]
-    assert size["image"] == [32, 32]
+    assert size["image_size"] == [32, 32]
     assert size["count"] == 10
-    assert size["top1"]["interval"] == "wilson"  # ten images: fewer than ten right or wrong
+    assert size["top1"]["interval_method"] == "wilson"  # ten images: fewer than ten right or wrong
     assert len(size["calibration"]["bins"]) == 15
-    assert {row["name"] for row in size["classes"]} == {"cat", "dog"}
+    assert {row["name"] for row in size["per_class"]} == {"cat", "dog"}
     shown = f"{100 * size['top1']['value']:.1f} %"
     assert shown in measured(album).out
 

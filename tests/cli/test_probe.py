@@ -33,7 +33,7 @@ def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_features_that_tell_the_classes_apart_score_full(vitrail, weights, colors):
     result = vitrail("probe", "-m", weights, "--data", colors, "--shots", "1,5", "--k", "1,5", "--json")
     found = json.loads(result.out)
-    assert (found["train"], found["test"], found["width"], found["classes"]) == (36, 18, 128, 3)
+    assert (found["num_train"], found["num_test"], found["width"], found["num_classes"]) == (36, 18, 128, 3)
     assert [(s["method"], s["value"]) for s in found["scores"]] == [
         ("fewshot", 1.0), ("fewshot", 1.0), ("knn", 1.0), ("knn", 1.0), ("logistic", 1.0),
     ]  # fmt: skip
@@ -72,8 +72,10 @@ def test_features_of_another_model_are_one_sentence(vitrail, weights, headless, 
 
 
 def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
-    result = vitrail("probe", "-m", weights, "--data", colors, "--method", "knn", "--k", "1", "--most", "9", "--json")
-    assert (json.loads(result.out)["train"], json.loads(result.out)["test"]) == (9, 9)
+    result = vitrail(
+        "probe", "-m", weights, "--data", colors, "--method", "knn", "--k", "1", "--max-images", "9", "--json"
+    )
+    assert (json.loads(result.out)["num_train"], json.loads(result.out)["num_test"]) == (9, 9)
     assert any("9 of 36 images are used, each class's share of them" in note for note in result.notes)
 
 
@@ -95,7 +97,7 @@ def test_fewer_images_are_each_classs_share(vitrail, weights, colors):
     ],
 )
 def test_what_cannot_be_is_one_sentence_before_any_work(vitrail, weights, colors, options, sentence, monkeypatch):
-    monkeypatch.setattr("vitrail.api.probing.gather", None)
+    monkeypatch.setattr("vitrail.api.probing.extract_features", None)
     result = vitrail("probe", "-m", weights, "--data", colors, *options)
     assert result.status == 1
     assert sentence in result.problems[0]
@@ -141,7 +143,7 @@ def test_features_without_a_test_part_are_split_and_that_is_said(vitrail, weight
     vitrail("embed", "-m", weights, "--data", folder / "train", "--out", tmp_path / "f.parquet")
     result = vitrail("probe", "--features", tmp_path / "f.parquet", "--method", "knn", "--k", "1", "--json")
     found = json.loads(result.out)
-    assert found["train"] + found["test"] == 36
+    assert found["num_train"] + found["num_test"] == 36
     assert any("there are no test images" in n and "held out to measure on" in n for n in result.notes)
     direct = json.loads(
         vitrail("probe", "-m", weights, "--data", folder / "train", "--method", "knn", "--k", "1", "--json").out
@@ -168,5 +170,5 @@ def test_probe_wants_data_or_features(vitrail, weights):
 @pytest.mark.slow
 def test_the_real_models_features_tell_cifars_classes_apart(vitrail, real_checkpoint, shared):
     data = shared / "data" / "cifar10"
-    result = vitrail("probe", "-m", real_checkpoint, "--data", data, "--most", "500", "--method", "knn", "--json")
+    result = vitrail("probe", "-m", real_checkpoint, "--data", data, "--max-images", "500", "--method", "knn", "--json")
     assert json.loads(result.out)["scores"][0]["value"] > 0.8

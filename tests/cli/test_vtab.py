@@ -13,10 +13,10 @@ from rich.console import Console
 from sklearn.datasets import load_digits
 
 import vitrail as package
-from vitrail.api.vtab import TaskScore, Vtab
-from vitrail.cli.vtab import told
-from vitrail.evaluate.intervals import share
-from vitrail.evaluate.vtab import TASKS, means
+from vitrail.api.vtab import TaskScore, VtabResult
+from vitrail.cli.vtab import format_vtab
+from vitrail.evaluate.intervals import proportion
+from vitrail.evaluate.vtab_tasks import TASKS, group_means
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +97,10 @@ def test_fine_tuning_follows_the_protocol(vitrail, weights, tasks, tmp_path):
 
 
 def test_means_stand_beside_their_intervals():
-    scores = tuple(TaskScore(task, share(300 + i, 500), 500, {"C": 1.0}) for i, task in enumerate(TASKS.values()))
-    found = Vtab("linear", scores, (), means({s.task.name: (s.accuracy.value, s.count) for s in scores}))
+    scores = tuple(TaskScore(task, proportion(300 + i, 500), 500, {"C": 1.0}) for i, task in enumerate(TASKS.values()))
+    found = VtabResult("linear", scores, (), group_means({s.task.name: (s.accuracy.value, s.count) for s in scores}))
     console = Console(width=100, file=io.StringIO())
-    for part in told(found, Path("vtab-1k")):
+    for part in format_vtab(found, Path("vtab-1k")):
         console.print(part)
     [line] = [line for line in console.file.getvalue().splitlines() if line.startswith("VTAB score")]
     mean = found.means["VTAB"]

@@ -50,7 +50,7 @@ def start(data: Path, out: Path) -> int:
         os.dup2(os.open(out.parent / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
         info = ModelInfo(config=CONFIG, preprocess=PreprocessConfig(image_size=32), labels=("a", "b", "c"))
         model = vitrail.Model(build(CONFIG, seed=0).eval(), info)
-        embed(model, str(data), out, batch_size=4, part=8, advance=lambda count: time.sleep(0.01))
+        embed(model, str(data), out, batch_size=4, images_per_part=8, advance=lambda count: time.sleep(0.01))
         status = 0
     except BaseException:
         traceback.print_exc()

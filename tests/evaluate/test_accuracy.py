@@ -292,7 +292,7 @@ def test_each_image_has_its_rank_its_loss_and_its_five_best(logits: np.ndarray):
     got, truth = scores().samples, TARGETS.numpy()
     places = np.arange(COUNT)
     order = np.argsort(-logits, 1)
-    assert np.array_equal(got.best, order[:, :5])
+    assert np.array_equal(got.top_classes, order[:, :5])
     assert np.array_equal(got.rank, (order == truth[:, None]).argmax(1))
     np.testing.assert_allclose(got.loss, -np.log(softmax(logits)[places, truth]), rtol=1e-5)
 
@@ -301,13 +301,13 @@ def test_of_equals_the_lower_numbers_are_the_best():
     net = Small()
     nn.init.zeros_(net.head.weight)
     nn.init.zeros_(net.head.bias)
-    assert np.array_equal(scores(net=net).samples.best, np.tile(np.arange(5), (COUNT, 1)))
+    assert np.array_equal(scores(net=net).samples.top_classes, np.tile(np.arange(5), (COUNT, 1)))
 
 
 def test_fewer_than_five_classes_have_fewer_best():
     got = measure(Small(3), batches(50, TARGETS.clamp(max=2)), preprocess=PREPROCESS, num_classes=3)
-    assert got.samples.best.shape == (COUNT, 3)
-    assert np.array_equal(np.sort(got.samples.best, 1), np.tile(np.arange(3), (COUNT, 1)))
+    assert got.samples.top_classes.shape == (COUNT, 3)
+    assert np.array_equal(np.sort(got.samples.top_classes, 1), np.tile(np.arange(3), (COUNT, 1)))
 
 
 def mirrored_logits() -> np.ndarray:
@@ -335,5 +335,5 @@ def test_a_flip_takes_the_mean_of_each_labels_own_probability_too(logits: np.nda
 def test_whoever_watches_is_told_of_every_image():
     seen: list[int] = []
     mine = [Batch(0, b.images, b.targets, b.weights, b.slots, b.indices) for b in batches(40)]
-    measure(Small(), mine, preprocess=PREPROCESS, num_classes=CLASSES, watch=seen.append)
+    measure(Small(), mine, preprocess=PREPROCESS, num_classes=CLASSES, on_batch=seen.append)
     assert seen == [40, 40, 21]

@@ -19,8 +19,15 @@ from small_models import model, small
 
 from vitrail.config import BiTConfig
 from vitrail.errors import ConfigError, DataError, ModelError, NotFound
-from vitrail.evaluate.feature_file import FeatureFile, about, read_features, table_of
-from vitrail.evaluate.features import Features, Place, fingerprint, gather, read, settled
+from vitrail.evaluate.feature_file import FeatureFile, feature_table, read_features, read_metadata
+from vitrail.evaluate.features import (
+    Features,
+    FeatureSpec,
+    extract,
+    extract_features,
+    resolve_features,
+    weights_checksum,
+)
 from vitrail.models import build
 
 CPU = torch.device("cpu")
@@ -40,8 +47,8 @@ def bit() -> torch.nn.Module:
     return randomized(build(BiTConfig(layers=(1, 1), width_factor=0.5, image_size=32, num_classes=5)))
 
 
-def features(net: torch.nn.Module, **place: object) -> torch.Tensor:
-    return read(net, images(), settled(Place(**place), net))
+def features(net: torch.nn.Module, **spec: object) -> torch.Tensor:
+    return extract(net, images(), resolve_features(FeatureSpec(**spec), net))
 
 
 CONFIGS = {
@@ -85,8 +92,8 @@ def test_layers_follow_one_another():
 
 
 def test_a_layer_without_a_pooling_takes_the_class_token_or_the_mean():
-    assert settled(Place(layers=(1,)), build(small())).pool == "token"
-    assert settled(Place(layers=(1,)), build(small(class_token=False, pool="gap"))).pool == "mean"
+    assert resolve_features(FeatureSpec(layers=(1,)), build(small())).pool == "token"
+    assert resolve_features(FeatureSpec(layers=(1,)), build(small(class_token=False, pool="gap"))).pool == "mean"
 
 
 def test_a_bits_stages_are_averaged():
@@ -97,8 +104,8 @@ def test_a_bits_stages_are_averaged():
 
 
 def test_a_number_below_zero_counts_from_the_end():
-    assert settled(Place(layers=(-1, -2)), build(small())).layers == (2, 1)
-    assert settled(Place(layers=(-1,), pool="mean"), bit()).layers == (2,)
+    assert resolve_features(FeatureSpec(layers=(-1, -2)), build(small())).layers == (2, 1)
+    assert resolve_features(FeatureSpec(layers=(-1,), pool="mean"), bit()).layers == (2,)
 
 
 def test_only_wanted_layers_are_kept_and_none_after_the_last_computed():
@@ -118,25 +125,25 @@ def test_layers_are_those_of_a_plain_pass_wherever_positions_enter(config: dict[
     tokens = net.features(images(), want="tokens").tokens
     assert torch.equal(
         features(net, layers=(2, 0), norm=False, pool="mean"),
-        torch.cat([tokens[n][:, net.config.prefix :].mean(1) for n in (2, 0)], 1),
+        torch.cat([tokens[n][:, net.config.num_prefix_tokens :].mean(1) for n in (2, 0)], 1),
     )
 
 
 @pytest.mark.parametrize("layer", [-3, 3, 13])
 def test_a_layer_that_does_not_exist_is_one_sentence(layer: int):
     with pytest.raises(ModelError, match=rf"there is no layer {layer} of 2; wanted 0 to 2\."):
-        settled(Place(layers=(layer,)), build(small()))
+        resolve_features(FeatureSpec(layers=(layer,)), build(small()))
 
 
 def test_what_a_network_does_not_have_is_one_sentence():
     with pytest.raises(ModelError, match="no class token for 'token'"):
-        settled(Place(pool="token"), build(small(class_token=False, pool="gap")))
+        resolve_features(FeatureSpec(pool="token"), build(small(class_token=False, pool="gap")))
     with pytest.raises(ModelError, match="BiT has no tokens"):
-        settled(Place(pool="token"), bit())
+        resolve_features(FeatureSpec(pool="token"), bit())
     with pytest.raises(ModelError, match="there is no stage 0 of 2; wanted 1 to 2"):
-        settled(Place(layers=(0,)), bit())
+        resolve_features(FeatureSpec(layers=(0,)), bit())
     with pytest.raises(ConfigError, match="no pooling is called 'men'; did you mean 'mean'"):
-        Place(pool="men")
+        FeatureSpec(pool="men")
 
 
 def random_images(count: int) -> list[np.ndarray]:
@@ -148,8 +155,8 @@ def test_all_labeled_images_are_gathered_in_order_whatever_the_batch(batch: int)
     vit, given = model(small()), random_images(11)
     source = Images(given, [0, 1, 2, -1, 0, 1, 2, 0, 1, 2, 0])
     seen: list[int] = []
-    found, bad = gather(
-        vit.net, source, preprocess=vit.preprocess, place=Place(), batch_size=batch, device=CPU, workers=0,
+    found, bad = extract_features(
+        vit.net, source, preprocess=vit.preprocess, spec=FeatureSpec(), batch_size=batch, device=CPU, workers=0,
         advance=seen.append,
     )  # fmt: skip
     labeled = [i for i in range(11) if i != 3]
@@ -161,25 +168,25 @@ def test_all_labeled_images_are_gathered_in_order_whatever_the_batch(batch: int)
 def test_the_unreadable_are_left_out_and_named():
     vit, given = model(small()), random_images(5)
     source = Images([given[0], b"no image", *given[2:]])
-    found, bad = gather(vit.net, source, preprocess=vit.preprocess, place=Place(), device=CPU, workers=0)
+    found, bad = extract_features(vit.net, source, preprocess=vit.preprocess, spec=FeatureSpec(), device=CPU, workers=0)
     assert (len(found), list(bad)) == (4, ["1"])
 
 
 def test_no_images_and_several_labels_are_refused():
     vit = model(small())
-    options = {"preprocess": vit.preprocess, "place": Place(), "device": CPU}
+    options = {"preprocess": vit.preprocess, "spec": FeatureSpec(), "device": CPU}
     with pytest.raises(DataError, match="images has no images"):
-        gather(vit.net, Images([], []), **options)
+        extract_features(vit.net, Images([], []), **options)
     with pytest.raises(DataError, match="several labels to an image"):
-        gather(vit.net, Images(random_images(2), np.ones((2, 3), bool)), **options)
+        extract_features(vit.net, Images(random_images(2), np.ones((2, 3), bool)), **options)
 
 
 def test_other_weights_have_another_fingerprint():
     one, same, other = build(small(), seed=0), build(small(), seed=0), build(small(), seed=1)
-    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+    assert weights_checksum(one) == weights_checksum(same) != weights_checksum(other)
 
 
-SETTINGS = {"model": "small", "weights": "00000000", "place": "last", "labels": ["class 0", "class 1", "class 2"]}
+SETTINGS = {"model": "small", "weights": "00000000", "spec": "last", "labels": ["class 0", "class 1", "class 2"]}
 
 
 def written(
@@ -192,7 +199,7 @@ def written(
     values = torch.arange(count * width).view(count, width).float()
     for number, rows in enumerate((torch.arange(3), torch.arange(3, count))):
         file.write_part(
-            number, table_of(source, split, rows, values[rows], dtype), {"a.jpg": "broken"} if number else {}
+            number, feature_table(source, split, rows, values[rows], dtype), {"a.jpg": "broken"} if number else {}
         )
     file.join(2)
     return values
@@ -213,7 +220,7 @@ def test_what_is_written_is_read_back(tmp_path, dtype: str):
         str(table.schema.field("embedding").type)
         == f"fixed_size_list<element: {'float' if dtype == 'float32' else 'halffloat'}>[4]"
     )
-    assert about(tmp_path / "train.parquet")["unreadable"] == {"a.jpg": "broken"}
+    assert read_metadata(tmp_path / "train.parquet")["unreadable"] == {"a.jpg": "broken"}
     assert not (tmp_path / "train.parquet.parts").exists()
 
 
@@ -231,10 +238,10 @@ def test_features_of_another_model_are_refused(tmp_path):
 
 def test_what_is_no_file_of_features_is_refused(tmp_path):
     with pytest.raises(NotFound, match="make it with vitrail embed"):
-        about(tmp_path / "none.parquet")
+        read_metadata(tmp_path / "none.parquet")
     (tmp_path / "x.parquet").write_bytes(b"something else")
     with pytest.raises(DataError, match="is no file of features"):
-        about(tmp_path / "x.parquet")
+        read_metadata(tmp_path / "x.parquet")
 
 
 def test_of_training_images_alone_a_tenth_is_held_out_and_that_is_said(tmp_path, caplog):
@@ -268,7 +275,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from image_source import Images
-from vitrail.evaluate.feature_file import FeatureFile, table_of
+from vitrail.evaluate.feature_file import FeatureFile, feature_table
 import numpy as np
 
 file = FeatureFile(Path(sys.argv[1]), {"labels": []})
@@ -276,7 +283,7 @@ file.begin()
 source = Images([np.zeros((8, 8, 3), np.uint8)])
 for number in range(80):
     bad = {str(number): "broken"} if number % 40 == 0 else {}
-    table = table_of(source, "train", torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2), "float32")
+    table = feature_table(source, "train", torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2), "float32")
     file.write_part(number, table, bad)
 resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
 print(file.join(80))
@@ -296,7 +303,7 @@ def test_a_second_process_is_refused_while_one_is_writing(tmp_path):
     file = FeatureFile(tmp_path / "f.parquet", SETTINGS)
     file.begin()
     code = "import sys; from pathlib import Path; from vitrail.evaluate.feature_file import FeatureFile\n"
-    code += "with FeatureFile(Path(sys.argv[1]), {}).alone(): print('mine')"
+    code += "with FeatureFile(Path(sys.argv[1]), {}).lock(): print('mine')"
     command = [sys.executable, "-c", code, str(file.path)]
     options = {
         "capture_output": True,
@@ -304,7 +311,7 @@ def test_a_second_process_is_refused_while_one_is_writing(tmp_path):
         "timeout": 120,
         "env": os.environ | {"PYTHONPATH": str(ROOT / "src")},
     }
-    with file.alone():
+    with file.lock():
         refused = subprocess.run(command, check=False, **options)
     assert f"another process is writing {file.path}; wait for its end, or choose another --out." in refused.stderr
     assert subprocess.run(command, check=True, **options).stdout == "mine\n"
@@ -312,7 +319,7 @@ def test_a_second_process_is_refused_while_one_is_writing(tmp_path):
 
 def test_parts_that_have_just_been_joined_are_another_processs(tmp_path):
     file = FeatureFile(tmp_path / "f.parquet", SETTINGS)
-    with pytest.raises(ConfigError, match="another process is writing"), file.alone():
+    with pytest.raises(ConfigError, match="another process is writing"), file.lock():
         pass
 
 
@@ -334,14 +341,14 @@ def test_two_processes_that_begin_at_once_share_the_parts(tmp_path, monkeypatch)
 def test_parts_of_other_settings_are_refused(tmp_path):
     FeatureFile(tmp_path / "f.parquet", SETTINGS).begin()
     with pytest.raises(
-        ConfigError, match=r"f\.parquet\.parts was made with place=last, not first; choose another --out"
+        ConfigError, match=r"f\.parquet\.parts was made with spec=last, not first; choose another --out"
     ):
-        FeatureFile(tmp_path / "f.parquet", SETTINGS | {"place": "first"}).begin()
+        FeatureFile(tmp_path / "f.parquet", SETTINGS | {"spec": "first"}).begin()
 
 
 def test_several_labels_and_none_are_kept(tmp_path):
     several = Images(random_images(2), np.array([[True, False, True], [False, False, False]]))
-    table = table_of(several, "train", torch.arange(2), torch.zeros(2, 4), "float32")
+    table = feature_table(several, "train", torch.arange(2), torch.zeros(2, 4), "float32")
     assert table["target"].to_pylist() == [[0, 2], []]
     one = Images(random_images(2), [-1, 1])
-    assert table_of(one, "train", torch.arange(2), torch.zeros(2, 4), "float32")["target"].to_pylist() == [None, 1]
+    assert feature_table(one, "train", torch.arange(2), torch.zeros(2, 4), "float32")["target"].to_pylist() == [None, 1]

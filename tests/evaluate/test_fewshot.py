@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluate import fewshot
 from vitrail.evaluate.features import Features
-from vitrail.evaluate.fewshot import decompose, few_shot, pick_shots
+from vitrail.evaluate.fewshot import decompose, pick_shots, predict_few_shot
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,8 @@ def clouds(each: int, classes: int, width: int, seed: int = 0, spread: float = 1
 def slowly(train: Features, test: Features, dual: bool, ridge: float = 1024.0) -> np.ndarray:
     """The regularized normal equations, solved as they stand: Q K."""
     x, z, y = train.values.double().numpy(), test.values.double().numpy(), train.targets.numpy()
-    mean, deviation = x.mean(0), x.std(0) + 1e-5
-    x, z = ((a - mean) / deviation for a in (x, z))
+    mean, std = x.mean(0), x.std(0) + 1e-5
+    x, z = ((a - mean) / std for a in (x, z))
     x, z = (np.hstack([a, np.full((len(a), 1), 100.0)]) for a in (x, z))
     wanted = np.where(y[:, None] == np.arange(len(train.labels)), 1.0, -1.0)
     if dual:
@@ -70,13 +70,13 @@ def test_neither_scale_nor_shift_of_the_features_matters(scale: float, shift: fl
     def moved(f: Features) -> Features:
         return Features(f.values * scale + shift, f.targets, f.labels)
 
-    before = few_shot(train, test, 5, 0, device=CPU)
-    assert torch.equal(before, few_shot(moved(train), moved(test), 5, 0, device=CPU))
+    before = predict_few_shot(train, test, 5, 0, device=CPU)
+    assert torch.equal(before, predict_few_shot(moved(train), moved(test), 5, 0, device=CPU))
 
 
 def test_classes_far_apart_are_learned_from_one_image_each():
     train, test = clouds(5, 6, 30, spread=0.1), clouds(20, 6, 30, seed=1, spread=0.1)
-    assert torch.equal(few_shot(train, test, 1, 0, device=CPU), test.targets)
+    assert torch.equal(predict_few_shot(train, test, 1, 0, device=CPU), test.targets)
 
 
 def test_a_constant_feature_does_no_harm():
@@ -84,7 +84,7 @@ def test_a_constant_feature_does_no_harm():
     wider = [
         Features(torch.cat([f.values, torch.full((len(f), 1), 7.0)], 1), f.targets, f.labels) for f in (train, test)
     ]
-    assert torch.equal(few_shot(train, test, 5, 0, device=CPU), few_shot(*wider, 5, 0, device=CPU))
+    assert torch.equal(predict_few_shot(train, test, 5, 0, device=CPU), predict_few_shot(*wider, 5, 0, device=CPU))
 
 
 @given(st.lists(st.integers(0, 3), min_size=40, max_size=80), st.integers(0, 5))
@@ -111,22 +111,22 @@ def test_another_seed_picks_other_shots():
 
 def test_too_few_of_a_class_is_one_sentence():
     train = clouds(4, 3, 6)
-    train = train.some(torch.arange(len(train) - 2))
+    train = train.subset(torch.arange(len(train) - 2))
     with pytest.raises(
         DataError, match="5 shots want 5 of each class, and 'class 2' has 2 images \\(features\\); try --shots 2"
     ):
-        few_shot(train, train, 5, 0, device=CPU)
+        predict_few_shot(train, train, 5, 0, device=CPU)
 
 
 def test_one_class_is_one_sentence():
     train = clouds(9, 1, 6)
     with pytest.raises(DataError, match="all 9 images are 'class 0' \\(features\\); wanted two classes"):
-        few_shot(train, train, 5, 0, device=CPU)
+        predict_few_shot(train, train, 5, 0, device=CPU)
 
 
 def test_no_shots_are_refused():
     with pytest.raises(ConfigError, match="shots=0"):
-        few_shot(clouds(4, 2, 3), clouds(4, 2, 3), 0, 0, device=CPU)
+        predict_few_shot(clouds(4, 2, 3), clouds(4, 2, 3), 0, 0, device=CPU)
 
 
 def test_the_papers_shots():

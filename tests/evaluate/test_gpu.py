@@ -10,10 +10,10 @@ import torch
 from image_source import Images
 from small_models import gradient, model, small
 
-from vitrail.evaluate.features import Features, Place, gather
-from vitrail.evaluate.fewshot import few_shot
-from vitrail.evaluate.knn import Blocks, nearest_neighbors
-from vitrail.evaluate.logistic import fit, objective, scaled
+from vitrail.evaluate.features import Features, FeatureSpec, extract_features
+from vitrail.evaluate.fewshot import predict_few_shot
+from vitrail.evaluate.knn import BlockSizes, nearest_neighbors
+from vitrail.evaluate.logistic import fit, objective, standardize
 
 pytestmark = pytest.mark.gpu
 
@@ -26,9 +26,9 @@ def blobs(count: int, width: int = 48, classes: int = 5, seed: int = 0) -> Featu
     return Features(values, targets, tuple("abcde"[:classes]))
 
 
-@pytest.mark.parametrize("blocks", [None, Blocks(640, 100)])
+@pytest.mark.parametrize("blocks", [None, BlockSizes(640, 100)])
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
-def test_the_same_neighbors(where: str, blocks: Blocks | None):
+def test_the_same_neighbors(where: str, blocks: BlockSizes | None):
     bank, queries = torch.randn(5000, 64), torch.randn(300, 64)
     bank[100] = bank[7]  # of equals the lower number
     queries[0] = bank[7]
@@ -61,7 +61,7 @@ def test_the_same_neighbors_where_tf32_is_allowed(allowed: str):
 
 def test_the_same_few_shots():
     train, test = blobs(200), blobs(100, seed=1)
-    here, there = (few_shot(train, test, 5, 0, device=torch.device(d)) for d in ("cpu", "cuda"))
+    here, there = (predict_few_shot(train, test, 5, 0, device=torch.device(d)) for d in ("cpu", "cuda"))
     assert torch.equal(here, there)
 
 
@@ -70,7 +70,7 @@ def test_the_same_optimum_of_logistic_regression():
     losses = []
     for device, solver in (("cpu", "scikit-learn"), ("cuda", "torch")):
         found = fit(train, 0.1, solver=solver, device=device)
-        x = scaled(train.values.to(found.mean), found.mean, found.deviation)
+        x = standardize(train.values.to(found.mean), found.mean, found.deviation)
         losses.append(float(objective(x, train.targets.to(x.device), found.weights, found.bias, 0.1)))
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
@@ -79,9 +79,9 @@ def test_the_same_features():
     vit = model(small())
     source = Images([np.asarray(gradient(30 + i)) for i in range(13)])
     here, there = (
-        gather(net, source, preprocess=vit.preprocess, place=Place(), batch_size=4, device=torch.device(d), workers=0)[
-            0
-        ]
+        extract_features(
+            net, source, preprocess=vit.preprocess, spec=FeatureSpec(), batch_size=4, device=torch.device(d), workers=0
+        )[0]
         for d, net in (("cpu", vit.net), ("cuda", copy.deepcopy(vit.net).cuda()))
     )
     assert torch.equal(here.targets, there.targets)

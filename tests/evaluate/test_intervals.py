@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitrail.evaluate import average_precision, intervals, wilson
+from vitrail.evaluate import average_precision, intervals, wilson_interval
 
 
 @given(st.integers(1, 3000), st.floats(0.001, 0.999))
@@ -21,7 +21,7 @@ def test_the_quantiles_of_a_share_are_scipys(count: int, chance: float):
 
 
 def test_a_share_of_a_million_is_no_trouble():
-    found = intervals.share(743_000, 1_000_000)
+    found = intervals.proportion(743_000, 1_000_000)
     spread = 1.96 * math.sqrt(0.743 * 0.257 / 1e6)
     assert (found.low, found.high) == pytest.approx((0.743 - spread, 0.743 + spread), abs=2e-6)
 
@@ -30,32 +30,32 @@ def test_a_share_has_the_interval_that_drawing_images_again_gives():
     right = np.arange(200) < 130
     rng = np.random.default_rng(7)
     drawn = [right[rng.integers(0, 200, 200)].mean() for _ in range(20_000)]
-    found = intervals.share(130, 200)
-    assert found.how == "bootstrap"
+    found = intervals.proportion(130, 200)
+    assert found.interval_method == "bootstrap"
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=0.0051)
 
 
 @pytest.mark.parametrize(("right", "count"), [(3, 3), (0, 3), (9, 5000), (4991, 5000)])
 def test_nearly_none_and_nearly_all_have_wilsons_interval(right: int, count: int):
-    found = intervals.share(right, count)
-    assert found.how == "wilson"
-    assert (found.low, found.high) == wilson(right, count)
+    found = intervals.proportion(right, count)
+    assert found.interval_method == "wilson"
+    assert (found.low, found.high) == wilson_interval(right, count)
 
 
 def test_a_share_of_nothing_is_none():
-    assert intervals.share(0, 0) is None
+    assert intervals.proportion(0, 0) is None
 
 
 @given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_an_interval_holds_its_share(pair: tuple[int, int]):
-    found = intervals.share(*pair)
+    found = intervals.proportion(*pair)
     assert 0 <= found.low <= found.value <= found.high <= 1
 
 
 def test_the_interval_of_a_mean_is_scipys():
     values = np.random.default_rng(3).exponential(size=400)
     wanted = stats.bootstrap((values,), np.mean, method="percentile", n_resamples=9999, rng=np.random.default_rng(0))
-    found = intervals.mean(values)
+    found = intervals.bootstrap_mean(values)
     assert found.value == values.mean()
     assert found.low == pytest.approx(wanted.confidence_interval.low, abs=0.01)
     assert found.high == pytest.approx(wanted.confidence_interval.high, abs=0.01)
@@ -63,11 +63,11 @@ def test_the_interval_of_a_mean_is_scipys():
 
 def test_the_interval_of_a_mean_is_the_same_each_time():
     values = np.random.default_rng(3).random(1000)
-    assert intervals.mean(values) == intervals.mean(values)
+    assert intervals.bootstrap_mean(values) == intervals.bootstrap_mean(values)
 
 
 def test_every_resample_has_as_many_images_as_there_are():
-    blocks = list(intervals.draws(37, 2500))
+    blocks = list(intervals.resample_counts(37, 2500))
     counts = np.concatenate(blocks)
     assert counts.shape == (2500, 37)
     assert (counts.sum(1) == 37).all()
@@ -75,7 +75,7 @@ def test_every_resample_has_as_many_images_as_there_are():
 
 
 def test_what_is_not_a_number_has_no_interval():
-    found = intervals.mean(np.array([1.0, math.nan]))
+    found = intervals.bootstrap_mean(np.array([1.0, math.nan]))
     assert math.isnan(found.low)
     assert math.isnan(found.high)
 
@@ -84,7 +84,7 @@ def test_a_difference_on_the_same_images_is_known_better_than_either_share():
     before = np.arange(1000) < 700
     right = before.copy()
     right[690:730] = [False] * 10 + [True] * 30  # ten lost, thirty won
-    found, alone = intervals.difference(right, before), intervals.share(720, 1000)
+    found, alone = intervals.paired_difference(right, before), intervals.proportion(720, 1000)
     assert found.value == pytest.approx(0.02)
     assert 0 < found.low < 0.02 < found.high
     assert found.high - found.low < (alone.high - alone.low) / 2
@@ -94,7 +94,7 @@ def test_a_difference_on_the_same_images_is_known_better_than_either_share():
 
 def test_no_difference_is_none_for_certain():
     same = np.arange(50) % 2 == 0
-    assert intervals.difference(same, same) == intervals.Estimate(0.0, 0.0, 0.0)
+    assert intervals.paired_difference(same, same) == intervals.Estimate(0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("levels", [4, 1000])
@@ -108,30 +108,32 @@ def test_mean_average_precision_is_resampled_as_a_slow_loop_does_it(levels: int)
         return float(np.nanmean([average_precision(truth[rows, k], scores[rows, k]) for k in range(3)]))
 
     drawn = [
-        precision(np.repeat(np.arange(60), row.astype(int))) for block in intervals.draws(60, 300) for row in block
+        precision(np.repeat(np.arange(60), row.astype(int)))
+        for block in intervals.resample_counts(60, 300)
+        for row in block
     ]
     value = precision(np.arange(60))
-    found = intervals.mean_precision(truth, scores, value, resamples=300)
+    found = intervals.bootstrap_map(truth, scores, value, resamples=300)
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=1e-6)
 
 
 def test_classes_that_nobody_has_have_no_mean_precision():
-    found = intervals.mean_precision(np.zeros((5, 2), bool), np.ones((5, 2)), math.nan)
+    found = intervals.bootstrap_map(np.zeros((5, 2), bool), np.ones((5, 2)), math.nan)
     assert math.isnan(found.low)
 
 
 def test_numbers_found_together_are_those_found_alone_and_images_are_drawn_once(monkeypatch: pytest.MonkeyPatch):
     rng = np.random.default_rng(0)
     one, other = (rng.normal(size=(40, 1)), first), (rng.normal(size=(40, 3)), lambda sums: np.abs(sums).sum(-1))
-    alone = [intervals.of_sums(*one), intervals.of_sums(*other)]
-    passes, draws = list[int](), intervals.draws
+    alone = [intervals.bootstrap_statistic(*one), intervals.bootstrap_statistic(*other)]
+    passes, draws = list[int](), intervals.resample_counts
 
     def counted(*arguments: int) -> Iterator[np.ndarray]:
         passes.append(1)
         return draws(*arguments)
 
-    monkeypatch.setattr(intervals, "draws", counted)
-    for found, wanted in zip(intervals.together([one, other]), alone, strict=True):
+    monkeypatch.setattr(intervals, "resample_counts", counted)
+    for found, wanted in zip(intervals.bootstrap_statistics([one, other]), alone, strict=True):
         assert (found.value, found.low, found.high) == pytest.approx((wanted.value, wanted.low, wanted.high), rel=1e-9)
     assert len(passes) == 1
 
@@ -142,16 +144,16 @@ def first(sums: np.ndarray) -> np.ndarray:
 
 def test_the_interval_of_a_mean_of_shares_is_the_normal_one_for_many_images():
     shares = [(0.3, 4000), (0.8, 1000), (0.5, 9000)]
-    found = intervals.mean_of_shares(shares)
+    found = intervals.mean_of_proportions(shares)
     spread = 1.96 * math.sqrt(sum(p * (1 - p) / n for p, n in shares)) / 3
     assert found.value == pytest.approx(1.6 / 3)
     assert (found.value - found.low, found.high - found.value) == pytest.approx((spread, spread), rel=0.08)
 
 
 def test_shares_that_are_nearly_all_the_same_have_wilsons_interval():
-    all_right = intervals.of_shares(np.ones(22))
-    assert (all_right.value, all_right.how) == (1.0, "wilson")
-    assert (all_right.low, all_right.high) == pytest.approx(wilson(22, 22))
-    mixed = intervals.of_shares(np.tile([0.0, 1 / 3, 2 / 3, 1.0], 50))
-    assert mixed.how == "bootstrap"
-    assert mixed == intervals.mean(np.tile([0.0, 1 / 3, 2 / 3, 1.0], 50))
+    all_right = intervals.bounded_mean(np.ones(22))
+    assert (all_right.value, all_right.interval_method) == (1.0, "wilson")
+    assert (all_right.low, all_right.high) == pytest.approx(wilson_interval(22, 22))
+    mixed = intervals.bounded_mean(np.tile([0.0, 1 / 3, 2 / 3, 1.0], 50))
+    assert mixed.interval_method == "bootstrap"
+    assert mixed == intervals.bootstrap_mean(np.tile([0.0, 1 / 3, 2 / 3, 1.0], 50))

@@ -15,7 +15,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluate import knn
-from vitrail.evaluate.knn import Blocks, Neighbors, nearest_neighbors, voted, votes
+from vitrail.evaluate.knn import BlockSizes, Neighbors, class_votes, nearest_neighbors, predicted_classes
 
 
 def features(rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -33,7 +33,7 @@ def by_hand(bank: torch.Tensor, queries: torch.Tensor, k: int) -> np.ndarray:
 @pytest.mark.parametrize("k", [1, 5, 20, 100])
 def test_neighbors_are_scikit_learns(k: int):
     bank, queries = features(3000, 48), features(130, 48, seed=1)
-    near = nearest_neighbors(bank, queries, k, blocks=Blocks(700, 37))
+    near = nearest_neighbors(bank, queries, k, blocks=BlockSizes(700, 37))
     peer = NearestNeighbors(n_neighbors=k, metric="cosine", algorithm="brute").fit(bank.double().numpy())
     distances, indices = peer.kneighbors(queries.double().numpy())
     assert (near.index.numpy() == indices).all()
@@ -50,7 +50,7 @@ def test_neighbors_are_scikit_learns(k: int):
 def test_blocks_of_any_size_give_the_same_bits(rows: int, blocks: tuple[int, int], k: int, seed: int):
     bank, queries = features(rows, 24, seed), features(23, 24, seed + 1)
     k = min(k, rows)
-    one, other = nearest_neighbors(bank, queries, k), nearest_neighbors(bank, queries, k, blocks=Blocks(*blocks))
+    one, other = nearest_neighbors(bank, queries, k), nearest_neighbors(bank, queries, k, blocks=BlockSizes(*blocks))
     assert torch.equal(one.index, other.index)
     assert torch.equal(one.similarity, other.similarity)
     assert (one.index.numpy() == by_hand(bank, queries, k)).all()
@@ -61,13 +61,13 @@ def test_blocks_of_any_size_give_the_same_bits(rows: int, blocks: tuple[int, int
 def test_of_equal_entries_the_lower_number_comes_first(which: list[int], k: int, block: int):
     kinds = features(6, 16)
     bank, queries = kinds[which], kinds
-    near = nearest_neighbors(bank, queries, k, blocks=Blocks(block, 4))
+    near = nearest_neighbors(bank, queries, k, blocks=BlockSizes(block, 4))
     assert (near.index.numpy() == by_hand(bank, queries, k)).all()
 
 
 def test_entries_that_are_all_the_same_come_in_order():
     bank = torch.ones(5000, 8) * 0.3
-    near = nearest_neighbors(bank, torch.ones(3, 8), 7, blocks=Blocks(448, 2))
+    near = nearest_neighbors(bank, torch.ones(3, 8), 7, blocks=BlockSizes(448, 2))
     assert near.index.tolist() == [list(range(7))] * 3
 
 
@@ -92,7 +92,7 @@ def test_no_queries_have_no_neighbors():
 
 def test_progress_counts_every_query():
     seen: list[int] = []
-    nearest_neighbors(features(50, 4), features(23, 4), 3, blocks=Blocks(64, 10), advance=seen.append)
+    nearest_neighbors(features(50, 4), features(23, 4), 3, blocks=BlockSizes(64, 10), advance=seen.append)
     assert sum(seen) == 23
     assert max(seen) <= 10
 
@@ -123,39 +123,39 @@ def test_the_vote_is_dinos():
         for place in range(k):
             weight = np.exp(np.float64(near.similarity[q, place]) / 0.07)
             wanted[q, targets[near.index[q, place]]] += weight
-    got = votes(near, targets, classes, k)
+    got = class_votes(near, targets, classes, k)
     assert got.numpy() == pytest.approx(wanted, rel=1e-12)
-    assert voted(got).tolist() == wanted.argmax(1).tolist()
+    assert predicted_classes(got).tolist() == wanted.argmax(1).tolist()
 
 
 def test_one_search_serves_smaller_numbers_of_neighbors():
     bank, queries = features(200, 12), features(40, 12, seed=1)
     targets = torch.arange(200) % 3
     many, few = nearest_neighbors(bank, queries, 100), nearest_neighbors(bank, queries, 5)
-    assert torch.equal(votes(many, targets, 3, 5), votes(few, targets, 3, 5))
+    assert torch.equal(class_votes(many, targets, 3, 5), class_votes(few, targets, 3, 5))
 
 
 def test_a_uniform_vote_counts_heads_and_ties_go_to_the_lower_class():
     near = Neighbors(torch.tensor([[0.9, 0.5, 0.4, 0.3]]), torch.tensor([[2, 1, 0, 3]]))
     targets = torch.tensor([1, 1, 0, 0])
-    assert votes(near, targets, 3, 4, vote="uniform").tolist() == [[2, 2, 0]]
-    assert voted(votes(near, targets, 3, 4, vote="uniform")).tolist() == [0]
-    assert voted(votes(near, targets, 3, 3, vote="uniform")).tolist() == [1]
-    assert voted(votes(near, targets, 3, 3)).tolist() == [0]
+    assert class_votes(near, targets, 3, 4, vote="uniform").tolist() == [[2, 2, 0]]
+    assert predicted_classes(class_votes(near, targets, 3, 4, vote="uniform")).tolist() == [0]
+    assert predicted_classes(class_votes(near, targets, 3, 3, vote="uniform")).tolist() == [1]
+    assert predicted_classes(class_votes(near, targets, 3, 3)).tolist() == [0]
 
 
 def test_a_vote_of_more_than_were_looked_for_is_refused():
     near = nearest_neighbors(features(20, 4), features(2, 4), 3)
     with pytest.raises(ConfigError, match="the nearest 3 were looked for"):
-        votes(near, torch.zeros(20, dtype=torch.int64), 1, 4)
+        class_votes(near, torch.zeros(20, dtype=torch.int64), 1, 4)
 
 
 def test_many_near_duplicates_do_not_pile_up():
     """Everything reaches the floor: what waits is compared and cut as it comes."""
     bank = torch.ones(4000, 8) + 1e-7 * features(4000, 8)
     queries = torch.ones(5, 8)
-    near = nearest_neighbors(bank, queries, 2, blocks=Blocks(256, 5))
-    again = nearest_neighbors(bank, queries, 2, blocks=Blocks(4000, 1))
+    near = nearest_neighbors(bank, queries, 2, blocks=BlockSizes(256, 5))
+    again = nearest_neighbors(bank, queries, 2, blocks=BlockSizes(4000, 1))
     assert torch.equal(near.index, again.index)
 
 
@@ -192,9 +192,9 @@ def test_a_gpu_multiplies_whole_float32_whatever_is_allowed_outside(monkeypatch:
     class Elsewhere(torch.Tensor):
         device = torch.device("cuda")
 
-    monkeypatch.setattr(knn, "_workers", workers)
-    monkeypatch.setattr(knn, "_beside", lambda bank, queries: bank)
-    monkeypatch.setattr(knn, "unit", lambda rows: rows)
+    monkeypatch.setattr(knn, "_thread_pool", workers)
+    monkeypatch.setattr(knn, "_move_bank", lambda bank, queries: bank)
+    monkeypatch.setattr(knn, "normalize_rows", lambda rows: rows)
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = allowed
@@ -206,8 +206,8 @@ def test_a_gpu_multiplies_whole_float32_whatever_is_allowed_outside(monkeypatch:
 
 
 def test_pairs_are_compared_in_float64_where_there_is_one():
-    assert knn.exact(torch.device("mps")) == torch.float32
-    assert knn.exact(torch.device("cuda")) == torch.float64
+    assert knn.comparison_dtype(torch.device("mps")) == torch.float32
+    assert knn.comparison_dtype(torch.device("cuda")) == torch.float64
 
 
 @pytest.mark.parametrize(("free", "moved"), [(2 * 36 * 4, True), (2 * 36 * 4 - 1, False)])
@@ -220,7 +220,7 @@ def test_a_bank_goes_to_the_gpu_at_once_where_half_the_room_will_do(
     bank = features(9, 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**9))
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: "moved")
-    assert (knn._beside(bank, Elsewhere()) == "moved") is moved
+    assert (knn._move_bank(bank, Elsewhere()) == "moved") is moved
 
 
 def test_threads_are_what_they_were_and_change_nothing():
@@ -229,7 +229,7 @@ def test_threads_are_what_they_were_and_change_nothing():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(nearest_neighbors(bank, queries, 5, blocks=Blocks(640, 16)))
+            found.append(nearest_neighbors(bank, queries, 5, blocks=BlockSizes(640, 16)))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)

@@ -9,7 +9,7 @@ import torch
 from vitrail.errors import ConfigError, DataError
 from vitrail.evaluate import logistic
 from vitrail.evaluate.features import Features
-from vitrail.evaluate.logistic import choose, fit, held_out, objective, scaled
+from vitrail.evaluate.logistic import fit, held_out_mask, objective, search_c, standardize
 
 
 def overlapping(each: int, classes: int, width: int, seed: int = 0) -> Features:
@@ -23,14 +23,14 @@ def overlapping(each: int, classes: int, width: int, seed: int = 0) -> Features:
 
 
 @pytest.mark.parametrize("classes", [2, 5])
-@pytest.mark.parametrize("strength", [1e-3, 1.0, 30.0])
-def test_both_solvers_reach_the_same_optimum(classes: int, strength: float):
+@pytest.mark.parametrize("c", [1e-3, 1.0, 30.0])
+def test_both_solvers_reach_the_same_optimum(classes: int, c: float):
     train, test = overlapping(40, classes, 7), overlapping(50, classes, 7, seed=1)
-    one, other = (fit(train, strength, solver=s) for s in ("scikit-learn", "torch"))
+    one, other = (fit(train, c, solver=s) for s in ("scikit-learn", "torch"))
     losses = []
     for found in (one, other):
-        x = scaled(train.values, found.mean, found.deviation)
-        losses.append(float(objective(x, train.targets, found.weights, found.bias, strength)))
+        x = standardize(train.values, found.mean, found.std)
+        losses.append(float(objective(x, train.targets, found.weights, found.bias, c)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
     assert losses[1] <= losses[0] + 1e-9
     assert (one.predict(test.values) == other.predict(test.values)).double().mean() > 0.99
@@ -41,7 +41,7 @@ def test_the_gradient_is_zero_at_the_optimum(classes: int):
     train = overlapping(30, classes, 5)
     found = fit(train, 0.5, solver="torch")
     weights, bias = found.weights.clone().requires_grad_(), found.bias.clone().requires_grad_()
-    x = scaled(train.values, found.mean, found.deviation)
+    x = standardize(train.values, found.mean, found.std)
     objective(x, train.targets, weights, bias, 0.5).backward()
     assert weights.grad is not None
     assert bias.grad is not None
@@ -73,15 +73,15 @@ def peak_at(monkeypatch: pytest.MonkeyPatch, power: float) -> tuple[Features, li
     tried: list[float] = []
 
     class Fake:
-        def __init__(self, strength: float) -> None:
-            self.right = round(2000 - 100 * abs(np.log10(strength) - power))
+        def __init__(self, c: float) -> None:
+            self.right = round(2000 - 100 * abs(np.log10(c) - power))
 
         def predict(self, values: torch.Tensor) -> torch.Tensor:
             return (torch.arange(len(values)) >= self.right).long()  # class 0 is right
 
-    def fake(train: Features, strength: float, **options: object) -> Fake:
-        tried.append(strength)
-        return Fake(strength)
+    def fake(train: Features, c: float, **options: object) -> Fake:
+        tried.append(c)
+        return Fake(c)
 
     monkeypatch.setattr(logistic, "fit", fake)
     return Features(torch.zeros(2000, 1), torch.zeros(2000, dtype=torch.int64), ("a", "b")), tried
@@ -93,10 +93,10 @@ def test_the_search_for_c_finds_the_best_of_all_it_could_try(
     """The nearest eighth of a decade is found."""
     some, tried = peak_at(monkeypatch, 1.3)
     seen: list[int] = []
-    strength = choose(some, some, advance=seen.append)
-    assert np.log10(strength) == pytest.approx(1.25)
-    assert not logistic.at_edge(strength)
-    assert len(tried) <= logistic.FITS == sum(seen)
+    c = search_c(some, some, advance=seen.append)
+    assert np.log10(c) == pytest.approx(1.25)
+    assert not logistic.is_at_range_edge(c)
+    assert len(tried) <= logistic.SEARCH_FITS == sum(seen)
     assert sorted(np.log10(tried[:7])) == pytest.approx([-6, -4, -2, 0, 2, 4, 6])
     assert "edge" not in caplog.text
 
@@ -107,9 +107,9 @@ def test_a_best_c_at_the_edge_of_its_range_is_noted(
 ):
     monkeypatch.setattr("vitrail.runtime._logged", set())
     some, _ = peak_at(monkeypatch, power)
-    strength = choose(some, some)
-    assert strength == pytest.approx(edge)
-    assert logistic.at_edge(strength)
+    c = search_c(some, some)
+    assert c == pytest.approx(edge)
+    assert logistic.is_at_range_edge(c)
     assert f"the best C, {edge:g}, is at the edge of the range that was tried, 1e-06 to 1e+06" in caplog.text
 
 
@@ -117,21 +117,21 @@ def test_few_noisy_images_want_a_small_c():
     chance = torch.Generator().manual_seed(0)
     values, targets = torch.randn(60, 40, generator=chance), torch.arange(60) % 2
     values[:, 0] += targets * 2.0
-    assert choose(Features(values, targets, ("a", "b"))) < 1.0
+    assert search_c(Features(values, targets, ("a", "b"))) < 1.0
 
 
 def test_what_is_held_out_is_a_fifth_of_each_class_and_leaves_one():
     targets = torch.tensor([0] * 50 + [1] * 10 + [2] * 2)
-    aside = held_out(targets)
+    aside = held_out_mask(targets)
     assert torch.bincount(targets[aside], minlength=3).tolist() == [10, 2, 1]
-    assert held_out(torch.tensor([0, 0, 1])).tolist().count(True) == 1
-    assert torch.equal(aside, held_out(targets))
+    assert held_out_mask(torch.tensor([0, 0, 1])).tolist().count(True) == 1
+    assert torch.equal(aside, held_out_mask(targets))
 
 
 def test_many_features_go_to_torch(monkeypatch: pytest.MonkeyPatch):
     train = overlapping(10, 2, 3)
     assert fit(train, 1.0).solver == "scikit-learn"
-    monkeypatch.setattr(logistic, "MANY", 10)
+    monkeypatch.setattr(logistic, "MAX_SKLEARN_VALUES", 10)
     assert fit(train, 1.0).solver == "torch"
 
 
@@ -143,9 +143,9 @@ def test_one_class_is_one_sentence():
 
 def test_one_image_of_each_class_leaves_c_at_one_and_says_so(caplog: pytest.LogCaptureFixture):
     seen: list[int] = []
-    assert choose(overlapping(1, 3, 4), advance=seen.append) == 1.0
+    assert search_c(overlapping(1, 3, 4), advance=seen.append) == 1.0
     assert "none can be kept aside to choose C by: it is 1" in caplog.text
-    assert sum(seen) == logistic.FITS
+    assert sum(seen) == logistic.SEARCH_FITS
 
 
 def test_c_is_above_zero():

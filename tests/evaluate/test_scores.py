@@ -10,32 +10,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 
-from vitrail.evaluate import Samples, Scores, average_precision, wilson
+from vitrail.evaluate import SampleResults, Scores, average_precision, wilson_interval
 
 
 def test_wilson_is_as_worked_by_hand():
     # 8 of 10, z = 1.96: center (0.8 + 0.19208) / 1.38416, half 1.96 / 1.38416 * sqrt(0.016 + 0.009604).
-    low, high = wilson(8, 10, z=1.96)
+    low, high = wilson_interval(8, 10, z=1.96)
     assert low == pytest.approx(0.716738 - 0.226581, abs=1e-6)
     assert high == pytest.approx(0.716738 + 0.226581, abs=1e-6)
 
 
 def test_wilson_gives_the_textbook_interval_of_nought_in_twenty():
-    low, high = wilson(0, 20)  # z^2 / (n + z^2)
+    low, high = wilson_interval(0, 20)  # z^2 / (n + z^2)
     assert low == 0.0
     assert high == pytest.approx(3.841459 / 23.841459, abs=1e-6)
 
 
 def test_wilson_of_nothing_says_nothing():
-    assert wilson(0, 0) == (0.0, 1.0)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
 
 
 @given(st.integers(1, 10_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_an_interval_holds_its_share_and_mirrors(pair: tuple[int, int]):
     right, count = pair
-    low, high = wilson(right, count)
+    low, high = wilson_interval(right, count)
     assert 0 <= low <= right / count <= high <= 1
-    assert wilson(count - right, count) == pytest.approx((1 - high, 1 - low), abs=1e-12)
+    assert wilson_interval(count - right, count) == pytest.approx((1 - high, 1 - low), abs=1e-12)
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(0, 2**32 - 1))
@@ -66,11 +66,11 @@ def test_what_is_logged_is_plain():
 
 
 def test_a_first_guess_is_right_when_it_is_one_of_several_labels():
-    samples = Samples(
+    samples = SampleResults(
         index=np.arange(2),
         truth=np.array([[True, False, True], [True, False, False]]),
         prediction=np.array([2, 2]),
         score=np.ones(2),
         truth_score=np.ones(2),
     )
-    assert samples.right.tolist() == [True, False]
+    assert samples.correct.tolist() == [True, False]

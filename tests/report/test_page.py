@@ -32,7 +32,7 @@ from report.run_folders import (
 from vitrail.config import BiTConfig, PreprocessConfig
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import NotFound
-from vitrail.evaluate import neighbors_baseline
+from vitrail.evaluate import pixel_knn_baseline
 from vitrail.models import Net, build
 from vitrail.report import write_report
 
@@ -64,7 +64,7 @@ def all_of_it(tmp_path_factory: pytest.TempPathFactory) -> Whole:
         scores=measured(net, source),
         source=source,
         measured_on="test",
-        baselines={"3 nearest neighbors": neighbors_baseline(Images(60), source)},
+        baselines={"3 nearest neighbors": pixel_knn_baseline(Images(60), source)},
         comparisons=[other],
         unreadable=[("noise/bad.png", "is empty (0 bytes)")],
         command="vitrail train digits",
@@ -119,7 +119,7 @@ def test_it_says_what_was_trained(all_of_it: Whole):
     for part in (
         "ViT: width 16, 2 blocks, 2 heads, MLP 32",
         f"{parameters:,}",
-        "4 × 4, each 2 × 2 pixels, 1 channel",
+        "4 × 4, 2 × 2 pixels each, 1 channel",
         "AdamW, learning rate 0.001, gradients clipped at 1",
         "20 epochs of batches of 256, cosine",
         "random crop of 8 to 100 % of the area, mirrored",

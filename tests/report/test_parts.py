@@ -15,17 +15,27 @@ from report.run_folders import MODEL, Images, Page, evaluated, logged, measured,
 
 from vitrail.config import StemConfig
 from vitrail.errors import ModelError
-from vitrail.evaluate import Samples, Scores
+from vitrail.evaluate import SampleResults, Scores
 from vitrail.explain import panes
 from vitrail.explain.filters import filter_images, filters
 from vitrail.explain.positions import position_similarity
 from vitrail.models import Net, build
-from vitrail.report import words
-from vitrail.report.charts import MOST_POINTS, Chart, Series, apart, log_ticks, thinned, ticks, to_svg, wants_log
-from vitrail.report.images import thumbnail
+from vitrail.report import formatting
+from vitrail.report.charts import (
+    MAX_POINTS,
+    Chart,
+    Series,
+    downsample,
+    log_ticks,
+    needs_log_scale,
+    spread_labels,
+    ticks,
+    to_svg,
+)
 from vitrail.report.markup import Markup, tag
-from vitrail.report.runs import differences, read_run, told_apart
-from vitrail.report.story import by_class, confused_pairs, some_right, surest_mistakes
+from vitrail.report.report_data import class_scores, confused_pairs, most_confident_errors, typical_correct
+from vitrail.report.run_record import config_differences, describe_difference, read_run
+from vitrail.report.thumbnails import thumbnail
 from vitrail.runtime import escape_control
 
 finite = st.floats(-1e6, 1e6, allow_nan=False)
@@ -63,7 +73,7 @@ def test_log_ticks_are_round_and_inside():
 
 @given(st.lists(st.floats(0, 200), max_size=6))
 def test_names_keep_their_order_and_their_distance(places: list[float]):
-    moved = apart(places, 20, 0, 200)
+    moved = spread_labels(places, 20, 0, 200)
     order = sorted(range(len(places)), key=lambda i: places[i])
     gaps = [moved[b] - moved[a] for a, b in pairwise(order)]
     assert all(gap >= 20 - 1e-9 for gap in gaps)
@@ -73,8 +83,8 @@ def test_names_keep_their_order_and_their_distance(places: list[float]):
 def test_a_long_curve_is_thinned_to_its_means_within_its_band():
     x = np.arange(10_000.0)
     y = np.sin(x)
-    at, mean, least, most = thinned((x, y))
-    assert len(at) == MOST_POINTS
+    at, mean, least, most = downsample((x, y))
+    assert len(at) == MAX_POINTS
     assert mean.mean() == pytest.approx(y.mean(), abs=1e-3)
     assert (least <= mean).all()
     assert (mean <= most).all()
@@ -82,7 +92,7 @@ def test_a_long_curve_is_thinned_to_its_means_within_its_band():
 
 def test_a_curve_lies_where_its_values_say():
     series = Series("test", (np.array([0.0, 1.0, 2.0]), np.array([0.0, 1.0, 0.5])))
-    svg = to_svg(Chart("Accuracy", (series,), words.percent, floor=0.0, ceiling=1.0))
+    svg = to_svg(Chart("Accuracy", (series,), formatting.format_percent, floor=0.0, ceiling=1.0))
     line = next(a["d"] for a in Page(svg).all("path") if a.get("class") == "curve")
     (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, p.split())) for p in line[1:].split("L"))
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
@@ -93,26 +103,26 @@ def test_a_curve_lies_where_its_values_say():
 def test_curves_of_one_point_and_of_none_are_drawn_too():
     one = Series("test", (np.array([3.0]), np.array([0.7])))
     none = Series("training", (np.array([]), np.array([])))
-    assert Page(to_svg(Chart("Loss", (one, none), words.number))).all("circle")
-    assert to_svg(Chart("Loss", (none,), words.number)) == ""
+    assert Page(to_svg(Chart("Loss", (one, none), formatting.format_number))).all("circle")
+    assert to_svg(Chart("Loss", (none,), formatting.format_number)) == ""
 
 
 def test_losses_that_fall_far_have_a_log_axis():
     x = np.arange(3.0)
-    assert wants_log([(x, np.array([5.0, 1.0, 0.1]))])
-    assert not wants_log([(x, np.array([5.0, 1.0, 0.5]))])
-    assert not wants_log([(x, np.array([5.0, 1.0, 0.0]))])
-    assert not wants_log([])
+    assert needs_log_scale([(x, np.array([5.0, 1.0, 0.1]))])
+    assert not needs_log_scale([(x, np.array([5.0, 1.0, 0.5]))])
+    assert not needs_log_scale([(x, np.array([5.0, 1.0, 0.0]))])
+    assert not needs_log_scale([])
 
 
 def test_a_run_is_read_as_it_was_logged(tmp_path: Path):
     lines = [logged(10), logged(20, loss=None), logged(30), evaluated(30, 0.8), evaluated(30, 0.9) | {"ema": True}]
     run = read_run(write_run(tmp_path / "run", lines))
-    assert run.logged("loss")[0].tolist() == [1.0, 3.0]  # epochs; what was not finite is left out
-    assert run.measured("top1")[1].tolist() == [0.8]
-    assert run.measured("top1", ema=True)[1].tolist() == [0.9]
-    assert run.result["top1"] == 0.9
-    assert (run.images, run.rate, run.seconds, run.reached) == (960, 900.0, 3.0, 30)
+    assert run.training_curve("loss")[0].tolist() == [1.0, 3.0]  # epochs; what was not finite is left out
+    assert run.evaluation_curve("top1")[1].tolist() == [0.8]
+    assert run.evaluation_curve("top1", ema=True)[1].tolist() == [0.9]
+    assert run.last_scores["top1"] == 0.9
+    assert (run.num_images, run.images_per_second, run.seconds, run.last_step) == (960, 900.0, 3.0, 30)
 
 
 @pytest.mark.parametrize(
@@ -129,21 +139,21 @@ def test_a_run_is_read_as_it_was_logged(tmp_path: Path):
 )
 def test_how_far_a_run_came_is_told_in_its_own_unit(tmp_path: Path, duration: str, last: int, said: object):
     lines = [logged(step) for step in range(last % 10 or 10, last + 1, 10)]
-    assert read_run(write_run(tmp_path / "run", lines, duration=duration)).unfinished() == said
+    assert read_run(write_run(tmp_path / "run", lines, duration=duration)).progress_if_stopped() == said
 
 
 def test_runs_are_told_apart_by_what_differs(tmp_path: Path):
     first = read_run(write_run(tmp_path / "a", []))
     without = read_run(write_run(tmp_path / "b", [], model=MODEL.replace(position="none").to_dict()))
     faster = read_run(write_run(tmp_path / "c", [], gradient_checkpointing=True, optim={"lr": 0.01}))
-    assert differences(first.config, without.config) == {"model.position": "none"}
-    assert told_apart(first, without) == "without positions"
-    assert told_apart(first, faster) == "gradient checkpointing on, lr 0.01"
-    assert told_apart(first, read_run(write_run(tmp_path / "d", []))) == "d"
+    assert config_differences(first.config, without.config) == {"model.position": "none"}
+    assert describe_difference(first, without) == "without positions"
+    assert describe_difference(first, faster) == "gradient checkpointing on, lr 0.01"
+    assert describe_difference(first, read_run(write_run(tmp_path / "d", []))) == "d"
 
 
-def samples(truth: list[int], said: list[int], score: list[float]) -> Samples:
-    return Samples(
+def samples(truth: list[int], said: list[int], score: list[float]) -> SampleResults:
+    return SampleResults(
         index=np.arange(len(truth)),
         truth=np.array(truth),
         prediction=np.array(said),
@@ -153,13 +163,13 @@ def samples(truth: list[int], said: list[int], score: list[float]) -> Samples:
 
 
 def test_the_surest_mistakes_come_first():
-    found = surest_mistakes(samples([0, 1, 2, 0], [1, 1, 0, 2], [0.6, 0.99, 0.9, 0.7]), 2)
-    assert [(m.row, m.said, m.score) for m in found] == [(2, 0, 0.9), (3, 2, 0.7)]
+    found = most_confident_errors(samples([0, 1, 2, 0], [1, 1, 0, 2], [0.6, 0.99, 0.9, 0.7]), 2)
+    assert [(m.row, m.predicted, m.score) for m in found] == [(2, 0, 0.9), (3, 2, 0.7)]
 
 
 def test_of_several_labels_a_mistake_is_a_class_it_does_not_have():
-    found = surest_mistakes(
-        Samples(
+    found = most_confident_errors(
+        SampleResults(
             index=np.arange(3),
             truth=np.array([[True, False], [False, True], [True, True]]),
             prediction=np.array([0, 0, 1]),
@@ -169,24 +179,24 @@ def test_of_several_labels_a_mistake_is_a_class_it_does_not_have():
         ),
         5,
     )
-    assert [(m.row, m.said, m.score) for m in found] == [(1, 0, 0.8), (0, 1, 0.7)]
+    assert [(m.row, m.predicted, m.score) for m in found] == [(1, 0, 0.8), (0, 1, 0.7)]
 
 
 def test_right_ones_are_of_as_many_classes_as_there_is_room_for():
     truth = [k for k in range(30) for _ in range(3)]
-    found = some_right(samples(truth, truth, [0.5] * 90), 10)
+    found = typical_correct(samples(truth, truth, [0.5] * 90), 10)
     assert len({truth[row] for row in found}) == 10
     assert max(truth[row] for row in found) == 29
-    assert some_right(samples([0, 1], [1, 0], [1.0, 1.0]), 5) == []
+    assert typical_correct(samples([0, 1], [1, 0], [1.0, 1.0]), 5) == []
 
 
 def test_classes_and_pairs_are_the_same_with_and_without_the_matrix(net: Net):
     scores = measured(net, Images(200))
     bare = Scores(**{**scores.__dict__, "confusion": None})
-    assert by_class(scores) == by_class(bare)
+    assert class_scores(scores) == class_scores(bare)
     assert sum(n for *_, n in confused_pairs(scores, 99)) == round((1 - scores.top1) * scores.count)
     assert set(confused_pairs(scores, 99)) == set(confused_pairs(bare, 99))
-    one = by_class(scores)[2]
+    one = class_scores(scores)[2]
     assert one.value == scores.confusion[2, 2] / scores.confusion[2].sum()
 
 
@@ -249,11 +259,11 @@ def test_large_images_are_shrunk_and_small_ones_kept():
     [(0.5, "0.5"), (1437.0, "1,437"), (3e-5, "3e-5"), (0.0005, "0.0005"), (None, "–"), (math.nan, "–"), (0.0, "0")],
 )
 def test_numbers_in_words(value: float | None, said: str):
-    assert words.number(value) == said
+    assert formatting.format_number(value) == said
 
 
 def test_times_counts_and_shares_in_words():
-    assert [words.spell_time(s) for s in (48.2, 200, 8040, None)] == ["48 s", "3 min 20 s", "2 h 14 min", "–"]
-    assert [words.millions(n) for n in (900, 102_666, 5_717_416)] == ["900", "103 thousand", "5.72 million"]
-    assert words.percent(0.98765, 360) == "98.8 %"
-    assert words.percent(0.98765, 10_000) == "98.77 %"
+    assert [formatting.format_duration(s) for s in (48.2, 200, 8040, None)] == ["48 s", "3 min 20 s", "2 h 14 min", "–"]
+    assert [formatting.format_count(n) for n in (900, 102_666, 5_717_416)] == ["900", "103 thousand", "5.72 million"]
+    assert formatting.format_percent(0.98765, 360) == "98.8 %"
+    assert formatting.format_percent(0.98765, 10_000) == "98.77 %"

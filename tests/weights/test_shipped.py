@@ -20,7 +20,7 @@ from small_models import model, small
 
 import vitrail
 from vitrail.errors import NotFound
-from vitrail.evaluate.scores import wilson
+from vitrail.evaluate.scores import wilson_interval
 from vitrail.recipes import RECIPES
 from vitrail.weights import checkpoint, shipped
 from vitrail.weights.locate import locate
@@ -71,7 +71,7 @@ def test_what_it_says_of_itself_is_what_was_measured():
     told = re.search(r"([\d.]+) % of them are right \(95 %\s+interval ([\d.]+) to ([\d.]+);", shipped.__doc__ or "")
     assert told is not None
     share, low, high = (float(number) for number in told.groups())
-    assert [low, high] == [round(100 * bound, 2) for bound in wilson(round(100 * share), 10_000)]
+    assert [low, high] == [round(100 * bound, 2) for bound in wilson_interval(round(100 * share), 10_000)]
     assert f"right on {share:.1f} % of CIFAR-10's test images" in DEFAULT.about
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vitrail.api.evaluation import evaluate
     from vitrail.api.exporting import export
     from vitrail.api.training import Run, finetune, train
-    from vitrail.evaluate.evaluation import Evaluation
+    from vitrail.evaluate.summary import Evaluation
 
 # With data, drawing and other libraries, which `load` does without.
 _LATER = {

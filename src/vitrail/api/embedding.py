@@ -23,29 +23,29 @@ from vitrail.data.sources import open_source_splits
 from vitrail.data.sources.base import Source, SourceSplits
 from vitrail.data.sources.subset import Subset
 from vitrail.errors import ConfigError, DataError, nearest
-from vitrail.evaluate.feature_file import FeatureFile, table_of
-from vitrail.evaluate.features import Place, feature_batches, fingerprint, settled, stream
+from vitrail.evaluate.feature_file import FeatureFile, feature_table
+from vitrail.evaluate.features import FeatureSpec, extract_batches, image_batches, resolve_features, weights_checksum
 from vitrail.runtime import warn_once
 from vitrail.weights.model_info import portable
 
 SPLITS = ("train", "validation", "test", "all")
 DTYPES = ("float32", "float16")
-PART = 1024
+IMAGES_PER_PART = 1024
 """Images about in one part, and so lost at most when a run is killed."""
 
 
 @dataclass(frozen=True)
-class Embedded:
+class EmbedResult:
     """A file of features that is complete."""
 
     path: Path
-    images: int
+    num_images: int
     """Rows in it."""
     width: int
-    place: str
+    features: str
     unreadable: Mapping[str, str] = field(default_factory=dict)
     """Images that are not in it, and why."""
-    fresh: bool = True
+    written: bool = True
     """Whether anything had to be done."""
 
 
@@ -55,15 +55,15 @@ def embed(
     out: str | Path,
     *,
     split: str = "all",
-    place: Place | None = None,
+    spec: FeatureSpec | None = None,
     dtype: str = "float32",
     normalize: bool = False,
     batch_size: int = 64,
-    part: int = PART,
+    images_per_part: int = IMAGES_PER_PART,
     overwrite: bool = False,
     started: Callable[[int, int], None] | None = None,
     advance: Callable[[int], None] | None = None,
-) -> Embedded:
+) -> EmbedResult:
     """Features of every image of some data, with its key, in a Parquet file.
 
     The same call goes on after an interruption, and gives the same file. `started` hears how many
@@ -72,57 +72,59 @@ def embed(
     if dtype not in DTYPES:
         raise ConfigError(f"features cannot be kept as {dtype!r}{nearest(dtype, DTYPES)}")
     config = DataConfig(source=data) if isinstance(data, str) else data
-    place = _settled(place or Place(), model)
-    sources = _sources(open_source_splits(config, require_labels=False), config, split)
-    pieces = list(_pieces(sources, max(part // batch_size, 1) * batch_size))
+    spec = _resolve_spec(spec or FeatureSpec(), model)
+    sources = _select_splits(open_source_splits(config, require_labels=False), config, split)
+    pieces = list(_part_ranges(sources, max(images_per_part // batch_size, 1) * batch_size))
     file = FeatureFile(
-        Path(out).expanduser(), _settings(model, config, split, place, sources, dtype, normalize, batch_size)
+        Path(out).expanduser(), _settings(model, config, split, spec, sources, dtype, normalize, batch_size)
     )
     total = sum(len(source) for source in sources.values())
     if file.begin(overwrite):
-        with file.alone():
-            missing = [n for n in range(len(pieces)) if not file.part(n).exists()]
+        with file.lock():
+            missing = [n for n in range(len(pieces)) if not file.part_path(n).exists()]
             if started is not None:
                 started(total, total - sum(len(pieces[n][1]) for n in missing))
-            _write(model, sources, pieces, missing, file, place, batch_size, dtype, normalize, advance)
+            _write_missing_parts(model, sources, pieces, missing, file, spec, batch_size, dtype, normalize, advance)
             file.join(len(pieces))
-        fresh = True
+        written = True
     else:
         warn_once([f"{file.path} is complete already"])
-        fresh = False
-    return _done(file.path, place, fresh)
+        written = False
+    return _result(file.path, spec, written)
 
 
-def _settled(place: Place, model: Model) -> Place:
+def _resolve_spec(spec: FeatureSpec, model: Model) -> FeatureSpec:
     """Where features are taken; an exported file gives its own or none."""
     if not isinstance(model, Running):
-        return settled(place, model.net)
+        return resolve_features(spec, model.net)
     model.check_features()
-    if place != Place():
+    if spec != FeatureSpec():
         model.check_inside()
-    return place
+    return spec
 
 
-def _streamed(model: Model, batches: Loader, place: Place) -> Iterator[tuple[Tensor, Tensor]]:
+def _extract_batches(model: Model, batches: Loader, spec: FeatureSpec) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each batch the numbers of its readable images, and their features."""
     if not isinstance(model, Running):
-        yield from stream(model.net, batches, preprocess=model.preprocess, place=place)
+        yield from extract_batches(model.net, batches, preprocess=model.preprocess, spec=spec)
         return
     for batch in batches:
         kept = (batch.weights > 0).cpu()
         yield batch.indices[kept], model.outputs(batch.images)[kept]
 
 
-def _done(path: Path, place: Place, fresh: bool) -> Embedded:
+def _result(path: Path, spec: FeatureSpec, written: bool) -> EmbedResult:
     import pyarrow.parquet as pq
 
-    from vitrail.evaluate.feature_file import about
+    from vitrail.evaluate.feature_file import read_metadata
 
     width = pq.read_schema(path).field("embedding").type.list_size
-    return Embedded(path, pq.read_metadata(path).num_rows, width, str(place), about(path)["unreadable"], fresh)
+    return EmbedResult(
+        path, pq.read_metadata(path).num_rows, width, str(spec), read_metadata(path)["unreadable"], written
+    )
 
 
-def _sources(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, Source]:
+def _select_splits(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, Source]:
     """The parts that were asked for, by name."""
     if split not in SPLITS:
         raise ConfigError(f"no split is called {split!r}{nearest(split, SPLITS)}")
@@ -138,19 +140,19 @@ def _sources(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, S
     return there if split == "all" else {split: there[split]}
 
 
-def _pieces(sources: Mapping[str, Source], size: int) -> Iterator[tuple[str, range]]:
+def _part_ranges(sources: Mapping[str, Source], size: int) -> Iterator[tuple[str, range]]:
     """The images of each part of the file, always the same ones: whole batches."""
     for split, source in sources.items():
         yield from ((split, range(i, min(i + size, len(source)))) for i in range(0, len(source), size))
 
 
-def _write(
+def _write_missing_parts(
     model: Model,
     sources: Mapping[str, Source],
     pieces: list[tuple[str, range]],
     missing: list[int],
     file: FeatureFile,
-    place: Place,
+    spec: FeatureSpec,
     batch_size: int,
     dtype: str,
     normalize: bool,
@@ -166,8 +168,8 @@ def _write(
         ends = dict(zip(np.cumsum([len(pieces[n][1]) for n in wanted]).tolist(), wanted, strict=True))
         seen, waiting = 0, list[tuple[Tensor, Tensor]]()
         told: set[str] = set()
-        with feature_batches(rest, model.preprocess, batch_size=batch_size, device=model.device) as batches:
-            for indices, values in _streamed(model, batches, place):
+        with image_batches(rest, model.preprocess, batch_size=batch_size, device=model.device) as batches:
+            for indices, values in _extract_batches(model, batches, spec):
                 waiting.append(
                     (torch.from_numpy(numbers)[indices], F.normalize(values, dim=1) if normalize else values)
                 )
@@ -180,7 +182,7 @@ def _write(
                     mine = {source.key(i) for i in pieces[ends[seen]][1]} if bad else set()
                     bad = {key: why for key, why in bad.items() if key in mine}
                     told |= bad.keys()
-                    file.write_part(ends[seen], table_of(source, split, index, found, dtype), bad)
+                    file.write_part(ends[seen], feature_table(source, split, index, found, dtype), bad)
                     waiting = []
                 if advance is not None:
                     advance(step)
@@ -190,7 +192,7 @@ def _settings(
     model: Model,
     config: DataConfig,
     split: str,
-    place: Place,
+    spec: FeatureSpec,
     sources: Mapping[str, Source],
     dtype: str,
     normalize: bool,
@@ -200,23 +202,23 @@ def _settings(
     first = next(iter(sources.values()))
     said = {
         "model": model.info.title,
-        "weights": model.fingerprint if isinstance(model, Running) else fingerprint(model.net),
-        "place": str(place),
+        "weights": model.fingerprint if isinstance(model, Running) else weights_checksum(model.net),
+        "features": str(spec),
         "preprocess": model.info.preprocess.to_dict(),
         "data": portable(config.source),
         "data_digest": f"{zlib.crc32(config.source.encode(errors='surrogateescape')):08x}",
         "split": split,
-        "images": {name: [len(source), _names(source)] for name, source in sources.items()},
+        "images": {name: [len(source), _keys_checksum(source)] for name, source in sources.items()},
         "labels": list(first.labels),
         "dtype": dtype,
         "normalize": normalize,
-        "batch": batch_size,
+        "batch_size": batch_size,
         "vitrail": version("vitrail"),
     }
     return dict(json.loads(json.dumps(said)))  # as it will be read back
 
 
-def _names(source: Source) -> str:
+def _keys_checksum(source: Source) -> str:
     """Eight letters that differ where images have come, gone or changed places."""
     found = 0
     for i in range(len(source)):

@@ -22,13 +22,19 @@ from vitrail.data.sources.base import Source
 from vitrail.data.sources.source_spec import parse_source
 from vitrail.errors import ConfigError, DataError, ModelError, VitrailError, nearest
 from vitrail.evaluate.accuracy import measure
-from vitrail.evaluate.calibration import BINS
-from vitrail.evaluate.evaluation import Evaluation, Measured, summarize
-from vitrail.evaluate.matching import Mapped, Match, match_classes, model_names
-from vitrail.evaluate.real import Real, outputs_by_class, read_real, real_accuracy, valid_outputs
-from vitrail.evaluate.scores import Samples
-from vitrail.evaluate.speed import Stopwatch
-from vitrail.evaluate.synsets import beside
+from vitrail.evaluate.calibration import NUM_BINS
+from vitrail.evaluate.class_matching import ClassMatch, MappedSource, labels_for_matching, match_classes
+from vitrail.evaluate.imagenet_real import (
+    RealAccuracy,
+    outputs_by_class,
+    read_real_labels,
+    real_accuracy,
+    valid_outputs,
+)
+from vitrail.evaluate.scores import SampleResults
+from vitrail.evaluate.summary import Evaluation, SizeResult, summarize
+from vitrail.evaluate.synsets import read_synsets_file
+from vitrail.evaluate.throughput import NetworkTimer
 from vitrail.runtime import log_on_main_process, warn_once
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.train.parallel import Ranks
@@ -37,25 +43,25 @@ from vitrail.weights.model_info import portable
 from vitrail.weights.opening import adapted
 
 PROTOCOLS = ("auto", "imagenet", "real")
-BATCH = {"cpu": 32}
+BATCH_SIZES = {"cpu": 32}
 """Images at a time by device; elsewhere 256."""
 
 Advance = Callable[[int], None]
-Watch = Callable[[str, int], AbstractContextManager[Advance]]
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """What is done and of how many images -> a context that is told of so many more."""
 
 
 @contextmanager
-def unwatched(what: str, total: int) -> Iterator[Advance]:
+def no_progress(what: str, total: int) -> Iterator[Advance]:
     yield lambda count: None
 
 
 @dataclass(frozen=True)
-class _Task:
+class _EvaluationTask:
     """What stays the same at all sizes."""
 
-    source: Mapped
-    match: Match
+    source: MappedSource
+    match: ClassMatch
     config: DataConfig
     real: list[list[int] | None] | None
     """The outputs that ImageNet-ReaL holds right, for each image."""
@@ -63,7 +69,7 @@ class _Task:
     batch_size: int
     flip: bool
     bins: int
-    watch: Watch
+    progress: Progress
 
 
 def evaluate(
@@ -79,10 +85,10 @@ def evaluate(
     skip_bad: bool = False,
     workers: int | None = None,
     batch_size: int | None = None,
-    bins: int = BINS,
+    bins: int = NUM_BINS,
     device: str | None = None,
     dtype: str | torch.dtype | None = "float32",
-    watch: Watch = unwatched,
+    progress: Progress = no_progress,
     **options: Any,
 ) -> Evaluation:
     """Measure a model on labeled images: `evaluate("runs/digits", "digits").top1.value`.
@@ -102,40 +108,40 @@ def evaluate(
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)
     device = device or (str(model.device) if isinstance(model, Model) else "auto")
     with Ranks.start(device) as ranks, log_on_main_process():
-        vit, source = _first_ahead(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
+        vit, source = _first_process_first(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
         _check_model(vit, ranks.device)
         sizes = _sizes(vit, image_size)
-        labels = model_names(vit.info, source)
+        labels = labels_for_matching(vit.info, source)
         match = match_classes(
             source,
             labels,
             vit.config.num_classes,
-            synsets=beside(data, source.labels),
-            imagenet=protocol == "imagenet",
-            named=parse_source(data).kind == "builtin",
+            synsets=read_synsets_file(data, source.labels),
+            require_synsets=protocol == "imagenet",
+            labels_are_names=parse_source(data).kind == "builtin",
         )
         valid, assumed = None, list[str]()
         if protocol == "real" or real is not None:
-            valid, assumed = _valid(source, match, real, labels)
-        notes = [*match.notes, *assumed, *_about(source, vit)]
+            valid, assumed = _real_outputs(source, match, real, labels)
+        notes = [*match.notes, *assumed, *_caveats(source, vit)]
         if labels is not None and stated(vit.info) is None:
             notes.insert(0, ASSUMED)
         warn_once([note for note in notes if note not in vit.info.notes], about=data)
         share = -(-len(source) // ranks.world)
-        several = min(batch_size or BATCH.get(ranks.device.type, 256), share)
-        task = _Task(Mapped(source, match), match, config, valid, ranks, several, flip, bins, watch)
-        found: list[Measured] = []
+        several = min(batch_size or BATCH_SIZES.get(ranks.device.type, 256), share)
+        task = _EvaluationTask(MappedSource(source, match), match, config, valid, ranks, several, flip, bins, progress)
+        found: list[SizeResult] = []
         unreadable: dict[str, str] = {}
         for size in sizes:
-            measured, bad = _at_size(vit, size, task, found[0] if found else None)
+            measured, bad = _evaluate_at_size(vit, size, task, found[0] if found else None)
             found.append(measured)
             unreadable |= bad
     return Evaluation(
         model=vit.info.title if isinstance(model, Model) else portable(str(model)),
         data=source.name,
-        names=match.names,
+        labels=match.labels,
         multi_label=source.multi_label,
-        matched=match.how,
+        matched_by=match.method,
         flip=flip,
         bins=bins,
         sizes=tuple(found),
@@ -145,7 +151,7 @@ def evaluate(
     )
 
 
-def _first_ahead(ranks: Ranks, opened: Callable[[], tuple[Model, Source]]) -> tuple[Model, Source]:
+def _first_process_first(ranks: Ranks, opened: Callable[[], tuple[Model, Source]]) -> tuple[Model, Source]:
     """One download, one index: the others find them. Where the first process fails, all do, in the same words."""
     found, error = None, None
     if ranks.first:
@@ -190,12 +196,12 @@ def _check_model(vit: Model, device: torch.device) -> None:
         check_bfloat16()
 
 
-def _sizes(vit: Model, asked: Pair | Sequence[Pair] | None) -> list[tuple[int, int]]:
+def _sizes(vit: Model, requested: Pair | Sequence[Pair] | None) -> list[tuple[int, int]]:
     """The sizes to measure at, each known to be possible before any work is done."""
     own = pair(vit.config.image_size)
-    if asked is None:
+    if requested is None:
         return [pair(vit.info.preprocess.image_size)]
-    several = [asked] if isinstance(asked, int | tuple) else list(asked)
+    several = [requested] if isinstance(requested, int | tuple) else list(requested)
     sizes = list(dict.fromkeys(pair(size) for size in several))
     if not sizes:
         raise ConfigError("image names no size; wanted such as 224, or several: 160,224,288.")
@@ -205,25 +211,25 @@ def _sizes(vit: Model, asked: Pair | Sequence[Pair] | None) -> list[tuple[int, i
         config = vit.config.replace(image_size=size)
         if isinstance(config, ViTConfig) and config.position == "relative" and size != own:
             raise ModelError(
-                f"relative positions cannot be resampled from {_spelled(own)} to {_spelled(size)}; "
+                f"relative positions cannot be resampled from {_format_size(own)} to {_format_size(size)}; "
                 "leave --image-size out."
             )
     return sizes
 
 
-def _valid(
-    source: Source, match: Match, real: str | Path | None, names: Sequence[str] | None
+def _real_outputs(
+    source: Source, match: ClassMatch, real: str | Path | None, names: Sequence[str] | None
 ) -> tuple[list[list[int] | None], list[str]]:
     """The outputs that are right for each image, and what had to be assumed; `names` are the model's own."""
     if source.multi_label:
         raise DataError(f"{source.name} has several labels to an image already; ImageNet-ReaL is for ImageNet's own.")
-    labels = read_real(real)
+    labels = read_real_labels(real)
     keys = [source.key(i) for i in range(len(source))]
-    outputs, note = outputs_by_class(len(match.names), match.synsets, names)
+    outputs, note = outputs_by_class(len(match.labels), match.synsets, names)
     return valid_outputs(keys, labels, outputs), [note] if note else []
 
 
-def _about(source: Source, vit: Model) -> list[str]:
+def _caveats(source: Source, vit: Model) -> list[str]:
     """What the numbers cannot say."""
     notes = []
     targets = source.targets
@@ -239,15 +245,15 @@ def _about(source: Source, vit: Model) -> list[str]:
     return notes
 
 
-def _at_size(
-    vit: Model, size: tuple[int, int], task: _Task, before: Measured | None
-) -> tuple[Measured, dict[str, str]]:
+def _evaluate_at_size(
+    vit: Model, size: tuple[int, int], task: _EvaluationTask, before: SizeResult | None
+) -> tuple[SizeResult, dict[str, str]]:
     """All images at one size, and those that could not be read."""
     ranks, source = task.ranks, task.source
-    net, preprocess = _resized(vit, size)
+    net, preprocess = _resize_model(vit, size)
     net = net.to(ranks.device)
     several = ranks.world > 1
-    with Stopwatch(net) as watch:
+    with NetworkTimer(net) as timer:
         batches = evaluation_batches(
             source,
             preprocess=preprocess.config,
@@ -257,35 +263,35 @@ def _at_size(
             world_size=ranks.world,
             config=task.config,
         )
-        with batches, task.watch(f"measuring at {_spelled(size)}", len(source)) as advance:
+        with batches, task.progress(f"measuring at {_format_size(size)}", len(source)) as advance:
             scores = measure(
                 net,
                 batches,
                 preprocess=preprocess,
-                num_classes=len(task.match.names),
+                num_classes=len(task.match.labels),
                 multi_label=source.multi_label,
                 loss="sigmoid" if vit.info.multi_label else "softmax",
                 reduce=ranks.sum if several else None,
                 gather=ranks.gather if several else None,
                 flip=task.flip,
-                watch=lambda count: advance(count * ranks.world),
+                on_batch=lambda count: advance(count * ranks.world),
             )
             batches.merge_bad(ranks.all_told(batches.bad))
-        speed = watch.speed(scores.count)
+        throughput = timer.throughput(scores.count)
     assert scores.samples is not None
-    found = None if task.real is None else _real(scores.samples, task.real)
-    outputs = len(task.match.names)
+    found = None if task.real is None else _real_accuracy(scores.samples, task.real)
+    outputs = len(task.match.labels)
     measured = summarize(
-        scores, image_size=size, outputs=outputs, speed=speed, bins=task.bins, real=found, before=before
+        scores, image_size=size, num_outputs=outputs, throughput=throughput, bins=task.bins, real=found, first=before
     )
     return measured, batches.bad
 
 
-def _real(samples: Samples, valid: list[list[int] | None]) -> Real:
+def _real_accuracy(samples: SampleResults, valid: list[list[int] | None]) -> RealAccuracy:
     return real_accuracy(samples, [valid[i] for i in samples.index])
 
 
-def _resized(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
+def _resize_model(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
     """The model for another size, and what prepares for that; the model itself stays as it is."""
     if isinstance(vit, Running):
         return Called(vit), AsTheyAre(vit.info.preprocess)
@@ -296,5 +302,5 @@ def _resized(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preprocess]:
     return net, Preprocess(info.preprocess)
 
 
-def _spelled(size: tuple[int, int]) -> str:
+def _format_size(size: tuple[int, int]) -> str:
     return f"{size[0]} px" if size[0] == size[1] else f"{size[0]}x{size[1]} px"

@@ -22,9 +22,9 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import open_source_splits
 from vitrail.data.sources.base import Source
 from vitrail.errors import ConfigError, DataError, ModelError
-from vitrail.evaluate.features import fingerprint
-from vitrail.evaluate.matching import Mapped, match_classes, model_names
-from vitrail.evaluate.synsets import beside
+from vitrail.evaluate.class_matching import MappedSource, labels_for_matching, match_classes
+from vitrail.evaluate.features import weights_checksum
+from vitrail.evaluate.synsets import read_synsets_file
 from vitrail.export import export as exporting
 from vitrail.export.engines import Engine, open_engine, openvino_core
 from vitrail.export.export import Exported
@@ -146,13 +146,13 @@ def _checked(
     if vit.info.task != "classify" or not vit.config.num_classes or source.multi_label:
         return images, None
     try:
-        labels = model_names(vit.info, source)
-        match = match_classes(source, labels, vit.config.num_classes, synsets=beside(check, source.labels))
+        labels = labels_for_matching(vit.info, source)
+        match = match_classes(source, labels, vit.config.num_classes, synsets=read_synsets_file(check, source.labels))
     except DataError as error:
         warn_once([f"whether answers are right is not compared: {error}"], about=check)
         return images, None
     warn_once(match.notes, about=check)
-    return images, Mapped(source, match).targets.astype(np.int64)[places]
+    return images, MappedSource(source, match).targets.astype(np.int64)[places]
 
 
 def calibration_images(calibrate: str | Sequence[ImageLike] | None, root: str | None = None) -> list[Any]:
@@ -199,7 +199,7 @@ class Running(Model):
     def fingerprint(self) -> str:
         """Eight letters that differ for other weights."""
         if isinstance(self.source, Model):
-            return fingerprint(self.source.net)
+            return weights_checksum(self.source.net)
         found = 0
         for part in parts_of(self.source):
             found = zlib.crc32(part.read_bytes(), found)

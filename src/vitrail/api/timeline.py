@@ -19,7 +19,7 @@ from vitrail.explain.canvas import save, save_arrays
 from vitrail.explain.panes import Pixels, shown
 from vitrail.explain.timeline import NO_IMAGE, SUBJECTS, Frames, Moment, frames
 from vitrail.models import Net
-from vitrail.report.runs import Curve, Run, read_run
+from vitrail.report.run_record import Curve, RunRecord, read_run
 from vitrail.runtime import warn_once
 from vitrail.train.run import RunFolder
 from vitrail.train.snapshots import snapshots
@@ -81,7 +81,7 @@ def timeline(
 
     found = frames(watched(), what, images=seen.images, image=seen.image)
     _say_left_out(found, told, seen)
-    curve = told.measured("map" if told.multi_label else "top1", ema=told.averages)
+    curve = told.evaluation_curve("map" if told.multi_label else "top1", ema=told.has_ema)
     moments = [_moment(told, step, curve, max(taken)) for step in taken]
     paths: list[Path] = []
     for done, subject in enumerate(found.subjects, start=len(taken) + 1):
@@ -133,7 +133,7 @@ def _seen(run: Path, info: ModelInfo, image: ImageLike | None) -> Seen:
     return Seen(one if images is None else images, one, shown(preprocess.pixels(first)), missing)
 
 
-def _say_left_out(found: Frames, told: Run, seen: Seen) -> None:
+def _say_left_out(found: Frames, told: RunRecord, seen: Seen) -> None:
     known = {subject: seen.missing or why if why == NO_IMAGE else why for subject, why in found.left_out.items()}
     reasons = [f"{subject}: {why}" for subject, why in known.items()]
     if not found.subjects:
@@ -141,11 +141,11 @@ def _say_left_out(found: Frames, told: Run, seen: Seen) -> None:
     warn_once([f"left out {reason}" for reason in reasons], about=str(told.path))
 
 
-def _moment(told: Run, step: int, curve: Curve, last: int) -> Moment:
-    whole = told.per_epoch or 1.0
+def _moment(told: RunRecord, step: int, curve: Curve, last: int) -> Moment:
+    whole = told.steps_per_epoch or 1.0
     places, scores = curve
     near = np.flatnonzero(np.abs(places * whole - step) <= NEAR * last)
-    return Moment(step, step / whole if told.per_epoch else None, float(scores[near[-1]]) if len(near) else None)
+    return Moment(step, step / whole if told.steps_per_epoch else None, float(scores[near[-1]]) if len(near) else None)
 
 
 def _model(info: ModelInfo) -> str:

@@ -17,7 +17,7 @@ from vitrail.data.loader import usable_indices
 from vitrail.data.sources import open_data
 from vitrail.data.transfer import TargetTable
 from vitrail.errors import ConfigError, DataError, NotFound, TrainError, VitrailError, nearest
-from vitrail.evaluate import comparable, neighbors_baseline
+from vitrail.evaluate import pixel_knn_applies, pixel_knn_baseline
 from vitrail.evaluate.scores import Scores
 from vitrail.models.variants import config_for
 from vitrail.recipes import RECIPES
@@ -312,9 +312,9 @@ def _finished(folder: RunFolder, config: TrainConfig) -> Run | None:
 
 def _baselines(result: Result) -> dict[str, Scores]:
     splits = result.setup.splits
-    if result.scores is None or not comparable(splits.train, splits.validation):
+    if result.scores is None or not pixel_knn_applies(splits.train, splits.validation):
         return {}
-    return {"3-nearest neighbors": neighbors_baseline(splits.train, splits.validation)}
+    return {"3-nearest neighbors": pixel_knn_baseline(splits.train, splits.validation)}
 
 
 def _report(done: Run, result: Result, command: str | None) -> None:

@@ -14,7 +14,7 @@ from vitrail.cli.options import Family, Json, Section, Settings, parse_settings,
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vitrail.evaluate.features import Place
+    from vitrail.evaluate.features import FeatureSpec
 
 Data = Annotated[
     str | None,
@@ -50,9 +50,9 @@ def embed(
     layer: Layer = "last",
     pool: Pool = "pooled",
     norm: Norm = True,
-    kept: Annotated[str, typer.Option("--keep", metavar="TYPE", help="Write float32, or float16: half as much.")] = (
-        "float32"
-    ),
+    feature_dtype: Annotated[
+        str, typer.Option("--feature-dtype", metavar="TYPE", help="Write float32, or float16: half as much.")
+    ] = ("float32"),
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale each image's features to length one.")] = (
         False
     ),
@@ -84,10 +84,10 @@ def embed(
         raise ConfigError(f"--out {to}: features are written as Parquet; call it {to.with_suffix('.parquet').name}.")
     own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels}
     told = parse_settings(changes)
-    layers = numbers(layer, "--layer")
+    layers = parse_ints(layer, "--layer")
     own |= {"section": section, "family": family, "device": device, "dtype": dtype}
     vit = open_model(model, overrides=told, require_classes=False, require_network=False, **own)
-    from vitrail.api.embedding import PART
+    from vitrail.api.embedding import IMAGES_PER_PART
     from vitrail.api.embedding import embed as run
     from vitrail.config import DataConfig
 
@@ -106,8 +106,8 @@ def embed(
                 DataConfig(source=data, root=root),
                 to,
                 split=split,
-                place=place(layers, pool, norm),
-                dtype=kept,
+                spec=feature_spec(layers, pool, norm),
+                dtype=feature_dtype,
                 normalize=normalize,
                 batch_size=batch_size,
                 overwrite=overwrite,
@@ -115,17 +115,17 @@ def embed(
                 advance=advance,
             )
         except KeyboardInterrupt:
-            saved = done // PART * PART
+            saved = done // IMAGES_PER_PART * IMAGES_PER_PART
             problem(
                 f"stopped after {done:,} more images, {saved:,} of them saved; the same command goes on from there."
             )
             raise typer.Exit(130) from None
     if as_json:
-        report = {"file": str(made.path), "images": made.images, "width": made.width, "place": made.place}
+        report = {"file": str(made.path), "num_images": made.num_images, "width": made.width, "features": made.features}
         typer.echo(json.dumps(report | {"unreadable": dict(made.unreadable)}, indent=2))
     else:
-        images = f"{made.images:,} image{'s' * (made.images != 1)}"
-        show(f"{made.path}: {images}, {made.width} features each ({made.place}).")
+        images = f"{made.num_images:,} image{'s' * (made.num_images != 1)}"
+        show(f"{made.path}: {images}, {made.width} features each ({made.features}).")
     if made.unreadable and not skip_bad:
         count = len(made.unreadable)
         many = "image could not be read and is" if count == 1 else "images could not be read and are"
@@ -133,7 +133,7 @@ def embed(
         raise typer.Exit(1)
 
 
-def numbers(text: str, option: str) -> tuple[int, ...]:
+def parse_ints(text: str, option: str) -> tuple[int, ...]:
     """ "9,10,11,12" -> (9, 10, 11, 12); "last" -> ()."""
     if text == "last":
         return ()
@@ -143,7 +143,7 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
         raise ConfigError(f"{option} wants whole numbers such as 5 or 1,5,10, got {text!r}.") from None
 
 
-def place(layers: tuple[int, ...], pool: str, norm: bool) -> Place:
-    from vitrail.evaluate.features import Place
+def feature_spec(layers: tuple[int, ...], pool: str, norm: bool) -> FeatureSpec:
+    from vitrail.evaluate.features import FeatureSpec
 
-    return Place(layers=layers, pool=pool, norm=norm)
+    return FeatureSpec(layers=layers, pool=pool, norm=norm)

@@ -24,10 +24,10 @@ from vitrail.errors import ConfigError
 from vitrail.runtime import is_main_process, log_on_main_process
 
 if TYPE_CHECKING:
-    from vitrail.evaluate.evaluation import Evaluation, Measured
     from vitrail.evaluate.intervals import Estimate
+    from vitrail.evaluate.summary import Evaluation, SizeResult
 
-NAME = 30
+MAX_NAME_LENGTH = 30
 """Letters of a class's name that are shown."""
 
 Data = Annotated[
@@ -94,7 +94,7 @@ def evaluate(
         raise ConfigError(f"--out {to} is a file; give the name of a folder.")
     own = parse_settings(changes)
     if to is not None:
-        from vitrail.report.measured import check_formats, write_evaluation
+        from vitrail.report.evaluation_files import check_formats, write_evaluation
 
         check_formats(kinds)  # before the work, not after it
     from vitrail.weights.model_info import portable
@@ -128,7 +128,7 @@ def evaluate(
         batch_size=batch_size,
         bins=bins,
         device=device,
-        watch=_watch,
+        progress=_progress,
     )
     if not is_main_process():
         return
@@ -138,46 +138,48 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(found.to_dict(worst), indent=2))
         return
-    for part in told(found, worst):
+    for part in format_evaluation(found, worst):
         show(part)
     if to is not None:
         show(Text(f"\n{to}/ has the figures, eval.json, per_class.csv and predictions.csv", style="dim"))
 
 
 @contextmanager
-def _watch(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     with progress(is_main_process()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
 
 
-def told(found: Evaluation, worst: int) -> Iterator[RenderableType]:
+def format_evaluation(found: Evaluation, worst: int) -> Iterator[RenderableType]:
     """What people read, from top to bottom."""
     first = found.first
-    there = len(first.classes.present)
+    there = len(first.per_class.present)
     yield Text(f"{found.model} on {found.data}", style="bold")
     count = f"{first.scores.count:,} {'image' if first.scores.count == 1 else 'images'}"
-    of = f"of {there:,} {'class' if there == 1 else 'classes'}" + (f", {len(found.names):,} known" * _partly(found))
-    size_ = "" if len(found.sizes) > 1 else f", {_size(first)} px"
+    of = f"of {there:,} {'class' if there == 1 else 'classes'}" + (
+        f", {len(found.labels):,} known" * _has_absent_classes(found)
+    )
+    size_ = "" if len(found.sizes) > 1 else f", {_format_size(first)} px"
     yield Text(f"{count} {of}{size_}{', each with its mirror image' if found.flip else ''}\n", style="dim")
     if len(found.sizes) > 1:
-        yield _sweep(found)
+        yield _sizes_table(found)
     else:
-        yield _numbers(found, first)
-    if worst and (rows := first.worst(worst)):
+        yield _scores_table(found, first)
+    if worst and (rows := first.worst_classes(worst)):
         yield Text("")
-        yield _worst(found, first, rows)
+        yield _worst_classes_table(found, first, rows)
     if found.unreadable:
         bad = len(found.unreadable)
         many = "image could not be read and was" if bad == 1 else "images could not be read and were"
         yield Text(f"\n{bad:,} {many} left out.", style="dim")
 
 
-def _partly(found: Evaluation) -> bool:
-    return len(found.first.classes.present) < len(found.names)
+def _has_absent_classes(found: Evaluation) -> bool:
+    return len(found.first.per_class.present) < len(found.labels)
 
 
-def _numbers(found: Evaluation, measured: Measured) -> Table:
+def _scores_table(found: Evaluation, measured: SizeResult) -> Table:
     """One number to a line, and dim beside it how far it may be off; in a narrow window all but it may wrap."""
     table = Table(box=None, show_header=True, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("", overflow="fold")
@@ -186,59 +188,59 @@ def _numbers(found: Evaluation, measured: Measured) -> Table:
     table.add_column("", style="dim")
     count, real = measured.scores.count, measured.real
     if measured.mean_average_precision is not None:
-        table.add_row("mAP", *_share(measured.mean_average_precision, count), "mean over the classes")
+        table.add_row("mAP", *_format_percent(measured.mean_average_precision, count), "mean over the classes")
     for name, value in (("top-1", measured.top1), ("top-5", measured.top5)):
         if value is not None:
-            table.add_row(name, *_share(value, count), "")
+            table.add_row(name, *_format_percent(value, count), "")
     if real is not None:
         of = f"of {real.count:,} with ReaL labels"
-        table.add_row("ReaL top-1", *_share(real.top1, real.count), of)
-        table.add_row("ReaL top-5", *_share(real.top5, real.count), "one of five is a label")
-    table.add_row("loss", *_plain(measured.loss), "")
+        table.add_row("ReaL top-1", *_format_percent(real.top1, real.count), of)
+        table.add_row("ReaL top-5", *_format_percent(real.top5, real.count), "one of five is a label")
+    table.add_row("loss", *_format_loss(measured.loss), "")
     if measured.calibration is not None:
-        lean = measured.calibration.lean
+        lean = measured.calibration.overconfidence
         how = "too sure by" if lean > 0 else "not sure enough by"
         about = f"{how} {100 * abs(lean):.1f} %" if math.isfinite(lean) and abs(lean) >= 5e-4 else ""
-        table.add_row("calibration error", *_share(measured.calibration.error, count), about)
-    speed = measured.speed
-    table.add_row("images a second", f"{speed.whole:,.0f}", "", f"the network alone {speed.network:,.0f}")
+        table.add_row("calibration error", *_format_percent(measured.calibration.error, count), about)
+    throughput = measured.throughput
+    table.add_row("images a second", f"{throughput.total:,.0f}", "", f"the network alone {throughput.network:,.0f}")
     return table
 
 
-def _sweep(found: Evaluation) -> Table:
+def _sizes_table(found: Evaluation) -> Table:
     """A line for each size, and dim beneath it images a second and the intervals."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     several = found.multi_label
     heads = ["size", "mAP, %" if several else "top-1, %", "top-5, %", "loss", "ECE, %"]
-    heads += [] if several else [f"against {_size(found.first)}"]
+    heads += [] if several else [f"against {_format_size(found.first)}"]
     for head in heads:
         table.add_column(head, no_wrap=True)
     for m in found.sizes:
         count = m.scores.count
         error = None if m.calibration is None else m.calibration.error
         shares = [m.mean_average_precision if several else m.top1, m.top5, error]
-        cells = [("–", "") if e is None else _share(e, count) for e in shares]
-        cells.insert(2, _plain(m.loss))
+        cells = [("–", "") if e is None else _format_percent(e, count) for e in shares]
+        cells.insert(2, _format_loss(m.loss))
         if not several:
-            change = ("", "") if m.change is None else _share(m.change, count, signed=True)
+            change = ("", "") if m.top1_change is None else _format_percent(m.top1_change, count, signed=True)
             cells.append(change)
         values, ranges = ([cell[i].removesuffix(" %") for cell in cells] for i in (0, 1))
         ranges = [text if text[:1] in "+-" else text.replace(" to ", "–") for text in ranges]  # 80 columns
-        table.add_row(_size(m), *values)
-        table.add_row(*(Text(text, style="dim") for text in (f"{m.speed.whole:,.0f}/s", *ranges)))
+        table.add_row(_format_size(m), *values)
+        table.add_row(*(Text(text, style="dim") for text in (f"{m.throughput.total:,.0f}/s", *ranges)))
     return table
 
 
-def _worst(found: Evaluation, measured: Measured, rows: list[int]) -> Table:
+def _worst_classes_table(found: Evaluation, measured: SizeResult, rows: list[int]) -> Table:
     from vitrail.evaluate.per_class import mistaken_for
-    from vitrail.evaluate.scores import wilson
+    from vitrail.evaluate.scores import wilson_interval
     from vitrail.explain.names import abbreviated
 
-    classes, precise = measured.classes, measured.classes.average_precision
-    names = abbreviated(found.names, NAME)
+    classes, precise = measured.per_class, measured.per_class.average_precision
+    names = abbreviated(found.labels, MAX_NAME_LENGTH)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    where = f" at {_size(measured)}" if len(found.sizes) > 1 else ""
-    table.add_column(f"worst classes{where}", max_width=NAME, overflow="fold")
+    where = f" at {_format_size(measured)}" if len(found.sizes) > 1 else ""
+    table.add_column(f"worst classes{where}", max_width=MAX_NAME_LENGTH, overflow="fold")
     for head in ("AP" if precise is not None else "found", "of"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("" if precise is not None else "95 % interval", style="dim", no_wrap=True)
@@ -247,7 +249,7 @@ def _worst(found: Evaluation, measured: Measured, rows: list[int]) -> Table:
         table.add_column("" if precise is not None else "said instead")
     for k in rows:
         share = classes.recall[k] if precise is None else precise[k]
-        low, high = wilson(classes.right[k], classes.support[k])
+        low, high = wilson_interval(classes.correct[k], classes.support[k])
         instead = ", ".join(
             f"{names[other]}{f' ({n})' if n > 1 else ''}" for other, n in mistaken_for(measured.samples, k)
         )
@@ -257,17 +259,17 @@ def _worst(found: Evaluation, measured: Measured, rows: list[int]) -> Table:
     return table
 
 
-def _share(estimate: Estimate, count: int, *, signed: bool = False) -> tuple[str, str]:
+def _format_percent(estimate: Estimate, count: int, *, signed: bool = False) -> tuple[str, str]:
     """74.3 % and 71.6 to 77.0; two decimals where so many images give them a meaning."""
     digits, plus = (2 if count >= 5000 else 1), "+" if signed else ""
     value, low, high = (f"{100 * v:{plus}.{digits}f}" for v in (estimate.value, estimate.low, estimate.high))
     return f"{value} %", f"{low} to {high}"
 
 
-def _plain(estimate: Estimate) -> tuple[str, str]:
+def _format_loss(estimate: Estimate) -> tuple[str, str]:
     return f"{estimate.value:.4f}", f"{estimate.low:.3f} to {estimate.high:.3f}"
 
 
-def _size(measured: Measured) -> str:
+def _format_size(measured: SizeResult) -> str:
     height, width = measured.image_size
     return f"{height}" if height == width else f"{height}x{width}"

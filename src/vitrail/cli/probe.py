@@ -14,13 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli.console import err, progress, show
-from vitrail.cli.embed import Batch, Layer, Norm, Pool, Root, SkipBad, numbers, place
+from vitrail.cli.embed import Batch, Layer, Norm, Pool, Root, SkipBad, feature_spec, parse_ints
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vitrail.api.probing import Probe, Score
+    from vitrail.api.probing import ProbeResult, ProbeScore
 
 TITLES = {"fewshot": "few-shot", "knn": "k-NN", "logistic": "logistic"}
 
@@ -52,13 +52,13 @@ def probe(
     vote: Annotated[
         str, typer.Option(metavar="HOW", help="weighted: by exp(cosine / 0.07), as DINO; or uniform.")
     ] = "weighted",
-    strength: Annotated[
+    c: Annotated[
         float | None, typer.Option("--c", metavar="C", help="Of logistic regression; without it, chosen.")
     ] = None,
     layer: Layer = "last",
     pool: Pool = "pooled",
     norm: Norm = True,
-    most: Annotated[
+    max_images: Annotated[
         int | None, typer.Option(min=2, metavar="N", help="Use no more images of each part than this.")
     ] = None,
     image_size: ImageSize = None,
@@ -82,20 +82,20 @@ def probe(
         raise ConfigError(f"probe needs --data SPEC, or --features FILE that vitrail embed wrote; got {got}.")
     if vote not in ("weighted", "uniform"):
         raise ConfigError(f"--vote wants weighted or uniform, got {vote!r}.")
-    layers, told = numbers(layer, "--layer"), parse_settings(changes)
+    layers, told = parse_ints(layer, "--layer"), parse_settings(changes)
     given = {
-        name: None if text is None else numbers(text, option)
+        name: None if text is None else parse_ints(text, option)
         for name, text, option in (("shots", shots, "--shots"), ("ks", k, "--k"))
     }
     with err.status("starting"):
-        from vitrail.api.probing import METHODS, Asked, probe_files
+        from vitrail.api.probing import METHODS, ProbeSettings, probe_files
         from vitrail.api.probing import probe as run
     methods = METHODS if method == "all" else tuple(part.strip() for part in method.split(","))
-    asked = Asked(methods=methods, seeds=seeds, vote=vote, strength=strength, **given)  # type: ignore[arg-type]
+    probe_settings = ProbeSettings(methods=methods, num_seeds=seeds, vote=vote, c=c, **given)  # type: ignore[arg-type]
     if features:
         from vitrail.runtime import pick_device
 
-        found = probe_files(features, asked=asked, device=pick_device(device), watch=watch)
+        found = probe_files(features, settings=probe_settings, device=pick_device(device), progress=show_progress)
     else:
         from vitrail.config import DataConfig
 
@@ -108,27 +108,35 @@ def probe(
         vit = open_model(model, overrides=told, require_classes=False, device=device, dtype=dtype, **own)
         config = DataConfig(source=str(data), root=root, skip_bad=skip_bad)
         found = run(
-            vit, config, asked=asked, place=place(layers, pool, norm), most=most, batch_size=batch_size, watch=watch
+            vit,
+            config,
+            settings=probe_settings,
+            spec=feature_spec(layers, pool, norm),
+            max_images=max_images,
+            batch_size=batch_size,
+            progress=show_progress,
         )
     if as_json:
         named = {"model": model, "data": data} if not features else {"features": [str(f) for f in features]}
         typer.echo(json.dumps(named | found.to_dict(), indent=2))
     else:
-        for part in told_of(found):
+        for part in format_probe(found):
             show(part)
 
 
 @contextmanager
-def watch(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def show_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar while something is under way."""
     with progress() as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
 
 
-def told_of(found: Probe) -> Iterator[RenderableType]:
+def format_probe(found: ProbeResult) -> Iterator[RenderableType]:
     """What was measured, then one classifier to a line."""
-    images = f"{found.train:,} images of {found.num_classes} classes to learn from, {found.test:,} to measure on"
+    images = (
+        f"{found.num_train:,} images of {found.num_classes} classes to learn from, {found.num_test:,} to measure on"
+    )
     yield Text(f"{images}\n{found.width} features of each, as the network has them\n", style="dim")
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("", "", "accuracy", "95 % interval", ""):
@@ -136,15 +144,15 @@ def told_of(found: Probe) -> Iterator[RenderableType]:
         table.add_column(name, no_wrap=number, overflow="fold", justify="right" if number else "left")
     before = ""
     for score in found.scores:
-        table.add_row(TITLES[score.method] if score.method != before else "", *cells(score))
+        table.add_row(TITLES[score.method] if score.method != before else "", *_row(score))
         before = score.method
     yield table
 
 
-def cells(score: Score) -> tuple[str, str, Text, Text]:
+def _row(score: ProbeScore) -> tuple[str, str, Text, Text]:
     value = score.accuracy
-    spread = "" if score.spread is None else f"± {100 * score.spread:.1f} over {score.settings['seeds']} seeds"
-    if score.settings.get("at_edge"):
+    spread = "" if score.spread is None else f"± {100 * score.spread:.1f} over {score.details['seeds']} seeds"
+    if score.details.get("at_edge"):
         spread = "C is at the edge of its range; --c tries others"
     interval = Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")
     return score.name, f"{100 * value.value:.2f} %", interval, Text(spread, style="dim")

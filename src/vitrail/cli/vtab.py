@@ -16,11 +16,11 @@ from vitrail.cli.console import err, show
 from vitrail.cli.embed import Batch
 from vitrail.cli.model_options import Device, ImageSize, ModelSpec
 from vitrail.cli.options import Json, parse_size
-from vitrail.cli.probe import watch
+from vitrail.cli.probe import show_progress
 from vitrail.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vitrail.api.vtab import Vtab
+    from vitrail.api.vtab import VtabResult
     from vitrail.evaluate.intervals import Estimate
 
 
@@ -33,7 +33,7 @@ def vtab(
     method: Annotated[
         str, typer.Option(metavar="HOW", help="finetune: the protocol; linear: on frozen features, quick.")
     ] = "finetune",
-    rates: Annotated[
+    learning_rates: Annotated[
         str, typer.Option("--lr", metavar="LR,...", help="Fine-tuning: rates that the 200 choose from.")
     ] = "0.003,0.01,0.03",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fine-tuning: its length.")] = 2500,
@@ -54,9 +54,9 @@ def vtab(
     if model is None:
         raise ConfigError("vtab needs --model MODEL: what ships with vitrail is too small to learn these tasks from.")
     try:
-        chosen = tuple(float(text) for text in rates.split(","))
+        chosen = tuple(float(text) for text in learning_rates.split(","))
     except ValueError:
-        raise ConfigError(f"--lr wants numbers such as 0.003,0.01, got {rates!r}.") from None
+        raise ConfigError(f"--lr wants numbers such as 0.003,0.01, got {learning_rates!r}.") from None
     with err.status("starting"):
         from vitrail.api.vtab import vtab as run
     found = run(
@@ -64,22 +64,22 @@ def vtab(
         root,
         tasks=[text.strip() for text in tasks.split(",") if text.strip()],
         method=method,  # type: ignore[arg-type]
-        rates=chosen,
+        learning_rates=chosen,
         steps=steps,
         image_size=parse_size(image_size),
         device=device,
         out=to,
         batch_size=batch_size,
-        watch=watch,
+        progress=show_progress,
     )
     if as_json:
         typer.echo(json.dumps({"model": model, **found.to_dict()}, indent=2))
         return
-    for part in told(found, root):
+    for part in format_vtab(found, root):
         show(part)
 
 
-def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
+def format_vtab(found: VtabResult, root: Path) -> Iterator[RenderableType]:
     """Tasks by group, the means, and what is missing."""
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("group", "task", "accuracy", "95 % interval", "test", "chosen"):
@@ -90,11 +90,11 @@ def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
         value, group = score.accuracy, score.task.group
         chosen = ", ".join(f"{name} {number:.3g}" for name, number in score.chosen.items())
         chosen += ", at the edge of its range" * score.at_edge
-        row = (*cells(value), f"{score.count:,}", Text(chosen, style="dim"))
+        row = (*_format_estimate(value), f"{score.count:,}", Text(chosen, style="dim"))
         table.add_row(group if group != before else "", score.task.title, *row)
         before = group
     for name, mean in found.means.items():
-        table.add_row(Text("VTAB score" if name == "VTAB" else name, style="bold"), "mean", *cells(mean))
+        table.add_row(Text("VTAB score" if name == "VTAB" else name, style="bold"), "mean", *_format_estimate(mean))
     yield table
     if found.missing:
         names = ", ".join(task.name for task in found.missing)
@@ -106,6 +106,6 @@ def told(found: Vtab, root: Path) -> Iterator[RenderableType]:
         )
 
 
-def cells(value: Estimate) -> tuple[str, Text]:
+def _format_estimate(value: Estimate) -> tuple[str, Text]:
     """A share and its interval."""
     return f"{100 * value.value:.2f} %", Text(f"{100 * value.low:.1f} to {100 * value.high:.1f}", style="dim")

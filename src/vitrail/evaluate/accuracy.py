@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, ModelError
-from vitrail.evaluate.scores import CONFUSABLE, Samples, Scores, average_precision, wilson
+from vitrail.evaluate.scores import MAX_CONFUSION_CLASSES, SampleResults, Scores, average_precision, wilson_interval
 from vitrail.models.base import evaluating
 from vitrail.runtime import autocast
 
 # b images of a batch, N of this process or of all, K classes
 
-Combine = Callable[[Tensor], Tensor]
+Collective = Callable[[Tensor], Tensor]
 """A tensor of this process -> one of all processes: their sum, or their rows one after the other."""
-BEST = 5
+TOP_K = 5
 """So many of an image's likeliest classes are kept."""
 
 
@@ -36,10 +36,10 @@ def measure(
     multi_label: bool = False,
     precision: str = "float32",
     loss: Literal["softmax", "sigmoid"] = "softmax",
-    reduce: Combine | None = None,
-    gather: Combine | None = None,
+    reduce: Collective | None = None,
+    gather: Collective | None = None,
     flip: bool = False,
-    watch: Callable[[int], None] | None = None,
+    on_batch: Callable[[int], None] | None = None,
 ) -> Scores:
     """Every image once, in evaluation mode; slots of weight 0 and images without a label do not count.
 
@@ -52,7 +52,7 @@ def measure(
     """
     if multi_label and reduce is not None and gather is None:
         raise ConfigError("several labels on several processes need gather: an average precision has no partial sums.")
-    own = _Parts(multi_label, loss if not multi_label else "sigmoid")
+    own = _Accumulator(multi_label, loss if not multi_label else "sigmoid")
     with evaluating(net), torch.no_grad():
         dtype = next((p.dtype for p in net.parameters()), torch.float32)
         for batch in batches:
@@ -62,34 +62,38 @@ def measure(
                 mirrored = net(images.flip(-1)) if flip else None
             if logits.ndim != 2 or logits.shape[1] != num_classes:
                 raise ModelError(f"wanted {num_classes} outputs an image, got {tuple(logits.shape[1:])}.")
-            own.add(_exact(logits) if mirrored is None else mean_of(logits, mirrored, own.loss), batch)
-            if watch is not None:
-                watch(int((batch.indices >= 0).sum()))
-    return _scores(own.joined(num_classes), num_classes, multi_label, reduce, gather)
+            own.add(
+                _to_float64(logits) if mirrored is None else average_probabilities(logits, mirrored, own.loss), batch
+            )
+            if on_batch is not None:
+                on_batch(int((batch.indices >= 0).sum()))
+    return _combine_processes(own.joined(num_classes), num_classes, multi_label, reduce, gather)
 
 
-def _exact(logits: Tensor) -> Tensor:
+def _to_float64(logits: Tensor) -> Tensor:
     """In float64; Apple's GPUs have none."""
     return logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
 
 
-def mean_of(one: Tensor, other: Tensor, loss: str) -> Tensor:
+def average_probabilities(one: Tensor, other: Tensor, loss: str) -> Tensor:
     """Logits whose probabilities are the mean of those of two: b K. Computed as logarithms, so that none is lost."""
-    one, other = _exact(one), _exact(other)
+    one, other = _to_float64(one), _to_float64(other)
     if loss == "softmax":
         return torch.logaddexp(one.log_softmax(1), other.log_softmax(1)) - math.log(2)
     yes = torch.logaddexp(F.logsigmoid(one), F.logsigmoid(other))
     return yes - torch.logaddexp(F.logsigmoid(-one), F.logsigmoid(-other))
 
 
-class _Parts:
+class _Accumulator:
     """What the batches so far gave; it stays where it was computed, so that a GPU is never waited for."""
 
-    NAMES = ("index", "truth", "prediction", "rank", "score", "truth_score", "loss", "best", "counts")
+    NAMES = ("index", "truth", "prediction", "rank", "score", "truth_score", "loss", "top_classes", "counts")
 
     def __init__(self, multi_label: bool, loss: str) -> None:
         self.multi_label, self.loss = multi_label, loss
-        self.kept: dict[str, list[Tensor]] = {name: [] for name in (*self.NAMES, *(["scores"] if multi_label else []))}
+        self.columns: dict[str, list[Tensor]] = {
+            name: [] for name in (*self.NAMES, *(["scores"] if multi_label else []))
+        }
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         targets = batch.targets.to(logits.device)
@@ -103,38 +107,38 @@ class _Parts:
         counts = batch.weights.to(logits.device) > 0
         if not self.multi_label:
             counts = counts & (targets >= 0)
-        best = _best(logits)
-        prediction = best[:, 0]
+        top_classes = _top_classes(logits)
+        prediction = top_classes[:, 0]
         row = {
             "index": batch.indices,
             "truth": yes if self.multi_label else targets,
             "prediction": prediction,
             "rank": _rank(logits, yes),
             "score": scores.gather(1, prediction[:, None])[:, 0].float(),
-            "truth_score": _of_truth(scores, yes).float(),
+            "truth_score": _truth_score(scores, yes).float(),
             "loss": losses,
-            "best": best,
+            "top_classes": top_classes,
             "counts": counts,
         }
         if self.multi_label:
             row["scores"] = scores.float().cpu()  # N K may be too much for the device
         for name, value in row.items():
-            self.kept[name].append(value)
+            self.columns[name].append(value)
 
     def joined(self, num_classes: int) -> dict[str, Tensor]:
         """Of the images that count, on the CPU."""
-        if not self.kept["index"]:  # a process may have no image at all
-            return _nothing(num_classes, self.multi_label)
-        whole = {name: torch.cat(parts).cpu() for name, parts in self.kept.items()}
+        if not self.columns["index"]:  # a process may have no image at all
+            return _empty_columns(num_classes, self.multi_label)
+        whole = {name: torch.cat(parts).cpu() for name, parts in self.columns.items()}
         counts = whole.pop("counts")
         return {name: value[counts] for name, value in whole.items()}
 
 
-def _best(logits: Tensor) -> Tensor:
+def _top_classes(logits: Tensor) -> Tensor:
     """b 5: the likeliest classes, best first; of equals the lower number, which topk does not promise."""
     found = [logits.argmax(1)]
     rest = logits.clone()
-    for _ in range(1, min(BEST, logits.shape[1])):
+    for _ in range(1, min(TOP_K, logits.shape[1])):
         rest.scatter_(1, found[-1][:, None], -math.inf)
         found.append(rest.argmax(1))
     return torch.stack(found, 1)
@@ -153,23 +157,23 @@ def _rank(logits: Tensor, yes: Tensor) -> Tensor:
     return rank.masked_fill(~yes.any(1) | logits.isnan().any(1), classes + 5)
 
 
-def _of_truth(scores: Tensor, yes: Tensor) -> Tensor:
+def _truth_score(scores: Tensor, yes: Tensor) -> Tensor:
     least = scores.masked_fill(~yes, math.inf).amin(1)
     return least.masked_fill(~yes.any(1), math.nan)
 
 
-def _nothing(num_classes: int, multi_label: bool) -> dict[str, Tensor]:
+def _empty_columns(num_classes: int, multi_label: bool) -> dict[str, Tensor]:
     ints, floats = torch.empty(0, dtype=torch.int64), torch.empty(0)
     row = dict.fromkeys(("index", "truth", "prediction", "rank"), ints)
     row |= {"score": floats, "truth_score": floats, "loss": floats.double()}
-    row["best"] = torch.empty(0, min(BEST, num_classes), dtype=torch.int64)
+    row["top_classes"] = torch.empty(0, min(TOP_K, num_classes), dtype=torch.int64)
     if multi_label:
         row |= {"truth": torch.empty(0, num_classes, dtype=torch.bool), "scores": torch.empty(0, num_classes)}
     return row
 
 
-def _scores(
-    own: dict[str, Tensor], num_classes: int, multi_label: bool, reduce: Combine | None, gather: Combine | None
+def _combine_processes(
+    own: dict[str, Tensor], num_classes: int, multi_label: bool, reduce: Collective | None, gather: Collective | None
 ) -> Scores:
     """From this process's images to the numbers of all."""
     labeled = own["truth"].any(1) if multi_label else torch.ones(len(own["index"]), dtype=torch.bool)
@@ -179,7 +183,7 @@ def _scores(
     sums = torch.tensor([len(rank), total, labeled.sum(), (rank < 1).sum(), (rank < 5).sum()], dtype=torch.float64)
     confusion = (
         _confusion(own["truth"], own["prediction"], num_classes)
-        if not multi_label and num_classes <= CONFUSABLE
+        if not multi_label and num_classes <= MAX_CONFUSION_CLASSES
         else None
     )
     if reduce is not None:
@@ -191,7 +195,7 @@ def _scores(
     count, total, asked, first, five = sums.tolist()
     if count == 0:
         raise DataError("there is no labeled image to measure on; check the data and its labels.")
-    low, high = wilson(first, asked)
+    low, high = wilson_interval(first, asked)
     return Scores(
         top1=first / asked if asked else math.nan,
         top5=five / asked if asked else math.nan,
@@ -210,18 +214,18 @@ def _confusion(truth: Tensor, prediction: Tensor, num_classes: int) -> Tensor:
     return torch.bincount(truth * num_classes + prediction, minlength=num_classes**2).view(num_classes, num_classes)
 
 
-def _samples(rows: dict[str, Tensor], multi_label: bool) -> Samples:
+def _samples(rows: dict[str, Tensor], multi_label: bool) -> SampleResults:
     order = np.argsort(rows["index"].numpy(), kind="stable")
 
     def sorted_(name: str) -> npt.NDArray[np.generic]:
         return rows[name].numpy()[order]
 
-    kept = ("index", "truth", "prediction", "score", "truth_score", "rank", "loss", "best")
+    kept = ("index", "truth", "prediction", "score", "truth_score", "rank", "loss", "top_classes")
     names = (*kept, *(["scores"] if multi_label else []))
-    return Samples(**{name: sorted_(name) for name in names})  # type: ignore[arg-type]
+    return SampleResults(**{name: sorted_(name) for name in names})  # type: ignore[arg-type]
 
 
-def _precisions(samples: Samples) -> npt.NDArray[np.float64]:
+def _precisions(samples: SampleResults) -> npt.NDArray[np.float64]:
     assert samples.scores is not None
     columns = zip(samples.truth.T, samples.scores.T, strict=True)
     return np.array([average_precision(truth, score) for truth, score in columns])

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.evaluate.intervals import Estimate, Statistic, of_sums
+from vitrail.evaluate.intervals import Estimate, Statistic, bootstrap_statistic
 from vitrail.evaluate.scores import Floats, Ints
 
 # N images, M bins
 
-BINS = 15
+NUM_BINS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,61 +31,66 @@ class Calibration:
     """M + 1: a bin holds what is above its lower edge and not above its upper one."""
     counts: Ints
     """M: images."""
-    certainty: Floats
+    confidence: Floats
     """M: mean score of the answers; NaN in an empty bin."""
     accuracy: Floats
     """M: share of them that are right; NaN in an empty bin."""
 
     @property
-    def worst(self) -> float:
+    def max_error(self) -> float:
         """The largest gap of a bin."""
-        gaps = np.abs(self.certainty - self.accuracy)
+        gaps = np.abs(self.confidence - self.accuracy)
         return float(np.nanmax(gaps)) if not np.isnan(gaps).all() else math.nan
 
     @property
-    def lean(self) -> float:
+    def overconfidence(self) -> float:
         """Mean score less accuracy: above 0 it is surer than it should be."""
         there = self.counts > 0
-        gaps = (self.certainty - self.accuracy)[there]
+        gaps = (self.confidence - self.accuracy)[there]
         return float((gaps * self.counts[there]).sum() / self.counts.sum())
 
     def to_dict(self) -> dict[str, Any]:
-        rows = zip(self.edges[:-1], self.edges[1:], self.counts, self.certainty, self.accuracy, strict=True)
-        names = ("above", "to", "count", "certainty", "accuracy")
-        bins = [dict(zip(names, (plain(value) for value in row), strict=True)) for row in rows]
-        error = {name: plain(value) for name, value in self.error.to_dict().items()}
-        return {"ece": error, "worst": plain(self.worst), "lean": plain(self.lean), "bins": bins}
+        rows = zip(self.edges[:-1], self.edges[1:], self.counts, self.confidence, self.accuracy, strict=True)
+        names = ("lower", "upper", "count", "confidence", "accuracy")
+        bins = [dict(zip(names, (json_number(value) for value in row), strict=True)) for row in rows]
+        error = {name: json_number(value) for name, value in self.error.to_dict().items()}
+        return {
+            "ece": error,
+            "mce": json_number(self.max_error),
+            "overconfidence": json_number(self.overconfidence),
+            "bins": bins,
+        }
 
 
-def calibration(
-    score: Floats, right: npt.NDArray[np.bool_], bins: int = BINS, error: Estimate | None = None
+def measure_calibration(
+    score: Floats, correct: npt.NDArray[np.bool_], bins: int = NUM_BINS, error: Estimate | None = None
 ) -> Calibration:
     """From N scores of the answers, 0 to 1, and whether each is right; `error`, if it is known already."""
     score = np.asarray(score, np.float64)
     edges = np.linspace(0, 1, bins + 1)
-    place = _bins(score, bins)
+    place = _bin_of_scores(score, bins)
     counts = np.bincount(place, minlength=bins)
     with np.errstate(invalid="ignore"):
         certainty = np.bincount(place, score, bins) / counts
-        accuracy = np.bincount(place, right, bins) / counts
-    error = error or of_sums(*gaps(score, right, bins))
-    return Calibration(error=error, edges=edges, counts=counts, certainty=certainty, accuracy=accuracy)
+        accuracy = np.bincount(place, correct, bins) / counts
+    error = error or bootstrap_statistic(*calibration_gaps(score, correct, bins))
+    return Calibration(error=error, edges=edges, counts=counts, confidence=certainty, accuracy=accuracy)
 
 
-def gaps(score: Floats, right: npt.NDArray[np.bool_], bins: int = BINS) -> tuple[Floats, Statistic]:
+def calibration_gaps(score: Floats, correct: npt.NDArray[np.bool_], bins: int = NUM_BINS) -> tuple[Floats, Statistic]:
     """N M, each image's score less 1 or 0, in its bin; and the ECE, which needs only sums of that over images."""
     score = np.asarray(score, np.float64)
     found = np.zeros((len(score), bins))
-    found[np.arange(len(score)), _bins(score, bins)] = score - right
+    found[np.arange(len(score)), _bin_of_scores(score, bins)] = score - correct
     return found, lambda sums: np.abs(sums).sum(-1) / len(score)
 
 
-def _bins(score: Floats, bins: int) -> Ints:
+def _bin_of_scores(score: Floats, bins: int) -> Ints:
     """N: the bin of each score; one on an edge is in the lower bin."""
     return np.searchsorted(np.linspace(0, 1, bins + 1)[1:-1], score, side="left")
 
 
-def plain(value: Any) -> Any:
+def json_number(value: Any) -> Any:
     """A number as JSON has it: None for what is none."""
     value = value.item() if isinstance(value, np.generic) else value
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -33,9 +33,9 @@ from vitrail.runtime import warn_once
 from vitrail.runtime.locks import try_lock
 from vitrail.weights.write import explained, sync, write_json
 
-KEY = b"vitrail"
+METADATA_KEY = b"vitrail"
 """Of the file's own metadata: a JSON object."""
-SAME = ("model", "weights", "place")
+MUST_MATCH = ("model", "weights", "features")
 """What two files must share for their features to be compared."""
 
 
@@ -48,7 +48,7 @@ class FeatureFile:
     """What it is made with: plain values, the same for every part."""
 
     @property
-    def folder(self) -> Path:
+    def parts_folder(self) -> Path:
         return self.path.with_name(f"{self.path.name}.parts")
 
     def begin(self, overwrite: bool = False) -> bool:
@@ -56,40 +56,40 @@ class FeatureFile:
         if self.path.is_dir():
             raise ConfigError(f"{self.path} is a folder; give the name of a file in it.")
         if self.path.exists() and not overwrite:
-            self._check(about(self.path), self.path)
-            shutil.rmtree(self.folder, ignore_errors=True)  # killed after joining
+            self._check(read_metadata(self.path), self.path)
+            shutil.rmtree(self.parts_folder, ignore_errors=True)  # killed after joining
             return False
-        if self.folder.exists():
-            self._check(self._begun(), self.folder)
+        if self.parts_folder.exists():
+            self._check(self._begun(), self.parts_folder)
             return True
         with explained(self.path):
-            fresh = self.folder.with_name(f".{self.folder.name}.{os.getpid()}")
+            fresh = self.parts_folder.with_name(f".{self.parts_folder.name}.{os.getpid()}")
             fresh.mkdir(parents=True)
             write_json(fresh / "settings.json", dict(self.settings))
             try:
-                fresh.rename(self.folder)  # never there without its settings
+                fresh.rename(self.parts_folder)  # never there without its settings
             except OSError:
                 shutil.rmtree(fresh, ignore_errors=True)
-                if not self.folder.exists():
+                if not self.parts_folder.exists():
                     raise
-                self._check(self._begun(), self.folder)  # another process was quicker
+                self._check(self._begun(), self.parts_folder)  # another process was quicker
         return True
 
     def _begun(self) -> dict[str, Any]:
         """What the parts that are there are made with."""
-        return dict(json.loads((self.folder / "settings.json").read_text()))
+        return dict(json.loads((self.parts_folder / "settings.json").read_text()))
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """The parts for this process alone: two would do everything twice, and one take the other's away."""
         taken = f"another process is writing {self.path}; wait for its end, or choose another --out."
         with explained(self.path):
             try:
-                file = (self.folder / ".lock").open("a")
+                file = (self.parts_folder / ".lock").open("a")
             except FileNotFoundError:  # it has just joined them
                 raise ConfigError(taken) from None
         with file:
-            if not try_lock(file.fileno()) or not self.folder.exists():
+            if not try_lock(file.fileno()) or not self.parts_folder.exists():
                 raise ConfigError(taken)
             yield
 
@@ -97,43 +97,46 @@ class FeatureFile:
         for name, value in self.settings.items():
             if there.get(name) != value:
                 raise ConfigError(
-                    f"{where} was made with {name}={_short(there.get(name))}, not {_short(value)}; "
+                    f"{where} was made with {name}={_truncated(there.get(name))}, not {_truncated(value)}; "
                     "choose another --out, or remove it to start anew."
                 )
 
-    def part(self, number: int) -> Path:
-        return self.folder / f"{number:05d}.parquet"
+    def part_path(self, number: int) -> Path:
+        return self.parts_folder / f"{number:05d}.parquet"
 
     def write_part(self, number: int, table: pa.Table, bad: Mapping[str, str]) -> None:
-        with _new(self.part(number), self.folder) as temporary:
-            schema = table.schema.with_metadata({KEY: json.dumps({"unreadable": dict(bad)})})
-            pq.write_table(table.cast(schema), temporary, **WRITTEN)
+        with _atomic_file(self.part_path(number), self.parts_folder) as temporary:
+            schema = table.schema.with_metadata({METADATA_KEY: json.dumps({"unreadable": dict(bad)})})
+            pq.write_table(table.cast(schema), temporary, **PARQUET_OPTIONS)
 
     def join(self, count: int) -> dict[str, str]:
         """All parts in one file, in order; which images could not be read, and why."""
         bad: dict[str, str] = {}
         for n in range(count):  # one open at a time: there may be more of them than files may be open
-            schema = pq.read_schema(self.part(n))
-            bad |= json.loads(schema.metadata[KEY])["unreadable"]
-        schema = schema.with_metadata({KEY: json.dumps(dict(self.settings) | {"unreadable": bad})})
-        with _new(self.path, self.folder) as temporary, pq.ParquetWriter(temporary, schema, **WRITTEN) as writer:
+            schema = pq.read_schema(self.part_path(n))
+            bad |= json.loads(schema.metadata[METADATA_KEY])["unreadable"]
+        schema = schema.with_metadata({METADATA_KEY: json.dumps(dict(self.settings) | {"unreadable": bad})})
+        with (
+            _atomic_file(self.path, self.parts_folder) as temporary,
+            pq.ParquetWriter(temporary, schema, **PARQUET_OPTIONS) as writer,
+        ):
             for n in range(count):
-                with pq.ParquetFile(self.part(n)) as file:
+                with pq.ParquetFile(self.part_path(n)) as file:
                     for group in range(file.num_row_groups):
                         writer.write_table(file.read_row_group(group).replace_schema_metadata(schema.metadata))
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.parts_folder)
         return bad
 
 
-WRITTEN: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["split", "label"]}
+PARQUET_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["split", "label"]}
 
 
-def table_of(source: Source, split: str, indices: Tensor, values: Tensor, dtype: str) -> pa.Table:
+def feature_table(source: Source, split: str, indices: Tensor, values: Tensor, dtype: str) -> pa.Table:
     """One row for each image: key, split, label, target, embedding."""
     numbers = indices.tolist()
     kind = pa.float16() if dtype == "float16" else pa.float32()
     flat = values.numpy().astype(np.float16 if dtype == "float16" else np.float32).reshape(-1)
-    label, target = _labels(source, numbers)
+    label, target = _label_columns(source, numbers)
     columns = {
         "key": pa.array([source.key(i) for i in numbers], pa.string()),
         "split": pa.array([split] * len(numbers), pa.string()),
@@ -144,7 +147,7 @@ def table_of(source: Source, split: str, indices: Tensor, values: Tensor, dtype:
     return pa.table(columns)
 
 
-def _labels(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa.Array]:
+def _label_columns(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa.Array]:
     """Names and numbers of the classes, null where an image has none; lists where it may have several."""
     chosen = source.targets[list(numbers)]
     if source.multi_label:
@@ -156,7 +159,7 @@ def _labels(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa.Array]
 
 
 @contextmanager
-def _new(path: Path, folder: Path) -> Iterator[Path]:
+def _atomic_file(path: Path, folder: Path) -> Iterator[Path]:
     """A file in the folder of parts to write, which becomes `path` when it is complete and on the disk."""
     temporary = folder / f".{path.name}.{os.getpid()}.tmp"
     with explained(path):
@@ -170,12 +173,12 @@ def _new(path: Path, folder: Path) -> Iterator[Path]:
         sync(path.absolute().parent)
 
 
-def about(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """What a file of features was made with."""
     if not path.exists():
         raise NotFound(f"there is no file {path}; make it with vitrail embed.")
     try:
-        said = (pq.read_schema(path).metadata or {}).get(KEY)
+        said = (pq.read_schema(path).metadata or {}).get(METADATA_KEY)
     except (OSError, pa.ArrowInvalid):
         said = None
     if said is None:
@@ -190,12 +193,12 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
     """
     if not 1 <= len(paths) <= 2:
         raise ConfigError(f"got {len(paths)} files of features; wanted one with its splits, or two.")
-    said = [about(path) for path in paths]
-    for name in SAME:
+    said = [read_metadata(path) for path in paths]
+    for name in MUST_MATCH:
         if said[0].get(name) != said[-1].get(name):
             raise DataError(
-                f"{paths[-1]} has features of another {name} than {paths[0]} ({_short(said[-1].get(name))}, not "
-                f"{_short(said[0].get(name))}); embed both alike."
+                f"{paths[-1]} has features of another {name} than {paths[0]} ({_truncated(said[-1].get(name))}, not "
+                f"{_truncated(said[0].get(name))}); embed both alike."
             )
     names = tuple(said[0].get("labels") or ())
     if said[0].get("labels") != said[-1].get("labels"):
@@ -205,7 +208,7 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
         return _features(tables[0], names, paths[0].name), _features(tables[1], names, paths[1].name)
     splits, name = tables[0]["split"].unique().to_pylist(), paths[0].name
     if splits == ["train"]:
-        return _held_out(tables[0], names, name)
+        return _hold_out(tables[0], names, name)
     measured = next((s for s in ("test", "validation") if s in splits), None)
     if measured is None or "train" not in splits:
         raise DataError(
@@ -217,7 +220,7 @@ def read_features(paths: Sequence[Path]) -> tuple[Features, Features]:
     return _features(parts[0], names, f"{name}/train"), _features(parts[1], names, f"{name}/{measured}")
 
 
-def _held_out(table: pa.Table, labels: tuple[str, ...], name: str) -> tuple[Features, Features]:
+def _hold_out(table: pa.Table, labels: tuple[str, ...], name: str) -> tuple[Features, Features]:
     """Training images in two, by a hash of their names, as data without a test part is."""
     _check_single(table, name)
     table = table.filter(table["target"].is_valid())
@@ -251,6 +254,6 @@ def _features(table: pa.Table, labels: tuple[str, ...], name: str) -> Features:
     return Features(torch.from_numpy(values).view(len(targets), -1), targets, labels, name)
 
 
-def _short(value: Any) -> str:
+def _truncated(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -23,12 +23,12 @@ from vitrail.runtime import autocast
 # b images of a batch, N of all, T tokens, D features
 
 POOLS = ("pooled", "token", "mean", "token+mean")
-ROWS = 65536
+ROWS_PER_CHECK = 65536
 """Features that are looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class FeatureSpec:
     """Where in a network features are taken, and how its tokens become one vector."""
 
     layers: tuple[int, ...] = ()
@@ -50,46 +50,46 @@ class Place:
         return f"layer {'+'.join(map(str, self.layers))}, {self.pool}{plain}"
 
 
-def settled(place: Place, net: Net) -> Place:
-    """The same place with its pooling chosen, where a layer's number leaves it open; refused where it cannot be.
+def resolve_features(spec: FeatureSpec, net: Net) -> FeatureSpec:
+    """The same spec with its pooling chosen, where a layer's number leaves it open; refused where it cannot be.
 
     Numbers below 0 count from the end: -1 is the last.
     """
     depth = net.config.depth if isinstance(net, ViT) else len(net.config.layers)
-    place = replace(place, layers=tuple(depth + 1 + n if -depth <= n < 0 else n for n in place.layers))
+    spec = replace(spec, layers=tuple(depth + 1 + n if -depth <= n < 0 else n for n in spec.layers))
     what = "layer" if isinstance(net, ViT) else "stage"
-    for layer in place.layers:
+    for layer in spec.layers:
         if not (0 if isinstance(net, ViT) else 1) <= layer <= depth:
             raise ModelError(
                 f"there is no {what} {layer} of {depth}; wanted {'0' if what == 'layer' else '1'} to {depth}."
             )
     if not isinstance(net, ViT):
-        if place.pool not in ("pooled", "mean"):
-            raise ModelError(f"BiT has no tokens, so none to pool as {place.pool!r}; wanted pooled or mean.")
-        return place
-    if place.pool.startswith("token") and not net.config.class_token:
-        raise ModelError(f"this network has no class token for {place.pool!r}; wanted pooled or mean.")
-    if place.pool == "pooled" and place.layers:
-        return replace(place, pool="token" if net.config.class_token else "mean")
-    return place
+        if spec.pool not in ("pooled", "mean"):
+            raise ModelError(f"BiT has no tokens, so none to pool as {spec.pool!r}; wanted pooled or mean.")
+        return spec
+    if spec.pool.startswith("token") and not net.config.class_token:
+        raise ModelError(f"this network has no class token for {spec.pool!r}; wanted pooled or mean.")
+    if spec.pool == "pooled" and spec.layers:
+        return replace(spec, pool="token" if net.config.class_token else "mean")
+    return spec
 
 
-def read(net: Net, images: Tensor, place: Place) -> Tensor:
-    """Normalized images, b C H W -> features, b D; `place` has been settled."""
-    if place.pool == "pooled" and not place.layers:
+def extract(net: Net, images: Tensor, spec: FeatureSpec) -> Tensor:
+    """Normalized images, b C H W -> features, b D; `spec` has been settled."""
+    if spec.pool == "pooled" and not spec.layers:
         pooled = net.features(images, want="pooled").pooled
         assert pooled is not None
         return pooled
     if not isinstance(net, ViT):
         maps = net.features(images, want="maps").maps
         assert maps is not None
-        return torch.cat([maps[layer - 1].mean((2, 3)) for layer in place.layers or (len(maps),)], dim=1)
-    layers = place.layers or (net.config.depth,)
-    found = {layer: _vector(net, tokens, place) for layer, tokens in _tokens(net, images, layers)}
+        return torch.cat([maps[layer - 1].mean((2, 3)) for layer in spec.layers or (len(maps),)], dim=1)
+    layers = spec.layers or (net.config.depth,)
+    found = {layer: _pool_tokens(net, tokens, spec) for layer, tokens in _layer_tokens(net, images, layers)}
     return torch.cat([found[layer] for layer in layers], dim=1)
 
 
-def _tokens(net: ViT, images: Tensor, layers: Collection[int]) -> Iterator[tuple[int, Tensor]]:
+def _layer_tokens(net: ViT, images: Tensor, layers: Collection[int]) -> Iterator[tuple[int, Tensor]]:
     """The layers that are wanted with their tokens, b T D; no others are kept, and none after the last computed."""
     x, grid = net.embed(images)
     if 0 in layers:
@@ -102,20 +102,20 @@ def _tokens(net: ViT, images: Tensor, layers: Collection[int]) -> Iterator[tuple
             yield i + 1, x
 
 
-def _vector(net: ViT, tokens: Tensor, place: Place) -> Tensor:
+def _pool_tokens(net: ViT, tokens: Tensor, spec: FeatureSpec) -> Tensor:
     """b T D -> b D, or b 2D; the norm comes before or after pooling, as the network has it."""
-    norm: nn.Module = net.norm if place.norm else nn.Identity()
+    norm: nn.Module = net.norm if spec.norm else nn.Identity()
     first, then = (nn.Identity(), norm) if net.config.pool_norm == "after" else (norm, nn.Identity())
     tokens = first(tokens)
     parts = []
-    if place.pool.startswith("token"):
+    if spec.pool.startswith("token"):
         parts.append(then(tokens[:, 0]))
-    if place.pool.endswith("mean"):
+    if spec.pool.endswith("mean"):
         parts.append(then(tokens[:, net.config.num_prefix_tokens :].mean(1)))
     return torch.cat(parts, dim=1)
 
 
-def feature_batches(
+def image_batches(
     source: Source, preprocess: Preprocess, *, batch_size: int, device: torch.device, workers: int | None = None
 ) -> Loader:
     """Every image once, decoded as it is needed and kept by nobody; the unreadable have weight 0."""
@@ -127,15 +127,15 @@ def feature_batches(
     )
 
 
-def stream(
-    net: Net, batches: Iterable[Batch], *, preprocess: Preprocess, place: Place, precision: str = "float32"
+def extract_batches(
+    net: Net, batches: Iterable[Batch], *, preprocess: Preprocess, spec: FeatureSpec, precision: str = "float32"
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Of each batch the numbers of its readable images, and their features, float32 on the CPU."""
-    place = settled(place, net)
+    spec = resolve_features(spec, net)
     dtype = next(p.dtype for p in net.parameters())
     for batch in batches:
         with evaluating(net), torch.no_grad(), autocast(precision, batch.images.device):
-            found = read(net, preprocess.normalize(batch.images).to(dtype), place)
+            found = extract(net, preprocess.normalize(batch.images).to(dtype), spec)
         kept = (batch.weights > 0).cpu()
         yield batch.indices[kept], found.float().cpu()[kept]
 
@@ -154,7 +154,9 @@ class Features:
     """What people call the images."""
 
     def __post_init__(self) -> None:
-        finite = [part.isfinite().all(1) for part in self.values.split(ROWS)] or [torch.ones(0, dtype=torch.bool)]
+        finite = [part.isfinite().all(1) for part in self.values.split(ROWS_PER_CHECK)] or [
+            torch.ones(0, dtype=torch.bool)
+        ]
         bad = len(self.values) - int(torch.cat(finite).sum())
         if bad:
             raise DataError(
@@ -165,16 +167,16 @@ class Features:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def some(self, rows: Tensor) -> Features:
+    def subset(self, rows: Tensor) -> Features:
         return Features(self.values[rows], self.targets[rows], self.labels, self.name)
 
 
-def gather(
+def extract_features(
     net: Net,
     source: Source,
     *,
     preprocess: Preprocess,
-    place: Place,
+    spec: FeatureSpec,
     batch_size: int = 64,
     device: torch.device,
     workers: int | None = None,
@@ -185,8 +187,8 @@ def gather(
         raise DataError(f"{source.name} has several labels to an image; features are probed with one each.")
     targets = torch.from_numpy(np.asarray(source.targets, dtype=np.int64))
     values, numbers = [], []
-    with feature_batches(source, preprocess, batch_size=batch_size, device=device, workers=workers) as batches:
-        for indices, found in stream(net, batches, preprocess=preprocess, place=place):
+    with image_batches(source, preprocess, batch_size=batch_size, device=device, workers=workers) as batches:
+        for indices, found in extract_batches(net, batches, preprocess=preprocess, spec=spec):
             known = targets[indices] >= 0
             values.append(found[known])
             numbers.append(indices[known])
@@ -199,7 +201,7 @@ def gather(
     return Features(torch.cat(values), targets[index], source.labels, source.name), bad
 
 
-def fingerprint(net: nn.Module) -> str:
+def weights_checksum(net: nn.Module) -> str:
     """Eight letters that differ for other weights."""
     sum_ = 0
     for tensor in net.state_dict().values():

@@ -1,6 +1,6 @@
 """The paper's few-shot measure: a regularized least-squares fit from frozen features to the classes, in closed form.
 
-As big_vision has it: each feature is shifted and scaled to mean 0 and deviation 1 over the shots, a
+As big_vision has it: each feature is shifted and scaled to mean 0 and std 1 over the shots, a
 constant feature of 100 stands for the bias, a class is +1 where it is right and -1 elsewhere, and
 the ridge is 2**10. The symmetric matrix of the smaller side is decomposed once; any ridge is then a
 product away.
@@ -20,28 +20,28 @@ from vitrail.evaluate.features import Features
 # N shots of D features, M = D and the bias, K classes
 
 SHOTS = (1, 5, 10, 25)
-BIAS = 100.0
+BIAS_FEATURE = 100.0
 RIDGE = 2.0**10
-LEAST = 1e-5
-"""Added to each deviation, so that a feature which is always the same does no harm."""
+MIN_STD = 1e-5
+"""Added to each std, so that a feature which is always the same does no harm."""
 
 
 @dataclass(frozen=True)
-class LeastSquares:
+class RidgeClassifier:
     """A linear classifier, with the scaling its features need."""
 
     weights: Tensor
     """M K."""
     mean: Tensor
-    deviation: Tensor
+    std: Tensor
 
     def scores(self, values: Tensor) -> Tensor:
         """Q D -> Q K."""
-        return _whitened(values.to(self.weights), self.mean, self.deviation) @ self.weights
+        return _standardize(values.to(self.weights), self.mean, self.std) @ self.weights
 
 
 @dataclass(frozen=True)
-class Decomposed:
+class RidgeSolver:
     """Shots whose matrix has been decomposed."""
 
     eigenvalues: Tensor
@@ -50,29 +50,29 @@ class Decomposed:
     right: Tensor
     """E K."""
     mean: Tensor
-    deviation: Tensor
+    std: Tensor
 
-    def solve(self, ridge: float = RIDGE) -> LeastSquares:
+    def solve(self, ridge: float = RIDGE) -> RidgeClassifier:
         scaled = self.right / (self.eigenvalues + ridge)[:, None]
-        return LeastSquares(self.left @ scaled, self.mean, self.deviation)
+        return RidgeClassifier(self.left @ scaled, self.mean, self.std)
 
 
-def decompose(values: Tensor, targets: Tensor, num_classes: int) -> Decomposed:
+def decompose(values: Tensor, targets: Tensor, num_classes: int) -> RidgeSolver:
     """N D features and their classes, in float64 (float32 on Apple's GPUs, which have no other)."""
     x = values.to(torch.float32 if values.device.type == "mps" else torch.float64)
-    mean, deviation = x.mean(0), x.std(0, correction=0) + LEAST
-    x = _whitened(x, mean, deviation)  # N M
+    mean, std = x.mean(0), x.std(0, correction=0) + MIN_STD
+    x = _standardize(x, mean, std)  # N M
     y = torch.full((len(x), num_classes), -1.0, dtype=x.dtype, device=x.device)
     y[torch.arange(len(x), device=x.device), targets.to(x.device)] = 1.0
     if len(x) <= x.shape[1]:
         eigenvalues, q = torch.linalg.eigh(x @ x.T)
-        return Decomposed(eigenvalues, x.T @ q, q.T @ y, mean, deviation)
+        return RidgeSolver(eigenvalues, x.T @ q, q.T @ y, mean, std)
     eigenvalues, q = torch.linalg.eigh(x.T @ x)
-    return Decomposed(eigenvalues, q, q.T @ (x.T @ y), mean, deviation)
+    return RidgeSolver(eigenvalues, q, q.T @ (x.T @ y), mean, std)
 
 
-def _whitened(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    return torch.cat([(x - mean) / deviation, x.new_full((len(x), 1), BIAS)], dim=1)
+def _standardize(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return torch.cat([(x - mean) / std, x.new_full((len(x), 1), BIAS_FEATURE)], dim=1)
 
 
 def pick_shots(targets: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:
@@ -111,9 +111,9 @@ def check_classes(train: Features) -> None:
         raise DataError(f"all {len(train):,} images are {which!r} ({train.name}); wanted two classes or more.")
 
 
-def few_shot(train: Features, test: Features, shots: int, seed: int, *, device: torch.device) -> Tensor:
+def predict_few_shot(train: Features, test: Features, shots: int, seed: int, *, device: torch.device) -> Tensor:
     """Q: the class said of each test image, learned from so many images of each class."""
     check_shots(train, shots)
-    chosen = train.some(pick_shots(train.targets, shots, len(train.labels), seed))
+    chosen = train.subset(pick_shots(train.targets, shots, len(train.labels), seed))
     fit = decompose(chosen.values.to(device), chosen.targets, len(train.labels)).solve()
     return fit.scores(test.values.to(device)).argmax(1).cpu()

@@ -30,27 +30,27 @@ from vitrail.runtime.malloc import tune_malloc
 KS = (1, 5, 10, 20, 100)
 """Numbers of neighbors that are worth trying together."""
 TEMPERATURE = 0.07
-STEP = 8
+GROUP_SIZE = 8
 """So many similarities, or groups of them, are one group of the next level."""
-NEVER = -4.0
+NO_ENTRY = -4.0
 """Stands where there is no entry: less than any cosine."""
-PAIRS = 256
+PAIRS_PER_CHUNK = 256
 """Pairs compared at a time: they stay in a core's cache."""
-MANY = 2**24
+GPU_CHUNK_VALUES = 2**24
 """Numbers of such pairs at a time on a GPU."""
 
 Vote = Literal["weighted", "uniform"]
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockSizes:
     """How much is computed at once."""
 
     bank: int = 5120
     queries: int = 1024
 
 
-BLOCKS = {"cpu": Blocks(), "cuda": Blocks(65536, 4096)}
+BLOCK_SIZES = {"cpu": BlockSizes(), "cuda": BlockSizes(65536, 4096)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def nearest_neighbors(
     queries: Tensor,
     k: int,
     *,
-    blocks: Blocks | None = None,
+    blocks: BlockSizes | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Neighbors:
     """N D and Q D features -> the k bank entries of largest cosine for each query.
@@ -82,18 +82,18 @@ def nearest_neighbors(
             f"the bank's features have {bank.shape[1]} numbers and the queries' {queries.shape[1]}; wanted those of "
             "one model, layer and pooling."
         )
-    blocks = blocks or BLOCKS.get(queries.device.type, Blocks())
+    blocks = blocks or BLOCK_SIZES.get(queries.device.type, BlockSizes())
     if queries.device.type == "cpu":
         tune_malloc()
-    bank, queries = unit(bank), unit(queries)
-    bank = _beside(bank, queries)
+    bank, queries = normalize_rows(bank), normalize_rows(queries)
+    bank = _move_bank(bank, queries)
     if not len(queries):
         return Neighbors(queries.new_empty(0, k), torch.empty(0, k, dtype=torch.int64, device=queries.device))
     threads = torch.get_num_threads() if queries.device.type == "cpu" else 1
     rounds = -(-len(queries) // (threads * blocks.queries))
     size = -(-len(queries) // (threads * rounds))  # all threads have the same to do
     found = []
-    with _whole_float32(queries.device), _workers(threads) as workers:
+    with _no_tf32(queries.device), _thread_pool(threads) as workers:
         for result in workers.map(lambda part: _search(bank, part, k, blocks.bank), queries.split(size)):
             found.append(result)
             if advance is not None:
@@ -107,14 +107,14 @@ def check_k(k: int, entries: int) -> None:
         raise ConfigError(f"k={k} neighbors of a bank of {entries:,} entries; wanted 1 to {entries:,}.")
 
 
-def _beside(bank: Tensor, queries: Tensor) -> Tensor:
+def _move_bank(bank: Tensor, queries: Tensor) -> Tensor:
     """The bank where the queries are, if half of a GPU's free memory holds it; else where it is."""
     if queries.device.type != "cuda" or bank.device.type == "cuda":
         return bank
     return bank.to(queries.device) if bank.nbytes <= torch.cuda.mem_get_info(queries.device)[0] // 2 else bank
 
 
-def unit(features: Tensor) -> Tensor:
+def normalize_rows(features: Tensor) -> Tensor:
     """Rows of length one; a row of zeros stays what it is."""
     features = features.float()
     lengths = torch.linalg.vector_norm(features, dim=1, keepdim=True)
@@ -124,7 +124,7 @@ def unit(features: Tensor) -> Tensor:
 
 
 @contextmanager
-def _workers(threads: int) -> Iterator[ThreadPoolExecutor]:
+def _thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that each compute alone: nothing is shared, and small steps need not wait for each other."""
     try:
         with ThreadPoolExecutor(threads, initializer=lambda: torch.set_num_threads(1) if threads > 1 else None) as pool:
@@ -135,7 +135,7 @@ def _workers(threads: int) -> Iterator[ThreadPoolExecutor]:
 
 
 @contextmanager
-def _whole_float32(device: torch.device) -> Iterator[None]:
+def _no_tf32(device: torch.device) -> Iterator[None]:
     """Inside, a GPU multiplies float32 as it is, whatever was allowed outside: TF32 rounds by more than the slack."""
     if device.type != "cuda":
         yield
@@ -156,7 +156,7 @@ class _Candidates:
     entry: Tensor
     similarity: Tensor
 
-    def where(self, rows: Tensor) -> _Candidates:
+    def select(self, rows: Tensor) -> _Candidates:
         """Those of some rows."""
         parts = (self.query, self.entry, self.similarity)
         return _Candidates(*(part.index_select(0, rows) for part in parts))
@@ -168,37 +168,37 @@ class _Candidates:
 def _search(bank: Tensor, queries: Tensor, k: int, block: int) -> tuple[Tensor, Tensor]:
     """The nearest entries of a few queries."""
     slack = 2 * bank.shape[1] * 2.0**-24  # twice what rounding can do to a product of unit vectors
-    block = -(-max(min(block, len(bank)), 2 * k * STEP**2) // STEP**2) * STEP**2
+    block = -(-max(min(block, len(bank)), 2 * k * GROUP_SIZE**2) // GROUP_SIZE**2) * GROUP_SIZE**2
     count, columns = len(queries), queries.T
-    buffer, few = queries.new_empty(block, count), queries.new_empty(block // STEP, count)
-    highest = queries.new_full((k, count), NEVER)  # of groups, each query's largest k so far
+    buffer, few = queries.new_empty(block, count), queries.new_empty(block // GROUP_SIZE, count)
+    highest = queries.new_full((k, count), NO_ENTRY)  # of groups, each query's largest k so far
     best: list[_Candidates] = []
     waiting = 0
     for start in range(0, len(bank), block):
         part = bank[start : start + block].to(queries.device, non_blocking=True)
         torch.mm(part, columns, out=buffer[: len(part)])
-        buffer[len(part) :] = NEVER
-        levels = [buffer, _maxima(buffer, few), _maxima(few)]
+        buffer[len(part) :] = NO_ENTRY
+        levels = [buffer, _group_maxima(buffer, few), _group_maxima(few)]
         # Where a floor is known already, groups of twice the size do: they are sorted sooner.
         tops = levels[-1] if start == 0 or len(levels[-1]) % 2 else levels[-1].view(2, -1, count).amax(0)
-        highest = _largest(torch.cat([highest, tops]), k)
-        floor = (highest.amin(0) - slack).clamp(min=NEVER / 2)
-        best.append(_reaching(levels, floor, start))
+        highest = _k_largest(torch.cat([highest, tops]), k)
+        floor = (highest.amin(0) - slack).clamp(min=NO_ENTRY / 2)
+        best.append(_entries_above(levels, floor, start))
         waiting += len(best[-1])
         if waiting > 64 * k * count + block:  # many are nearly the same
-            best = [_nearest(_joined(best), bank, queries, k, slack)]
+            best = [_exact_nearest(_concatenate(best), bank, queries, k, slack)]
             waiting = len(best[0])
-    last = _joined(best)
-    last = _nearest(last.where(_places(last.similarity >= floor[last.query])), bank, queries, k, slack)
+    last = _concatenate(best)
+    last = _exact_nearest(last.select(_nonzero(last.similarity >= floor[last.query])), bank, queries, k, slack)
     return last.similarity.view(count, k), last.entry.view(count, k)
 
 
-def _maxima(rows: Tensor, out: Tensor | None = None) -> Tensor:
-    """R S -> R/STEP S: the largest of each group of rows, which lie R/STEP apart so that this is quick."""
-    return torch.amax(rows.view(STEP, -1, rows.shape[1]), 0, out=out)
+def _group_maxima(rows: Tensor, out: Tensor | None = None) -> Tensor:
+    """R S -> R/GROUP_SIZE S: the largest of each group of rows, which lie R/GROUP_SIZE apart so that this is quick."""
+    return torch.amax(rows.view(GROUP_SIZE, -1, rows.shape[1]), 0, out=out)
 
 
-def _largest(values: Tensor, k: int) -> Tensor:
+def _k_largest(values: Tensor, k: int) -> Tensor:
     """The k largest of each column, in no order."""
     if values.device.type != "cpu":
         return values.topk(k, 0, sorted=False).values
@@ -206,26 +206,26 @@ def _largest(values: Tensor, k: int) -> Tensor:
     return torch.from_numpy(rows).T
 
 
-def _reaching(levels: Sequence[Tensor], floor: Tensor, start: int) -> _Candidates:
+def _entries_above(levels: Sequence[Tensor], floor: Tensor, start: int) -> _Candidates:
     """Entries of a block that reach their query's floor, looked for from the largest groups down."""
-    row, query = _true(levels[-1] >= floor)
+    row, query = _nonzero_2d(levels[-1] >= floor)
     values = levels[-1]
     for level in reversed(levels[:-1]):
-        groups = len(level) // STEP
-        values = _picked(level.view(STEP, -1), row * level.shape[1] + query)  # STEP pairs
-        place, pair = _true(values >= floor[query])
+        groups = len(level) // GROUP_SIZE
+        values = _take_columns(level.view(GROUP_SIZE, -1), row * level.shape[1] + query)  # GROUP_SIZE pairs
+        place, pair = _nonzero_2d(values >= floor[query])
         row, query, values = place * groups + row[pair], query[pair], values[place, pair]
     return _Candidates(query, row + start, values)
 
 
-def _picked(rows: Tensor, columns: Tensor) -> Tensor:
+def _take_columns(rows: Tensor, columns: Tensor) -> Tensor:
     """Some columns of all rows; NumPy is nearly twice as fast at it as torch."""
     if rows.device.type != "cpu":
         return rows[:, columns]
     return torch.from_numpy(rows.numpy().take(columns.numpy(), axis=1))
 
 
-def _true(mask: Tensor) -> tuple[Tensor, Tensor]:
+def _nonzero_2d(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and columns of what is true; NumPy finds it four times as fast as torch."""
     if mask.device.type != "cpu":
         row, column = mask.nonzero(as_tuple=True)
@@ -235,52 +235,54 @@ def _true(mask: Tensor) -> tuple[Tensor, Tensor]:
     return row, flat - row * mask.shape[1]
 
 
-def _places(mask: Tensor) -> Tensor:
+def _nonzero(mask: Tensor) -> Tensor:
     """Where it is true."""
     return torch.from_numpy(np.flatnonzero(mask.numpy())) if mask.device.type == "cpu" else mask.nonzero()[:, 0]
 
 
-def _joined(parts: Sequence[_Candidates]) -> _Candidates:
+def _concatenate(parts: Sequence[_Candidates]) -> _Candidates:
     return _Candidates(*(torch.cat([getattr(p, name) for p in parts]) for name in ("query", "entry", "similarity")))
 
 
-def _nearest(found: _Candidates, bank: Tensor, queries: Tensor, k: int, slack: float) -> _Candidates:
+def _exact_nearest(found: _Candidates, bank: Tensor, queries: Tensor, k: int, slack: float) -> _Candidates:
     """Of each query the nearest k or all it has, nearest first, compared pair by pair; of equals the lower number."""
-    found = found.where(_sorted(found.query * len(bank) + found.entry))
-    found = found.where(_places(_contenders(found, len(queries), k, slack)))
-    found.similarity = _compared(found, bank, queries)
-    found = found.where(_sorted((found.query << 32) - _ordered(found.similarity)))
+    found = found.select(_argsort(found.query * len(bank) + found.entry))
+    found = found.select(_nonzero(_near_kth(found, len(queries), k, slack)))
+    found.similarity = _pairwise_cosines(found, bank, queries)
+    found = found.select(_argsort((found.query << 32) - _sortable_bits(found.similarity)))
     counts = torch.bincount(found.query, minlength=len(queries))
     place = torch.arange(len(found), device=counts.device) - (counts.cumsum(0) - counts)[found.query]
-    return found.where(_places(place < k))
+    return found.select(_nonzero(place < k))
 
 
-def _ordered(values: Tensor) -> Tensor:
+def _sortable_bits(values: Tensor) -> Tensor:
     """float32 -> whole numbers of 32 bits in the same order; both zeros are one."""
     bits = (values + 0.0).view(torch.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-def _sorted(keys: Tensor) -> Tensor:
+def _argsort(keys: Tensor) -> Tensor:
     """Places of the keys from the least up, of equals in their order."""
     if keys.device.type != "cpu":
         return keys.argsort(stable=True)
     return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
 
 
-def _contenders(found: _Candidates, count: int, k: int, slack: float) -> Tensor:
+def _near_kth(found: _Candidates, count: int, k: int, slack: float) -> Tensor:
     """Which of the candidates, sorted by query, come near enough to their query's k-th."""
     counts = torch.bincount(found.query, minlength=count)
     width = max(int(counts.max()), k)
     place = torch.arange(len(found), device=counts.device) - (counts.cumsum(0) - counts)[found.query]
-    rows = found.similarity.new_full((width, count), NEVER)
+    rows = found.similarity.new_full((width, count), NO_ENTRY)
     rows[place, found.query] = found.similarity
-    return found.similarity >= (_largest(rows, k).amin(0) - slack)[found.query]
+    return found.similarity >= (_k_largest(rows, k).amin(0) - slack)[found.query]
 
 
-def _compared(found: _Candidates, bank: Tensor, queries: Tensor) -> Tensor:
+def _pairwise_cosines(found: _Candidates, bank: Tensor, queries: Tensor) -> Tensor:
     """Cosines, each computed in the same way wherever its pair stands."""
-    size = PAIRS if queries.device.type == "cpu" else max(MANY // queries.shape[1], PAIRS)
+    size = (
+        PAIRS_PER_CHUNK if queries.device.type == "cpu" else max(GPU_CHUNK_VALUES // queries.shape[1], PAIRS_PER_CHUNK)
+    )
     pairs = list(zip(found.query.split(size), found.entry.split(size), strict=True))
     if queries.device.type == "cpu":  # NumPy multiplies and adds in one go
         known, asked = bank.numpy(), queries.numpy()
@@ -288,17 +290,17 @@ def _compared(found: _Candidates, bank: Tensor, queries: Tensor) -> Tensor:
         return torch.from_numpy(np.concatenate(sums))
     parts = []
     for query, entry in pairs:
-        near = bank.index_select(0, entry.to(bank.device)).to(queries.device, exact(queries.device))
+        near = bank.index_select(0, entry.to(bank.device)).to(queries.device, comparison_dtype(queries.device))
         parts.append(near.mul_(queries.index_select(0, query)).sum(1).float())
     return torch.cat(parts)
 
 
-def exact(device: torch.device) -> torch.dtype:
+def comparison_dtype(device: torch.device) -> torch.dtype:
     """float64; Apple's GPUs have none."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def votes(
+def class_votes(
     neighbors: Neighbors,
     targets: Tensor,
     num_classes: int,
@@ -319,6 +321,6 @@ def votes(
     return shares.scatter_add_(1, targets.cpu()[index], weights)
 
 
-def voted(shares: Tensor) -> Tensor:
+def predicted_classes(shares: Tensor) -> Tensor:
     """Q: the class with the most votes, of equals the one with the lower number."""
     return shares.argmax(1)

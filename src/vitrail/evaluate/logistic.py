@@ -2,7 +2,7 @@
 
 The loss is scikit-learn's: half the squared weights plus C times the summed cross-entropy; biases
 are free. Two classes share one row of weights. Features are shifted and scaled to mean 0 and
-deviation 1 first, so that one range of C serves every model.
+std 1 first, so that one range of C serves every model.
 
     fit       scikit-learn's solver, or torch's L-BFGS on a GPU and for many features; the same optimum
     choose    C on images kept aside, CLIP's search: seven from 1e-6 to 1e6, then ever finer about the best
@@ -27,19 +27,19 @@ from vitrail.runtime import warn_once
 
 # N images of D features, K classes; R rows of weights: K, or 1 for two classes
 
-MANY = 20_000_000
+MAX_SKLEARN_VALUES = 20_000_000
 """N times D from which torch's solver, which uses all cores throughout, takes over on a CPU."""
-DECADES = (-6.0, 6.0)
-FINEST = 1 / 8
+LOG10_C_RANGE = (-6.0, 6.0)
+MIN_LOG10_STEP = 1 / 8
 """Decades between two values of C in the end."""
-HELD_OUT = 0.2
-STEPS = 1000
+HELD_OUT_FRACTION = 0.2
+MAX_ITERATIONS = 1000
 
 Solver = Literal["auto", "scikit-learn", "torch"]
 
 
 @dataclass(frozen=True)
-class Logistic:
+class LogisticClassifier:
     """A linear classifier, with the scaling its features need."""
 
     weights: Tensor
@@ -47,21 +47,21 @@ class Logistic:
     bias: Tensor
     """R."""
     mean: Tensor
-    deviation: Tensor
-    present: Tensor
+    std: Tensor
+    classes: Tensor
     """The classes that it knows, K of all."""
-    strength: float
+    c: float
     """C: how much the images count against small weights."""
     solver: str
 
     def predict(self, values: Tensor) -> Tensor:
         """Q D -> Q class numbers."""
-        x = scaled(values.to(self.mean), self.mean, self.deviation)
-        return self.present[logits(x, self.weights, self.bias).argmax(1)]
+        x = standardize(values.to(self.mean), self.mean, self.std)
+        return self.classes[logits(x, self.weights, self.bias).argmax(1)]
 
 
-def scaled(values: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    return (values - mean) / deviation
+def standardize(values: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return (values - mean) / std
 
 
 def logits(x: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
@@ -70,50 +70,52 @@ def logits(x: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(found), found], dim=1) if len(weights) == 1 else found
 
 
-def objective(x: Tensor, targets: Tensor, weights: Tensor, bias: Tensor, strength: float) -> Tensor:
+def objective(x: Tensor, targets: Tensor, weights: Tensor, bias: Tensor, c: float) -> Tensor:
     """What is minimized, divided by C N."""
     loss = F.cross_entropy(logits(x, weights, bias), targets)
-    return loss + weights.square().sum() / (2 * strength * len(x))
+    return loss + weights.square().sum() / (2 * c * len(x))
 
 
-def fit(train: Features, strength: float, *, solver: Solver = "auto", device: torch.device | str = "cpu") -> Logistic:
+def fit(
+    train: Features, c: float, *, solver: Solver = "auto", device: torch.device | str = "cpu"
+) -> LogisticClassifier:
     """The best weights for this C."""
-    check_strength(strength)
+    check_c(c)
     check_classes(train)
     device = torch.device(device)
     if solver == "auto":
-        few = device.type == "cpu" and train.values.numel() <= MANY
+        few = device.type == "cpu" and train.values.numel() <= MAX_SKLEARN_VALUES
         solver = "scikit-learn" if few else "torch"
     present, targets = train.targets.unique(return_inverse=True)
     dtype = torch.float64 if device.type == "cpu" else torch.float32
     x = train.values.to(device, dtype)
-    mean, deviation = x.mean(0), x.std(0, correction=0)
-    deviation = torch.where(deviation > 1e-6 * mean.abs().clamp(min=1e-30), deviation, torch.ones_like(deviation))
-    x = scaled(x, mean, deviation)
-    solve = _with_sklearn if solver == "scikit-learn" else _with_torch
-    weights, bias = solve(x, targets.to(device), len(present), strength)
-    return Logistic(weights, bias, mean, deviation, present.to(device), strength, solver)
+    mean, std = x.mean(0), x.std(0, correction=0)
+    std = torch.where(std > 1e-6 * mean.abs().clamp(min=1e-30), std, torch.ones_like(std))
+    x = standardize(x, mean, std)
+    solve = _fit_sklearn if solver == "scikit-learn" else _fit_torch
+    weights, bias = solve(x, targets.to(device), len(present), c)
+    return LogisticClassifier(weights, bias, mean, std, present.to(device), c, solver)
 
 
-def check_strength(strength: float) -> None:
-    if not 0 < strength < math.inf:
-        raise ConfigError(f"C={strength:g}: wanted a number above 0.")
+def check_c(c: float) -> None:
+    if not 0 < c < math.inf:
+        raise ConfigError(f"C={c:g}: wanted a number above 0.")
 
 
-def _with_sklearn(x: Tensor, targets: Tensor, num_classes: int, strength: float) -> tuple[Tensor, Tensor]:
+def _fit_sklearn(x: Tensor, targets: Tensor, num_classes: int, c: float) -> tuple[Tensor, Tensor]:
     import warnings
 
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression  # takes a second to import
 
-    model = LogisticRegression(C=strength, max_iter=STEPS, tol=1e-5)
+    model = LogisticRegression(C=c, max_iter=MAX_ITERATIONS, tol=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # huge C: it is near enough, or is not chosen
         model.fit(x.numpy(), targets.numpy())
     return torch.from_numpy(model.coef_), torch.from_numpy(np.asarray(model.intercept_))
 
 
-def _with_torch(x: Tensor, targets: Tensor, num_classes: int, strength: float) -> tuple[Tensor, Tensor]:
+def _fit_torch(x: Tensor, targets: Tensor, num_classes: int, c: float) -> tuple[Tensor, Tensor]:
     """Full batches, strong Wolfe line search."""
     rows = 1 if num_classes == 2 else num_classes
     weights = torch.zeros(rows, x.shape[1], dtype=x.dtype, device=x.device, requires_grad=True)
@@ -121,7 +123,7 @@ def _with_torch(x: Tensor, targets: Tensor, num_classes: int, strength: float) -
     flat = 1e-9 if x.dtype == torch.float64 else 1e-6
     optimizer = torch.optim.LBFGS(
         [weights, bias],
-        max_iter=STEPS,
+        max_iter=MAX_ITERATIONS,
         tolerance_grad=flat,
         tolerance_change=flat * 1e-3,
         history_size=20,
@@ -130,7 +132,7 @@ def _with_torch(x: Tensor, targets: Tensor, num_classes: int, strength: float) -
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = objective(x, targets, weights, bias, strength)
+        loss = objective(x, targets, weights, bias, c)
         loss.backward()
         return loss
 
@@ -138,7 +140,7 @@ def _with_torch(x: Tensor, targets: Tensor, num_classes: int, strength: float) -
     return weights.detach(), bias.detach()
 
 
-def held_out(targets: Tensor, share: float = HELD_OUT, seed: int = 0) -> Tensor:
+def held_out_mask(targets: Tensor, share: float = HELD_OUT_FRACTION, seed: int = 0) -> Tensor:
     """N: which images are kept aside to choose C, a share of each class that leaves one at least."""
     aside = torch.zeros(len(targets), dtype=torch.bool)
     for label in targets.unique().tolist():
@@ -148,7 +150,7 @@ def held_out(targets: Tensor, share: float = HELD_OUT, seed: int = 0) -> Tensor:
     return aside
 
 
-def choose(
+def search_c(
     train: Features,
     validation: Features | None = None,
     *,
@@ -161,48 +163,48 @@ def choose(
     Where each class has one image only, none can be kept aside, and C is 1.
     """
     if validation is None:
-        aside = held_out(train.targets)
+        aside = held_out_mask(train.targets)
         if not aside.any():
             warn_once(
                 ["each class has one image, and none can be kept aside to choose C by: it is 1"], about=train.name
             )
             if advance is not None:
-                advance(FITS)
+                advance(SEARCH_FITS)
             return 1.0
-        train, validation = train.some(~aside), train.some(aside)
+        train, validation = train.subset(~aside), train.subset(aside)
     right: dict[float, float] = {}
 
     def measure(power: float) -> None:
-        if DECADES[0] <= power <= DECADES[1] and power not in right:
+        if LOG10_C_RANGE[0] <= power <= LOG10_C_RANGE[1] and power not in right:
             said = fit(train, 10.0**power, solver=solver, device=device).predict(validation.values)
             right[power] = float((said.cpu() == validation.targets).double().mean())
         if advance is not None:
             advance(1)
 
-    step = (DECADES[1] - DECADES[0]) / 6
+    step = (LOG10_C_RANGE[1] - LOG10_C_RANGE[0]) / 6
     for i in range(7):
-        measure(DECADES[0] + i * step)
-    while step > FINEST + 1e-9:
+        measure(LOG10_C_RANGE[0] + i * step)
+    while step > MIN_LOG10_STEP + 1e-9:
         step /= 2
-        best = _best(right)
+        best = _best_power(right)
         measure(best - step)
         measure(best + step)
-    strength = 10.0 ** _best(right)
-    if at_edge(strength):
-        low, high = (10.0**power for power in DECADES)
-        edge = f"the best C, {strength:g}, is at the edge of the range that was tried, {low:g} to {high:g}"
+    c = 10.0 ** _best_power(right)
+    if is_at_range_edge(c):
+        low, high = (10.0**power for power in LOG10_C_RANGE)
+        edge = f"the best C, {c:g}, is at the edge of the range that was tried, {low:g} to {high:g}"
         warn_once([f"{edge}: a value beyond it may do better"], about=train.name)
-    return strength
+    return c
 
 
-def at_edge(strength: float) -> bool:
+def is_at_range_edge(c: float) -> bool:
     """Whether a C that was chosen is the smallest or the largest that is tried: the best may lie beyond."""
-    return strength in [10.0**power for power in DECADES]
+    return c in [10.0**power for power in LOG10_C_RANGE]
 
 
-FITS = 7 + 2 * math.ceil(math.log2((DECADES[1] - DECADES[0]) / 6 / FINEST))
+SEARCH_FITS = 7 + 2 * math.ceil(math.log2((LOG10_C_RANGE[1] - LOG10_C_RANGE[0]) / 6 / MIN_LOG10_STEP))
 """How many classifiers `choose` fits."""
 
 
-def _best(right: dict[float, float]) -> float:
+def _best_power(right: dict[float, float]) -> float:
     return min(right, key=lambda power: (-right[power], power))

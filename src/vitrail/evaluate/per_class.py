@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.evaluate.calibration import plain
-from vitrail.evaluate.scores import Floats, Ints, Samples, wilson
+from vitrail.evaluate.calibration import json_number
+from vitrail.evaluate.scores import Floats, Ints, SampleResults, wilson_interval
 
 # N images, K classes
 
@@ -21,9 +21,9 @@ class PerClass:
 
     support: Ints
     """Images that are of the class."""
-    said: Ints
+    predicted: Ints
     """Images that are said to be."""
-    right: Ints
+    correct: Ints
     """Images that are both."""
     loss: Floats
     """Mean loss of its images; NaN without any."""
@@ -33,17 +33,17 @@ class PerClass:
     @property
     def recall(self) -> Floats:
         """Share of its images that are found; NaN without any."""
-        return _ratio(self.right, self.support)
+        return _ratio(self.correct, self.support)
 
     @property
     def precision(self) -> Floats:
         """Share of what is said to be it that is; NaN where it is never said."""
-        return _ratio(self.right, self.said)
+        return _ratio(self.correct, self.predicted)
 
     @property
     def f1(self) -> Floats:
         """Harmonic mean of the two."""
-        return _ratio(2 * self.right, self.support + self.said)
+        return _ratio(2 * self.correct, self.support + self.predicted)
 
     @property
     def present(self) -> Ints:
@@ -62,25 +62,25 @@ class PerClass:
         order = np.lexsort((there, -self.loss[there], value[there]))
         return [int(k) for k in there[order][:most]]
 
-    def row(self, k: int, name: str) -> dict[str, Any]:
+    def to_row(self, k: int, name: str) -> dict[str, Any]:
         """One class for a table; None where a number has no meaning."""
-        low, high = wilson(self.right[k], self.support[k])
+        low, high = wilson_interval(self.correct[k], self.support[k])
         values = {"recall": self.recall[k], "low": low, "high": high, "precision": self.precision[k], "f1": self.f1[k]}
         if self.average_precision is not None:
             values["average_precision"] = self.average_precision[k]
-        counts = {"support": int(self.support[k]), "said": int(self.said[k]), "right": int(self.right[k])}
-        return {"class": int(k), "name": name, **counts, **{n: plain(v) for n, v in values.items()}}
+        counts = {"support": int(self.support[k]), "predicted": int(self.predicted[k]), "correct": int(self.correct[k])}
+        return {"class": int(k), "name": name, **counts, **{n: json_number(v) for n, v in values.items()}}
 
 
-def per_class(samples: Samples, num_classes: int, average_precisions: Floats | None = None) -> PerClass:
+def measure_per_class(samples: SampleResults, num_classes: int, average_precisions: Floats | None = None) -> PerClass:
     """From what was said of each image. Of several labels, what has a probability of one half or more is said."""
     assert samples.loss is not None
     if samples.scores is not None:
-        said = samples.scores >= 0.5
+        predicted = samples.scores >= 0.5
         support, of_class = samples.truth.sum(0), samples.truth
-        counted = {"support": support, "said": said.sum(0), "right": (said & samples.truth).sum(0)}
+        counts = {"support": support, "predicted": predicted.sum(0), "correct": (predicted & samples.truth).sum(0)}
         losses = (of_class * samples.loss[:, None]).sum(0)
-        return PerClass(**counted, loss=_ratio(losses, support), average_precision=average_precisions)
+        return PerClass(**counts, loss=_ratio(losses, support), average_precision=average_precisions)
 
     def count(of: Ints) -> Ints:
         return np.bincount(of, minlength=num_classes)
@@ -88,33 +88,33 @@ def per_class(samples: Samples, num_classes: int, average_precisions: Floats | N
     support = count(samples.truth)
     return PerClass(
         support=support,
-        said=count(samples.prediction),
-        right=count(samples.truth[samples.right]),
+        predicted=count(samples.prediction),
+        correct=count(samples.truth[samples.correct]),
         loss=_ratio(np.bincount(samples.truth, samples.loss, num_classes), support),
     )
 
 
-def confused_pairs(samples: Samples, most: int) -> list[tuple[int, int, int]]:
+def confused_pairs(samples: SampleResults, most: int) -> list[tuple[int, int, int]]:
     """(true class, said class, how often), the commonest first; only of images with one label."""
     if samples.truth.ndim != 1:
         return []
-    wrong = ~samples.right
+    wrong = ~samples.correct
     found, counts = np.unique(np.stack([samples.truth, samples.prediction], 1)[wrong], axis=0, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:most]
     return [(int(found[i, 0]), int(found[i, 1]), int(counts[i])) for i in order]
 
 
-def mistaken_for(samples: Samples, k: int, most: int = 3) -> list[tuple[int, int]]:
+def mistaken_for(samples: SampleResults, k: int, most: int = 3) -> list[tuple[int, int]]:
     """(class, how often) that images of class k are said to be instead, the commonest first."""
     if samples.truth.ndim != 1:
         return []
-    said = samples.prediction[(samples.truth == k) & ~samples.right]
+    said = samples.prediction[(samples.truth == k) & ~samples.correct]
     found, counts = np.unique(said, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:most]
     return [(int(found[i]), int(counts[i])) for i in order]
 
 
-def confusion_of(samples: Samples, classes: Sequence[int]) -> Ints:
+def partial_confusion(samples: SampleResults, classes: Sequence[int]) -> Ints:
     """C C + 1: of some classes, said to be (column) one of them; the last column is for all others."""
     place: npt.NDArray[np.int64] = np.full(int(max([*classes, *samples.prediction, *samples.truth])) + 1, len(classes))
     place[list(classes)] = np.arange(len(classes))

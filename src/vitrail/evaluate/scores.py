@@ -18,12 +18,12 @@ Floats = npt.NDArray[np.floating[Any]]
 Z95 = 1.959963984540054
 """Standard deviations that hold 95 % of a normal distribution."""
 
-CONFUSABLE = 1000
+MAX_CONFUSION_CLASSES = 1000
 """More classes than this and the confusion matrix, which grows as their square, is not kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Samples:
+class SampleResults:
     """What was said of each image, in the order of the source."""
 
     index: Ints
@@ -42,14 +42,14 @@ class Samples:
     """N: how many classes come before the first right one, 0 for a right answer; K or more: none is right."""
     loss: Floats | None = None
     """N, float64: each image's own loss."""
-    best: Ints | None = None
+    top_classes: Ints | None = None
     """N 5, or fewer where there are fewer classes: the likeliest classes, best first."""
 
     def __len__(self) -> int:
         return len(self.index)
 
     @property
-    def right(self) -> npt.NDArray[np.bool_]:
+    def correct(self) -> npt.NDArray[np.bool_]:
         """N: whether the likeliest class is the true one, or one of them."""
         if self.truth.ndim == 1:
             return np.asarray(self.truth == self.prediction)
@@ -75,7 +75,7 @@ class Scores:
     """K K: of true class (row) said to be (column); None for very many classes or several labels."""
     average_precisions: Floats | None = None
     """K, for several labels: area under each class's precision-recall curve; NaN for a class nobody has."""
-    samples: Samples | None = None
+    samples: SampleResults | None = None
 
     @property
     def mean_average_precision(self) -> float | None:
@@ -101,15 +101,15 @@ class Scores:
         return cls(**numbers, average_precisions=precisions)
 
 
-def wilson(right: float, count: float, z: float = Z95) -> tuple[float, float]:
+def wilson_interval(correct: float, count: float, z: float = Z95) -> tuple[float, float]:
     """The interval of a share: `right` of `count`. Nothing measured: anything is possible."""
     if count <= 0:
         return 0.0, 1.0
-    share, spread = right / count, z * z / count
+    share, spread = correct / count, z * z / count
     center = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / count + spread / (4 * count))
     # At the ends one bound is the share itself, which rounding must not cross.
-    return (0.0 if right <= 0 else center - half), (1.0 if right >= count else center + half)
+    return (0.0 if correct <= 0 else center - half), (1.0 if correct >= count else center + half)
 
 
 def average_precision(truth: npt.NDArray[np.bool_], score: Floats) -> float:

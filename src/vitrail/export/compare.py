@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.errors import CheckpointError
-from vitrail.evaluate.intervals import Estimate, difference, share
+from vitrail.evaluate.intervals import Estimate, paired_difference, proportion
 from vitrail.export.engines import Engine, FileEngine, Floats, Pixels, TorchEngine, openvino_limit
 from vitrail.export.sheet import Answer
 from vitrail.runtime.amx import ISA_VARIABLE
@@ -118,7 +118,7 @@ class Comparison:
 
     @property
     def agreement(self) -> Estimate | None:
-        return None if self.same is None else share(self.same, self.images)
+        return None if self.same is None else proportion(self.same, self.images)
 
     @property
     def problem(self) -> str:
@@ -126,7 +126,7 @@ class Comparison:
         allowed = TOLERANCE[self.precision]
         if not self.relative <= allowed:  # a NaN is no agreement
             return f"its {self.answer} are off by {self.relative:.2g} of their size, {allowed:g} is allowed"
-        found = None if self.same is None else share(self.same + self.near, self.images)
+        found = None if self.same is None else proportion(self.same + self.near, self.images)
         if found is not None and found.high < AGREEMENT[self.precision]:
             wanted = f"{100 * AGREEMENT[self.precision]:.0f} %"
             return f"it names the same class in {self.same} of {self.images} images, wanted {wanted}"
@@ -200,7 +200,7 @@ def measured(
         near = int(((ours != theirs) & (two[:, 1] - two[:, 0] <= 2 * off.max(1))).sum()) if np.isfinite(error) else 0
         if targets is not None and (known := targets >= 0).any():
             right, before = (ours == targets)[known], (theirs == targets)[known]
-            change, top1 = difference(right, before), (float(right.mean()), float(before.mean()))
+            change, top1 = paired_difference(right, before), (float(right.mean()), float(before.mean()))
     return Comparison(
         images=len(got),
         answer=engine.sheet.answer,

@@ -12,17 +12,17 @@ import numpy.typing as npt
 
 from vitrail.explain.names import abbreviated
 from vitrail.report.markup import Markup, join, tag
-from vitrail.report.runs import Curve
+from vitrail.report.run_record import Curve
 
 Values = npt.NDArray[np.float64]
 
 WIDTH, HEIGHT = 420, 250
 LEFT, RIGHT, TOP, BOTTOM = 46, 110, 14, 34
-MOST_POINTS = 160
+MAX_POINTS = 160
 """Longer curves are drawn as means over so many stretches, on a band from the least to the most."""
-LABEL = 27
+LABEL_HEIGHT = 27
 """Height of a line's name and last value."""
-NAME = 19
+MAX_NAME_LENGTH = 19
 """Characters of a curve's name."""
 
 
@@ -32,9 +32,9 @@ class Series:
 
     name: str
     curve: Curve
-    color: int = 0
+    color_index: int = 0
     """Which run it belongs to: 0 is the one that is reported."""
-    quiet: bool = False
+    thin: bool = False
     """Training curves are thin, so that what was measured stands out."""
 
 
@@ -44,24 +44,24 @@ class Chart:
 
     title: str
     series: tuple[Series, ...]
-    spell: Callable[[float], str]
+    format_value: Callable[[float], str]
     """A value in words."""
-    x_name: str = "epoch"
+    x_label: str = "epoch"
     floor: float | None = None
     """The vertical axis begins here at the latest."""
     ceiling: float | None = None
     log: bool = False
-    tick: Callable[[float], str] | None = None
+    format_tick: Callable[[float], str] | None = None
     """The same in few characters, for the axis."""
-    named: bool = True
+    label_lines: bool = True
     """Whether lines are named, with their last values."""
 
     @property
-    def drawn(self) -> tuple[Series, ...]:
+    def visible_series(self) -> tuple[Series, ...]:
         return tuple(s for s in self.series if len(s.curve[0]))
 
 
-def wants_log(curves: Sequence[Curve], spread: float = 30.0) -> bool:
+def needs_log_scale(curves: Sequence[Curve], spread: float = 30.0) -> bool:
     """Whether values differ so much that a straight axis would hide the small ones."""
     values = [y for _, ys in curves for y in ys.tolist()]
     return bool(values) and min(values) > 0 and max(values) / min(values) > spread
@@ -85,7 +85,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [t for t in (m * 10.0**p for p in powers for m in marks) if low * 0.999 <= t <= high * 1.001]
 
 
-def thinned(curve: Curve, most: int = MOST_POINTS) -> tuple[Values, Values, Values, Values]:
+def downsample(curve: Curve, most: int = MAX_POINTS) -> tuple[Values, Values, Values, Values]:
     """x, mean, least and most of `most` stretches; a short curve comes back as it is."""
     x, y = curve
     if len(x) <= most:
@@ -105,17 +105,17 @@ class Axes:
     y: tuple[float, float]
     log: bool
 
-    def across(self, x: float) -> float:
+    def to_x(self, x: float) -> float:
         return LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (WIDTH - LEFT - RIGHT)
 
-    def up(self, y: float) -> float:
+    def to_y(self, y: float) -> float:
         low, high, y = (math.log10(v) for v in (*self.y, y)) if self.log else (*self.y, y)
         return HEIGHT - BOTTOM - (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
 
 
 def axes_of(chart: Chart) -> Axes:
-    xs = [float(v) for s in chart.drawn for v in (s.curve[0][0], s.curve[0][-1])]
-    ys = [float(v) for s in chart.drawn for v in (s.curve[1].min(), s.curve[1].max())]
+    xs = [float(v) for s in chart.visible_series for v in (s.curve[0][0], s.curve[0][-1])]
+    ys = [float(v) for s in chart.visible_series for v in (s.curve[1].min(), s.curve[1].max())]
     left, right = min([0.0, *xs]), max(xs)
     low, high = min(ys), max(ys)
     if chart.log:
@@ -131,16 +131,16 @@ def axes_of(chart: Chart) -> Axes:
 
 def to_svg(chart: Chart) -> Markup:
     """The chart as one inline SVG; empty where there is nothing to draw."""
-    if not chart.drawn:
+    if not chart.visible_series:
         return Markup("")
     axes = axes_of(chart)
-    said = "; ".join(f"{s.name} ends at {chart.spell(float(s.curve[1][-1]))}" for s in chart.drawn)
+    said = "; ".join(f"{s.name} ends at {chart.format_value(float(s.curve[1][-1]))}" for s in chart.visible_series)
     return tag(
         "svg",
         tag("title", f"{chart.title}: {said}"),
         _grid(chart, axes),
-        *(_line(s, axes) for s in chart.drawn),
-        _names(chart, axes),
+        *(_line(s, axes) for s in chart.visible_series),
+        _line_labels(chart, axes),
         viewbox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
         cls="chart",
@@ -150,54 +150,56 @@ def to_svg(chart: Chart) -> Markup:
 def _grid(chart: Chart, axes: Axes) -> Markup:
     parts = []
     for value in log_ticks(*axes.y) if axes.log else ticks(*axes.y):
-        y = axes.up(value)
+        y = axes.to_y(value)
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, cls="grid"))
-        parts.append(tag("text", (chart.tick or chart.spell)(value), x=LEFT - 7, y=y + 4, cls="tick end"))
+        parts.append(tag("text", (chart.format_tick or chart.format_value)(value), x=LEFT - 7, y=y + 4, cls="tick end"))
     base = HEIGHT - BOTTOM
     parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base, cls="axis"))
     for value in ticks(*axes.x, count=4):
-        parts.append(tag("text", f"{value:,g}", x=axes.across(value), y=base + 17, cls="tick middle"))
-    parts.append(tag("text", chart.x_name, x=WIDTH - RIGHT + 26, y=base + 17, cls="tick"))
+        parts.append(tag("text", f"{value:,g}", x=axes.to_x(value), y=base + 17, cls="tick middle"))
+    parts.append(tag("text", chart.x_label, x=WIDTH - RIGHT + 26, y=base + 17, cls="tick"))
     return tag("g", *parts)
 
 
 def _line(series: Series, axes: Axes) -> Markup:
-    x, mean, least, most = thinned(series.curve)
-    across = [axes.across(v) for v in x]
+    x, mean, least, most = downsample(series.curve)
+    across = [axes.to_x(v) for v in x]
     parts = []
     if least is not mean:
-        there = [(a, axes.up(v)) for a, v in zip(across, most, strict=True)]
-        back = [(a, axes.up(v)) for a, v in zip(across, least, strict=True)][::-1]
+        there = [(a, axes.to_y(v)) for a, v in zip(across, most, strict=True)]
+        back = [(a, axes.to_y(v)) for a, v in zip(across, least, strict=True)][::-1]
         parts.append(tag("path", d=_path(there + back) + "Z", cls="band"))
-    points = [(a, axes.up(v)) for a, v in zip(across, mean, strict=True)]
+    points = [(a, axes.to_y(v)) for a, v in zip(across, mean, strict=True)]
     parts.append(tag("path", d=_path(points), cls="curve"))
-    if len(points) == 1 or (not series.quiet and len(points) <= 40):
+    if len(points) == 1 or (not series.thin and len(points) <= 40):
         parts += [tag("circle", cx=a, cy=b, r=2.6) for a, b in points]
-    return tag("g", *parts, cls=f"run{series.color % 5}{' quiet' if series.quiet else ''}")
+    return tag("g", *parts, cls=f"run{series.color_index % 5}{' quiet' if series.thin else ''}")
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
 
 
-def _names(chart: Chart, axes: Axes) -> Markup:
+def _line_labels(chart: Chart, axes: Axes) -> Markup:
     """Each line's last value and name beside its end, moved apart where they would overlap."""
-    ends = [axes.up(float(thinned(s.curve)[1][-1])) for s in chart.drawn]
-    places = apart(ends, LABEL, TOP + 4, HEIGHT - BOTTOM - 16)
+    ends = [axes.to_y(float(downsample(s.curve)[1][-1])) for s in chart.visible_series]
+    places = spread_labels(ends, LABEL_HEIGHT, TOP + 4, HEIGHT - BOTTOM - 16)
     parts = []
-    named = chart.drawn if chart.named else ()
-    names = abbreviated([series.name for series in named], NAME)
+    named = chart.visible_series if chart.label_lines else ()
+    names = abbreviated([series.name for series in named], MAX_NAME_LENGTH)
     for series, end, place, brief in zip(named, ends, places, names, strict=False):
-        x = axes.across(float(series.curve[0][-1]))
-        cls = f"run{series.color % 5}{' quiet' if series.quiet else ''}"
+        x = axes.to_x(float(series.curve[0][-1]))
+        cls = f"run{series.color_index % 5}{' quiet' if series.thin else ''}"
         lead = tag("path", d=f"M{x + 4:.1f} {end:.1f}L{WIDTH - RIGHT + 8:.1f} {place:.1f}", cls="lead")
-        value = tag("text", chart.spell(float(series.curve[1][-1])), x=WIDTH - RIGHT + 12, y=place + 1, cls="value")
+        value = tag(
+            "text", chart.format_value(float(series.curve[1][-1])), x=WIDTH - RIGHT + 12, y=place + 1, cls="value"
+        )
         name = tag("text", brief, x=WIDTH - RIGHT + 12, y=place + 13, cls="name")
         parts.append(tag("g", lead, value, name, cls=cls))
     return join(*parts)
 
 
-def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+def spread_labels(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """The same order, at least `gap` between neighbors, as near to where they were as that allows."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     moved = [min(max(places[i], low), high) for i in order]

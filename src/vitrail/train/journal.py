@@ -17,7 +17,7 @@ from torch import Tensor
 from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader
 from vitrail.errors import DataError, VitrailError
-from vitrail.evaluate.guesses import Guesses
+from vitrail.evaluate.masked_prediction import MaskedPredictionScores
 from vitrail.evaluate.scores import Scores
 from vitrail.objectives import Distill
 from vitrail.runtime import warn_once
@@ -195,7 +195,7 @@ class Journal:
             again = f"go on from step {saved} with: {self.run.again(*skip)}"
             raise type(error)(f"{error}\nWhat was learned is saved; {again}") from error
 
-    def evaluated(self, scores: Scores | Guesses) -> None:
+    def evaluated(self, scores: Scores | MaskedPredictionScores) -> None:
         """Note a measurement, and the weights where none was better."""
         step, progress = self.progress.step, self.progress
         if isinstance(scores, Scores):
@@ -327,9 +327,9 @@ def _better(found: tuple[float, float], before: tuple[float | None, float | None
     return score is None or found[0] > score or (found[0] == score and found[1] < (math.inf if loss is None else loss))
 
 
-def _headline(scores: Scores | Guesses) -> float:
+def _headline(scores: Scores | MaskedPredictionScores) -> float:
     """What is compared to find the best: higher is better."""
-    if isinstance(scores, Guesses):
+    if isinstance(scores, MaskedPredictionScores):
         return -scores.loss
     found = scores.mean_average_precision
     return scores.top1 if found is None else found

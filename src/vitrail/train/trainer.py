@@ -23,7 +23,7 @@ from vitrail.data.sources.base import Source
 from vitrail.data.transfer import TargetTable
 from vitrail.errors import ConfigError, TrainError
 from vitrail.evaluate.accuracy import measure
-from vitrail.evaluate.guesses import Guesses, guess
+from vitrail.evaluate.masked_prediction import MaskedPredictionScores, measure_masked_prediction
 from vitrail.evaluate.scores import Scores
 from vitrail.models import Net, build
 from vitrail.models.flops import flops, training_flops
@@ -179,7 +179,7 @@ class Trainer:
         """Whether there are classes to be right or wrong about."""
         return self.config.objective != "masked-patch"
 
-    def evaluate(self) -> Scores | Guesses:
+    def evaluate(self) -> Scores | MaskedPredictionScores:
         """The weights, or their average where there is one, on the validation images."""
         return self.scores() if self.labeled else self.guesses()
 
@@ -205,12 +205,12 @@ class Trainer:
             found.merge_bad(ranks.all_told(found.bad))
             return scores
 
-    def guesses(self) -> Guesses:
+    def guesses(self) -> MaskedPredictionScores:
         """The same of corrupted patches."""
         config, ranks = self.config, self.ranks
         # Not compiled once more, for the sizes of these batches.
         with self._measured(self.setup.splits.validation) as found, self.averaged(), set_stance("force_eager"):
-            guesses = guess(
+            guesses = measure_masked_prediction(
                 unwrap(self.wrapped),
                 self._until_stopped(found),
                 preprocess=self.preprocess,

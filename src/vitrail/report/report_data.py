@@ -13,25 +13,25 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.errors import VitrailError
 from vitrail.evaluate.per_class import confused_pairs as pairs_of
-from vitrail.evaluate.scores import Samples, Scores, wilson
+from vitrail.evaluate.scores import SampleResults, Scores, wilson_interval
 from vitrail.explain.names import abbreviated
 from vitrail.explain.panes import Pixels, shown
 from vitrail.models import Net
-from vitrail.report.runs import Run
+from vitrail.report.run_record import RunRecord
 
 # N images, K classes
 
-LONGEST = 26
+MAX_NAME_LENGTH = 26
 """Characters of a class name in a chart."""
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class ReportData:
     """What the sections of a report draw from."""
 
-    run: Run
+    run: RunRecord
     net: Net
     preprocess: Preprocess
     labels: Sequence[str]
@@ -40,7 +40,7 @@ class Story:
     """What `scores` were measured on."""
     measured_on: str = "validation"
     baselines: Mapping[str, Scores] = field(default_factory=dict)
-    others: Mapping[str, Run] = field(default_factory=dict)
+    other_runs: Mapping[str, RunRecord] = field(default_factory=dict)
     """Other runs by what was different about them."""
     unreadable: Sequence[tuple[str, str]] = ()
     """Keys of images that could not be read, and why."""
@@ -52,18 +52,18 @@ class Story:
         return self.run.multi_label or (self.scores is not None and self.scores.average_precisions is not None)
 
     @cached_property
-    def _brief(self) -> list[str]:
-        return abbreviated(self.labels, LONGEST)
+    def _short_labels(self) -> list[str]:
+        return abbreviated(self.labels, MAX_NAME_LENGTH)
 
-    def brief(self, index: int) -> str:
+    def short_label(self, index: int) -> str:
         """A class name for a chart: short, and different from every other's."""
-        return self._brief[index] if 0 <= index < len(self.labels) else self.label(index)
+        return self._short_labels[index] if 0 <= index < len(self.labels) else self.label(index)
 
     def label(self, index: int) -> str:
         """A class's name, as people write it."""
         return self.labels[index].replace("_", " ") if 0 <= index < len(self.labels) else f"class {index}"
 
-    def image(self, index: int) -> Pixels | None:
+    def pixels(self, index: int) -> Pixels | None:
         """As the network sees it: resized and cropped; None where it cannot be read."""
         if self.source is None:
             return None
@@ -75,11 +75,11 @@ class Story:
     def key(self, index: int) -> str:
         return self.source.key(index) if self.source is not None else str(index)
 
-    def truth(self, samples: Samples, row: int) -> str:
+    def true_labels(self, samples: SampleResults, row: int) -> str:
         """The true class or classes of a measured image, by name."""
         if samples.truth.ndim == 1:
-            return self.brief(int(samples.truth[row]))
-        return ", ".join(self.brief(int(k)) for k in np.flatnonzero(samples.truth[row])) or "none"
+            return self.short_label(int(samples.truth[row]))
+        return ", ".join(self.short_label(int(k)) for k in np.flatnonzero(samples.truth[row])) or "none"
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class Mistake:
 
     row: int
     """In the samples."""
-    said: int
+    predicted: int
     score: float
 
 
-def surest_mistakes(samples: Samples, most: int) -> list[Mistake]:
+def most_confident_errors(samples: SampleResults, most: int) -> list[Mistake]:
     """What the model was surest of and wrong about; of several labels, a class it does not have."""
     if samples.scores is None:
-        wrong = np.flatnonzero(~samples.right)
+        wrong = np.flatnonzero(~samples.correct)
         said, score = samples.prediction[wrong], samples.score[wrong]
     else:
         false = np.where(samples.truth, -1.0, samples.scores)  # N K
@@ -106,9 +106,9 @@ def surest_mistakes(samples: Samples, most: int) -> list[Mistake]:
     return [Mistake(int(wrong[i]), int(said[i]), float(score[i])) for i in order]
 
 
-def some_right(samples: Samples, most: int) -> list[int]:
+def typical_correct(samples: SampleResults, most: int) -> list[int]:
     """Rows of right answers, class by class in turn, of middling certainty: what is usual."""
-    right = np.flatnonzero(samples.right)
+    right = np.flatnonzero(samples.correct)
     classes = samples.prediction[right]
     there = np.unique(classes)
     piles = []
@@ -134,7 +134,7 @@ class ClassScore:
     high: float | None = None
 
 
-def by_class(scores: Scores) -> list[ClassScore]:
+def class_scores(scores: Scores) -> list[ClassScore]:
     """Every class that occurs, in order."""
     samples = scores.samples
     if scores.average_precisions is not None and samples is not None:
@@ -146,11 +146,13 @@ def by_class(scores: Scores) -> list[ClassScore]:
     elif samples is not None:
         size = int(samples.truth.max()) + 1
         counts = np.bincount(samples.truth, minlength=size)
-        right = np.bincount(samples.truth[samples.right], minlength=size)
+        right = np.bincount(samples.truth[samples.correct], minlength=size)
     else:
         return []
     return [
-        ClassScore(k, r / n, int(n), *wilson(r, n)) for k, (r, n) in enumerate(zip(right, counts, strict=True)) if n
+        ClassScore(k, r / n, int(n), *wilson_interval(r, n))
+        for k, (r, n) in enumerate(zip(right, counts, strict=True))
+        if n
     ]
 
 

@@ -12,13 +12,13 @@ from vitrail import chance
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import DataError
-from vitrail.evaluate.accuracy import Combine
+from vitrail.evaluate.accuracy import Collective
 from vitrail.models.base import evaluating
 from vitrail.runtime import autocast
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guesses:
+class MaskedPredictionScores:
     """What is measured where there are no classes."""
 
     loss: float
@@ -34,15 +34,15 @@ class Guesses:
         return {"loss": self.loss, **accuracy, "count": self.count}
 
 
-def guess(
+def measure_masked_prediction(
     learner: nn.Module,
     batches: Iterable[Batch],
     *,
     preprocess: Preprocess,
     seed: int,
     precision: str = "float32",
-    reduce: Combine | None = None,
-) -> Guesses:
+    reduce: Collective | None = None,
+) -> MaskedPredictionScores:
     """Every image once, in evaluation mode; which of its patches are corrupted, its number alone decides.
 
     So one measurement can be held against the next. `reduce` sums a tensor over processes.
@@ -63,4 +63,4 @@ def guess(
     if count == 0:
         raise DataError("there is no image to measure on that can be read.")
     means = {name: total / count for name, total in zip(names, totals, strict=True)}
-    return Guesses(loss=means["loss"], accuracy=means.get("correct"), count=int(count))
+    return MaskedPredictionScores(loss=means["loss"], accuracy=means.get("correct"), count=int(count))

@@ -11,18 +11,18 @@ from PIL import Image
 from vitrail.explain.panes import Pixels
 from vitrail.report.markup import Markup, tag
 
-SMALL = 64
+MAX_EXACT_SIZE = 64
 """Up to this side an image is kept pixel for pixel and enlarged without blurring."""
-THUMB = 176
+THUMBNAIL_SIZE = 176
 """Larger ones are shrunk to this side."""
 
 
 def thumbnail(pixels: Pixels) -> Pixels:
-    """At most `THUMB` a side, aspect kept; small images stay as they are."""
+    """At most `THUMBNAIL_SIZE` a side, aspect kept; small images stay as they are."""
     height, width = pixels.shape[:2]
-    if max(height, width) <= THUMB:
+    if max(height, width) <= THUMBNAIL_SIZE:
         return pixels
-    scale = THUMB / max(height, width)
+    scale = THUMBNAIL_SIZE / max(height, width)
     size = max(round(width * scale), 1), max(round(height * scale), 1)
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
 
@@ -30,7 +30,7 @@ def thumbnail(pixels: Pixels) -> Pixels:
 def data_uri(pixels: Pixels) -> str:
     """The image itself as an address: PNG where every pixel matters, JPEG for photographs."""
     out, image = io.BytesIO(), Image.fromarray(pixels)
-    kind = "png" if pixels.shape[2] == 4 or max(pixels.shape[:2]) <= SMALL else "jpeg"
+    kind = "png" if pixels.shape[2] == 4 or max(pixels.shape[:2]) <= MAX_EXACT_SIZE else "jpeg"
     image.save(out, kind, **({"optimize": True} if kind == "png" else {"quality": 84}))
     return f"data:image/{kind};base64,{base64.b64encode(out.getvalue()).decode()}"
 
@@ -44,6 +44,6 @@ def png_uri(pixels: Pixels) -> str:
 def img(pixels: Pixels, alt: str, *, exact: bool = False) -> Markup:
     """An <img> that holds its image; `exact` keeps it a PNG with sharp pixels whatever its size."""
     height, width = pixels.shape[:2]
-    sharp = exact or max(height, width) <= SMALL
+    sharp = exact or max(height, width) <= MAX_EXACT_SIZE
     source = png_uri(pixels) if exact else data_uri(pixels)
     return tag("img", src=source, alt=alt, width=width, height=height, cls="sharp" if sharp else None)

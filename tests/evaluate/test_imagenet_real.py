@@ -11,15 +11,15 @@ import torch
 from conftest import import_peer
 
 from vitrail.errors import ConfigError, DataError, NotFound
-from vitrail.evaluate import Samples, synsets
-from vitrail.evaluate.real import outputs_by_class, read_real, real_accuracy, valid_outputs
+from vitrail.evaluate import SampleResults, synsets
+from vitrail.evaluate.imagenet_real import outputs_by_class, read_real_labels, real_accuracy, valid_outputs
 
 
-def samples(best: np.ndarray) -> Samples:
+def samples(best: np.ndarray) -> SampleResults:
     count = len(best)
     ones = np.ones(count)
-    return Samples(
-        index=np.arange(count), truth=best[:, 0], prediction=best[:, 0], score=ones, truth_score=ones, best=best
+    return SampleResults(
+        index=np.arange(count), truth=best[:, 0], prediction=best[:, 0], score=ones, truth_score=ones, top_classes=best
     )
 
 
@@ -33,7 +33,7 @@ def test_an_answer_is_right_if_it_is_one_of_the_labels():
     found = real_accuracy(samples(best), valid_outputs(names(4), labels, range(1000)))
     assert found.top1.value == pytest.approx(1 / 3)  # the first
     assert found.top5.value == pytest.approx(2 / 3)  # the first and the second
-    assert (found.count, found.left_out) == (3, 1)
+    assert (found.count, found.excluded) == (3, 1)
 
 
 @pytest.mark.peer
@@ -48,24 +48,24 @@ def test_the_numbers_are_timms(tmp_path: Path):
     peer = RealLabelsImagenet(names(200), str(tmp_path / "real.json"))
     peer.add_result(torch.from_numpy(logits))
     best = np.argsort(-logits, 1)[:, :5]
-    valid = valid_outputs(names(200), read_real(tmp_path / "real.json"), range(1000))
+    valid = valid_outputs(names(200), read_real_labels(tmp_path / "real.json"), range(1000))
     found = real_accuracy(samples(best), valid)
     assert 100 * found.top1.value == pytest.approx(peer.get_accuracy(1))
     assert 100 * found.top5.value == pytest.approx(peer.get_accuracy(5))
 
 
 def test_the_published_labels_are_fifty_thousand():
-    if synsets.published_real() is None:
+    if synsets.timm_real_labels() is None:
         pytest.skip("timm is not installed; make test installs it")
-    labels = read_real(None)
+    labels = read_real_labels(None)
     assert len(labels) == 50_000
     assert sum(not row for row in labels) == 3163  # 46,837 images have labels, as the paper says
 
 
 def test_without_a_file_and_without_timm_there_is_nothing_to_measure_by(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vitrail.evaluate.real.published_real", lambda: None)
+    monkeypatch.setattr("vitrail.evaluate.imagenet_real.timm_real_labels", lambda: None)
     with pytest.raises(NotFound, match="--real"):
-        read_real(None)
+        read_real_labels(None)
 
 
 def test_a_dictionary_goes_by_name():
@@ -88,21 +88,21 @@ def test_names_that_do_not_match_are_refused(labels: list[list[int]] | dict[str,
 def test_a_file_without_such_labels_is_refused(tmp_path: Path, text: str):
     (tmp_path / "real.json").write_text(text)
     with pytest.raises(ConfigError, match="holds no ReaL labels"):
-        read_real(tmp_path / "real.json")
+        read_real_labels(tmp_path / "real.json")
 
 
 def test_a_file_that_is_no_json_or_not_there_is_refused(tmp_path: Path):
     (tmp_path / "real.json").write_text("[[1]")
     with pytest.raises(ConfigError, match="is no JSON"):
-        read_real(tmp_path / "real.json")
+        read_real_labels(tmp_path / "real.json")
     with pytest.raises(NotFound, match="cannot be read"):
-        read_real(tmp_path / "none.json")
+        read_real_labels(tmp_path / "none.json")
 
 
 def test_a_larger_imagenet_knows_the_classes_by_their_numbers():
-    if synsets.listed() is None:
+    if synsets.timm_synsets() is None:
         pytest.skip("timm is not installed; make test installs it")
-    wider = (*reversed(synsets.listed()), "n99999999")
+    wider = (*reversed(synsets.timm_synsets()), "n99999999")
     outputs, note = outputs_by_class(1001, wider, None)
     assert (outputs[0], outputs[999], note) == (999, 0, "")
     with pytest.raises(DataError, match="10 outputs"):
@@ -117,14 +117,14 @@ def test_a_thousand_outputs_in_another_order_go_by_their_numbers(monkeypatch: py
     shuffled = np.random.default_rng(0).permutation(1000).tolist()
     own = tuple(numbers()[k] for k in shuffled)  # output i is class shuffled[i]
     for listed in (tuple(numbers()), None):
-        monkeypatch.setattr("vitrail.evaluate.real.listed", lambda listed=listed: listed)
+        monkeypatch.setattr("vitrail.evaluate.imagenet_real.timm_synsets", lambda listed=listed: listed)
         outputs, note = outputs_by_class(1000, own, own)
         assert [shuffled[output] for output in outputs] == list(range(1000))
         assert note == ("" if listed else "the outputs' 1,000 WordNet numbers are taken for ImageNet-1k's")
 
 
 def test_numbers_of_other_things_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vitrail.evaluate.real.listed", lambda: tuple(numbers()))
+    monkeypatch.setattr("vitrail.evaluate.imagenet_real.timm_synsets", lambda: tuple(numbers()))
     with pytest.raises(DataError, match="none of the model's 2 outputs is a class of ImageNet-1k"):
         outputs_by_class(2, ("n90000001", "n90000002"), None)
 

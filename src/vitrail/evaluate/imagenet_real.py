@@ -1,7 +1,7 @@
 """ImageNet-ReaL: the validation images with every label that people found right (Beyer et al. 2020).
 
 An answer is right if it is one of an image's labels; of five, if one of them is. Images for which
-nothing was found right are left out. Labels are numbers of ImageNet-1k's classes, and `real.json`
+nothing was found right are left out. RealLabels are numbers of ImageNet-1k's classes, and `real.json`
 lists them in the order of the validation images' own numbers; a dictionary from an image's name
 to its labels does for images that go by other names.
 """
@@ -19,39 +19,39 @@ import numpy as np
 import numpy.typing as npt
 
 from vitrail.errors import ConfigError, DataError, NotFound
-from vitrail.evaluate.intervals import Estimate, share
-from vitrail.evaluate.scores import Samples
-from vitrail.evaluate.synsets import IMAGENET, Synsets, listed, names_agree, published_real
+from vitrail.evaluate.intervals import Estimate, proportion
+from vitrail.evaluate.scores import SampleResults
+from vitrail.evaluate.synsets import IMAGENET_CLASSES, Synsets, labels_are_imagenet_1k, timm_real_labels, timm_synsets
 
 # N images, K outputs
 
-NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
+VALIDATION_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})")
 
-Labels = list[list[int]] | dict[str, list[int]]
+RealLabels = list[list[int]] | dict[str, list[int]]
 """Class numbers by the validation image's number less one, or by its name."""
 
 
 @dataclass(frozen=True)
-class Real:
+class RealAccuracy:
     """Accuracy on the labels that people found right."""
 
     top1: Estimate
     top5: Estimate
     count: int
     """Images that have such a label."""
-    left_out: int
+    excluded: int
     """Images that have none."""
 
     def to_dict(self) -> dict[str, Any]:
         found = {"top1": self.top1.to_dict(), "top5": self.top5.to_dict()}
-        return {**found, "count": self.count, "left_out": self.left_out}
+        return {**found, "count": self.count, "excluded": self.excluded}
 
 
-def read_real(path: str | Path | None) -> Labels:
+def read_real_labels(path: str | Path | None) -> RealLabels:
     """real.json, a dictionary of your own, or, without a path, the copy that timm ships."""
     said = "timm's copy of real.json" if path is None else str(path)
     if path is None:
-        text = published_real()
+        text = timm_real_labels()
         if text is None:
             raise NotFound("ImageNet-ReaL needs its labels: --real real.json, or `pip install timm`, which ships them.")
     else:
@@ -64,17 +64,17 @@ def read_real(path: str | Path | None) -> Labels:
     except ValueError as error:
         raise ConfigError(f"{said} is no JSON: {error}.") from None
     rows = list(found.values()) if isinstance(found, dict) else found
-    if not isinstance(rows, list) or not rows or not all(_are_classes(row) for row in rows):
+    if not isinstance(rows, list) or not rows or not all(_is_class_list(row) for row in rows):
         raise ConfigError(
-            f"{said} holds no ReaL labels; wanted a list of lists of class numbers, 0 to {IMAGENET - 1}, or a "
+            f"{said} holds no ReaL labels; wanted a list of lists of class numbers, 0 to {IMAGENET_CLASSES - 1}, or a "
             'dictionary from names to such lists: {"cat.jpg": [281, 285]}.'
         )
     return found
 
 
-def _are_classes(row: Any) -> bool:
+def _is_class_list(row: Any) -> bool:
     return isinstance(row, list) and all(
-        isinstance(k, int) and not isinstance(k, bool) and 0 <= k < IMAGENET for k in row
+        isinstance(k, int) and not isinstance(k, bool) and 0 <= k < IMAGENET_CLASSES for k in row
     )
 
 
@@ -84,27 +84,27 @@ def outputs_by_class(outputs: int, synsets: Synsets | None, labels: Sequence[str
     `synsets` are the outputs' WordNet numbers, where they are known; else their names, `labels`, decide.
     """
     if synsets is not None:
-        return _by_number(synsets)
-    if outputs != IMAGENET:
+        return _outputs_by_synset(synsets)
+    if outputs != IMAGENET_CLASSES:
         raise DataError(
             f"ImageNet-ReaL's labels are ImageNet-1k's classes, and which of the model's {outputs:,} outputs those "
             "are, nobody knows."
         )
-    agree = names_agree(labels)
+    agree = labels_are_imagenet_1k(labels)
     if agree is False:
         raise DataError(
             "the names of the model's 1,000 outputs are not ImageNet-1k's in their order, and ImageNet-ReaL's labels "
             "are numbers in it; name the outputs with --labels FILE, one WordNet number on each line."
         )
     note = "for ImageNet-ReaL the model's 1,000 outputs are taken for ImageNet-1k's, in the usual order"
-    return list(range(IMAGENET)), "" if agree else note
+    return list(range(IMAGENET_CLASSES)), "" if agree else note
 
 
-def _by_number(synsets: Synsets) -> tuple[list[int], str]:
+def _outputs_by_synset(synsets: Synsets) -> tuple[list[int], str]:
     """Where each class of ImageNet-1k, whose order is that of its sorted numbers, is among the outputs."""
-    known, note = listed(), ""
+    known, note = timm_synsets(), ""
     if known is None:
-        if len(synsets) != IMAGENET:
+        if len(synsets) != IMAGENET_CLASSES:
             raise NotFound("which outputs are ImageNet-1k's classes, timm's files tell: `pip install timm`.")
         known, note = tuple(sorted(synsets)), "the outputs' 1,000 WordNet numbers are taken for ImageNet-1k's"
     place = {number: k for k, number in enumerate(synsets)}
@@ -113,7 +113,7 @@ def _by_number(synsets: Synsets) -> tuple[list[int], str]:
     return [place.get(number, -1) for number in known], note
 
 
-def valid_outputs(keys: Sequence[str], labels: Labels, outputs: Sequence[int]) -> list[list[int] | None]:
+def valid_outputs(keys: Sequence[str], labels: RealLabels, outputs: Sequence[int]) -> list[list[int] | None]:
     """Of each image the outputs that are right; None where the labels do not speak of it."""
     rows: list[list[int] | None] = [_labels_of(key, labels) for key in keys]
     if all(row is None for row in rows):
@@ -125,23 +125,23 @@ def valid_outputs(keys: Sequence[str], labels: Labels, outputs: Sequence[int]) -
     return [None if row is None else [outputs[k] for k in row] for row in rows]
 
 
-def _labels_of(key: str, labels: Labels) -> list[int] | None:
+def _labels_of(key: str, labels: RealLabels) -> list[int] | None:
     if isinstance(labels, dict):
         path = PurePosixPath(key)
         return next((labels[name] for name in (key, path.name, path.stem) if name in labels), None)
-    match = NUMBER.search(key)
+    match = VALIDATION_NUMBER.search(key)
     number = int(match[1]) if match else 0
     return labels[number - 1] if 0 < number <= len(labels) else None
 
 
-def real_accuracy(samples: Samples, valid: Sequence[list[int] | None]) -> Real:
+def real_accuracy(samples: SampleResults, valid: Sequence[list[int] | None]) -> RealAccuracy:
     """`valid` holds the right outputs of each sample."""
-    assert samples.best is not None
+    assert samples.top_classes is not None
     asked = [(i, right) for i, right in enumerate(valid) if right]
     if not asked:
         raise DataError(f"none of the {len(valid):,} images has a ReaL label.")
-    hits: npt.NDArray[np.bool_] = np.array([np.isin(samples.best[i], right) for i, right in asked])  # N 5
-    top1, top5 = share(int(hits[:, 0].sum()), len(asked)), share(int(hits.any(1).sum()), len(asked))
+    hits: npt.NDArray[np.bool_] = np.array([np.isin(samples.top_classes[i], right) for i, right in asked])  # N 5
+    top1, top5 = proportion(int(hits[:, 0].sum()), len(asked)), proportion(int(hits.any(1).sum()), len(asked))
     assert top1 is not None
     assert top5 is not None
-    return Real(top1, top5, len(asked), len(valid) - len(asked))
+    return RealAccuracy(top1, top5, len(asked), len(valid) - len(asked))

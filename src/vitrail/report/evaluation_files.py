@@ -18,23 +18,23 @@ from matplotlib.ticker import MaxNLocator
 
 from vitrail.data.csv_escape import csv_line
 from vitrail.errors import ConfigError, nearest
-from vitrail.evaluate.evaluation import Evaluation, Measured
 from vitrail.evaluate.intervals import Estimate
-from vitrail.evaluate.per_class import confused_pairs, confusion_of
-from vitrail.evaluate.scores import wilson
+from vitrail.evaluate.per_class import confused_pairs, partial_confusion
+from vitrail.evaluate.scores import wilson_interval
+from vitrail.evaluate.summary import Evaluation, SizeResult
 from vitrail.explain.canvas import COLORS, FAINT, INK, QUIET, Arrays, blank, save, save_arrays, title
 from vitrail.explain.names import abbreviated, cut
 from vitrail.weights.write import write_json, write_text
 
 FORMATS = ("png", "svg", "npz")
-MATRIX = 25
+MAX_MATRIX_CLASSES = 25
 """Classes up to which the whole confusion matrix is drawn."""
-BARS = 30
+MAX_BARS = 30
 """Bars in one figure."""
-LONGEST = 28
+MAX_NAME_LENGTH = 28
 """Characters of a class name that fit beside a figure."""
 
-Drawn = tuple[Figure, Arrays]
+FigureData = tuple[Figure, Arrays]
 
 
 def write_evaluation(found: Evaluation, folder: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
@@ -49,7 +49,7 @@ def write_evaluation(found: Evaluation, folder: Path, formats: Sequence[str] = (
         for kind in formats:
             path = folder / f"{name}.{kind}"
             written.append(save_arrays(arrays, path) if kind == "npz" else save(figure, path))
-    texts = {"per_class.csv": _classes(found), "predictions.csv": _predictions(found)}
+    texts = {"per_class.csv": _per_class_csv(found), "predictions.csv": _predictions_csv(found)}
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "eval.json", found.to_dict(), overwrite=True)
     for name, rows in texts.items():
@@ -64,7 +64,7 @@ def check_formats(formats: Sequence[str]) -> None:
             raise ConfigError(f"no format {kind!r} to draw in{nearest(kind, FORMATS)}")
 
 
-def reliability(found: Evaluation) -> Drawn | None:
+def reliability(found: Evaluation) -> FigureData | None:
     """Bars at the height of each bin's accuracy; on the line, a model is right as often as it says."""
     table = found.calibration
     if table is None:
@@ -74,24 +74,24 @@ def reliability(found: Evaluation) -> Drawn | None:
     there = table.counts > 0
     width = np.diff(table.edges)[0]
     right = np.rint(table.accuracy[there] * table.counts[there])
-    whiskers = np.array([wilson(r, n) for r, n in zip(right, table.counts[there], strict=True)]).T
+    whiskers = np.array([wilson_interval(r, n) for r, n in zip(right, table.counts[there], strict=True)]).T
     upper.plot([0, 1], [0, 1], color=QUIET, linestyle=":", linewidth=1.2, zorder=1)
     middles = (table.edges[:-1] + width / 2)[there]
     upper.bar(middles, table.accuracy[there], 0.94 * width, color=COLORS[0], alpha=0.25, zorder=0)
     whiskers = np.abs(whiskers - table.accuracy[there])
     style: dict[str, Any] = {"fmt": "o", "color": COLORS[0], "markersize": 5, "elinewidth": 1.2, "zorder": 2}
-    upper.errorbar(table.certainty[there], table.accuracy[there], whiskers, **style)
+    upper.errorbar(table.confidence[there], table.accuracy[there], whiskers, **style)
     upper.set(ylim=(0, 1.02), xlim=(0, 1.02), ylabel="share that is right")
     lower.bar(middles, table.counts[there], 0.94 * width, color=QUIET, alpha=0.5)
     lower.set(xlabel="how sure the model is of its answer", ylabel="images")
     for ax in (upper, lower):
-        _quiet(ax)
-    title(figure, f"Calibration error {_percent(table.error)}", _about(found, found.first))
-    arrays = {"edges": table.edges, "counts": table.counts, "certainty": table.certainty, "accuracy": table.accuracy}
+        _style_axes(ax)
+    title(figure, f"Calibration error {_format_estimate(table.error)}", _subtitle(found, found.first))
+    arrays = {"edges": table.edges, "counts": table.counts, "confidence": table.confidence, "accuracy": table.accuracy}
     return figure, {**arrays, "ece": [table.error.value, table.error.low, table.error.high]}
 
 
-def sizes(found: Evaluation) -> Drawn | None:
+def accuracy_by_size(found: Evaluation) -> FigureData | None:
     """Top-1 (of several labels mAP) at each size, in the order of the sizes."""
     if len(found.sizes) < 2:
         return None
@@ -107,29 +107,29 @@ def sizes(found: Evaluation) -> Drawn | None:
     ax = figure.subplots()
     ax.fill_between(x, low, high, color=COLORS[0], alpha=0.13, linewidth=0)
     ax.plot(x, value, color=COLORS[0], marker="o", markersize=5, linewidth=2)
-    names = [_size(m) for m, _ in kept]
+    names = [_format_size(m) for m, _ in kept]
     for at, height in zip(x, value, strict=True):
         ax.annotate(f"{height:.1f}", (at, height), (0, 7), textcoords="offset points", ha="center", color=INK)
     ax.set_xticks(x, names)
     ax.set(xlabel="pixels a side", ylabel="mAP, %" if several else "top-1, %")
     ax.margins(x=0.07, y=0.18)
-    _quiet(ax)
+    _style_axes(ax)
     what = "Mean average precision" if several else "Accuracy"
-    title(figure, f"{what} by size, with its 95 % interval", _about(found))
+    title(figure, f"{what} by size, with its 95 % interval", _subtitle(found))
     return figure, {"image": np.array([m.image_size for m, _ in kept]), "value": value, "low": low, "high": high}
 
 
-def confusion(found: Evaluation) -> Drawn | None:
+def confusion(found: Evaluation) -> FigureData | None:
     """The matrix of the classes that have images; of many, the commonest mistakes."""
-    samples, there = found.first.samples, found.first.classes.present
+    samples, there = found.first.samples, found.first.per_class.present
     if samples.truth.ndim != 1 or len(there) < 2:
         return None
-    if len(there) > MATRIX:
-        return _pairs(found)
-    table = confusion_of(samples, there.tolist())
+    if len(there) > MAX_MATRIX_CLASSES:
+        return _confused_pairs_figure(found)
+    table = partial_confusion(samples, there.tolist())
     if not table[:, -1].any():
         table = table[:, :-1]
-    names = abbreviated([found.names[k] for k in there], LONGEST)
+    names = abbreviated([found.labels[k] for k in there], MAX_NAME_LENGTH)
     side = 1.9 + 0.36 * len(there)
     figure = blank(side + 1.2, side + 0.5)
     ax = figure.subplots()
@@ -146,15 +146,15 @@ def confusion(found: Evaluation) -> Drawn | None:
     ax.set_xlabel("said", color=INK)
     ax.set_ylabel("true", color=INK)
     ax.spines[:].set_visible(False)
-    title(figure, "What is said of each class", _about(found, found.first))
+    title(figure, "What is said of each class", _subtitle(found, found.first))
     return figure, {"confusion": table, "classes": there}
 
 
-def _pairs(found: Evaluation) -> Drawn | None:
-    pairs = confused_pairs(found.first.samples, BARS)
+def _confused_pairs_figure(found: Evaluation) -> FigureData | None:
+    pairs = confused_pairs(found.first.samples, MAX_BARS)
     if not pairs or pairs[0][2] < 2:  # nothing happened twice
         return None
-    names = abbreviated(found.names, LONGEST)
+    names = abbreviated(found.labels, MAX_NAME_LENGTH)
     labels = [f"{names[a]} → {names[b]}" for a, b, _ in pairs]
     counts = np.array([n for _, _, n in pairs])
     figure = blank(7.6, 1.3 + 0.21 * len(pairs))
@@ -163,27 +163,27 @@ def _pairs(found: Evaluation) -> Drawn | None:
     ax.invert_yaxis()
     ax.set_xlabel("images", color=INK)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _quiet(ax, across=True)
-    title(figure, "Mixed up most often: true → said", _about(found, found.first))
+    _style_axes(ax, across=True)
+    title(figure, "Mixed up most often: true → said", _subtitle(found, found.first))
     return figure, {"pairs": np.array([(a, b) for a, b, _ in pairs]), "counts": counts}
 
 
-def classes(found: Evaluation) -> Drawn | None:
+def classes(found: Evaluation) -> FigureData | None:
     """A bar for each class with its interval; of many, the worst."""
-    scored = found.first.classes
+    scored = found.first.per_class
     if len(scored.present) < 2 or scored.support.max() < 2:
         return None
     precise = scored.average_precision
     value = scored.recall if precise is None else precise
-    few = len(scored.present) <= BARS
-    kept = np.array(scored.present.tolist() if few else scored.worst(BARS))
+    few = len(scored.present) <= MAX_BARS
+    kept = np.array(scored.present.tolist() if few else scored.worst(MAX_BARS))
     figure = blank(7.2, 1.4 + 0.21 * len(kept))
     ax = figure.subplots()
-    names = abbreviated([found.names[k] for k in kept], LONGEST)
+    names = abbreviated([found.labels[k] for k in kept], MAX_NAME_LENGTH)
     labels = [f"{name} ({scored.support[k]:,})" for name, k in zip(names, kept, strict=True)]
     ax.barh(range(len(kept)), 100 * value[kept], color=COLORS[0], height=0.66)
     if precise is None:
-        ends = 100 * np.array([wilson(scored.right[k], scored.support[k]) for k in kept]).T
+        ends = 100 * np.array([wilson_interval(scored.correct[k], scored.support[k]) for k in kept]).T
         style: dict[str, Any] = {"fmt": "none", "ecolor": INK, "elinewidth": 1, "capsize": 2}
         ax.errorbar(100 * value[kept], range(len(kept)), xerr=np.abs(ends - 100 * value[kept]), **style)
     ax.set_yticks(range(len(kept)), labels)
@@ -191,21 +191,21 @@ def classes(found: Evaluation) -> Drawn | None:
     ax.set(xlim=(0, 101), ylim=(len(kept) - 0.4, -0.6))
     what = "share that is found" if precise is None else "average precision"
     ax.set_xlabel(f"{what}, %", color=INK)
-    _quiet(ax, across=True)
+    _style_axes(ax, across=True)
     which = "Each class" if few else f"The {len(kept)} weakest of {len(scored.present):,} classes"
-    title(figure, f"{which}: {what} (images)", _about(found, found.first))
+    title(figure, f"{which}: {what} (images)", _subtitle(found, found.first))
     return figure, {"classes": kept, "value": value[kept], "support": scored.support[kept]}
 
 
-FIGURES: dict[str, Callable[[Evaluation], Drawn | None]] = {
+FIGURES: dict[str, Callable[[Evaluation], FigureData | None]] = {
     "reliability": reliability,
-    "sizes": sizes,
+    "sizes": accuracy_by_size,
     "confusion": confusion,
     "classes": classes,
 }
 
 
-def _quiet(ax: Any, across: bool = False) -> None:
+def _style_axes(ax: Any, across: bool = False) -> None:
     """Few lines, and those faint."""
     ax.grid(axis="x" if across else "y", color=FAINT, linewidth=0.7)
     ax.set_axisbelow(True)
@@ -215,40 +215,40 @@ def _quiet(ax: Any, across: bool = False) -> None:
     ax.yaxis.label.set(color=INK, fontsize=9)
 
 
-def _about(found: Evaluation, measured: Measured | None = None) -> str:
-    size = f" at {_size(measured)} px" if measured is not None else ""
+def _subtitle(found: Evaluation, measured: SizeResult | None = None) -> str:
+    size = f" at {_format_size(measured)} px" if measured is not None else ""
     mirrored = ", with mirror images" if found.flip else ""
     images = f"{found.first.scores.count:,} images"
     model = found.model.rpartition("/")[2] if found.model.startswith((".", "/", "~")) else found.model
     return f"{cut(model, 44)} on {cut(found.data, 30)}{size}{mirrored}, {images}"
 
 
-def _percent(estimate: Estimate) -> str:
+def _format_estimate(estimate: Estimate) -> str:
     return f"{100 * estimate.value:.1f} % ({100 * estimate.low:.1f} to {100 * estimate.high:.1f})"
 
 
-def _size(measured: Measured) -> str:
+def _format_size(measured: SizeResult) -> str:
     height, width = measured.image_size
     return f"{height}" if height == width else f"{height}x{width}"
 
 
-def _classes(found: Evaluation) -> str:
+def _per_class_csv(found: Evaluation) -> str:
     """Every class that has images or is said, at each size."""
     rows = []
     for measured in found.sizes:
-        scored = measured.classes
-        kept = np.flatnonzero((scored.support > 0) | (scored.said > 0))
-        rows += [{"image": _size(measured)} | scored.row(int(k), found.names[k]) for k in kept]
+        scored = measured.per_class
+        kept = np.flatnonzero((scored.support > 0) | (scored.predicted > 0))
+        rows += [{"image": _format_size(measured)} | scored.to_row(int(k), found.labels[k]) for k in kept]
     return _csv(rows)
 
 
-def _predictions(found: Evaluation) -> str:
+def _predictions_csv(found: Evaluation) -> str:
     """What was said of each image, at each size."""
-    return _csv(row for measured in found.sizes for row in _said(found, measured))
+    return _csv(row for measured in found.sizes for row in _prediction_rows(found, measured))
 
 
-def _said(found: Evaluation, measured: Measured) -> Iterable[dict[str, Any]]:
-    s, size, names = measured.samples, _size(measured), found.names
+def _prediction_rows(found: Evaluation, measured: SizeResult) -> Iterable[dict[str, Any]]:
+    s, size, names = measured.samples, _format_size(measured), found.labels
     assert s.rank is not None
     assert s.loss is not None
     for i, index in enumerate(s.index.tolist()):

@@ -10,39 +10,39 @@ from PIL import Image
 from vitrail.evaluate.scores import Scores
 from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, blank, save
 from vitrail.explain.panes import Pixels, enlarged
-from vitrail.report.charts import Chart, thinned
-from vitrail.report.story import Story
+from vitrail.report.charts import Chart, downsample
+from vitrail.report.report_data import ReportData
 
 
 def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
     """Charts side by side."""
-    charts = [c for c in charts if c.drawn]
+    charts = [c for c in charts if c.visible_series]
     if not charts:
         return
     figure = blank(4.8 * len(charts), 3.6)
     for chart, ax in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
-        for series in chart.drawn:
-            x, mean, least, most = thinned(series.curve)
-            color = COLORS[series.color % len(COLORS)]
-            style = {"linewidth": 1.2, "alpha": 0.6} if series.quiet else {"linewidth": 2.2}
+        for series in chart.visible_series:
+            x, mean, least, most = downsample(series.curve)
+            color = COLORS[series.color_index % len(COLORS)]
+            style = {"linewidth": 1.2, "alpha": 0.6} if series.thin else {"linewidth": 2.2}
             if least is not mean:
                 ax.fill_between(x, least, most, color=color, alpha=0.13, linewidth=0)
-            dash = DASHES[series.color % len(DASHES)]
+            dash = DASHES[series.color_index % len(DASHES)]
             ax.plot(x, mean, color=color, linestyle=dash, label=series.name, **style)
         if chart.log:
             ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda value, _, spell=chart.tick or chart.spell: spell(value))
+        ax.yaxis.set_major_formatter(lambda value, _, spell=chart.format_tick or chart.format_value: spell(value))
         ax.set_title(chart.title, loc="left", color=INK, fontsize=11)
-        ax.set_xlabel(chart.x_name, color=INK)
+        ax.set_xlabel(chart.x_label, color=INK)
         ax.grid(axis="y", color=FAINT, linewidth=0.7)
         ax.spines[["top", "right", "left"]].set_visible(False)
-        if len(chart.drawn) > 1:
+        if len(chart.visible_series) > 1:
             ax.legend(frameon=False, fontsize=9)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK)
     save(figure, path)
 
 
-def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
+def draw_confusion(report: ReportData, scores: Scores, path: Path) -> None:
     """The matrix, each row by its share."""
     table = scores.confusion
     if table is None or not 2 <= len(table) <= 50:
@@ -55,13 +55,13 @@ def draw_confusion(story: Story, scores: Scores, path: Path) -> None:
     for i, j in zip(*np.nonzero(table), strict=True):
         color = "white" if shares[i, j] > 0.5 else INK
         ax.text(j, i, f"{table[i, j]}", ha="center", va="center", fontsize=8, color=color)
-    names = [story.brief(k) for k in range(len(table))]
+    names = [report.short_label(k) for k in range(len(table))]
     long = max(map(len, names)) > 2
     ax.set_xticks(range(len(table)), names, fontsize=8, rotation=45 if long else 0, ha="right" if long else "center")
     ax.set_yticks(range(len(table)), names, fontsize=8)
     ax.set_xlabel("said", color=INK)
     ax.set_ylabel("true", color=INK)
-    ax.set_title(f"{story.run.name}: confusion", loc="left", fontsize=11, color=INK)
+    ax.set_title(f"{report.run.name}: confusion", loc="left", fontsize=11, color=INK)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     save(figure, path)

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier
 
 from vitrail.errors import DataError
-from vitrail.evaluate import comparable, neighbors_baseline
+from vitrail.evaluate import pixel_knn_applies, pixel_knn_baseline
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Arrays:
     pixels: np.ndarray | None
     targets: np.ndarray
     labels: tuple[str, ...] = tuple("0123456789")
-    several: bool = False
+    multi_label: bool = False
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -36,7 +36,7 @@ def test_it_scores_what_scikit_learn_scores():
     train, test = halves()
     peer = KNeighborsClassifier(3).fit(train.pixels.reshape(len(train), -1).astype(float), train.targets)
     wanted = peer.predict(test.pixels.reshape(len(test), -1).astype(float))
-    got = neighbors_baseline(train, test)
+    got = pixel_knn_baseline(train, test)
     assert got.top1 == (wanted == test.targets).mean()
     assert np.array_equal(got.samples.prediction, wanted)
     assert got.confusion.sum() == got.count == len(test)
@@ -46,7 +46,7 @@ def test_it_scores_what_scikit_learn_scores():
 def test_a_class_may_be_missing_from_training():
     train, test = halves()
     seen = train.targets != 4
-    got = neighbors_baseline(Arrays(train.pixels[seen], train.targets[seen]), test)
+    got = pixel_knn_baseline(Arrays(train.pixels[seen], train.targets[seen]), test)
     assert got.confusion[:, 4].sum() == 0
     assert got.confusion[4].sum() == (test.targets == 4).sum()
 
@@ -55,19 +55,19 @@ def test_images_without_a_label_are_left_out():
     train, test = halves()
     targets = test.targets.copy()
     targets[:100] = -1
-    assert neighbors_baseline(train, Arrays(test.pixels, targets)).count == len(test) - 100
+    assert pixel_knn_baseline(train, Arrays(test.pixels, targets)).count == len(test) - 100
 
 
 def test_only_decoded_images_of_one_label_can_be_compared():
     train, test = halves()
-    assert comparable(train, test)
-    assert not comparable(train, Arrays(None, test.targets))
-    assert not comparable(Arrays(train.pixels, train.targets, several=True), test)
+    assert pixel_knn_applies(train, test)
+    assert not pixel_knn_applies(train, Arrays(None, test.targets))
+    assert not pixel_knn_applies(Arrays(train.pixels, train.targets, multi_label=True), test)
     with pytest.raises(DataError, match="decoded images"):
-        neighbors_baseline(train, Arrays(None, test.targets))
+        pixel_knn_baseline(train, Arrays(None, test.targets))
 
 
 def test_too_few_neighbors_are_refused():
     train, test = halves(2)
     with pytest.raises(DataError, match="3 labeled training images"):
-        neighbors_baseline(train, test)
+        pixel_knn_baseline(train, test)

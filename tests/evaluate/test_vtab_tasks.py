@@ -10,7 +10,15 @@ from image_source import Images
 from PIL import Image
 
 from vitrail.errors import DataError, NotFound
-from vitrail.evaluate.vtab import GROUPS, TASKS, drawn, locate, means, named, open_task
+from vitrail.evaluate.vtab_tasks import (
+    GROUPS,
+    TASKS,
+    group_means,
+    locate_tasks,
+    open_task,
+    sample_train_validation,
+    select_tasks,
+)
 
 DTD = TASKS["dtd"]
 
@@ -26,27 +34,27 @@ def test_nineteen_tasks_in_three_groups():
 
 
 def test_tasks_go_by_many_names():
-    assert [t.name for t in named(["smallnorb_azi", "CIFAR-100", "Clevr/count"])] == [
+    assert [t.name for t in select_tasks(["smallnorb_azi", "CIFAR-100", "Clevr/count"])] == [
         "cifar100",
         "clevr_count",
         "smallnorb_azimuth",
     ]
-    assert len(named([])) == 19
+    assert len(select_tasks([])) == 19
     with pytest.raises(NotFound, match="no task of VTAB is called 'dtt'; did you mean 'dtd'"):
-        named(["dtt"])
+        select_tasks(["dtt"])
 
 
 def test_a_task_is_there_where_its_folder_is(tmp_path):
     for name in ("oxford_flowers102", "DTD"):
         draw(tmp_path / name / "x.png")
     (tmp_path / "svhn").mkdir()  # empty
-    there = locate(tmp_path, named([]))
+    there = locate_tasks(tmp_path, select_tasks([]))
     assert there == {"flowers102": str(tmp_path / "oxford_flowers102"), "dtd": str(tmp_path / "DTD")}
 
 
 def test_no_folder_is_one_sentence(tmp_path):
     with pytest.raises(NotFound, match="wanted one that holds a folder for each task"):
-        locate(tmp_path / "none", named([]))
+        locate_tasks(tmp_path / "none", select_tasks([]))
 
 
 def test_published_lists_are_read(tmp_path):
@@ -56,10 +64,10 @@ def test_published_lists_are_read(tmp_path):
         (folder / "images").mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.txt").write_text(text)
     data = open_task(DTD, str(folder), tmp_path)
-    assert (len(data.learn), len(data.choose), len(data.test)) == (2, 1, 2)
-    assert data.learn.key(1) == "some where/b.png"
-    assert data.learn[1].image == str(folder / "some where/b.png")
-    assert data.learn.labels == data.test.labels == ("0", "1", "2")
+    assert (len(data.train), len(data.validation), len(data.test)) == (2, 1, 2)
+    assert data.train.key(1) == "some where/b.png"
+    assert data.train[1].image == str(folder / "some where/b.png")
+    assert data.train.labels == data.test.labels == ("0", "1", "2")
     assert data.test.targets.tolist() == [2, 0]
 
 
@@ -78,31 +86,31 @@ def test_folders_of_eight_hundred_and_two_hundred_are_taken_as_they_are(tmp_path
         for i in range(count):
             draw(tmp_path / "dtd" / part / "ab"[i % 2] / f"{i}.png")
     data = open_task(DTD, str(tmp_path / "dtd"), tmp_path)
-    assert (len(data.learn), len(data.choose), len(data.test)) == (4, 2, 3)
+    assert (len(data.train), len(data.validation), len(data.test)) == (4, 2, 3)
     assert data.test.labels == ("a", "b")
 
 
 def test_a_thousand_are_drawn_and_parted():
     source = Images([b""] * 3000)
-    learn, choose = drawn(source, None, DTD)
+    learn, choose = sample_train_validation(source, None, DTD)
     keys = [{part.key(i) for i in range(len(part))} for part in (learn, choose)]
     assert (len(keys[0]), len(keys[1]), keys[0] & keys[1]) == (800, 200, set())
-    again = drawn(source, None, DTD)
+    again = sample_train_validation(source, None, DTD)
     assert [part.indices.tolist() for part in again] == [learn.indices.tolist(), choose.indices.tolist()]
 
 
 def test_those_to_choose_by_come_from_the_validation_part_where_there_is_one():
     train, validation = Images([b""] * 900, name="train"), Images([b""] * 300, name="validation")
-    learn, choose = drawn(train, validation, DTD)
+    learn, choose = sample_train_validation(train, validation, DTD)
     assert (learn.source.name, len(learn), choose.source.name, len(choose)) == ("train", 800, "validation", 200)
 
 
 def test_fewer_images_are_parted_four_to_one_and_said(caplog):
-    learn, choose = drawn(Images([b""] * 50), None, DTD)
+    learn, choose = sample_train_validation(Images([b""] * 50), None, DTD)
     assert (len(learn), len(choose)) == (40, 10)
     assert "DTD has 50 images to learn from, not 1,000: 40 learn, 10 choose." in caplog.text
     with pytest.raises(DataError, match="too few to keep some aside"):
-        drawn(Images([b""] * 3), None, DTD)
+        sample_train_validation(Images([b""] * 3), None, DTD)
 
 
 def test_data_without_a_test_part_is_one_sentence(tmp_path):
@@ -114,11 +122,11 @@ def test_data_without_a_test_part_is_one_sentence(tmp_path):
 
 def test_a_vtab_score_is_of_all_tasks_or_none():
     scores = {name: (i / 19, 500) for i, name in enumerate(TASKS)}
-    found = means(scores)
+    found = group_means(scores)
     assert found["VTAB"].value == pytest.approx(np.mean([value for value, _ in scores.values()]))
     assert found["Specialized"].value == pytest.approx(
         np.mean([scores[n][0] for n, t in TASKS.items() if t.group == "Specialized"])
     )
     assert found["VTAB"].high - found["VTAB"].low < found["Specialized"].high - found["Specialized"].low
     scores.pop("dmlab")
-    assert set(means(scores)) == {"Natural", "Specialized"}
+    assert set(group_means(scores)) == {"Natural", "Specialized"}

@@ -17,40 +17,47 @@ import numpy.typing as npt
 from vitrail.data.sources.base import Sample, Source, Targets
 from vitrail.errors import DataError
 from vitrail.evaluate.scores import Ints
-from vitrail.evaluate.synsets import IMAGENET, Synsets, in_names, listed, of_outputs, plain_name
+from vitrail.evaluate.synsets import (
+    IMAGENET_CLASSES,
+    Synsets,
+    normalize_name,
+    synsets_in_labels,
+    synsets_of_outputs,
+    timm_synsets,
+)
 from vitrail.weights.labels import imagenet_1k, stated
 from vitrail.weights.model_info import ModelInfo
 
 # N images, C classes of the data, K outputs of the model
 
-How = Literal["synset", "name", "order"]
-SHOWN = 3
+MatchMethod = Literal["synset", "name", "order"]
+MAX_LISTED = 3
 
 
 @dataclass(frozen=True)
-class Match:
+class ClassMatch:
     """Data and model, brought together."""
 
-    places: Ints
+    outputs: Ints
     """C: the output of each class; -1 where there is none, and no image needs it."""
-    how: How
-    names: tuple[str, ...]
+    method: MatchMethod
+    labels: tuple[str, ...]
     """K: what the outputs are called."""
     notes: tuple[str, ...] = ()
     synsets: Synsets | None = None
     """K: their WordNet numbers, where they are known."""
 
 
-class Mapped:
+class MappedSource:
     """The same images; their classes are a model's outputs."""
 
-    def __init__(self, source: Source, match: Match) -> None:
+    def __init__(self, source: Source, match: ClassMatch) -> None:
         self.source, self.name, self.multi_label = source, source.name, source.multi_label
-        self.labels = match.names
-        places, targets = match.places, source.targets
+        self.labels = match.labels
+        places, targets = match.outputs, source.targets
         if self.multi_label:
             there = places >= 0
-            self.targets: Targets = np.zeros((len(source), len(match.names)), np.bool_)
+            self.targets: Targets = np.zeros((len(source), len(match.labels)), np.bool_)
             self.targets[:, places[there]] = targets[:, there]
         else:
             self.targets = np.where(targets < 0, -1, places[np.maximum(targets, 0)])
@@ -79,12 +86,12 @@ class Mapped:
 def match_classes(
     source: Source,
     labels: Sequence[str] | None,
-    outputs: int,
+    num_outputs: int,
     *,
     synsets: Synsets | None = None,
-    imagenet: bool = False,
-    named: bool = False,
-) -> Match:
+    require_synsets: bool = False,
+    labels_are_names: bool = False,
+) -> ClassMatch:
     """The output of each class of the data. `labels` are the model's, `synsets` what lies beside the data.
 
     imagenet: only WordNet's numbers will do. named: the data's names are known to be its own, even where
@@ -92,50 +99,50 @@ def match_classes(
     """
     if not source.labels:
         raise DataError(f"the images of {source.name} have no labels to be right or wrong about.")
-    numbers = synsets or in_names(source.labels)
+    numbers = synsets or synsets_in_labels(source.labels)
     if numbers is not None:
-        own, note = of_outputs(labels, outputs, numbers)
+        own, note = synsets_of_outputs(labels, num_outputs, numbers)
         if own is not None:
             place = {number: k for k, number in enumerate(own)}
             places = np.array([place.get(number, -1) for number in numbers], np.int64)
-            _check(source, places, labels, outputs)
-            names = _names(labels, places, source.labels, own)
-            return Match(places, "synset", names, (note,) if note else (), own)
-    if imagenet:
-        raise DataError(_no_imagenet(source, outputs, numbers))
+            _check_all_matched(source, places, labels, num_outputs)
+            names = _display_names(labels, places, source.labels, own)
+            return ClassMatch(places, "synset", names, (note,) if note else (), own)
+    if require_synsets:
+        raise DataError(_missing_synsets_error(source, num_outputs, numbers))
     if labels is not None:
-        places = _by_name(source.labels, labels)
-        counted = (_numbered(source.labels) and not named) or _numbered(labels)
+        places = _match_by_name(source.labels, labels)
+        counted = (_all_numeric(source.labels) and not labels_are_names) or _all_numeric(labels)
         if (places >= 0).any() or len(labels) != len(source.labels) or not counted:
-            _check(source, places, labels, outputs)
-            return Match(places, "name", tuple(labels))
-    return _in_order(source, labels, outputs)
+            _check_all_matched(source, places, labels, num_outputs)
+            return ClassMatch(places, "name", tuple(labels))
+    return _match_by_order(source, labels, num_outputs)
 
 
-def model_names(info: ModelInfo, source: Source) -> tuple[str, ...] | None:
+def labels_for_matching(info: ModelInfo, source: Source) -> tuple[str, ...] | None:
     """The names of a model's classes to match the data's with; None where they go by order.
 
     Names that were only assumed count as well, unless the data has as many classes with other names.
     """
     if info.labels is None or len(source.labels) != len(info.labels):
         return info.labels
-    shared = (_by_name(source.labels, info.labels) >= 0).mean()
+    shared = (_match_by_name(source.labels, info.labels) >= 0).mean()
     return info.labels if shared >= 0.5 else stated(info)
 
 
-def _by_name(wanted: Sequence[str], labels: Sequence[str]) -> Ints:
+def _match_by_name(wanted: Sequence[str], labels: Sequence[str]) -> Ints:
     """Equal but for capitals, underscores and hyphens; else by the first of several names. Never by a name of two."""
     found = np.full(len(wanted), -1, np.int64)
-    spellings = ([plain_name(label) for label in labels], [plain_name(label.split(",")[0]) for label in labels])
+    spellings = ([normalize_name(label) for label in labels], [normalize_name(label.split(",")[0]) for label in labels])
     for names in spellings:
         counts = Counter(names)
         place = {name: k for k, name in enumerate(names) if counts[name] == 1}
-        missing = [place.get(plain_name(word), -1) for word in wanted]
+        missing = [place.get(normalize_name(word), -1) for word in wanted]
         found = np.where(found < 0, missing, found)
     return found
 
 
-def _in_order(source: Source, labels: Sequence[str] | None, outputs: int) -> Match:
+def _match_by_order(source: Source, labels: Sequence[str] | None, outputs: int) -> ClassMatch:
     """One after the other: all that is left where names are not known."""
     count = len(source.labels)
     if count != outputs:
@@ -145,15 +152,15 @@ def _in_order(source: Source, labels: Sequence[str] | None, outputs: int) -> Mat
         )
     note = "the model's outputs are taken for the data's classes in their order, since "
     note += "the checkpoint does not name them" if labels is None else "only one side names them, the other counts"
-    names = source.labels if labels is None or _numbered(labels) else labels
-    return Match(np.arange(count), "order", tuple(names), (note,))
+    names = source.labels if labels is None or _all_numeric(labels) else labels
+    return ClassMatch(np.arange(count), "order", tuple(names), (note,))
 
 
-def _numbered(labels: Sequence[str]) -> bool:
+def _all_numeric(labels: Sequence[str]) -> bool:
     return all(label.isdecimal() for label in labels)
 
 
-def _check(source: Source, places: Ints, labels: Sequence[str] | None, outputs: int) -> None:
+def _check_all_matched(source: Source, places: Ints, labels: Sequence[str] | None, outputs: int) -> None:
     """Refuse classes that have images and no output."""
     targets = source.targets
     counts = targets.sum(0) if source.multi_label else np.bincount(targets[targets >= 0], minlength=len(places))
@@ -161,9 +168,9 @@ def _check(source: Source, places: Ints, labels: Sequence[str] | None, outputs: 
     unknown = [source.labels[c] for c in np.flatnonzero((places < 0) & (counts > 0))]
     if not unknown:
         return
-    shown = ", ".join(unknown[:SHOWN]) + (", ..." if len(unknown) > SHOWN else "")
+    shown = ", ".join(unknown[:MAX_LISTED]) + (", ..." if len(unknown) > MAX_LISTED else "")
     whose = "none" if len(unknown) == there else f"{there - len(unknown):,}"
-    others = "" if labels is None else f", such as {', '.join(labels[:SHOWN])}"
+    others = "" if labels is None else f", such as {', '.join(labels[:MAX_LISTED])}"
     raise DataError(
         f"the model knows {whose} of the {there:,} classes of {source.name} (not {shown}): it has {outputs:,} "
         f"of its own{others}. Measure it on those, name its outputs with --labels FILE, or teach it these with "
@@ -171,12 +178,12 @@ def _check(source: Source, places: Ints, labels: Sequence[str] | None, outputs: 
     )
 
 
-def _names(labels: Sequence[str] | None, places: Ints, data: Sequence[str], own: Synsets) -> tuple[str, ...]:
+def _display_names(labels: Sequence[str] | None, places: Ints, data: Sequence[str], own: Synsets) -> tuple[str, ...]:
     """What people read: the model's own names, else those of its outputs' WordNet numbers, else the data's."""
-    if labels is not None and in_names(labels) is None:
+    if labels is not None and synsets_in_labels(labels) is None:
         return tuple(labels)
     known = imagenet_1k()
-    if known and len(own) == IMAGENET and set(own) == set(listed() or own):
+    if known and len(own) == IMAGENET_CLASSES and set(own) == set(timm_synsets() or own):
         named = dict(zip(sorted(own), known, strict=True))  # ImageNet-1k's order
         return tuple(named[number] for number in own)
     names = list(labels) if labels is not None else [f"class {k}" for k in range(len(own))]
@@ -186,7 +193,7 @@ def _names(labels: Sequence[str] | None, places: Ints, data: Sequence[str], own:
     return tuple(names)
 
 
-def _no_imagenet(source: Source, outputs: int, numbers: Synsets | None) -> str:
+def _missing_synsets_error(source: Source, outputs: int, numbers: Synsets | None) -> str:
     if numbers is None:
         return (
             f"the classes of {source.name} have no WordNet numbers, which the ImageNet protocol goes by; wanted "

@@ -9,23 +9,23 @@ import numpy as np
 
 from vitrail.data.sources.base import Source
 from vitrail.errors import DataError
-from vitrail.evaluate.scores import CONFUSABLE, Samples, Scores, wilson
+from vitrail.evaluate.scores import MAX_CONFUSION_CLASSES, SampleResults, Scores, wilson_interval
 
 # N training and M test images of P numbers each, K classes
 
-PATIENCE = 2e10
+MAX_COMPARISONS = 2e10
 """N M P up to which the comparison takes seconds: digits has 3e7, MNIST 5e11."""
 
 
-def comparable(train: Any, test: Source) -> bool:
+def pixel_knn_applies(train: Any, test: Source) -> bool:
     """Whether raw pixels can be compared, and soon: one label each, one size, not too many. A stream cannot."""
     known, asked = getattr(train, "pixels", None), test.pixels
     if known is None or asked is None or train.multi_label or not len(known) or not len(asked):
         return False
-    return known[0].shape == asked[0].shape and len(known) * asked.size <= PATIENCE
+    return known[0].shape == asked[0].shape and len(known) * asked.size <= MAX_COMPARISONS
 
 
-def neighbors_baseline(train: Source, test: Source, k: int = 3) -> Scores:
+def pixel_knn_baseline(train: Source, test: Source, k: int = 3) -> Scores:
     """Each test image gets the commonest class among the k training images nearest to it.
 
     Pixels as they are, distances Euclidean, by scikit-learn. `loss` is NaN: votes are no probabilities.
@@ -53,8 +53,8 @@ def _scores(shares: np.ndarray, truth: np.ndarray, index: np.ndarray, num_classe
     right = ranked == truth[:, None]
     places = np.arange(len(truth))
     prediction = ranked[:, 0]
-    low, high = wilson(right[:, 0].sum(), len(truth))
-    confusion = np.zeros((num_classes, num_classes), np.int64) if num_classes <= CONFUSABLE else None
+    low, high = wilson_interval(right[:, 0].sum(), len(truth))
+    confusion = np.zeros((num_classes, num_classes), np.int64) if num_classes <= MAX_CONFUSION_CLASSES else None
     if confusion is not None:
         np.add.at(confusion, (truth, prediction), 1)
     return Scores(
@@ -65,13 +65,13 @@ def _scores(shares: np.ndarray, truth: np.ndarray, index: np.ndarray, num_classe
         low=low,
         high=high,
         confusion=confusion,
-        samples=Samples(
+        samples=SampleResults(
             index=index,
             truth=truth,
             prediction=prediction,
             score=shares[places, prediction],
             truth_score=shares[places, truth],
             rank=right.argmax(1),
-            best=ranked[:, :5],
+            top_classes=ranked[:, :5],
         ),
     )

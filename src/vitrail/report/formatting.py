@@ -14,24 +14,24 @@ Config = Mapping[str, Any]
 Rows = list[tuple[str, str]]
 
 
-def percent(share: float | None, count: int | None = None) -> str:
+def format_percent(share: float | None, count: int | None = None) -> str:
     """98.6 %; two decimals where so many images were measured that the second one means something."""
     if share is None or not math.isfinite(share):
         return "–"
     return f"{100 * share:.{2 if count and count >= 5000 else 1}f} %"
 
 
-def between(low: float, high: float, count: int | None = None, word: str = "to") -> str:
+def format_interval(low: float, high: float, count: int | None = None, word: str = "to") -> str:
     """96.8 to 99.4 %."""
-    return f"{percent(low, count).removesuffix(' %')} {word} {percent(high, count)}"
+    return f"{format_percent(low, count).removesuffix(' %')} {word} {format_percent(high, count)}"
 
 
-def short_percent(share: float) -> str:
+def format_tick_percent(share: float) -> str:
     """For an axis: 90 %, 97.5 %."""
     return f"{100 * share:.3g} %"
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     """0.0412, 1,437, 3e-05."""
     if value is None or not math.isfinite(value):
         return "–"
@@ -41,7 +41,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
-def millions(count: int) -> str:
+def format_count(count: int) -> str:
     """105 thousand, 5.7 million."""
     for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if count >= size:
@@ -49,7 +49,7 @@ def millions(count: int) -> str:
     return f"{count}"
 
 
-def spell_time(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """48 s, 3 min 20 s, 2 h 14 min."""
     if seconds is None:
         return "–"
@@ -60,17 +60,17 @@ def spell_time(seconds: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
 
 
-def sized(value: Any) -> str:
+def format_size(value: Any) -> str:
     height, width = pair(tuple(value) if isinstance(value, list) else value)
     return f"{height} × {width}"
 
 
-def counted(count: int, thing: str, things: str | None = None) -> str:
+def pluralize(count: int, thing: str, things: str | None = None) -> str:
     """1 image, 1,437 images, 10 classes."""
     return f"{count:,} {thing if count == 1 else things or thing + 's'}"
 
 
-def about_model(net: Net) -> Rows:
+def model_rows(net: Net) -> Rows:
     """What the network is."""
     config, parameters = net.config, sum(p.numel() for p in net.parameters())
     if isinstance(config, BiTConfig):
@@ -78,7 +78,7 @@ def about_model(net: Net) -> Rows:
         return [("Model", kind), ("Parameters", f"{parameters:,}")]
     rows, columns = config.grid
     kind = "ViT behind a ResNet stem" if config.stem else "ViT"
-    blocks, heads = counted(config.depth, "block"), counted(config.num_heads, "head")
+    blocks, heads = pluralize(config.depth, "block"), pluralize(config.num_heads, "head")
     size = f"width {config.width}, {blocks}, {heads}, MLP {config.mlp_dim}"
     pools = {"token": "class token", "gap": "mean of the patches", "map": "attention pool", "coca": "CoCa's pool"}
     pool = pools.get(config.pool, config.pool)
@@ -90,25 +90,28 @@ def about_model(net: Net) -> Rows:
         ("Parameters", f"{parameters:,}"),
         (
             "Patches",
-            f"{rows} × {columns}, each {sized(config.patch_size)} pixels, {counted(config.channels, 'channel')}",
+            f"{rows} × {columns}, {format_size(config.patch_size)} pixels each, {pluralize(config.channels, 'channel')}",
         ),
         ("Positions", places),
         ("The head reads", pool),
     ]
 
 
-def about_run(config: Config, multi_label: bool = False) -> Rows:
+def run_rows(config: Config, multi_label: bool = False) -> Rows:
     """What it was taught and how. `several`: images have several labels, which the settings do not say."""
     rows = [("Data", portable(str(config.get("data", {}).get("source", "–"))))]
     if config.get("init_from"):
         rows.append(("Started from", portable(str(config["init_from"]))))
-    rows += [("Objective", objective(config, multi_label)), ("Augmentation", augmentation(config.get("augment", {})))]
-    rows += [("Optimizer", optimizer(config.get("optim", {}))), ("Schedule", schedule(config))]
-    regular = regularization(config)
+    rows += [
+        ("Objective", describe_objective(config, multi_label)),
+        ("Augmentation", describe_augmentation(config.get("augment", {}))),
+    ]
+    rows += [("Optimizer", describe_optimizer(config.get("optim", {}))), ("Schedule", describe_schedule(config))]
+    regular = describe_regularization(config)
     return [*rows, ("Regularization", regular)] if regular else rows
 
 
-def objective(config: Config, multi_label: bool = False) -> str:
+def describe_objective(config: Config, multi_label: bool = False) -> str:
     kind = config.get("objective", "classify")
     if kind == "masked-patch":
         masked = config.get("masked_patch", {})
@@ -128,12 +131,12 @@ def objective(config: Config, multi_label: bool = False) -> str:
     return ", ".join(parts)
 
 
-def augmentation(augment: Config) -> str:
+def describe_augmentation(augment: Config) -> str:
     parts = []
     if augment.get("crop") == "resized":
         parts.append("random crop of {:g} to {:g} % of the area".format(*(100 * s for s in augment["scale"])))
     elif augment.get("crop") == "pad":
-        parts.append(f"shifted by up to {counted(augment.get('pad', 0), 'pixel')}")
+        parts.append(f"shifted by up to {pluralize(augment.get('pad', 0), 'pixel')}")
     if augment.get("flip"):
         parts.append("mirrored" if augment["flip"] == 0.5 else f"mirrored ({100 * augment['flip']:g} %)")
     if any(augment.get("color_jitter", ())):
@@ -151,22 +154,22 @@ def augmentation(augment: Config) -> str:
     return ", ".join(parts) or "none"
 
 
-def optimizer(optim: Config) -> str:
+def describe_optimizer(optim: Config) -> str:
     kind = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}.get(optim.get("kind", "adamw"), str(optim.get("kind")))
-    parts = [kind, f"learning rate {number(optim.get('lr'))}"]
+    parts = [kind, f"learning rate {format_number(optim.get('lr'))}"]
     if optim.get("weight_decay"):
-        parts.append(f"weight decay {number(optim['weight_decay'])}")
+        parts.append(f"weight decay {format_number(optim['weight_decay'])}")
     if optim.get("layer_decay"):
         parts.append(f"layer-wise decay {optim['layer_decay']:g}")
     if optim.get("grad_clip"):
         parts.append(f"gradients clipped at {optim['grad_clip']:g}")
     if optim.get("trainable", "all") != "all":
         train = optim["trainable"]
-        parts.append("head only" if train == "head" else f"head and last {counted(train, 'block')} only")
+        parts.append("head only" if train == "head" else f"head and last {pluralize(train, 'block')} only")
     return ", ".join(parts)
 
 
-def schedule(config: Config) -> str:
+def describe_schedule(config: Config) -> str:
     plan = config.get("schedule", {})
     parts = [
         f"{config.get('duration', '–')} of batches of {config.get('batch_size', '–')}",
@@ -178,7 +181,7 @@ def schedule(config: Config) -> str:
     return ", ".join(parts)
 
 
-def regularization(config: Config) -> str:
+def describe_regularization(config: Config) -> str:
     model = config.get("model") or {}
     parts = [
         f"{title} {model[name]:g}"

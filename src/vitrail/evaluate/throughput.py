@@ -12,10 +12,10 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """Images a second."""
 
-    whole: float
+    total: float
     """With reading, decoding and everything else."""
     network: float
     """Of the network alone, as fast as it was meanwhile; both views of an image count as one."""
@@ -23,16 +23,16 @@ class Speed:
     """What it took, all in all."""
 
     def to_dict(self) -> dict[str, float]:
-        return {"images_per_second": self.whole, "network_images_per_second": self.network, "seconds": self.seconds}
+        return {"images_per_second": self.total, "network_images_per_second": self.network, "seconds": self.seconds}
 
 
-class Stopwatch:
-    """Times a network from its call to its answer: `with Stopwatch(net) as watch: ...`; a GPU is not waited for."""
+class NetworkTimer:
+    """Times a network from its call to its answer: `with NetworkTimer(net) as watch: ...`; a GPU is not waited for."""
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
         self.began = time.perf_counter()
-        self.spent = 0.0
+        self.network_seconds = 0.0
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.started: Any = None
 
@@ -61,14 +61,14 @@ class Stopwatch:
 
     def _stop(self) -> None:
         if isinstance(self.started, float):
-            self.spent += self._now() - self.started
+            self.network_seconds += self._now() - self.started
         else:
             self.events.append((self.started, self._now()))
 
-    def speed(self, images: int) -> Speed:
+    def throughput(self, num_images: int) -> Throughput:
         """Of so many images up to now."""
         if self.events:
             torch.cuda.synchronize()
-        network = self.spent + sum(first.elapsed_time(last) for first, last in self.events) / 1000
+        network = self.network_seconds + sum(first.elapsed_time(last) for first, last in self.events) / 1000
         seconds = time.perf_counter() - self.began
-        return Speed(images / max(seconds, 1e-9), images / max(network, 1e-9), seconds)
+        return Throughput(num_images / max(seconds, 1e-9), num_images / max(network, 1e-9), seconds)

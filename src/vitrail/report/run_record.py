@@ -21,14 +21,14 @@ from vitrail.weights.model_info import portable
 Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """Epochs (steps, where epochs are not known) and values; neither has a gap or a NaN."""
 
-IGNORED = frozenset(
+IGNORED_SETTINGS = frozenset(
     {"name", "compare", "device", "log_every", "evaluate_every", "checkpoint_every", "snapshot_every", "tensorboard"}
 )
 """Settings that do not change what a run learns."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """config.json and metrics.jsonl, read."""
 
     path: Path
@@ -36,7 +36,7 @@ class Run:
     steps: list[Line]
     """Logged steps, in order."""
     evaluations: list[Line]
-    tested: dict[str, Any] | None = None
+    test_scores: dict[str, Any] | None = None
     """What the final model scored on test images that had no part in choosing it."""
 
     @property
@@ -44,33 +44,33 @@ class Run:
         return str(self.config.get("name") or self.path.name)
 
     @property
-    def per_epoch(self) -> float | None:
+    def steps_per_epoch(self) -> float | None:
         """Steps of an epoch."""
         known = [line for line in (*self.steps, *self.evaluations) if line.get("epoch") and line["step"]]
         return known[-1]["step"] / known[-1]["epoch"] if known else None
 
-    def at(self, line: Line) -> float:
+    def x_of(self, line: Line) -> float:
         """Where on the horizontal axis a line lies."""
         if line.get("epoch") is not None:
             return float(line["epoch"])
-        return line["step"] / self.per_epoch if self.per_epoch else float(line["step"])
+        return line["step"] / self.steps_per_epoch if self.steps_per_epoch else float(line["step"])
 
-    def logged(self, name: str) -> Curve:
+    def training_curve(self, name: str) -> Curve:
         """A logged value over the run."""
-        return _curve([(self.at(line), line.get(name)) for line in self.steps])
+        return _curve([(self.x_of(line), line.get(name)) for line in self.steps])
 
-    def measured(self, name: str, *, ema: bool = False) -> Curve:
+    def evaluation_curve(self, name: str, *, ema: bool = False) -> Curve:
         """A measured value over the run, of the weights or of their average."""
         lines = [line for line in self.evaluations if bool(line.get("ema")) == ema]
-        return _curve([(self.at(line), line["evaluation"].get(name)) for line in lines])
+        return _curve([(self.x_of(line), line["evaluation"].get(name)) for line in lines])
 
     @property
-    def averages(self) -> bool:
+    def has_ema(self) -> bool:
         """Whether an average of the weights was measured."""
         return any(line.get("ema") for line in self.evaluations)
 
     @property
-    def result(self) -> dict[str, Any] | None:
+    def last_scores(self) -> dict[str, Any] | None:
         """The last measurement; of the average where both were measured."""
         if not self.evaluations:
             return None
@@ -83,7 +83,7 @@ class Run:
         return any("map" in line["evaluation"] for line in self.evaluations)
 
     @property
-    def reached(self) -> float:
+    def last_step(self) -> float:
         """The last step that is known."""
         return max((line["step"] for line in (*self.steps, *self.evaluations)), default=0)
 
@@ -96,37 +96,41 @@ class Run:
         return float(times[-1] - times[0] if times[0] > 1e8 else times[-1])  # a clock's time, or the run's own
 
     @property
-    def rate(self) -> float | None:
+    def images_per_second(self) -> float | None:
         """Images a second, in the middle of what was logged."""
         rates = [line["images_per_s"] for line in self.steps if line.get("images_per_s")]
         return float(np.median(rates)) if rates else None
 
     @property
-    def images(self) -> int | None:
+    def num_images(self) -> int | None:
         """Seen in training."""
         return next((int(line["images"]) for line in reversed(self.steps) if line.get("images")), None)
 
-    def unfinished(self) -> tuple[str, str] | None:
+    def progress_if_stopped(self) -> tuple[str, str] | None:
         """How far it came and how far it was to go, where that is not the same."""
         try:
             wanted = Duration.from_text(str(self.config["duration"]))
         except (KeyError, ConfigError):
             return None
-        done = {"steps": self.reached, "images": self.images, "epochs": self.reached / (self.per_epoch or math.inf)}
+        done = {
+            "steps": self.last_step,
+            "images": self.num_images,
+            "epochs": self.last_step / (self.steps_per_epoch or math.inf),
+        }
         reached = done[wanted.unit]
-        if reached is None or reached >= wanted.count - 0.5 * _last_stride(self, wanted.unit):
+        if reached is None or reached >= wanted.count - 0.5 * _logging_interval(self, wanted.unit):
             return None
         return f"{reached:,.4g}", str(wanted)
 
 
-def _last_stride(run: Run, unit: str) -> float:
+def _logging_interval(run: RunRecord, unit: str) -> float:
     """Between two logged lines: the end of a run may fall between them."""
     marks = [line["step"] for line in run.steps[-2:]]
     stride = 2.0 * (marks[1] - marks[0] if len(marks) == 2 else 1)
     if unit == "steps":
         return stride
-    per_step = (run.images or 0) / max(run.reached, 1)
-    return stride * per_step if unit == "images" else stride / (run.per_epoch or math.inf)
+    per_step = (run.num_images or 0) / max(run.last_step, 1)
+    return stride * per_step if unit == "images" else stride / (run.steps_per_epoch or math.inf)
 
 
 def _curve(points: list[tuple[float, Any]]) -> Curve:
@@ -135,7 +139,7 @@ def _curve(points: list[tuple[float, Any]]) -> Curve:
     return table[:, 0], table[:, 1]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """A run folder; what is missing or cut short is left out, but settings there must be."""
     try:
         config = current("run", json.loads((path / "config.json").read_text(encoding="utf-8")))
@@ -145,7 +149,7 @@ def read_run(path: Path) -> Run:
         raise ConfigError(f"{path / 'config.json'} cannot be read: {error}") from error
     lines = read_metrics(path / "metrics.jsonl")
     tests = [line["test"] for line in lines if isinstance(line.get("test"), dict)]
-    return Run(
+    return RunRecord(
         path,
         config,
         [line for line in lines if "evaluation" not in line and "test" not in line],
@@ -154,32 +158,32 @@ def read_run(path: Path) -> Run:
     )
 
 
-def differences(config: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def config_differences(config: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted settings of `other` that are not those of `config`."""
     found: dict[str, Any] = {}
     for key in sorted({*config, *other}):
         a, b = config.get(key), other.get(key)
-        if a == b or (not prefix and key in IGNORED):
+        if a == b or (not prefix and key in IGNORED_SETTINGS):
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found |= differences(a, b, f"{prefix}{key}.")
+            found |= config_differences(a, b, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = b
     return found
 
 
-def told_apart(run: Run, other: Run) -> str:
+def describe_difference(run: RunRecord, other: RunRecord) -> str:
     """What another run is called beside this one: what was different about it."""
-    found = differences(run.config, other.config)
+    found = config_differences(run.config, other.config)
     if not found:
         return other.name
     if found == {"model.position": "none"}:
         return "without positions"
-    named = [f"{key.rpartition('.')[2].replace('_', ' ')} {_value(value)}" for key, value in found.items()]
+    named = [f"{key.rpartition('.')[2].replace('_', ' ')} {_format_setting(value)}" for key, value in found.items()]
     return ", ".join(named) if len(named) <= 2 else other.name
 
 
-def _value(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "none" if value is None else portable(str(value))

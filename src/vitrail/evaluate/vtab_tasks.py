@@ -29,11 +29,11 @@ from vitrail.data.sources.holdout import hash_names
 from vitrail.data.sources.packed_strings import PackedStrings
 from vitrail.data.sources.subset import Subset
 from vitrail.errors import DataError, NotFound, nearest
-from vitrail.evaluate.intervals import Estimate, mean_of_shares
+from vitrail.evaluate.intervals import Estimate, mean_of_proportions
 from vitrail.runtime import warn_once
 
 GROUPS = ("Natural", "Specialized", "Structured")
-LEARN, CHOOSE = 800, 200
+NUM_TRAIN, NUM_VALIDATION = 800, 200
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Task:
     name: str
     title: str
     group: str
-    others: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     """What else its folder is called."""
 
 
@@ -77,32 +77,34 @@ TASKS = {
 class TaskData:
     """A task's images."""
 
-    learn: Source
+    train: Source
     """800, to learn from while settings are chosen."""
-    choose: Source
+    validation: Source
     """200, to choose by; with the 800 they are what the final classifier learns from."""
     test: Source
 
 
-def named(texts: Sequence[str]) -> tuple[Task, ...]:
+def select_tasks(texts: Sequence[str]) -> tuple[Task, ...]:
     """Tasks by name or title, in VTAB's order; all where none is named."""
-    known = {_plain(name): task for task in TASKS.values() for name in (task.name, task.title, *task.others)}
+    known = {_normalize_name(name): task for task in TASKS.values() for name in (task.name, task.title, *task.aliases)}
     for text in texts:
-        if _plain(text) not in known:
+        if _normalize_name(text) not in known:
             raise NotFound(f"no task of VTAB is called {text!r}{nearest(text, TASKS)}")
-    wanted = {known[_plain(text)].name for text in texts} or set(TASKS)
+    wanted = {known[_normalize_name(text)].name for text in texts} or set(TASKS)
     return tuple(task for name, task in TASKS.items() if name in wanted)
 
 
-def locate(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
+def locate_tasks(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
     """Task -> where its data is, for those that are there: a folder of `root`, or the catalog's name."""
     if not root.is_dir():
         raise NotFound(f"there is no folder {root}; wanted one that holds a folder for each task of VTAB.")
-    folders = {_plain(path.name): path for path in sorted(root.iterdir()) if path.is_dir() and any(path.iterdir())}
+    folders = {
+        _normalize_name(path.name): path for path in sorted(root.iterdir()) if path.is_dir() and any(path.iterdir())
+    }
     found = {}
     for task in tasks:
-        for name in (task.name, task.title, *task.others):
-            if folder := folders.get(_plain(name)):
+        for name in (task.name, task.title, *task.aliases):
+            if folder := folders.get(_normalize_name(name)):
                 found[task.name] = str(folder)
                 break
         else:
@@ -116,7 +118,7 @@ def open_task(task: Task, where: str, root: Path) -> TaskData:
     """Its 800, its 200 and its test images."""
     folder = Path(where)
     if (folder / "train800.txt").exists():
-        return _listed(task, folder)
+        return _open_lists(task, folder)
     if (folder / "train800").is_dir():
         first = open_source_splits(DataConfig(source=f"folder:{folder / 'train800'}")).train
         config = DataConfig(class_names=first.labels)
@@ -130,32 +132,34 @@ def open_task(task: Task, where: str, root: Path) -> TaskData:
         raise DataError(f"{task.title}: {where} has no test part; wanted train and test in it.")
     if hasattr(parts.train, "samples"):
         raise DataError(f"{task.title}: {where} is a stream, which cannot be drawn from; try shards:.")
-    return TaskData(*drawn(parts.train, parts.validation if parts.test is not None else None, task), test)
+    return TaskData(
+        *sample_train_validation(parts.train, parts.validation if parts.test is not None else None, task), test
+    )
 
 
-def drawn(train: Source, validation: Source | None, task: Task) -> tuple[Source, Source]:
+def sample_train_validation(train: Source, validation: Source | None, task: Task) -> tuple[Source, Source]:
     """800 and 200 of them, by a hash of their names; of fewer than 1,000, four fifths and one."""
-    order = np.argsort(_hashes(train), kind="stable")
+    order = np.argsort(_key_hashes(train), kind="stable")
     if validation is not None:
-        second = np.argsort(_hashes(validation), kind="stable")
-        sizes = min(LEARN, len(train)), min(CHOOSE, len(validation))
+        second = np.argsort(_key_hashes(validation), kind="stable")
+        sizes = min(NUM_TRAIN, len(train)), min(NUM_VALIDATION, len(validation))
         parts = Subset(train, np.sort(order[: sizes[0]])), Subset(validation, np.sort(second[: sizes[1]]))
     else:
-        count = min(LEARN + CHOOSE, len(train))
+        count = min(NUM_TRAIN + NUM_VALIDATION, len(train))
         sizes = count - count // 5, count // 5
         parts = Subset(train, np.sort(order[: sizes[0]])), Subset(train, np.sort(order[sizes[0] : count]))
     if min(sizes) == 0:
         raise DataError(f"{task.title} has {len(train):,} images to learn from, too few to keep some aside.")
-    if sizes != (LEARN, CHOOSE):
+    if sizes != (NUM_TRAIN, NUM_VALIDATION):
         warn_once(
             [f"{task.title} has {sum(sizes):,} images to learn from, not 1,000: {sizes[0]} learn, {sizes[1]} choose"]
         )
     return parts
 
 
-def _listed(task: Task, folder: Path) -> TaskData:
+def _open_lists(task: Task, folder: Path) -> TaskData:
     """What the published lists name."""
-    lists = {name: _lines(folder / f"{name}.txt", task) for name in ("train800", "val200", "test")}
+    lists = {name: _read_list(folder / f"{name}.txt", task) for name in ("train800", "val200", "test")}
     numbers = sorted({number for lines in lists.values() for _, number in lines})
     labels = tuple(str(n) for n in range(numbers[-1] + 1))
 
@@ -167,7 +171,7 @@ def _listed(task: Task, folder: Path) -> TaskData:
     return TaskData(source("train800"), source("val200"), source("test"))
 
 
-def _lines(path: Path, task: Task) -> list[tuple[str, int]]:
+def _read_list(path: Path, task: Task) -> list[tuple[str, int]]:
     if not path.exists():
         raise NotFound(f"{task.title}: {path} is missing; wanted it beside train800.txt.")
     found = []
@@ -183,7 +187,7 @@ def _lines(path: Path, task: Task) -> list[tuple[str, int]]:
     return found
 
 
-def means(scores: Mapping[str, tuple[float, int]]) -> dict[str, Estimate]:
+def group_means(scores: Mapping[str, tuple[float, int]]) -> dict[str, Estimate]:
     """Of each group that is whole; and "VTAB", the mean of all tasks, where all 19 are there.
 
     `scores` has each task's accuracy and its number of test images.
@@ -192,15 +196,15 @@ def means(scores: Mapping[str, tuple[float, int]]) -> dict[str, Estimate]:
     for group in GROUPS:
         tasks = [name for name, task in TASKS.items() if task.group == group]
         if all(name in scores for name in tasks):
-            found[group] = mean_of_shares([scores[name] for name in tasks])
+            found[group] = mean_of_proportions([scores[name] for name in tasks])
     if all(name in scores for name in TASKS):
-        found["VTAB"] = mean_of_shares([scores[name] for name in TASKS])
+        found["VTAB"] = mean_of_proportions([scores[name] for name in TASKS])
     return found
 
 
-def _hashes(source: Source) -> np.ndarray:
+def _key_hashes(source: Source) -> np.ndarray:
     return hash_names(source.key(i) for i in range(len(source)))
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())

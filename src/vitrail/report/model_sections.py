@@ -15,58 +15,61 @@ from vitrail.explain.panes import Pixels, enlarged, lit, mosaic, tiles
 from vitrail.explain.positions import MEANING, position_similarity
 from vitrail.explain.rollout import class_view
 from vitrail.models import ViT
-from vitrail.report.images import img, png_uri, thumbnail
 from vitrail.report.markup import Markup, join, tag
-from vitrail.report.story import Story, some_right, surest_mistakes
+from vitrail.report.report_data import ReportData, most_confident_errors, typical_correct
+from vitrail.report.thumbnails import img, png_uri, thumbnail
 
-LOOKS = 8
+NUM_ATTENTION_IMAGES = 8
 """Images shown with what the model attends to, two of them mistakes where there are any."""
 
 
-def looked_at(story: Story) -> list[tuple[int, str]]:
+def attention_examples(report: ReportData) -> list[tuple[int, str]]:
     """Numbers of images in the source, each with what to write under it."""
-    samples = story.scores.samples if story.scores else None
-    if story.source is None:
+    samples = report.scores.samples if report.scores else None
+    if report.source is None:
         return []
     if samples is None:
-        places = np.linspace(0, len(story.source) - 1, min(LOOKS, len(story.source))).astype(int)
+        places = np.linspace(0, len(report.source) - 1, min(NUM_ATTENTION_IMAGES, len(report.source))).astype(int)
         return [(int(i), "") for i in dict.fromkeys(places.tolist())]
     wrong = [
-        (m.row, f"{story.brief(m.said)}, truly {story.truth(samples, m.row)}") for m in surest_mistakes(samples, 2)
+        (m.row, f"{report.short_label(m.predicted)}, truly {report.true_labels(samples, m.row)}")
+        for m in most_confident_errors(samples, 2)
     ]
-    right = [(row, story.truth(samples, row)) for row in some_right(samples, LOOKS - len(wrong))]
+    right = [
+        (row, report.true_labels(samples, row)) for row in typical_correct(samples, NUM_ATTENTION_IMAGES - len(wrong))
+    ]
     return [(int(samples.index[row]), words) for row, words in (*right, *wrong)]
 
 
-def views(story: Story, indices: list[int]) -> npt.NDArray[np.floating[Any]]:
+def attention_maps(report: ReportData, indices: list[int]) -> npt.NDArray[np.floating[Any]]:
     """n h w: how much of each patch is in the model's answer; ModelError where there is no attention."""
-    assert story.source is not None
-    like = next(story.net.parameters())
+    assert report.source is not None
+    like = next(report.net.parameters())
     found = []
     for index in indices:  # one by one: the explicit attention of a batch may not fit
-        images = story.preprocess(story.source[index].image).to(like)
+        images = report.preprocess(report.source[index].image).to(like)
         with torch.no_grad():
-            found.append(class_view(story.net, images)[0].float().cpu().numpy())
+            found.append(class_view(report.net, images)[0].float().cpu().numpy())
     return np.stack(found)
 
 
-def attention(story: Story) -> tuple[Markup, list[Pixels]]:
+def attention_section(report: ReportData) -> tuple[Markup, list[Pixels]]:
     """Each image beside itself under the light of attention; and the pairs, for a figure."""
-    chosen = [(index, words, story.image(index)) for index, words in looked_at(story)]
+    chosen = [(index, words, report.pixels(index)) for index, words in attention_examples(report)]
     seen = [(index, words, pixels) for index, words, pixels in chosen if pixels is not None]
     if not seen:
         return tag("p", "There is no image to look at.", cls="quiet"), []
     try:
-        maps = views(story, [index for index, _, _ in seen])
+        maps = attention_maps(report, [index for index, _, _ in seen])
     except ModelError as error:
-        return reason(error), []
+        return unavailable(error), []
     cards, figure = [], []
     for (index, words, pixels), view in zip(seen, maps, strict=True):
         small = thumbnail(pixels)
         under = lit(small, view)
         pair = tag("div", img(small, words or "an image"), img(under, "where it looks"), cls="pair-of")
         caption = tag("figcaption", words) if words else None
-        cards.append(tag("figure", pair, caption, cls="card look", title=story.key(index)))
+        cards.append(tag("figure", pair, caption, cls="card look", title=report.key(index)))
         figure += [small, under]
     rows, columns = maps.shape[1:]
     note = (
@@ -76,19 +79,19 @@ def attention(story: Story) -> tuple[Markup, list[Pixels]]:
     return join(tag("p", note, cls="caption"), tag("div", *cards, cls="gallery looks")), figure
 
 
-def positions(story: Story) -> tuple[Markup, Pixels | None]:
+def position_section(report: ReportData) -> tuple[Markup, Pixels | None]:
     """How alike the positions are: one small map for each patch."""
     try:
-        alike = position_similarity(story.net)
+        alike = position_similarity(report.net)
     except ModelError as error:
-        return reason(error), None
+        return unavailable(error), None
     columns = alike.shape[1]
     low = float(alike.min())
     side = max(2, min(12, round(880 / columns**2)))  # twice as fine as it is shown: screens differ
     image = mosaic(alike, side=side, gap=max(side // 2, 3), low=low, high=1.0)
-    assert isinstance(story.net, ViT)
-    where = ", in its first layer" if len(story.net.positions) > 1 else ""
-    kind = story.net.config.position
+    assert isinstance(report.net, ViT)
+    where = ", in its first layer" if len(report.net.positions) > 1 else ""
+    kind = report.net.config.position
     note = f"The small map in row i and column j: how alike that patch's position{where} is to every other's, as "
     note += f"{MEANING[kind]}."
     if kind == "learned-1d":
@@ -110,12 +113,12 @@ def color_bar(low: float, high: float, colors: str = "viridis") -> Markup:
     return tag("p", tag("span", f"{low:.2f}"), bar, tag("span", f"{high:.2f}"), cls="color-bar")
 
 
-def patch_filters(story: Story) -> tuple[Markup, Pixels | None]:
+def filter_section(report: ReportData) -> tuple[Markup, Pixels | None]:
     """The main patterns of the patch projection."""
     try:
-        patterns, shares = filters(story.net)
+        patterns, shares = filters(report.net)
     except ModelError as error:
-        return reason(error), None
+        return unavailable(error), None
     images = [enlarged(p, 32) for p in filter_images(patterns)]
     sheet = tiles(images, columns=min(len(images), 7), gap=4)
     note = (
@@ -133,7 +136,7 @@ def patch_filters(story: Story) -> tuple[Markup, Pixels | None]:
     return join(tag("p", note, cls="caption"), tag("div", body, cls="wide")), sheet
 
 
-def reason(error: ModelError) -> Markup:
+def unavailable(error: ModelError) -> Markup:
     """Why there is nothing to see."""
     text = str(error)
     return tag("p", text[0].upper() + text[1:], cls="quiet")

@@ -1,0 +1,292 @@
+"""The sections about right and wrong: headline, comparison, confusion, classes, images."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from vitrail.evaluate.scores import Scores
+from vitrail.report.charts import ticks
+from vitrail.report.formatting import format_interval, format_number, format_percent, format_tick_percent, pluralize
+from vitrail.report.markup import Markup, join, tag
+from vitrail.report.report_data import (
+    ClassScore,
+    ReportData,
+    class_scores,
+    confused_pairs,
+    most_confident_errors,
+    typical_correct,
+)
+from vitrail.report.thumbnails import img, thumbnail
+
+MAX_MATRIX_CLASSES = 25
+"""Classes up to which the whole confusion matrix is shown."""
+MAX_BARS = 40
+"""Classes up to which each has a bar; of more, the worst."""
+NUM_WORST = 16
+SHORT_NAME_LENGTH = 4
+"""Characters of class names that need no room of their own."""
+NUM_MISTAKES, NUM_CORRECT = 24, 14
+
+SPLIT_NAMES = {"test": "test", "validation": "validation", "held out": "held-out"}
+"""What `Splits.eval_split` says -> an adjective."""
+
+
+def headline_scores(report: ReportData) -> dict[str, Any] | None:
+    """What was measured on the images that are shown: of the final model, else the run's last one."""
+    return report.scores.to_dict() if report.scores is not None else report.run.last_scores
+
+
+def headline(report: ReportData) -> Markup:
+    """The result in one sentence, and what stands beside it."""
+    found, place = headline_scores(report), SPLIT_NAMES.get(report.measured_on, report.measured_on)
+    if found is None or found.get("top1") is None:
+        return _loss_headline(report, found)
+    if report.run.test_scores is None:
+        chosen = report.measured_on != "test" and report.run.config.get("keep") in ("auto", "best")
+        warned = "The weights were chosen on these same images, so new ones may do a little worse." if chosen else ""
+        return _accuracy_headline(report, found, place, warned)
+    name = "map" if found.get("map") is not None else "top1"
+    other = pluralize(int(found["count"]), f"{place} image")
+    return _accuracy_headline(
+        report, report.run.test_scores, "test", f"On {other}: {format_percent(found[name], int(found['count']))}."
+    )
+
+
+def _accuracy_headline(report: ReportData, found: dict[str, Any], place: str, more: str) -> Markup:
+    count = int(found["count"])
+    images = pluralize(count, f"{place} image")
+    if found.get("map") is not None:
+        classes = pluralize(len(report.labels), "class", "classes")
+        first = tag("strong", format_percent(found["map"], count))
+        sentence = tag("p", first, f" mean average precision over {classes} on {images}.", cls="headline")
+        return join(sentence, tag("p", more, cls="sub") if more else None)
+    first = tag("strong", format_percent(found["top1"], count))
+    sentence = tag("p", first, f" of {images} {'is' if count == 1 else 'are'} named correctly.", cls="headline")
+    details = [f"With 95 % confidence, between {format_interval(found['low'], found['high'], count, 'and')}."]
+    if len(report.labels) > 10:
+        details.append(f"The right class is among the first five for {format_percent(found['top5'], count)}.")
+    return join(sentence, tag("p", " ".join([*details, more]).strip(), cls="sub"))
+
+
+def _loss_headline(report: ReportData, found: dict[str, Any] | None) -> Markup:
+    """Where there is no accuracy: how far the loss came down."""
+    _, losses = report.run.training_curve("loss")
+    if not len(losses):
+        return tag("p", "Nothing has been measured yet.", cls="headline")
+    fell = (
+        f" is what the loss came to, from {format_number(losses[0])} at the start."
+        if len(losses) > 1
+        else " is the loss."
+    )
+    sentence = tag("p", tag("strong", format_number(losses[-1])), fell, cls="headline")
+    if found is None or found.get("loss") is None:
+        return sentence
+    held = f"On {SPLIT_NAMES.get(report.measured_on, report.measured_on)} images it is {format_number(found['loss'])}."
+    return join(sentence, tag("p", held, cls="sub"))
+
+
+def comparison(report: ReportData) -> Markup:
+    """This model, baselines and other runs on one axis, each with its interval."""
+    own = headline_scores(report)
+    if own is None or own.get("top1") is None or own.get("map") is not None:
+        return Markup("")
+    rows: list[tuple[str, dict[str, Any], str]] = [("this model", own, "run0")]
+    if report.run.test_scores is not None:  # baselines and other runs were measured where `own` was
+        place = SPLIT_NAMES.get(report.measured_on, report.measured_on)
+        rows = [("this model, test", report.run.test_scores, "run0"), (f"this model, {place}", own, "run0")]
+    rows += [(name, baseline.to_dict(), "baseline") for name, baseline in report.baselines.items()]
+    others = [(name, run.last_scores) for name, run in report.other_runs.items()]
+    rows += [
+        (name, found, f"run{1 + i % 3}")
+        for i, (name, found) in enumerate(others)
+        if found and found.get("top1") is not None
+    ]
+    if len(rows) < 2:
+        return Markup("")
+    low = min(found["top1"] if found.get("low") is None else found["low"] for _, found, _ in rows)
+    start = max(math.floor(low * 20 - 0.5) / 20, 0.0)
+    axis = [
+        tag("span", format_tick_percent(m), style=f"left:{_axis_percent(m, start):.2f}%") for m in ticks(start, 1.0, 5)
+    ]
+    lines = [_forest_row(name, found, cls, start) for name, found, cls in rows]
+    return tag("div", *lines, tag("div", tag("div", *axis, cls="track"), cls="forest-axis"), cls="forest")
+
+
+def _axis_percent(share: float, start: float) -> float:
+    return 100 * (share - start) / (1 - start)
+
+
+def _forest_row(name: str, found: dict[str, Any], cls: str, start: float) -> Markup:
+    top1, count = found["top1"], found.get("count")
+    low, high = found.get("low"), found.get("high")
+    parts, text = [], format_percent(top1, count)
+    if low is not None and high is not None:
+        left, right = _axis_percent(low, start), _axis_percent(high, start)
+        text += f", 95 % interval {format_interval(low, high, count)}"
+        parts.append(tag("span", cls="whisker", style=f"left:{left:.2f}%;width:{right - left:.2f}%"))
+    parts.append(tag("span", cls="dot", style=f"left:{_axis_percent(top1, start):.2f}%"))
+    return tag(
+        "div",
+        tag("span", name, cls="who"),
+        tag("div", *parts, cls="track", role="img", aria_label=f"{name}: {text}"),
+        tag("span", format_percent(top1, count), cls="much"),
+        cls=f"forest-row {cls}",
+    )
+
+
+def confusion(report: ReportData) -> Markup:
+    """The matrix where it can be read; else the pairs that are mixed up most."""
+    scores = report.scores
+    assert scores is not None
+    if (
+        scores.confusion is not None
+        and 2 <= len(scores.confusion) <= MAX_MATRIX_CLASSES
+        and len(report.labels) == len(scores.confusion)
+    ):
+        place = SPLIT_NAMES.get(report.measured_on, report.measured_on)
+        text = f"In rows what {pluralize(scores.count, f'{place} image')} truly show, in columns what the model said."
+        note = tag("p", text, cls="caption")
+        return join(note, tag("div", _matrix(report, scores), cls="scroll"))
+    return pairs(report)
+
+
+def wide_matrix(report: ReportData) -> bool:
+    """Whether the matrix needs the whole width of the page: in half of it, columns of named classes are cut off."""
+    return 10 < len(report.labels) <= MAX_MATRIX_CLASSES and _has_long_names(report)
+
+
+def _has_long_names(report: ReportData) -> bool:
+    return max(map(len, report.labels)) > SHORT_NAME_LENGTH
+
+
+def _matrix(report: ReportData, scores: Scores) -> Markup:
+    table = scores.confusion
+    assert table is not None
+    wrong = max((int(table[i, j]) for i in range(len(table)) for j in range(len(table)) if i != j), default=1) or 1
+    head = tag(
+        "tr",
+        tag("th"),
+        *(
+            tag("th", tag("span", report.short_label(k)), scope="col", title=name)
+            for k, name in enumerate(report.labels)
+        ),
+    )
+    rows = []
+    for i, name in enumerate(report.labels):
+        total = int(table[i].sum())
+        cells = [_cell(report, i, j, int(table[i, j]), total, wrong) for j in range(len(table))]
+        rows.append(tag("tr", tag("th", report.short_label(i), scope="row", title=name), *cells))
+    return tag(
+        "table", tag("thead", head), tag("tbody", *rows), cls="matrix named" if _has_long_names(report) else "matrix"
+    )
+
+
+def _cell(report: ReportData, i: int, j: int, count: int, total: int, wrong: int) -> Markup:
+    """Right answers in one color by their share, wrong ones in another, so strong that a single one is seen."""
+    if not count:
+        return tag("td", tag("span", "·", cls="none"))
+    strength = 0.15 + 0.75 * count / max(total, 1) if i == j else 0.25 + 0.65 * count / max(wrong, 4)
+    kind = "hit" if i == j else "miss"
+    said = f"{report.label(i)} said to be {report.label(j)}: {count} of {total}"
+    deep = " deep" if strength > 0.5 else ""
+    return tag("td", f"{count:,}", cls=f"{kind}{deep}", style=f"--a:{strength:.2f}", title=said)
+
+
+def pairs(report: ReportData) -> Markup:
+    """The commonest mistakes by class, as a list."""
+    assert report.scores is not None
+    found = confused_pairs(report.scores, NUM_WORST)
+    if not found:
+        return tag("p", "No two classes were mixed up.", cls="quiet")
+    most = found[0][2]
+    rows = [
+        tag(
+            "li",
+            tag("span", tag("b", report.label(a)), " said to be ", tag("b", report.label(b)), cls="pair"),
+            tag("span", cls="bar miss", style=f"--w:{100 * n / most:.1f}%"),
+            tag("span", f"{n:,} ×", cls="much"),
+        )
+        for a, b, n in found
+    ]
+    return join(tag("p", "Mixed up most often:", cls="caption"), tag("ol", *rows, cls="pairs"))
+
+
+def classes(report: ReportData) -> Markup:
+    """A bar for each class, or for the worst of many."""
+    assert report.scores is not None
+    found = class_scores(report.scores)
+    several = report.scores.average_precisions is not None
+    kept = found
+    if len(found) > MAX_BARS:
+        kept = sorted(found, key=lambda c: (c.value, -c.count))[:NUM_WORST]
+    rows = [_class_bar(report, c) for c in kept]
+    short = max((len(report.label(c.index)) for c in kept), default=0) <= SHORT_NAME_LENGTH
+    what = "average precision" if several else "share named correctly, with its 95 % interval"
+    note = (
+        f"The {len(kept)} weakest of {len(found)} classes: {what}." if len(kept) < len(found) else f"By class: {what}."
+    )
+    return join(tag("p", note, cls="caption"), tag("div", *rows, cls="bars narrow" if short else "bars"))
+
+
+def _class_bar(report: ReportData, one: ClassScore) -> Markup:
+    name = report.label(one.index)
+    track = [tag("span", cls="fill", style=f"width:{100 * one.value:.1f}%")]
+    if one.low is not None and one.high is not None:
+        track.append(
+            tag("span", cls="whisker", style=f"left:{100 * one.low:.1f}%;width:{100 * (one.high - one.low):.1f}%")
+        )
+    return tag(
+        "div",
+        tag("span", report.short_label(one.index), cls="who", title=name),
+        tag("div", *track, cls="track"),
+        tag("span", f"{100 * one.value:.0f} %", cls="much"),
+        tag("span", f"of {one.count:,}", cls="of"),
+        cls="bar-row",
+    )
+
+
+def mistakes(report: ReportData) -> Markup:
+    """The images the model was surest about and wrong."""
+    samples = report.scores.samples if report.scores else None
+    if samples is None:
+        return Markup("")
+    cards = []
+    for mistake in most_confident_errors(samples, NUM_MISTAKES):
+        truth, said = report.true_labels(samples, mistake.row), report.short_label(mistake.predicted)
+        rest = tag("span", "truly ", tag("b", truth), cls="truth")
+        about, index = f"{truth}, said to be {said}", int(samples.index[mistake.row])
+        cards.append(_card(report, index, said, mistake.score, about, rest, "wrong"))
+    cards = [c for c in cards if c]
+    if not cards:
+        return tag("p", "There is none to show.", cls="quiet")
+    note = "Images as the network sees them, with how sure it was."
+    return join(tag("p", note, cls="caption"), tag("div", *cards, cls="gallery"))
+
+
+def correct_examples(report: ReportData) -> Markup:
+    """Usual right answers."""
+    samples = report.scores.samples if report.scores else None
+    if samples is None:
+        return Markup("")
+    cards = []
+    for row in typical_correct(samples, NUM_CORRECT):
+        said, truth = report.short_label(int(samples.prediction[row])), report.true_labels(samples, row)
+        index, score = int(samples.index[row]), float(samples.score[row])
+        rest = tag("span", "truly ", tag("b", truth), cls="truth") if truth != said else None
+        cards.append(_card(report, index, said, score, f"{said}, correctly", rest, "right"))
+    cards = [c for c in cards if c]
+    if not cards:
+        return Markup("")
+    note = "The likeliest class is one of the image's own." if report.multi_label else None
+    return join(tag("p", note, cls="caption") if note else None, tag("div", *cards, cls="gallery small"))
+
+
+def _card(report: ReportData, index: int, name: str, score: float, about: str, rest: Markup | None, cls: str) -> Markup:
+    pixels = report.pixels(index)
+    if pixels is None:
+        return Markup("")
+    said = tag("span", name, cls="said")
+    sure = tag("span", f"{100 * score:.0f} %", cls="much")
+    text = tag("figcaption", said, sure, rest)
+    return tag("figure", img(thumbnail(pixels), about), text, cls=f"card {cls}", title=report.key(index))
