@@ -77,6 +77,7 @@ def model_rows(net: Net) -> Rows:
         kind = f"BiT ResNet, {'-'.join(map(str, config.layers))} units, width × {config.width_factor:g}"
         return [("Model", kind), ("Parameters", f"{parameters:,}")]
     rows, columns = config.grid
+    channels = pluralize(config.channels, "channel")
     kind = "ViT behind a ResNet stem" if config.stem else "ViT"
     blocks, heads = pluralize(config.depth, "block"), pluralize(config.num_heads, "head")
     size = f"width {config.width}, {blocks}, {heads}, MLP {config.mlp_dim}"
@@ -90,7 +91,7 @@ def model_rows(net: Net) -> Rows:
         ("Parameters", f"{parameters:,}"),
         (
             "Patches",
-            f"{rows} × {columns}, {format_size(config.patch_size)} pixels each, {pluralize(config.channels, 'channel')}",
+            f"{rows} × {columns}, {format_size(config.patch_size)} pixels each, {channels}",
         ),
         ("Positions", places),
         ("The head reads", pool),
