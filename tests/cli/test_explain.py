@@ -40,7 +40,7 @@ def test_the_numbers_behind_them_and_how_far_to_trust_them(vitrail, weights, ima
     options = ("--format", "npz", "--method", "rollout,gradient", "--class", "dog", "--query", "1,2", "--trust")
     result = vitrail("explain", image, "-m", weights, "-o", tmp_path / "out", *options)
     assert result.status == 0
-    assert "most faithful here: " in result.out
+    assert "most faithful: " in result.out
     with np.load(tmp_path / "out" / "one.npz") as arrays:
         assert {"rollout", "gradient", "deletion_random", "insertion_rollout", "shares"} <= set(arrays)
         assert arrays["rollout"].shape == (4, 4)
@@ -145,8 +145,8 @@ def test_some_figures_as_json(vitrail, weights, tmp_path):
         (["--what", "filter"], "no figure is called 'filter'; did you mean 'filters'"),
         (["--what", "colors", "--layer", "5"], "there is no layer 5"),
         (["--what", "positions", "--layer", "5"], "there is no layer 5"),
-        (["--timeline", "--layer", "1"], "--layer does not go with --timeline"),
-        (["--timeline", "--format", "pdf"], "--format does not go with --timeline"),
+        (["--timeline", "--layer", "1"], "--layer cannot be combined with --timeline"),
+        (["--timeline", "--format", "pdf"], "--format cannot be combined with --timeline"),
         (["--timeline", "-m", "weights.npz"], "--timeline wants a run folder: --model runs/digits, got weights.npz"),
         (["--data", "nowhere/"], "nowhere"),
     ],

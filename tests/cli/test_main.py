@@ -127,13 +127,13 @@ def test_an_error_is_one_sentence_and_debug_shows_where(process, tmp_path):
 
 def test_what_was_not_foreseen_says_so(vitrail, monkeypatch):
     def fail(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("by nought")
+        raise ZeroDivisionError("by 0")
 
     monkeypatch.setattr(cli, "app", fail)
     result = vitrail("models")
     assert result.status == 70
     assert result.problems == [
-        "ZeroDivisionError: by nought (not foreseen: add --debug to see where, and please report it)."
+        "ZeroDivisionError: by 0 (unexpected error: run again with --debug for the traceback, and please report it)."
     ]
     with pytest.raises(ZeroDivisionError):
         main(["models", "--debug"])

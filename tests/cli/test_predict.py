@@ -101,14 +101,14 @@ def test_logits_are_given_when_asked_for(vitrail, weights, image):
     [entry] = json.loads(vitrail("predict", image, "-m", weights, "--json", "--logits").out)
     assert entry["logits"] == pytest.approx(package.load(weights).logits(image)[0].tolist())
     result = vitrail("predict", image, "-m", weights, "--logits")
-    assert (result.status, result.problems) == (1, ["--logits gives every output of every image: add --json."])
+    assert (result.status, result.problems) == (1, ["--logits needs --json."])
 
 
 def test_results_can_go_to_a_file(vitrail, weights, photos, tmp_path):
     table, entries = tmp_path / "new" / "out.csv", tmp_path / "out.json"
     result = vitrail("predict", photos, "-m", weights, "--out", table)
     assert (result.status, result.out) == (0, "")
-    assert result.notes == [f"{table} has 6 of 6 images."]
+    assert result.notes == [f"wrote predictions for 6 of 6 images to {table}."]
     assert table.read_text() == vitrail("predict", photos, "-m", weights).out
     assert vitrail("predict", photos / "a.jpg", "-m", weights, "-o", entries).status == 0  # the name says JSON
     assert json.loads(entries.read_text())[0]["path"] == str(photos / "a.jpg")

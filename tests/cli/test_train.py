@@ -236,7 +236,7 @@ def test_what_cannot_be_is_one_sentence(vitrail: Command, arguments: list[str], 
     assert len(result.problems) == 1
     assert words in result.problems[0]
     assert "Traceback" not in result.err
-    assert "not foreseen" not in result.err
+    assert "unexpected error" not in result.err
     assert result.out == ""
     assert not Path("runs").exists()
 

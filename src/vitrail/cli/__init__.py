@@ -1,4 +1,4 @@
-"""The `vitrail` command: one file per subcommand; each parses, calls one function and prints."""
+"""The `vitrail` command. Each subcommand has a module: it parses options, calls one function and prints the result."""
 
 from __future__ import annotations
 
@@ -36,34 +36,33 @@ from vitrail.errors import VitrailError
 from vitrail.runtime import is_main_process
 from vitrail.train.interrupt import heard
 
-AGAIN = 5.0
-"""Seconds after which another Ctrl-C means that the first did not help."""
+FORCE_QUIT_AFTER_S = 5.0
+"""A second Ctrl-C this many seconds after the first ends the process at once."""
 
-
-TELLING = ("train", "finetune")
-"""Commands that say that they were stopped; the others end quietly."""
+REPORTS_INTERRUPT = ("train", "finetune")
+"""Commands that print a line when Ctrl-C stops them."""
 
 
 class Interrupted(Exception):
-    """Ctrl-C, with what there is to say about it, which typer would drop."""
+    """Ctrl-C with a message. typer drops the message of a KeyboardInterrupt."""
 
 
 class Commands(TyperGroup):
-    """All commands."""
+    """Turns KeyboardInterrupt into Interrupted."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
             raise Interrupted(
-                str(error) or ("stopped by Ctrl-C" if ctx.invoked_subcommand in TELLING else "")
+                str(error) or ("stopped by Ctrl-C" if ctx.invoked_subcommand in REPORTS_INTERRUPT else "")
             ) from None
 
 
 app = typer.Typer(
     cls=Commands,
-    help="Vision Transformers: train one, or load any public checkpoint exactly; measure it, look inside it, serve it.",
-    epilog="Every command takes --debug, which shows the traceback of an error.",
+    help="Vision Transformers: train, fine-tune, evaluate, explain, convert, export and serve them.",
+    epilog="Every command accepts --debug, which prints the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -85,8 +84,8 @@ app.command("models")(models.models)
 app.command("datasets")(datasets.datasets)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         from vitrail import __version__
 
         typer.echo(f"vitrail {__version__}")
@@ -103,45 +102,45 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and give its status: 0 done, 1 failed, 2 asked wrongly, 70 a bug, 130 interrupted."""
+    """Run the command and return its exit status: 0 success, 1 error, 2 wrong usage, 70 bug, 130 interrupted."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     notes_to_stderr()
-    with _one_interrupt(arguments is None):
+    with _interrupt_once(final=arguments is None):
         return _run([a for a in given if a != "--debug"], debug)
 
 
 def _run(arguments: list[str], debug: bool) -> int:
     try:
         status = app(args=arguments, prog_name="vitrail", standalone_mode=False)
-        if sys.stdout is not None:  # it is closed where someone wrote >&-
+        if sys.stdout is not None:  # None if the caller closed it
             sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except (Interrupted, KeyboardInterrupt) as error:
-        with suppress(ValueError):  # in another thread nobody listens
+        with suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if str(error) and is_main_process():  # of several processes that were all interrupted, one
+        if str(error) and is_main_process():  # one process reports for all
             with suppress(OSError):
                 stopped(f"{error}.")
         return 130
-    except BrokenPipeError:  # the reader, such as head, has gone
+    except BrokenPipeError:  # the reader of a pipe, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         if debug:
             raise
-        message, status = _explained(error)
+        message, status = _message_and_status(error)
         if message:
             problem(message)
         return status
 
 
 @contextmanager
-def _one_interrupt(last: bool) -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt once: a second would interrupt what the first is clearing up.
+def _interrupt_once(final: bool) -> Iterator[None]:
+    """Raise KeyboardInterrupt for the first Ctrl-C only, so that a second one does not interrupt the cleanup.
 
-    One that comes more than AGAIN seconds after the first ends the process. `last`: the process ends after this,
-    and what comes then is not heard any more.
+    A further Ctrl-C more than FORCE_QUIT_AFTER_S seconds after the first ends the process. With `final`, the process
+    ends after this block, and an ignored SIGINT stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -153,7 +152,7 @@ def _one_interrupt(last: bool) -> Iterator[None]:
         heard.append(time.monotonic())
         if len(heard) == 1:
             raise KeyboardInterrupt
-        if heard[-1] - heard[0] > AGAIN:
+        if heard[-1] - heard[0] > FORCE_QUIT_AFTER_S:
             os._exit(130)
 
     if before is signal.default_int_handler:
@@ -161,20 +160,19 @@ def _one_interrupt(last: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        deaf = last and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        if not deaf and before is not None:
+        ignored = final and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if not ignored and before is not None:
             signal.signal(signal.SIGINT, before)
 
 
-def _explained(error: Any) -> tuple[str, int]:
-    """One sentence, and the status that goes with it."""
+def _message_and_status(error: Any) -> tuple[str, int]:
     if isinstance(error, VitrailError):
         return str(error), 1
-    if hasattr(error, "format_message"):  # a usage error; which module its class is in depends on typer's version
+    if hasattr(error, "format_message"):  # a usage error; its class depends on typer's version
         command = error.ctx.command_path if getattr(error, "ctx", None) else "vitrail"
-        said = error.format_message()  # empty where the help itself was shown
-        return said and f"{said}{'' if said[-1] in '.?' else '.'} See `{command} --help`.", 2
-    if isinstance(error, OSError) and error.strerror:  # a full disk, a folder that may not be written
+        message = error.format_message()  # empty if the help was shown instead
+        return message and f"{message}{'' if message[-1] in '.?' else '.'} See `{command} --help`.", 2
+    if isinstance(error, OSError) and error.strerror:  # such as a full disk or a read-only folder
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}.", 1
     where = f"{type(error).__name__}: {str(error) or 'no message'}"
-    return f"{where} (not foreseen: add --debug to see where, and please report it).", 70
+    return f"{where} (unexpected error: run again with --debug for the traceback, and please report it).", 70

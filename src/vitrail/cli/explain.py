@@ -1,4 +1,4 @@
-"""`vitrail explain`: what a model looks at in images, as figures."""
+"""`vitrail explain`: figures of attention rollout, attention maps, gradients and occlusion."""
 
 from __future__ import annotations
 
@@ -22,26 +22,31 @@ if TYPE_CHECKING:
 def explain(
     images: Images,
     model: ModelSpec = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the figures go.")] = Path("explained"),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Output folder.")] = Path("explained"),
     methods: Annotated[
         str | None,
-        typer.Option("--method", metavar="NAMES", help="Some of rollout,gradient,attention,occlusion; else all."),
+        typer.Option(
+            "--method", metavar="NAMES", help="Comma-separated: rollout,gradient,attention,occlusion. Default: all."
+        ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option("--class", metavar="CLASS", help="The class to explain, by name or number.")
+        str | None,
+        typer.Option(
+            "--class", metavar="CLASS", help="Class to explain, by name or index. Default: the top prediction."
+        ),
     ] = None,
     layer: Annotated[
         str | None,
-        typer.Option("--layer", metavar="N", help="Layers whose heads are shown: 12, or 1,6,12, or -1, the last."),
+        typer.Option("--layer", metavar="N", help="Layers whose heads are drawn: 12, 1,6,12, or -1 for the last."),
     ] = None,
     query: Annotated[
         str,
         typer.Option(
-            "--query", metavar="WHO", help="Whose attention: read, class, 'register 1', or ROW,COLUMN, from 1."
+            "--query", metavar="TOKEN", help="Query token: read, class, 'register 1', or a patch as ROW,COLUMN from 1."
         ),
     ] = "read",
     trust: Annotated[
-        bool, typer.Option("--trust", help="Add deletion and insertion curves: which explanation to believe.")
+        bool, typer.Option("--trust", help="Add deletion and insertion curves, which measure faithfulness.")
     ] = False,
     formats: Formats = "png",
     labels: LabelFile = None,
@@ -54,19 +59,26 @@ def explain(
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Show what a model looks at: rollout, attention of every head, what speaks for a class, what is missed."""
+    """Explain predictions with attention rollout, attention maps, gradients and occlusion."""
     kinds, endings, layers = parse_list(methods), parse_list(formats) or (), _numbers(layer or "-1")
-    told = parse_settings(changes)
+    overrides = parse_settings(changes)
     own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels, "labels": labels}
     paths, _ = find_images(images)
     vit = open_model(
-        model, overrides=told, require_classes=False, section=section, family=family, device=device, dtype=dtype, **own
+        model,
+        overrides=overrides,
+        require_classes=False,
+        section=section,
+        family=family,
+        device=device,
+        dtype=dtype,
+        **own,
     )
     from vitrail.explain.attention import attentive, layer_number, parse_query
     from vitrail.explain.canvas import check_formats
 
     check_formats(endings)
-    if layer is not None:  # before the work, not after it
+    if layer is not None:  # report a wrong number before any work is done
         for number in layers:
             layer_number(attentive(vit.net), number)
 
@@ -106,18 +118,18 @@ def _row(path: Path, look: Look, written: list[Path]) -> dict[str, Any]:
 
 
 def _lines(path: Path, look: Look, written: list[Path]) -> Iterator[str]:
-    said = f"  {100 * look.target.score:.1f} % {look.target.label}" if look.target is not None else ""
-    yield f"{path}{said}"
+    prediction = f"  {100 * look.target.score:.1f} % {look.target.label}" if look.target is not None else ""
+    yield f"{path}{prediction}"
     yield from (f"  {file}" for file in written)
     if look.faithful:
         best = max((k for k in look.faithful if k != "random"), key=lambda k: look.faithful[k].gain)
-        chance = look.faithful["random"].gain
-        most = f"most faithful here: {best}, {look.faithful[best].gain:+.3f} (insertion less deletion)"
-        yield f"  {most}; a random order {chance:+.3f}"
+        random = look.faithful["random"].gain
+        most = f"most faithful: {best}, {look.faithful[best].gain:+.3f} (insertion minus deletion)"
+        yield f"  {most}; random order: {random:+.3f}"
 
 
 def stems(paths: Sequence[Path]) -> list[str]:
-    """What the files of each image are called: its name, with as much of its folders as tells it from the others."""
+    """A unique file name stem per image: its name, with parent folders where names are ambiguous."""
     names = [path.with_suffix("") for path in paths]
     for parts in range(1, max((len(path.parts) for path in paths), default=1) + 1):
         found = ["-".join(name.parts[-parts:]).replace("/", "") for name in names]

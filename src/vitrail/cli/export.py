@@ -74,7 +74,7 @@ def export(
 
     vitrail export MODEL model.onnx
     """
-    told = parse_settings(changes)
+    overrides = parse_settings(changes)
     options: dict[str, Any] = {
         "image_size": parse_size(image_size),
         "labels": labels,
@@ -89,7 +89,7 @@ def export(
 
         check_images(calibrate, check, root)
         check_request(target, to, precision, calibrate is not None, overwrite)
-    vit = open_model(model, overrides=told, require_classes=False, **options)
+    vit = open_model(model, overrides=overrides, require_classes=False, **options)
 
     with stoppable(), Steps() as steps:
         found = run(

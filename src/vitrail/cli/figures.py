@@ -1,4 +1,4 @@
-"""`vitrail figures`: the paper's figures of a model; or of a run as it learned."""
+"""`vitrail figures`: the paper's figures of a model, or their development over a training run."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ def figures(
     model: ModelSpec = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="SPEC", help="Images to look with: a folder, a data set's name ..."),
+        typer.Option("--data", metavar="SPEC", help="Images to use: a folder, a data set's name, ..."),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Where the figures go.")] = Path("figures"),
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Output folder.")] = Path("figures"),
     what: Annotated[
         str | None,
-        typer.Option("--what", metavar="NAMES", help="Some of filters,positions,distances,rollout,colors; else all."),
+        typer.Option(
+            "--what", metavar="NAMES", help="Comma-separated: filters,positions,distances,rollout,colors. Default: all."
+        ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, metavar="N", help="Images to take of the data.")] = 128,
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="Number of images.")] = 128,
     layer: Annotated[
-        int | None, typer.Option(metavar="N", help="Whose positions and features: 1 is the first, -1 the last.")
+        int | None, typer.Option(metavar="N", help="Layer of the positions and features: 1 is the first, -1 the last.")
     ] = None,
-    foreground: Annotated[
-        bool, typer.Option("--foreground", help="Color what stands out from the background only.")
-    ] = False,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Color the foreground only.")] = False,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="Of a run folder: the same as it learned, animated (not colors)."),
+        typer.Option("--timeline", help="For a run folder: animate the figures over training (all but colors)."),
     ] = False,
     formats: Formats = "png",
-    root: Annotated[str | None, typer.Option("--root", metavar="DIR", help="Where data known by name lies.")] = None,
+    root: Annotated[str | None, typer.Option("--root", metavar="DIR", help="Folder of the built-in data sets.")] = None,
     image_size: ImageSize = None,
     channels: Channels = None,
     section: Section = None,
@@ -47,13 +47,15 @@ def figures(
     dtype: Dtype = "float32",
     as_json: Json = False,
 ) -> None:
-    """Draw a model's filters, positions, attention distances, rollout of many images, features in color."""
+    """Draw filters, position similarities, attention distances, rollouts and feature colors of a model."""
     names, endings = parse_list(what), parse_list(formats) or ()
     if timeline:
         given = {"--data": data, "--layer": layer, "--image-size": image_size, "--channels": channels, "--set": changes}
         given |= {"--format": None if formats == "png" else formats}
         for option in [name for name, value in given.items() if value is not None]:
-            raise ConfigError(f"{option} does not go with --timeline, which takes the run's own settings and images.")
+            raise ConfigError(
+                f"{option} cannot be combined with --timeline, which uses the run's own settings and images."
+            )
         written = _timeline(model, out, names)
     else:
         own: dict[str, Any] = {
@@ -70,7 +72,7 @@ def figures(
 
             images = images_of(data, count, root) if data is not None else images_of_run(model, count)
             if data is None and images is not None:
-                data = "what the run was measured on"
+                data = "the run's evaluation images"
         with progress() as bar:
             passes = [name for name in names or FIGURES if name in NEED_IMAGES]
             task = bar.add_task("looking", total=max(len(images or (0, 0)) * len(passes), 1))

@@ -1,4 +1,4 @@
-"""`vitrail predict`: what is in these images."""
+"""`vitrail predict`: classify images."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from vitrail.runtime import escape_control
 if TYPE_CHECKING:
     from vitrail.api import Model, Prediction
 
-SAID = 10
-"""So many unreadable images are named one by one on standard error."""
+MAX_LISTED_ERRORS = 10
+"""Unreadable images listed one by one on standard error; further ones are only counted."""
 
 
 @dataclass
 class Row:
-    """One image with its classes, or with the reason it could not be read."""
+    """Predictions for one image, or the error that occurred when reading it."""
 
     path: Path
-    classes: list[Prediction] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
     error: str = ""
     logits: list[float] | None = None
 
 
 Images = Annotated[
     list[str],
-    typer.Argument(metavar="IMAGE", help="Files, folders, or patterns in quotes ('photos/**/*.jpg')."),
+    typer.Argument(metavar="IMAGE", help="Image files, folders, or quoted patterns ('photos/**/*.jpg')."),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write a CSV here; JSON if it ends in .json.")
+    Path | None,
+    typer.Option("--out", "-o", metavar="FILE", help="Write a CSV file, or JSON if the name ends in .json."),
 ]
 
 
 def predict(
     images: Images,
     model: ModelSpec = None,
-    top: Annotated[int, typer.Option(min=1, metavar="N", help="How many classes to show.")] = 5,
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="Number of classes to show.")] = 5,
     labels: LabelFile = None,
     image_size: ImageSize = None,
     channels: Channels = None,
@@ -61,31 +62,31 @@ def predict(
     dtype: Dtype = "float32",
     engine: Engine = None,
     calibrate: Calibrate = None,
-    to: Out = None,
+    out: Out = None,
     as_json: Json = False,
-    logits: Annotated[bool, typer.Option("--logits", help="With --json: every raw output too.")] = False,
+    logits: Annotated[bool, typer.Option("--logits", help="With --json: include the logits.")] = False,
 ) -> None:
-    """Name what is in images. Files give a list for people; a folder or a pattern gives a CSV."""
-    as_json = as_json or (to is not None and to.suffix.lower() == ".json")
+    """Classify images. Prints a list for files, and CSV for a folder or a pattern."""
+    as_json = as_json or (out is not None and out.suffix.lower() == ".json")
     if logits and not as_json:
-        raise ConfigError("--logits gives every output of every image: add --json.")
-    if to is not None:
-        _check_destination(to)
+        raise ConfigError("--logits needs --json.")
+    if out is not None:
+        _check_destination(out)
     own: dict[str, Any] = {"image_size": parse_size(image_size), "channels": channels, "labels": labels}
-    told = parse_settings(changes)
+    overrides = parse_settings(changes)
     paths, many = find_images(images)
 
     own |= {"section": section, "family": family}
-    vit = open_running(model, engine, calibrate=calibrate, overrides=told, device=device, dtype=dtype, **own)
-    rows = _Rows(vit, paths, batch_size, top, logits, bar=to is not None or not sys.stdout.isatty())
+    vit = open_running(model, engine, calibrate=calibrate, overrides=overrides, device=device, dtype=dtype, **own)
+    rows = _Rows(vit, paths, batch_size, top, logits, bar=out is not None or not sys.stdout.isatty())
     top = min(top, vit.config.num_classes)
-    text = _json(rows) if as_json else _csv(rows, top) if many or to is not None else _listing(rows)
-    if to is not None:
-        _write(to, "".join(text))
-        note(f"{to} has {len(paths) - rows.failed} of {len(paths)} images.")
+    text = _json(rows) if as_json else _csv(rows, top) if many or out is not None else _listing(rows)
+    if out is not None:
+        _write(out, "".join(text))
+        note(f"wrote predictions for {len(paths) - rows.failed} of {len(paths)} images to {out}.")
     else:
         for piece in text:
-            # color=True: else click takes escape sequences out of names in files and pipes.
+            # color=True: otherwise click strips escape sequences from names in files and pipes.
             typer.echo(escape_control(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
     if rows.failed and len(paths) > 1:
         problem(f"{rows.failed} of {len(paths)} images could not be read.")
@@ -94,17 +95,17 @@ def predict(
 
 
 class _Rows:
-    """The images' rows in order, as they are ready; the unreadable are counted and named."""
+    """Iterates over the rows in input order as they are computed; counts and reports unreadable images."""
 
     def __init__(self, vit: Model, paths: list[Path], batch_size: int, top: int, logits: bool, bar: bool) -> None:
-        self.vit, self.paths, self.batch, self.top, self.logits = vit, paths, batch_size, top, logits
+        self.vit, self.paths, self.batch_size, self.top, self.logits = vit, paths, batch_size, top, logits
         self.bar = bar and len(paths) > batch_size
         self.failed = 0
 
     def __iter__(self) -> Iterator[Row]:
         with progress(self.bar) as bar:
             task = bar.add_task("predicting", total=len(self.paths))
-            for path, answer in zip(self.paths, self.vit.stream(self.paths, self.batch), strict=True):
+            for path, answer in zip(self.paths, self.vit.stream(self.paths, self.batch_size), strict=True):
                 if isinstance(answer, VitrailError):
                     yield self._failure(path, str(answer))
                 else:
@@ -114,26 +115,26 @@ class _Rows:
 
     def _failure(self, path: Path, reason: str) -> Row:
         self.failed += 1
-        if self.failed <= SAID:
+        if self.failed <= MAX_LISTED_ERRORS:
             problem(reason)
-        elif self.failed == SAID + 1:
-            problem("more images cannot be read; the rest are counted.")
+        elif self.failed == MAX_LISTED_ERRORS + 1:
+            problem("further unreadable images are counted but not listed.")
         return Row(path, error=reason)
 
 
 def find_images(given: Sequence[str]) -> tuple[list[Path], bool]:
-    """Files in a stable order, each once, and whether a folder or a pattern was asked for.
+    """The image files in a stable order without duplicates, and whether a folder or a pattern was given.
 
-    A file that is not there stays in the list, to be named among the unreadable, unless nothing is.
+    A missing file stays in the list and is reported as unreadable later; NotFound if none of them exists.
     """
     found: list[Path] = []
     many = False
     for text in given:
         path = Path(text).expanduser()
         if path.is_dir():
-            found, many = found + _inside(path), True
+            found, many = found + _images_in(path), True
         elif not path.exists() and glob.has_magic(text):
-            found, many = found + _matching(text), True
+            found, many = found + _files_matching(text), True
         else:
             found.append(path)
     if not any(os.path.lexists(path) for path in found):
@@ -141,8 +142,8 @@ def find_images(given: Sequence[str]) -> tuple[list[Path], bool]:
     return list(dict.fromkeys(found)), many
 
 
-def _inside(folder: Path) -> list[Path]:
-    """Images in a folder and those in it, without hidden ones: macOS leaves ._photo.jpg beside photo.jpg."""
+def _images_in(folder: Path) -> list[Path]:
+    """Images in a folder and its subfolders, except hidden files (macOS puts ._photo.jpg beside photo.jpg)."""
     suffixes = _suffixes()
     found = sorted(
         path
@@ -152,11 +153,11 @@ def _inside(folder: Path) -> list[Path]:
         and path.is_file()
     )
     if not found:
-        raise NotFound(f"no images in the folder {folder}: looked for .jpg, .png, .webp and others, in subfolders too.")
+        raise NotFound(f"no images in the folder {folder} or its subfolders (.jpg, .png, .webp and other image files).")
     return found
 
 
-def _matching(pattern: str) -> list[Path]:
+def _files_matching(pattern: str) -> list[Path]:
     matched = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
     files = [path for path in matched if path.is_file()]
     if not files:
@@ -165,7 +166,7 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def _suffixes() -> set[str]:
-    """What Pillow opens, alone or with a plugin whose absence decode explains; not programs and films."""
+    """Extensions that Pillow opens, also through plugins (decode reports a missing one); no documents or videos."""
     from PIL import Image
 
     from vitrail.data.decode import SCRIPT_FORMATS
@@ -183,29 +184,31 @@ def _suffixes() -> set[str]:
 def _listing(rows: Iterable[Row]) -> Iterator[str]:
     for row in rows:
         if not row.error:
-            yield one_line(row.path) + "".join(one_line(f"  {100 * p.score:5.1f} %  {p.label}") for p in row.classes)
+            yield one_line(row.path) + "".join(
+                one_line(f"  {100 * p.score:5.1f} %  {p.label}") for p in row.predictions
+            )
 
 
 def _csv(rows: Iterable[Row], top: int) -> Iterator[str]:
-    """path, then label, score and index of each class, then the reason where an image failed."""
-    from vitrail.data.csv_escape import csv_line
+    """Columns: path; label, score and index of each class; error."""
+    from vitrail.data.cells import csv_line
 
     numbers = [""] if top == 1 else [f"_{n}" for n in range(1, top + 1)]
     yield csv_line(["path", *(f"{what}{n}" for n in numbers for what in ("label", "score", "index")), "error"])
     for row in rows:
-        cells = [cell for p in row.classes for cell in (p.label, f"{p.score:.6f}", p.index)]
+        cells = [cell for p in row.predictions for cell in (p.label, f"{p.score:.6f}", p.index)]
         yield csv_line([row.path, *cells, *[""] * (3 * top - len(cells)), row.error])
 
 
 def _json(rows: Iterable[Row]) -> Iterator[str]:
-    """A list, one entry for each image."""
+    """A JSON list with one object per image."""
     before = "[\n"
     for row in rows:
         entry: dict[str, Any] = {"path": str(row.path)}
         if row.error:
             entry["error"] = row.error
         else:
-            entry["predictions"] = [asdict(p) for p in row.classes]
+            entry["predictions"] = [asdict(p) for p in row.predictions]
         if row.logits is not None:
             entry["logits"] = row.logits
         yield before + json.dumps(entry)
@@ -214,9 +217,9 @@ def _json(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _check_destination(path: Path) -> None:
-    """Before the work, not after it."""
+    """Raise ConfigError if `path` cannot be written, before any work is done."""
     if path.is_dir():
-        raise ConfigError(f"--out {path} is a folder; give the name of a file in it.")
+        raise ConfigError(f"--out {path} is a folder; wanted a file name.")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir():
         raise ConfigError(f"--out {path}: {above} is a file, not a folder.")
