@@ -1,4 +1,4 @@
-"""`vitrail convert`: any format to any other that can express it."""
+"""`vitrail convert`: convert a checkpoint from one format to another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vitrail.cli.console import err, one_line
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings
 from vitrail.errors import CheckpointError, NotFound, nearest
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="A file, a folder, a model's name or a hub id.")]
-Target = Annotated[Path, typer.Argument(metavar="DST", help="A folder or a file, as the format has it.")]
+SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="A file, a folder, a model name or a hub id.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="A folder or a file, depending on the format.")]
 To = Annotated[
     str,
     typer.Option(
@@ -23,21 +23,21 @@ To = Annotated[
 
 
 def convert(
-    src: Source,
-    dst: Target,
+    src: SourceArgument,
+    dst: Destination,
     to: To = "vitrail",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is there, once the new one is complete.")
+        bool, typer.Option("--overwrite", help="Replace existing files, after the new ones are complete.")
     ] = False,
     approximate: Annotated[
-        bool, typer.Option("--approximate", help="Write even where the other library computes slightly otherwise.")
+        bool, typer.Option("--approximate", help="Convert even if the other library's results differ slightly.")
     ] = False,
     section: Section = None,
     family: Family = None,
     changes: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint of any format in another, exactly; then read it back and compare every tensor."""
+    """Convert a checkpoint to another format; then read it back and compare every tensor."""
     with err.status(f"reading {src}"):
         from vitrail.runtime import warn_once
         from vitrail.weights import checkpoint, conversion
@@ -45,11 +45,11 @@ def convert(
 
     formats = {f.name for f in checkpoint.FORMATS}
     if to not in formats:
-        raise NotFound(f"no format is called {to!r}{nearest(to, formats)}")
+        raise NotFound(f"unknown format {to!r}{nearest(to, formats)}")
     if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):
-        raise CheckpointError(f"{dst} exists already; choose another name, or add --overwrite to replace it.")
+        raise CheckpointError(f"{dst} exists already; choose another name, or replace it with --overwrite.")
     given = parse_settings(changes)
-    found = locate(src)  # has a progress bar of its own where it downloads
+    found = locate(src)  # shows its own progress bar if it downloads
     with err.status(f"reading {src}"):
         net, info = checkpoint.read(found.path, section=section, family=family, dtype=None, changes=given)
     if found.origin:

@@ -1,4 +1,4 @@
-"""`vitrail datasets`: what is known by name, where it lies, how to get it."""
+"""`vitrail datasets`: list and download the built-in data sets."""
 
 from __future__ import annotations
 
@@ -18,76 +18,79 @@ if TYPE_CHECKING:
     from vitrail.data.sources.catalog import DatasetInfo
 
 WIDE = 100
-"""Columns from which addresses fit beside the numbers."""
+"""Terminal width from which the list includes download URLs."""
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="One of them, with all that is known of it.")]
-Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="A folder to look in first, before the cache.")]
-Get = Annotated[bool, typer.Option("--get", help="Download it where it is not here yet, and verify its content.")]
+Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="A data set to show in detail.")]
+Root = Annotated[str | None, typer.Option("--root", metavar="DIR", help="A folder to search before the cache.")]
+Download = Annotated[
+    bool, typer.Option("--download", help="Download the data set unless it is here, and verify its content.")
+]
 
 
-def datasets(name: Name = None, root: Root = None, get: Get = False, as_json: Json = False) -> None:
-    """List the data sets that are known by name: their size, and where they lie or come from.
+def datasets(name: Name = None, root: Root = None, download: Download = False, as_json: Json = False) -> None:
+    """List the built-in data sets: number of images, classes, image size, and where they are.
 
-    Any folder of class folders, table, tar shards or hf:user/name can be used too: see docs/data.md.
+    A folder of class folders, a table, tar shards and hf:user/name can be used as well: see docs/data.md.
     """
-    if get and name is None:
-        raise ConfigError("--get wants the name of the data set to get, such as vitrail datasets cifar10 --get.")
-    with err.status("looking"):
+    if download and name is None:
+        raise ConfigError("--download needs the name of a data set, such as vitrail datasets cifar10 --download.")
+    with err.status("searching"):
         from vitrail.data.sources.builtin import ensure_available
         from vitrail.data.sources.catalog import CATALOG
 
-        entries = list(CATALOG.values()) if name is None else [_entry(name)]
-    if get:
+        entries = list(CATALOG.values()) if name is None else [_dataset(name)]
+    if download:
         ensure_available(entries[0], root)
     rows = [_row(entry, root) for entry in entries]
     if as_json:
         typer.echo(json.dumps({"datasets": rows}, indent=2))
     elif name is None:
         show(_listing(rows))
-        if out.width < WIDE and not all(row["here"] for row in rows):
-            show(Text(f"From where: in a window of {WIDE} columns, or vitrail datasets NAME", style="dim"))
+        if out.width < WIDE and not all(row["available"] for row in rows):
+            show(Text(f"For the URLs, widen the window to {WIDE} columns or run vitrail datasets NAME", style="dim"))
     else:
-        show(_detail(rows[0], verified=get))
+        show(_detail(rows[0], verified=download))
 
 
-def _entry(name: str) -> DatasetInfo:
+def _dataset(name: str) -> DatasetInfo:
     from vitrail.data.sources.catalog import CATALOG
     from vitrail.data.sources.source_spec import canonical_name
 
     if found := canonical_name(name):
         return CATALOG[found]
-    raise NotFound(f"no data set {name!r} is known by name{nearest(name, CATALOG)}")
+    raise NotFound(f"no built-in data set {name!r}{nearest(name, CATALOG)}")
 
 
-def _row(entry: DatasetInfo, root: str | None) -> dict[str, Any]:
+def _row(dataset: DatasetInfo, root: str | None) -> dict[str, Any]:
     from vitrail.data.sources.builtin import find_dataset
 
-    place = find_dataset(entry, root) if entry.files else None
+    location = find_dataset(dataset, root) if dataset.files else None
     return {
-        "name": entry.name,
-        "title": entry.title,
-        "train": entry.split_sizes[0],
-        "test": entry.split_sizes[1],
-        "classes": list(entry.labels),
-        "image": list(entry.shape),
-        "here": not entry.files or place is not None,
-        "folder": str(place.folder) if place else None,
-        "layout": place.layout if place else None,
-        "download": entry.base_urls[0] if entry.base_urls else None,
-        "bytes": entry.size,
-        "digest": entry.digest or None,
+        "name": dataset.name,
+        "title": dataset.title,
+        "train": dataset.split_sizes[0],
+        "test": dataset.split_sizes[1],
+        "class_names": list(dataset.labels),
+        "image_shape": list(dataset.shape),
+        "available": not dataset.files or location is not None,
+        "folder": str(location.folder) if location else None,
+        "layout": location.layout if location else None,
+        "url": dataset.base_urls[0] if dataset.base_urls else None,
+        "download_bytes": dataset.size,
+        "sha256": dataset.digest or None,
     }
 
 
 def _listing(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("name", no_wrap=True)
-    for title in ("images", "classes", "size"):
+    for title in ("images", "classes", "image size"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("where", overflow="fold")
+    table.add_column("location", overflow="fold")
     for row in rows:
         images = f"{row['train'] + row['test']:,}"
-        table.add_row(row["name"], images, str(len(row["classes"])), _size(row), _where(row, out.width >= WIDE))
+        location = _format_location(row, out.width >= WIDE)
+        table.add_row(row["name"], images, str(len(row["class_names"])), _format_size(row), location)
     return table
 
 
@@ -96,30 +99,30 @@ def _detail(row: dict[str, Any], verified: bool) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("name", f"{row['name']}: {row['title']}")
-    table.add_row("images", f"{row['train']:,} to learn from, {row['test']:,} to test on")
-    table.add_row("size", f"{_size(row)}, {'gray' if row['image'][2] == 1 else 'color'}")
-    table.add_row("classes", Text(f"{len(row['classes'])}: {', '.join(row['classes'])}"))
-    table.add_row("where", _where(row, wide=True))
+    table.add_row("images", f"{row['train']:,} training, {row['test']:,} test")
+    table.add_row("image size", f"{_format_size(row)}, {'gray' if row['image_shape'][2] == 1 else 'color'}")
+    table.add_row("classes", Text(f"{len(row['class_names'])}: {', '.join(row['class_names'])}"))
+    table.add_row("location", _format_location(row, wide=True))
     if row["layout"]:
-        table.add_row("as", row["layout"])
-    if row["digest"]:
-        table.add_row("content", Text(f"sha256 {row['digest']}{' (verified)' if verified else ''}"))
-    elif row["bytes"]:
-        table.add_row("content", "no digest known; its files' published MD5 is checked when they are downloaded")
+        table.add_row("layout", row["layout"])
+    if row["sha256"]:
+        table.add_row("content", Text(f"sha256 {row['sha256']}{' (verified)' if verified else ''}"))
+    elif row["download_bytes"]:
+        table.add_row("content", "no digest known; the published MD5 of its files is checked after a download")
     return table
 
 
-def _size(row: dict[str, Any]) -> str:
-    height, width, _ = row["image"]
+def _format_size(row: dict[str, Any]) -> str:
+    height, width, _ = row["image_shape"]
     return f"{height} x {width}"
 
 
-def _where(row: dict[str, Any], wide: bool) -> Text:
+def _format_location(row: dict[str, Any], wide: bool) -> Text:
     from vitrail.data.sources.data_cache import display_path
 
     if row["folder"]:
         return Text(display_path(Path(row["folder"])))
-    if row["here"]:
+    if row["available"]:
         return Text("in scikit-learn")
-    origin = f" from {row['download']}" if wide else ""
-    return Text(f"would be downloaded{origin}, {row['bytes'] / 1e6:,.0f} MB", style="dim")
+    origin = f" from {row['url']}" if wide else ""
+    return Text(f"not here; download{origin}, {row['download_bytes'] / 1e6:,.0f} MB", style="dim")

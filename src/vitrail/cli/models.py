@@ -1,4 +1,4 @@
-"""`vitrail models`: what can be built and loaded."""
+"""`vitrail models`: list the models that can be created and loaded."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ if TYPE_CHECKING:
     Listed = Variant | Shipped
 
 WIDE = 100
-"""Columns from which whole hub ids fit beside the numbers."""
+"""Terminal width from which the list includes complete hub ids."""
 
 
 def models(
     pattern: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME|PATTERN]", help="A name, part of one, or a pattern such as 'ViT-*@384', ours or another's."
+            metavar="[NAME|PATTERN]",
+            help="A name, part of a name, or a pattern such as 'ViT-*@384'; other libraries' names work too.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the models: parameters, FLOPs, public weights, and what each family was checked against.
+    """List the models: parameters, FLOPs, public weights, and what each family was compared with.
 
-    One model's own name shows its settings, and what other libraries call it.
+    The name of a single model also shows its settings and its names in other libraries.
     """
     with err.status("counting parameters"):
         from vitrail.models.families import FAMILIES
@@ -56,10 +57,10 @@ def models(
     show(_sizes(rows, wide))
     if not wide:
         out.print(
-            f"The hub id of each: in a window of {WIDE} columns, or vitrail models {rows[0]['name']}", style="dim"
+            f"For the hub ids, widen the window to {WIDE} columns or run vitrail models {rows[0]['name']}", style="dim"
         )
     for model in (m for m in chosen if m.name in SHIPPED):
-        out.print(f"{model.name} ships with vitrail, and is what commands use without --model", style="dim")
+        out.print(f"{model.name} ships with vitrail; commands use it without --model", style="dim")
     out.print()
     show(_families(families))
     if len(chosen) == 1:
@@ -68,7 +69,7 @@ def models(
 
 
 def _matching(pattern: str | None) -> list[Listed]:
-    """All, the one of this name, those that fit the pattern, or those with this in their name."""
+    """All models, the one with this name, those that match the pattern, or those whose name contains it."""
     from vitrail.models.published import VARIANTS
     from vitrail.models.variants import find
     from vitrail.weights.shipped import SHIPPED
@@ -82,7 +83,7 @@ def _matching(pattern: str | None) -> list[Listed]:
     chosen = [v for v in known if any(fnmatch.fnmatchcase(n.lower(), wild) for n in _names(v))]
     if not chosen:
         near = difflib.get_close_matches(pattern, sorted(n for v in known for n in _names(v)), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`vitrail models` lists all."
+        hint = f"did you mean {near[0]!r}?" if near else "`vitrail models` lists all models."
         raise NotFound(f"no model matches {pattern!r}; {hint}")
     return chosen
 
@@ -115,7 +116,7 @@ def _row(listed: Listed) -> dict[str, Any]:
 
 
 def _sizes(rows: list[dict[str, Any]], wide: bool) -> Table:
-    """In a narrow window the weights column says only whose they are."""
+    """In a narrow window, the weights column shows only their publisher."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("model", no_wrap=True)
     for title in ("parameters", "GFLOPs", "image"):
@@ -130,7 +131,7 @@ def _sizes(rows: list[dict[str, Any]], wide: bool) -> Table:
 
 
 def _families(families: dict[str, Family]) -> Table:
-    table = Table("family", "what", "checked against", box=None, header_style="bold", pad_edge=False)
+    table = Table("family", "description", "compared with", box=None, header_style="bold", pad_edge=False)
     for name, family in families.items():
         table.add_row(
             name, Text(family.title), Text(family.checked) if family.checked else Text("not yet", style="yellow")
@@ -139,7 +140,7 @@ def _families(families: dict[str, Family]) -> Table:
 
 
 def _detail(listed: Listed) -> Table:
-    """What others call it, and every setting."""
+    """The model's names in other libraries, and all its settings."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -148,11 +149,11 @@ def _detail(listed: Listed) -> Table:
     return table
 
 
-def _settings(values: dict[str, Any], before: str = "") -> Iterator[str]:
-    """`key=value` as overrides are written: no spaces, so that lines break between them."""
+def _settings(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """`key=value` as in overrides, without spaces, so that lines break between settings."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _settings(value, f"{before}{name}.")
+            yield from _settings(value, f"{prefix}{name}.")
         else:
-            spelled = str(value).lower() if isinstance(value, bool) or value is None else str(value).replace(" ", "")
-            yield f"{before}{name}={spelled}"
+            text = str(value).lower() if isinstance(value, bool) or value is None else str(value).replace(" ", "")
+            yield f"{prefix}{name}={text}"

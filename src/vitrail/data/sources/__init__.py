@@ -1,14 +1,15 @@
-"""Sources of labeled images, all behind one protocol: `open_data(config)`.
+"""Data sources: labeled images behind one protocol, `Source`. `open_data(config)` opens any of them.
 
-folder.py      one folder for each class
-table.py       CSV, TSV, Parquet (parquet.py: images inside it)
-shards.py      tar files in WebDataset's layout, through an index (tar.py, index.py, remote.py)
-stream.py      the same without an index; promises less
-hub.py         data sets on the Hugging Face hub
-builtin.py     data sets by name (catalog.py, layouts.py, content.py, download.py)
+source_spec.py      parses `--data`: folder:, table:, shards:, stream:, hf:, a built-in name or a path
+source_factory.py   opens the source and chooses its training, validation and test splits
+holdout.py          holds out a fraction of the training images where a source has no validation split
 
-spec.py        which of them a name means
-split.py       what is held out of them, where they have nothing of their own to measure on
+folder.py           one folder per class
+table.py            CSV, TSV or Parquet (parquet.py: images stored inside Parquet files)
+shards.py           tar files in the WebDataset layout, with an index (shard_index.py, tar.py, remote.py)
+stream.py           the same tar files read sequentially, without an index
+hub.py              data sets on the Hugging Face hub
+builtin.py          data sets by name (catalog.py, layouts.py, decoded_cache.py, download.py)
 """
 
 from vitrail.data.sources.base import Sample, Source, SourceSplits, Splits, Targets

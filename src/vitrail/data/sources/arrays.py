@@ -1,4 +1,4 @@
-"""Images that are decoded already and all of one size."""
+"""Decoded images of one size, in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.data.sources.base import Sample
 
 
 class ArraySource:
-    """Pixels and class numbers in memory; keys count the images: `train/00017`."""
+    """Pixels and class indices as arrays; keys are the split and the index, `train/00017`."""
 
     multi_label = False
     blocks = None
@@ -20,13 +20,13 @@ class ArraySource:
     def __init__(
         self,
         name: str,
-        part: str,
+        split: str,
         pixels: npt.NDArray[np.uint8],  # N H W C
         targets: npt.ArrayLike,
         labels: Sequence[str],
     ) -> None:
         self.name = name
-        self.split = part
+        self.split = split
         self.pixels: npt.NDArray[np.uint8] = pixels
         self.targets = np.asarray(targets, np.int64)
         self.labels = tuple(labels)
@@ -40,7 +40,7 @@ class ArraySource:
     def key(self, index: int) -> str:
         return f"{self.split}/{index:05d}"
 
-    def update_hash(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
-        """Feed what these keys are made of to a hash of hashlib's."""
+    def update_hash(self, hasher: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+        """Update a hashlib object with the split and indices of these samples (None: all)."""
         numbers = np.arange(len(self)) if indices is None else indices
-        found.update(f"{self.split}/".encode() + numbers.astype("<i8").tobytes())
+        hasher.update(f"{self.split}/".encode() + numbers.astype("<i8").tobytes())

@@ -1,4 +1,4 @@
-"""What every source of labeled images offers, and how one is split."""
+"""The `Source` protocol, samples, and train / validation / test splits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy.typing as npt
 from vitrail.data.decode import ImageLike
 
 Targets = npt.NDArray[np.int64] | npt.NDArray[np.bool_]
-"""N class numbers (-1: no label), or N K yes and no where images have several labels."""
+"""N class indices (-1: no label), or N x K booleans for multi-label data."""
 
-_JOINED = "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 j2k jxl tga"
-IMAGE_EXTENSIONS = frozenset(f".{ending}" for ending in _JOINED.split())
-"""How the names of image files end, in lower case."""
+_EXTENSIONS = "jpg jpeg jpe jfif png webp bmp gif tif tiff ppm pgm pbm pnm avif heic heif jp2 j2k jxl tga"
+IMAGE_EXTENSIONS = frozenset(f".{extension}" for extension in _EXTENSIONS.split())
+"""File extensions of images, in lower case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,78 +24,81 @@ class Sample:
     """One labeled image, not yet decoded."""
 
     key: str
-    """Its name in its source: stable, unique, for people (a relative path, a row, a tar member)."""
+    """Unique, stable, readable name within the source: a relative path, a row or a tar member."""
     image: ImageLike
     target: int | tuple[int, ...]
-    """The class's number, -1 for none; or the numbers of all its classes."""
+    """Class index, -1 for no label; for multi-label data, the indices of all its classes."""
 
 
 class Source(Protocol):
-    """Any number of labeled images, each of which can be reached by its number.
+    """A map-style data set of labeled images.
 
-    Sources are picklable (they travel to worker processes) and may be read by several threads.
+    Sources are picklable (worker processes receive a copy) and thread-safe for reading.
     """
 
     name: str
-    """What people call it."""
+    """Display name."""
     labels: tuple[str, ...]
-    """Names of the classes, in order."""
+    """Class names, in order."""
     multi_label: bool
-    """Whether an image may have several labels, or none."""
+    """Whether an image may have any number of labels, including none."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
 
     def key(self, index: int) -> str:
-        """The sample's key, without reading it."""
+        """Return the sample's key without reading the sample."""
 
     @property
     def targets(self) -> Targets:
-        """All labels, without decoding anything."""
+        """Labels of all samples, without decoding any image."""
 
     @property
     def pixels(self) -> npt.NDArray[np.uint8] | None:
-        """N H W C, where everything is decoded and of one size already; else None."""
+        """All images as N H W C, if they are already decoded and of one size; else None."""
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
-        """Sizes of consecutive runs that are cheap to read together (tar shards); None: any order is as good."""
+        """Lengths of consecutive runs of samples that are cheap to read together, such as tar shards.
+
+        None: random access costs the same everywhere.
+        """
 
 
 @dataclass(frozen=True)
 class SourceSplits:
-    """What a source offers by itself, before anything is held out of it."""
+    """The splits that a source defines itself, before anything is held out."""
 
-    train: Any  # a Source, or a Stream; all of it, where the source has no parts
+    train: Any  # a Source or a ShardStream; the whole source if it defines no splits
     validation: Source | None = None
     test: Source | None = None
     notes: tuple[str, ...] = ()
     groups: Iterable[str] | None = None
-    """Names of the groups that the images of `train` belong to, where the data tell."""
+    """Group of each image of `train`, if the data states it; a group is never split."""
     stratify: bool = False
-    """Nothing is ever added to it: what is held out is an exact share of each class."""
+    """Hold out an exact fraction of each class; for data sets that never change."""
 
     @property
     def has_eval_split(self) -> bool:
-        """Whether it has images of its own to measure on."""
+        """Whether the source defines a validation or a test split."""
         return self.validation is not None or self.test is not None
 
     @property
     def evaluation_source(self) -> Source:
-        """What an evaluation reads: the test part, else the validation part, else everything."""
-        return next((part for part in (self.test, self.validation) if part is not None), self.train)
+        """The split that an evaluation reads: test, else validation, else everything."""
+        return next((split for split in (self.test, self.validation) if split is not None), self.train)
 
 
 @dataclass(frozen=True)
 class Splits:
-    """One data set, ready to learn from."""
+    """The training, validation and test splits of a run."""
 
-    train: Any  # a Source, or a Stream
+    train: Any  # a Source or a ShardStream
     validation: Source
     test: Source | None = None
-    """Images for the final number; the same object as `validation` where that is all there is."""
+    """Images for the final score; the same object as `validation` if the source has no other split."""
     eval_split: str = "validation"
-    """What `validation` is: "validation" (its own split), "test" (there was no other) or "held out"."""
+    """Where `validation` comes from: "validation" (the source's split), "test" (its only other split) or "held out"."""
     notes: tuple[str, ...] = field(default=())
-    """What was chosen or found: said aloud."""
+    """Remarks about what was chosen or found; they are logged."""

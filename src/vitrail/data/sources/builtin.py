@@ -1,7 +1,7 @@
-"""Data sets by name: found where they are, downloaded where they are not.
+"""Built-in data sets by name: found on this machine, or downloaded.
 
-Looked for in the folder the user names, in the cache, in the system's own folder for data sets, in
-any layout of layouts.py; what is found is held against the catalog's digest of the content.
+They are searched in the folder given with root=, in the cache and in the system's folder for data
+sets, in any layout of layouts.py. Their content is verified against the digest in the catalog.
 """
 
 from __future__ import annotations
@@ -23,148 +23,148 @@ from vitrail.data.sources.layouts import SLOW_LAYOUTS, LabeledPixels, detect_lay
 from vitrail.errors import DataError, NotFound
 
 DIGITS_TEST_FRACTION = 0.2
-"""Share of scikit-learn's digits that is the test part."""
+"""Fraction of scikit-learn's digits in the test split."""
 
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """Where a data set lies, and how."""
+    """The folder of a data set on disk, and the layout of its files."""
 
     folder: Path
     layout: str
     unambiguous: bool = True
-    """Whether it is told from others by the names of its files and folder."""
+    """Whether the names of the files and the folder identify the data set."""
 
 
 def open_builtin(name: str, config: DataConfig) -> SourceSplits:
-    """A data set of the catalog: its train part and its test part."""
-    entry = CATALOG[name]
-    parts, notes = _load_or_download(entry, config.root)
-    order = _class_order(entry, config.class_names)
+    """Open the training and test splits of a data set in the catalog."""
+    dataset = CATALOG[name]
+    splits, notes = _load_or_download(dataset, config.root)
+    order = _class_order(dataset, config.class_names)
     sources = {
-        part: ArraySource(name, part, pixels, order[targets], config.class_names or entry.labels)
-        for part, (pixels, targets) in parts.items()
+        split: ArraySource(name, split, pixels, order[targets], config.class_names or dataset.labels)
+        for split, (pixels, targets) in splits.items()
     }
     return SourceSplits(sources["train"], None, sources["test"], tuple(notes), stratify=True)
 
 
-def find_dataset(entry: DatasetInfo, root: str | None = None) -> DatasetLocation | None:
-    """Where a data set lies on this machine; None: nowhere."""
-    for place in _candidates(entry, root):
-        if not place.unambiguous:  # several data sets have files of these names
+def find_dataset(dataset: DatasetInfo, root: str | None = None) -> DatasetLocation | None:
+    """Where a data set is on this machine; None if it is not there."""
+    for location in _candidates(dataset, root):
+        if not location.unambiguous:  # several data sets have files with these names
             try:
-                if _read_verified(entry, place) is None:
+                if _read_verified(dataset, location) is None:
                     continue
             except DataError:
                 continue
-        return place
+        return location
     return None
 
 
-def ensure_available(entry: DatasetInfo, root: str | None = None) -> None:
-    """Find a data set, or download it into the cache; its content is verified either way."""
-    _load_or_download(entry, root)
+def ensure_available(dataset: DatasetInfo, root: str | None = None) -> None:
+    """Find a data set or download it to the cache, and verify its content."""
+    _load_or_download(dataset, root)
 
 
-def _candidates(entry: DatasetInfo, root: str | None) -> Iterator[DatasetLocation]:
-    """Every place that has files of the right names, best first."""
+def _candidates(dataset: DatasetInfo, root: str | None) -> Iterator[DatasetLocation]:
+    """Locations with files of the expected names, in the order of preference."""
     if root is not None:
         given = Path(root).expanduser()
         if not given.is_dir():
-            raise NotFound(f"there is no folder {given} to look for {entry.name} in (root=).")
-        yield from _candidates_in(given, entry)
-        if layout := detect_layout(given, entry):
+            raise NotFound(f"root={root} is not a folder; wanted one that contains {dataset.name}.")
+        yield from _candidates_in(given, dataset)
+        if layout := detect_layout(given, dataset):
             yield DatasetLocation(given, layout, unambiguous=layout != "IDX")
-    if decoded_cache.load(entry) is not None:
-        yield DatasetLocation(decoded_cache.decoded_dir(entry), decoded_cache.DECODED)
-    yield from _candidates_in(data_cache.cache_dir(), entry)
-    yield from _candidates_in(data_cache.SYSTEM_DIR, entry)
+    if decoded_cache.load(dataset) is not None:
+        yield DatasetLocation(decoded_cache.decoded_dir(dataset), decoded_cache.DECODED)
+    yield from _candidates_in(data_cache.cache_dir(), dataset)
+    yield from _candidates_in(data_cache.SYSTEM_DIR, dataset)
 
 
-def _candidates_in(above: Path, entry: DatasetInfo) -> Iterator[DatasetLocation]:
-    for folder in (above / entry.name, *(above / name for name in entry.folder_names)):
-        if layout := detect_layout(folder, entry):
+def _candidates_in(parent: Path, dataset: DatasetInfo) -> Iterator[DatasetLocation]:
+    for folder in (parent / dataset.name, *(parent / name for name in dataset.folder_names)):
+        if layout := detect_layout(folder, dataset):
             yield DatasetLocation(folder, layout)
 
 
-def _load_or_download(entry: DatasetInfo, root: str | None) -> tuple[dict[str, LabeledPixels], list[str]]:
-    """train and test, from wherever they are, and what to say about them."""
-    if entry.name == "digits":
-        return _digits(entry), []
-    for place in _candidates(entry, root):
-        if (found := _read_verified(entry, place)) is not None:
-            parts, sure = found
-            unsure = f"the content of {place.folder} could not be verified: no digest of {entry.name} is known"
-            return parts, [] if sure else [unsure]
-    found = _read_verified(entry, _download(entry), downloaded=True)
-    assert found is not None
-    return found[0], []
+def _load_or_download(dataset: DatasetInfo, root: str | None) -> tuple[dict[str, LabeledPixels], list[str]]:
+    """The train and test splits from the first location that has them, else downloaded; and notes."""
+    if dataset.name == "digits":
+        return _digits(dataset), []
+    for location in _candidates(dataset, root):
+        if (content := _read_verified(dataset, location)) is not None:
+            splits, verified = content
+            note = f"the content of {location.folder} could not be verified: no digest of {dataset.name} is known"
+            return splits, [] if verified else [note]
+    content = _read_verified(dataset, _download(dataset), downloaded=True)
+    assert content is not None
+    return content[0], []
 
 
 def _read_verified(
-    entry: DatasetInfo, place: DatasetLocation, downloaded: bool = False
+    dataset: DatasetInfo, location: DatasetLocation, downloaded: bool = False
 ) -> tuple[dict[str, LabeledPixels], bool] | None:
-    """The content, and whether it is known to be right; None where it is another data set in the same layout."""
-    if (
-        place.layout in (*SLOW_LAYOUTS, decoded_cache.DECODED)
-        and (kept := decoded_cache.load(entry, place.folder)) is not None
-    ):
-        return kept
-    parts = read_layout(place.folder, entry, place.layout)
-    found = decoded_cache.content_digest(parts)
-    if any(found == other.digest for other in CATALOG.values() if other is not entry):
+    """The content, and whether it was verified; None if it is another data set with the same layout."""
+    folder, layout = location.folder, location.layout
+    if layout in (*SLOW_LAYOUTS, decoded_cache.DECODED) and (cached := decoded_cache.load(dataset, folder)) is not None:
+        return cached
+    splits = read_layout(folder, dataset, layout)
+    digest = decoded_cache.content_digest(splits)
+    if any(digest == other.digest for other in CATALOG.values() if other is not dataset):
         return None
-    if entry.digest and found != entry.digest:
+    if dataset.digest and digest != dataset.digest:
         if downloaded:
-            for file in entry.files:
-                (place.folder / file.name).unlink(missing_ok=True)
-        gone = "it has been removed; try again" if downloaded else "remove it, or name another folder with root="
+            for file in dataset.files:
+                (folder / file.name).unlink(missing_ok=True)
+        hint = "it has been removed; try again" if downloaded else "remove it, or give another folder with root="
         raise DataError(
-            f"{place.folder} does not hold {entry.name} as it was published: the content's SHA-256 is {found[:12]}..., "
-            f"wanted {entry.digest[:12]}...; {gone}."
+            f"{folder} does not contain {dataset.name} as published: the SHA-256 of its content is {digest[:12]}..., "
+            f"wanted {dataset.digest[:12]}...; {hint}."
         )
-    sure = bool(entry.digest) or all(matches_md5(place.folder / file.name, file) for file in entry.files)
-    if place.layout in SLOW_LAYOUTS:
-        decoded_cache.store(entry, parts, found, place.folder, sure)
-    return parts, sure
+    verified = bool(dataset.digest) or all(matches_md5(folder / file.name, file) for file in dataset.files)
+    if layout in SLOW_LAYOUTS:
+        decoded_cache.store(dataset, splits, digest, folder, verified)
+    return splits, verified
 
 
-def _download(entry: DatasetInfo) -> DatasetLocation:
-    """Into the cache, from the data set's own addresses."""
-    folder = data_cache.cache_dir() / entry.name
+def _download(dataset: DatasetInfo) -> DatasetLocation:
+    """Download the published files to the cache."""
+    folder = data_cache.cache_dir() / dataset.name
     try:
-        for file in entry.files:
-            download(file, entry.base_urls, folder, verify=not entry.digest)
+        for file in dataset.files:
+            download(file, dataset.base_urls, folder, verify=not dataset.digest)
     except DownloadError as error:
-        names = ", ".join(file.name for file in entry.files)
-        debian = f" (on Debian and Ubuntu: apt install {entry.debian_package})" if entry.debian_package else ""
+        names = ", ".join(file.name for file in dataset.files)
+        debian = f" (on Debian and Ubuntu: apt install {dataset.debian_package})" if dataset.debian_package else ""
         raise NotFound(
-            f"{entry.name} is not on this machine and could not be downloaded ({error}); put {names} into "
-            f"{data_cache.display_path(folder)}, or name the folder that has them with root={debian}."
+            f"{dataset.name} is not on this machine and could not be downloaded ({error}); put {names} into "
+            f"{data_cache.display_path(folder)}, or give the folder that has them with root={debian}."
         ) from error
-    layout = detect_layout(folder, entry)
+    layout = detect_layout(folder, dataset)
     assert layout is not None
     return DatasetLocation(folder, layout)
 
 
-def _digits(entry: DatasetInfo) -> dict[str, LabeledPixels]:
-    """scikit-learn's 1,797 digits, 0 to 16 scaled to 0 to 255; the same fifth of each class is the test part."""
+def _digits(dataset: DatasetInfo) -> dict[str, LabeledPixels]:
+    """scikit-learn's 1,797 digits, scaled from 0..16 to 0..255; a fixed fifth of each class is the test split."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)[..., None]
-    targets = found.target.astype(np.int64)
-    tested = hold_out_stratified((f"digits/{i:05d}" for i in range(len(targets))), targets, DIGITS_TEST_FRACTION)
-    parts = {"train": (pixels[~tested], targets[~tested]), "test": (pixels[tested], targets[tested])}
-    if decoded_cache.content_digest(parts) != entry.digest:
-        raise DataError("scikit-learn's digits are not those that are known; try another version of it.")
-    return parts
+    digits = load_digits()
+    pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
+    targets = digits.target.astype(np.int64)
+    test = hold_out_stratified((f"digits/{i:05d}" for i in range(len(targets))), targets, DIGITS_TEST_FRACTION)
+    splits = {"train": (pixels[~test], targets[~test]), "test": (pixels[test], targets[test])}
+    if decoded_cache.content_digest(splits) != dataset.digest:
+        raise DataError("the digits in this version of scikit-learn are not the expected ones; try another version.")
+    return splits
 
 
-def _class_order(entry: DatasetInfo, classes: Sequence[str] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Our class numbers -> those of the classes in the order asked for."""
-    if classes is None or len(classes) != len(entry.labels) or set(classes) != set(entry.labels):
-        if classes is not None and len(classes) != len(entry.labels):
-            raise DataError(f"data.class_names gives {len(classes)}, and {entry.name} has {len(entry.labels)}.")
-        return np.arange(len(entry.labels))
-    return np.array([classes.index(label) for label in entry.labels])
+def _class_order(dataset: DatasetInfo, classes: Sequence[str] | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The data set's class indices -> indices into `classes`."""
+    if classes is None or len(classes) != len(dataset.labels) or set(classes) != set(dataset.labels):
+        if classes is not None and len(classes) != len(dataset.labels):
+            raise DataError(
+                f"data.class_names= gives {len(classes)} names, but {dataset.name} has {len(dataset.labels)} classes."
+            )
+        return np.arange(len(dataset.labels))
+    return np.array([classes.index(label) for label in dataset.labels])

@@ -1,8 +1,7 @@
-"""The data sets that are known by name: what they hold, where they come from, how they are recognized.
+"""The built-in data sets: content, download URLs, checksums and usual folder names.
 
-`digest` is over the decoded content (content.py), so that files verify in any layout and however
-they are compressed. Those without one could not be had where this was written; the published MD5 of
-their files is checked when they are downloaded.
+`digest` is a hash of the decoded content (decoded_cache.py), so files are verified in any layout and
+compression. For data sets without a digest, the published MD5 of the files is checked after a download.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FASHION = (
 )
 KUZUSHIJI = ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo")
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_HUNDRED = """
+_CIFAR100_NAMES = """
     apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
     caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
     flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
@@ -33,12 +32,12 @@ _HUNDRED = """
     squirrel streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
     wardrobe whale willow_tree wolf woman worm
 """
-CIFAR100 = tuple(_HUNDRED.split())
+CIFAR100 = tuple(_CIFAR100_NAMES.split())
 
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """One file to download."""
+    """A file to download."""
 
     name: str
     size: int
@@ -47,7 +46,7 @@ class PublishedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetInfo:
-    """One data set."""
+    """A built-in data set."""
 
     name: str
     title: str
@@ -55,15 +54,16 @@ class DatasetInfo:
     shape: tuple[int, int, int]
     """Height, width, channels."""
     split_sizes: tuple[int, int]
-    """Images to learn from, and to test on."""
+    """Number of training and test images."""
     files: tuple[PublishedFile, ...] = ()
     base_urls: tuple[str, ...] = ()
-    """Where the files are, best first."""
+    """Prefixes of the files' URLs, in the order of preference."""
     digest: str = ""
+    """SHA-256 of the content (`decoded_cache.content_digest`); empty if unknown."""
     folder_names: tuple[str, ...] = ()
-    """What else its folder is called, inside another one."""
+    """Other usual names of its folder."""
     debian_package: str = ""
-    """Debian's package of it."""
+    """Name of the Debian package, if there is one."""
 
     @property
     def size(self) -> int:

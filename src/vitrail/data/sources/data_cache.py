@@ -1,4 +1,4 @@
-"""Where data lie on this machine."""
+"""The cache folder for data sets, and atomic writes into it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import IO, Any
 
 SYSTEM_DIR = Path("/usr/share/datasets")
-"""Where Debian's packages put data sets."""
+"""Folder of the data sets that Debian packages install."""
 
 
 def cache_dir() -> Path:
-    """$VITRAIL_DATA, else vitrail/data in the user's cache folder."""
+    """$VITRAIL_DATA, else `vitrail/data` in the user's cache folder."""
     if given := os.environ.get("VITRAIL_DATA"):
         return Path(given).expanduser()
     if sys.platform == "win32":
@@ -28,13 +28,13 @@ def cache_dir() -> Path:
 
 
 def display_path(path: Path) -> str:
-    """With ~ for the home folder, as people write it."""
+    """The path as text, with ~ for the home folder."""
     home = Path.home()
     return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) and path != home else str(path)
 
 
 def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Fill a file beside its place and rename it: nobody ever sees a part of it."""
+    """Write to a temporary file in the same folder and rename it, so that a partial file is never visible."""
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with new.open("wb") as file:

@@ -1,4 +1,4 @@
-"""What a data set holds, as one number, and a decoded copy of it where decoding takes long."""
+"""A digest of a data set's content, and a cache of decoded data sets that are slow to decode."""
 
 from __future__ import annotations
 
@@ -19,55 +19,58 @@ METADATA_FILE = "content.json"
 DECODED = "decoded"
 
 
-def content_digest(parts: dict[str, LabeledPixels]) -> str:
-    """SHA-256 over every image's pixels and label, whatever the order of the images and their encoding.
+def content_digest(splits: dict[str, LabeledPixels]) -> str:
+    """SHA-256 of all pixels and labels, independent of the order of the images and of their encoding.
 
-    Of each image the SHA-256 of its label (two bytes, the smaller first) and its pixels (H W C);
-    of each part, train before test, its name, its shape and the sorted digests of its images.
+    It covers, for each split (train before test), the name, the shape, and the sorted SHA-256 of
+    every image: its label (two bytes, little-endian), then its pixels (H W C).
     """
-    whole = hashlib.sha256()
-    for part in sorted(parts, reverse=True):
-        pixels, targets = parts[part]
-        whole.update(f"{part} {pixels.shape}".encode())
+    hasher = hashlib.sha256()
+    for split in sorted(splits, reverse=True):
+        pixels, targets = splits[split]
+        hasher.update(f"{split} {pixels.shape}".encode())
         labels = targets.astype("<u2").tobytes()
         rows = np.ascontiguousarray(pixels).reshape(len(pixels), -1)
-        each = [hashlib.sha256(labels[2 * i : 2 * i + 2] + row.data).digest() for i, row in enumerate(rows)]
-        for one in sorted(each):
-            whole.update(one)
-    return whole.hexdigest()
+        digests = [hashlib.sha256(labels[2 * i : 2 * i + 2] + row.data).digest() for i, row in enumerate(rows)]
+        for digest in sorted(digests):
+            hasher.update(digest)
+    return hasher.hexdigest()
 
 
-def decoded_dir(entry: DatasetInfo) -> Path:
-    return data_cache.cache_dir() / entry.name / DECODED
+def decoded_dir(dataset: DatasetInfo) -> Path:
+    return data_cache.cache_dir() / dataset.name / DECODED
 
 
-def store(entry: DatasetInfo, parts: dict[str, LabeledPixels], found: str, origin: Path, sure: bool) -> None:
-    """Put a decoded copy into the cache; where that cannot be written, do without."""
-    home = decoded_dir(entry)
-    facts = {"digest": found, "from": str(origin), "sure": sure}
+def store(dataset: DatasetInfo, splits: dict[str, LabeledPixels], digest: str, origin: Path, verified: bool) -> None:
+    """Write a decoded copy to the cache, unless the cache is not writable."""
+    folder = decoded_dir(dataset)
+    metadata = {"digest": digest, "origin": str(origin), "verified": verified}
     with contextlib.suppress(OSError):
-        home.mkdir(parents=True, exist_ok=True)
-        (home / METADATA_FILE).unlink(missing_ok=True)  # until all of it is there, none of it counts
-        for part, (pixels, targets) in parts.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / METADATA_FILE).unlink(missing_ok=True)  # written last: its presence marks a complete copy
+        for split, (pixels, targets) in splits.items():
             for kind, array in (("pixels", pixels), ("targets", targets)):
-                data_cache.write_atomic(home / f"{part}-{kind}.npy", partial(_save, array))
-        data_cache.write_atomic(home / METADATA_FILE, lambda file: file.write(json.dumps(facts).encode()))
+                data_cache.write_atomic(folder / f"{split}-{kind}.npy", partial(_save, array))
+        data_cache.write_atomic(folder / METADATA_FILE, lambda file: file.write(json.dumps(metadata).encode()))
 
 
-def load(entry: DatasetInfo, origin: Path | None = None) -> tuple[dict[str, LabeledPixels], bool] | None:
-    """The decoded copy, mapped into memory, and whether it was verified; None where there is none of that."""
-    home = decoded_dir(entry)
+def load(dataset: DatasetInfo, origin: Path | None = None) -> tuple[dict[str, LabeledPixels], bool] | None:
+    """The memory-mapped decoded copy, and whether its content was verified; None if there is no valid copy.
+
+    origin: for a data set without a published digest, the folder that the copy must have been made from.
+    """
+    folder = decoded_dir(dataset)
     try:
-        facts = json.loads((home / METADATA_FILE).read_text())
-        if entry.digest and facts["digest"] != entry.digest:
+        metadata = json.loads((folder / METADATA_FILE).read_text())
+        if dataset.digest and metadata["digest"] != dataset.digest:
             return None
-        if not entry.digest and origin not in (None, home) and facts["from"] != str(origin):
+        if not dataset.digest and origin not in (None, folder) and metadata["origin"] != str(origin):
             return None
-        parts = {
-            part: (np.load(home / f"{part}-pixels.npy", mmap_mode="r"), np.load(home / f"{part}-targets.npy"))
-            for part in ("train", "test")
+        splits = {
+            split: (np.load(folder / f"{split}-pixels.npy", mmap_mode="r"), np.load(folder / f"{split}-targets.npy"))
+            for split in ("train", "test")
         }
-        return parts, bool(facts["sure"])
+        return splits, bool(metadata["verified"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

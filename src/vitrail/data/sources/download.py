@@ -1,7 +1,7 @@
-"""Files from the addresses of the data sets themselves: with a bar, in one piece, once.
+"""Download the published files of built-in data sets, with a progress bar.
 
-What has arrived of a broken transfer stays beside the place (`.part`) and is continued where the
-server can; several processes that want one file wait for the first.
+An interrupted download leaves a `.part` file and is resumed if the server supports it. If several
+processes need the same file, one downloads it and the others wait.
 """
 
 from __future__ import annotations
@@ -17,93 +17,91 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from vitrail.data.sources import progress
 from vitrail.data.sources.catalog import PublishedFile
+from vitrail.data.sources.progress import progress_bar
 from vitrail.errors import DataError
 
 CHUNK_BYTES = 1 << 18
 TIMEOUT_S = 30.0
-"""Seconds without a byte before a server is given up."""
+"""Seconds without data before a connection is closed."""
 
 
 class DownloadError(DataError):
-    """No address had the file."""
+    """No URL delivered the file."""
 
 
-def download(file: PublishedFile, addresses: Sequence[str], folder: Path, verify: bool) -> Path:
-    """The file in the folder, downloaded where it is not there; `check` compares its MD5 with the published one."""
+def download(file: PublishedFile, base_urls: Sequence[str], folder: Path, verify: bool) -> Path:
+    """Download a file to a folder, unless it is there; `verify` compares its MD5 with the published one."""
     target = folder / file.name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / f".{file.name}.lock"):
             if not target.exists():
-                _download_from_any(file, addresses, target, verify)
+                _download_from_any(file, base_urls, target, verify)
     except (OSError, NotImplementedError) as error:
-        raise DataError(f"{file.name} could not be stored in {folder}: {error}.") from error
+        raise DataError(f"cannot write {file.name} to {folder}: {error}.") from error
     return target
 
 
-def _download_from_any(file: PublishedFile, addresses: Sequence[str], target: Path, check: bool) -> None:
-    """Try each address in turn, and again while it brings something, going on where the last one broke off."""
+def _download_from_any(file: PublishedFile, base_urls: Sequence[str], target: Path, verify: bool) -> None:
+    """Try each URL, as long as it delivers data; every attempt resumes the previous one."""
     part = target.with_name(f"{target.name}.part")
     reasons = []
-    for address in addresses:
+    for base_url in base_urls:
         before = -1
         while _size(part) > before:
             before = _size(part)
             try:
-                _transfer(f"{address}{file.name}", part, file.size)
-                if check and (found := _md5(part)) != file.md5:
-                    raise _WrongContent(f"its MD5 is {found}, wanted {file.md5}")
+                _transfer(f"{base_url}{file.name}", part, file.size)
+                if verify and (md5 := _md5(part)) != file.md5:
+                    raise _WrongContent(f"its MD5 is {md5}, wanted {file.md5}")
                 os.replace(part, target)
                 return
             except _WrongContent as error:
-                part.unlink(missing_ok=True)  # nothing to go on from
+                part.unlink(missing_ok=True)  # cannot be resumed
                 reason: object = error
             except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
                 reason = getattr(error, "reason", None) or error
-        reasons.append(f"{address}: {str(reason) or type(reason).__name__}")
+        reasons.append(f"{base_url}: {str(reason) or type(reason).__name__}")
     raise DownloadError("; ".join(reasons))
 
 
 class _WrongContent(Exception):
-    """What arrived is not what was asked for."""
+    """The downloaded bytes are not those of the published file."""
 
 
 def _transfer(url: str, part: Path, size: int) -> None:
-    """Bytes into the .part file, from where it ends if the server can."""
-    there = _size(part)
-    headers = {"User-Agent": "vitrail"} | ({"Range": f"bytes={there}-"} if there else {})
+    """Append to the .part file if the server supports ranges, else write it from the start."""
+    received = _size(part)
+    headers = {"User-Agent": "vitrail"} | ({"Range": f"bytes={received}-"} if received else {})
     request = urllib.request.Request(url, headers=headers)
     try:
-        answer = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        response = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # more is there than the file has
+        if error.code != 416:  # range not satisfiable: the .part file is too long
             raise
         error.close()
         part.unlink(missing_ok=True)
-        raise _WrongContent(f"{there:,} bytes were here already, more than the file has") from None
-    with contextlib.closing(answer):
-        goes_on = answer.status == 206
-        there = there if goes_on else 0
-        length = answer.headers.get("Content-Length")
-        total = there + int(length) if length else None
+        raise _WrongContent(f"the partial download of {received:,} bytes is longer than the file") from None
+    with contextlib.closing(response):
+        resumed = response.status == 206
+        received = received if resumed else 0
+        length = response.headers.get("Content-Length")
+        total = received + int(length) if length else None
         with (
-            part.open("ab" if goes_on else "wb") as out,
-            progress.progress_bar(
-                f"downloading {url.rpartition('/')[2]}", total or size, there, in_bytes=True
-            ) as advance,
+            part.open("ab" if resumed else "wb") as out,
+            progress_bar(f"downloading {url.rpartition('/')[2]}", total or size, received, in_bytes=True) as advance,
         ):
-            while piece := answer.read(CHUNK_BYTES):
-                out.write(piece)
-                there += len(piece)
-                advance(len(piece))
-    if total is not None and there < total:
-        raise ConnectionError(f"broke off after {there:,} of {total:,} bytes")
+            while chunk := response.read(CHUNK_BYTES):
+                out.write(chunk)
+                received += len(chunk)
+                advance(len(chunk))
+    if total is not None and received < total:
+        raise ConnectionError(f"interrupted after {received:,} of {total:,} bytes")
 
 
 def matches_md5(path: Path, file: PublishedFile) -> bool:
-    """Whether this is the published file, by its MD5."""
+    """Whether the file at `path` has the published size and MD5."""
     return _size(path) == file.size and _md5(path) == file.md5
 
 

@@ -1,7 +1,7 @@
-"""Images that are both learned from and measured on, byte for byte.
+"""Find image files that occur, byte for byte, both in the training split and in another.
 
-Cheap for the many that are not: all files are asked for their size, only those of equal size are
-opened, only those whose middles agree are read whole.
+All files are compared by size; only files of equal size are opened, and only those with the same
+bytes in the middle are read completely.
 """
 
 from __future__ import annotations
@@ -17,52 +17,52 @@ from vitrail.data.sources.subset import Subset
 from vitrail.data.sources.table import PathSource
 
 MAX_COMPARED = 200_000
-"""So many images are compared without being asked; on a slow disk each costs a look."""
+"""Images in both splits together; more are not compared, because each costs a `stat` call."""
 MAX_EXAMPLES = 3
 MIDDLE_BYTES = 64
-"""Bytes from the middle of a file, where images differ; their beginnings are alike."""
+"""Bytes compared in the middle of a file; the headers of images are often equal."""
 
 
-def describe_duplicates(learned: Source, measured: Source) -> list[str]:
-    """What to say of images that are in both, with examples."""
-    ours, theirs = _files(learned), _files(measured)
-    if ours is None or theirs is None:
+def describe_duplicates(train: Source, other: Source) -> list[str]:
+    """Notes about images that are in both splits, with examples."""
+    train_files, other_files = _files(train), _files(other)
+    if train_files is None or other_files is None:
         return []
-    if len(learned) + len(measured) > MAX_COMPARED:
-        return [f"not compared byte for byte: more than {MAX_COMPARED:,} images"]
-    pairs = find_duplicates(ours, theirs)
+    if len(train) + len(other) > MAX_COMPARED:
+        return [f"not searched for duplicates: more than {MAX_COMPARED:,} images"]
+    pairs = find_duplicates(train_files, other_files)
     if not pairs:
         return []
     examples = ", ".join(f"{b} = {a}" for a, b in pairs[:MAX_EXAMPLES]) + (", ..." if len(pairs) > MAX_EXAMPLES else "")
-    what = "image that is measured on is" if len(pairs) == 1 else "images that are measured on are"
-    return [f"{len(pairs):,} {what} learned from too, byte for byte: {examples}"]
+    count = "1 validation or test image is" if len(pairs) == 1 else f"{len(pairs):,} validation or test images are"
+    return [f"{count} also in the training data, byte for byte: {examples}"]
 
 
-def find_duplicates(learned: Iterable[tuple[str, str]], measured: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """(key of one that is learned from, key of the same that is measured on), once for each of the latter."""
+def find_duplicates(train: Iterable[tuple[str, str]], other: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    """(key in train, key in other) of equal files, given (key, path) pairs; at most one pair for each key of other."""
     by_size: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    for key, file in measured:
+    for key, file in other:
         if size := _size(file):
             by_size[size].append((key, file))
-    rivals: dict[int, list[tuple[str, str]]] = defaultdict(list)
-    for key, file in learned:
+    candidates: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for key, file in train:
         if (size := _size(file)) in by_size:
-            rivals[size].append((key, file))
+            candidates[size].append((key, file))
     pairs = []
-    for size, ours in rivals.items():
-        middles = defaultdict(list)
-        for key, file in ours:
-            middles[_middle(file, size)].append((key, file))
+    for size, same_size in candidates.items():
+        by_middle = defaultdict(list)
+        for key, file in same_size:
+            by_middle[_middle(file, size)].append((key, file))
         for key, file in by_size[size]:
-            if alike := middles.get(_middle(file, size)):
-                whole = _digest(file)
-                same = next((k for k, f in alike if _digest(f) == whole), None) if whole else None
+            if same_middle := by_middle.get(_middle(file, size)):
+                digest = _digest(file)
+                same = next((k for k, f in same_middle if _digest(f) == digest), None) if digest else None
                 pairs += [(same, key)] if same is not None else []
     return sorted(pairs, key=lambda pair: pair[1])
 
 
 def _files(source: Source) -> Iterator[tuple[str, str]] | None:
-    """Key and file of each image; None where the images are no files."""
+    """(key, path) of each image; None if the images are not files."""
     indices: Iterable[int] = range(len(source))
     whole = source
     while isinstance(whole, Subset):
@@ -79,7 +79,7 @@ def _files(source: Source) -> Iterator[tuple[str, str]] | None:
 
 
 def _size(file: str) -> int:
-    """0 for what cannot be looked at; that is somebody else's to report."""
+    """0 if the file cannot be accessed; the decoder reports it later."""
     try:
         return os.stat(file).st_size
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""A folder of images, one folder for each class; or, where no labels are wanted, images anywhere below it.
+"""A folder of images with one subfolder per class; without labels, images anywhere below the folder.
 
-`train/`, `val/` (`valid/`, `validation/`) and `test/` inside it are the data's own parts. Folders
-inside a class's folder belong to the class. What is hidden is not looked at; what is no image by
-its name, and a class without images, is left out and said.
+`train/`, `val/` (`valid/`, `validation/`) and `test/` subfolders are splits. Images in nested
+folders belong to the class of the outermost one. Hidden files are ignored. Files without an image
+extension and classes without images are skipped, with a note.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SPLIT_NAMES = {
     "test": "test",
     "testing": "test",
 }
-"""What people call a part -> which one it is."""
+"""Usual names of splits -> train, validation or test."""
 MAX_EXAMPLES = 3
-"""So many examples are named in a note."""
+"""Names listed in a note."""
 
 
 class FolderSource:
-    """Images as files; the key is the path from the folder on."""
+    """Image files; the key is the path relative to the folder."""
 
     multi_label = False
     pixels = None
@@ -65,14 +65,14 @@ class FolderSource:
 
 @dataclass
 class FolderScan:
-    """What lies in one folder of class folders."""
+    """The contents of one folder of class folders."""
 
     classes: dict[str, list[str]] = field(default_factory=dict)
-    """Paths of each class's images, from the data's root on."""
+    """Class -> paths of its images, relative to the root of the data."""
     non_images: list[str] = field(default_factory=list)
-    """Files that are no images by their names."""
+    """Files without an image extension."""
     unclassified: list[str] = field(default_factory=list)
-    """Images that are in no class's folder."""
+    """Images that are not in a class folder."""
 
     @property
     def empty_classes(self) -> list[str]:
@@ -80,63 +80,61 @@ class FolderScan:
 
     @property
     def nonempty_classes(self) -> set[str]:
-        """Classes with images."""
         return {name for name, paths in self.classes.items() if paths}
 
 
 def open_folder(path: Path, config: DataConfig, *, require_labels: bool = True) -> SourceSplits:
-    """The parts of a folder of class folders; without `labeled` also of one that has none."""
+    """Open the splits of a folder of class folders; if not require_labels, also a folder without any."""
     if not path.is_dir():
-        raise NotFound(f"there is no folder {path}" + (", it is a file." if path.exists() else "."))
-    path = Path(os.path.abspath(path))  # a program may change its folder; links stay what they are
+        raise NotFound(f"{path} is a file, wanted a folder." if path.exists() else f"no folder {path}.")
+    path = Path(os.path.abspath(path))  # the working directory may change; symbolic links are not resolved
     layout = detect_splits(path, require_labels)
-    found = {part: scan(path, folder) for part, folder in layout.items()} or {"train": scan(path, "")}
-    if require_labels or _all_classified(found, config.class_names):
-        labels, notes = _resolve_labels(path, found, config.class_names)
+    scans = {split: scan(path, folder) for split, folder in layout.items()} or {"train": scan(path, "")}
+    if require_labels or _all_classified(scans, config.class_names):
+        labels, notes = _resolve_labels(path, scans, config.class_names)
     else:
-        found = {part: _as_unlabeled(here, layout.get(part, "")) for part, here in found.items()}
+        scans = {split: _as_unlabeled(found, layout.get(split, "")) for split, found in scans.items()}
         labels, notes = (), ["the images have no labels"]
-        if not found["train"].nonempty_classes:
-            raise DataError(f"{path / layout.get('train', '')} holds no images.")
+        if not scans["train"].nonempty_classes:
+            raise DataError(f"{path / layout.get('train', '')} contains no images.")
     sources = {}
-    for part, here in found.items():
-        where = layout.get(part, "")
-        notes += _notes(here, where)
-        if any(here.classes.values()):
-            sources[part] = _source(path, where, here, labels)
+    for split, found in scans.items():
+        folder = layout.get(split, "")
+        notes += _notes(found, folder)
+        if any(found.classes.values()):
+            sources[split] = _source(path, folder, found, labels)
     if layout:
         others = [e.name for e in _subfolders(path) if e.name not in layout.values()]
         if others:
-            notes.append(f"{_format_examples(others, 'folder')} beside {layout['train']}/ left out")
+            notes.append(f"skipped {_format_examples(others, 'folder')} next to {layout['train']}/")
     return SourceSplits(sources["train"], sources.get("validation"), sources.get("test"), tuple(notes))
 
 
 def detect_splits(path: Path, require_labels: bool = True) -> dict[str, str]:
-    """train, validation, test -> the folder's own name for it; empty where it has no such parts.
+    """train, validation, test -> name of the subfolder; empty if the folder is not divided into splits.
 
-    A class may be called train too: then it holds images, or stands among classes alone.
-    Where no labels are wanted, a folder that holds images is a part as well.
+    A class may be called train too: its folder then contains images, or is one of several class
+    folders. If not require_labels, a folder of images also counts as a split.
     """
     names = {e.name: SPLIT_NAMES.get(e.name.lower(), "") for e in _subfolders(path)}
-    layout = {part: name for name, part in reversed(names.items()) if part}
+    layout = {split: name for name, split in reversed(names.items()) if split}
     if "train" not in layout:
         return {}
-    inside = path / layout["train"]
-    with os.scandir(inside) as entries:
-        images = any(_is_image(e.name) for e in entries)
-    classes = bool(_subfolders(inside)) and not images
-    alone = len(layout) == 1 and any(not part for part in names.values())
-    return layout if (classes or not require_labels) and not alone else {}
+    train = path / layout["train"]
+    with os.scandir(train) as entries:
+        has_images = any(_is_image(e.name) for e in entries)
+    has_classes = bool(_subfolders(train)) and not has_images
+    among_classes = len(layout) == 1 and any(not split for split in names.values())
+    return layout if (has_classes or not require_labels) and not among_classes else {}
 
 
-def scan(root: Path, part: str) -> FolderScan:
-    """Everything in one folder of class folders, in the order of the names."""
-    top = os.path.join(root, part)
+def scan(root: Path, folder: str) -> FolderScan:
+    """List one folder of class folders, sorted by name."""
     found = FolderScan()
-    prefix = f"{part}/" if part else ""
-    with os.scandir(top) as entries:
-        inside = sorted(entries, key=lambda e: e.name)
-    for entry in inside:
+    prefix = f"{folder}/" if folder else ""
+    with os.scandir(os.path.join(root, folder)) as entries:
+        ordered = sorted(entries, key=lambda e: e.name)
+    for entry in ordered:
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
@@ -184,73 +182,74 @@ def _subfolders(path: Path) -> list[os.DirEntry[str]]:
         return sorted((e for e in entries if e.is_dir() and e.name[0] != "."), key=lambda e: e.name)
 
 
-def _all_classified(found: dict[str, FolderScan], given: Sequence[str] | None) -> bool:
-    """Whether every image is in the folder of a class that can be learned."""
-    known = set(given) if given is not None else found["train"].nonempty_classes
-    return bool(found["train"].nonempty_classes) and all(
-        here.nonempty_classes <= known and not here.unclassified for here in found.values()
+def _all_classified(scans: dict[str, FolderScan], given: Sequence[str] | None) -> bool:
+    """Whether every image is in the folder of a known class."""
+    known = set(given) if given is not None else scans["train"].nonempty_classes
+    return bool(scans["train"].nonempty_classes) and all(
+        found.nonempty_classes <= known and not found.unclassified for found in scans.values()
     )
 
 
-def _as_unlabeled(found: FolderScan, part: str) -> FolderScan:
-    """The same images, wherever they are, as what has no name."""
-    loose = [f"{part}/{name}" if part else name for name in found.unclassified]
-    return FolderScan({"": [*loose, *(p for paths in found.classes.values() for p in paths)]}, found.non_images)
+def _as_unlabeled(found: FolderScan, folder: str) -> FolderScan:
+    """All images as one class without a name."""
+    unclassified = [f"{folder}/{name}" if folder else name for name in found.unclassified]
+    return FolderScan({"": [*unclassified, *(p for paths in found.classes.values() for p in paths)]}, found.non_images)
 
 
 def _resolve_labels(
-    path: Path, found: dict[str, FolderScan], given: Sequence[str] | None
+    path: Path, scans: dict[str, FolderScan], given: Sequence[str] | None
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The classes, in order: those asked for, else the training part's folders that hold images."""
-    train = found["train"]
-    there = sorted(name for name, paths in train.classes.items() if paths)
-    if not there:
+    """Class names, in order (those given, else the training folders that contain images), and notes."""
+    train = scans["train"]
+    present = sorted(train.nonempty_classes)
+    if not present:
         raise DataError(_no_classes_message(path, train))
-    labels = tuple(given) if given is not None else tuple(there)
-    for here in found.values():
-        for name, paths in here.classes.items():
+    labels = tuple(given) if given is not None else tuple(present)
+    for found in scans.values():
+        for name, paths in found.classes.items():
             if paths and name not in labels:
-                known = "named by class_names=" if given is not None else "that can be learned"
-                raise DataError(f"{paths[0]} is of the class {name!r}, which is none {known}{nearest(name, labels)}")
-    absent = [name for name in labels if name not in there]
-    return labels, [f"{_format_examples(absent, 'class')} without images to learn from"] if absent else []
+                known = "in class_names=" if given is not None else "among the training classes"
+                raise DataError(f"{paths[0]} has the class {name!r}, which is not {known}{nearest(name, labels)}")
+    absent = [name for name in labels if name not in present]
+    return labels, [f"{_format_examples(absent, 'class')} without training images"] if absent else []
 
 
 def _no_classes_message(path: Path, found: FolderScan) -> str:
-    """Why a folder cannot be learned from, and what to try."""
-    wanted = "wanted one folder for each class with its images in it"
+    """Why a folder has no classes, and what to try."""
+    wanted = "wanted one folder per class, with its images in it"
     if found.unclassified:
         tables = sorted(n for n in found.non_images if re.search(r"\.(csv|tsv|parquet)$", n.lower()))
-        hint = f"; or is table:{path / tables[0]} what you mean?" if tables else f", such as {path / 'cat'}/1.jpg."
-        return f"{path} holds {_format_examples(found.unclassified, 'image')} and no class folders; {wanted}{hint}"
+        hint = f"; did you mean table:{path / tables[0]}?" if tables else f", such as {path / 'cat'}/1.jpg."
+        return f"{path} contains {_format_examples(found.unclassified, 'image')} and no class folders; {wanted}{hint}"
     if found.classes:
-        return f"the folders in {path} ({_format_examples(list(found.classes), 'folder')}) hold no images; {wanted}."
-    return f"{path} holds no folders with images; {wanted}."
+        folders = _format_examples(list(found.classes), "folder")
+        return f"the folders in {path} ({folders}) contain no images; {wanted}."
+    return f"{path} contains no folders with images; {wanted}."
 
 
-def _notes(found: FolderScan, where: str) -> list[str]:
-    beside = f" in {where}/" if where else ""
+def _notes(found: FolderScan, folder: str) -> list[str]:
+    within = f" in {folder}/" if folder else ""
     notes = []
     if found.empty_classes:
-        notes.append(f"{_format_examples(found.empty_classes, 'folder')}{beside} without images left out")
+        notes.append(f"skipped {_format_examples(found.empty_classes, 'folder')}{within} without images")
     if found.non_images:
-        notes.append(f"{_format_examples(found.non_images, 'file')} left out: by the name no image")
+        notes.append(f"skipped {_format_examples(found.non_images, 'file')} without an image file extension")
     if found.unclassified:
-        notes.append(f"{_format_examples(found.unclassified, 'image')}{beside} left out: in no class's folder")
+        notes.append(f"skipped {_format_examples(found.unclassified, 'image')}{within} not in a class folder")
     return notes
 
 
-def _source(root: Path, part: str, found: FolderScan, labels: tuple[str, ...]) -> FolderSource:
-    place = {name: i for i, name in enumerate(labels)}
+def _source(root: Path, folder: str, found: FolderScan, labels: tuple[str, ...]) -> FolderSource:
+    class_index = {name: i for i, name in enumerate(labels)}
     counts = [len(paths) for paths in found.classes.values()]
-    numbers = np.repeat([place.get(name, -1) for name in found.classes], counts).astype(np.int64)
+    targets = np.repeat([class_index.get(name, -1) for name in found.classes], counts).astype(np.int64)
     paths = PackedStrings(p for paths in found.classes.values() for p in paths)
-    return FolderSource(f"{root.name}{f'/{part}' if part else ''}", root, paths, numbers, labels)
+    return FolderSource(f"{root.name}{f'/{folder}' if folder else ''}", root, paths, targets, labels)
 
 
 def _format_examples(names: Sequence[str], what: str) -> str:
     """`2 files (a, b)`, `12 files (a, b, c, ...)`."""
     plural = what if len(names) == 1 else f"{what}es" if what.endswith("s") else f"{what}s"
     more = ", ..." if len(names) > MAX_EXAMPLES else ""
-    shown = ", ".join(names[:MAX_EXAMPLES]).encode("utf-8", "replace").decode()  # a name may be no Unicode
+    shown = ", ".join(names[:MAX_EXAMPLES]).encode("utf-8", "replace").decode()  # a name may not be valid Unicode
     return f"{len(names):,} {plural} ({shown}{more})"

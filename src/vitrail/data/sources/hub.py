@@ -1,8 +1,8 @@
 """Data sets on the Hugging Face hub, as Parquet: `hf:user/name`, `hf:user/name@revision:config`.
 
-Of a repository only the Parquet files of one configuration are fetched, into huggingface_hub's own
-cache; its offline mode and tokens are honored. A repository of other files is read from the
-branch where the hub keeps its own conversion of it.
+Only the Parquet files of one configuration are downloaded, to the cache of huggingface_hub; its
+offline mode and tokens apply. A repository with other files is read from the branch where the hub
+stores its conversion to Parquet.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from vitrail.errors import DataError, NotFound, VitrailError, nearest
 
 REPOSITORY_PATTERN = re.compile(r"([\w.\-]+/[\w.\-]+)(?:@([^:]+))?(?::(.+))?", re.ASCII)
 PARQUET_BRANCH = "refs/convert/parquet"
-"""The branch of the hub's own conversion: CONFIG/PART/0000.parquet."""
+"""Branch of the hub's conversion to Parquet: CONFIG/SPLIT/0000.parquet."""
 SHARD_COUNT = re.compile(r"-(\d+)-of-(\d+)")
 DATASET_CARD = "README.md"
 
 
 class HubProgressBar(tqdm):
-    """The hub's progress bar, silent where nobody watches."""
+    """The hub's progress bar, shown only on a terminal."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        options.setdefault("disable", None)  # tqdm's word for: only on a terminal
+        options.setdefault("disable", None)  # None: tqdm disables itself if the output is not a terminal
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A data set on the hub, as a spec names it."""
+    """A data set on the hub: repository, revision and configuration."""
 
     name: str
     revision: str | None
@@ -58,28 +58,28 @@ class Repository:
 def parse_repository(spec: str) -> Repository:
     match = REPOSITORY_PATTERN.fullmatch(HUB_URL.sub("", spec.strip()).rstrip("/"))
     if match is None:
-        raise NotFound(f"hf:{spec} is no data set on the hub; wanted hf:user/name, with @revision or :config after it.")
+        raise NotFound(f"hf:{spec} is not a data set name; wanted hf:user/name, optionally with @revision or :config.")
     return Repository(*match.groups())
 
 
 def open_hub(spec: str, config: DataConfig, *, require_labels: bool = True) -> SourceSplits:
-    """The parts of a data set on the hub, downloaded where they are not here yet."""
+    """Open the splits of a data set on the hub; download what is not in the cache."""
     repository = parse_repository(spec)
     try:
         folder, files = _fetch(repository)
     except VitrailError:
         raise
     except Exception as error:
-        explained = _translate_error(error, repository)
-        if explained is None:
+        translated = _translate_error(error, repository)
+        if translated is None:
             raise
-        raise explained from error
-    found = {part: [folder / name for name in names] for part, names in files.items()}
-    return open_table(found, config, repository.name.split("/")[1], require_labels=require_labels)
+        raise translated from error
+    paths = {split: [folder / name for name in names] for split, names in files.items()}
+    return open_table(paths, config, repository.name.split("/")[1], require_labels=require_labels)
 
 
 def select_files(names: Sequence[str], card: dict[str, Any], repository: Repository) -> dict[str, list[str]]:
-    """Part -> its Parquet files, of the configuration asked for or of the only one."""
+    """Split -> its Parquet files, for the requested configuration or the only one."""
     names = sorted(n for n in names if n.endswith(".parquet"))
     configs = _configs_from_card(names, card) or _configs_from_paths(names)
     if not configs:
@@ -88,52 +88,52 @@ def select_files(names: Sequence[str], card: dict[str, Any], repository: Reposit
     if wanted is None and len(configs) > 1:
         listed = ", ".join(sorted(configs)[:8])
         raise DataError(
-            f"{repository} has several configurations ({listed}); say which: hf:{repository}:{min(configs)}."
+            f"{repository} has several configurations ({listed}); choose one: hf:{repository}:{min(configs)}."
         )
     wanted = wanted if wanted is not None else next(iter(configs))
     if wanted not in configs:
         raise NotFound(f"{repository} has no configuration {wanted!r}{nearest(wanted, configs)}")
-    parts: dict[str, list[str]] = {}
-    for part, files in configs[wanted].items():
-        parts.setdefault(split_from_name(part) or part, []).extend(files)
-    first = parts.get("train") or next(iter(parts.values()))
-    return {"train": first, **{p: parts[p] for p in ("validation", "test") if p in parts and parts[p] is not first}}
+    splits: dict[str, list[str]] = {}
+    for split, files in configs[wanted].items():
+        splits.setdefault(split_from_name(split) or split, []).extend(files)
+    train = splits.get("train") or next(iter(splits.values()))
+    others = {s: splits[s] for s in ("validation", "test") if s in splits and splits[s] is not train}
+    return {"train": train, **others}
 
 
 def _configs_from_card(names: Sequence[str], card: dict[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """Config -> part -> files, as the repository's card tells."""
+    """Config -> split -> files, from the metadata of the data set card."""
     found: dict[str, dict[str, list[str]]] = {}
     for config in card.get("configs") or []:
         files = config.get("data_files")
         files = [{"split": "train", "path": files}] if isinstance(files, str) else files or []
-        for part in (f for f in files if isinstance(f, dict)):
-            paths = part.get("path") or []
+        for entry in (f for f in files if isinstance(f, dict)):
+            paths = entry.get("path") or []
             patterns = [paths] if isinstance(paths, str) else paths
-            mine = [n for n in names if any(fnmatch.fnmatch(n, p) for p in patterns)]
-            if mine:
-                found.setdefault(config.get("config_name", "default"), {})[part.get("split", "train")] = mine
+            matching = [n for n in names if any(fnmatch.fnmatch(n, p) for p in patterns)]
+            if matching:
+                found.setdefault(config.get("config_name", "default"), {})[entry.get("split", "train")] = matching
     return found
 
 
 def _configs_from_paths(names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """The same from where the files lie: PART-00000-of-00001.parquet, CONFIG/PART/0000.parquet, data/PART-..."""
+    """Config -> split -> files, from paths: SPLIT-00000-of-00001.parquet, CONFIG/SPLIT/0000.parquet, data/SPLIT-..."""
     found: dict[str, dict[str, list[str]]] = {}
     for name in names:
         *folders, file = name.split("/")
         words = [f for f in folders if f != "data" and not split_from_name(f)]
-        part = split_from_name(file) or next(
-            (split_from_name(f) for f in reversed(folders) if split_from_name(f)), "train"
-        )
-        found.setdefault("/".join(words), {}).setdefault(part, []).append(name)
+        splits = (split_from_name(part) for part in (file, *reversed(folders)))
+        split = next((split for split in splits if split), "train")
+        found.setdefault("/".join(words), {}).setdefault(split, []).append(name)
     return found
 
 
 def _fetch(repository: Repository) -> tuple[Path, dict[str, list[str]]]:
-    """The folder of the cached repository, and the files to read in it."""
+    """Download the files to read: the folder of the repository in the cache, and split -> file names."""
     branches = [repository.revision] if repository.revision else [None, PARQUET_BRANCH]
     unreachable: Exception | None = None
     for revision in branches:
-        names, known = None, True
+        names, online = None, True
         try:
             names = _list_files(repository.name, revision)
         except Exception as error:
@@ -141,21 +141,24 @@ def _fetch(repository: Repository) -> tuple[Path, dict[str, list[str]]]:
                 break
             if not _is_unreachable(error):
                 raise
-            known, unreachable = False, error
+            online, unreachable = False, error
             names = _cached_files(repository.name, revision)
-        files = select_files(names, _read_card(repository.name, revision, names, known), repository)
+        files = select_files(names, _read_card(repository.name, revision, names, online), repository)
         if files:
-            wanted = [n for mine in files.values() for n in mine]
-            _check_complete(wanted, repository) if not known else None
-            return _download(repository.name, revision, wanted, local=not known), files
+            wanted = [n for split_files in files.values() for n in split_files]
+            if not online:
+                _check_complete(wanted, repository)
+            return _download(repository.name, revision, wanted, local=not online), files
     if unreachable is not None:
         raise unreachable
-    raise NotFound(f"{repository} has no Parquet files on the hub, and no conversion to Parquet; download it by hand.")
+    raise NotFound(
+        f"{repository} has no Parquet files on the hub, and no conversion to Parquet; download its files yourself."
+    )
 
 
 def _list_files(name: str, revision: str | None) -> list[str]:
-    """Every file of a repository: what the cache knows of it, else what the hub says."""
-    cached = getattr(huggingface_hub, "get_cached_repo_tree", None)  # older versions keep no listing
+    """All file names of a repository, from the cached listing or from the hub."""
+    cached = getattr(huggingface_hub, "get_cached_repo_tree", None)  # older versions do not cache listings
     if cached is not None:
         try:
             return [file.path for file in cached(name, repo_type="dataset", revision=revision)]
@@ -166,7 +169,7 @@ def _list_files(name: str, revision: str | None) -> list[str]:
 
 
 def _cached_files(name: str, revision: str | None) -> list[str]:
-    """The files of a repository that are in the cache, whatever else it may have."""
+    """The files of a repository that are in the cache."""
     try:
         folder = _download(name, revision, [], local=True)
     except errors.LocalEntryNotFoundError:
@@ -175,7 +178,7 @@ def _cached_files(name: str, revision: str | None) -> list[str]:
 
 
 def _download(name: str, revision: str | None, files: Sequence[str], local: bool = False) -> Path:
-    """The repository's folder in the cache with these files in it; the hub is asked for what is not there."""
+    """The repository's folder in the cache, after missing files have been downloaded (local: without)."""
 
     def get(local_files_only: bool) -> Path:
         return Path(
@@ -199,57 +202,57 @@ def _download(name: str, revision: str | None, files: Sequence[str], local: bool
     return get(local_files_only=False)
 
 
-def _read_card(name: str, revision: str | None, names: Sequence[str], known: bool) -> dict[str, Any]:
-    """What the head of the repository's README says; nothing where it has none."""
+def _read_card(name: str, revision: str | None, names: Sequence[str], online: bool) -> dict[str, Any]:
+    """The metadata at the top of the repository's README; empty if there is none."""
     if DATASET_CARD not in names:
         return {}
-    folder = _download(name, revision, [DATASET_CARD], local=not known)
+    folder = _download(name, revision, [DATASET_CARD], local=not online)
     try:
         return metadata_load(folder / DATASET_CARD) or {}
-    except (OSError, ValueError, YAMLError):  # prose that is no YAML: the files' names have to do
+    except (OSError, ValueError, YAMLError):  # not valid YAML: the file names are used instead
         return {}
 
 
 def _check_complete(files: Sequence[str], repository: Repository) -> None:
-    """Of a set that counts itself (train-00000-of-00002), none may be missing."""
+    """Raise NotFound if a numbered file (train-00000-of-00002) is missing from the cache."""
     for name in files:
         match = SHARD_COUNT.search(name)
         count = len(fnmatch.filter(files, SHARD_COUNT.sub("-*-of-*", name))) if match else 0
         if match and count != int(match[2]):
             raise NotFound(
-                f"{repository} is in the cache {constants.HF_HUB_CACHE} with {count} of {int(match[2])} files like "
-                f"{name}, and the hub cannot be reached; try again with a connection."
+                f"the cache {constants.HF_HUB_CACHE} has {count} of {int(match[2])} files of {repository} like {name}, "
+                "and the hub cannot be reached; connect to the network and try again."
             )
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Whether the hub said nothing about the repository itself: offline, no network, or out of order."""
+    """Whether the error is about the connection, not the repository: offline mode, no network, server error."""
     if isinstance(error, errors.HfHubHTTPError):
         return error.response.status_code >= 500
     return isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError | errors.HTTPError)  # type: ignore[attr-defined]
 
 
 def _translate_error(error: Exception, repository: Repository) -> VitrailError | None:
-    """One sentence of ours for an error of the hub; None for what is no business of the hub's."""
+    """A one-sentence error for an exception of huggingface_hub; None for other exceptions."""
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     page = f"{hub}/datasets/{repository.name}"
-    token = "give a token that may read it, with `hf auth login` or in HF_TOKEN"
+    token = "use a token with access to it (`hf auth login`, or HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
         return NotFound(f"{repository} is gated: accept its terms at {page}, and {token}.")
     if isinstance(error, errors.RevisionNotFoundError):
         return NotFound(f"{repository.name} has no revision {repository.revision!r}; see {page}/tree/main.")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return NotFound(f"no data set {repository.name} at {hub} for everybody to read; check the name, or {token}.")
+        return NotFound(f"no public data set {repository.name} at {hub}; check the name, or {token}.")
     if _is_unreachable(error):
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         if constants.HF_HUB_OFFLINE:
-            reason = "HF_HUB_OFFLINE forbids to ask"
+            reason = "HF_HUB_OFFLINE is set"
         return NotFound(
-            f"could not get {repository} from {hub} ({reason}), and the cache {cache} does not have it; "
-            "check the connection, and try again."
+            f"cannot download {repository} from {hub} ({reason}), and it is not in the cache {cache}; "
+            "check the connection and try again."
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return NotFound(f"{hub} did not let us read {repository} (status {error.response.status_code}); {token}.")
+        return NotFound(f"{hub} denied access to {repository} (status {error.response.status_code}); {token}.")
     if isinstance(error, OSError):
-        return DataError(f"could not store {repository} in the cache {cache}: {error}.")
+        return DataError(f"cannot write {repository} to the cache {cache}: {error}.")
     return None

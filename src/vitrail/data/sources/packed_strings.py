@@ -1,7 +1,7 @@
-"""Many strings in one block of memory.
+"""A sequence of strings stored in one block of memory.
 
 A list of a million paths is a million objects: slow to pickle, and copied page by page into every
-worker that only reads them. Two arrays are neither.
+forked worker, because reading them changes their reference counts. Two arrays avoid both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 
 class PackedStrings:
-    """A sequence of strings that cannot be changed; file names that are no UTF-8 survive."""
+    """An immutable sequence of strings; file names that are not valid UTF-8 are preserved."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         parts = [text.encode("utf-8", "surrogateescape") for text in texts]
@@ -40,19 +40,19 @@ class PackedStrings:
     def take(self, indices: npt.ArrayLike) -> PackedStrings:
         return PackedStrings(self[int(i)] for i in np.asarray(indices))
 
-    def update_hash(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
-        """Feed these strings (all of them: None) to a hash of hashlib's, in order."""
+    def update_hash(self, hasher: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+        """Update a hashlib object with the strings at `indices` (None: all), in order."""
         lengths = np.diff(self._ends)
         if indices is None:
-            found.update(lengths.astype("<i8").tobytes())
-            found.update(self._text)
+            hasher.update(lengths.astype("<i8").tobytes())
+            hasher.update(self._text)
             return
-        found.update(lengths[indices].astype("<i8").tobytes())
+        hasher.update(lengths[indices].astype("<i8").tobytes())
         text = memoryview(self._text)
-        # Neighbors in the block go together: what is left of a source after some are held out is mostly runs.
+        # Consecutive strings are hashed at once: after a holdout, the indices are mostly runs.
         cuts = np.flatnonzero(np.diff(indices) != 1) + 1
         starts, stops = np.append(0, cuts), np.append(cuts, len(indices))
         if len(indices):
             first, last = self._ends[indices[starts]].tolist(), self._ends[indices[stops - 1] + 1].tolist()
             for start, stop in zip(first, last, strict=True):
-                found.update(text[start:stop])
+                hasher.update(text[start:stop])

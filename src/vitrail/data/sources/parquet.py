@@ -1,9 +1,9 @@
-"""Images inside Parquet files, any of which can be reached without reading them all.
+"""Random access to images stored inside Parquet files.
 
-A Parquet file is read by row groups. Those last used are kept, up to CACHE bytes in each process:
-data that fit are read once, and of larger ones `blocks` tells the order of samples which rows lie
-together. Where row groups have to be read again and again all the same, the images are copied out
-once (unpacked.py).
+A Parquet file is read by row groups. The most recently used ones are cached, up to CACHE_BYTES in
+each process. For data larger than that, `blocks` lets the sampler keep the rows of a group
+together. If row groups are still read repeatedly, the images are copied to a flat file once
+(parquet_cache.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vitrail.errors import DataError, ImageError
 from vitrail.runtime import warn_once
 
 CACHE_BYTES = 512 << 20
-"""Bytes of images that are kept in memory."""
+"""Bytes of row groups cached in memory, per process."""
 
 PROCESS_LOCAL = (
     "_lock",
@@ -38,15 +38,15 @@ PROCESS_LOCAL = (
     "_num_rereads",
     "_cache_limit",
 )
-"""What belongs to one process, and does not travel to another."""
+"""Attributes that are not pickled."""
 MAX_REREADS, MAX_REREAD_FRACTION = 16, 0.05
-"""Row groups that may be read a second time, in number and as a share of the images read, before that happens."""
+"""Repeated reads of row groups, in number and as a fraction of the images read, before the images are copied."""
 
 # N rows in G row groups of several files
 
 
 class ParquetSource:
-    """Images as bytes, or as {bytes, path}; the key is the file's name and the row's number."""
+    """Images in a column of bytes or of {bytes, path}; the key is the file name and the row number."""
 
     pixels = None
 
@@ -92,30 +92,30 @@ class ParquetSource:
         if isinstance(value, dict):
             value = value.get("bytes") or self._external_path(group, value.get("path"))
         target = self.targets[index]
-        several = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
-        return Sample(self.key(index), value or b"", several)
+        classes = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
+        return Sample(self.key(index), value or b"", classes)
 
     def key(self, index: int) -> str:
         index = range(len(self))[index]
         file = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return f"{self.files[file].name}:{index - int(self._firsts[file])}"
 
-    def update_hash(self, found: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
-        """Feed what these keys are made of to a hash of hashlib's: files' names, where each begins, rows."""
+    def update_hash(self, hasher: Any, indices: npt.NDArray[np.int64] | None = None) -> None:
+        """Update a hashlib object with file names, first rows of the files, and row indices (None: all)."""
         numbers = np.arange(len(self)) if indices is None else indices
         names = "\0".join(file.name for file in self.files).encode("utf-8", "surrogateescape")
-        found.update(names + self._firsts.astype("<i8").tobytes() + numbers.astype("<i8").tobytes())
+        hasher.update(names + self._firsts.astype("<i8").tobytes() + numbers.astype("<i8").tobytes())
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
         return tuple(self._rows.tolist()) if self._bytes > CACHE_BYTES else None
 
     def _external_path(self, group: int, path: str | None) -> str | None:
-        """Where a row has a path and no bytes, the file lies beside the table."""
+        """The file that a row with a path and no bytes refers to, in the folder of the table."""
         return str(self.files[self._groups[group][0]].parent / path) if path else None
 
     def _row_group(self, group: int) -> Any:
-        """The images of one row group."""
+        """The images of one row group, from the cache if possible."""
         with self._lock:
             self._num_reads += 1
             if (found := self._cached_groups.get(group)) is not None:
@@ -145,16 +145,16 @@ class ParquetSource:
         return table.column(0).combine_chunks()
 
     def _extract_images(self) -> None:
-        """Copy the images out; where there is no room for that, keep more row groups in memory."""
+        """Copy the images to a flat file; if the disk is too full, cache more row groups in memory instead."""
         self._num_reads = self._num_rereads = 0
-        whole = (self._read(group) for group in range(len(self._groups)))
-        self._extracted = extract_images(self.files, self.column, whole, self._bytes)
+        groups = (self._read(group) for group in range(len(self._groups)))
+        self._extracted = extract_images(self.files, self.column, groups, self._bytes)
         if self._extracted is not None:
             self._cached_groups.clear()
         elif self._cache_limit == CACHE_BYTES:
             self._cache_limit = 8 * CACHE_BYTES
-            room = f"{self._bytes / 1e9:.1f} GB in {data_cache.display_path(data_cache.cache_dir())}"
-            warn_once([f"row groups are read again and again; {room} would make it faster"], about=self.name)
+            space = f"{self._bytes / 1e9:.1f} GB of free space in {data_cache.display_path(data_cache.cache_dir())}"
+            warn_once([f"row groups are read repeatedly, which is slow; {space} would avoid it"], about=self.name)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in PROCESS_LOCAL}
@@ -165,7 +165,7 @@ class ParquetSource:
 
 
 def read_schema(path: Path) -> Any:
-    """The columns of a Parquet file, or an error that names it."""
+    """The Arrow schema of a Parquet file; DataError if it cannot be read."""
     try:
         return pq.read_schema(path)
     except (pa.ArrowException, OSError) as error:
@@ -174,9 +174,9 @@ def read_schema(path: Path) -> Any:
 
 
 def read_columns(files: Sequence[Path], columns: Sequence[str]) -> Any:
-    """Some columns of all files, in order, as one table."""
+    """The given columns of all files, concatenated to one table."""
     try:
-        if not columns:  # a table of none forgets how many rows it has
+        if not columns:  # a table without columns would lose its number of rows
             return pa.table({"": pa.nulls(sum(pq.read_metadata(path).num_rows for path in files))})
         tables = [pq.read_table(path, columns=list(columns), partitioning=None) for path in files]
         return pa.concat_tables(tables, promote_options="default")
@@ -186,16 +186,16 @@ def read_columns(files: Sequence[Path], columns: Sequence[str]) -> Any:
 
 
 def _row_groups(path: Path, column: str) -> list[tuple[int, int, int]]:
-    """Number, rows and bytes of each row group that has rows."""
+    """(index, rows, bytes) of each row group that is not empty."""
     metadata = pq.read_metadata(path)
-    found = []
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
+    groups = []
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
         size = sum(
             group.column(c).total_uncompressed_size
             for c in range(group.num_columns)
             if group.column(c).path_in_schema.split(".")[0] == column
         )
         if group.num_rows:
-            found.append((number, group.num_rows, size))
-    return found
+            groups.append((index, group.num_rows, size))
+    return groups

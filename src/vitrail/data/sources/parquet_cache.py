@@ -1,8 +1,8 @@
-"""The images of large Parquet files, one after another in a plain file, for reading in any order.
+"""A cache of the images of large Parquet files, concatenated in one flat file for random access.
 
-A Parquet file gives up an image only with the whole row group around it. Where an order of samples
-makes the same groups come and go, copying them out once is what costs least: then an image is one
-read, whatever the order, and all processes share what the system keeps in memory.
+A Parquet file can only be read by hasher row groups. If the order of samples needs the same row
+groups repeatedly, the images are copied to a flat file once: then an image is one read in any
+order, and all processes share the operating system's page cache.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import IO, Any
 import numpy as np
 from filelock import FileLock
 
-from vitrail.data.sources import data_cache, progress
+from vitrail.data.sources import data_cache
+from vitrail.data.sources.progress import progress_bar
 
 FREE_SPACE_FACTOR = 1.05
-"""Free space that is wanted, as a multiple of the images' bytes."""
+"""Free disk space required, as a multiple of the size of the images."""
 
 
 class ExtractedImages:
-    """Images by number, out of one file."""
+    """Encoded images in one file, by index."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,9 +39,9 @@ class ExtractedImages:
 
 
 def extract_images(files: Sequence[Path], column: str, groups: Iterator[Any], size: int) -> ExtractedImages | None:
-    """Copy the images of all row groups into the cache, or find them there; None where there is no room.
+    """Copy the images of all row groups to the cache, or find the copy there; None if the disk is too full.
 
-    Several processes may want it at once: one copies, the others wait for it.
+    With several processes, one copies and the others wait.
     """
     path = data_cache.cache_dir() / "parquet" / f"{_cache_name(files, column)}.bin"
     try:
@@ -51,15 +52,16 @@ def extract_images(files: Sequence[Path], column: str, groups: Iterator[Any], si
                     return None
                 lengths: list[int] = []
                 data_cache.write_atomic(path, lambda file: _copy(file, groups, lengths, size))
-                ends = np.cumsum([0, *lengths])
-                data_cache.write_atomic(_offsets_path(path), lambda file: np.save(file, ends))  # last: now it counts
+                offsets = np.cumsum([0, *lengths])
+                # Written last: its presence marks a complete copy.
+                data_cache.write_atomic(_offsets_path(path), lambda file: np.save(file, offsets))
         return ExtractedImages(path)
-    except (OSError, NotImplementedError):  # a full disk, a folder that may not be written
+    except (OSError, NotImplementedError):  # a full disk, or a folder without write permission
         return None
 
 
 def _copy(out: IO[bytes], groups: Iterator[Any], lengths: list[int], size: int) -> None:
-    with progress.progress_bar("unpacking Parquet", size, in_bytes=True) as advance:
+    with progress_bar("extracting images from Parquet", size, in_bytes=True) as advance:
         for group in groups:
             for value in group:
                 data = value.as_py()
@@ -74,9 +76,9 @@ def _offsets_path(path: Path) -> Path:
 
 
 def _cache_name(files: Sequence[Path], column: str) -> str:
-    """Another one when a file is changed or replaced."""
-    whole = hashlib.sha256(column.encode())
+    """A file name that changes when one of the files is modified or replaced."""
+    hasher = hashlib.sha256(column.encode())
     for file in files:
-        found = os.stat(file)
-        whole.update(f"\n{file} {found.st_size} {found.st_mtime_ns}".encode("utf-8", "surrogateescape"))
-    return whole.hexdigest()[:24]
+        status = os.stat(file)
+        hasher.update(f"\n{file} {status.st_size} {status.st_mtime_ns}".encode("utf-8", "surrogateescape"))
+    return hasher.hexdigest()[:24]

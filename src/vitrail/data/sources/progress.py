@@ -1,4 +1,4 @@
-"""A bar for what takes longer than one likes to wait without one."""
+"""Progress bars."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vitrail.runtime.terminal import SafeConsole
 
 @contextmanager
 def progress_bar(
-    what: str, total: float | None, done: float = 0, *, in_bytes: bool = False
+    description: str, total: float | None, done: float = 0, *, in_bytes: bool = False
 ) -> Iterator[Callable[[float], None]]:
-    """`with bar("indexing", 64) as advance: advance(1)`; on standard error, where that is a terminal."""
+    """Show a bar on standard error if it is a terminal: `with progress_bar("indexing", 64) as advance: advance(1)`."""
     console = SafeConsole(stderr=True)
     counts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn())
@@ -34,5 +34,5 @@ def progress_bar(
         redirect_stdout=False,  # results printed meanwhile stay on standard output
         redirect_stderr=False,
     ) as progress:
-        task = progress.add_task(what, total=total, completed=int(done))
+        task = progress.add_task(description, total=total, completed=int(done))
         yield lambda count: progress.advance(task, count)

@@ -1,7 +1,7 @@
-"""Files on other machines, through fsspec: http(s)://, s3://, gs:// and whatever else it speaks.
+"""Remote files through fsspec: http(s)://, s3://, gs:// and the other protocols it supports.
 
-Every call asks fsspec anew for its file system (it keeps them), so that a source made in one
-process can be read in another, forked or spawned, and by several threads.
+Every call gets its file system from fsspec, which caches them. A source can therefore be used in
+forked and spawned processes and in several threads.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vitrail.errors import ConfigError, DataError, NotFound
 URL_PREFIX = re.compile(r"[a-z][a-z0-9+.\-]*://", re.I)
 MAX_ATTEMPTS = 4
 RETRY_DELAY_S = 0.5
-"""Seconds before a second try; twice as long before each further one."""
+"""Seconds before the second attempt; doubled before each further one."""
 STAMP_KEYS = ("ETag", "etag", "md5Hash", "Last-Modified", "LastModified", "mtime")
-"""What file systems call a thing that changes when a file does, surest first."""
+"""Metadata keys whose value changes when a file does, most reliable first."""
 MISSING_PACKAGE = "reading {0} needs {1}: pip install 'vitrail[cloud]'."
 
 T = TypeVar("T")
@@ -27,11 +27,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a server says of a file without sending it."""
+    """A file's metadata, read without its content."""
 
     size: int | None
+    """Bytes; None if unknown."""
     stamp: str
-    """Changes when the file does: its ETag, else the time it was written."""
+    """Changes when the file does: its ETag, else its modification time."""
 
 
 def is_remote(path: str) -> bool:
@@ -49,38 +50,38 @@ def file_info(url: str) -> FileInfo:
 
 
 def fetch(url: str, start: int | None = None, end: int | None = None) -> bytes:
-    """A file's bytes, or those from start up to end."""
+    """The bytes of a file, or those from `start` up to `end`."""
     data: bytes = _with_retries(url, lambda fs, path: fs.cat_file(path, start=start, end=end))
-    if start is not None and end is not None and len(data) > end - start:  # a server that does not know ranges
+    if start is not None and end is not None and len(data) > end - start:  # the server ignored the range
         data = data[start:end]
     return data
 
 
 def supports_ranges(url: str) -> bool:
-    """Whether the server can send a part of a file; asked for one byte, without taking more."""
+    """Whether the server supports range requests; tested by reading one byte."""
     if not is_http(url):
         return True
 
-    def ask(fs: Any, path: str) -> bool:
+    def read_byte(fs: Any, path: str) -> bool:
         try:
             with fs.open(path, "rb", cache_type="none") as file:
                 file.seek(1)
                 return len(file.read(1)) == 1
-        except ValueError:  # what fsspec says of a server that sends all or nothing
+        except ValueError:  # fsspec's error for a server without range requests
             return False
 
-    return _with_retries(url, ask)
+    return _with_retries(url, read_byte)
 
 
 def open_stream(url: str) -> IO[bytes]:
-    """The file from its beginning to its end, as it arrives."""
-    options = {"block_size": 0} if is_http(url) else {}  # fsspec's word for: no ranges
+    """Open a file for sequential reading, without range requests."""
+    options = {"block_size": 0} if is_http(url) else {}  # 0: fsspec streams the response
     file: IO[bytes] = _with_retries(url, lambda fs, path: fs.open(path, "rb", **options))
     return file
 
 
 def glob(pattern: str) -> list[str]:
-    """The addresses that fit a pattern with *, in order."""
+    """The URLs that match a pattern with *, sorted."""
 
     def find(fs: Any, path: str) -> list[str]:
         return sorted(fs.unstrip_protocol(name) for name in fs.glob(path))
@@ -89,7 +90,7 @@ def glob(pattern: str) -> list[str]:
 
 
 def _with_retries(url: str, do: Callable[[Any, str], T]) -> T:
-    """The call's answer, asked for again where the failure may pass."""
+    """Call `do(file system, path)`, and retry after errors that may be temporary."""
     try:
         import fsspec  # type: ignore[import-untyped]
     except ImportError:
@@ -98,18 +99,18 @@ def _with_retries(url: str, do: Callable[[Any, str], T]) -> T:
         try:
             fs, path = fsspec.core.url_to_fs(url)
             return do(fs, path)
-        except ImportError as error:  # s3:// wants s3fs, gs:// gcsfs
-            found = re.search(r"[Ii]nstall (\w+)", str(error))
-            raise ConfigError(MISSING_PACKAGE.format(url, found[1] if found else error)) from None
+        except ImportError as error:  # s3:// needs s3fs, gs:// needs gcsfs
+            package = re.search(r"[Ii]nstall (\w+)", str(error))
+            raise ConfigError(MISSING_PACKAGE.format(url, package[1] if package else error)) from None
         except FileNotFoundError:
-            raise NotFound(f"there is no {url}, or its server does not show it.") from None
+            raise NotFound(f"{url} does not exist, or is not public.") from None
         except PermissionError as error:
-            raise NotFound(f"{url} may not be read ({error}); check the credentials.") from None
+            raise NotFound(f"no permission to read {url} ({error}); check the credentials.") from None
         except ValueError as error:
-            raise DataError(f"{url} cannot be read: {error}.") from error
-        except Exception as error:  # each file system has errors of its own
+            raise DataError(f"cannot read {url}: {error}.") from error
+        except Exception as error:  # each file system has its own error classes
             if not left:
-                raise DataError(f"{url} could not be read in {MAX_ATTEMPTS} tries ({_reason(error)}).") from error
+                raise DataError(f"cannot read {url} after {MAX_ATTEMPTS} attempts ({_reason(error)}).") from error
             time.sleep(RETRY_DELAY_S * 2 ** (MAX_ATTEMPTS - 1 - left))
     raise AssertionError("unreachable")
 

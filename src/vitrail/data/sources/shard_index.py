@@ -1,10 +1,9 @@
-"""What a tar shard holds and where, found out once and kept.
+"""Indexes of tar shards: the offset, size and label of every sample.
 
-The index of `train-00000.tar` lies beside it as `train-00000.tar.index`; where nothing can be
-written there, and for shards on other machines, in the cache folder. It is made again when the
-shard's size changes, or the time it was written, or its ETag. Over HTTP and S3 the headers are read
-by range requests, and the images between them are not; a server without ranges sends the whole
-shard, which is kept in the cache folder, since any image in it must be within reach.
+The index of `train-00000.tar` is the file `train-00000.tar.index` next to it, or a file in the
+cache folder if that folder is not writable or the shard is remote. It is rebuilt when the size, the
+modification time or the ETag of the shard changes. Over HTTP and S3, only the headers are read, by
+range requests. If the server does not support them, the whole shard is downloaded to the cache.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitrail.data.sources import data_cache, progress, remote, tar
+from vitrail.data.sources import data_cache, remote, tar
+from vitrail.data.sources.progress import progress_bar
 from vitrail.errors import DataError, NotFound
 
 VERSION = 1
 LABEL_EXTENSIONS = ("cls", "txt", "json", "label", "labels")
-"""Files of a sample that are read into the index, being labels."""
+"""Extensions of the files that may hold a label; they are read into the index."""
 MAX_LABEL_BYTES = 64 << 10
-"""Bytes of such a file; longer ones are no labels."""
+"""Size of such a file; larger ones are ignored."""
 MAX_LABEL_LENGTH = 200
-"""Characters, or entries, of a value in a JSON file that may be a label."""
+"""Characters of a label, or labels in a list; longer values are ignored."""
 INDEX_THREADS = 16
-"""Shards that are indexed at the same time: range requests mostly wait."""
+"""Shards indexed in parallel; remote ones mostly wait for responses."""
 
 LabelValue = str | int | float | bool | list[Any] | None
 
@@ -41,14 +41,14 @@ class IndexedSample:
 
     key: str
     files: dict[str, tuple[int, int]]
-    """Kind of file -> where it begins, and its size."""
+    """File extension -> offset and size in bytes."""
     texts: dict[str, LabelValue | dict[str, LabelValue]]
-    """Kind of file -> what it says, for those that are short and may be labels."""
+    """File extension -> content, for short files that may hold a label."""
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """One shard's samples, and the file to read them from: the shard, or the copy of it."""
+    """The samples of one shard, and the file to read them from: the shard or its local copy."""
 
     shard: str
     file: str
@@ -56,7 +56,7 @@ class ShardIndex:
 
 
 def load_indexes(shards: Sequence[str]) -> list[ShardIndex]:
-    """The index of each shard: read where it has been made, made where not."""
+    """Load the index of each shard; build those that are missing or out of date."""
     found: dict[str, ShardIndex] = {}
     missing: list[str] = []
     with ThreadPoolExecutor(INDEX_THREADS) as pool:
@@ -66,7 +66,7 @@ def load_indexes(shards: Sequence[str]) -> list[ShardIndex]:
             else:
                 found[shard] = index
         if missing:
-            with progress.progress_bar("indexing shards", len(missing)) as advance:
+            with progress_bar("indexing shards", len(missing)) as advance:
                 for shard, index in zip(missing, pool.map(build_index, missing), strict=True):
                     found[shard] = index
                     advance(1)
@@ -74,46 +74,47 @@ def load_indexes(shards: Sequence[str]) -> list[ShardIndex]:
 
 
 def build_index(shard: str) -> ShardIndex:
-    """Read a shard's headers and labels, and keep what was found."""
-    known = _file_info(shard)
+    """Read a shard's headers and labels, and save the index."""
+    info = _file_info(shard)
     if not remote.is_remote(shard):
         file = shard
         with open(shard, "rb") as opened:
-            entries = read_samples(_file_reader(opened), shard, known.size)
-    elif known.size is not None and remote.supports_ranges(shard):
+            samples = read_samples(_file_reader(opened), shard, info.size)
+    elif info.size is not None and remote.supports_ranges(shard):
         file = shard
-        entries = read_samples(RangeReader(shard, known.size), shard, known.size)
+        samples = read_samples(RangeReader(shard, info.size), shard, info.size)
     else:
         file = str(_copy_to_cache(shard))
         with open(file, "rb") as opened:
-            entries = read_samples(_file_reader(opened), shard, os.path.getsize(file))
-    index = ShardIndex(shard, file, entries)
-    _save_index(index, known)
+            samples = read_samples(_file_reader(opened), shard, os.path.getsize(file))
+    index = ShardIndex(shard, file, samples)
+    _save_index(index, info)
     return index
 
 
 def read_samples(read: tar.ReadAt, shard: str, total: int | None) -> list[IndexedSample]:
-    """The samples of an archive, with their labels."""
+    """The samples of an archive of `total` bytes, with their labels."""
     texts: dict[int, LabelValue | dict[str, LabelValue]] = {}
 
-    def noted(found: Iterable[tar.Member]) -> Iterator[tar.Member]:
-        for member in found:  # a label is read when it is passed: going back costs a request
-            kind = member.name.rpartition("/")[2].partition(".")[2].lower()
-            if kind in LABEL_EXTENSIONS and member.size <= MAX_LABEL_BYTES:
-                texts[member.offset] = parse_label_file(kind, read(member.offset, member.size))
+    def with_labels_read(members: Iterable[tar.Member]) -> Iterator[tar.Member]:
+        for member in members:  # labels are read in passing: seeking back would cost another request
+            extension = member.name.rpartition("/")[2].partition(".")[2].lower()
+            if extension in LABEL_EXTENSIONS and member.size <= MAX_LABEL_BYTES:
+                texts[member.offset] = parse_label_file(extension, read(member.offset, member.size))
             yield member
 
-    rows = []
-    for key, files in tar.group_samples(noted(tar.iter_members(read, shard, total))):
-        said = {kind: texts[m.offset] for kind, m in files.items() if m.offset in texts}
-        rows.append(IndexedSample(key, {kind: (m.offset, m.size) for kind, m in files.items()}, said))
-    return rows
+    samples = []
+    for key, files in tar.group_samples(with_labels_read(tar.iter_members(read, shard, total))):
+        ranges = {extension: (m.offset, m.size) for extension, m in files.items()}
+        labels = {extension: texts[m.offset] for extension, m in files.items() if m.offset in texts}
+        samples.append(IndexedSample(key, ranges, labels))
+    return samples
 
 
 class RangeReader:
-    """Bytes of a file on another machine, by requests that fit how they are asked for.
+    """Reads a remote file by range requests with adaptive read-ahead.
 
-    Small steps forward double what is read ahead; a leap over an image begins again with little.
+    Short steps forward double the read-ahead; a jump over an image resets it to the minimum.
     """
 
     MIN_READ_BYTES, MAX_READ_BYTES = 4 << 10, 4 << 20
@@ -142,18 +143,18 @@ def _file_reader(opened: Any) -> tar.ReadAt:
     return read
 
 
-def parse_label_file(kind: str, data: bytes) -> LabelValue | dict[str, LabelValue]:
-    """What a label file says; of a JSON file's entries, those that may be a label."""
+def parse_label_file(extension: str, data: bytes) -> LabelValue | dict[str, LabelValue]:
+    """The content of a label file; of a JSON object, only the values that may be labels."""
     text = data.decode("utf-8", "replace").strip()
-    if kind != "json":
+    if extension != "json":
         return text if len(text) <= MAX_LABEL_LENGTH else None
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError:
         return None
-    if isinstance(found, dict):
-        return {k: v for k, v in found.items() if _may_be_label(v)}
-    return found if _may_be_label(found) else None
+    if isinstance(value, dict):
+        return {k: v for k, v in value.items() if _may_be_label(v)}
+    return value if _may_be_label(value) else None
 
 
 def _may_be_label(value: Any) -> bool:
@@ -168,14 +169,14 @@ def _file_info(shard: str) -> remote.FileInfo:
     if remote.is_remote(shard):
         return remote.file_info(shard)
     try:
-        found = os.stat(shard)
+        status = os.stat(shard)
     except OSError:
-        raise NotFound(f"there is no shard {shard}.") from None
-    return remote.FileInfo(found.st_size, str(found.st_mtime_ns))
+        raise NotFound(f"no shard {shard}.") from None
+    return remote.FileInfo(status.st_size, str(status.st_mtime_ns))
 
 
 def _index_paths(shard: str) -> list[Path]:
-    """Where an index may be: beside the shard, else in the cache."""
+    """Possible paths of an index: next to the shard, then in the cache."""
     name = shard if remote.is_remote(shard) else os.path.abspath(shard)
     stem = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16]
     cached = data_cache.cache_dir() / "shards" / f"{stem}-{shard.rsplit('/', 1)[-1]}.index"
@@ -183,48 +184,48 @@ def _index_paths(shard: str) -> list[Path]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether anybody may write there; root could even where nobody is meant to."""
+    """Whether files can be created in a folder; its mode is checked too, because root passes `os.access` always."""
     return bool(folder.stat().st_mode & 0o222) and os.access(folder, os.W_OK)
 
 
 def _load_index(shard: str) -> ShardIndex | None:
-    """An index that was made before and is still right."""
-    known = _file_info(shard)
-    for home in _index_paths(shard):
+    """The saved index of a shard; None if there is none or the shard has changed."""
+    info = _file_info(shard)
+    for path in _index_paths(shard):
         try:
-            found = json.loads(home.read_text(encoding="utf-8"))
-            if (found["version"], found["size"], found["stamp"]) != (VERSION, known.size, known.stamp):
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            if (saved["version"], saved["size"], saved["stamp"]) != (VERSION, info.size, info.stamp):
                 continue
-            file = found["file"] or shard
+            file = saved["file"] or shard
             if not remote.is_remote(file) and not os.path.exists(file):
                 continue
-            rows = [IndexedSample(k, {n: (o, s) for n, (o, s) in f.items()}, t) for k, f, t in found["samples"]]
-            return ShardIndex(shard, file, rows)
+            samples = [IndexedSample(k, {n: (o, s) for n, (o, s) in f.items()}, t) for k, f, t in saved["samples"]]
+            return ShardIndex(shard, file, samples)
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # no index, or a damaged one: it is made again
+            continue  # missing or damaged: rebuilt
     return None
 
 
-def _save_index(index: ShardIndex, known: remote.FileInfo) -> None:
-    """Write an index where it can be written; without one, the shard is read again next time."""
+def _save_index(index: ShardIndex, info: remote.FileInfo) -> None:
+    """Write an index to the first writable path; if there is none, it is rebuilt next time."""
     content = {
         "version": VERSION,
-        "size": known.size,
-        "stamp": known.stamp,
+        "size": info.size,
+        "stamp": info.stamp,
         "file": "" if index.file == index.shard else index.file,
-        "samples": [[e.key, e.files, e.texts] for e in index.samples],
+        "samples": [[s.key, s.files, s.texts] for s in index.samples],
     }
-    for home in _index_paths(index.shard):
+    for path in _index_paths(index.shard):
         with contextlib.suppress(OSError):
-            home.parent.mkdir(parents=True, exist_ok=True)
-            if not _is_writable(home.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not _is_writable(path.parent):
                 continue
-            data_cache.write_atomic(home, lambda file: file.write(json.dumps(content, separators=(",", ":")).encode()))
+            data_cache.write_atomic(path, lambda file: file.write(json.dumps(content, separators=(",", ":")).encode()))
             return
 
 
 def _copy_to_cache(shard: str) -> Path:
-    """The whole of a shard, in the cache folder."""
+    """Download a whole shard to the cache folder."""
     path = _index_paths(shard)[-1].with_suffix("")  # without .index
     path.parent.mkdir(parents=True, exist_ok=True)
 

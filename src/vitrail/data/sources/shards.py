@@ -1,7 +1,7 @@
-"""Images in tar files, in WebDataset's layout: `0017.jpg` and beside it `0017.cls`, `.json` or `.txt`.
+"""Images in tar files with the WebDataset layout: `0017.jpg` next to `0017.cls`, `.json` or `.txt`.
 
-Every sample can be reached by its number, on this machine or over HTTP(S) and S3, through an index
-that is made once (index.py). Class names come from a `classes.json` beside the shards.
+An index that is built once (shard_index.py) gives random access to the samples, on local disks and
+over HTTP(S) and S3. Class names come from a `classes.json` next to the shards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 class ShardSource:
-    """Images inside tar files; the key is the shard's name and the sample's."""
+    """Images inside tar files; the key is the name of the shard and of the sample."""
 
     pixels = None
 
@@ -47,30 +47,30 @@ class ShardSource:
     ) -> None:
         self.name = name
         self.files = tuple(index.file for index in indexes)
-        places, keys, values = [], [], []
+        ranges, keys, values = [], [], []
         counts: list[int] = []
         self.skipped = 0
-        for index, shown in zip(indexes, short_names([i.shard for i in indexes]), strict=True):
+        for index, shard_name in zip(indexes, short_names([i.shard for i in indexes]), strict=True):
             seen: dict[str, int] = {}
-            for entry in index.samples:
-                kind = tar.find_image(entry.files, IMAGE_EXTENSIONS, config.image_column)
-                if kind is None:
+            for sample in index.samples:
+                extension = tar.find_image(sample.files, IMAGE_EXTENSIONS, config.image_column)
+                if extension is None:
                     self.skipped += 1
                     continue
-                again = seen[entry.key] = seen.get(entry.key, 0) + 1
-                keys.append(f"{shown}/{entry.key}" + (f"#{again}" if again > 1 else ""))
-                places.append(entry.files[kind])
-                values.append(find_label(entry.key, entry.texts, config.label_column))
-            counts.append(len(places) - sum(counts))
-        if not places:
-            wanted = f"with a file .{config.image_column}" if config.image_column else "with an image"
-            raise DataError(f"{indexes[0].shard} holds no sample {wanted}; wanted 0001.jpg, 0001.cls, 0002.jpg, ...")
+                occurrence = seen[sample.key] = seen.get(sample.key, 0) + 1
+                keys.append(f"{shard_name}/{sample.key}" + (f"#{occurrence}" if occurrence > 1 else ""))
+                ranges.append(sample.files[extension])
+                values.append(find_label(sample.key, sample.texts, config.label_column))
+            counts.append(len(ranges) - sum(counts))
+        if not ranges:
+            wanted = f"with a .{config.image_column} file" if config.image_column else "with an image"
+            raise DataError(f"{indexes[0].shard} has no sample {wanted}; wanted 0001.jpg, 0001.cls, 0002.jpg, ...")
         self._keys = PackedStrings(keys)
-        self._ranges = np.array(places, np.int64)  # N 2: where it begins, and its size
+        self._ranges = np.array(ranges, np.int64)  # N 2: offset and size in bytes
         self._ends = np.cumsum(counts)
-        labeled = encode_labels(to_arrow(values), names, f"{name}'s labels", multi_label)
-        self.targets: Targets = labeled.targets
-        self.labels, self.multi_label = labeled.labels, labeled.multi_label
+        encoded = encode_labels(to_arrow(values), names, f"{name}'s labels", multi_label)
+        self.targets: Targets = encoded.targets
+        self.labels, self.multi_label = encoded.labels, encoded.multi_label
 
     def __len__(self) -> int:
         return len(self._ranges)
@@ -81,7 +81,7 @@ class ShardSource:
         start, size = self._ranges[index].tolist()
         data = _read_range(file, start, size)
         if len(data) < size:
-            raise ImageError(f"{self.key(index)} is cut off: {file} has changed since it was indexed.")
+            raise ImageError(f"{self.key(index)} is truncated: {file} has changed since it was indexed.")
         target = self.targets[index]
         return Sample(
             self.key(index), data, tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
@@ -96,25 +96,25 @@ class ShardSource:
 
 
 def open_shards(spec: str, config: DataConfig) -> SourceSplits:
-    """The parts of a set of shards: by their names, where those say train-, val- or test-."""
-    parts = group_by_split(find_shards(spec))
-    names = config.class_names or read_class_names(parts["train"][0])
+    """Open the splits of a set of shards; file names that begin with train, val or test assign shards to splits."""
+    files = group_by_split(find_shards(spec))
+    names = config.class_names or read_class_names(files["train"][0])
     name = display_name(spec)
     sources: dict[str, ShardSource] = {}
-    several: bool | None = None
-    for part, shards in parts.items():
-        mine = f"{name}/{part}" if len(parts) > 1 else name
-        sources[part] = ShardSource(mine, load_indexes(shards), config, names, several)
-        names, several = sources[part].labels, sources[part].multi_label
-    notes = [f"{s.skipped:,} samples of {s.name} left out: no image in them" for s in sources.values() if s.skipped]
+    multi_label: bool | None = None
+    for split, shards in files.items():
+        split_name = f"{name}/{split}" if len(files) > 1 else name
+        sources[split] = ShardSource(split_name, load_indexes(shards), config, names, multi_label)
+        names, multi_label = sources[split].labels, sources[split].multi_label
+    notes = [f"skipped {s.skipped:,} samples of {s.name} without an image" for s in sources.values() if s.skipped]
     for source in sources.values():
-        if not source.multi_label and (none := int(np.count_nonzero(source.targets < 0))):
-            notes.append(f"{none:,} of {len(source):,} images of {source.name} have no label")
+        if not source.multi_label and (unlabeled := int(np.count_nonzero(source.targets < 0))):
+            notes.append(f"{unlabeled:,} of {len(source):,} images of {source.name} have no label")
     return SourceSplits(sources["train"], sources.get("validation"), sources.get("test"), tuple(notes))
 
 
 def find_shards(spec: str) -> list[str]:
-    """The shards that `train-{000..063}.tar`, `data/*.tar`, a folder or a file's name stands for."""
+    """The shards that a file, a folder or a pattern names: `train-{000..063}.tar`, `data/*.tar`."""
     found: list[str] = []
     for each in expand_braces(spec):
         if remote.is_remote(each):
@@ -128,14 +128,14 @@ def find_shards(spec: str) -> list[str]:
         else:
             folder = os.path.dirname(each) or "."
             near = [n for n in os.listdir(folder) if _is_tar(n)] if os.path.isdir(folder) else []
-            raise NotFound(f"there is no shard {each}" + (nearest(os.path.basename(each), near) if near else "."))
+            raise NotFound(f"no shard {each}" + (nearest(os.path.basename(each), near) if near else "."))
     if not found:
-        raise NotFound(f"no shards for {spec!r}; wanted tar files: shards:train-{{00000..00063}}.tar, or their folder.")
+        raise NotFound(f"no shards match {spec!r}; try shards:train-{{00000..00063}}.tar, or the folder of the shards.")
     return found
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """`{08..11}` and `{a,b}`, as shells read them."""
+    """Expand `{08..11}` and `{a,b}` as a shell does."""
     match = BRACES.search(pattern)
     if match is None:
         yield pattern
@@ -147,13 +147,13 @@ def expand_braces(pattern: str) -> Iterator[str]:
     elif "," in match[1]:
         words = match[1].split(",")
     else:
-        raise DataError(f"{match[0]!r} in {pattern!r} is no range; wanted {{00000..00063}} or {{a,b}}.")
+        raise DataError(f"{match[0]!r} in {pattern!r} is not a range; wanted {{00000..00063}} or {{a,b}}.")
     for word, rest in itertools.product(words, expand_braces(pattern[match.end() :])):
         yield f"{pattern[: match.start()]}{word}{rest}"
 
 
 def group_by_split(shards: Sequence[str]) -> dict[str, list[str]]:
-    """Part -> its shards; all of them are learned from where none is called train-."""
+    """Split -> its shards; without shards named train, those without a split name are the training split."""
     found: dict[str, list[str]] = {}
     for shard in shards:
         found.setdefault(split_from_name(shard.rpartition("/")[2]), []).append(shard)
@@ -162,11 +162,11 @@ def group_by_split(shards: Sequence[str]) -> dict[str, list[str]]:
             "train": found.get("") or list(shards),
             **({k: v for k, v in found.items() if k} if "" in found else {}),
         }
-    return {part: found[part] for part in ("train", "validation", "test") if part in found}
+    return {split: found[split] for split in ("train", "validation", "test") if split in found}
 
 
 def read_class_names(shard: str) -> tuple[str, ...] | None:
-    """What `classes.json` beside a shard says."""
+    """Class names from the `classes.json` next to a shard; None if there is none."""
     folder, slash, _ = shard.rpartition("/")
     path = f"{folder}{slash}{CLASS_NAMES_FILE}"
     try:
@@ -178,27 +178,27 @@ def read_class_names(shard: str) -> tuple[str, ...] | None:
     except ValueError as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{path} is no JSON: {error}.") from None
+        raise DataError(f"{path} is not valid JSON: {error}.") from None
 
 
 def find_label(key: str, texts: dict[str, Any], given: str | None) -> LabelValue:
-    """A sample's label: in the file or the JSON entry asked for, else where labels usually are."""
-    entries = texts["json"] if isinstance(texts.get("json"), dict) else {}
+    """A sample's label: from the file or the JSON key that is given, else from the usual places."""
+    fields = texts["json"] if isinstance(texts.get("json"), dict) else {}
     if given is not None:
-        return texts[given] if given in texts and given != "json" else entries.get(given)
+        return texts[given] if given in texts and given != "json" else fields.get(given)
     for kind in ("cls", "label", "labels"):
         if kind in texts:
             return texts[kind]
-    if name := find_name(list(entries), LABEL_COLUMNS, None, "entry", key):
-        return entries[name]
+    if name := find_name(list(fields), LABEL_COLUMNS, None, "entry", key):
+        return fields[name]
     for kind in ("json", "txt"):
         if not isinstance(texts.get(kind), dict | None):
             return texts[kind]
-    return key.rpartition("/")[0].rpartition("/")[2] or None  # the folder it is in
+    return key.rpartition("/")[0].rpartition("/")[2] or None  # the folder of the sample
 
 
 def to_arrow(values: Iterable[LabelValue]) -> Any:
-    """Labels of any kinds as one Arrow array: of words, or of lists of words."""
+    """Labels as one Arrow array of strings, or of lists of strings if any label is a list."""
     words = [[_to_text(v) for v in value] if isinstance(value, list) else _to_text(value) for value in values]
     if any(isinstance(word, list) for word in words):
         lists = [w if isinstance(w, list) else [] if w is None else w.split(LABEL_SEPARATOR) for w in words]
@@ -207,14 +207,14 @@ def to_arrow(values: Iterable[LabelValue]) -> Any:
 
 
 def display_name(spec: str) -> str:
-    """What people call it: the last part of its name that is no pattern."""
+    """Display name: the last part of the path, without patterns and extension."""
     parts = [p for p in re.split(r"[/\\]", re.sub(r"\.(tar(\.gz)?|tgz)$", "", spec)) if p]
     last = BRACES.sub("", parts[-1] if parts else spec).replace("*", "").strip("-_. ")
     return last or (parts[-2] if len(parts) > 1 else spec)
 
 
 def short_names(shards: Sequence[str]) -> list[str]:
-    """File names without .tar, with as much of their folders as tells them apart."""
+    """File names without .tar, prefixed with as many folders as needed to make them unique."""
     plain = [re.sub(r"\.(tar(\.gz)?|tgz)$", "", s.split("?")[0]) for s in shards]
     for depth in range(1, max(s.count("/") for s in plain) + 2):
         names = ["/".join(s.split("/")[-depth:]) for s in plain]
@@ -243,4 +243,4 @@ def _read_range(file: str, start: int, size: int) -> bytes:
             opened.seek(start)
             return opened.read(size)
     except OSError as error:
-        raise ImageError(f"{file} cannot be read: {error.strerror or error}.") from error
+        raise ImageError(f"cannot read {file}: {error.strerror or error}.") from error

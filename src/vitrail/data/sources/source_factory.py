@@ -1,4 +1,4 @@
-"""From a config to images: to learn from, to measure on, to test on."""
+"""Open the source that a config names and choose its training, validation and test splits."""
 
 from __future__ import annotations
 
@@ -24,167 +24,169 @@ from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.runtime import warn_once
 
 DEFAULT_HELD_OUT = 0.1
-"""Of the training images, kept aside where nothing else can be measured on."""
+"""Fraction of the training images held out if the source has no validation or test split."""
 
 
 def open_data(config: DataConfig, *, require_labels: bool = True) -> Splits:
-    """The data that a config names, split as it says; what was chosen or found is said aloud.
+    """Open the data that a config names and choose its splits. Remarks are logged.
 
-    Measured on, in this order: another source (`validation`), a share of the training images
-    (`held_out`), the data's own validation part, its test part, a tenth of the training images.
-    labeled: refuse a folder or a table that has no labels.
+    The validation split is the first of: the source that `validation` names, a fraction of the
+    training images (`held_out`), the source's own validation split, its test split, a tenth of the
+    training images.
+    require_labels: raise DataError for a folder or a table without labels.
     """
     if config.validation is not None and config.held_out is not None:
         raise ConfigError(
-            f"validation={config.validation!r} and held_out={config.held_out} both say what to measure on; give one."
+            f"validation={config.validation!r} and held_out={config.held_out} both define the validation split; "
+            "give one of them."
         )
-    parts = open_source_splits(config, require_labels=require_labels)
-    splits = _choose_splits(parts, config, require_labels)
+    own = open_source_splits(config, require_labels=require_labels)
+    splits = _choose_splits(own, config, require_labels)
     notes = [*splits.notes, *_describe_duplicates(splits)]
     warn_once(notes, about=config.source)
     return Splits(splits.train, splits.validation, splits.test, splits.eval_split, tuple(notes))
 
 
 def open_source_splits(config: DataConfig, *, require_labels: bool = True) -> SourceSplits:
-    """What a source offers by itself; `evaluation_source` is what an evaluation reads."""
+    """Open the splits that a source defines itself; `.evaluation_source` is the one to evaluate on."""
     spec = parse_source(config.source)
     if spec.kind == "builtin":
         return open_builtin(spec.location, config)
     if spec.kind == "folder":
         return open_folder(Path(spec.location), config, require_labels=require_labels)
     if spec.kind == "table":
-        return open_table(
-            _find_tables(spec.location), config, Path(spec.location).resolve().stem, require_labels=require_labels
-        )
+        name = Path(spec.location).resolve().stem
+        return open_table(_find_tables(spec.location), config, name, require_labels=require_labels)
     if spec.kind == "shards":
         return shards.open_shards(spec.location, config)
     if spec.kind == "stream":
         return _open_stream(spec.location, config)
-    from vitrail.data.sources.hub import open_hub  # imports much that is of no use without it
+    from vitrail.data.sources.hub import open_hub  # slow to import
 
     return open_hub(spec.location, config, require_labels=require_labels)
 
 
-def _choose_splits(parts: SourceSplits, config: DataConfig, require_labels: bool) -> Splits:
-    notes = parts.notes
+def _choose_splits(own: SourceSplits, config: DataConfig, require_labels: bool) -> Splits:
+    notes = own.notes
     if config.validation is not None:
-        other = _open_validation(config, parts.train, require_labels)
-        return Splits(parts.train, other, parts.test, "validation", notes)
-    if isinstance(parts.train, ShardStream) and (config.held_out is not None or not parts.has_eval_split):
+        other = _open_validation(config, own.train, require_labels)
+        return Splits(own.train, other, own.test, "validation", notes)
+    if isinstance(own.train, ShardStream) and (config.held_out is not None or not own.has_eval_split):
         raise DataError(
-            f"nothing can be held out of {config.source}, since a stream cannot be reached into; "
-            "name what to measure on with validation=."
+            f"no images of {config.source} can be held out, because a stream has no random access; "
+            "give a validation source with validation=."
         )
-    if config.held_out is None and parts.validation is not None:
-        return Splits(parts.train, parts.validation, parts.test, "validation", notes)
-    if config.held_out is None and parts.test is not None:
-        return Splits(parts.train, parts.test, parts.test, "test", notes)
-    train, held, said = _hold_out(parts, config)
-    test = parts.test if parts.test is not None else parts.validation
-    return Splits(train, held, test, "held out", (*notes, *said))
+    if config.held_out is None and own.validation is not None:
+        return Splits(own.train, own.validation, own.test, "validation", notes)
+    if config.held_out is None and own.test is not None:
+        return Splits(own.train, own.test, own.test, "test", notes)
+    train, held_out, remarks = _hold_out(own, config)
+    test = own.test if own.test is not None else own.validation
+    return Splits(train, held_out, test, "held out", (*notes, *remarks))
 
 
-def _hold_out(parts: SourceSplits, config: DataConfig) -> tuple[Subset, Subset, list[str]]:
-    """The training images in two, by a hash of their keys or of their groups' names."""
-    source: Source = parts.train
-    share = config.held_out if config.held_out is not None else DEFAULT_HELD_OUT
-    groups = parts.groups
+def _hold_out(own: SourceSplits, config: DataConfig) -> tuple[Subset, Subset, list[str]]:
+    """Split the training images in two by a hash of their keys or group names: (train, held out, notes)."""
+    source: Source = own.train
+    fraction = config.held_out if config.held_out is not None else DEFAULT_HELD_OUT
+    groups = own.groups
     if groups is None and config.groups is not None:
         groups = group_names(_keys(source), config.groups)
     notes: list[str] = []
-    # Images without labels are as good as one class, of which something has to be held out.
+    # Images without labels count as one class, so that at least one of them is held out.
     targets = source.targets if source.labels else np.zeros(len(source), np.int64)
-    if parts.stratify and groups is None:
-        mask = hold_out_stratified(_keys(source), targets, share)
+    if own.stratify and groups is None:
+        mask = hold_out_stratified(_keys(source), targets, fraction)
     else:
-        mask, notes = hold_out(_keys(source), targets, share, source.labels, groups)
+        mask, notes = hold_out(_keys(source), targets, fraction, source.labels, groups)
         notes = notes if source.labels else []
     if not mask.any():
         raise DataError(
-            f"nothing of {config.source} can be held out: {'; '.join(notes) or 'too few images'}; "
-            "name what to measure on with validation=."
+            f"no images of {config.source} can be held out: {'; '.join(notes) or 'too few images'}; "
+            "give a validation source with validation=."
         )
-    said = f"{np.count_nonzero(mask):,} of {len(mask):,} images are held out to measure on, by a hash of "
-    said += "their groups' names" if groups is not None else "their names"
-    train = Subset(source, np.flatnonzero(~mask), f"{source.name}, but those held out")
-    return train, Subset(source, np.flatnonzero(mask), f"{source.name}, held out"), [said, *notes]
+    note = f"{np.count_nonzero(mask):,} of {len(mask):,} images are held out for validation, by a hash of their "
+    note += "group names" if groups is not None else "names"
+    train = Subset(source, np.flatnonzero(~mask), f"{source.name}, without those held out")
+    return train, Subset(source, np.flatnonzero(mask), f"{source.name}, held out"), [note, *notes]
 
 
 def _open_validation(config: DataConfig, train: Any, require_labels: bool) -> Source:
-    """What `validation` names, with the classes of what is learned from."""
+    """Open the source that `config.validation` names, with the classes of the training data."""
     assert config.validation is not None
     classes = list(train.labels) if require_labels else None
     other = config.replace(source=config.validation, validation=None, class_names=classes, groups=None, held_out=None)
-    parts = open_source_splits(other, require_labels=require_labels)
-    found: Source = parts.validation if parts.validation is not None else parts.evaluation_source
-    if isinstance(found, ShardStream):
+    own = open_source_splits(other, require_labels=require_labels)
+    validation: Source = own.validation if own.validation is not None else own.evaluation_source
+    if isinstance(validation, ShardStream):
         raise DataError(
-            f"{config.validation} is a stream, which cannot be measured on; try shards: instead of stream:."
+            f"{config.validation} is a stream, which cannot be used for validation; try shards: instead of stream:."
         )
-    if require_labels and found.multi_label != train.multi_label:
-        several, one = (config.source, config.validation) if train.multi_label else (config.validation, config.source)
-        raise DataError(f"{several} has several labels to an image and {one} has one; wanted the same of both.")
-    return found
+    if require_labels and validation.multi_label != train.multi_label:
+        multi, single = (config.source, config.validation) if train.multi_label else (config.validation, config.source)
+        raise DataError(
+            f"{multi} is multi-label and {single} has one label per image; wanted the same for training and validation."
+        )
+    return validation
 
 
 def _describe_duplicates(splits: Splits) -> list[str]:
-    """Images that are learned from and measured on."""
+    """Notes about images that are both in the training split and in another."""
     if isinstance(splits.train, ShardStream):
         return []
-    measured = [splits.validation]
+    others = [splits.validation]
     if splits.test is not None and splits.test is not splits.validation:
-        measured.append(splits.test)
-    return [note for part in measured for note in describe_duplicates(splits.train, part)]
+        others.append(splits.test)
+    return [note for other in others for note in describe_duplicates(splits.train, other)]
 
 
 def _keys(source: Source) -> Iterable[str]:
-    """All keys, in order."""
     if isinstance(source, FolderSource | PathSource):
-        return source.paths  # the quick way
+        return source.paths  # the same strings, without a call for each
     return (source.key(i) for i in range(len(source)))
 
 
-def _find_tables(what: str) -> dict[str, list[Path]]:
-    """Part -> files: a table, a folder of Parquet files, or a pattern."""
-    path = Path(what)
+def _find_tables(location: str) -> dict[str, list[Path]]:
+    """Split -> files, for the path of a table, a folder of Parquet files, or a pattern."""
+    path = Path(location)
     if path.is_dir():
-        found = find_parquet_files(path)
-    elif "*" in what or "{" in what:
-        files = [Path(p) for p in shards.find_shards(what)]
-        by_part: dict[str, list[Path]] = {}
+        splits = find_parquet_files(path)
+    elif "*" in location or "{" in location:
+        files = [Path(p) for p in shards.find_shards(location)]
+        by_split: dict[str, list[Path]] = {}
         for file in files:
-            by_part.setdefault(split_from_name(file.name), []).append(file)
-        found = order_splits(by_part)
+            by_split.setdefault(split_from_name(file.name), []).append(file)
+        splits = order_splits(by_split)
     else:
-        found = {"train": [path]}
-    if not found.get("train"):
-        raise NotFound(f"{what} holds no tables; wanted {', '.join(TABLE_EXTENSIONS[:3])}.")
-    kinds = {file.suffix.lower() for files in found.values() for file in files}
-    if not kinds <= set(TABLE_EXTENSIONS):
-        raise DataError(f"{what} is no table; wanted a name that ends in {', '.join(TABLE_EXTENSIONS[:3])}.")
-    if len(kinds - {".parquet", ".pq"}) and sum(map(len, found.values())) > 1:
+        splits = {"train": [path]}
+    if not splits.get("train"):
+        raise NotFound(f"{location} contains no tables; wanted {', '.join(TABLE_EXTENSIONS[:3])}.")
+    extensions = {file.suffix.lower() for files in splits.values() for file in files}
+    if not extensions <= set(TABLE_EXTENSIONS):
+        raise DataError(f"{location} is not a table; wanted a name that ends in {', '.join(TABLE_EXTENSIONS[:3])}.")
+    if len(extensions - {".parquet", ".pq"}) and sum(map(len, splits.values())) > 1:
         raise DataError(
-            f"{what} are several tables of text; join them into one, with a column `split` if they are parts."
+            f"{location} matches several text tables; join them into one, with a column `split` if they are splits."
         )
-    return found
+    return splits
 
 
-def _open_stream(what: str, config: DataConfig) -> SourceSplits:
-    """Shards without an index; those of the other parts have one, since they are measured on."""
-    parts = shards.group_by_split(shards.find_shards(what))
-    names = config.class_names or shards.read_class_names(parts["train"][0])
+def _open_stream(location: str, config: DataConfig) -> SourceSplits:
+    """Shards read without an index; the validation and test shards are indexed, for random access."""
+    files = shards.group_by_split(shards.find_shards(location))
+    names = config.class_names or shards.read_class_names(files["train"][0])
     others: dict[str, Source] = {}
-    for part in ("validation", "test"):
-        if part in parts:
-            indexes = load_indexes(parts[part])
-            others[part] = shards.ShardSource(f"{shards.display_name(what)}/{part}", indexes, config, names, None)
-            names = names or others[part].labels
+    for split in ("validation", "test"):
+        if split in files:
+            indexes = load_indexes(files[split])
+            others[split] = shards.ShardSource(f"{shards.display_name(location)}/{split}", indexes, config, names, None)
+            names = names or others[split].labels
     if names is None and config.validation is not None:
         names = open_source_splits(config.replace(source=config.validation, validation=None)).evaluation_source.labels
     if names is None:
         raise DataError(
-            f"the classes of {what} are not known, and a stream cannot be looked through for them; "
-            f"put {shards.CLASS_NAMES_FILE} beside the shards, or name them with data.class_names=."
+            f"the class names of {location} are unknown, and a stream is not scanned for them; "
+            f"put {shards.CLASS_NAMES_FILE} next to the shards, or give them with data.class_names=."
         )
-    stream = ShardStream(shards.display_name(what), parts["train"], names, config)
+    stream = ShardStream(shards.display_name(location), files["train"], names, config)
     return SourceSplits(stream, others.get("validation"), others.get("test"), (LIMITATIONS,))

@@ -1,4 +1,4 @@
-"""What a name of data means: `folder:photos/`, `cifar10`, `hf:user/name`, or a plain path."""
+"""Parse the name of a data source: `folder:photos/`, `cifar10`, `hf:user/name` or a plain path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vitrail.errors import NotFound, nearest
 KINDS = ("folder", "table", "shards", "stream", "hf", "builtin")
 TABLE_EXTENSIONS = (".csv", ".tsv", ".parquet", ".pq")
 MAX_ENTRIES_LISTED = 20
-"""So many folders are looked into, at so many files each, to tell what a folder is."""
+"""Subfolders listed, and files listed in each, to detect what a folder contains."""
 HUB_URL = re.compile(r"(hf://datasets/|https?://(www\.)?(huggingface\.co|hf\.co)/datasets/)")
 TAR_NAME = re.compile(r"\.(tar|tar\.gz|tgz)$", re.I)
 
@@ -31,66 +31,69 @@ EXAMPLES = {
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A kind of source, and what it is given."""
+    """A parsed source name: one of KINDS, and a path, URL or name."""
 
     kind: str
     location: str
 
 
 def parse_source(text: str) -> SourceSpec:
-    """The kind, written or recognized."""
+    """Parse `KIND:LOCATION`, or detect the kind of a name or path without a prefix."""
     text = text.strip()
     kind, colon, rest = text.partition(":")
     if colon and kind.lower() in KINDS:
         if not rest.strip():
-            raise NotFound(f"{text!r} names nothing after the colon; wanted such as {kind}:{EXAMPLES[kind.lower()]}.")
-        return _checked(kind.lower(), os.path.expanduser(rest.strip()))
+            raise NotFound(f"{text!r} has nothing after the colon; try {kind}:{EXAMPLES[kind.lower()]}.")
+        return _with_kind(kind.lower(), os.path.expanduser(rest.strip()))
     if HUB_URL.match(text):
         return SourceSpec("hf", text)
     if name := canonical_name(text):
         return SourceSpec("builtin", name)
-    return _recognized(text)
+    return _detect(text)
 
 
 def canonical_name(name: str) -> str | None:
-    """The catalog's spelling of a data set's name: CIFAR-10, fashion_mnist; None where it has none."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower())
-    found = next((known for known in CATALOG if known.replace("-", "") == plain), None)
+    """The catalog's name of a data set (CIFAR-10 -> cifar10), or None if it is not in the catalog."""
+    letters = re.sub(r"[^a-z0-9]", "", name.lower())
+    found = next((known for known in CATALOG if known.replace("-", "") == letters), None)
     return found if re.fullmatch(r"[\w\- ]+", name) else None
 
 
-def _checked(kind: str, what: str) -> SourceSpec:
+def _with_kind(kind: str, location: str) -> SourceSpec:
     if kind != "builtin":
-        return SourceSpec(kind, what)
-    if name := canonical_name(what):
+        return SourceSpec(kind, location)
+    if name := canonical_name(location):
         return SourceSpec(kind, name)
-    raise NotFound(f"no data set {what!r} is built in{nearest(what, CATALOG)}")
+    raise NotFound(f"no built-in data set {location!r}{nearest(location, CATALOG)}")
 
 
-def _recognized(text: str) -> SourceSpec:
-    """A plain path, by what lies there."""
+def _detect(text: str) -> SourceSpec:
+    """Detect the kind of a plain path by its extension or its contents."""
     path = os.path.expanduser(text)
     if TAR_NAME.search(path.split("?")[0]):
         return SourceSpec("shards", path)
     if remote.is_remote(text):
-        raise NotFound(f"{text} is an address of no tar file; wanted shards:, hf:user/name or a path on this machine.")
+        raise NotFound(f"{text} is not the URL of a tar file; wanted shards:, hf:user/name or a local path.")
     if path.lower().endswith(TABLE_EXTENSIONS):
         return SourceSpec("table", path)
     if os.path.isdir(path):
-        return SourceSpec(_kind_of_folder(Path(path)), path)
+        return SourceSpec(_detect_folder_kind(Path(path)), path)
     if os.path.exists(path):
         raise NotFound(
-            f"{path} is no data; wanted a folder of class folders, {', '.join(TABLE_EXTENSIONS[:3])} or .tar."
+            f"{path} is not a data source; wanted a folder of class folders, {', '.join(TABLE_EXTENSIONS[:3])} or .tar."
         )
     kind, colon, _ = text.partition(":")
     if colon and len(kind) > 1 and "/" not in kind and "\\" not in kind:
-        raise NotFound(f"no kind of data {kind!r} (in {text!r}){nearest(kind, KINDS)}")
+        raise NotFound(f"unknown kind of data source {kind!r} in {text!r}{nearest(kind, KINDS)}")
     if "/" in text or "\\" in text:
-        raise NotFound(f"there is no file or folder {path} (looked from {Path.cwd()}).")
-    raise NotFound(f"no data {text!r}: neither built in nor a file or folder in {Path.cwd()}{nearest(text, CATALOG)}")
+        raise NotFound(f"no file or folder {path} (relative to {Path.cwd()}).")
+    raise NotFound(
+        f"no data source {text!r}: not a built-in data set, and not a file or folder in {Path.cwd()}"
+        f"{nearest(text, CATALOG)}"
+    )
 
 
-def _kind_of_folder(path: Path) -> str:
+def _detect_folder_kind(path: Path) -> str:
     names = [n for n in os.listdir(path) if not n.startswith(".")]
     if any(TAR_NAME.search(n) for n in names):
         return "shards"

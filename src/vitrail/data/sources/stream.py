@@ -1,16 +1,16 @@
-"""Tar shards read from front to back, without an index: for those too many or too far away to index.
+"""Tar shards read sequentially, without an index; for shards too many or too remote to index.
 
-It promises less than the other sources. The order depends on the number of ranks and workers, so a
-run continues exactly only with as many as it had; nobody knows how many images there are; and
-what cannot be reached by number cannot be held out. In return nothing is read before it is used.
+A stream guarantees less than other sources. The order depends on the number of ranks and workers,
+so a run resumes exactly only with the same numbers. The number of images is unknown. No images can
+be held out, because there is no random access. In return, nothing is read before it is used.
 
-    Stream         which shards, what their labels mean
-    Reader         one worker's share of them, without end: samples, and a state to go on from
+    ShardStream    the shards, and how their labels are encoded
+    StreamReader   an endless iterator over one worker's samples, with a state to resume from
 
-Of each epoch's shards, in an order of its own, every part (one worker of one rank) reads every n-th.
-With fewer shards than parts, every part reads all shards and takes every n-th sample. A buffer is
-filled, given out in shuffled order, and filled again while it empties, so that the state is a place
-and a count: {"epoch": 2, "shard": 5, "member": 812, "drawn": 77, ...}.
+In each epoch the shards are shuffled, and each of the n workers of all ranks reads every n-th one.
+With fewer shards than workers, each worker reads all shards and takes every n-th sample. Samples are
+shuffled within a buffer, which is refilled from the next samples while it is emptied. The state is
+therefore a position and a count: {"epoch": 2, "shard": 5, "member": 812, "drawn": 77, ...}.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from vitrail.errors import DataError, TrainError, nearest
 
 SHUFFLE = stream("stream of shards")
 BUFFER_SIZE = 1000
-"""Samples that are shuffled together, in each worker."""
+"""Samples in each worker's shuffle buffer."""
 NUM_SAMPLES_CHECKED = 16
-"""Samples that are looked at to see whether images have several labels."""
+"""Samples read to detect multi-label data."""
 LIMITATIONS = (
-    "a stream promises less than shards with an index: it continues exactly only with as many ranks and workers, "
-    "and the order depends on them"
+    "a stream has no index: the order of samples depends on the number of ranks and workers, "
+    "and a run resumes exactly only with the same numbers"
 )
 
 
 class ShardStream:
-    """Labeled images of tar shards, in the order they lie there."""
+    """An iterable data set of labeled images in tar shards."""
 
     def __init__(self, name: str, shards: Sequence[str], labels: Sequence[str], config: DataConfig) -> None:
         self.name = name
         self.shards = tuple(shards)
         self.labels = tuple(labels)
-        self.image, self.label = config.image_column, config.label_column
+        self.image_extension, self.label_field = config.image_column, config.label_column
         self._class_index = {label: i for i, label in enumerate(self.labels)}
         self.multi_label = False
         self.multi_label = any(
@@ -61,39 +61,40 @@ class ShardStream:
         self,
         state: dict[str, Any] | None = None,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
         *,
         worker: int = 0,
-        workers: int = 1,
+        num_workers: int = 1,
         seed: int = 0,
         buffer: int = BUFFER_SIZE,
     ) -> StreamReader:
-        """One worker's share of the samples, without end; from the beginning, or from where a state was taken."""
-        return StreamReader(self, rank * workers + worker, world * workers, seed, buffer, state)
+        """An endless iterator over the samples of one worker of one rank, from the start or from a saved state."""
+        return StreamReader(self, rank * num_workers + worker, world_size * num_workers, seed, buffer, state)
 
     def read(self, shard: str) -> Iterator[tuple[str, LabelValue, bytes]]:
-        """Key, label and image of each sample of one shard, in order."""
-        held: dict[int, Any] = {}
+        """Key, label and encoded image of each sample of one shard, in order."""
+        contents: dict[int, Any] = {}  # by offset
 
-        def taken(found: Iterable[tar.Member], read: tar.ReadAt) -> Iterator[tar.Member]:
-            for member in found:  # what is passed cannot be gone back to
-                kind = member.name.rpartition("/")[2].partition(".")[2].lower()
-                if kind in LABEL_EXTENSIONS or tar.find_image([kind], IMAGE_EXTENSIONS, self.image):
+        def with_contents_read(members: Iterable[tar.Member], read: tar.ReadAt) -> Iterator[tar.Member]:
+            for member in members:  # read in passing: there is no seeking back
+                extension = member.name.rpartition("/")[2].partition(".")[2].lower()
+                is_label = extension in LABEL_EXTENSIONS
+                if is_label or tar.find_image([extension], IMAGE_EXTENSIONS, self.image_extension):
                     data = read(member.offset, member.size)
                     if len(data) < member.size:
-                        raise DataError(f"{shard} is cut off in {member.name}; copy or download it again.")
-                    held[member.offset] = parse_label_file(kind, data) if kind in LABEL_EXTENSIONS else data
+                        raise DataError(f"{shard} is truncated in {member.name}; copy or download it again.")
+                    contents[member.offset] = parse_label_file(extension, data) if is_label else data
                 yield member
 
         with ForwardReader(lambda: _open(shard), shard) as read:
-            for key, files in tar.group_samples(taken(tar.iter_members(read, shard), read)):
-                mine = {kind: held.pop(m.offset) for kind, m in files.items() if m.offset in held}
-                kind = tar.find_image(mine, IMAGE_EXTENSIONS, self.image)
-                if kind is not None:
-                    yield key, find_label(key, mine, self.label), mine[kind]
+            for key, files in tar.group_samples(with_contents_read(tar.iter_members(read, shard), read)):
+                found = {e: contents.pop(m.offset) for e, m in files.items() if m.offset in contents}
+                extension = tar.find_image(found, IMAGE_EXTENSIONS, self.image_extension)
+                if extension is not None:
+                    yield key, find_label(key, found, self.label_field), found[extension]
 
     def target(self, value: LabelValue, key: str) -> int | tuple[int, ...]:
-        """The number of a label's class, or of all its classes."""
+        """The class index of a label; for multi-label data, the indices of all its classes."""
         if not self.multi_label:
             return self._encode(value, key)
         values = value if isinstance(value, list) else str(value or "").split(LABEL_SEPARATOR)
@@ -107,14 +108,14 @@ class ShardStream:
             number = int(word or -1)
         except ValueError:
             near = nearest(word, self.labels)
-            raise DataError(f"{key} has the label {word!r}, which is none of the classes{near}") from None
+            raise DataError(f"{key} has the label {word!r}, which is not a class{near}") from None
         if number >= len(self.labels):
-            raise DataError(f"{key} has the label {number}, and there are {len(self.labels)} classes, counted from 0.")
+            raise DataError(f"{key} has the label {number}, but there are {len(self.labels)} classes, counted from 0.")
         return max(number, -1)
 
 
 class StreamPosition(NamedTuple):
-    """Where a sample lies: the epoch, the how-manyeth of the epoch's shards of this part, the how-manyeth in it."""
+    """The epoch, the index among the epoch's shards of this worker, and the index of the sample in the shard."""
 
     epoch: int
     shard: int
@@ -122,12 +123,16 @@ class StreamPosition(NamedTuple):
 
 
 class StreamReader:
-    """An iterator over one part's samples; `state` says, as JSON can, where the next one comes from."""
+    """An endless iterator over the samples of one worker; `state` is JSON-serializable.
+
+    worker, num_workers: counted over all ranks.
+    """
 
     def __init__(
-        self, stream: ShardStream, part: int, parts: int, seed: int, buffer: int, state: dict[str, Any] | None
+        self, stream: ShardStream, worker: int, num_workers: int, seed: int, buffer: int, state: dict[str, Any] | None
     ) -> None:
-        self.stream, self.part, self.parts, self.seed, self.buffer = stream, part, parts, seed, max(buffer, 1)
+        self.stream, self.worker, self.num_workers = stream, worker, num_workers
+        self.seed, self.buffer = seed, max(buffer, 1)
         self.shard_names = dict(zip(stream.shards, short_names(stream.shards), strict=True))
         start, drawn = StreamPosition(0, 0, 0), 0
         if state is not None:
@@ -150,48 +155,55 @@ class StreamReader:
             self._next_block()
         sample = self._block[self._order[self.drawn]]
         self.drawn += 1
-        self._fill(len(self._read_ahead) + 1)  # one in for one out
+        self._fill(len(self._read_ahead) + 1)  # read one sample for each one returned
         return sample
 
     @property
     def state(self) -> dict[str, Any]:
         start, drawn = self.start, self.drawn
-        if drawn and drawn == len(self._block):  # the block is used up: the next one begins after it
+        if drawn and drawn == len(self._block):  # at the end of a block: the state is the start of the next
             self._fill(1)
             start, drawn = self._read_ahead[0][0], 0
         return {**self._identity(), **start._asdict(), "drawn": drawn}
 
     def _identity(self) -> dict[str, Any]:
         names = hashlib.sha256("\n".join(self.stream.shards).encode("utf-8", "surrogateescape")).hexdigest()[:16]
-        return {"shards": names, "seed": self.seed, "buffer": self.buffer, "part": self.part, "parts": self.parts}
+        return {
+            "shards": names,
+            "seed": self.seed,
+            "buffer": self.buffer,
+            "part": self.worker,  # stored in checkpoints under these keys
+            "parts": self.num_workers,
+        }
 
     def _parse_state(self, state: dict[str, Any]) -> tuple[StreamPosition, int]:
-        told = {
+        descriptions = {
             "shards": "other shards",
             "seed": "another seed",
-            "buffer": "another buffer",
+            "buffer": "another buffer size",
             "part": "another rank or worker",
             "parts": "another number of ranks and workers",
         }
-        for field, mine in self._identity().items():
-            if state.get(field) != mine:
+        for field, current in self._identity().items():
+            if state.get(field) != current:
                 raise TrainError(
-                    f"{self.stream.name}: the stream's state is of {told[field]} ({state.get(field)}, now {mine}), and "
-                    "a stream continues only as it began; shards: with an index continue anywhere."
+                    f"{self.stream.name}: the saved state of the stream is for {descriptions[field]} "
+                    f"({state.get(field)}, now {current}), and a stream resumes only with the same settings; "
+                    "use shards: instead of stream: to resume with others."
                 )
         return StreamPosition(state["epoch"], state["shard"], state["member"]), state["drawn"]
 
     def _next_block(self) -> None:
-        """What has been read ahead becomes the block that is given out."""
+        """Make the samples read ahead the current block, and shuffle it."""
         self._fill(self.buffer)
         self.start = self._read_ahead[0][0]
         self._block = [sample for _, sample in self._read_ahead]
-        key = key_of(self.seed, SHUFFLE, self.part, self.parts, *self.start)
+        key = key_of(self.seed, SHUFFLE, self.worker, self.num_workers, *self.start)
         self._order = shuffled(np.arange(len(self._block)), len(self._block), key).tolist()
         self._read_ahead, self.drawn = [], 0
 
     def _fill(self, wanted: int) -> None:
-        """Read ahead, within one epoch, until there are so many."""
+        """Read ahead, within one epoch, until `wanted` samples are buffered."""
         while len(self._read_ahead) < min(wanted, self.buffer):
             if self._next is None:
                 self._next = next(self._raw)
@@ -201,7 +213,7 @@ class StreamReader:
             self._next = None
 
     def _read_from(self, start: StreamPosition) -> Iterator[tuple[StreamPosition, Sample]]:
-        """This part's samples in the order they are read, without end."""
+        """The samples of this worker, in the order they are read, without end."""
         epoch, first, skip = start
         found = False
         while True:
@@ -214,30 +226,31 @@ class StreamReader:
                     yield StreamPosition(epoch, number, member), Sample(key, image, self.stream.target(value, key))
                 skip = 0
             if not found:
-                raise DataError(f"{self.stream.name} holds no images for part {self.part} of {self.parts}.")
+                raise DataError(f"{self.stream.name} has no images for worker {self.worker} of {self.num_workers}.")
             epoch, first, found = epoch + 1, 0, False
 
     def _shards(self, epoch: int) -> list[str]:
         count = len(self.stream.shards)
         order = shuffled(np.arange(count), count, key_of(self.seed, SHUFFLE, epoch)).tolist()
-        mine = order[self.part :: self.parts] if self._splits_shards else order
-        return [self.stream.shards[i] for i in mine]
+        own = order[self.worker :: self.num_workers] if self._splits_shards else order
+        return [self.stream.shards[i] for i in own]
 
     @property
     def _splits_shards(self) -> bool:
-        return len(self.stream.shards) >= self.parts
+        """Whether workers read different shards, rather than different samples of all shards."""
+        return len(self.stream.shards) >= self.num_workers
 
     def _is_mine(self, shard: int, member: int) -> bool:
-        return self._splits_shards or (shard + member) % self.parts == self.part
+        return self._splits_shards or (shard + member) % self.num_workers == self.worker
 
 
 class ForwardReader:
-    """Bytes of something that can only be read on; where it breaks off, it is opened again and caught up with."""
+    """Reads a file that is not seekable; if the connection breaks, it reopens the file and skips to the position."""
 
     CHUNK_BYTES = 1 << 20
 
-    def __init__(self, opened: Callable[[], IO[bytes]], where: str) -> None:
-        self._make, self._where = opened, where
+    def __init__(self, open_file: Callable[[], IO[bytes]], where: str) -> None:
+        self._open_file, self._where = open_file, where
         self._file: IO[bytes] | None = None
         self._at = 0
 
@@ -253,7 +266,7 @@ class ForwardReader:
                 return self._read(at, length)
             except (DataError, EOFError, gzip.BadGzipFile) as error:
                 raise error if isinstance(error, DataError) else self._damaged(error) from error
-            except Exception as error:  # a connection that broke: each file system has errors of its own
+            except Exception as error:  # a broken connection; each file system has its own error classes
                 self._close()
                 if not left:
                     raise self._damaged(error) from error
@@ -262,25 +275,25 @@ class ForwardReader:
 
     def _read(self, at: int, length: int) -> bytes:
         if self._file is None:
-            self._file, self._at = self._make(), 0
+            self._file, self._at = self._open_file(), 0
         if at < self._at:
-            raise AssertionError(f"{self._where} was asked to go back from {self._at} to {at}")
+            raise AssertionError(f"{self._where}: cannot seek back from {self._at} to {at}")
         while self._at < at:
             if not (skipped := self._file.read(min(at - self._at, self.CHUNK_BYTES))):
-                raise DataError(f"{self._where} is cut off at byte {self._at:,}; copy or download it again.")
+                raise DataError(f"{self._where} is truncated at byte {self._at:,}; copy or download it again.")
             self._at += len(skipped)
-        pieces = []
+        chunks = []
         while length:
-            if not (piece := self._file.read(length)):
+            if not (chunk := self._file.read(length)):
                 break
-            pieces.append(piece)
-            self._at += len(piece)
-            length -= len(piece)
-        return b"".join(pieces)
+            chunks.append(chunk)
+            self._at += len(chunk)
+            length -= len(chunk)
+        return b"".join(chunks)
 
     def _damaged(self, error: Exception) -> DataError:
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-        return DataError(f"{self._where} could not be read on from byte {self._at:,} ({reason}).")
+        return DataError(f"cannot read {self._where} from byte {self._at:,} on ({reason}).")
 
     def _close(self) -> None:
         if self._file is not None:
@@ -293,7 +306,7 @@ def _open(shard: str) -> IO[bytes]:
     if not shard.lower().endswith("gz"):
         return file
     unpacked = gzip.GzipFile(fileobj=file)
-    unpacked.myfileobj = file  # type: ignore[assignment]  # what it closes when it is closed
+    unpacked.myfileobj = file  # type: ignore[assignment]  # closed together with the GzipFile
     return unpacked  # type: ignore[return-value]
 
 
@@ -301,6 +314,6 @@ def _is_multi_label(value: LabelValue) -> bool:
     return isinstance(value, list) or (isinstance(value, str) and LABEL_SEPARATOR in value)
 
 
-def _take(found: Iterator[Any], count: int) -> Iterator[Any]:
-    for _, each in zip(range(count), found, strict=False):
-        yield each
+def _take(items: Iterator[Any], count: int) -> Iterator[Any]:
+    for _, item in zip(range(count), items, strict=False):
+        yield item

@@ -1,4 +1,4 @@
-"""Some of a source's images, as a source."""
+"""A subset of a source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vitrail.data.sources.base import Sample, Source, Targets
 
 
 class Subset:
-    """The images of these numbers; their keys stay what they were."""
+    """The samples of `source` at `indices`, with the same keys; like torch.utils.data.Subset."""
 
     def __init__(self, source: Source, indices: npt.ArrayLike, name: str | None = None) -> None:
         self.source = source
@@ -43,7 +43,7 @@ class Subset:
 
     @property
     def blocks(self) -> tuple[int, ...] | None:
-        """What is left of each of the source's runs; indices that do not ascend have none."""
+        """The source's blocks, reduced to the samples in the subset; None if the indices are not ascending."""
         whole = self.source.blocks
         if whole is None or (np.diff(self.indices) <= 0).any():
             return None
@@ -51,4 +51,4 @@ class Subset:
         return tuple(int(n) for n in np.diff(ends, prepend=0) if n)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_targets": None, "_pixels": None}  # the source carries them already
+        return {**self.__dict__, "_targets": None, "_pixels": None}  # pickled with the source

@@ -1,8 +1,8 @@
 """A table of images: CSV, TSV or Parquet.
 
-One column holds each image, as a path from the table's folder on, an address, or bytes; one holds
-its label, or several. A column `split` says which part a row is of; so do the names of Parquet
-files that lie together (train-00000-of-00002.parquet, test-...).
+One column holds the image: a path relative to the table's folder, a URL, or bytes. Another holds
+its label or labels. An optional column `split` assigns rows to splits; so do the names of Parquet
+files in one folder (train-00000-of-00002.parquet, test-...).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _IMAGE = """image img picture photo pixel_values image_path img_path image_file 
     filename file image_id bytes image_bytes jpg jpeg png webp url image_url"""
 _LABEL = "label labels class classes class_name category target targets y cls fine_label tag tags"
 IMAGE_COLUMNS, LABEL_COLUMNS = _IMAGE.split(), _LABEL.split()
-"""Usual names of columns, the likeliest first."""
+"""Usual column names, most likely first."""
 SPLIT_COLUMNS = ("split", "part", "subset")
 NUM_PATHS_CHECKED = 50
-"""So many paths are looked up before a table is believed."""
+"""Paths checked for existence when a table is opened."""
 
 
 class PathSource:
-    """Images as files or addresses; the key is what the table says."""
+    """Images as files or URLs; the key is the path or URL in the table."""
 
     pixels = None
     blocks = None
@@ -58,9 +58,9 @@ class PathSource:
 
     def __getitem__(self, index: int) -> Sample:
         target = self.targets[index]
-        numbers = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
+        classes = tuple(np.flatnonzero(target).tolist()) if self.multi_label else int(target)
         file = self.file(index)
-        return Sample(self.key(index), fetch(file) if is_remote(file) else file, numbers)
+        return Sample(self.key(index), fetch(file) if is_remote(file) else file, classes)
 
     def key(self, index: int) -> str:
         return self.paths[index]
@@ -72,7 +72,7 @@ class PathSource:
 
 @dataclass(frozen=True)
 class TableSplit:
-    """One part's images, and what else the table says of each."""
+    """The images of one split, with the split and group columns of the table."""
 
     source: Source
     splits: list[str | None] | None
@@ -83,29 +83,30 @@ class TableSplit:
 def open_table(
     files: dict[str, list[Path]], config: DataConfig, name: str, *, require_labels: bool = True
 ) -> SourceSplits:
-    """The parts of a table: part -> its files, of one kind; the first part is what is learned from.
+    """Open a table given its splits (split -> files of one format); the first one is the training split.
 
-    labeled: refuse a table without a column of labels.
+    require_labels: raise DataError for a table without a column of labels.
     """
     opened: dict[str, TableSplit] = {}
-    names, several = config.class_names, None
-    for part, paths in files.items():
+    names, multi_label = config.class_names, None
+    for split, paths in files.items():
         for path in paths:
             if not path.is_file():
-                raise NotFound(f"there is no table {path}" + (", it is a folder." if path.is_dir() else "."))
-        found = _open_split(paths, config, f"{name}/{part}" if len(files) > 1 else name, names, several, require_labels)
-        names, several = found.source.labels, found.source.multi_label
-        opened[part] = found
+                raise NotFound(f"{path} is a folder, wanted a table." if path.is_dir() else f"no table {path}.")
+        split_name = f"{name}/{split}" if len(files) > 1 else name
+        found = _open_split(paths, config, split_name, names, multi_label, require_labels)
+        names, multi_label = found.source.labels, found.source.multi_label
+        opened[split] = found
     notes = tuple(note for found in opened.values() for note in found.notes)
     first = next(iter(opened.values()))
     if len(opened) == 1 and first.splits is not None:
         return _split_rows(first, name, notes)
-    sources = {part: found.source for part, found in opened.items()}
+    sources = {split: found.source for split, found in opened.items()}
     return SourceSplits(first.source, sources.get("validation"), sources.get("test"), notes, first.groups)
 
 
 def find_parquet_files(folder: Path) -> dict[str, list[Path]]:
-    """Part -> the Parquet files of a folder, or of folders in it; all of them are `train` where none is named so."""
+    """Split -> the Parquet files in a folder and its subfolders; all are `train` if none is named so."""
     found: dict[str, list[Path]] = {}
     for path in sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")]):
         if not path.name.startswith("."):
@@ -114,14 +115,14 @@ def find_parquet_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def order_splits(found: dict[str, list[Path]]) -> dict[str, list[Path]]:
-    """The training part first; files that say nothing of parts are what is learned from."""
+    """Put the training split first: the files named `train`, else those without a split name, else all."""
     if "train" not in found:
         found = {"train": found[""], **found} if "" in found else {"train": [p for ps in found.values() for p in ps]}
-    return {part: found[part] for part in ("train", "validation", "test") if part in found}
+    return {split: found[split] for split in ("train", "validation", "test") if split in found}
 
 
 def split_from_name(path: str) -> str:
-    """train, validation or test, as a file's name or its folder's tells; else nothing."""
+    """train, validation or test if a word of the path names it, else an empty string."""
     for word in reversed(re.split(r"[^a-z]+", path.lower())):
         if word in SPLIT_NAMES:
             return SPLIT_NAMES[word]
@@ -143,70 +144,72 @@ def _open_split(
     image = _find_image_column(schema, config.image_column, table, where)
     label = find_name(schema.names, LABEL_COLUMNS, config.label_column, "column", where)
     if label is None and require_labels:
-        raise DataError(f"{where} has no column of labels among {_format_names(schema.names)}; name it with label=.")
+        raise DataError(
+            f"{where} has no label column among {_format_names(schema.names)}; name it with data.label_column=."
+        )
     split = find_name(schema.names, SPLIT_COLUMNS, None, "column", where)
     groups = config.groups if config.groups in schema.names else None
     as_paths = _is_text(schema.field(image).type)
     wanted = [c for c in (label, split, groups, image if as_paths else None) if c]
     table = read_columns(files, list(dict.fromkeys(wanted))) if table is None else table
     if label is None:
-        labeled = EncodedLabels(np.full(len(table), -1, np.int64), (), False)
+        encoded = EncodedLabels(np.full(len(table), -1, np.int64), (), False)
     else:
-        meant = names or _schema_class_names(schema, label, where)
-        labeled = encode_labels(table[label], meant, f"{where}, column {label!r},", multi_label)
+        class_names = names or _schema_class_names(schema, label, where)
+        encoded = encode_labels(table[label], class_names, f"{where}, column {label!r},", multi_label)
     notes = []
     if label is None:
         notes.append("the images have no labels")
-    elif unlabeled := _count_unlabeled(labeled):
+    elif unlabeled := _count_unlabeled(encoded):
         notes.append(f"{unlabeled:,} of {len(table):,} images have no label")
     source: Source
     if as_paths:
         paths = PackedStrings(str(p or "") for p in table[image].to_pylist())
-        root, said = _find_root(files[0], paths)
-        notes += said
-        source = PathSource(name, root, paths, labeled.targets, labeled.labels, labeled.multi_label)
+        root, root_notes = _find_root(files[0], paths)
+        notes += root_notes
+        source = PathSource(name, root, paths, encoded.targets, encoded.labels, encoded.multi_label)
     else:
         absolute = [Path(os.path.abspath(f)) for f in files]
-        source = ParquetSource(name, absolute, image, labeled.targets, labeled.labels, labeled.multi_label)
-    together = PackedStrings(str(g) for g in table[groups].to_pylist()) if groups else None
-    return TableSplit(source, table[split].to_pylist() if split else None, together, tuple(notes))
+        source = ParquetSource(name, absolute, image, encoded.targets, encoded.labels, encoded.multi_label)
+    image_groups = PackedStrings(str(g) for g in table[groups].to_pylist()) if groups else None
+    return TableSplit(source, table[split].to_pylist() if split else None, image_groups, tuple(notes))
 
 
 def _read_csv(path: Path) -> Any:
-    """Every column as text: what is a number is decided later, when all of it is known."""
+    """Read every column as text; label_encoding decides later whether a whole column is numeric."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as text: {error}; wanted UTF-8.") from error
-    between = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
-    header = next(csv.reader([first], delimiter=between), [])
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t", key=first.count)
+    header = next(csv.reader([first], delimiter=delimiter), [])
     if not header or any(os.path.splitext(cell)[1].lower() in IMAGE_EXTENSIONS for cell in header):
-        raise DataError(f"{path} begins with {first.strip()[:60]!r}; wanted a first line that names the columns.")
+        raise DataError(f"{path} begins with {first.strip()[:60]!r}; wanted a header line with the column names.")
     try:
         table = pyarrow.csv.read_csv(
             path,
-            parse_options=pyarrow.csv.ParseOptions(delimiter=between, newlines_in_values=True),
+            parse_options=pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             convert_options=pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(header, pa.string())),
         )
     except pa.ArrowInvalid as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise DataError(f"{path} is not the table its first line promises: {reason}.") from error
+        raise DataError(f"{path} does not match its header line: {reason}.") from error
     return pa.table([unescape_formulas(column) for column in table.columns], names=table.column_names)
 
 
 def _find_image_column(schema: Any, given: str | None, table: Any, where: str) -> str:
-    """By name, else the only column that can hold images."""
+    """Find the image column by name, else the only column that can contain images."""
     if found := find_name(schema.names, IMAGE_COLUMNS, given, "column", where):
         return found
-    able = [f.name for f in schema if _holds_bytes(f.type)]
+    candidates = [f.name for f in schema if _holds_bytes(f.type)]
     if table is not None and len(table):
         row = table.slice(0, 1).to_pylist()[0]
-        able = [n for n, v in row.items() if os.path.splitext(v or "")[1].lower() in IMAGE_EXTENSIONS]
-    if len(able) == 1:
-        return able[0]
+        candidates = [n for n, v in row.items() if os.path.splitext(v or "")[1].lower() in IMAGE_EXTENSIONS]
+    if len(candidates) == 1:
+        return candidates[0]
     raise DataError(
-        f"{where} has no column of images among {_format_names(schema.names)}; name it with data.image_column=."
+        f"{where} has no image column among {_format_names(schema.names)}; name it with data.image_column=."
     )
 
 
@@ -221,7 +224,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _schema_class_names(schema: Any, label: str, where: str) -> tuple[str, ...] | None:
-    """As Hugging Face's datasets write them into the schema."""
+    """Class names that Hugging Face's `datasets` library stored in the schema."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         feature = features[label]
@@ -233,38 +236,38 @@ def _schema_class_names(schema: Any, label: str, where: str) -> tuple[str, ...] 
 
 
 def _find_root(table: Path, paths: PackedStrings) -> tuple[Path, list[str]]:
-    """The folder that paths start from: the table's, or the one beside it that has the images."""
+    """The folder that paths are relative to: the table's, or the subfolder of it that has the images."""
     root = Path(os.path.abspath(table)).parent
-    some = [p for p in (paths[i] for i in range(min(len(paths), NUM_PATHS_CHECKED))) if not is_remote(p)]
-    if not some or any((root / p).is_file() for p in some):
+    checked = [p for p in (paths[i] for i in range(min(len(paths), NUM_PATHS_CHECKED))) if not is_remote(p)]
+    if not checked or any((root / p).is_file() for p in checked):
         return root, []
-    beside = [f for f in sorted(root.iterdir()) if f.is_dir() and (f / some[0]).is_file()]
-    if len(beside) == 1:
-        return beside[0], [f"the images of {table.name} are in {beside[0].name}/"]
+    subfolders = [f for f in sorted(root.iterdir()) if f.is_dir() and (f / checked[0]).is_file()]
+    if len(subfolders) == 1:
+        return subfolders[0], [f"the images of {table.name} are in {subfolders[0].name}/"]
     raise NotFound(
-        f"none of the first {len(some)} images of {table} is there, such as {root / some[0]}; "
-        "wanted paths from the table's folder on."
+        f"none of the first {len(checked)} images of {table} exists, such as {root / checked[0]}; "
+        "wanted paths relative to the table's folder."
     )
 
 
 def _split_rows(opened: TableSplit, name: str, notes: tuple[str, ...]) -> SourceSplits:
-    """Rows told apart by what their column `split` says."""
+    """Divide the rows by the values of the `split` column."""
     rows: dict[str, list[int]] = {}
     for row, word in enumerate(opened.splits or ()):
-        part = SPLIT_NAMES.get((word or "").strip().lower())
-        if part is None:
+        split = SPLIT_NAMES.get((word or "").strip().lower())
+        if split is None:
             raise DataError(f"row {row + 1} of {name} has the split {word!r}; wanted train, validation or test.")
-        rows.setdefault(part, []).append(row)
+        rows.setdefault(split, []).append(row)
     if "train" not in rows:
-        raise DataError(f"{name} has no rows of the split 'train', only of {_format_names(list(rows))}.")
-    parts = {part: Subset(opened.source, mine, f"{name}/{part}") for part, mine in rows.items()}
+        raise DataError(f"{name} has no rows with the split 'train', only {_format_names(list(rows))}.")
+    splits = {split: Subset(opened.source, indices, f"{name}/{split}") for split, indices in rows.items()}
     groups = opened.groups.take(rows["train"]) if opened.groups is not None else None
-    return SourceSplits(parts["train"], parts.get("validation"), parts.get("test"), notes, groups)
+    return SourceSplits(splits["train"], splits.get("validation"), splits.get("test"), notes, groups)
 
 
-def _count_unlabeled(labeled: EncodedLabels) -> int:
-    """Images without a label, where one each is wanted."""
-    return 0 if labeled.multi_label else int(np.count_nonzero(labeled.targets < 0))
+def _count_unlabeled(encoded: EncodedLabels) -> int:
+    """Number of images without a label; 0 for multi-label data, where that is a valid target."""
+    return 0 if encoded.multi_label else int(np.count_nonzero(encoded.targets < 0))
 
 
 def _format_names(names: Sequence[str]) -> str:

@@ -1,9 +1,8 @@
-"""Where things are inside a tar file, by reading its headers alone.
+"""List the members of a tar file by reading only its headers.
 
-Python's own tarfile reads from files it can seek in; this reads through any function that gives the
-bytes from one place on, so that a header behind a range request, in a plain stream or on a disk is
-the same thing. It knows what archives of images hold: regular files, long names as GNU and POSIX
-write them, sizes beyond 8 GB.
+Python's tarfile needs a seekable file. This reader needs a function (offset, length) -> bytes, so
+that local files, range requests and sequential streams are read alike. It supports regular files,
+long names in the GNU and POSIX formats, and sizes above 8 GB.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from vitrail.errors import DataError
 BLOCK_BYTES = 512
 REGULAR_FILE_TYPES = (b"0", b"\0", b"7")
 MAX_RECORD_BYTES = 1 << 20
-"""Bytes of a long name or of POSIX's extra records; more is damage."""
+"""Size of a long name or of a POSIX extended header; a larger one means that the file is damaged."""
 
 ReadAt = Callable[[int, int], bytes]
-"""(place, length) -> so many bytes from there on; fewer where the file ends."""
+"""(offset, length) -> the bytes of the file; fewer at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +33,15 @@ class Member:
 
 
 def iter_members(read: ReadAt, where: str, total: int | None = None) -> Iterator[Member]:
-    """The regular files of an archive of `total` bytes, in order."""
+    """The regular files of an archive, in order. `where` is its name for errors, `total` its size in bytes."""
     at, long_name, extra = 0, "", {}
     while True:
         header = read(at, BLOCK_BYTES)
-        if not header.strip(b"\0"):  # two such blocks end an archive; some end without
+        if not header.strip(b"\0"):  # two zero blocks end an archive; some writers omit them
             if not header and at == 0:
                 raise DataError(f"{where} is empty, wanted a tar file.")
             if total is not None and at > total:
-                raise DataError(f"{where} is cut off at byte {total:,}; copy or download it again.")
+                raise DataError(f"{where} is truncated at byte {total:,}; copy or download it again.")
             return
         size = _member_size(header, at, where)
         kind, start = header[156:157], at + BLOCK_BYTES
@@ -65,41 +64,46 @@ def iter_members(read: ReadAt, where: str, total: int | None = None) -> Iterator
 
 
 def group_samples(found: Iterable[Member]) -> Iterator[tuple[str, dict[str, Member]]]:
-    """WebDataset's layout: neighbors that differ after the first point of their names are one sample."""
-    key, parts = "", dict[str, Member]()
+    """Group members by the WebDataset rule: (key, extension -> member) of consecutive files with one key.
+
+    The key is the path up to the first dot of the file name; the rest is the extension.
+    """
+    key, files = "", dict[str, Member]()
     for member in found:
         folder, _, name = member.name.removeprefix("./").rpartition("/")
-        stem, point, kind = name.partition(".")
-        if not point or not stem:  # a folder's own notes, or hidden
+        stem, dot, extension = name.partition(".")
+        if not dot or not stem:  # no extension, or a hidden file
             continue
-        mine, kind = f"{folder}/{stem}" if folder else stem, kind.lower()
-        if parts and (mine != key or kind in parts):
-            yield key, parts
-            parts = {}
-        key = mine
-        parts[kind] = member
-    if parts:
-        yield key, parts
+        member_key, extension = f"{folder}/{stem}" if folder else stem, extension.lower()
+        if files and (member_key != key or extension in files):
+            yield key, files
+            files = {}
+        key = member_key
+        files[extension] = member
+    if files:
+        yield key, files
 
 
-def find_image(parts: Iterable[str], suffixes: frozenset[str], given: str | None) -> str | None:
-    """Which of a sample's files is its image: the one asked for, else the one with the plainest name."""
+def find_image(extensions: Iterable[str], known: frozenset[str], given: str | None) -> str | None:
+    """The extension of a sample's image: the given one, else the known one with the fewest dots."""
     if given is not None:
-        return given if given in parts else None
-    able = [kind for kind in parts if os.path.splitext(f"x.{kind}")[1] in suffixes]
-    return min(able, key=lambda kind: (kind.count("."), kind), default=None)
+        return given if given in extensions else None
+    candidates = [e for e in extensions if os.path.splitext(f"x.{e}")[1] in known]
+    return min(candidates, key=lambda e: (e.count("."), e), default=None)
 
 
 def _member_size(header: bytes, at: int, where: str) -> int:
-    """The size in a header that is whole."""
+    """The size that a header states, after a check of its checksum."""
     if len(header) < BLOCK_BYTES:
-        raise DataError(f"{where} is cut off at byte {at + len(header):,}, inside a header; copy or download it again.")
-    wanted = _octal(header[148:156])
-    found = sum(header) - sum(header[148:156]) + 8 * 32
+        raise DataError(
+            f"{where} is truncated at byte {at + len(header):,}, inside a header; copy or download it again."
+        )
+    expected = _octal(header[148:156])
+    checksum = sum(header) - sum(header[148:156]) + 8 * 32
     size = int.from_bytes(header[125:136], "big") if header[124] & 0x80 else _octal(header[124:136])
-    if wanted != found or size is None:
+    if expected != checksum or size is None:
         if at == 0:
-            what = "compressed with gzip; decompress it first" if header[:2] == b"\x1f\x8b" else "no tar file"
+            what = "compressed with gzip; decompress it first" if header[:2] == b"\x1f\x8b" else "not a tar file"
             raise DataError(f"{where} is {what} (it begins with {header[:8]!r}).")
         raise DataError(f"{where} is damaged at byte {at:,}: no tar header there; copy or download it again.")
     return size
@@ -118,8 +122,8 @@ def _member_name(header: bytes) -> str:
 
 
 def _pax_records(data: bytes) -> dict[str, str]:
-    """POSIX's extra records: `27 path=a/long/name\\n`."""
-    found = {}
+    """Parse the records of a POSIX extended header: `27 path=a/long/name\\n`."""
+    records = {}
     while data.strip(b"\0"):
         length, _, rest = data.partition(b" ")
         try:
@@ -127,13 +131,13 @@ def _pax_records(data: bytes) -> dict[str, str]:
         except ValueError:
             break
         key, _, value = rest[: count - len(length) - 2].partition(b"=")
-        found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        records[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         data = data[max(count, 1) :]
-    return found
+    return records
 
 
-def _truncated_error(where: str, start: int, size: int, there: int) -> DataError:
+def _truncated_error(where: str, start: int, size: int, available: int) -> DataError:
     return DataError(
-        f"{where} is cut off: at byte {start:,} a file of {size:,} bytes begins and {there:,} are there; "
+        f"{where} is truncated: a file of {size:,} bytes begins at byte {start:,}, and {available:,} bytes follow; "
         "copy or download it again."
     )
