@@ -231,7 +231,7 @@ def test_a_model_without_classes_is_refused(album: Path):
 
 def test_data_without_images_is_refused(vit: vitrail.Model, tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no folders with images"):
+    with pytest.raises(DataError, match="contains no folders with images"):
         evaluated(vit, tmp_path / "empty")
     (tmp_path / "labels.csv").write_text("image,label\n")
     with pytest.raises(DataError):

@@ -118,7 +118,7 @@ def test_an_existing_destination_is_kept(vitrail, weights, tmp_path):
     for name in ("file.pth", "folder"):
         result = vitrail("convert", weights, tmp_path / name, "--to", "facebook" if "." in name else "timm")
         assert result.status == 1
-        assert result.problems[0].endswith("exists already; choose another name, or add --overwrite to replace it.")
+        assert result.problems[0].endswith("exists already; choose another name, or replace it with --overwrite.")
     assert (tmp_path / "file.pth").read_text() == (tmp_path / "folder" / "model.safetensors").read_text() == "precious"
 
 
@@ -174,7 +174,7 @@ def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--to", "tim"], "no format is called 'tim'; did you mean 'timm'?"),
+        (["--to", "tim"], "unknown format 'tim'; did you mean 'timm'?"),
         (["--family", "DeiTT"], "no family is called 'DeiTT'; did you mean 'DeiT'?"),
         (["--set", "num_haeds=4"], "no field 'num_haeds'; did you mean 'num_heads'?"),
         (["--set", "heads"], "--set wants KEY=VALUE, such as num_heads=4, got 'heads'."),

@@ -69,11 +69,11 @@ def test_every_data_set_is_listed_with_where_it_lies(vitrail):
     result = vitrail("datasets")
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
-    assert lines[0].split() == ["name", "images", "classes", "size", "where"]
+    assert lines[0].split() == ["name", "images", "classes", "image", "size", "location"]
     assert [line.split()[0] for line in lines[1:]] == list(CATALOG)
-    assert lines[1] == "digits            1,797       10    8 x 8  in scikit-learn"
+    assert lines[1] == "digits          1,797       10       8 x 8  in scikit-learn"
     wanted = (
-        "cifar10          60,000       10  32 x 32  would be downloaded from https://www.cs.toronto.edu/~kriz/, 170 MB"
+        "cifar10        60,000       10     32 x 32  not downloaded (170 MB from https://www.cs.toronto.edu/~kriz/)"
     )
     assert wanted in lines
 
@@ -87,14 +87,14 @@ def test_no_line_is_wider_than_the_window(vitrail, monkeypatch, columns):
     if columns >= 80:  # nothing is folded
         assert len(lines) == len(CATALOG) + (2 if columns < 100 else 1)
     assert not [line for line in lines if line != line.rstrip()]
-    assert ("From where: in a window of 100 columns" in result.out) == (columns < 100)
+    assert ("For the URLs, widen the window to 100 columns" in result.out) == (columns < 100)
 
 
 def test_one_is_shown_with_all_that_is_known(vitrail):
     result = vitrail("datasets", "CIFAR-100")
-    assert "50,000 to learn from, 10,000 to test on" in result.out
+    assert "50,000 training, 10,000 test" in result.out
     assert "100: apple, aquarium_fish, baby" in result.out
-    assert "no digest known; its files' published MD5 is checked" in result.out
+    assert "no digest known; the published MD5 of its files is checked" in result.out
 
 
 def test_json_is_complete_and_alone(vitrail):
@@ -102,14 +102,14 @@ def test_json_is_complete_and_alone(vitrail):
     assert result.err == ""
     rows = {row["name"]: row for row in json.loads(result.out)["datasets"]}
     assert list(rows) == list(CATALOG)
-    assert (rows["digits"]["here"], rows["digits"]["folder"]) == (True, None)
-    assert (rows["mnist"]["here"], rows["mnist"]["bytes"]) == (False, 11_594_722)
-    assert rows["cifar10"]["image"] == [32, 32, 3]
+    assert (rows["digits"]["available"], rows["digits"]["folder"]) == (True, None)
+    assert (rows["mnist"]["available"], rows["mnist"]["download_bytes"]) == (False, 11_594_722)
+    assert rows["cifar10"]["image_shape"] == [32, 32, 3]
 
 
 def test_one_is_got_and_then_lies_in_the_cache(vitrail, address, cache):
-    assert f"would be downloaded from {address}, 0 MB" in vitrail("datasets", "mnist").out
-    result = vitrail("datasets", "mnist", "--get")
+    assert f"not downloaded (0 MB from {address})" in vitrail("datasets", "mnist").out
+    result = vitrail("datasets", "mnist", "--download")
     assert (result.status, result.err) == (0, "")
     assert str(cache / "mnist") in result.out.replace("\n", "")
     assert "(verified)" in result.out
@@ -123,15 +123,18 @@ def test_a_named_folder_is_looked_in(vitrail, address, tmp_path):
 
 
 def test_digits_are_always_here(vitrail):
-    assert vitrail("datasets", "digits", "--get").status == 0
+    assert vitrail("datasets", "digits", "--download").status == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["mnst"], "no data set 'mnst' is known by name; did you mean 'mnist'?"),
-        (["--get"], "--get wants the name of the data set to get, such as vitrail datasets cifar10 --get."),
-        (["mnist", "--root", "/no/such/folder"], "there is no folder /no/such/folder to look for mnist in (root=)."),
+        (["mnst"], "no built-in data set 'mnst'; did you mean 'mnist'?"),
+        (["--download"], "--download needs the name of a data set, such as vitrail datasets cifar10 --download."),
+        (
+            ["mnist", "--root", "/no/such/folder"],
+            "root=/no/such/folder is not a folder; wanted one that contains mnist.",
+        ),
     ],
 )
 def test_an_error_is_one_sentence(vitrail, arguments, said):

@@ -120,8 +120,8 @@ def test_a_file_that_is_there_is_not_replaced_unasked(vitrail, tiny, tmp_path):
         ("tiny.pt2", ["--to", "onnx"], r"ends in \.onnx; try .*tiny\.onnx, or leave --to out for pt2"),
         ("no/tiny.pt2", [], "there is no folder"),
         ("tiny.pt2", ["--labels", "none.txt"], "no such file of class names"),
-        ("tiny.pt2", ["--check", "nowhere"], "no data 'nowhere'"),
-        ("tiny.xml", ["--precision", "i8", "--calibrate", "nowhere"], "no data 'nowhere'"),
+        ("tiny.pt2", ["--check", "nowhere"], "no data source 'nowhere'"),
+        ("tiny.xml", ["--precision", "i8", "--calibrate", "nowhere"], "no data source 'nowhere'"),
     ],
 )
 def test_a_slip_is_found_before_a_model_is_looked_for(vitrail, tmp_path, name, options, problem):

@@ -181,7 +181,7 @@ def test_chance_may_be_changed_in_a_checkpoint(vitrail: Command, start: Path, al
         (["model.depth=5"], "model.depth=5, but the checkpoint has 2"),
         (["optim.lr"], "got 'optim.lr', wanted key=value"),
         (["batch_size=1000"], "batch_size=1000 is more than the 52 images"),
-        (["data.class_names=('red',)"], "is of the class"),
+        (["data.class_names=('red',)"], "has the class"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

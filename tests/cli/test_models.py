@@ -40,7 +40,7 @@ def test_a_pattern_chooses(vitrail, pattern, names):
 
 def test_families_say_what_they_were_checked_against(vitrail):
     result = vitrail("models", "DeiT-*")
-    assert "checked against" in result.out
+    assert "compared with" in result.out
     assert "timm (the authors build on it); transformers" in result.out
     assert "SigLIP" not in result.out
 
@@ -63,7 +63,7 @@ def test_no_line_is_wider_than_the_window(vitrail, monkeypatch, columns):
     assert max(map(len, result.out.splitlines())) <= columns
     row = next(line for line in result.out.splitlines() if line.startswith("DeiT-B/16-distilled@384"))
     assert row.endswith("timm" if columns < 100 else "timm/deit_base_distilled_patch16_384.fb_in1k")
-    assert ("The hub id of each" in result.out) == (columns < 100)
+    assert ("For the hub ids, widen the window" in result.out) == (columns < 100)
 
 
 def test_lines_do_not_end_in_spaces(vitrail):
@@ -85,8 +85,8 @@ def test_json_is_complete_and_alone(vitrail):
     ("pattern", "said"),
     [
         ("ViT-Q/16", "no model matches 'ViT-Q/16'; did you mean 'ViT-"),
-        ("zebra", "no model matches 'zebra'; `vitrail models` lists all."),
-        ("Q*", "no model matches 'Q*'; `vitrail models` lists all."),
+        ("zebra", "no model matches 'zebra'; `vitrail models` lists all models."),
+        ("Q*", "no model matches 'Q*'; `vitrail models` lists all models."),
     ],
 )
 def test_no_match_is_one_sentence(vitrail, pattern, said):

@@ -51,7 +51,7 @@ def unlabeled(folder: Path, kind: str) -> str:
 def test_masked_patches_want_no_labels(tmp_path: Path, kind: str):
     source = unlabeled(tmp_path, kind)
     config = override(on_photos(tmp_path, 6), [f"data.source={source}", "optim.lr=1e-2"])
-    with pytest.raises(DataError, match=r"no class folders|no column of labels"):
+    with pytest.raises(DataError, match=r"no class folders|no label column"):
         trained(config, tmp_path / "classes")
     result = trained(override(config, ["objective=masked-patch"]), tmp_path / "run")
     splits = result.setup.splits

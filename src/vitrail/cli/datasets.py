@@ -125,4 +125,4 @@ def _format_location(row: dict[str, Any], wide: bool) -> Text:
     if row["available"]:
         return Text("in scikit-learn")
     origin = f" from {row['url']}" if wide else ""
-    return Text(f"not here; download{origin}, {row['download_bytes'] / 1e6:,.0f} MB", style="dim")
+    return Text(f"not downloaded ({row['download_bytes'] / 1e6:,.0f} MB{origin})", style="dim")

@@ -185,7 +185,7 @@ def test_a_pickle_with_code_in_it_is_refused(small, tmp_path, capfd):
     entry, made = small("cifar10")
     write_pickles(tmp_path / "cifar10", entry, made)
     (tmp_path / "cifar10" / "data_batch_3").write_bytes(pickle.dumps({b"data": Evil()}, protocol=2))
-    with pytest.raises(DataError, match=r"data_batch_3 is no pickle of CIFAR's: it asks for (posix|nt)\.system"):
+    with pytest.raises(DataError, match=r"data_batch_3 is not a CIFAR pickle: it refers to (posix|nt)\.system"):
         open_source_splits(DataConfig(source="cifar10", root=str(tmp_path)))
     assert "must not run" not in capfd.readouterr().out
 
@@ -203,10 +203,13 @@ def test_a_pickle_that_python_3_wrote_is_read(small, tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda data: gzip.compress(gzip.decompress(data)[:-5]), r"train-images.* is cut off: 23,515 of 23,520 bytes"),
-        (lambda data: data[:200], r"train-images.* cannot be read: .*copy or download it again"),
-        (lambda data: gzip.compress(b"no idx"), r"train-images.* is no IDX file of bytes"),
-        (lambda data: gzip.compress(gzip.decompress(data)[:-1] + b"?"), r"does not hold mnist as it was published"),
+        (
+            lambda data: gzip.compress(gzip.decompress(data)[:-5]),
+            r"train-images.* is truncated: it has 23,515 of 23,520 bytes",
+        ),
+        (lambda data: data[:200], r"cannot read .*train-images.*: .*copy or download it again"),
+        (lambda data: gzip.compress(b"no idx"), r"train-images.* is not an IDX file of bytes"),
+        (lambda data: gzip.compress(gzip.decompress(data)[:-1] + b"?"), r"does not contain mnist as published"),
     ],
 )
 def test_a_damaged_file_is_named(small, tmp_path, spoil, said):
@@ -250,7 +253,7 @@ def test_the_named_folder_goes_before_the_cache_and_that_before_the_systems(smal
         path.unlink()
     assert builtin.find_dataset(entry).folder == data_cache.SYSTEM_DIR / "mnist"
     assert builtin.find_dataset(entry, str(tmp_path)).folder == data_cache.SYSTEM_DIR / "mnist"
-    with pytest.raises(NotFound, match=r"there is no folder .*nowhere to look for mnist in \(root=\)"):
+    with pytest.raises(NotFound, match=r"root=.*nowhere is not a folder; wanted one that contains mnist"):
         builtin.find_dataset(entry, str(tmp_path / "nowhere"))
 
 
@@ -336,7 +339,7 @@ def test_classes_may_be_asked_for_in_another_order():
     plain = open_source_splits(DataConfig(source="digits")).train
     turned = open_source_splits(DataConfig(source="digits", class_names=[str(9 - i) for i in range(10)])).train
     assert turned.targets.tolist() == [9 - t for t in plain.targets]
-    with pytest.raises(DataError, match=r"data\.class_names gives 2, and digits has 10"):
+    with pytest.raises(DataError, match=r"data\.class_names= gives 2 names, but digits has 10 classes"):
         open_source_splits(DataConfig(source="digits", class_names=["0", "1"]))
 
 

@@ -97,16 +97,16 @@ def test_what_is_left_out_is_said(plant):
     assert parts.train.labels == ("cat", "dog")
     assert len(parts.train) == 4
     assert parts.notes == (
-        "1 folder (empty) without images left out",
-        "1 file (cat/notes.txt) left out: by the name no image",
-        "1 image (loose.png) left out: in no class's folder",
+        "skipped 1 folder (empty) without images",
+        "skipped 1 file (cat/notes.txt) without an image file extension",
+        "skipped 1 image (loose.png) not in a class folder",
     )
 
 
 def test_folders_beside_the_parts_are_said_to_be_left_out(plant):
     parts = opened(plant("photos", {"train/cat": 2, "val/cat": 1, "raw/cat": 5, "val/dog": 0}))
     assert len(parts.train) == 2
-    assert parts.notes == ("1 folder (dog) in val/ without images left out", "1 folder (raw) beside train/ left out")
+    assert parts.notes == ("skipped 1 folder (dog) in val/ without images", "skipped 1 folder (raw) next to train/")
 
 
 def test_an_empty_part_is_none(plant):
@@ -114,16 +114,16 @@ def test_an_empty_part_is_none(plant):
 
 
 def test_given_classes_set_the_order_and_may_be_more(plant):
-    parts = opened(plant("photos", {"cat": 1, "dog": 1}), num_classes=["dog", "emu", "cat"])
+    parts = opened(plant("photos", {"cat": 1, "dog": 1}), class_names=["dog", "emu", "cat"])
     assert parts.train.targets.tolist() == [2, 0]
-    assert parts.notes == ("1 class (emu) without images to learn from",)
-    with pytest.raises(DataError, match=r"cat/000\.png is of the class 'cat', which is none named by class_names="):
-        opened(plant("photos", {"cat": 1}), num_classes=["dog", "cats"])
+    assert parts.notes == ("1 class (emu) without training images",)
+    with pytest.raises(DataError, match=r"cat/000\.png has the class 'cat', which is not in class_names="):
+        opened(plant("photos", {"cat": 1}), class_names=["dog", "cats"])
 
 
 def test_a_class_that_is_measured_on_must_be_learned(plant):
     root = plant("photos", {"train/cat": 2, "val/Cat": 1})
-    with pytest.raises(DataError, match=r"val/Cat/000\.png is of the class 'Cat'.* did you mean 'cat'\?"):
+    with pytest.raises(DataError, match=r"val/Cat/000\.png has the class 'Cat'.* did you mean 'cat'\?"):
         opened(root)
 
 
@@ -132,11 +132,11 @@ def test_a_class_that_is_measured_on_must_be_learned(plant):
     [
         (
             ["a.jpg", "b.jpg"],
-            r"holds 2 images \(a.jpg, b.jpg\) and no class folders; wanted one folder for each class",
+            r"contains 2 images \(a.jpg, b.jpg\) and no class folders; wanted one folder per class",
         ),
-        (["a.jpg", "labels.csv"], r"or is table:.*labels\.csv what you mean\?"),
-        (["cat/readme.md"], r"the folders in .* \(1 folder \(cat\)\) hold no images"),
-        ([], r"holds no folders with images; wanted one folder for each class"),
+        (["a.jpg", "labels.csv"], r"did you mean table:.*labels\.csv\?"),
+        (["cat/readme.md"], r"the folders in .* \(1 folder \(cat\)\) contain no images"),
+        ([], r"contains no folders with images; wanted one folder per class"),
     ],
 )
 def test_what_cannot_be_learned_from_says_what_is_wanted(tmp_path, files, said):
@@ -160,7 +160,7 @@ def test_images_anywhere_are_enough_where_no_labels_are_wanted(plant, tmp_path):
     assert parts.notes == ("the images have no labels",)
     assert decode(source[0].image).shape == (6, 6, 3)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no images\."):
+    with pytest.raises(DataError, match=r"empty contains no images\."):
         open_source_splits(DataConfig(source=f"folder:{tmp_path / 'empty'}"), require_labels=False)
 
 
@@ -185,7 +185,7 @@ def test_something_is_held_out_of_a_few_images_without_labels(plant):
 
 
 def test_no_folder_is_not_found(tmp_path):
-    with pytest.raises(NotFound, match="there is no folder"):
+    with pytest.raises(NotFound, match="no folder .*nothing"):
         opened(tmp_path / "nothing")
 
 
@@ -217,7 +217,7 @@ def test_groups_stay_together(plant):
     people = [{key.split("/")[1] for key in part} for part in keys]
     assert people[0].isdisjoint(people[1])
     assert people[0] | people[1] == {f"p{i}" for i in range(12)}
-    assert splits.notes[0].endswith("by a hash of their groups' names")
+    assert splits.notes[0].endswith("by a hash of their group names")
 
 
 def test_the_same_bytes_on_both_sides_are_reported(plant, said):
@@ -226,8 +226,8 @@ def test_the_same_bytes_on_both_sides_are_reported(plant, said):
     (root / "test" / "cat" / "copy.png").write_bytes((root / "train" / "cat" / "002.png").read_bytes())
     open_data(DataConfig(source=str(root)))
     assert said == [
-        "1 image that is measured on is learned from too, byte for byte: val/cat/copy.png = train/cat/001.png",
-        "1 image that is measured on is learned from too, byte for byte: test/cat/copy.png = train/cat/002.png",
+        "1 validation or test image is also in the training data, byte for byte: val/cat/copy.png = train/cat/001.png",
+        "1 validation or test image is also in the training data, byte for byte: test/cat/copy.png = train/cat/002.png",
     ]
 
 
@@ -243,7 +243,7 @@ def test_equal_sizes_and_equal_middles_are_not_enough(tmp_path, said):
 def test_too_many_images_are_not_compared_and_that_is_said(plant, said, monkeypatch):
     monkeypatch.setattr("vitrail.data.sources.duplicates.MAX_COMPARED", 3)
     open_data(DataConfig(source=str(plant("photos", {"train/cat": 3, "val/cat": 2}))))
-    assert said == ["not compared byte for byte: more than 3 images"]
+    assert said == ["not searched for duplicates: more than 3 images"]
 
 
 @pytest.mark.slow

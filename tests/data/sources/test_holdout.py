@@ -41,7 +41,7 @@ def test_every_class_of_two_images_is_on_both_sides_and_a_lone_one_is_learned_fr
         assert learned >= 1
         assert held >= 1 or learned == 1
     lone = [c for c, (learned, held) in sides.items() if learned + held == 1]
-    assert bool(lone) == any("one image only" in note for note in notes)
+    assert bool(lone) == any("only one image" in note for note in notes)
 
 
 @given(images(), NAMES, st.integers(0, 3), SHARES)
@@ -131,7 +131,7 @@ def test_unlabeled_images_follow_their_hash_alone():
 
 def test_a_note_names_the_classes_that_have_one_image():
     _, notes = hold_out(["a", "b", "c", "d"], np.array([0, 0, 1, 2]), 0.5, ["cat", "dog", "emu"])
-    assert notes[0] == "the classes dog, emu have one image only, kept to learn from"
+    assert notes[0] == "the classes dog, emu have only one image, used for training"
 
 
 def test_a_note_names_the_classes_that_the_hash_left_on_one_side():
@@ -141,8 +141,8 @@ def test_a_note_names_the_classes_that_the_hash_left_on_one_side():
     assert helped == [0]
     _, notes = hold_out(keys, targets, 0.1, ["cat", "dog", "emu"])
     assert notes == [
-        "the hash left one side of the class cat empty, so one image was put there; "
-        "when more are added, it may move back"
+        "the hash left training or validation without images of the class cat, so one image was moved there; "
+        "it may move back when more are added"
     ]
 
 
@@ -167,7 +167,9 @@ def test_a_pattern_names_groups_by_its_match_or_its_first_group(pattern, wanted)
 
 
 def test_a_pattern_that_matches_nothing_or_is_none_is_refused():
-    with pytest.raises(ConfigError, match=r"matches no image's path, such as 'cat1'"):
+    with pytest.raises(
+        ConfigError, match=r"matches no image's path; wanted a regular expression for paths such as 'cat1'"
+    ):
         group_names(["cat1"], r"dog\d")
-    with pytest.raises(ConfigError, match=r"groups='\(' is no regular expression"):
+    with pytest.raises(ConfigError, match=r"groups='\(' is not a valid regular expression"):
         group_names(["cat1"], "(")

@@ -191,7 +191,7 @@ def test_what_another_program_cached_serves_if_it_is_all_there(animals, tmp_path
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("train-00000-of-00002.parquet", "test-00000-of-00001.parquet"):
         (folder / name).write_bytes(animals.files[MAIN][f"data/{name}"])
-    with pytest.raises(NotFound, match=r"with 1 of 2 files like data/train-00000-of-00002\.parquet"):
+    with pytest.raises(NotFound, match=r"has 1 of 2 files of someone/animals like data/train-00000-of-00002\.parquet"):
         opened(f"hf:{REPO}")
     name = "train-00001-of-00002.parquet"
     (folder / name).write_bytes(animals.files[MAIN][f"data/{name}"])
@@ -217,7 +217,7 @@ def test_a_configuration_is_chosen_by_its_name(hub, parquet):
     assert len(opened(f"hf:{REPO}:small").train) == 2
     assert hub.downloaded() == {"small/train-0.parquet"}
     with pytest.raises(
-        DataError, match=r"has several configurations \(big, small\); say which: hf:someone/animals:big"
+        DataError, match=r"has several configurations \(big, small\); choose one: hf:someone/animals:big"
     ):
         opened(f"hf:{REPO}")
     with pytest.raises(NotFound, match=r"has no configuration 'smal'; did you mean 'small'\?"):
@@ -267,7 +267,7 @@ def test_names_of_data_sets(spec, wanted):
 
 
 def test_what_is_no_name_is_refused():
-    with pytest.raises(NotFound, match="hf:mnist is no data set on the hub; wanted hf:user/name"):
+    with pytest.raises(NotFound, match="hf:mnist is not a data set name; wanted hf:user/name"):
         parse_repository("mnist")
 
 
@@ -277,12 +277,12 @@ def test_what_is_no_name_is_refused():
         (
             401,
             "GatedRepo",
-            r"someone/animals@v9 is gated: accept its terms at .*/datasets/someone/animals, and give a token",
+            r"someone/animals@v9 is gated: accept its terms at .*/datasets/someone/animals, and use a token",
         ),
-        (401, "RepoNotFound", r"no data set someone/animals at http.* check the name, or give a token"),
+        (401, "RepoNotFound", r"no public data set someone/animals at http.* check the name, or use a token"),
         (404, "RevisionNotFound", r"someone/animals has no revision 'v9'"),
-        (503, "", r"could not get someone/animals@v9 from http.*the cache .* does not have it"),
-        (403, "", r"did not let us read someone/animals@v9 \(status 403\)"),
+        (503, "", r"cannot download someone/animals@v9 from http.*it is not in the cache"),
+        (403, "", r"denied access to someone/animals@v9 \(status 403\)"),
     ],
 )
 def test_a_refusal_is_one_sentence(animals, status, code, said):
@@ -294,9 +294,9 @@ def test_a_refusal_is_one_sentence(animals, status, code, said):
 def test_no_network_and_offline_are_one_sentence(animals, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        NotFound, match=r"could not get someone/animals from http://127\.0\.0\.1:9 .*check the connection"
+        NotFound, match=r"cannot download someone/animals from http://127\.0\.0\.1:9 .*check the connection"
     ):
         opened(f"hf:{REPO}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(NotFound, match="HF_HUB_OFFLINE forbids to ask"):
+    with pytest.raises(NotFound, match="HF_HUB_OFFLINE is set"):
         opened(f"hf:{REPO}")

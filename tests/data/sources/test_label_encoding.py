@@ -85,10 +85,10 @@ def test_chunks_are_one_column():
 @pytest.mark.parametrize(
     ("values", "names", "said"),
     [
-        (["cat", "dgo"], ["cat", "dog"], "has the label 'dgo', which is none of the classes; did you mean 'dog'?"),
-        ([0, 3], ["cat", "dog"], "has the label 3, and there are 2 classes, counted from 0"),
+        (["cat", "dgo"], ["cat", "dog"], "has the label 'dgo', which is not a class; did you mean 'dog'?"),
+        ([0, 3], ["cat", "dog"], "has the label 3, but there are 2 classes, counted from 0"),
         ([0.5, 1.0], None, "the labels are fractions, such as 0.5"),
-        ([{"a": 1}], None, "holds struct"),
+        ([{"a": 1}], None, "has the type struct"),
     ],
 )
 def test_labels_that_cannot_be_are_refused(values, names, said):
@@ -103,5 +103,5 @@ def test_class_names_are_read_from_any_json(given):
 
 @pytest.mark.parametrize("given", [[], [1], {"0": "cat", "2": "dog"}, "cat", {"a": "b"}])
 def test_other_json_names_no_classes(given):
-    with pytest.raises(DataError, match=r"classes\.json does not name the classes"):
+    with pytest.raises(DataError, match=r"classes\.json does not contain class names"):
         parse_class_names(given, "classes.json")

@@ -66,12 +66,15 @@ def test_folders_are_recognized_by_what_is_in_them(plant, shards, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("cifr10", r"no data 'cifr10': neither built in nor a file or folder in .*; did you mean 'cifar10'\?"),
-        ("foldr:x", r"no kind of data 'foldr' \(in 'foldr:x'\); did you mean 'folder'\?"),
-        ("no/such/place", r"there is no file or folder no/such/place \(looked from "),
-        ("builtin:imagenet", r"no data set 'imagenet' is built in; there is cifar10"),
-        ("folder:", r"'folder:' names nothing after the colon; wanted such as folder:photos/"),
-        ("https://host/page.html", r"is an address of no tar file"),
+        (
+            "cifr10",
+            r"no data source 'cifr10': not a built-in data set, and not a file or folder in .*; did you mean 'cifar10'\?",
+        ),
+        ("foldr:x", r"unknown kind of data source 'foldr' in 'foldr:x'; did you mean 'folder'\?"),
+        ("no/such/place", r"no file or folder no/such/place \(relative to "),
+        ("builtin:imagenet", r"no built-in data set 'imagenet'; there is cifar10"),
+        ("folder:", r"'folder:' has nothing after the colon; try folder:photos/"),
+        ("https://host/page.html", r"is not the URL of a tar file"),
     ],
 )
 def test_what_is_not_there_says_what_is_near(text, said):
@@ -81,7 +84,7 @@ def test_what_is_not_there_says_what_is_near(text, said):
 
 def test_a_file_of_another_kind_is_no_data(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"")
-    with pytest.raises(NotFound, match=r"x\.zip is no data; wanted a folder of class folders, \.csv"):
+    with pytest.raises(NotFound, match=r"x\.zip is not a data source; wanted a folder of class folders, \.csv"):
         parse_source(str(tmp_path / "x.zip"))
 
 
@@ -109,7 +112,7 @@ def test_then_a_tenth_which_is_said(plant, said):
     assert splits.eval_split == "held out"
     assert splits.test is None
     assert len(splits.train) + len(splits.validation) == 80
-    assert said == [f"{len(splits.validation)} of 80 images are held out to measure on, by a hash of their names"]
+    assert said == [f"{len(splits.validation)} of 80 images are held out for validation, by a hash of their names"]
     assert splits.notes == tuple(said)
 
 
@@ -138,32 +141,32 @@ def test_another_source_is_measured_on_with_the_same_classes(plant):
 
 def test_two_answers_to_what_is_measured_on_are_one_too_many(plant):
     root = plant("photos", {"a": 4})
-    with pytest.raises(ConfigError, match=r"validation='digits' and held_out=0\.1 both say what to measure on"):
+    with pytest.raises(ConfigError, match=r"validation='digits' and held_out=0\.1 both define the validation split"):
         open_data(DataConfig(source=str(root), validation="digits", held_out=0.1))
 
 
 def test_another_source_with_other_classes_is_refused(plant):
     root, other = plant("photos", {"a": 4}), plant("others", {"c": 4})
-    with pytest.raises(DataError, match=r"is of the class 'c', which is none named by class_names="):
+    with pytest.raises(DataError, match=r"has the class 'c', which is not in class_names="):
         open_data(DataConfig(source=str(root), validation=str(other)))
 
 
 def test_one_label_and_several_do_not_go_together(plant, tmp_path):
     root = plant("photos", {"a": 4, "b": 1})
     (tmp_path / "t.csv").write_text("image,label\nphotos/a/000.png,a|b\n")
-    with pytest.raises(DataError, match=r"t\.csv has several labels to an image and .*photos has one"):
+    with pytest.raises(DataError, match=r"t\.csv is multi-label and .*photos has one label per image"):
         open_data(DataConfig(source=str(root), validation=str(tmp_path / "t.csv")))
 
 
 def test_one_image_of_each_class_is_not_enough_to_hold_any_out(plant):
     root = plant("photos", {"a": 1, "b": 1})
-    with pytest.raises(DataError, match=r"nothing of .*photos can be held out: the classes a, b have one image only"):
+    with pytest.raises(DataError, match=r"no images of .*photos can be held out: the classes a, b have only one image"):
         open_data(DataConfig(source=str(root)))
 
 
 def test_a_lone_image_of_one_class_is_said_and_learned_from(plant, said):
     splits = open_data(DataConfig(source=str(plant("photos", {"a": 20, "b": 1}))))
-    assert said[1] == "the class b has one image only, kept to learn from"
+    assert said[1] == "the class b has only one image, used for training"
     assert 1 in splits.train.targets
     assert 1 not in splits.validation.targets
 
@@ -179,9 +182,9 @@ def test_an_evaluation_reads_the_test_part_or_everything(plant):
 def test_several_tables_of_text_are_refused(tmp_path):
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text("image,label\nx.png,1\n")
-    with pytest.raises(DataError, match="are several tables of text; join them into one"):
+    with pytest.raises(DataError, match="matches several text tables; join them into one"):
         open_data(DataConfig(source=f"table:{tmp_path}{os.sep}*.csv"))
-    with pytest.raises(NotFound, match="holds no tables"):
+    with pytest.raises(NotFound, match="contains no tables"):
         open_data(DataConfig(source=f"table:{tmp_path}"))
-    with pytest.raises(DataError, match="is no table; wanted a name that ends in"):
+    with pytest.raises(DataError, match="is not a table; wanted a name that ends in"):
         open_data(DataConfig(source="table:x.txt"))

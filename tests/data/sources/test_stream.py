@@ -58,7 +58,7 @@ def test_the_order_is_shuffled_and_another_each_epoch_and_seed(stream):
 def test_ranks_and_workers_share_an_epoch_without_overlap(stream, world, workers):
     parts = []
     for rank, worker in itertools.product(range(world), range(workers)):
-        reader = stream.samples(None, rank, world, worker=worker, workers=workers, buffer=4)
+        reader = stream.samples(None, rank, world, worker=worker, num_workers=workers, buffer=4)
         mine = []
         while True:
             sample = next(reader)
@@ -109,14 +109,16 @@ def test_a_state_tells_where_it_is(stream):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"world": 2}, "another number of ranks and workers"),
+        ({"world_size": 2}, "another number of ranks and workers"),
         ({"seed": 1}, "another seed"),
         ({"buffer": 5}, "another buffer"),
     ],
 )
 def test_a_state_of_another_run_is_refused(stream, change, said):
     state = stream.samples(buffer=4).state
-    with pytest.raises(TrainError, match=rf"the stream's state is of {said}.* continues only as it began"):
+    with pytest.raises(
+        TrainError, match=rf"the saved state of the stream is for {said}.* resumes only with the same settings"
+    ):
         stream.samples(state, **{"buffer": 4, **change})
 
 
@@ -124,7 +126,7 @@ def test_a_state_of_other_shards_is_refused(stream, shards):
     state = stream.samples().state
     folder = shards("other", 5, 6)
     other = open_source_splits(DataConfig(source=f"stream:{folder}", class_names=["a", "b", "c"])).train
-    with pytest.raises(TrainError, match="is of other shards"):
+    with pytest.raises(TrainError, match="is for other shards"):
         other.samples(state)
 
 
@@ -134,7 +136,7 @@ def test_a_stream_travels_to_workers(stream):
 
 
 def test_it_says_that_it_promises_less_and_wants_something_to_measure_on(web, shards, said):
-    with pytest.raises(DataError, match=r"nothing can be held out of .*name what to measure on with validation="):
+    with pytest.raises(DataError, match=r"no images of .* can be held out.*give a validation source with validation="):
         open_data(DataConfig(source=f"stream:{web}"))
     shards("web", 1, 3, prefix="val")
     splits = open_data(DataConfig(source=f"stream:{web}"))
@@ -143,13 +145,13 @@ def test_it_says_that_it_promises_less_and_wants_something_to_measure_on(web, sh
     assert said == [module.LIMITATIONS]
     other = open_data(DataConfig(source=f"stream:{web}/train-{{000..004}}.tar", validation=f"{web}/val-000.tar"))
     assert other.validation.labels == other.train.labels == ("cat", "dog", "emu")
-    with pytest.raises(DataError, match="is a stream, which cannot be measured on"):
+    with pytest.raises(DataError, match="is a stream, which cannot be used for validation"):
         open_data(DataConfig(source=f"{web}/train-000.tar", validation=f"stream:{web}/val-000.tar"))
 
 
 def test_classes_come_from_the_measured_images_or_must_be_named(shards):
     folder = shards("bare", 2, 6)
-    with pytest.raises(DataError, match=r"are not known.* put classes\.json beside the shards, or name them"):
+    with pytest.raises(DataError, match=r"are unknown.* put classes\.json next to the shards, or give them"):
         open_source_splits(DataConfig(source=f"stream:{folder}"))
     shards("bare", 1, 6, prefix="val")
     assert open_source_splits(DataConfig(source=f"stream:{folder}")).train.labels == ("0", "1", "2")
@@ -158,7 +160,7 @@ def test_classes_come_from_the_measured_images_or_must_be_named(shards):
 def test_labels_out_of_place_are_named(shards):
     folder = shards("bare", 1, 6)
     reader = open_source_splits(DataConfig(source=f"stream:{folder}", class_names=["cat", "dog"])).train.samples()
-    with pytest.raises(DataError, match="train-000/000002 has the label 2, and there are 2 classes"):
+    with pytest.raises(DataError, match="train-000/000002 has the label 2, but there are 2 classes"):
         next(reader)
 
 
@@ -187,14 +189,14 @@ def test_a_cut_shard_is_named(tmp_path, tar_of, cut):
     whole = tar_of([("a.png", bytes(600)), ("a.cls", b"0"), ("b.png", bytes(600)), ("b.cls", b"0")])
     (tmp_path / "s.tar").write_bytes(whole[:cut])
     config = DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x"])
-    with pytest.raises(DataError, match=r"s\.tar is cut off"):
+    with pytest.raises(DataError, match=r"s\.tar is truncated"):
         next(open_source_splits(config).train.samples())
 
 
 def test_shards_without_images_do_not_turn_for_ever(tmp_path, tar_of):
     (tmp_path / "s.tar").write_bytes(tar_of([("a.cls", b"0")]))
     stream = open_source_splits(DataConfig(source=f"stream:{tmp_path / 's.tar'}", class_names=["x"])).train
-    with pytest.raises(DataError, match="s holds no images for part 0 of 1"):
+    with pytest.raises(DataError, match="s has no images for worker 0 of 1"):
         next(stream.samples())
 
 

@@ -57,7 +57,7 @@ def test_columns_can_be_named(images):
     source = opened(path, image_column="before", label_column="kind").train
     assert (source.key(0), source.labels) == ("0.png", ("a",))
     with pytest.raises(DataError, match=r"has no column 'knd'; did you mean 'kind'\?"):
-        opened(path, label="knd")
+        opened(path, label_column="knd")
 
 
 def test_several_labels(images):
@@ -86,7 +86,7 @@ def test_a_split_column_makes_the_parts(images):
     assert parts.validation.targets.tolist() == [0, 1]
     with pytest.raises(DataError, match="row 1 of t has the split 'fold1'; wanted train, validation or test"):
         opened(write(images / "t.csv", ["image", "label", "split"], [("0.png", "a", "fold1")]))
-    with pytest.raises(DataError, match="t has no rows of the split 'train', only of test"):
+    with pytest.raises(DataError, match="t has no rows with the split 'train', only test"):
         opened(write(images / "t.csv", ["image", "label", "split"], [("0.png", "a", "test")]))
 
 
@@ -117,13 +117,17 @@ def test_images_in_the_one_folder_beside_the_table_are_found(images, draw):
         (
             "image,label\nnone.png,a\n",
             NotFound,
-            r"none of the first 1 images of .* is there, such as .*none\.png",
+            r"none of the first 1 images of .* exists, such as .*none\.png",
         ),
-        ("0.png,cat\n1.png,dog\n", DataError, r"begins with '0\.png,cat'; wanted a first line that names the columns"),
-        ("image,color\n0.png,red\n", DataError, r"has no column of labels among image, color; name it with label="),
-        ("a,label\nx,1\n", DataError, r"has no column of images among a, label; name it with data.image_column="),
-        ("image,label\n0.png,a,extra\n", DataError, r"is not the table its first line promises"),
-        ("", DataError, r"wanted a first line that names the columns"),
+        ("0.png,cat\n1.png,dog\n", DataError, r"begins with '0\.png,cat'; wanted a header line with the column names"),
+        (
+            "image,color\n0.png,red\n",
+            DataError,
+            r"has no label column among image, color; name it with data.label_column=",
+        ),
+        ("a,label\nx,1\n", DataError, r"has no image column among a, label; name it with data.image_column="),
+        ("image,label\n0.png,a,extra\n", DataError, r"does not match its header line"),
+        ("", DataError, r"wanted a header line with the column names"),
     ],
 )
 def test_tables_that_cannot_be_used_say_why(images, text, error, said):
@@ -143,7 +147,7 @@ def test_a_table_without_labels_will_do_where_none_are_wanted(images, draw):
 
 
 def test_no_table_and_no_text_are_one_sentence(images):
-    with pytest.raises(NotFound, match="there is no table"):
+    with pytest.raises(NotFound, match="no table"):
         opened(images / "none.csv")
     (images / "t.csv").write_bytes(b"image,label\n\xff\xfe")
     with pytest.raises(DataError, match=r"wanted UTF-8|is not the table"):
@@ -252,7 +256,7 @@ def test_without_room_for_a_copy_more_is_kept_and_that_is_said(rows, draw, monke
     assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
     assert not list((cache / "parquet").glob("*.bin"))
     assert len(notes) == 1
-    assert notes[0].startswith("row groups are read again and again")
+    assert notes[0].startswith("row groups are read repeatedly")
 
 
 def test_reading_in_order_copies_nothing(rows, draw, monkeypatch, cache):

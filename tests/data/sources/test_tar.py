@@ -63,7 +63,7 @@ def test_a_file_that_is_cut_anywhere_inside_its_members_is_named(tar_of, data):
     whole = tar_of([("a.jpg", b"x" * 700), ("b.jpg", b"y" * 100)])
     second = 512 + 1024
     cut = data.draw(st.integers(1, second + 512 + 99).filter(lambda n: n not in (second,)))
-    with pytest.raises(DataError, match=r"x\.tar is cut off"):
+    with pytest.raises(DataError, match=r"x\.tar is truncated"):
         list(tar.iter_members(over(whole[:cut]), "x.tar", cut))
 
 
@@ -72,8 +72,8 @@ def test_a_file_that_is_cut_anywhere_inside_its_members_is_named(tar_of, data):
     [
         (b"", "is empty, wanted a tar file"),
         (b"\x1f\x8b" + bytes(2000), "is compressed with gzip; decompress it first"),
-        (b"<!doctype html>" + b" " * 1000, "is no tar file"),
-        (b"short", "is cut off at byte 5, inside a header"),
+        (b"<!doctype html>" + b" " * 1000, "is not a tar file"),
+        (b"short", "is truncated at byte 5, inside a header"),
     ],
 )
 def test_what_is_no_tar_says_so(data, said):
