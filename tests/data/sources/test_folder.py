@@ -185,7 +185,7 @@ def test_something_is_held_out_of_a_few_images_without_labels(plant):
 
 
 def test_no_folder_is_not_found(tmp_path):
-    with pytest.raises(NotFound, match="no folder .*nothing"):
+    with pytest.raises(NotFound, match=r"no folder .*nothing"):
         opened(tmp_path / "nothing")
 
 

@@ -68,7 +68,7 @@ def test_folders_are_recognized_by_what_is_in_them(plant, shards, tmp_path):
     [
         (
             "cifr10",
-            r"no data source 'cifr10': not a built-in data set, and not a file or folder in .*; did you mean 'cifar10'\?",
+            r"no data source 'cifr10': not a built-in data set, and not a file or folder.*; did you mean 'cifar10'\?",
         ),
         ("foldr:x", r"unknown kind of data source 'foldr' in 'foldr:x'; did you mean 'folder'\?"),
         ("no/such/place", r"no file or folder no/such/place \(relative to "),
