@@ -132,7 +132,7 @@ def test_a_broken_image_is_refused_by_all_processes(processes: Processes, vit: v
     assert len(found) == 3
     for error in found:
         assert isinstance(error, DataError)
-        assert "1 of 10 images of photos cannot be measured on" in str(error)
+        assert "1 of 10 images of photos cannot be read" in str(error)
 
 
 def test_data_that_is_not_there_is_refused_by_all_processes_in_the_same_words(
@@ -217,7 +217,7 @@ def test_one_class_can_be_measured_and_what_cannot_be_said_is(vit: vitrail.Model
 def test_images_that_cannot_be_read_are_left_out_if_asked(vit: vitrail.Model, tmp_path: Path):
     folder = image_folder(tmp_path / "photos", {"cat": 4, "dog": 2})
     (folder / "cat" / "1.png").write_bytes(b"broken")
-    with pytest.raises(DataError, match="1 of 6 images of photos cannot be measured on"):
+    with pytest.raises(DataError, match="1 of 6 images of photos cannot be read"):
         evaluated(vit, folder)
     found = evaluated(vit, folder, skip_bad=True)
     assert list(found.unreadable) == ["cat/1.png"]

@@ -165,7 +165,7 @@ def test_unreadable_images_are_refused_by_name_or_left_out(vitrail: Command, wei
     (folder / "cat" / "1.png").write_bytes(b"broken")
     result = vitrail("eval", "-m", weights, "--data", folder)
     assert result.status == 1
-    assert "1 of 5 images of photos cannot be measured on" in result.problems[0]
+    assert "1 of 5 images of photos cannot be read" in result.problems[0]
     assert "--skip-bad" in result.problems[0]
     result = vitrail("eval", "-m", weights, "--data", folder, "--skip-bad")
     assert result.status == 0

@@ -187,7 +187,7 @@ def test_images_without_a_label_are_left_out(photos: list[Path], caplog: pytest.
         for batch in batches:
             assert sorted(batch.indices.tolist()) == [i for i in range(41) if i % 4 != 1]
             assert np.array_equal(batch.targets, targets[batch.indices])
-    assert "10 of 41 images have no label and are left out" in caplog.text
+    assert "10 of 41 images have no label and are skipped" in caplog.text
 
 
 def test_where_no_label_is_needed_all_are_used(photos: list[Path]) -> None:
@@ -201,7 +201,7 @@ def test_no_labels_at_all_is_said(photos: list[Path]) -> None:
     source = Images(photos, np.full(41, -1))
     with pytest.raises(DataError, match="none of the 41 images of images has a label"):
         train(source)
-    with pytest.raises(DataError, match="none of the 41 images of images has a label to measure on"):
+    with pytest.raises(DataError, match="none of the 41 images of images has a label; evaluation needs labels"):
         evaluation_batches(source, preprocess=SMALL, batch_size=8, device="cpu")
 
 

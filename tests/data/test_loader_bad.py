@@ -122,7 +122,7 @@ def test_bad_images_are_bad_whatever_reads_them() -> None:
 def test_a_measurement_refuses_with_the_complete_list(data: dict[str, Any]) -> None:
     bad = tuple(range(1, 60, 2))
     with (
-        pytest.raises(DataError, match=r"30 of 60 images of photos cannot be measured on; .*--skip-bad") as caught,
+        pytest.raises(DataError, match=r"30 of 60 images of photos cannot be read; .*--skip-bad") as caught,
         measure(images(bad, count=60), **data) as batches,
     ):
         list(batches)

@@ -165,10 +165,11 @@ def test_the_choice_is_said(pixels: np.ndarray, caplog: pytest.LogCaptureFixture
     source, mixed = arrays(pixels), Images([*pixels, pixels[0][:5]])
     source.name = mixed.name = "said"
     train(source)
-    assert "said: 50 images of 12 x 10 stay on cpu (0 MiB)" in caplog.text
+    assert "said: 50 images of 12 x 10 are kept on cpu (0 MiB)" in caplog.text
     train(mixed, config=DataConfig(resident=True, workers=0))
     assert (
-        "said: 51 images of 16 x 16 stay on cpu (0 MiB), as evaluation sees them: random parts are taken" in caplog.text
+        "said: 51 images of 16 x 16 are kept on cpu (0 MiB), with evaluation's preprocessing: random crops are taken"
+        in caplog.text
     )
 
 

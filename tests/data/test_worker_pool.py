@@ -194,7 +194,7 @@ def test_a_process_that_is_killed_is_reported(make: Made) -> None:
     pool = make("processes", Die())
     pids = [p.pid for p in pool.processes]  # type: ignore[attr-defined]
     pool.submit(*numbers(1))
-    with pytest.raises(TrainError, match=r"ended on its own \(killed by SIGKILL\); memory may have run out: try data"):
+    with pytest.raises(TrainError, match=r"ended unexpectedly \(killed by SIGKILL\); memory may have run out: try"):
         pool.get()
     assert not any(alive(pid) for pid in pids)
 

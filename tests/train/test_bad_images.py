@@ -63,7 +63,7 @@ def test_measuring_refuses_bad_images_unless_told(album: Path, tmp_path: Path, c
     shutil.copytree(album, tmp_path / "album")
     truncated(tmp_path / "album" / "val", "cat/003.jpg")
     config = on_photos(tmp_path / "album")
-    words = r"1 of 20 images .* cannot be measured on.*data.skip_bad=true.*\n +val/cat/003"
+    words = r"1 of 20 images .* cannot be read.*data.skip_bad=true.*\n +val/cat/003"
     with pytest.raises(DataError, match=words):
         trained(config, tmp_path / "run")
     result = trained(override(config, ["data.skip_bad=true"]), tmp_path / "skipping")
@@ -77,7 +77,7 @@ def test_a_measurement_that_fails_costs_no_step(album: Path, tmp_path: Path):
     truncated(tmp_path / "album" / "val", "cat/003.jpg")
     settings = ["data.resident=false", "evaluate_every=5 steps", "checkpoint_every=100 steps"]
     config = override(on_photos(tmp_path / "album", 8), settings)
-    words = r"(?s)cannot be measured on.*val/cat/003.*\nWhat was .* from step 5 with: .* --resume --skip-bad --out "
+    words = r"(?s)cannot be read.*val/cat/003.*\nWhat was .* from step 5 with: .* --resume --skip-bad --out "
     with pytest.raises(DataError, match=words):
         trained(config, tmp_path / "run")
     assert saved_steps(tmp_path / "run") == [5]

@@ -1,4 +1,4 @@
-"""Bytes -> pixels -> the numbers a network takes."""
+"""Data loading: image files -> uint8 pixels -> augmented, normalized float batches."""
 
 from vitrail.data.decode import ImageLike, decode
 from vitrail.data.preprocess import Preprocess

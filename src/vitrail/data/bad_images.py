@@ -1,4 +1,4 @@
-"""Images that cannot be read: named once each, counted, and refused where there are too many."""
+"""Unreadable images: each is logged once and counted, and too many of them are an error."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from vitrail.errors import DataError
 from vitrail.runtime import warn_once
 
 PARENT_FOLDERS = re.compile(r"(?<![\w.:/])/(?:[^\s/:]+/)+")
-"""Of an absolute path in a sentence, all but its last part."""
+"""The folders of an absolute path inside a sentence."""
 MAX_LISTED = 20
-"""So many unreadable images are named when there are too many to go on."""
+"""Number of unreadable images that the error names."""
 
 
 class BadImages:
-    """Images of a source that could not be read."""
+    """The images of a source that could not be read, with the reasons."""
 
     def __init__(self, name: str, total: int, max_fraction: float | None) -> None:
         self.name, self.total = name, total
         self.max_fraction = max_fraction
-        """Of all images that may be bad; None: of those to measure on, none."""
+        """Largest fraction of all images that may be bad; None: evaluation, where none may be."""
         self.reasons: dict[str, str] = {}
+        """Key of a bad image -> why it could not be read."""
         self.num_shared = 0
-        """So many of them every process knows."""
+        """Number of them that every process has."""
 
     def add(self, key: str, reason: str) -> None:
-        """Remember it, and say so the first time."""
+        """Record a bad image and log it the first time."""
         if key not in self.reasons:
             reason = _without_folders(reason, key)
             self.reasons[key] = reason
             warn_once([f"{key} cannot be used: {reason}"], about=self.name)
 
     def merge(self, found_by_rank: Iterable[Mapping[str, str]]) -> None:
-        """What each process has found, in the order of ranks: then all of them know the same."""
+        """Replace the list by the union of all processes' lists, in the order of ranks."""
         self.reasons = {key: reason for found in found_by_rank for key, reason in found.items()}
         self.num_shared = len(self.reasons)
 
@@ -41,13 +42,13 @@ class BadImages:
         return count > (self.max_fraction or 0.0) * self.total
 
     def raise_if_too_many(self) -> None:
-        """Refuse more of them than there may be, with the list."""
+        """Raise a `DataError` that lists the bad images, if there are more than allowed."""
         if not self.too_many(len(self.reasons)):
             return
         these = f"{len(self.reasons):,} of {self.total:,} images of {self.name}"
         if self.max_fraction is None:
             raise DataError(
-                f"{these} cannot be measured on; remove or repair them, or leave them out with --skip-bad "
+                f"{these} cannot be read; remove or repair them, or skip them with --skip-bad "
                 f"(data.skip_bad=true):{self._listing(len(self.reasons))}"
             )
         raise DataError(
@@ -63,7 +64,7 @@ class BadImages:
 
 
 def _without_folders(reason: str, key: str) -> str:
-    """A reason without the folders of this machine: it is written into files that are sent to others."""
+    """The reason without folders of this machine, because reports with it are sent to others."""
     before, found, after = reason.partition(key)
     if found and (before[:1] in ("/", "\\") or before[1:2] == ":"):
         reason = key + after

@@ -1,4 +1,4 @@
-"""What flows from the loader to the augmentation to the objective."""
+"""The batch that the loader gives to the augmentation and the objective."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """This process's part of one step's images."""
+    """This process's part of the global batch of one step."""
 
     step: int
     images: Tensor
     """b C H W, uint8 (float32 where the preprocessing never rounds), on the device."""
     targets: Tensor
-    """b, int64 class numbers; or b K float32, where images have several labels."""
+    """b, int64 class indices; or b K float32 for multi-label data."""
     weights: Tensor
-    """b, float32: 1, or 0 for a slot whose image could not be read or that only fills up."""
+    """b, float32: 1, or 0 for an unreadable image or padding."""
     slots: Tensor
-    """b, int64, on the CPU: each image's place in the global batch, which keys its chance."""
+    """b, int64, on the CPU: each image's position in the global batch, from which its random seed is derived."""
     indices: Tensor
-    """b, int64, on the CPU: each image's number in its source; -1 for what only fills up."""
+    """b, int64, on the CPU: each image's index in its source; -1 for padding."""
 
     def __len__(self) -> int:
         return len(self.indices)

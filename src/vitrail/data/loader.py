@@ -1,16 +1,16 @@
-"""Batches of labeled images, for training and for measuring.
+"""Batches of labeled images for training and evaluation.
 
-    training_batches      step after step, from any step on; the same images whoever reads them
+    training_batches      batches of consecutive steps, from any step on, independent of the workers
     evaluation_batches    every image once, over all processes together
 
-Images that live on the device are picked by number (resident.py); others are read and cut out by
-workers, a few batches ahead (workers.py, transform.py); a plain stream is read on (streamed.py). A random
-part is resized in float32 on the device, and in bytes by workers: the same part, to other rounding.
+Data sets that fit on the device are kept there and indexed (resident.py). Otherwise workers read, crop and
+prefetch (worker_pool.py, transforms.py); sequential streams have a loader of their own (stream_loader.py).
+Random crops have the same box everywhere, but are resized in float32 on the device and in uint8 by workers.
 
-An image that cannot be read keeps its place, black and with weight 0. Training names it and goes
-on, up to a share of such images; measuring refuses, with the list, unless told to leave them out.
-One of several processes refuses nothing by itself, which would leave the others waiting: they tell
-each other what they have found, and `Loader.merge_bad` refuses in all of them.
+An unreadable image keeps its slot, black and with weight 0. Training logs it and continues, up to
+data.max_bad_fraction; evaluation raises an error with the list unless data.skip_bad is set. With several
+processes none raises alone, which would leave the others waiting: they exchange what they found, and
+`Loader.merge_bad` raises in all of them.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from vitrail.runtime.malloc import tune_malloc
 # N images in the source, B in a global batch, b of them this process's
 
 PREFETCH_BATCHES = 4
-"""Batches that workers may be ahead, where those are neither tiny nor huge."""
+"""Batches that workers prefetch: more if they hold fewer than PREFETCH_IMAGES, fewer above PREFETCH_MAX_BYTES."""
 PREFETCH_IMAGES = 256
 PREFETCH_MAX_BYTES = 1 << 30
 MAX_WORKERS = 24
 PLANNED_POSITIONS = 8192
-"""So many places in the order are worked out at once."""
+"""Positions of the sampler that are computed at once."""
 MAX_EVAL_CACHE_BYTES = 512 << 20
-"""Bytes of images for measuring that are kept from one time to the next."""
+"""Decoded evaluation images up to this size are cached between evaluations."""
 
 
 class Loader(ABC, Iterator[Batch]):
-    """An iterator over batches that may own workers: use it in a `with` block, or close it."""
+    """An iterator over batches that may own workers: use it in a `with` block or call `close`."""
 
     def __init__(
         self, *, bad: BadImages, device: torch.device, steps: range, slots: Tensor, cropped: bool = False
@@ -64,29 +64,29 @@ class Loader(ABC, Iterator[Batch]):
         self._bad, self.device, self.slots = bad, device, slots
         self.step, self.stop_step = steps.start, steps.stop
         self.cropped = cropped
-        """Whether random parts of the images have been taken already."""
+        """Whether the images are random crops already."""
 
     @property
     def bad(self) -> dict[str, str]:
-        """Unreadable images so far: name -> reason."""
+        """Unreadable images so far: key -> reason."""
         return dict(self._bad.reasons)
 
     @property
     def num_unshared_bad(self) -> int:
-        """How many of them the other processes have not been told of."""
+        """Number of unreadable images found since the last `merge_bad`."""
         return len(self._bad.reasons) - self._bad.num_shared
 
     def too_many_bad(self, num_new: int) -> bool:
-        """Whether so many more, in all processes together, may be more than are allowed."""
+        """Whether `num_new` more, in all processes together, may exceed the limit."""
         return self._bad.too_many(self._bad.num_shared + num_new)
 
     def merge_bad(self, found_by_rank: Iterable[Mapping[str, str]]) -> None:
-        """Take over what every process has found, or an earlier sitting; refuse where that is too much."""
+        """Take over the unreadable images of all processes (or of the run before a resume); raise if too many."""
         self._bad.merge(found_by_rank)
         self._bad.raise_if_too_many()
 
     def __len__(self) -> int:
-        """Batches that are left."""
+        """Number of remaining batches."""
         return max(self.stop_step - self.step, 0)
 
     def __next__(self) -> Batch:
@@ -101,11 +101,11 @@ class Loader(ABC, Iterator[Batch]):
     def _load_batch(self, step: int) -> Batch: ...
 
     def state(self) -> dict[str, Any] | None:
-        """What a resumed run must be given to go on from here; None: the step's number is enough."""
+        """State that a resumed run needs to continue from here; None: the step number is enough."""
         return None
 
     def close(self) -> None:
-        """End the workers, if there are any; no batches come after that. May be called twice."""
+        """Stop the workers, if there are any, and the iteration. May be called twice."""
         self.stop_step = self.step
 
     def __enter__(self) -> Self:
@@ -118,52 +118,55 @@ class Loader(ABC, Iterator[Batch]):
 
 
 class ResidentLoader(Loader):
-    """Images that live on the device, picked by their rows there; row -1 fills up."""
+    """Batches of images that are all on the device, by their row there; row -1 is padding."""
 
     def __init__(
         self,
-        held: resident.ResidentImages,
-        numbers: Indices,  # of the images in those rows
+        resident_images: resident.ResidentImages,
+        source_indices: Indices,  # of the images in the rows
         rows_for: Callable[[int], Indices],
-        labels: TargetTable,
+        target_table: TargetTable,
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.rows_for, self.numbers = rows_for, numbers
-        self.shape, self.images = held.images.shape[1:], held.images.flatten(1)  # rows are picked faster than blocks
-        self.targets = labels.targets_for(numbers).to(self.device)
-        weights = labels.usable(numbers) & ~np.isin(numbers, list(held.bad))
+        self.rows_for, self.source_indices = rows_for, source_indices
+        self.shape, self.images = (
+            resident_images.images.shape[1:],
+            resident_images.images.flatten(1),
+        )  # 2-D is indexed faster
+        self.targets = target_table.targets_for(source_indices).to(self.device)
+        weights = target_table.usable(source_indices) & ~np.isin(source_indices, list(resident_images.bad))
         self.weights = torch.from_numpy(weights.astype(np.float32)).to(self.device)
 
     def _load_batch(self, step: int) -> Batch:
         rows = self.rows_for(step)
-        there = rows >= 0
+        present = rows >= 0
         at = torch.from_numpy(np.maximum(rows, 0)).to(self.device, non_blocking=self.device.type == "cuda")
         images, targets, weights = (t.index_select(0, at) for t in (self.images, self.targets, self.weights))
-        indices = np.where(there, self.numbers[rows], -1)
-        if not there.all():
-            missing = torch.from_numpy(~there).to(self.device)
+        indices = np.where(present, self.source_indices[rows], -1)
+        if not present.all():
+            missing = torch.from_numpy(~present).to(self.device)
             images[missing], targets[missing], weights[missing] = 0, 0, 0
         images = images.unflatten(1, self.shape)
         return Batch(step, images, targets, weights, self.slots, torch.from_numpy(indices))
 
 
 class WorkerLoader(Loader):
-    """Images that workers read, some batches ahead; number -1 fills up."""
+    """Batches that workers read and prefetch; index -1 is padding."""
 
     def __init__(
         self,
         pool: Pool,
         source: Source,
         rows_for: Callable[[int], tuple[Indices, chance.Keys]],
-        labels: TargetTable,
+        target_table: TargetTable,
         on_errors: Callable[[WorkerLoader], None],
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.pool, self.source, self.rows_for, self.labels = pool, source, rows_for, labels
+        self.pool, self.source, self.rows_for, self.target_table = pool, source, rows_for, target_table
         self.on_errors = on_errors
-        """Called where images could not be read: raises if that will not do."""
+        """Called when a batch has unreadable images; may raise."""
         self.next_submitted = self.step
         self.staged: deque[StagedBatch] = deque()
         self.transfer = make_transfer(self.device, pool)
@@ -185,9 +188,11 @@ class WorkerLoader(Loader):
         return staged.to_batch(step, self.slots)
 
     def _stage(self) -> StagedBatch:
-        taken = self.pool.get()
-        self._record_errors(taken.indices, taken.errors)
-        return self.transfer.send(taken, self.labels.targets_for(taken.indices), self.labels.usable(taken.indices))
+        finished = self.pool.get()
+        self._record_errors(finished.indices, finished.errors)
+        return self.transfer.send(
+            finished, self.target_table.targets_for(finished.indices), self.target_table.usable(finished.indices)
+        )
 
     def _record_errors(self, indices: Indices, errors: list[tuple[int, str]]) -> None:
         for row, reason in errors:
@@ -196,13 +201,13 @@ class WorkerLoader(Loader):
             self.on_errors(self)
 
     def read_remaining(self) -> None:
-        """Read all that is left, only to see what cannot be read."""
+        """Read all remaining batches to find all unreadable images."""
         self.on_errors = lambda _: None
         while self.pool.pending or self.next_submitted < self.stop_step:
             self._submit()
-            taken = self.pool.get()
-            self._record_errors(taken.indices, taken.errors)
-            del taken
+            finished = self.pool.get()
+            self._record_errors(finished.indices, finished.errors)
+            del finished
 
     def close(self) -> None:
         super().close()
@@ -212,47 +217,49 @@ class WorkerLoader(Loader):
 
 
 class BatchSampler:
-    """Which images a process has in which step of training."""
+    """The image indices of this process's slots of each training step."""
 
     def __init__(
-        self, source: Source, labels: TargetTable, config: DataConfig, batch_size: int, seed: int, part: range
+        self, source: Source, target_table: TargetTable, config: DataConfig, batch_size: int, seed: int, slots: range
     ) -> None:
-        self.numbers = usable_indices(source, labels)
+        self.usable = usable_indices(source, target_table)
         blocks = source.blocks
-        if (left := len(source) - len(self.numbers)) > 0:
-            if part.start == 0:  # one process says it for all
-                warn_once([f"{left:,} of {len(source):,} images have no label and are left out"], about=source.name)
+        if (num_unlabeled := len(source) - len(self.usable)) > 0:
+            if slots.start == 0:  # one process logs it for all
+                warn_once(
+                    [f"{num_unlabeled:,} of {len(source):,} images have no label and are skipped"], about=source.name
+                )
             if blocks is not None:
-                blocks = tuple(np.diff(np.searchsorted(self.numbers, np.cumsum(blocks)), prepend=0).tolist())
-        kinds: Any = labels.targets[self.numbers] if config.order == "balanced" else len(self.numbers)
-        self.sampler = Sampler(kinds, seed=seed, mode=config.order, repeats=config.repeats, blocks=blocks)
-        self.batch, self.seed, self.slot_range = batch_size, seed, part
-        self.slots = np.arange(part.start, part.stop)
+                blocks = tuple(np.diff(np.searchsorted(self.usable, np.cumsum(blocks)), prepend=0).tolist())
+        images: Any = target_table.targets[self.usable] if config.order == "balanced" else len(self.usable)
+        self.sampler = Sampler(images, seed=seed, mode=config.order, repeats=config.repeats, blocks=blocks)
+        self.batch_size, self.seed, self.slot_range = batch_size, seed, slots
+        self.slots = np.arange(slots.start, slots.stop)
         self._planned_steps, self._planned = range(0), np.empty((0, batch_size), np.int64)
 
     def indices(self, step: int) -> Indices:
-        """b: the images in this process's slots."""
-        if step not in self._planned_steps:  # several steps at once: much of the work is the same for one
-            self._planned_steps = range(step, step + max(PLANNED_POSITIONS // self.batch, 1))
-            places = self.sampler.indices(step * self.batch, len(self._planned_steps) * self.batch)
-            self._planned = self.numbers[places].reshape(-1, self.batch)
+        """b: indices of the images in this process's slots."""
+        if step not in self._planned_steps:  # several steps at once, since most of the cost is per call
+            self._planned_steps = range(step, step + max(PLANNED_POSITIONS // self.batch_size, 1))
+            positions = self.sampler.indices(step * self.batch_size, len(self._planned_steps) * self.batch_size)
+            self._planned = self.usable[positions].reshape(-1, self.batch_size)
         return self._planned[step - self._planned_steps.start, self.slot_range.start : self.slot_range.stop]
 
     def rows(self, step: int) -> tuple[Indices, chance.Keys]:
         return self.indices(step), chance.keys_of(self.seed, step, self.slots)
 
 
-def usable_indices(source: Source, labels: TargetTable) -> Indices:
-    """The numbers of the images that an epoch shows once each."""
-    numbers = np.arange(len(source))
-    found = numbers[labels.usable(numbers)]
-    if len(found) == 0:
+def usable_indices(source: Source, target_table: TargetTable) -> Indices:
+    """Indices of the images that are in an epoch."""
+    indices = np.arange(len(source))
+    usable = indices[target_table.usable(indices)]
+    if len(usable) == 0:
         raise DataError(f"none of the {len(source):,} images of {source.name} has a label.")
-    return found
+    return usable
 
 
 def training_batches(
-    source: Any,  # a Source, or a Stream
+    source: Any,  # a Source or a ShardStream
     *,
     config: DataConfig,
     augment: AugmentConfig,
@@ -267,61 +274,52 @@ def training_batches(
     labeled: bool = True,
     state: dict[str, Any] | None = None,
 ) -> Loader:
-    """Batches of steps start_step, start_step + 1, ..., steps - 1; `batch` counts all processes' images.
+    """Batches of steps start_step, start_step + 1, ..., steps - 1; `batch_size` is that of all processes together.
 
-    labeled: leave images without a label out. state: what `Loader.state` gave, for a stream.
+    labeled: skip images without a label. state: a stream's `Loader.state`, to resume.
     """
     if batch_size % world_size:
         raise ConfigError(
             f"batch_size={batch_size} is not divisible by {world_size} processes; "
             f"try {batch_size // world_size * world_size or world_size}."
         )
-    device, mine = torch.device(device), batch_size // world_size
+    device, local_batch_size = torch.device(device), batch_size // world_size
     if device.type == "cpu":
         tune_malloc()
-    part, workers = range(rank * mine, (rank + 1) * mine), num_workers(config, world_size)
+    slot_range, workers = range(rank * local_batch_size, (rank + 1) * local_batch_size), num_workers(config, world_size)
     options: dict[str, Any] = {"device": device, "steps": range(start_step, steps)}
-    options["slots"] = torch.arange(part.start, part.stop)
-    transform: Transform = (
-        RandomResizedCrop(preprocess, augment) if augment.crop == "resized" else EvalTransform(preprocess)
-    )
+    options["slots"] = torch.arange(slot_range.start, slot_range.stop)
+    crops = augment.crop == "resized"
+    transform: Transform = RandomResizedCrop(preprocess, augment) if crops else EvalTransform(preprocess)
     if hasattr(source, "samples"):
         from vitrail.data.stream_loader import StreamLoader
 
         options |= {"seed": seed, "rank": rank, "world_size": world_size, "state": state, "labeled": labeled}
         return StreamLoader(source, transform, config, workers=workers, **options)
-    labels = TargetTable(source.targets, source.multi_label, labeled)
-    plan, bad = (
-        BatchSampler(source, labels, config, batch_size, seed, part),
-        BadImages(source.name, len(source), config.max_bad_fraction),
-    )
+    target_table = TargetTable(source.targets, source.multi_label, labeled)
+    batch_sampler = BatchSampler(source, target_table, config, batch_size, seed, slot_range)
+    bad = BadImages(source.name, len(source), config.max_bad_fraction)
     options["bad"] = bad
-    kept = resident.choose_transform(
-        source,
-        config=config,
-        augment=augment,
-        preprocess=preprocess,
-        device=device,
-        num_sharing=_memory_sharers(device, world_size),
+    sharing = _memory_sharers(device, world_size)
+    resident_transform = resident.choose_transform(
+        source, config=config, augment=augment, preprocess=preprocess, device=device, num_sharing=sharing
     )
-    numbers = np.arange(len(source))
-    held = None if kept is None else resident.load(source, kept, device, workers, numbers)
-    if kept is not None and held is not None:
-        for number, reason in held.bad.items():
-            bad.add(source.key(number), reason)
+    indices = np.arange(len(source))
+    loaded = None if resident_transform is None else resident.load(source, resident_transform, device, workers, indices)
+    if resident_transform is not None and loaded is not None:
+        for index, reason in loaded.bad.items():
+            bad.add(source.key(index), reason)
         bad.raise_if_too_many()  # every process has read them all
         if rank == 0:
-            warn_once([_describe_resident(held, kept, augment)], about=source.name)
-        return ResidentLoader(held, numbers, plan.indices, labels, **options)
+            warn_once([_describe_resident(loaded, resident_transform, augment)], about=source.name)
+        return ResidentLoader(loaded, indices, batch_sampler.indices, target_table, **options)
 
     def on_errors(loader: WorkerLoader) -> None:
         if world_size == 1:
             bad.raise_if_too_many()
 
-    pool = pool_for_transform(SampleReader(source, transform), transform, mine, workers)
-    return WorkerLoader(
-        pool, source, plan.rows, labels, on_errors, cropped=isinstance(transform, RandomResizedCrop), **options
-    )
+    pool = pool_for_transform(SampleReader(source, transform), transform, local_batch_size, workers)
+    return WorkerLoader(pool, source, batch_sampler.rows, target_table, on_errors, cropped=crops, **options)
 
 
 def evaluation_batches(
@@ -335,32 +333,32 @@ def evaluation_batches(
     config: DataConfig | None = None,
     labeled: bool = True,
 ) -> Loader:
-    """Each image once over all processes, as evaluation sees it; `batch` counts this process's alone.
+    """Each image once over all processes, with evaluation's preprocessing; `batch_size` is per process.
 
-    All processes have equally many batches, all of them full: what fills up has number -1 and weight
-    0, as have images without a label, where it takes one (`labeled`).
+    All processes have the same number of full batches: padding has index -1 and weight 0. If `labeled`,
+    images without a label have weight 0 too.
     """
     device, config = torch.device(device), config or DataConfig()
-    share = -(-len(source) // world_size)
-    numbers = np.arange(rank * share, min((rank + 1) * share, len(source)))
-    count = max(-(-share // batch_size), 1)
-    padded = np.append(np.arange(len(numbers)), np.full(max(count * batch_size - len(numbers), 0), -1)).reshape(
-        count, batch_size
+    per_rank = -(-len(source) // world_size)
+    indices = np.arange(rank * per_rank, min((rank + 1) * per_rank, len(source)))
+    num_batches = max(-(-per_rank // batch_size), 1)
+    padded = np.append(np.arange(len(indices)), np.full(max(num_batches * batch_size - len(indices), 0), -1)).reshape(
+        num_batches, batch_size
     )
-    labels = TargetTable(source.targets, source.multi_label, labeled)
+    target_table = TargetTable(source.targets, source.multi_label, labeled)
     bad = BadImages(source.name, len(source), 1.0 if config.skip_bad else None)
-    if labeled and not labels.usable(np.arange(len(source))).any():
-        raise DataError(f"none of the {len(source):,} images of {source.name} has a label to measure on.")
-    options: dict[str, Any] = {"device": device, "steps": range(count), "bad": bad}
+    if labeled and not target_table.usable(np.arange(len(source))).any():
+        raise DataError(f"none of the {len(source):,} images of {source.name} has a label; evaluation needs labels.")
+    options: dict[str, Any] = {"device": device, "steps": range(num_batches), "bad": bad}
     options["slots"] = torch.arange(rank * batch_size, (rank + 1) * batch_size)
-    transform, workers = EvalTransform(preprocess), min(num_workers(config, world_size), -(-len(numbers) // 8))
-    held = _load_resident(source, transform, preprocess, config, device, workers, numbers)
-    if held is not None:
-        for number, reason in held.bad.items():
-            bad.add(source.key(number), reason)
+    transform, workers = EvalTransform(preprocess), min(num_workers(config, world_size), -(-len(indices) // 8))
+    loaded = _load_resident(source, transform, preprocess, config, device, workers, indices)
+    if loaded is not None:
+        for index, reason in loaded.bad.items():
+            bad.add(source.key(index), reason)
         if world_size == 1:
             bad.raise_if_too_many()
-        return ResidentLoader(held, numbers, padded.__getitem__, labels, **options)
+        return ResidentLoader(loaded, indices, padded.__getitem__, target_table, **options)
 
     def on_errors(loader: WorkerLoader) -> None:
         if world_size == 1 and not config.skip_bad:
@@ -370,14 +368,8 @@ def evaluation_batches(
 
     keys = np.zeros(batch_size, np.uint64)
     pool = pool_for_transform(SampleReader(source, transform), transform, batch_size, workers)
-    return WorkerLoader(
-        pool,
-        source,
-        lambda s: (np.where(padded[s] < 0, -1, padded[s] + rank * share), keys),
-        labels,
-        on_errors,
-        **options,
-    )
+    rows = lambda s: (np.where(padded[s] < 0, -1, padded[s] + rank * per_rank), keys)  # noqa: E731
+    return WorkerLoader(pool, source, rows, target_table, on_errors, **options)
 
 
 def _load_resident(
@@ -387,60 +379,55 @@ def _load_resident(
     config: DataConfig,
     device: torch.device,
     workers: int,
-    numbers: Indices,
+    indices: Indices,
 ) -> resident.ResidentImages | None:
-    """Few images are decoded the first time they are measured on, and kept for the next."""
-    if len(numbers) == 0:
+    """All images of this process on the device, cached between evaluations; None if they are too large."""
+    if len(indices) == 0:
         return None
-    size, key = resident.num_bytes(transform, len(numbers)), (preprocess, device, *numbers[[0, -1]].tolist())
-    if (found := resident.get_cached(source, key)) is not None:
-        return found
+    size, key = resident.num_bytes(transform, len(indices)), (preprocess, device, *indices[[0, -1]].tolist())
+    if (cached := resident.get_cached(source, key)) is not None:
+        return cached
     if config.resident is False or size > min(
         MAX_EVAL_CACHE_BYTES, resident.free_memory(device) // resident.MEMORY_DIVISOR
     ):
         return None
-    found = resident.load(source, transform, device, workers, numbers)
-    if found is not None:
-        resident.add_cached(source, key, found)
-    return found
+    loaded = resident.load(source, transform, device, workers, indices)
+    if loaded is not None:
+        resident.add_cached(source, key, loaded)
+    return loaded
 
 
-def _describe_resident(held: resident.ResidentImages, transform: Transform, augment: AugmentConfig) -> str:
-    n, _, height, width = held.images.shape
-    size = resident.format_bytes(held.images.numel() * held.images.element_size())
-    note = f"{n:,} images of {height} x {width} stay on {held.images.device} ({size})"
+def _describe_resident(loaded: resident.ResidentImages, transform: Transform, augment: AugmentConfig) -> str:
+    n, _, height, width = loaded.images.shape
+    size = resident.format_bytes(loaded.images.numel() * loaded.images.element_size())
+    note = f"{n:,} images of {height} x {width} are kept on {loaded.images.device} ({size})"
     if augment.crop == "resized" and not isinstance(transform, OriginalPixels):
-        note += ", as evaluation sees them: random parts are taken of that"
+        note += ", with evaluation's preprocessing: random crops are taken from that"
     return note
 
 
-def pool_for_transform(work: FillRows, transform: Transform, rows: int, workers: int) -> Pool:
-    """Workers, as far ahead as is useful and fits."""
-    jpeg.verified_simplejpeg()  # found out here, once, not in each process
+def pool_for_transform(fill_rows: FillRows, transform: Transform, rows: int, workers: int) -> Pool:
+    """A pool for batches of `rows` rows of the transform's shape."""
+    jpeg.verified_simplejpeg()  # checked once here, not in each worker
     depth = prefetch_depth(transform, rows)
-    return make_pool(work, rows=rows, shape=transform.shape, dtype=transform.dtype, workers=workers, depth=depth)
+    return make_pool(fill_rows, rows=rows, shape=transform.shape, dtype=transform.dtype, workers=workers, depth=depth)
 
 
 def prefetch_depth(transform: Transform, rows: int) -> int:
-    """Batches to be ahead."""
-    return max(
-        1,
-        min(
-            max(PREFETCH_BATCHES, -(-PREFETCH_IMAGES // rows)),
-            PREFETCH_MAX_BYTES // resident.num_bytes(transform, rows),
-        ),
-    )
+    """Number of batches to prefetch."""
+    wanted = max(PREFETCH_BATCHES, -(-PREFETCH_IMAGES // rows))
+    return max(1, min(wanted, PREFETCH_MAX_BYTES // resident.num_bytes(transform, rows)))
 
 
 def num_workers(config: DataConfig, world_size: int) -> int:
-    """As asked for, else this process's share of the cores."""
+    """`data.workers`, else this process's share of the cores."""
     if config.workers is not None:
         return config.workers
     return max(1, min(usable_cores() // _local_world_size(world_size), MAX_WORKERS))
 
 
 def _local_world_size(world_size: int) -> int:
-    """Processes on this machine; torchrun tells."""
+    """Number of processes on this machine, from torchrun's variable."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 

@@ -1,14 +1,14 @@
-"""Which image is learned from when: a pure function of the seed and the position.
+"""The order of training images: a pure function of the seed and the position.
 
-Training reads one endless sequence of images; a step's batch is the next `batch` positions of it,
-whatever ends there, so that batches are always full. Nothing is remembered: any process can ask for
-any positions, in any order, and a resumed run asks for those it has not had.
+Training reads one endless sequence of image indices; a step's batch is the next `batch_size` positions, also
+across the end of an epoch, so that batches are always full. The sampler has no state: any process can compute
+any positions in any order, and a resumed run starts at the position it had reached.
 
-    shuffled    every image once an epoch, in a new random order each time
-    balanced    every class once a round, in a new random order each time; each class goes through
-                its own images in random order, again and again
-    blocks      shuffled, for images that lie in runs (tar shards): the runs are shuffled, then the
-                images inside windows of a few of them, so that few are read at any time
+    shuffled    every image once per epoch, in a new random order each epoch
+    balanced    every class once per round, in a new random order each round; each class cycles through
+                its own images, reshuffled each time
+    blocks      shuffled, for images stored in blocks (tar shards): the blocks are shuffled, then the
+                images inside windows of a few blocks, so that few blocks are read at any time
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from vitrail import chance
 from vitrail.errors import ConfigError, DataError
 
-# n positions asked for, N images, K classes
+# n positions, N images, K classes
 
 Indices = npt.NDArray[np.int64]
 
@@ -30,7 +30,7 @@ EPOCH, CLASSES, MEMBERS, BLOCKS, WINDOW, WALK = (
     chance.stream(f"order {name}") for name in ("epoch", "classes", "members", "blocks", "window", "walk")
 )
 WINDOW_IMAGES = 2**14
-"""A window is as many blocks as hold so many images, and at least `WINDOW_BLOCKS`."""
+"""A window is as many blocks as hold about this many images, and at least `WINDOW_BLOCKS`."""
 WINDOW_BLOCKS = 4
 FEISTEL_ROUNDS = 6
 
@@ -38,7 +38,7 @@ FEISTEL_ROUNDS = 6
 class Sampler:
     """The endless training sequence: `Sampler(50_000, seed=0).indices(first=step * 256, count=256)`.
 
-    Made for a number of images, or for the class of each (balanced needs it; -1 is left out).
+    `images` is the number of images, or the class of each (needed for balanced; images of class -1 are excluded).
     """
 
     def __init__(
@@ -61,48 +61,48 @@ class Sampler:
             raise DataError(f"the blocks hold {sum(self.blocks)} images, wanted {self.size}.")
 
     def indices(self, first: int, count: int) -> Indices:
-        """Numbers of the images at positions first, first + 1, ..., first + count - 1."""
-        places = np.arange(first, first + count, dtype=np.int64) // self.repeats
+        """Indices of the images at positions first, first + 1, ..., first + count - 1."""
+        positions = np.arange(first, first + count, dtype=np.int64) // self.repeats
         if self.mode == "balanced":
-            return self._balanced(places)
+            return self._balanced(positions)
         out, length, done = np.empty(count, np.int64), self.size * self.repeats, 0
         while done < count:
             epoch = (first + done) // length
             part = slice(done, min((epoch + 1) * length - first, count))
-            out[part] = self._epoch(epoch, places[part] - epoch * self.size)
+            out[part] = self._shuffled(epoch, positions[part] - epoch * self.size)
             done = part.stop
         return out
 
-    def _epoch(self, epoch: int, places: Indices) -> Indices:
+    def _shuffled(self, epoch: int, positions: Indices) -> Indices:
         if self.blocks is None or len(self.blocks) == 1:
-            return chance.shuffled(places, self.size, chance.key_of(self.seed, EPOCH, epoch))
+            return chance.shuffled(positions, self.size, chance.key_of(self.seed, EPOCH, epoch))
         layout = _block_layout(self.blocks, chance.key_of(self.seed, BLOCKS, epoch))
-        window = np.searchsorted(layout.window_starts, places, side="right") - 1
+        window = np.searchsorted(layout.window_starts, positions, side="right") - 1
         start, size = layout.window_starts[window], np.diff(layout.window_starts)[window]
         keys = chance.keys_of(chance.key_of(self.seed, WINDOW), epoch, window)
-        places = start + permute_each(places - start, size, keys)
-        block = np.searchsorted(layout.epoch_starts, places, side="right") - 1
-        return layout.data_starts[block] + places - layout.epoch_starts[block]
+        positions = start + permute_each(positions - start, size, keys)
+        block = np.searchsorted(layout.epoch_starts, positions, side="right") - 1
+        return layout.data_starts[block] + positions - layout.epoch_starts[block]
 
-    def _balanced(self, places: Indices) -> Indices:
-        classes = len(self._counts)
-        turn, seat = places // classes, places % classes
-        keys = chance.keys_of(self.seed, CLASSES, turn)
-        kind = permute_each(seat, np.full_like(seat, classes), keys)
-        count = self._counts[kind]
-        keys = chance.keys_of(self.seed, MEMBERS, (kind << 40) + turn // count)
-        return self._members[self._starts[kind] + permute_each(turn % count, count, keys)]
+    def _balanced(self, positions: Indices) -> Indices:
+        num_classes = len(self._counts)
+        round_index, rank_in_round = positions // num_classes, positions % num_classes
+        keys = chance.keys_of(self.seed, CLASSES, round_index)
+        class_index = permute_each(rank_in_round, np.full_like(rank_in_round, num_classes), keys)
+        count = self._counts[class_index]
+        keys = chance.keys_of(self.seed, MEMBERS, (class_index << 40) + round_index // count)
+        return self._members[self._starts[class_index] + permute_each(round_index % count, count, keys)]
 
 
 class BlockLayout(NamedTuple):
-    """The blocks in one epoch's order."""
+    """The blocks in the order of one epoch."""
 
     data_starts: Indices
-    """Where each block begins in the data."""
+    """Index of each block's first image in the data."""
     epoch_starts: Indices
-    """Where each block begins in the epoch."""
+    """Position of each block's first image in the epoch."""
     window_starts: Indices
-    """Where each window begins in the epoch, and where the last one ends."""
+    """Position of each window's first image in the epoch, and the end of the last window."""
 
 
 @lru_cache(maxsize=4)
@@ -110,14 +110,14 @@ def _block_layout(blocks: tuple[int, ...], key: int) -> BlockLayout:
     order = chance.shuffled(np.arange(len(blocks)), len(blocks), key)
     sizes = np.array(blocks, np.int64)
     starts, ends = np.cumsum(sizes) - sizes, np.cumsum(sizes[order])
-    together = max(WINDOW_BLOCKS, round(WINDOW_IMAGES / sizes.mean()))
-    windows = max(len(blocks) // together, 1)
-    last = np.arange(1, windows + 1) * len(blocks) // windows - 1  # each window's last block: all nearly alike
+    blocks_per_window = max(WINDOW_BLOCKS, round(WINDOW_IMAGES / sizes.mean()))
+    windows = max(len(blocks) // blocks_per_window, 1)
+    last = np.arange(1, windows + 1) * len(blocks) // windows - 1  # last block of each window
     return BlockLayout(starts[order], ends - sizes[order], np.append(0, ends[last]))
 
 
 def _group_by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indices, Indices]:
-    """Images sorted by class, and where each class that has any begins and how many it has."""
+    """Image indices sorted by class, and for each class that has images its start in them and its size."""
     if isinstance(targets, int) or targets.ndim != 1:
         raise ConfigError("order=balanced needs one label for each image; try order=shuffled.")
     members = np.argsort(targets, kind="stable")
@@ -128,27 +128,27 @@ def _group_by_class(targets: int | npt.NDArray[np.int64]) -> tuple[Indices, Indi
     return members.astype(np.int64), starts.astype(np.int64), counts.astype(np.int64)
 
 
-def permute_each(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
+def permute_each(positions: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
     """`chance.shuffled` where each place has a permutation of its own size and key: n, n, n -> n."""
-    found = np.empty_like(places)
-    few = sizes <= chance.FEW
-    for size in np.unique(sizes[few]).tolist():  # made whole, as there: a Feistel network favors some of few
+    permuted = np.empty_like(positions)
+    small = sizes <= chance.FEW
+    for size in np.unique(sizes[small]).tolist():  # sorted, since a Feistel network is biased here
         here = np.flatnonzero(sizes == size)
         order = np.argsort(chance.bits_np(keys[here], WALK, size), axis=1, kind="stable")
-        found[here] = order[np.arange(len(here)), places[here]]
-    found[~few] = _cycle_walk(places[~few], sizes[~few], keys[~few])
-    return found
+        permuted[here] = order[np.arange(len(here)), positions[here]]
+    permuted[~small] = _cycle_walk(positions[~small], sizes[~small], keys[~small])
+    return permuted
 
 
-def _cycle_walk(places: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
-    """The same by a Feistel network on the next power of four."""
+def _cycle_walk(positions: Indices, sizes: Indices, keys: chance.Keys) -> Indices:
+    """`permute_each` by a Feistel network on the next power of four, repeated until inside the range."""
     half = np.maximum((np.frexp(sizes - 1)[1] + 1) // 2, 1).astype(np.uint64)
     rounds = chance.bits_np(keys, WALK, FEISTEL_ROUNDS)  # n FEISTEL_ROUNDS
-    at, size = places.astype(np.uint64), sizes.astype(np.uint64)
+    at, size = positions.astype(np.uint64), sizes.astype(np.uint64)
     todo = np.arange(len(at))
     while len(todo):
         at[todo] = _feistel(at[todo], half[todo], rounds[todo])
-        todo = todo[at[todo] >= size[todo]]  # outside: sent on until it lands inside
+        todo = todo[at[todo] >= size[todo]]  # outside: apply again
     return at.astype(np.int64)
 
 

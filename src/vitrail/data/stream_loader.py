@@ -1,7 +1,7 @@
-"""Training on a plain stream: samples come one after the other, and their order is all that is known.
+"""Training on a sequential stream of samples, which cannot be indexed.
 
-One thread reads on, others decode; how many changes nothing. What a resumed run needs is the stream's
-own state, as it was after the last batch that was given out.
+One thread reads samples and others decode them; their number does not change the batches. A resumed run
+needs the stream's state after the last batch that was returned.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from vitrail.data.transforms import RandomResizedCrop, SampleReader, Transform
 from vitrail.data.worker_pool import make_pool
 
 MIN_TOTAL = 1000
-"""Before so many images have been seen, the share of bad ones is taken of this number."""
+"""The fraction of bad images is relative to at least this many images."""
 
 
 class StreamedSamples(NamedTuple):
-    """A batch's samples, and where the stream was after them."""
+    """A batch's samples and the stream's state after them."""
 
     samples: list[Sample]
     state: dict[str, Any]
 
 
 class StreamLoader(Loader):
-    """Batches of a stream. A sample's number is its place in what this process has read."""
+    """Batches of a stream. A sample's index is its position in what this process has read."""
 
     def __init__(
         self,
@@ -82,31 +82,33 @@ class StreamLoader(Loader):
             read = self.reader_thread.next(wait=not self.pool.pending)
             if read is None:
                 return
-            numbers = np.arange(self.rows) + self.next_submitted * self.rows
-            self.samples.update(zip(numbers.tolist(), read.samples, strict=True))
-            self.pool.submit(numbers, chance.keys_of(self.seed, self.next_submitted, self.slot_numbers))
+            indices = np.arange(self.rows) + self.next_submitted * self.rows
+            self.samples.update(zip(indices.tolist(), read.samples, strict=True))
+            self.pool.submit(indices, chance.keys_of(self.seed, self.next_submitted, self.slot_numbers))
             self.in_flight.append(read)
             self.next_submitted += 1
 
     def _load_batch(self, step: int) -> Batch:
         self._submit()
-        taken, read = self.pool.get(), self.in_flight.popleft()
-        for number in taken.indices.tolist():
-            del self.samples[number]
-        for row, reason in taken.errors:
+        finished, read = self.pool.get(), self.in_flight.popleft()
+        for index in finished.indices.tolist():
+            del self.samples[index]
+        for row, reason in finished.errors:
             self._bad.add(read.samples[row].key, reason)
         self._update_total(step + 1)
-        if taken.errors and self.world_size == 1:
+        if finished.errors and self.world_size == 1:
             self._bad.raise_if_too_many()
-        labels = TargetTable(self._targets(read.samples), self.stream.multi_label, self.labeled)
+        target_table = TargetTable(self._targets(read.samples), self.stream.multi_label, self.labeled)
         rows = np.arange(self.rows)
-        batch = self.transfer.send(taken, labels.targets_for(rows), labels.usable(rows)).to_batch(step, self.slots)
+        batch = self.transfer.send(finished, target_table.targets_for(rows), target_table.usable(rows)).to_batch(
+            step, self.slots
+        )
         self._state = read.state
         self._submit()
         return batch
 
     def _update_total(self, steps: int) -> None:
-        """So many steps' images in all processes."""
+        """Set the number of images that all processes have seen after `steps` steps."""
         self._bad.total = max(self._bad.total, steps * self.rows * self.world_size)
 
     def _targets(self, samples: list[Sample]) -> Targets:
@@ -128,10 +130,10 @@ class StreamLoader(Loader):
 
 
 class ReaderThread:
-    """A thread that reads some batches' samples before they are asked for."""
+    """A thread that prefetches the samples of a few batches."""
 
     def __init__(self, reader: Any, rows: int, batches: int) -> None:
-        self.done: queue.Queue[StreamedSamples | BaseException] = queue.Queue(PREFETCH_BATCHES)
+        self.queue: queue.Queue[StreamedSamples | BaseException] = queue.Queue(PREFETCH_BATCHES)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._read, args=(reader, rows, batches), daemon=True)
         self.thread.start()
@@ -145,19 +147,19 @@ class ReaderThread:
         except BaseException as error:
             self._put(error)
 
-    def _put(self, what: StreamedSamples | BaseException) -> None:
+    def _put(self, item: StreamedSamples | BaseException) -> None:
         while not self.stop.is_set():
             with contextlib.suppress(queue.Full):
-                return self.done.put(what, timeout=0.1)
+                return self.queue.put(item, timeout=0.1)
 
     def next(self, wait: bool) -> StreamedSamples | None:
         try:
-            found = self.done.get(wait)
+            item = self.queue.get(wait)
         except queue.Empty:
             return None
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def close(self) -> None:
         self.stop.set()

@@ -1,4 +1,4 @@
-"""The last stretch: finished batches from shared memory to the device."""
+"""Copies finished batches, with their targets and weights, from shared memory to the device."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from vitrail.data.worker_pool import FinishedBatch, Pool
 
 
 class TargetTable:
-    """All labels of a source, by the images' numbers; `required`: an image without one counts for nothing."""
+    """All targets of a source, by image index. If a label is `required`, images without one are not usable."""
 
     def __init__(self, targets: Targets, multi_label: bool, required: bool) -> None:
         self.targets, self.multi_label, self.required = targets, multi_label, required
 
     def targets_for(self, indices: Indices) -> Tensor:
-        """b int64, or b K float32 of zeros and ones; 0 where there is no label or no image."""
-        found = self.targets[np.maximum(indices, 0)]
-        return torch.from_numpy(found.astype(np.float32) if self.multi_label else np.maximum(found, 0))
+        """b int64, or b K float32 of zeros and ones (multi-label); 0 without a label or for index -1."""
+        targets = self.targets[np.maximum(indices, 0)]
+        return torch.from_numpy(targets.astype(np.float32) if self.multi_label else np.maximum(targets, 0))
 
     def usable(self, indices: Indices) -> npt.NDArray[np.bool_]:
-        """b: whether there is an image to learn from or to measure on."""
+        """b: whether the index is that of an image which counts in training or evaluation."""
         if self.multi_label or not self.required:
             return indices >= 0
         return (indices >= 0) & (self.targets[np.maximum(indices, 0)] >= 0)
@@ -38,16 +38,17 @@ class TargetTable:
 
 @dataclass(frozen=True)
 class StagedBatch:
-    """A batch on its way to the device, or there."""
+    """A batch whose copy to the device has been started."""
 
     images: Tensor
     targets: Tensor
     weights: Tensor
     indices: Tensor
     copied: torch.cuda.Event | None = None
+    """Recorded after the copy; None for a synchronous copy."""
 
     def to_batch(self, step: int, slots: Tensor) -> Batch:
-        """What is computed from now on waits for the copy; nobody else does."""
+        """The batch, for use on the current stream, which waits for the copy; the host does not."""
         if self.copied is not None:
             current = torch.cuda.current_stream(self.images.device)
             current.wait_event(self.copied)
@@ -57,33 +58,32 @@ class StagedBatch:
 
 
 class BatchTransfer:
-    """How batches get to a device. To the CPU there is none: the shared memory itself is lent."""
+    """Copies batches to a device. On the CPU nothing is copied: the tensors are views of the shared memory."""
 
     asynchronous = False
-    """Whether a batch sets out before it is asked for, and nobody waits while it travels."""
+    """Whether `send` returns before the copy is done, so that it is worth calling ahead of time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def send(self, taken: FinishedBatch, targets: Tensor, count: npt.NDArray[np.bool_]) -> StagedBatch:
-        """A batch with its labels; what does not count, or could not be read, has weight 0."""
-        weights = count.astype(np.float32)
-        weights[[row for row, _ in taken.errors]] = 0
+    def send(self, finished: FinishedBatch, targets: Tensor, usable: npt.NDArray[np.bool_]) -> StagedBatch:
+        """Start to copy a batch; images that are not usable or could not be read get weight 0."""
+        weights = usable.astype(np.float32)
+        weights[[row for row, _ in finished.errors]] = 0
+        images = torch.from_numpy(finished.images).to(self.device, non_blocking=self.asynchronous)
         return StagedBatch(
-            torch.from_numpy(taken.images)
-            .to(self.device, non_blocking=self.asynchronous)
-            .permute(0, 3, 1, 2),  # b C H W
+            images.permute(0, 3, 1, 2),  # b C H W
             targets.to(self.device, non_blocking=self.asynchronous),
             torch.from_numpy(weights).to(self.device, non_blocking=self.asynchronous),
-            torch.from_numpy(taken.indices),
+            torch.from_numpy(finished.indices),
         )
 
     def close(self) -> None:
-        """What is under way arrives."""
+        """Wait for copies that have been started."""
 
 
 class CudaBatchTransfer(BatchTransfer):
-    """From pinned memory, beside what is being computed."""
+    """Copies from pinned memory on a CUDA stream of its own, in parallel with the computation."""
 
     asynchronous = True
 
@@ -94,17 +94,17 @@ class CudaBatchTransfer(BatchTransfer):
         memory = np.frombuffer(pool.buffer.memory, np.uint8)
         self.pinned: int | None = memory.ctypes.data
         if int(torch.cuda.cudart().cudaHostRegister(self.pinned, memory.nbytes, 0)) != 0:
-            self.pinned = None  # not allowed here: slower, and as right
+            self.pinned = None  # pinning is not allowed here: copies are slower
 
-    def send(self, taken: FinishedBatch, targets: Tensor, count: npt.NDArray[np.bool_]) -> StagedBatch:
+    def send(self, finished: FinishedBatch, targets: Tensor, usable: npt.NDArray[np.bool_]) -> StagedBatch:
         while self.in_flight and self.in_flight[0][0].query():
-            self.in_flight.popleft()  # its memory may be used again
+            self.in_flight.popleft()  # frees its slot in the shared buffer
         with torch.cuda.stream(self.stream):
-            sent = super().send(taken, targets, count)
+            staged = super().send(finished, targets, usable)
             copied = torch.cuda.Event()
             copied.record(self.stream)
-        self.in_flight.append((copied, taken))
-        return StagedBatch(sent.images, sent.targets, sent.weights, sent.indices, copied)
+        self.in_flight.append((copied, finished))
+        return StagedBatch(staged.images, staged.targets, staged.weights, staged.indices, copied)
 
     def close(self) -> None:
         self.stream.synchronize()

@@ -1,13 +1,13 @@
-"""What of an image goes into a batch: a random part of it, what evaluation sees, or all of it.
+"""Transforms that decode images into rows of a batch, all of one shape.
 
-    RandomResizedCrop      a random part, resized: training on images of many sizes
-    EvalTransform    what preprocess.py makes of it
-    OriginalPixels       all its pixels, where all images have one size
-    SampleReader      images by their numbers -> rows of a batch, through one of these: what workers do
+    RandomResizedCrop    a random crop, resized: training on images of different sizes
+    EvalTransform        the pixels that preprocess.py gives
+    OriginalPixels       all pixels, for data sets whose images have one size
+    SampleReader         reads samples by index and applies one of these: the function that workers run
 
-A random part is known before a JPEG is decoded, and most of a large photograph is then never
-computed: at 1/2, 1/4 or 1/8 of its size it is still sharper than what is made of it. Resizing is
-torch's, on bytes: Pillow's values to within rounding, at a third of the time.
+The crop box is drawn before a JPEG is decoded, so that only the needed rows are decoded, at 1/2, 1/4 or 1/8
+of the size if that is still at least the output's size. Resizing is torch's on uint8: Pillow's values to
+within rounding, in a third of the time.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ from vitrail.errors import ImageError, VitrailError
 
 Shape = tuple[int, int, int]
 RowErrors = dict[int, str]
-"""Row of a batch -> what was wrong with its image."""
+"""Row of a batch -> why its image could not be read."""
 RESIZE_OPS = {
     "bilinear": torch.ops.aten._upsample_bilinear2d_aa.out,
     "bicubic": torch.ops.aten._upsample_bicubic2d_aa.out,
 }
 SLOW_FETCH_S = 0.005
-"""Seconds that an image which is near takes to be fetched, at most."""
+"""If fetching takes longer than this per image, images are fetched by several threads."""
 FETCH_THREADS = 16
 WRONG_SIZE = "its size is "
-"""How the reason begins where an image has not the size of the others."""
+"""Start of the reason given for an image whose size differs from the others'."""
 
 
 class Transform(Protocol):
-    """How images become rows of a batch, all of one shape."""
+    """Decodes images into rows of a batch, all of one shape."""
 
     shape: Shape
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]: ...
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: RowErrors) -> None:
-        """Fill the rows of `out`; those that cannot be are put into `found`."""
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], errors: RowErrors) -> None:
+        """Fill the rows of `out`; add those that cannot be filled to `errors`."""
 
 
 class SampleLookup(Protocol):
-    """Whatever has images by number."""
+    """Anything that gives samples by index."""
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
 class RandomResizedCrop:
-    """torchvision's RandomResizedCrop, the part drawn from each row's key."""
+    """torchvision's RandomResizedCrop, with the box drawn from each row's seed."""
 
     dtype = np.uint8
 
@@ -81,10 +81,10 @@ class RandomResizedCrop:
         self.shape: Shape = (*self.size, self.channels)
         self.scale, self.ratio, self.interpolation = augment.scale, augment.ratio, augment.interpolation
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], errors: RowErrors) -> None:
         jpegs: dict[int, LazyJpeg] = {}
         for row, image in images.items():
-            with record_error(found, row):
+            with record_error(errors, row):
                 jpeg = open_jpeg(image) if self.channels in (1, 3) else None
                 if jpeg is not None:
                     jpegs[row] = jpeg
@@ -96,7 +96,7 @@ class RandomResizedCrop:
             return
         boxes = crop_boxes(keys[list(jpegs)], [jpeg.size for jpeg in jpegs.values()], self.scale, self.ratio)
         for (row, jpeg), box in zip(jpegs.items(), boxes.tolist(), strict=True):
-            with record_error(found, row):
+            with record_error(errors, row):
                 scale = choose_decode_scale(jpeg.size, (box[2], box[3]), self.size)
                 self._write(jpeg.crop((box[0], box[1], box[2], box[3]), scale), out[row])
 
@@ -109,7 +109,7 @@ class RandomResizedCrop:
 
 
 def choose_decode_scale(size: tuple[int, int], part: tuple[int, int], wanted: tuple[int, int]) -> int:
-    """The least of an image that may be decoded so that a part of it is still no smaller than wanted."""
+    """The largest factor by which a JPEG may be reduced so that `part` of it is still at least `wanted`."""
     if min(size) < MIN_SCALED_SIDE:
         return 1
     enough = (s for s in SCALES if all(side >= s * (w + 1) for side, w in zip(part, wanted, strict=True)))
@@ -117,41 +117,41 @@ def choose_decode_scale(size: tuple[int, int], part: tuple[int, int], wanted: tu
 
 
 def resize(part: Pixels, out: Pixels, interpolation: Literal["bilinear", "bicubic"]) -> None:
-    """Antialiased, H W C into the H W C of `out`."""
+    """Resize `part`, H W C, into `out`, H W C, with antialiasing."""
     if part.shape == out.shape:
         out[:] = part
         return
-    part = np.ascontiguousarray(part) if part.flags.writeable else part.copy()  # torch minds what it may not write to
+    part = np.ascontiguousarray(part) if part.flags.writeable else part.copy()  # torch warns about read-only arrays
     given, wanted = (torch.from_numpy(x).permute(2, 0, 1)[None] for x in (part, out))
     RESIZE_OPS[interpolation](given, out.shape[:2], False, None, None, out=wanted)
 
 
 class EvalTransform:
-    """What evaluation sees: exactly preprocess.py's pixels."""
+    """Evaluation's preprocessing: exactly the pixels of `Preprocess`."""
 
     def __init__(self, preprocess: PreprocessConfig) -> None:
         self.preprocess = Preprocess(preprocess)
         self.shape: Shape = (*pair(preprocess.image_size), preprocess.channels)
         self.dtype = self.preprocess.dtype
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], errors: RowErrors) -> None:
         for row, image in images.items():
-            with record_error(found, row):
+            with record_error(errors, row):
                 out[row] = self.preprocess.pixels(image)
 
 
 class OriginalPixels:
-    """All pixels of images that have one size."""
+    """All pixels, unchanged, of images that have one size."""
 
     dtype = np.uint8
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], found: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], errors: RowErrors) -> None:
         height, width, channels = self.shape
         for row, image in images.items():
-            with record_error(found, row):
+            with record_error(errors, row):
                 pixels = decode(image, channels)
                 if pixels.shape != self.shape:
                     size = f"{pixels.shape[0]} x {pixels.shape[1]}"
@@ -160,32 +160,32 @@ class OriginalPixels:
 
 
 class SampleReader:
-    """A pool's work: number -1 is no image and a row of zeros, as is one that cannot be read.
+    """Reads samples by index and transforms them; index -1 and unreadable images give rows of zeros.
 
-    Where images are far away (their source takes its time), several are fetched at once.
+    If the source is slow (over a network, say), several images are fetched at once.
     """
 
     def __init__(self, source: SampleLookup, transform: Transform) -> None:
-        self.source, self.view = source, transform
+        self.source, self.transform = source, transform
         self._owner_pid = os.getpid()
         self._threads: ThreadPoolExecutor | None = None
 
     def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> RowErrorList:
         if os.getpid() != self._owner_pid:
             self.source, self._owner_pid = reopen_after_fork(self.source), os.getpid()
-        found: RowErrors = {}
+        errors: RowErrors = {}
         out[indices < 0] = 0
-        self.view(self._fetch(indices, found), keys, out, found)
-        for row in found:
+        self.transform(self._fetch(indices, errors), keys, out, errors)
+        for row in errors:
             out[row] = 0
-        return sorted(found.items())
+        return sorted(errors.items())
 
-    def _fetch(self, indices: Indices, found: RowErrors) -> dict[int, ImageLike]:
+    def _fetch(self, indices: Indices, errors: RowErrors) -> dict[int, ImageLike]:
         """Row -> image, not yet decoded."""
         images: dict[int, ImageLike] = {}
 
         def fetch(row: int) -> None:
-            with record_error(found, row):
+            with record_error(errors, row):
                 images[row] = self.source[int(indices[row])].image
 
         rows, start = np.flatnonzero(indices >= 0).tolist(), time.perf_counter()
@@ -197,21 +197,21 @@ class SampleReader:
 
 
 @contextmanager
-def record_error(found: RowErrors, row: int) -> Iterator[None]:
-    """What is wrong with an image, or with where it lies, is remembered; a mistake of ours is not."""
+def record_error(errors: RowErrors, row: int) -> Iterator[None]:
+    """Record errors of an image or its storage under its row; programming errors are raised."""
     try:
         yield
     except (VitrailError, OSError) as error:
-        found[row] = str(error).rstrip(".")
+        errors[row] = str(error).rstrip(".")
 
 
 def reopen_after_fork(source: Any) -> Any:
-    """In a forked process: the source without the open files and locks that its twin in the other one has.
+    """In a forked process: a copy of the source that does not share the parent's open files and locks.
 
-    What it would leave out when it is pickled is made anew; the rest is the same memory.
+    State that pickling drops is created again; arrays are not copied.
     """
-    plain: Any = object.__getstate__
-    if type(source).__getstate__ is plain:
+    default: Any = object.__getstate__
+    if type(source).__getstate__ is default:
         return source
     buffers: list[pickle.PickleBuffer] = []
     return pickle.loads(pickle.dumps(source, protocol=5, buffer_callback=buffers.append), buffers=buffers)

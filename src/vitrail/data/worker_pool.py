@@ -1,16 +1,16 @@
-"""Processes that fill batches with images while the model computes.
+"""Worker pools that fill batches with images while the model computes.
 
-A *work* fills rows of an array: `work(indices, keys, out)`. A *pool* does it for whole batches, some
-batches ahead, in memory that its processes share, so that pixels are written once and never sent:
+A pool calls `fill_rows(indices, keys, out)` for parts of a batch and prefetches several batches. Workers
+write the pixels into shared memory, so that no pixels are copied between processes:
 
-    ask     begin a batch, while there is `room`
-    take    the batch that was asked for first, when it is done
+    submit     start a batch, if `has_room`
+    get        wait for the batch that was submitted first
 
-Whoever does the work, and how many, changes nothing about what is done.
+The result does not depend on the kind or the number of workers.
 
-Where it can be (Linux) a pool forks: its processes start within milliseconds, with everything
-imported, and end with the process that made them, however that ends. Elsewhere a new process would
-import everything anew, and threads do the work: decoding and resizing let others run meanwhile.
+On Linux the workers are forked processes: they start within milliseconds, with everything imported, and
+exit with their parent, also when it is killed. On other systems a new process would have to import
+everything again, so the workers are threads; decoding and resizing release the GIL.
 """
 
 from __future__ import annotations
@@ -48,35 +48,35 @@ from vitrail.runtime.malloc import tune_malloc
 # n rows of a batch
 
 RowErrorList = list[tuple[int, str]]
-"""Rows that could not be filled, and why."""
+"""(row, reason) of each row that could not be filled."""
 Progress = Callable[[int], None]
-"""Told how many rows are done."""
+"""Called with the number of rows that are done."""
 
 SPARE_BATCHES = 2
-"""Batches that there is room for beside those ahead: the one in use, and the one before. Room that is not
-needed costs nothing: the system finds memory for it when it is first written to."""
+"""Batches that fit in the buffer besides the prefetched ones: the one in use and the one before it. Unused
+space costs nothing, because the system allocates memory on the first write."""
 MAX_TASK_ROWS = 16
-"""Rows that are worked on in one go."""
+"""Largest number of rows in one task."""
 
 
 class FillRows(Protocol):
-    """What a pool does: the same for the same arguments, whoever does it."""
+    """The function that workers run; its result must depend on the arguments alone."""
 
     def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> RowErrorList:
-        """Fill the rows of `out`, n H W C; rows that could not be are zero."""
+        """Fill the rows of `out`, n H W C; rows that cannot be filled are zero and are returned with the reason."""
 
 
 class FinishedBatch(NamedTuple):
-    """A finished batch."""
+    """A batch that all workers have finished."""
 
     images: npt.NDArray[Any]
-    """n H W C. The memory is used again once nothing refers to this array."""
+    """n H W C. Its memory is reused once nothing refers to this array."""
     indices: Indices
     errors: RowErrorList
 
 
 class SharedBuffer:
-    """Room for some batches, in memory that forked processes share."""
+    """Space for `count` batches in memory that forked processes share."""
 
     def __init__(self, count: int, rows: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         self.shape, self.dtype = (rows, *shape), np.dtype(dtype)
@@ -98,15 +98,15 @@ class SharedBuffer:
         return slot
 
     def owning_array(self, slot: int) -> npt.NDArray[Any]:
-        """A batch's pixels; the slot is free again when the array is gone."""
-        whole = (self.lengths[slot], *self.shape[1:])
-        lent: npt.NDArray[Any] = np.ndarray(whole, self.dtype, self.memory, slot * self.stride)
-        weakref.finalize(lent, self.free.append, slot).atexit = False
-        return lent
+        """A slot's pixels as an array that owns the slot: it is free again when the array is deleted."""
+        shape = (self.lengths[slot], *self.shape[1:])
+        array: npt.NDArray[Any] = np.ndarray(shape, self.dtype, self.memory, slot * self.stride)
+        weakref.finalize(array, self.free.append, slot).atexit = False
+        return array
 
 
 class Pool(ABC):
-    """Batches of at most `rows` rows of one shape, at most `depth` of them ahead."""
+    """Fills batches of up to `rows` rows of one shape and prefetches up to `depth` of them."""
 
     def __init__(
         self,
@@ -127,37 +127,37 @@ class Pool(ABC):
         return len(self.pending) < self.depth and bool(self.buffer.free)
 
     def submit(self, indices: Indices, keys: Keys) -> None:
-        """Begin a batch."""
+        """Start to fill a batch."""
         slot = self.buffer.acquire(indices, keys)
         self.pending.append(slot)
         n = len(indices)
         self._start(slot, [(first, min(self.task_rows, n - first)) for first in range(0, n, self.task_rows)])
 
     def get(self, progress: Progress | None = None) -> FinishedBatch:
-        """Wait for the oldest batch."""
+        """Wait for the oldest batch and return it."""
         slot = self.pending[0]
         errors = self._wait(slot, progress)
         self.pending.popleft()
         indices = self.buffer.indices[slot, : self.buffer.lengths[slot]].copy()
         images = self.buffer.owning_array(slot)
-        if not self.buffer.free and len(self.pending) < self.depth:  # somebody keeps batches: theirs are copies
+        if not self.buffer.free and len(self.pending) < self.depth:  # the caller keeps batches: give copies
             images = images.copy()
         return FinishedBatch(images, indices, sorted(errors))
 
     @property
     @abstractmethod
     def ready(self) -> bool:
-        """Whether the oldest batch can be taken without waiting."""
+        """Whether `get` would return without waiting."""
 
     @abstractmethod
-    def _start(self, slot: int, parts: list[tuple[int, int]]) -> None: ...
+    def _start(self, slot: int, tasks: list[tuple[int, int]]) -> None: ...
 
     @abstractmethod
     def _wait(self, slot: int, progress: Progress | None) -> RowErrorList: ...
 
     @abstractmethod
     def close(self) -> None:
-        """End the workers; what was asked for and not taken is lost."""
+        """Stop the workers; pending batches are dropped."""
 
     def _run_task(self, slot: int, first: int, count: int) -> RowErrorList:
         rows = slice(first, first + count)
@@ -176,28 +176,25 @@ def make_pool(
     depth: int,
     threads: bool = False,
 ) -> Pool:
-    """Processes where they can be forked, else threads (or on request: for work that changes while it is done).
+    """A pool of forked processes where the system can fork, else of threads.
 
-    With no workers, whoever takes a batch makes it.
+    With 0 workers, `get` fills the batch itself. `threads` forces threads, for functions whose state changes.
     """
     options: dict[str, Any] = {"rows": rows, "shape": shape, "dtype": dtype, "depth": depth}
     options["task_rows"] = max(1, min(MAX_TASK_ROWS, rows // (4 * max(workers, 1))))
     if workers == 0:
         return InlinePool(fill_rows, **options)
     forks = sys.platform == "linux" and not multiprocessing.current_process().daemon
-    return (
-        ProcessPool(fill_rows, workers, **options)
-        if forks and not threads
-        else ThreadPool(fill_rows, workers, **options)
-    )
+    pool_type = ProcessPool if forks and not threads else ThreadPool
+    return pool_type(fill_rows, workers, **options)
 
 
 class InlinePool(Pool):
-    """No workers."""
+    """No workers: `get` fills the batch in the calling thread."""
 
     ready = False
 
-    def _start(self, slot: int, parts: list[tuple[int, int]]) -> None:
+    def _start(self, slot: int, tasks: list[tuple[int, int]]) -> None:
         pass
 
     def _wait(self, slot: int, progress: Progress | None) -> RowErrorList:
@@ -213,15 +210,15 @@ class InlinePool(Pool):
 
 
 class ThreadPool(Pool):
-    """Workers in this process."""
+    """Worker threads in this process."""
 
     def __init__(self, fill_rows: FillRows, workers: int, **options: Any) -> None:
         super().__init__(fill_rows, **options)
         self.executor = ThreadPoolExecutor(workers, thread_name_prefix="images")
         self.futures: dict[int, list[Future[RowErrorList]]] = {}
 
-    def _start(self, slot: int, parts: list[tuple[int, int]]) -> None:
-        self.futures[slot] = [self.executor.submit(self._run_task, slot, *part) for part in parts]
+    def _start(self, slot: int, tasks: list[tuple[int, int]]) -> None:
+        self.futures[slot] = [self.executor.submit(self._run_task, slot, *task) for task in tasks]
 
     @property
     def ready(self) -> bool:
@@ -239,21 +236,20 @@ class ThreadPool(Pool):
         self.executor.shutdown(wait=True, cancel_futures=True)
 
 
-# Between processes: fixed records through two pipes. What is at most PIPE_BUF (4096) bytes long is
-# written and read whole, so that any number of processes share a pipe without a lock that one of
-# them could die with.
+# Processes exchange fixed-size records through two pipes. Reads and writes of at most PIPE_BUF (4096)
+# bytes are atomic, so that all processes share a pipe without a lock, which a worker could die holding.
 TASK = struct.Struct("<qqq")  # slot, first row, rows
-REPLY = struct.Struct("<qqqq")  # slot, first row, rows done (0: a problem), bytes of text that follow
+REPLY = struct.Struct("<qqqq")  # slot, first row, rows done (0: an error), bytes of text that follow
 CRASH = -1  # in place of a slot: the text is a traceback
 MAX_TEXT_BYTES = 3500
 PARENT_CHECK_MS = 1000
-"""Milliseconds between looks at whether the parent_pid is still there: another process may hold its pipe open."""
+"""Interval of checks for the parent: another process may hold the parent's end of the pipe open."""
 MAX_TASKS_IN_FLIGHT = 1000
-"""So many tasks are sent before some are done: far fewer than fill a pipe."""
+"""Tasks sent and not done; far fewer than fill a pipe."""
 
 
 class ProcessPool(Pool):
-    """Forked workers."""
+    """Forked worker processes."""
 
     def __init__(self, fill_rows: FillRows, workers: int, **options: Any) -> None:
         super().__init__(fill_rows, **options)
@@ -264,9 +260,7 @@ class ProcessPool(Pool):
         self.unread = b""
         task_reader, self._task_writer = os.pipe()
         self._reply_reader, reply_writer = os.pipe()
-        parent_reader, self._parent_writer = (
-            os.pipe()
-        )  # nothing is ever written: it closes when the parent_pid ends, however it ends
+        parent_reader, self._parent_writer = os.pipe()  # never written to: it closes when the parent exits
         os.set_blocking(task_reader, False)
         os.set_blocking(self._reply_reader, False)
         parent_pid = os.getpid()
@@ -279,7 +273,7 @@ class ProcessPool(Pool):
         self._poll.register(self._reply_reader, select.POLLIN)
         for process in self.processes:
             self._poll.register(process.sentinel, select.POLLIN)
-        # Of multiprocessing's own kind, since it must come before multiprocessing waits for its children.
+        # multiprocessing's own finalizer: it must run before multiprocessing joins its children.
         self._finish = Finalize(
             self,
             _kill_workers,
@@ -288,18 +282,18 @@ class ProcessPool(Pool):
         )
 
     def _serve(self, task_reader: int, reply_writer: int, parent_reader: int, parent_pid: int) -> None:
-        """A worker's life. It ends with its parent_pid, even in the middle of a task that takes long."""
+        """A worker's main loop. The worker exits with its parent, even in the middle of a long task."""
         for end in (self._task_writer, self._reply_reader, self._parent_writer):
             os.close(end)
         threading.Thread(
-            target=_exit_with_parent, args=(parent_reader, parent_pid), daemon=True, name="parent_pid"
+            target=_exit_with_parent, args=(parent_reader, parent_pid), daemon=True, name="watch-parent"
         ).start()
         poll = select.poll()
         poll.register(task_reader, select.POLLIN)
         while True:
             try:
                 task = os.read(task_reader, TASK.size)
-            except BlockingIOError:  # nothing there, or another worker was quicker
+            except BlockingIOError:  # no task, or another worker took it
                 poll.poll()
                 continue
             if not task:
@@ -316,9 +310,9 @@ class ProcessPool(Pool):
                 os.write(reply_writer, REPLY.pack(slot, row, 0, len(text)) + text)
             os.write(reply_writer, REPLY.pack(slot, first, count, 0))
 
-    def _start(self, slot: int, parts: list[tuple[int, int]]) -> None:
-        self.remaining[slot], self.errors[slot] = len(parts), []
-        self.unsent.extend((slot, *part) for part in parts)
+    def _start(self, slot: int, tasks: list[tuple[int, int]]) -> None:
+        self.remaining[slot], self.errors[slot] = len(tasks), []
+        self.unsent.extend((slot, *task) for task in tasks)
         self._send()
 
     @property
@@ -328,11 +322,11 @@ class ProcessPool(Pool):
         return bool(self.pending) and not self.remaining[self.pending[0]]
 
     def _wait(self, slot: int, progress: Progress | None) -> RowErrorList:
-        parts = self.remaining[slot]
+        tasks = self.remaining[slot]
         while self.remaining[slot]:
             self._receive(None)
             if progress:
-                progress((parts - self.remaining[slot]) * self.task_rows)
+                progress((tasks - self.remaining[slot]) * self.task_rows)
         del self.remaining[slot]
         return self.errors.pop(slot)
 
@@ -342,16 +336,16 @@ class ProcessPool(Pool):
             self.num_in_flight += 1
 
     def _receive(self, timeout: float | None) -> None:
-        """Take in what the workers have said, waiting for something if need be."""
+        """Read the workers' replies; wait up to `timeout` for one (None: forever)."""
         readable = [fd for fd, _ in self._poll.poll(timeout)]
         if self._reply_reader in readable:
             self.unread += os.read(self._reply_reader, 2**16)
             self._parse_replies()
             self._send()
         elif readable:
-            words = _describe_exit(next(p for p in self.processes if p.sentinel in readable))
+            message = _describe_exit(next(p for p in self.processes if p.sentinel in readable))
             self.close()
-            raise TrainError(words)
+            raise TrainError(message)
 
     def _parse_replies(self) -> None:
         at = 0
@@ -382,14 +376,14 @@ IGNORED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
 
 
 def _fork_workers(count: int, serve: Callable[[], None]) -> list[BaseProcess]:
-    """Processes that run `serve`, deaf to what their parent_pid hears as well: it may still need them."""
+    """Start processes that run `serve` and ignore the signals that stop the parent, which may still need them."""
     context = multiprocessing.get_context("fork")
     processes: list[BaseProcess] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         with warnings.catch_warnings():
-            # Python warns of forking where threads run. These processes touch nothing a thread may
-            # have been at: they decode, and compute with one thread of their own.
+            # Python warns about forking a process with threads. These workers use nothing that a thread
+            # may have locked: they decode, and compute with one thread of their own.
             warnings.simplefilter("ignore", DeprecationWarning)
             for number in range(count):
                 process = context.Process(target=_worker_main, args=(serve,), daemon=True, name=f"images-{number}")
@@ -404,25 +398,25 @@ def _worker_main(serve: Callable[[], None]) -> None:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    gc.freeze()  # what was there before is never collected here: looking at it would copy it
+    gc.freeze()  # the parent's objects are never collected here: scanning them would copy their pages
     torch.set_num_threads(1)
     tune_malloc()
-    with contextlib.suppress(BrokenPipeError):  # nobody is left to hear of what was done
+    with contextlib.suppress(BrokenPipeError):  # the parent is gone
         serve()
 
 
 def _exit_with_parent(parent_reader: int, parent_pid: int) -> None:
-    """End this process when its parent_pid has ended, which may have been killed before this is even called."""
+    """Exit this process when its parent has exited, also if that happened before this call."""
     poll = select.poll()
     poll.register(parent_reader, select.POLLIN)
     while os.getppid() == parent_pid and not poll.poll(PARENT_CHECK_MS):
         pass
-    os._exit(1)  # nobody is left to hear of what was done
+    os._exit(1)
 
 
 def _kill_workers(processes: list[BaseProcess], pipes: tuple[int, ...]) -> None:
     for process in processes:
-        process.kill()  # they hold nothing that would have to be left in order
+        process.kill()  # workers have nothing to clean up
     for process in processes:
         process.join()
         process.close()
@@ -431,9 +425,9 @@ def _kill_workers(processes: list[BaseProcess], pipes: tuple[int, ...]) -> None:
 
 
 def _describe_exit(process: BaseProcess) -> str:
-    """How it ended."""
+    """An error message that says how a worker process ended."""
     process.join(1)
     code = process.exitcode
     how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
     hint = "; memory may have run out: try data.workers=1 or a smaller batch" if code == -signal.SIGKILL else ""
-    return f"a process that reads images ended on its own ({how}){hint}."
+    return f"a worker process that reads images ended unexpectedly ({how}){hint}."
