@@ -32,14 +32,14 @@ def prepare(folder: Path) -> dict[str, Path]:
     from vitrail.api import Model
     from vitrail.models import build
     from vitrail.models.variants import config_for
-    from vitrail.weights.model_info import ModelInfo, usual_preprocess
+    from vitrail.weights.model_info import ModelInfo, default_preprocess
 
     config = config_for("ViT-B/16", activation="gelu", resample="timm")
     net = build(config, seed=0)
     with torch.no_grad():
         net.head.weight.normal_(std=0.02)
     aligned, packed = folder / "aligned", folder / "packed"
-    Model(net, ModelInfo(config=config, preprocess=usual_preprocess("ViT", config, "timm"))).save(aligned, to="timm")
+    Model(net, ModelInfo(config=config, preprocess=default_preprocess("ViT", config, "timm"))).save(aligned, to="timm")
     shutil.copytree(aligned, packed)
     tensors = safetensors.torch.load_file(aligned / "model.safetensors")
     safetensors.torch.save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})

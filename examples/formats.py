@@ -76,7 +76,7 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
 
-    vit = vitrail.fresh("ViT-Ti/16", seed=0)
+    vit = vitrail.create_model("ViT-Ti/16", seed=0)
     console.print(f"[bold]1. A network[/]      {vit!r}", soft_wrap=True)
     patches_image(vit, out / "patches.png")
     console.print(f"[bold]2. Its patches[/]    {out / 'patches.png'}")

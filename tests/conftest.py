@@ -140,7 +140,7 @@ def imagenet_val(shared: Path) -> Path:
 @pytest.fixture
 def quick_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For hundreds of small files and networks: nothing waits for the disk, or for a second core."""
-    monkeypatch.setattr("vitrail.weights.write.sync", lambda path: None)
+    monkeypatch.setattr("vitrail.weights.writers.fsync", lambda path: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

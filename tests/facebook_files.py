@@ -145,6 +145,6 @@ def saved(value: Any, folder: Path, name: str = "weights.pth") -> Path:
 
 
 def read(value: Any, folder: Path, name: str = "weights.pth", **options: Any) -> tuple[ViT, ModelInfo]:
-    net, info = checkpoint.read(saved(value, folder, name), changes={"num_heads": HEADS}, **options)
+    net, info = checkpoint.read(saved(value, folder, name), overrides={"num_heads": HEADS}, **options)
     assert isinstance(net, ViT)
     return net, info

@@ -107,7 +107,7 @@ def refusal(case: Case, form: Form, sample: Sample, path: Path, said: str) -> tu
     known = {name: sample.truth[name] for name in options}
     family = known.pop("family", None)
     try:
-        net = checkpoint.read(path, family=family, changes=known, dtype=torch.float64)[0]
+        net = checkpoint.read(path, family=family, overrides=known, dtype=torch.float64)[0]
     except VitrailError as error:
         if not OPTION.findall(str(error)) or set(OPTION.findall(str(error))) <= options:
             return "unnamed", f"refused again with {known}, family={family}: {error}"

@@ -209,13 +209,13 @@ def test_other_libraries_names_are_understood(theirs, ours):
 
 
 def test_a_fresh_model_has_its_familys_preprocessing(photograph):
-    deit = vitrail.fresh("DeiT-Ti/16", depth=1, image_size=32, num_classes=3)
+    deit = vitrail.create_model("DeiT-Ti/16", depth=1, image_size=32, num_classes=3)
     assert deit.info.preprocess.mean == (0.485, 0.456, 0.406)
     assert len(deit.predict(photograph)) == 3
     assert not deit.net.training
-    assert vitrail.fresh("CLIP-B/32", depth=1, image_size=32, width=64, num_heads=1).info.task == "embed"
+    assert vitrail.create_model("CLIP-B/32", depth=1, image_size=32, width=64, num_heads=1).info.task == "embed"
     with pytest.raises(NotFound, match="did you mean 'DeiT-S/16'"):
-        vitrail.fresh("DeiT-S16")
+        vitrail.create_model("DeiT-S16")
 
 
 # What it costs to import

@@ -16,7 +16,7 @@ from vitrail.export import compare as comparison
 from vitrail.models import build
 from vitrail.models.variants import config_for
 from vitrail.weights import checkpoint, hub
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 
 PAGES = [
     "README.md",
@@ -38,7 +38,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "repository"
     info = ModelInfo(
         config=config,
-        preprocess=usual_preprocess("ViT", config, "timm"),
+        preprocess=default_preprocess("ViT", config, "timm"),
         labels=tuple(f"class {i}" for i in range(1000)),
     )
     checkpoint.write(randomized(build(config)), info, folder, to="timm")

@@ -156,8 +156,8 @@ def test_a_large_network_has_the_same_numbers(tmp_path, to):
 
 
 def model_of(config: vitrail.ViTConfig) -> vitrail.Model:
-    from vitrail.weights.model_info import ModelInfo, usual_preprocess
+    from vitrail.weights.model_info import ModelInfo, default_preprocess
 
     return vitrail.Model(
-        randomized(build(config)), ModelInfo(config=config, preprocess=usual_preprocess("ViT", config))
+        randomized(build(config)), ModelInfo(config=config, preprocess=default_preprocess("ViT", config))
     )

@@ -138,8 +138,8 @@ def package(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("models/vit.py", "from vitrail.weights import rules"),
-        ("models/vit.py", "from vitrail.weights.rules import Rule"),
+        ("models/vit.py", "from vitrail.weights import renaming"),
+        ("models/vit.py", "from vitrail.weights.renaming import Rule"),
         ("models/vit.py", "import vitrail.cli"),
         ("models/vit.py", "import vitrail"),
         ("models/vit.py", "from vitrail import load"),

@@ -15,7 +15,7 @@ import vitrail
 from vitrail.config import PreprocessConfig
 from vitrail.errors import CheckpointError, ConfigError, ImageError, NotFound
 from vitrail.weights import hub
-from vitrail.weights.locate import Found, locate
+from vitrail.weights.locate import ModelLocation, locate
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_other_libraries_folders_load_with_labels_and_preprocessing(vit, tmp_pat
 
 def test_a_home_directory_is_expanded(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert locate("~/small") == Found(folder)
+    assert locate("~/small") == ModelLocation(folder)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_existing_path_comes_before_a_name(fetched, folder, tmp_path, monkeyp
     (tmp_path / "ViT-B").mkdir()
     (tmp_path / "ViT-B" / "16").symlink_to(folder)
     monkeypatch.chdir(tmp_path)
-    assert locate("ViT-B/16") == Found(Path("ViT-B/16"))
+    assert locate("ViT-B/16") == ModelLocation(Path("ViT-B/16"))
     assert fetched == []
 
 

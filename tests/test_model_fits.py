@@ -13,7 +13,7 @@ import vitrail
 from vitrail.config import BiTConfig, PreprocessConfig
 from vitrail.errors import ModelError
 from vitrail.models import build
-from vitrail.weights.opening import adapted
+from vitrail.weights.loading import adapt_model
 
 BIT = BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5)
 
@@ -110,7 +110,7 @@ def test_what_changes_both_at_once_fits(vit: vitrail.Model, tmp_path: Path) -> N
     vit.save(tmp_path / "m")
     for changed in (
         vitrail.load(tmp_path / "m", num_classes=10, image_size=64, channels=1),
-        vitrail.Model(*adapted(vit.net, vit.info, num_classes=10, image_size=64, channels=1)),
+        vitrail.Model(*adapt_model(vit.net, vit.info, num_classes=10, image_size=64, channels=1)),
     ):
         assert changed.config == changed.info.config
         assert sorted(p.label for p in changed.predict(gradient(), top=10)) == [f"class {i}" for i in range(10)]

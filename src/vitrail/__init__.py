@@ -8,7 +8,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitrail.api import Evaluation, Model, Prediction, Run, create, evaluate, export, finetune, fresh, load, train
+    from vitrail.api import (
+        Evaluation,
+        Model,
+        Prediction,
+        Run,
+        create,
+        create_model,
+        evaluate,
+        export,
+        finetune,
+        load,
+        train,
+    )
     from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, TrainConfig, ViTConfig
     from vitrail.errors import VitrailError
     from vitrail.models import BiT, Output, ViT
@@ -25,7 +37,7 @@ _HOMES = {
     "evaluate": "vitrail.api",
     "export": "vitrail.api",
     "finetune": "vitrail.api",
-    "fresh": "vitrail.api",
+    "create_model": "vitrail.api",
     "load": "vitrail.api",
     "train": "vitrail.api",
     "BiTConfig": "vitrail.config",
@@ -55,10 +67,10 @@ __all__ = [
     "VitrailError",
     "__version__",
     "create",
+    "create_model",
     "evaluate",
     "export",
     "finetune",
-    "fresh",
     "load",
     "train",
 ]

@@ -11,7 +11,7 @@ import torch
 from small_models import model, small
 
 import vitrail as package
-from vitrail.weights import checkpoint, write
+from vitrail.weights import checkpoint, writers
 from vitrail.weights.torchvision import TORCHVISION
 
 WRITABLE = list(dict.fromkeys(f.name for f in checkpoint.FORMATS if f.write is not None))
@@ -139,8 +139,8 @@ def test_a_failure_while_writing_leaves_nothing(vitrail, weights, tmp_path, monk
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "_stored", fail)
-    monkeypatch.setattr(write.torch, "save", fail)
+    monkeypatch.setattr(writers, "_stored", fail)
+    monkeypatch.setattr(writers.torch, "save", fail)
     result = vitrail("convert", weights, tmp_path / "out", "--to", to)
     assert result.status == 1
     assert "full" in result.problems[0]
@@ -157,8 +157,8 @@ def test_an_interrupt_while_writing_leaves_what_was_there(vitrail, weights, tmp_
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(write, "_stored", interrupt)
-    monkeypatch.setattr(write.torch, "save", interrupt)
+    monkeypatch.setattr(writers, "_stored", interrupt)
+    monkeypatch.setattr(writers.torch, "save", interrupt)
     assert vitrail("convert", weights, target, "--to", to, "--overwrite").status == 130
     assert everything(tmp_path) == before
 

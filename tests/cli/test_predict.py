@@ -304,7 +304,7 @@ def test_a_table_of_predictions_has_no_formulas_and_can_be_trained_on(vitrail, h
 def test_timm_is_advised_only_where_it_would_name_the_classes(
     vitrail, image, tmp_path, monkeypatch, origin: str, advice: str
 ):
-    monkeypatch.setattr("vitrail.weights.labels.imagenet_1k", lambda: None)
+    monkeypatch.setattr("vitrail.weights.class_names.imagenet_1k", lambda: None)
     model(small(num_classes=1000), origin=origin).save(tmp_path / "bare")
     result = vitrail("predict", image, "-m", tmp_path / "bare")
     assert f"the checkpoint does not name its classes: pass --labels FILE{advice}" in result.notes

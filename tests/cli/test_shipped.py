@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_models import gradient, model, small
 
-from vitrail.weights.shipped import DEFAULT
+from vitrail.weights.shipped import DEFAULT_MODEL
 
 TEN = "airplane, automobile, bird, cat, deer, dog, frog, horse, ship and truck"
 
@@ -24,7 +24,7 @@ def test_predict_says_which_model_it_is_and_what_it_knows(vitrail, image):
     assert (result.status, result.problems) == (0, [])
     which, what = result.notes[-2:]
     assert which.startswith("no --model was given: using vitrail/cifar10, which ships with vitrail (")
-    assert DEFAULT.about in which
+    assert DEFAULT_MODEL.description in which
     assert what.startswith(f"its classes are {TEN}; every image is assigned to one of them. ")
     assert "--model" in what
 
@@ -36,7 +36,7 @@ def test_the_answer_is_one_of_the_ten_and_stands_alone(vitrail, image):
 
 
 def test_with_a_model_named_nothing_is_introduced(vitrail, image, weights):
-    for named in (weights, DEFAULT.name):
+    for named in (weights, DEFAULT_MODEL.name):
         result = vitrail("predict", image, "-m", named)
         assert result.status == 0
         assert "ships with vitrail" not in result.err

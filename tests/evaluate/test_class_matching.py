@@ -13,7 +13,7 @@ from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.errors import DataError
 from vitrail.evaluate import synsets
 from vitrail.evaluate.class_matching import MappedSource, labels_for_matching, match_classes
-from vitrail.weights.labels import ASSUMED, imagenet_1k
+from vitrail.weights.class_names import ASSUMED_IMAGENET, imagenet_1k
 from vitrail.weights.model_info import ModelInfo
 
 TIMM = synsets.timm_synsets()
@@ -33,7 +33,7 @@ def test_ten_folders_of_imagenet_are_ten_of_a_thousand_outputs():
     assert found.outputs.tolist() == [0, 217, 701]
     assert found.method == "synset"
     assert [found.labels[k] for k in found.outputs] == ["tench", "English springer", "parachute"]
-    assert found.notes == (ASSUMED,)
+    assert found.notes == (ASSUMED_IMAGENET,)
 
 
 @needs_timm
@@ -60,7 +60,7 @@ def test_assumed_names_are_matched_unless_as_many_others_go_by_order():
     names = imagenet_1k()
     assert names is not None
     config = ViTConfig(image_size=16, patch_size=8, num_classes=1000, width=8, depth=1, num_heads=1, mlp_dim=8)
-    info = ModelInfo(config=config, preprocess=PreprocessConfig(image_size=16), labels=names, notes=(ASSUMED,))
+    info = ModelInfo(config=config, preprocess=PreprocessConfig(image_size=16), labels=names, notes=(ASSUMED_IMAGENET,))
     others = [f"thing {k}" for k in range(1000)]
     assert labels_for_matching(info, source(["church", "chain saw"])) == names
     assert labels_for_matching(info, source(sorted(names))) == names  # in another order, as folders are

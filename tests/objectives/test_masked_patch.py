@@ -19,12 +19,12 @@ from vitrail.config.train import MaskedPatchConfig, TrainConfig
 from vitrail.errors import ConfigError, ModelError
 from vitrail.models import build
 from vitrail.objectives import MaskedPatch, make_objective
-from vitrail.weights.model_info import channels_for
+from vitrail.weights.model_info import preprocess_for_channels
 
 
 def learner(target: str = "mean-color", share: float = 0.5, **options: Any) -> MaskedPatch:
     net = net_of(**options).double()
-    way = channels_for(WAY, net.config.channels)
+    way = preprocess_for_channels(WAY, net.config.channels)
     found = MaskedPatch(net, MaskedPatchConfig(target=target, mask_ratio=share), way, seed=0).double()
     torch.nn.init.normal_(found.guess.weight)
     torch.nn.init.normal_(found.guess.bias)

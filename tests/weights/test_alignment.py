@@ -20,10 +20,10 @@ from vitrail.train.setup import prepare
 from vitrail.train.state import Checkpoints, Progress
 from vitrail.train.trainer import Trainer
 from vitrail.weights import checkpoint
-from vitrail.weights.files import ALIGNMENT, aligned, open_archive
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.archive import ALIGNMENT, align_tensor, open_archive
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 from vitrail.weights.timm import TIMM_FORMAT
-from vitrail.weights.write import write_safetensors
+from vitrail.weights.writers import write_safetensors
 
 WIDE = {"width": 48, "num_heads": 3, "mlp_dim": 20, "num_classes": 5, "depth": 1}
 """Sizes that are no multiples of ALIGNMENT, and a product with one row, whose bits depend on the address."""
@@ -35,7 +35,7 @@ def network(**changes: object) -> tuple[Net, ModelInfo]:
     net = build(config).eval()
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.2)
-    return net, ModelInfo(config=config, preprocess=usual_preprocess("ViT", config))
+    return net, ModelInfo(config=config, preprocess=default_preprocess("ViT", config))
 
 
 def in_safetensors(tensors: Mapping[str, Tensor], path: Path, start: int) -> None:
@@ -100,7 +100,7 @@ def test_a_model_gives_the_same_bits_wherever_its_tensors_lie_in_a_file(kind: st
         archive = open_archive(path)
         if start:
             assert away({name: archive.tensors[name] for name in theirs})
-        read, _ = checkpoint.read(path, changes={"heads": 3})
+        read, _ = checkpoint.read(path, overrides={"heads": 3})
         assert away(read.state_dict()) == []
         assert torch.equal(logits(read), logits(net)), start
 
@@ -119,7 +119,7 @@ def test_a_part_of_a_tensor_is_moved_where_the_whole_lies_well(tmp_path: Path) -
     theirs = TIMM_FORMAT.table(info.config).write(net.state_dict(), info.config)
     torch.save({name: tensor.clone() for name, tensor in theirs.items()}, tmp_path / "x.pth")
     assert away({"pos_embed": open_archive(tmp_path / "x.pth").tensors["pos_embed"]}) == []
-    read, _ = checkpoint.read(tmp_path / "x.pth", changes={"heads": 3})
+    read, _ = checkpoint.read(tmp_path / "x.pth", overrides={"heads": 3})
     assert away(read.state_dict()) == []
 
 
@@ -134,11 +134,11 @@ def test_tensors_kept_as_they_are_stored_are_moved_too(tmp_path: Path, dtype: to
 
 def test_only_what_lies_badly_is_copied() -> None:
     whole = torch.arange(64.0)
-    assert aligned(whole) is whole
-    moved = aligned(whole[1:])
+    assert align_tensor(whole) is whole
+    moved = align_tensor(whole[1:])
     assert moved.data_ptr() % ALIGNMENT == 0
     assert torch.equal(moved, whole[1:])
-    assert torch.equal(aligned(whole.view(8, 8).T), whole.view(8, 8).T)
+    assert torch.equal(align_tensor(whole.view(8, 8).T), whole.view(8, 8).T)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -26,9 +26,9 @@ from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFound, VitrailError
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint
-from vitrail.weights.files import Tensors, open_archive
+from vitrail.weights.archive import LazyTensors, open_archive
 from vitrail.weights.google import POSEMBED
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 
 SMALL: dict[str, Any] = {
     "image_size": 32,
@@ -65,7 +65,7 @@ def made(config: ViTConfig | BiTConfig) -> tuple[Net, ModelInfo]:
     family = "BiT" if isinstance(config, BiTConfig) else "ViT"
     net = randomized(build(config, seed=0))
     assert isinstance(net, Net)
-    return net, ModelInfo(config=config, preprocess=usual_preprocess(family, config), family=family)
+    return net, ModelInfo(config=config, preprocess=default_preprocess(family, config), family=family)
 
 
 def written(kind: str, folder: Path) -> tuple[Net, Path]:
@@ -97,7 +97,7 @@ def rewritten(path: Path, tensors: Mapping[str, Tensor]) -> Path:
 @contextmanager
 def holding(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """The same file with other tensors for `checkpoint.read`, without writing it."""
-    held = replace(open_archive(path), tensors=Tensors.of(tensors, str(path)), handles=[])
+    held = replace(open_archive(path), tensors=LazyTensors.from_tensors(tensors, str(path)), handles=[])
     with patch.object(checkpoint, "open_archive", lambda *_, **__: held):
         yield
 
@@ -223,7 +223,7 @@ def test_weights_that_are_not_numbers_are_one_sentence(kind: str, value: float, 
     rewritten(path, tensors)
     with pytest.raises(CheckpointError, match="hold NaN or infinity: a damaged file or a diverged run; an earlier"):
         checkpoint.read(path)
-    net, _ = checkpoint.read(path, finite=False)
+    net, _ = checkpoint.read(path, check_finite=False)
     assert sum(not p.isfinite().all() for p in net.parameters()) == 1
 
 
@@ -307,13 +307,13 @@ def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
 
 def test_changes_override_the_config(tmp_path: Path) -> None:
     net, path = written("timm", tmp_path)
-    read, info = checkpoint.read(path, changes={"activation": "gelu-quick", "norm_eps": 1e-5})
+    read, info = checkpoint.read(path, overrides={"activation": "gelu-quick", "norm_eps": 1e-5})
     assert (info.config.norm_eps, read.config.activation) == (1e-5, "gelu-quick")
     assert same(read, net)
     with pytest.raises(ConfigError, match="has no field 'activatoin'; did you mean 'activation'"):
-        checkpoint.read(path, changes={"activatoin": "gelu"})
+        checkpoint.read(path, overrides={"activatoin": "gelu"})
     with pytest.raises(FormatError, match=r"missing .*blocks\.0\.ls1\.gamma"):
-        checkpoint.read(path, changes={"layer_scale": 0.1})
+        checkpoint.read(path, overrides={"layer_scale": 0.1})
 
 
 @pytest.mark.parametrize("to", ["timm", "huggingface", "torchvision", "facebook"])
@@ -324,7 +324,7 @@ def test_heads_that_a_bare_file_cannot_tell_can_be_said(to: str, tmp_path: Path)
     path = bare(tmp_path / "x")
     with pytest.raises(FormatError, match=r"heads share (a )?width (of )?48.*pass num_heads="):
         checkpoint.read(path)
-    read, heard = checkpoint.read(path, changes={"num_heads": 6})
+    read, heard = checkpoint.read(path, overrides={"num_heads": 6})
     assert read.config.num_heads == heard.config.num_heads == 6
     assert same(read, net)
     assert not any("heads" in note for note in heard.notes), "nothing was assumed"
@@ -344,11 +344,11 @@ def test_the_shape_of_positions_that_a_bare_file_cannot_tell_can_be_said(to: str
     torch.save({name: t.clone() for name, t in tensors.items()}, tmp_path / "bare.pth")
     with pytest.raises(FormatError, match=r"pass image_size=\(height, width\)"):
         checkpoint.read(tmp_path / "bare.pth")
-    read, _ = checkpoint.read(tmp_path / "bare.pth", changes={"image_size": (32, 56)})
+    read, _ = checkpoint.read(tmp_path / "bare.pth", overrides={"image_size": (32, 56)})
     assert pair(read.config.image_size) == (32, 56)
     assert same(read, net)
     with pytest.raises(FormatError):
-        checkpoint.read(tmp_path / "bare.pth", changes={"image_size": (64, 64)})
+        checkpoint.read(tmp_path / "bare.pth", overrides={"image_size": (64, 64)})
 
 
 def test_positions_that_are_not_there_must_be_said_to_be_none(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_positions_that_are_not_there_must_be_said_to_be_none(tmp_path: Path) ->
     path = bare(tmp_path / "model")
     with pytest.raises(FormatError, match="pass position='none' if this one has no positions at all"):
         checkpoint.read(path)
-    assert same(checkpoint.read(path, changes={"position": "none"})[0], net)
+    assert same(checkpoint.read(path, overrides={"position": "none"})[0], net)
 
 
 # What lies beside the weights

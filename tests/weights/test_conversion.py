@@ -16,7 +16,7 @@ from vitrail.cli import main
 from vitrail.config import PreprocessConfig
 from vitrail.errors import CheckpointError, Inexpressible, ModelError
 from vitrail.weights import checkpoint
-from vitrail.weights.conversion import convert, lost
+from vitrail.weights.conversion import convert, lost_information
 
 OWN = {"google": {"activation": "gelu-tanh"}, "big_vision": {"activation": "gelu-tanh", "position_on_class": False}}
 """What a format computes without being told."""
@@ -124,19 +124,21 @@ def test_every_step_of_a_chain_of_formats_says_what_it_loses(tmp_path: Path, sai
 def test_our_own_format_loses_nothing(tmp_path: Path) -> None:
     vit = model(small(activation="gelu-quick", num_heads=4), preprocess=UNUSUAL, multi_label=True)
     found = convert(vit.net, vit.info, tmp_path / "m")
-    assert (found.drift, found.lost, found.notes) == ((), (), [])
-    assert found.tensors == len(vit.net.state_dict())
+    assert (found.inexact_conventions, found.lost, found.notes) == ((), (), [])
+    assert found.num_tensors == len(vit.net.state_dict())
 
 
 def test_what_is_lost_is_named() -> None:
     info = model(small(resample="timm")).info
-    assert lost(info, info) == []
+    assert lost_information(info, info) == []
     there = info.replace(config=info.config.replace(resample="huggingface"))
-    assert lost(info, there) == ["how positions are resampled for other sizes (it was timm, there huggingface)"]
-    assert lost(info.replace(labels=None), info.replace(labels=None, task="embed")) == [
+    assert lost_information(info, there) == [
+        "how positions are resampled for other sizes (it was timm, there huggingface)"
+    ]
+    assert lost_information(info.replace(labels=None), info.replace(labels=None, task="embed")) == [
         "that its outputs are classes (read back, they are features)"
     ]
-    assert lost(info, info.replace(multi_label=True)) == [
+    assert lost_information(info, info.replace(multi_label=True)) == [
         "whether an image may have several classes (multi-label), or exactly one"
     ]
 
@@ -145,7 +147,7 @@ def test_a_file_that_is_not_read_alone_says_what_must_be_told(tmp_path: Path) ->
     """Names that two families share are refused, and not guessed."""
     vit = model(small(layer_scale=1e-6, position_on_class=False))
     found = convert(vit.net, vit.info, tmp_path / "x.pth", to="facebook")
-    assert found.tensors == len(vit.net.state_dict())
+    assert found.num_tensors == len(vit.net.state_dict())
     try:
         checkpoint.read(tmp_path / "x.pth")
     except CheckpointError:
@@ -158,7 +160,7 @@ def test_weights_that_are_not_finite_can_be_written_for_others_too(tmp_path: Pat
     vit = model(small())
     vit.net.head.bias.data[0], vit.net.head.bias.data[1] = float("nan"), float("inf")
     vit.save(tmp_path / "timm", to="timm")
-    bias = package.load(tmp_path / "timm", finite=False).net.head.bias
+    bias = package.load(tmp_path / "timm", check_finite=False).net.head.bias
     assert bias[:2].isnan().tolist() == [True, False]
 
 

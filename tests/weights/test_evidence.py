@@ -228,7 +228,7 @@ def test_an_image_that_is_not_square_is_covered_and_never_padded(tmp_path: Path)
     infos = [checkpoint.read(saved(deit(), tmp_path))[1]]
     assert infos[0].notes == ("config.json says crop_pct=0.9, and the image is not square: no margin is cut off.",)
     (tmp_path / "config.json").unlink()
-    infos.append(checkpoint.read(saved(deit(), tmp_path), changes={"image_size": (16, 64)}, family="DeiT")[1])
+    infos.append(checkpoint.read(saved(deit(), tmp_path), overrides={"image_size": (16, 64)}, family="DeiT")[1])
     for info in infos:
         assert (pair(info.preprocess.image_size), info.preprocess.resize_to) == ((16, 64), None)
         assert Preprocess(info.preprocess).pixels(np.full((60, 80, 3), 9, np.uint8)).min() == 9
@@ -239,7 +239,7 @@ def test_a_grid_that_is_not_square_may_look_like_a_square_without_a_class_positi
     state = deit() | {"pos_embed": draw(1, 16, D)}
     _, info = read(state, tmp_path)
     assert "none for the class token; pass image_size=(height, width) if that is wrong." in info.notes[0]
-    _, info = checkpoint.read(saved(state, tmp_path), changes={"num_heads": HEADS, "image_size": (24, 40)})
+    _, info = checkpoint.read(saved(state, tmp_path), overrides={"num_heads": HEADS, "image_size": (24, 40)})
     assert (info.config.image_size, info.config.position_on_class) == ((24, 40), True)
     assert not any("class token" in note for note in info.notes)
 

@@ -46,7 +46,7 @@ from vitrail.config import ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import ViT
 from vitrail.weights import checkpoint
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 
 SIZES = {"embed_dim": D, "depth": DEPTH, "num_heads": HEADS}
 
@@ -316,7 +316,7 @@ DINOV2: dict[str, Any] = PLAIN | {"num_classes": 0, "layer_scale": 1e-5}
 )
 def test_what_their_code_would_not_load_is_refused(options: dict[str, Any], named: str, tmp_path: Path) -> None:
     config = ViTConfig(**options)
-    info = ModelInfo(config=config, preprocess=usual_preprocess("DeiT", config))
+    info = ModelInfo(config=config, preprocess=default_preprocess("DeiT", config))
     with pytest.raises(Inexpressible, match=named):
         checkpoint.write(ViT(config), info, tmp_path / "x.pth", to="facebook")
     assert list(tmp_path.iterdir()) == []

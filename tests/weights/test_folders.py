@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.errors import CheckpointError, NotFound
-from vitrail.weights.files import Archive, open_archive
+from vitrail.weights.archive import Archive, open_archive
 
 TENSORS = {f"t{i}": torch.full((i + 1,), float(i)) for i in range(5)}
 CONFIG = {"architecture": "vit_tiny_patch16_224"}

@@ -19,7 +19,7 @@ from vitrail.models import ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.models.position import resample
 from vitrail.weights import checkpoint, google
-from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.archive import Archive, LazyTensors
 from vitrail.weights.format import Format
 from vitrail.weights.model_info import ModelInfo
 
@@ -38,17 +38,17 @@ def outputs(name: str) -> dict[str, torch.Tensor]:
 
 
 def archive(values: Arrays) -> Archive:
-    return Archive("memory", Tensors.of({name: torch.as_tensor(value) for name, value in values.items()}))
+    return Archive("memory", LazyTensors.from_tensors({name: torch.as_tensor(value) for name, value in values.items()}))
 
 
 def read(form: Format, values: Arrays) -> tuple[ViT, ModelInfo]:
     """What `checkpoint.read` does, with a format given."""
     found = archive(values)
-    prefix = form.recognize(found)
+    prefix = form.detect(found)
     assert prefix is not None
-    found = found.under(prefix)
-    found = Archive(found.source, found.tensors.renamed(form.spelling))
-    info = form.describe(found)
+    found = found.strip_prefix(prefix)
+    found = Archive(found.source, found.tensors.rename(form.normalize_name))
+    info = form.infer_info(found)
     net = build(info.config, skeleton=True)
     net.load_state_dict(form.table(info.config).read(found.tensors, net, info.config), assign=True)
     assert isinstance(net, ViT)
@@ -251,7 +251,7 @@ BIG_VISION_SPELLINGS: dict[str, tuple[Format, Callable[[Arrays], Arrays]]] = {
 def test_every_spelling_of_big_vision_is_the_same_network(name: str, spelling: str) -> None:
     form, respelled = BIG_VISION_SPELLINGS[spelling]
     values = respelled(arrays(name))
-    assert [f for f in google.FORMATS if f.recognize(archive(values)) is not None] == [form]
+    assert [f for f in google.FORMATS if f.detect(archive(values)) is not None] == [form]
     net, info = read(form, values)
     wanted, description = checkpoint.read(golden(f"{name}.npz"))
     assert info.config == description.config
@@ -265,7 +265,7 @@ def test_the_image_tower_of_two_is_read_for_comparing_images(scan: bool) -> None
     values = {k.replace("params/", "params/img/"): v for k, v in values.items()}
     values |= {"params/txt/Embed_0/embedding": np.zeros((4, 4)), "params/t": np.ones(1), "params/b": np.ones(1)}
     form = google.BIG_VISION_TOWER_SCAN if scan else google.BIG_VISION_TOWER
-    assert [f for f in google.FORMATS if f.recognize(archive(values)) is not None] == [form]
+    assert [f for f in google.FORMATS if f.detect(archive(values)) is not None] == [form]
     net, info = read(form, values)
     assert (info.family, info.task) == ("SigLIP", "embed")
     given = net.features(outputs("bigvision_map")["images_nhwc"].permute(0, 3, 1, 2), want="pooled")
@@ -343,4 +343,4 @@ def test_other_networks_are_not_recognized() -> None:
     mixer = {"stem/kernel": np.zeros((8, 8, 3, 48)), "MixerBlock_0/LayerNorm_0/scale": np.zeros(48)}
     flexible = arrays("bigvision_tok") | {"params/embedding/kernel": np.zeros((192, 48))}  # NaFlex: a plain matrix
     for values in (mixer, flexible):
-        assert [f for f in google.FORMATS if f.recognize(archive(values)) is not None] == []
+        assert [f for f in google.FORMATS if f.detect(archive(values)) is not None] == []

@@ -152,13 +152,17 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_where(
 def test_a_convention_the_code_has_fixed_is_said(options: dict[str, Any], part: str) -> None:
     for to, form in [("google", google_bit.BIT_GOOGLE), ("big_vision", google_bit.BIT_BIG_VISION)]:
         info = ModelInfo(config=config_for(to, **options), preprocess=FAMILIES["BiT"].preprocess)
-        assert form.drift(info) == [part]
-        assert form.cannot(info) == []
+        assert form.inexact_conventions(info) == [part]
+        assert form.unsupported_parts(info) == []
 
 
 def test_a_vision_transformer_is_no_bit() -> None:
     info = ModelInfo(config=ViTConfig(), preprocess=FAMILIES["ViT"].preprocess)
-    assert google_bit.BIT_GOOGLE.cannot(info) == google_bit.BIT_BIG_VISION.cannot(info) == ["a Vision Transformer"]
+    assert (
+        google_bit.BIT_GOOGLE.unsupported_parts(info)
+        == google_bit.BIT_BIG_VISION.unsupported_parts(info)
+        == ["a Vision Transformer"]
+    )
 
 
 @pytest.mark.peer

@@ -95,13 +95,13 @@ def test_a_convention_the_code_has_fixed_is_written_only_when_told(
 
 def test_what_loading_does_not_need_is_no_reason_to_refuse() -> None:
     config = SMALL.replace(dropout=0.1, drop_path=0.2, resample="timm", pool_norm="after", head_bias_init=-10.0)
-    google.GOOGLE.check(ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess))
+    google.GOOGLE.check_writable(ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess))
 
 
 def test_a_bit_network_is_no_vit() -> None:
     info = ModelInfo(config=BiTConfig(), preprocess=FAMILIES["BiT"].preprocess)
     for form in (google.GOOGLE, google.BIG_VISION):
-        assert form.cannot(info) == ["a BiT ResNet"]
+        assert form.unsupported_parts(info) == ["a BiT ResNet"]
 
 
 # timm reads what is written

@@ -24,8 +24,8 @@ from safetensors.torch import save
 
 from vitrail.errors import CheckpointError, NotFound
 from vitrail.weights import hub
-from vitrail.weights.files import open_archive
-from vitrail.weights.hub import Bar, fetch, parse, wanted
+from vitrail.weights.archive import open_archive
+from vitrail.weights.hub import ProgressBar, fetch, files_to_download, parse_hub_id
 
 REPO = "timm/vit_small"
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}
@@ -186,20 +186,20 @@ def cache(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_names_of_repositories(name: str, wanted: tuple[str, str | None] | None):
-    assert parse(name) == wanted
+    assert parse_hub_id(name) == wanted
 
 
 def test_one_set_of_weights_is_wanted():
-    assert wanted(FILES, REPO) == ["model.safetensors", "config.json"]
+    assert files_to_download(FILES, REPO) == ["model.safetensors", "config.json"]
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     both = [*shards, "model.safetensors.index.json", "pytorch_model.bin", "preprocessor_config.json", "logo.png"]
-    assert set(wanted(both, REPO)) == {*shards, "model.safetensors.index.json", "preprocessor_config.json"}
+    assert set(files_to_download(both, REPO)) == {*shards, "model.safetensors.index.json", "preprocessor_config.json"}
     old = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "flax_model.msgpack"]
-    assert set(wanted(old, REPO)) == set(old[:2])
+    assert set(files_to_download(old, REPO)) == set(old[:2])
     with pytest.raises(NotFound, match=r"no weights .* in timm/vit_small, which holds tf_model\.h5"):
-        wanted(["tf_model.h5"], REPO)
+        files_to_download(["tf_model.h5"], REPO)
     with pytest.raises(CheckpointError, match=r"timm/vit_small: several files .*a\.pth, b\.pth"):
-        wanted(["a.pth", "b.pth"], REPO)
+        files_to_download(["a.pth", "b.pth"], REPO)
 
 
 def test_a_repository_is_fetched_and_opens(server: Hub, cache: Path):
@@ -371,6 +371,6 @@ def test_the_bar_is_drawn_on_a_terminal_alone():
 
     enable_progress_bars()  # another library may have switched them off in this process
     for stream, drawn in ((Terminal(), True), (io.StringIO(), False)):
-        with Bar(total=1, file=stream) as bar:
+        with ProgressBar(total=1, file=stream) as bar:
             bar.update(1)
         assert bool(stream.getvalue()) is drawn

@@ -22,7 +22,7 @@ from transformers_peers import BARE, PEERS, VIT, Peer, first, logits, theirs, tr
 from vitrail.config import ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models import Net, build
-from vitrail.weights.files import Archive, Tensors, open_archive
+from vitrail.weights.archive import Archive, LazyTensors, open_archive
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.model_info import ModelInfo
 
@@ -35,20 +35,20 @@ def random_images(height: int = 32, width: int = 32, count: int = 2) -> Tensor:
 
 def spelled(archive: Archive) -> Archive:
     """Under the names the table uses."""
-    assert HUGGINGFACE.recognize(archive) == ""
-    return Archive(**{**vars(archive), "tensors": archive.tensors.renamed(HUGGINGFACE.spelling)})
+    assert HUGGINGFACE.detect(archive) == ""
+    return Archive(**{**vars(archive), "tensors": archive.tensors.rename(HUGGINGFACE.normalize_name)})
 
 
 def read(source: Path | Archive) -> tuple[Net, ModelInfo]:
     archive = spelled(source if isinstance(source, Archive) else open_archive(source))
-    info = HUGGINGFACE.describe(archive)
+    info = HUGGINGFACE.infer_info(archive)
     net = build(info.config, skeleton=True)
     net.load_state_dict(HUGGINGFACE.table(info.config).read(archive.tensors, net, info.config), assign=True)
     return net.eval(), info
 
 
 def write(net: Net, info: ModelInfo, path: Path) -> None:
-    HUGGINGFACE.check(info)
+    HUGGINGFACE.check_writable(info)
     assert HUGGINGFACE.write is not None
     HUGGINGFACE.write(path, HUGGINGFACE.table(info.config).write(net.state_dict(), info.config), info, False)
 
@@ -102,7 +102,7 @@ def test_the_same_numbers_and_again_after_writing(case: Converted) -> None:
 
 def test_the_same_tensors_after_writing(case: Converted) -> None:
     before, after = (
-        {HUGGINGFACE.spelling(n): t for n, t in load_file(folder / "model.safetensors").items()}
+        {HUGGINGFACE.normalize_name(n): t for n, t in load_file(folder / "model.safetensors").items()}
         for folder in (case.theirs, case.ours)
     )
     unused = (
@@ -175,7 +175,9 @@ def test_published_sizes_at_224(width: int, heads: int) -> None:
     with torch.device("meta"):
         model = transformers.ViTForImageClassification(config)
     model = randomized(model.to_empty(device="cpu"))
-    net, _ = read(Archive("memory", Tensors.of(model.state_dict()), sidecars={"config.json": config.to_dict()}))
+    net, _ = read(
+        Archive("memory", LazyTensors.from_tensors(model.state_dict()), sidecars={"config.json": config.to_dict()})
+    )
     images = random_images(224, 224, 1)
     assert relative(net(images), model(images).logits) <= 1e-5
 
@@ -267,4 +269,4 @@ def test_leftovers_and_gaps_are_listed() -> None:
     with pytest.raises(
         FormatError, match=r"missing encoder\.layer\.1\.intermediate\.dense\.bias; left over extra\.weight"
     ):
-        read(Archive("memory", Tensors.of(state), sidecars=config))
+        read(Archive("memory", LazyTensors.from_tensors(state), sidecars=config))

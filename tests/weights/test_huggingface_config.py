@@ -17,7 +17,7 @@ from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.weights import checkpoint
-from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.archive import Archive, LazyTensors
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.huggingface_preprocess import read, written
 from vitrail.weights.model_info import ModelInfo
@@ -33,7 +33,7 @@ def archive_of(model: str, config: Any, sidecar: dict[str, Any] | None = None, *
     """Names and shapes of a class of transformers, without the numbers; its config.json, with changes."""
     with torch.device("meta"):
         tensors = getattr(transformers, model)(config).state_dict()
-    renamed = Tensors.of(tensors).renamed(HUGGINGFACE.spelling)
+    renamed = LazyTensors.from_tensors(tensors).rename(HUGGINGFACE.normalize_name)
     sidecars = {f"{name}.json": value for name, value in files.items()}
     if sidecar is not None:
         sidecars["config.json"] = {**json.loads(config.to_json_string(use_diff=False)), **sidecar}
@@ -70,10 +70,10 @@ GIANT = {"hidden_size": 1536, "num_hidden_layers": 40, "num_attention_heads": 24
 )
 def test_without_config_json_published_sizes_are_still_known(model: str, config: str, options: dict[str, Any]) -> None:
     settings = getattr(transformers, config)(**options)
-    told = HUGGINGFACE.describe(archive_of(model, settings, {}))
+    told = HUGGINGFACE.infer_info(archive_of(model, settings, {}))
     bare = archive_of(model, settings)
-    bare.told |= {"activation": "gelu-quick"} if config.startswith("CLIP") else {}
-    alone = HUGGINGFACE.describe(bare)
+    bare.hints |= {"activation": "gelu-quick"} if config.startswith("CLIP") else {}
+    alone = HUGGINGFACE.infer_info(bare)
     assert alone.config == told.config
     assert any("there is no config.json" in note for note in alone.notes)
     assert not any("config.json" in note for note in told.notes if "preprocessor" not in note)
@@ -81,22 +81,22 @@ def test_without_config_json_published_sizes_are_still_known(model: str, config:
 
 def test_without_config_json_unusual_heads_are_asked_for() -> None:
     with pytest.raises(FormatError, match="how many heads share width 32"):
-        HUGGINGFACE.describe(vit())
+        HUGGINGFACE.infer_info(vit())
 
 
 def test_a_config_of_another_library_is_not_listened_to() -> None:
     config = transformers.ViTConfig(hidden_size=192, num_attention_heads=3, intermediate_size=768)
     archive = archive_of("ViTModel", config)
     archive.sidecars["config.json"] = {"architecture": "vit_tiny_patch16_224", "num_classes": 7}
-    assert HUGGINGFACE.describe(archive).config.num_heads == 3  # type: ignore[union-attr]
+    assert HUGGINGFACE.infer_info(archive).config.num_heads == 3  # type: ignore[union-attr]
 
 
 def test_class_names_are_read_and_placeholders_are_not() -> None:
     names = {"0": "cat", "1": "dog", "2": "owl"}
-    assert HUGGINGFACE.describe(vit({"id2label": names})).labels == ("cat", "dog", "owl")
-    assert HUGGINGFACE.describe(vit({})).labels is None
-    assert HUGGINGFACE.describe(vit({"id2label": names}, "ViTModel")).labels is None
-    short = HUGGINGFACE.describe(vit({"id2label": {"0": "cat", "1": "dog"}}))
+    assert HUGGINGFACE.infer_info(vit({"id2label": names})).labels == ("cat", "dog", "owl")
+    assert HUGGINGFACE.infer_info(vit({})).labels is None
+    assert HUGGINGFACE.infer_info(vit({"id2label": names}, "ViTModel")).labels is None
+    short = HUGGINGFACE.infer_info(vit({"id2label": {"0": "cat", "1": "dog"}}))
     assert short.labels is None
     assert any("2 class names for 3 classes" in note for note in short.notes)
 
@@ -108,14 +108,16 @@ def test_an_older_vision_config_overrides_the_newer() -> None:
         "vision_config": VIT | {"hidden_act": "gelu"},
         "vision_config_dict": VIT,
     }
-    assert HUGGINGFACE.describe(archive_of("CLIPVisionModel", config, words)).config.activation == "gelu-quick"  # type: ignore[union-attr]
+    assert HUGGINGFACE.infer_info(archive_of("CLIPVisionModel", config, words)).config.activation == "gelu-quick"  # type: ignore[union-attr]
     words["vision_config_dict"] = None
-    assert HUGGINGFACE.describe(archive_of("CLIPVisionModel", config, words)).config.activation == "gelu"  # type: ignore[union-attr]
+    assert HUGGINGFACE.infer_info(archive_of("CLIPVisionModel", config, words)).config.activation == "gelu"  # type: ignore[union-attr]
 
 
 def test_a_nested_config_may_leave_everything_out() -> None:
     config = transformers.SiglipVisionConfig()
-    info = HUGGINGFACE.describe(archive_of("SiglipVisionModel", config, {"model_type": "siglip", "vision_config": {}}))
+    info = HUGGINGFACE.infer_info(
+        archive_of("SiglipVisionModel", config, {"model_type": "siglip", "vision_config": {}})
+    )
     assert isinstance(info.config, ViTConfig)
     assert (info.config.num_heads, info.config.activation, info.config.norm_eps) == (12, "gelu-tanh", 1e-6)
 
@@ -149,7 +151,7 @@ def test_an_image_the_patches_do_not_cover_gives_the_peers_numbers(tmp_path: Pat
 )
 def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(FormatError, match=sentence):
-        HUGGINGFACE.describe(vit(change, "ViTModel"))
+        HUGGINGFACE.infer_info(vit(change, "ViTModel"))
 
 
 @pytest.mark.parametrize(
@@ -165,36 +167,36 @@ def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], sentence:
 )
 def test_other_resnets_than_bits_are_refused_by_name(change: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match=next(iter(change))):
-        HUGGINGFACE.describe(bit(change))
+        HUGGINGFACE.infer_info(bit(change))
 
 
 def test_neighbors_are_refused_by_name() -> None:
     archive = vit({})
     archive.tensors.entries["encoder.layer.0.lambda_1"] = archive.tensors.entries["layernorm.weight"]
     with pytest.raises(FormatError, match="BEiT"):
-        HUGGINGFACE.describe(archive)
+        HUGGINGFACE.infer_info(archive)
     config = transformers.Siglip2VisionConfig(**{k: v for k, v in VIT.items() if k != "image_size"}, num_patches=16)
     with pytest.raises(FormatError, match="NaFlex"):
-        HUGGINGFACE.describe(archive_of("Siglip2VisionModel", config))
+        HUGGINGFACE.infer_info(archive_of("Siglip2VisionModel", config))
 
 
 def test_registers_may_be_none_of_them() -> None:
     config = transformers.Dinov2WithRegistersConfig(**TINY, mlp_ratio=2, num_register_tokens=0)
-    info = HUGGINGFACE.describe(archive_of("Dinov2WithRegistersModel", config, {}))
+    info = HUGGINGFACE.infer_info(archive_of("Dinov2WithRegistersModel", config, {}))
     assert isinstance(info.config, ViTConfig)
     assert (info.config.num_registers, info.config.resample) == (0, "timm")
 
 
 def test_positions_of_no_square_need_a_size() -> None:
     config = transformers.ViTConfig(**VIT | {"image_size": [16, 40]})
-    assert HUGGINGFACE.describe(archive_of("ViTModel", config, {})).config.image_size == (16, 40)
+    assert HUGGINGFACE.infer_info(archive_of("ViTModel", config, {})).config.image_size == (16, 40)
     with pytest.raises(FormatError, match="10 positions are no square"):
-        HUGGINGFACE.describe(archive_of("ViTModel", config, {"image_size": None}))
+        HUGGINGFACE.infer_info(archive_of("ViTModel", config, {"image_size": None}))
 
 
 def test_other_formats_are_not_taken_for_this_one() -> None:
     for name in ("patch_embed.proj.weight", "conv_proj.weight", "embedding/kernel", "visual.conv1.weight"):
-        assert HUGGINGFACE.recognize(Archive("memory", Tensors.of({name: torch.zeros(1)}))) is None
+        assert HUGGINGFACE.detect(Archive("memory", LazyTensors.from_tensors({name: torch.zeros(1)}))) is None
 
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -268,7 +270,7 @@ def test_a_processor_comes_back_and_means_the_same_there(name: str, kind: str, t
 
 def test_a_processor_among_words_is_found() -> None:
     joint = {"image_processor": {"image_processor_type": "ViTImageProcessor", "size": BOX}, "processor_class": "X"}
-    assert HUGGINGFACE.describe(vit({}, processor_config=joint)).preprocess.image_size == (40, 40)
+    assert HUGGINGFACE.infer_info(vit({}, processor_config=joint)).preprocess.image_size == (40, 40)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def test_what_a_processor_does_otherwise_is_said_aloud(change: dict[str, Any], s
 
 def test_a_broken_processor_is_named() -> None:
     with pytest.raises(FormatError, match=r"preprocessor_config\.json cannot be followed"):
-        HUGGINGFACE.describe(vit({}, preprocessor_config={"size": {"height": 40}}))
+        HUGGINGFACE.infer_info(vit({}, preprocessor_config={"size": {"height": 40}}))
 
 
 def test_one_channel_has_one_mean() -> None:
@@ -345,19 +347,19 @@ SIGLIP = PLAIN.replace(class_token=False, pool="map", num_classes=0)
     ],
 )
 def test_what_has_no_place_is_refused_by_name(config: ViTConfig, changes: dict[str, Any], phrase: str) -> None:
-    HUGGINGFACE.check(ModelInfo(config=config, preprocess=PreprocessConfig()))
+    HUGGINGFACE.check_writable(ModelInfo(config=config, preprocess=PreprocessConfig()))
     with pytest.raises(Inexpressible, match=phrase):
-        HUGGINGFACE.check(ModelInfo(config=config.replace(**changes), preprocess=PreprocessConfig()))
+        HUGGINGFACE.check_writable(ModelInfo(config=config.replace(**changes), preprocess=PreprocessConfig()))
 
 
 def test_names_for_a_projection_have_no_place() -> None:
     with pytest.raises(Inexpressible, match="names for the outputs"):
-        HUGGINGFACE.check(ModelInfo(config=CLIP, preprocess=PreprocessConfig(), labels=tuple("abcde")))
+        HUGGINGFACE.check_writable(ModelInfo(config=CLIP, preprocess=PreprocessConfig(), labels=tuple("abcde")))
 
 
 def test_conventions_of_the_original_bit_pass_only_when_told() -> None:
     info = ModelInfo(config=BiTConfig(), preprocess=PreprocessConfig(), family="BiT")
     with pytest.raises(Inexpressible, match="standardization epsilon of 1e-10"):
-        HUGGINGFACE.check(info)
-    HUGGINGFACE.check(info, approximate=True)
-    HUGGINGFACE.check(info.replace(config=BiTConfig(standardize_eps=1e-8)))
+        HUGGINGFACE.check_writable(info)
+    HUGGINGFACE.check_writable(info, approximate=True)
+    HUGGINGFACE.check_writable(info.replace(config=BiTConfig(standardize_eps=1e-8)))

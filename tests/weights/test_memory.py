@@ -13,7 +13,7 @@ import torch
 from vitrail.config import ViTConfig
 from vitrail.models import ViT, build
 from vitrail.weights import checkpoint
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 
 TINY = ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=8, num_classes=3, activation="gelu")
 
@@ -44,7 +44,7 @@ def test_reading_takes_no_more_memory_than_the_weights(to: str, tmp_path: Path) 
         net = build(config, skeleton=True).to_empty(device="cpu")
         for parameter in net.parameters():
             torch.nn.init.ones_(parameter)
-        info = ModelInfo(config=config, preprocess=usual_preprocess("ViT", config))
+        info = ModelInfo(config=config, preprocess=default_preprocess("ViT", config))
         checkpoint.write(net, info, tmp_path / f"{name}.safetensors", to=to)
     assert isinstance(net, ViT)
     paths = [str(tmp_path / f"{name}.safetensors") for name in ("small", "B")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vitrail.config import PreprocessConfig, ViTConfig
-from vitrail.weights.model_info import ModelInfo, portable
+from vitrail.weights.model_info import ModelInfo, strip_local_folders
 
 SMALL = ViTConfig(image_size=16, patch_size=8, num_classes=3, width=16, depth=1, num_heads=2, mlp_dim=16)
 
@@ -27,7 +27,7 @@ SMALL = ViTConfig(image_size=16, patch_size=8, num_classes=3, width=16, depth=1,
     ],
 )
 def test_absolute_paths_lose_their_folders(text: str, wanted: str):
-    assert portable(text) == portable(portable(text)) == wanted
+    assert strip_local_folders(text) == strip_local_folders(strip_local_folders(text)) == wanted
     info = ModelInfo(config=SMALL, preprocess=PreprocessConfig(image_size=16), origin=text)
     assert info.to_dict()["origin"] == wanted
 

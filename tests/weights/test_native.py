@@ -21,7 +21,7 @@ from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint
-from vitrail.weights.model_info import ModelInfo, portable
+from vitrail.weights.model_info import ModelInfo, strip_local_folders
 from vitrail.weights.native import NATIVE
 
 SMALL = ViTConfig(image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=8, num_classes=3)
@@ -49,7 +49,7 @@ def infos(draw: st.DrawFn) -> ModelInfo:
         family=draw(st.sampled_from(sorted(FAMILIES))),
         task=draw(st.sampled_from(["classify", "embed"])),
         name=draw(st.text(max_size=10)),
-        origin=portable(draw(st.text(max_size=30))),
+        origin=strip_local_folders(draw(st.text(max_size=30))),
     )
 
 
@@ -142,8 +142,8 @@ def test_a_card_that_does_not_fit_is_one_sentence(change: Any, message: str, tmp
 
 
 def test_everything_can_be_expressed() -> None:
-    assert NATIVE.cannot(ModelInfo(config=SMALL, preprocess=PreprocessConfig())) == []
-    assert NATIVE.drift(ModelInfo(config=SMALL, preprocess=PreprocessConfig())) == []
+    assert NATIVE.unsupported_parts(ModelInfo(config=SMALL, preprocess=PreprocessConfig())) == []
+    assert NATIVE.inexact_conventions(ModelInfo(config=SMALL, preprocess=PreprocessConfig())) == []
 
 
 def test_what_is_there_is_replaced_only_when_told(tmp_path: Path) -> None:

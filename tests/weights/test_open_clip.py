@@ -120,7 +120,7 @@ def test_a_file_that_does_not_tell_its_gelu_is_asked_about(name: str, tmp_path: 
         read(path)
     assert "\n" not in str(caught.value)
     for activation, case in (("gelu", "vit"), ("gelu-quick", "quickgelu")):
-        net, info = read(path, changes={"activation": activation})
+        net, info = read(path, overrides={"activation": activation})
         assert relative(embedded(net), recorded(f"{case}.embedding")) <= 1e-5
         assert any("2 heads are assumed" in note for note in info.notes)
         assert any("preprocessing is not in the file" in note for note in info.notes)
@@ -136,23 +136,23 @@ def test_the_class_of_the_activation_in_a_program_counts(tmp_path: Path) -> None
 
 def test_the_image_tower_alone_is_read_too(tmp_path: Path) -> None:
     tower = {n.removeprefix("visual."): t for n, t in state_of("vit").items() if n.startswith("visual.")}
-    net, _ = read(saved(tower, tmp_path), changes={"activation": "gelu"})
+    net, _ = read(saved(tower, tmp_path), overrides={"activation": "gelu"})
     assert relative(embedded(net), recorded("vit.embedding")) <= 1e-5
 
 
 def test_clipa_without_its_config_is_asked_how_it_pools(tmp_path: Path) -> None:
     path = saved(state_of("clipa"), tmp_path)
     with pytest.raises(FormatError, match="pool='gap', pool_norm='after' for CLIPA"):
-        read(path, changes={"activation": "gelu"})
-    net, _ = read(path, changes={"activation": "gelu", "pool": "gap", "pool_norm": "after"})
+        read(path, overrides={"activation": "gelu"})
+    net, _ = read(path, overrides={"activation": "gelu", "pool": "gap", "pool_norm": "after"})
     assert relative(embedded(net), recorded("clipa.embedding")) <= 1e-5
 
 
 def test_coca_without_its_config_says_what_it_assumes(tmp_path: Path) -> None:
     path = saved(state_of("coca"), tmp_path)
-    _, info = read(path, changes={"activation": "gelu"})
+    _, info = read(path, overrides={"activation": "gelu"})
     assert any("8 heads of the pooler are assumed" in note for note in info.notes)
-    net, _ = read(path, changes={"activation": "gelu", "pool_heads": 4})
+    net, _ = read(path, overrides={"activation": "gelu", "pool_heads": 4})
     assert relative(embedded(net), recorded("coca.embedding")) <= 1e-5
 
 
@@ -218,7 +218,7 @@ STRANGERS = {
 def test_a_tower_that_computes_something_else_is_refused_by_name(what: str, tmp_path: Path) -> None:
     strange = {name: torch.ones(shape) for name, shape in STRANGERS[what].items()}
     with pytest.raises(FormatError, match=what):
-        read(saved(state_of("vit") | strange, tmp_path), changes={"activation": "gelu"})
+        read(saved(state_of("vit") | strange, tmp_path), overrides={"activation": "gelu"})
 
 
 def test_the_modified_resnet_is_refused_by_name(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_perception_encoder_without_its_pool_is_not_taken_for_clip(absent: str, 
     """PE-Lang and PE-Spatial have the names of CLIP, no final norm, and rotary positions that no tensor shows."""
     state = {n: t for n, t in state_of("vit").items() if not n.startswith((absent, "visual.proj"))}
     with pytest.raises(FormatError, match="Perception Encoder"):
-        read(saved(state, tmp_path), changes={"activation": "gelu"})
+        read(saved(state, tmp_path), overrides={"activation": "gelu"})
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from vitrail.errors import CheckpointError
-from vitrail.weights.files import open_archive
-from vitrail.weights.write import new_folder, write_json, write_safetensors
+from vitrail.weights.archive import open_archive
+from vitrail.weights.writers import new_folder, write_json, write_safetensors
 
 NOBODY = 65534
 

@@ -20,8 +20,8 @@ from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import Inexpressible
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint
-from vitrail.weights.files import open_archive
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.archive import open_archive
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 
 Config = ViTConfig | BiTConfig
 
@@ -166,7 +166,7 @@ def model(config: Config) -> tuple[Net, ModelInfo]:
     family = "BiT" if isinstance(config, BiTConfig) else "ViT"
     info = ModelInfo(
         config=config,
-        preprocess=usual_preprocess(family, config),
+        preprocess=default_preprocess(family, config),
         family=family,
         task="classify" if config.num_classes else "embed",
     )
@@ -223,7 +223,7 @@ def test_a_network_fits_a_format_or_is_refused_by_name(config: Config, marks: st
     net, info = model(config)
     for to, mark in zip(FORMATS, marks.split(), strict=True):
         form = checkpoint.format_for(to, info)
-        assert ("." if form.cannot(info) else "~" if form.drift(info) else "=") == mark, to
+        assert ("." if form.unsupported_parts(info) else "~" if form.inexact_conventions(info) else "=") == mark, to
         if mark == "=":
             continue
         message = named if mark == "." else "Pass --approximate"
@@ -294,7 +294,7 @@ def test_large_networks_go_round_once(config: Config, marks: str, tmp_path: Path
     net, info = model(config)
     for to, mark in zip(FORMATS, marks.split(), strict=True):
         form = checkpoint.format_for(to, info)
-        assert ("." if form.cannot(info) else "~" if form.drift(info) else "=") == mark, to
+        assert ("." if form.unsupported_parts(info) else "~" if form.inexact_conventions(info) else "=") == mark, to
     start, round_trip = net.state_dict(), fitting(marks)
     wanted = stored(write(net, info, tmp_path / "start", round_trip[0]))
     for step, to in enumerate([*round_trip, round_trip[0]]):
@@ -354,13 +354,13 @@ def test_any_change_of_a_usual_network_fits_or_is_refused(
     net, info = model(config)
     for to in FORMATS:
         form = checkpoint.format_for(to, info)
-        if form.cannot(info):
+        if form.unsupported_parts(info):
             event(f"{to}: refused")
             with pytest.raises(Inexpressible, match=f"{to}'s format has no place for"):
                 checkpoint.write(net, info, folder / "model", to=to, approximate=True)
             assert not (folder / "model").exists()
             continue
-        exact = not form.drift(info)
+        exact = not form.inexact_conventions(info)
         event(f"{to}: {'exact' if exact else 'approximate'}")
         path = write(net, info, folder / to, to)
         read, heard = checkpoint.read(path)
@@ -398,11 +398,11 @@ def test_any_network_fits_timm_exactly_or_is_refused(
     folder = tmp_path_factory.mktemp("timm")
     net, info = model(config)
     form = checkpoint.format_for("timm", info)
-    assume(not form.cannot(info))
+    assume(not form.unsupported_parts(info))
     read, heard = checkpoint.read(write(net, info, folder / "one", "timm"))
     assert same(read.state_dict(), net.state_dict())
     assert same(stored(write(read, heard, folder / "two", "timm")), stored(folder / "one" / "model"))
-    if not form.drift(info):
+    if not form.inexact_conventions(info):
         assert torch.equal(logits(read, config), logits(net, config))
         assert alike(heard.config, config)
     shutil.rmtree(folder)
@@ -418,7 +418,7 @@ def test_what_fits_timm_exactly_gives_its_own_code_the_same_numbers(
     folder = tmp_path_factory.mktemp("timm")
     net, info = model(config)
     form = checkpoint.format_for("timm", info)
-    assume(not form.cannot(info) and not form.drift(info))
+    assume(not form.unsupported_parts(info) and not form.inexact_conventions(info))
     path = write(net, info, folder / "one", "timm")
     theirs = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     assert relative(logits(net, config), logits(theirs, config)) <= 1e-5

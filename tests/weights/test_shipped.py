@@ -24,7 +24,7 @@ from vitrail.evaluate.scores import wilson_interval
 from vitrail.recipes import RECIPES
 from vitrail.weights import checkpoint, shipped
 from vitrail.weights.locate import locate
-from vitrail.weights.shipped import DEFAULT, SHIPPED
+from vitrail.weights.shipped import DEFAULT_MODEL, SHIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -72,7 +72,7 @@ def test_what_it_says_of_itself_is_what_was_measured():
     assert told is not None
     share, low, high = (float(number) for number in told.groups())
     assert [low, high] == [round(100 * bound, 2) for bound in wilson_interval(round(100 * share), 10_000)]
-    assert f"right on {share:.1f} % of CIFAR-10's test images" in DEFAULT.about
+    assert f"right on {share:.1f} % of CIFAR-10's test images" in DEFAULT_MODEL.description
 
 
 def test_a_cat_is_a_cat(vit):

@@ -16,8 +16,8 @@ from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import BiT, ViT, build
 from vitrail.weights import checkpoint
-from vitrail.weights.files import Archive, Tensors
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.archive import Archive, LazyTensors
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 from vitrail.weights.timm import TIMM_FORMAT
 
 pytestmark = pytest.mark.peer
@@ -52,8 +52,8 @@ def test_every_vit_of_timm_is_described_at_its_own_size_as_timm_builds_it() -> N
         truth = recognition_timm.truth(case.name, model)
         folder = repository(model, case.name)
         for form, archive, family in (("folder", folder, None), ("bare", bare(folder, truth), truth["family"])):
-            recognized, archive = checkpoint.recognize(archive, family)
-            config = recognized.describe(archive).config
+            recognized, archive = checkpoint.detect_format(archive, family)
+            config = recognized.infer_info(archive).config
             recognized.table(config).read(archive.tensors, build(config, skeleton=True), config)
             if expected(model) != said(config):
                 wrong[case.name, form] = set(expected(model).items()) ^ set(said(config).items())
@@ -65,14 +65,14 @@ def bare(folder: Archive, truth: dict[str, Any]) -> Archive:
     alone = Archive(folder.source, folder.tensors)
     for option in ("activation", "heads"):
         if asks(alone, option):
-            alone.told[option] = truth[option]
+            alone.hints[option] = truth[option]
     return alone
 
 
 def asks(archive: Archive, option: str) -> bool:
     """Whether a bare file is refused for want of this option."""
     try:
-        TIMM_FORMAT.describe(archive)
+        TIMM_FORMAT.infer_info(archive)
     except FormatError as error:
         return f"{option}=" in str(error)
     return False
@@ -85,7 +85,7 @@ def repository(model: torch.nn.Module, name: str) -> Archive:
     config = {"architecture": cfg.pop("architecture"), "num_classes": model.num_classes, "pretrained_cfg": cfg}
     if isinstance(getattr(model, "global_pool", None), str):
         config["global_pool"] = model.global_pool
-    return Archive(source=name, tensors=Tensors.of(model.state_dict()), sidecars={"config.json": config})
+    return Archive(source=name, tensors=LazyTensors.from_tensors(model.state_dict()), sidecars={"config.json": config})
 
 
 def expected(model: torch.nn.Module) -> dict[str, object]:
@@ -268,7 +268,7 @@ def test_arguments_that_change_the_network_are_refused_by_name(args: dict[str, o
     archive = repository(model, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = SMALL | args
     with pytest.raises(FormatError, match=named):
-        TIMM_FORMAT.describe(archive)
+        TIMM_FORMAT.infer_info(archive)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_heads_come_from_the_architecture_at_any_depth(arch: str, depth: int | N
     args = {"depth": depth} if depth else {}
     with torch.device("meta"):
         model = timm.create_model(arch, **args)
-    assert TIMM_FORMAT.describe(repository(model, arch)).config.num_heads == model.blocks[0].attn.num_heads
+    assert TIMM_FORMAT.infer_info(repository(model, arch)).config.num_heads == model.blocks[0].attn.num_heads
 
 
 def test_heads_come_from_the_architecture_at_another_width() -> None:
@@ -288,7 +288,7 @@ def test_heads_come_from_the_architecture_at_another_width() -> None:
         model = timm.create_model("vit_base_patch16_224", depth=1, embed_dim=384)
     archive = repository(model, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = {"depth": 1, "embed_dim": 384}
-    assert TIMM_FORMAT.describe(archive).config.num_heads == model.blocks[0].attn.num_heads == 12
+    assert TIMM_FORMAT.infer_info(archive).config.num_heads == model.blocks[0].attn.num_heads == 12
 
 
 def test_npz_in_timm_is_resampled_by_the_convention_of_that_name() -> None:
@@ -317,7 +317,7 @@ def test_registers_with_positions_are_folded_and_said() -> None:
     assert theirs.pos_embed[0, 1:3].abs().sum() > 0
     archive = repository(theirs, "vit_base_patch16_224")
     archive.sidecars["config.json"]["model_args"] = SMALL
-    info = TIMM_FORMAT.describe(archive)
+    info = TIMM_FORMAT.infer_info(archive)
     assert info.config.num_registers == 2
     assert info.config.placed_prefix == 1
 
@@ -338,7 +338,7 @@ def test_registers_with_positions_are_folded_and_said() -> None:
 def test_what_timm_cannot_express_is_refused_by_name(changes: dict[str, object], named: str, tmp_path: Path) -> None:
     config = ViTConfig(**TINY | changes)
     net = ViT(config)
-    info = ModelInfo(config=config, preprocess=usual_preprocess("ViT", config))
+    info = ModelInfo(config=config, preprocess=default_preprocess("ViT", config))
     with pytest.raises(Inexpressible, match=named):
         checkpoint.write(net, info, tmp_path / "out", to="timm")
     assert list(tmp_path.iterdir()) == []
@@ -369,6 +369,6 @@ def test_bit_reads_into_our_bit(tmp_path: Path) -> None:
 
 def test_a_bit_with_another_activation_is_refused() -> None:
     config = {"architecture": "resnetv2_50x1_bit", "model_args": {"act_layer": "gelu"}}
-    archive = Archive("memory", Tensors.of({}), sidecars={"config.json": config})
+    archive = Archive("memory", LazyTensors.from_tensors({}), sidecars={"config.json": config})
     with pytest.raises(FormatError, match="act_layer='gelu' is not a network that vitrail builds"):
-        TIMM_FORMAT.describe(archive)
+        TIMM_FORMAT.infer_info(archive)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.weights import checkpoint
-from vitrail.weights.files import open_archive
-from vitrail.weights.torchscript import MOST, open_script
+from vitrail.weights.archive import open_archive
+from vitrail.weights.torchscript import MAX_ATTRIBUTES, open_torchscript
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is:DeprecationWarning")
 
@@ -209,7 +209,7 @@ def test_modules_that_share_their_branches_without_end_are_refused(tmp_path: Pat
     source = program(tmp_path / "net.pt")
     for data in (b"\x80\x02" + empty + chain + b".", itself):
         assert "nested without end" in refused(rewritten(source, tmp_path / "many.pt", data_pkl=data))
-    assert MOST >= 100_000  # the largest published models have some ten thousand
+    assert MAX_ATTRIBUTES >= 100_000  # the largest published models have some ten thousand
 
 
 def test_a_compressed_member_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_pickle_cut_anywhere_is_one_sentence(tmp_path: Path) -> None:
 
 def test_a_changed_byte_of_a_tensor_is_found(tmp_path: Path) -> None:
     path = program(tmp_path / "net.pt")
-    script = open_script(path)
+    script = open_torchscript(path)
     info = script.archive.NameToInfo[f"{script.root}data/{script.tensors['scale'].storage.key}"]
     script.close()
     data = bytearray(path.read_bytes())

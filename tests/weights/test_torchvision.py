@@ -18,7 +18,7 @@ from vitrail.errors import FormatError, Inexpressible
 from vitrail.models import ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint
-from vitrail.weights.files import Archive, Tensors
+from vitrail.weights.archive import Archive, LazyTensors
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.torchvision import TORCHVISION
 
@@ -192,7 +192,7 @@ def described(config: ViTConfig) -> ModelInfo:
     """What is said of a file of this network, without its numbers."""
     state = build(config, skeleton=True).state_dict()
     names = TORCHVISION.table(config).write(state, config)
-    return TORCHVISION.describe(Archive("memory", Tensors.of(names)))
+    return TORCHVISION.infer_info(Archive("memory", LazyTensors.from_tensors(names)))
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_preprocessing_is_torchvisions_for_the_published_files(name: str) -> Non
             continue  # its tensors look like those of the others: the note says so
         with torch.device("meta"):
             state = models.get_model(name, image_size=weights.meta["min_size"][0]).state_dict()
-        info = TORCHVISION.describe(Archive("memory", Tensors.of(state)))
+        info = TORCHVISION.infer_info(Archive("memory", LazyTensors.from_tensors(state)))
         asked, given = weights.transforms(), info.preprocess
         assert (given.resize, given.resize_to, given.image_size) == (
             "short",
@@ -283,7 +283,7 @@ def test_it_is_refused_by_name(options: dict[str, Any], part: str, tmp_path: Pat
 
 
 def test_a_bit_network_is_refused() -> None:
-    assert TORCHVISION.cannot(info_of(BiTConfig())) == ["a BiT ResNet"]
+    assert TORCHVISION.unsupported_parts(info_of(BiTConfig())) == ["a BiT ResNet"]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.models import ViT
 from vitrail.models.variants import parse
 from vitrail.weights import checkpoint, timm_config
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 from vitrail.weights.timm import TIMM_FORMAT
-from vitrail.weights.write import write_torch
+from vitrail.weights.writers import write_torch
 
 # Family, size -> short side, filter, mean of the first channel: from each project's own evaluation code.
 # DeiT: int(size / 0.875). DeiT-III: everything. MAE: 0.875 up to 224, then everything. DINO, DINOv2: 256, 224.
@@ -43,19 +43,19 @@ USUAL = {
 
 @pytest.mark.parametrize(("family", "size"), USUAL)
 def test_each_family_prepares_images_as_its_own_code_does(family: str, size: int) -> None:
-    usual = usual_preprocess(family, ViTConfig(image_size=size, patch_size=16 if size % 16 == 0 else 14))
+    usual = default_preprocess(family, ViTConfig(image_size=size, patch_size=16 if size % 16 == 0 else 14))
     assert (usual.resize_to, usual.interpolation, usual.mean[0]) == USUAL[family, size]
     assert usual.image_size == (size, size)
 
 
 def test_dinov2_is_evaluated_at_224_whatever_its_positions_are_for() -> None:
-    usual = usual_preprocess("DINOv2", parse("DINOv2-S/14"))
+    usual = default_preprocess("DINOv2", parse("DINOv2-S/14"))
     assert (usual.image_size, usual.resize_to) == ((224, 224), 256)
 
 
 def test_timm_keeps_nine_tenths_at_224_and_everything_at_384() -> None:
-    assert usual_preprocess("ViT", ViTConfig(image_size=224), "timm").resize_to == 248
-    assert usual_preprocess("ViT", ViTConfig(image_size=384), "timm").resize_to == 384
+    assert default_preprocess("ViT", ViTConfig(image_size=224), "timm").resize_to == 248
+    assert default_preprocess("ViT", ViTConfig(image_size=384), "timm").resize_to == 384
 
 
 @pytest.mark.peer
@@ -129,7 +129,7 @@ def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path: Path) 
     )
     info = ModelInfo(
         config=config,
-        preprocess=usual_preprocess("CLIP", config),
+        preprocess=default_preprocess("CLIP", config),
         labels=("a", "b", "c"),
         family="CLIP",
         task="classify",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vitrail.api.model import Model, Prediction, create, fresh, load
+from vitrail.api.model import Model, Prediction, create, create_model, load
 
 if TYPE_CHECKING:
     from vitrail.api.evaluation import evaluate
@@ -29,10 +29,10 @@ __all__ = [
     "Prediction",
     "Run",
     "create",
+    "create_model",
     "evaluate",
     "export",
     "finetune",
-    "fresh",
     "load",
     "train",
 ]

@@ -26,7 +26,7 @@ from vitrail.errors import ConfigError, DataError, nearest
 from vitrail.evaluate.feature_file import FeatureFile, feature_table
 from vitrail.evaluate.features import FeatureSpec, extract_batches, image_batches, resolve_features, weights_checksum
 from vitrail.runtime import warn_once
-from vitrail.weights.model_info import portable
+from vitrail.weights.model_info import strip_local_folders
 
 SPLITS = ("train", "validation", "test", "all")
 DTYPES = ("float32", "float16")
@@ -99,7 +99,7 @@ def _resolve_spec(spec: FeatureSpec, model: Model) -> FeatureSpec:
         return resolve_features(spec, model.net)
     model.check_features()
     if spec != FeatureSpec():
-        model.check_inside()
+        model.check_has_network()
     return spec
 
 
@@ -205,7 +205,7 @@ def _settings(
         "weights": model.fingerprint if isinstance(model, Running) else weights_checksum(model.net),
         "features": str(spec),
         "preprocess": model.info.preprocess.to_dict(),
-        "data": portable(config.source),
+        "data": strip_local_folders(config.source),
         "data_digest": f"{zlib.crc32(config.source.encode(errors='surrogateescape')):08x}",
         "split": split,
         "images": {name: [len(source), _keys_checksum(source)] for name, source in sources.items()},

@@ -38,9 +38,9 @@ from vitrail.evaluate.throughput import NetworkTimer
 from vitrail.runtime import log_on_main_process, warn_once
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.train.parallel import Ranks
-from vitrail.weights.labels import ASSUMED, stated
-from vitrail.weights.model_info import portable
-from vitrail.weights.opening import adapted
+from vitrail.weights.class_names import ASSUMED_IMAGENET, stated_labels
+from vitrail.weights.loading import adapt_model
+from vitrail.weights.model_info import strip_local_folders
 
 PROTOCOLS = ("auto", "imagenet", "real")
 BATCH_SIZES = {"cpu": 32}
@@ -124,8 +124,8 @@ def evaluate(
         if protocol == "real" or real is not None:
             valid, assumed = _real_outputs(source, match, real, labels)
         notes = [*match.notes, *assumed, *_caveats(source, vit)]
-        if labels is not None and stated(vit.info) is None:
-            notes.insert(0, ASSUMED)
+        if labels is not None and stated_labels(vit.info) is None:
+            notes.insert(0, ASSUMED_IMAGENET)
         warn_once([note for note in notes if note not in vit.info.notes], about=data)
         share = -(-len(source) // ranks.world)
         several = min(batch_size or BATCH_SIZES.get(ranks.device.type, 256), share)
@@ -137,7 +137,7 @@ def evaluate(
             found.append(measured)
             unreadable |= bad
     return Evaluation(
-        model=vit.info.title if isinstance(model, Model) else portable(str(model)),
+        model=vit.info.title if isinstance(model, Model) else strip_local_folders(str(model)),
         data=source.name,
         labels=match.labels,
         multi_label=source.multi_label,
@@ -180,7 +180,7 @@ def _part(config: DataConfig, vit: Model) -> Source:
         raise DataError(f"{config.source} is a stream, which cannot be measured on; try shards: instead of stream:.")
     if not len(found):
         raise DataError(f"{config.source} holds no images to measure on.")
-    if not parts.has_eval_split and vit.info.trained_here:
+    if not parts.has_eval_split and vit.info.trained_by_vitrail:
         about = f"all {len(found):,} images of {found.name} are measured; if the model has learned from them, "
         warn_once([f"{about}--held-out measures those that training holds out"], about=config.source)
     return found
@@ -207,7 +207,7 @@ def _sizes(vit: Model, requested: Pair | Sequence[Pair] | None) -> list[tuple[in
         raise ConfigError("image names no size; wanted such as 224, or several: 160,224,288.")
     for size in sizes:
         if size != pair(vit.info.preprocess.image_size):
-            vit.check_inside()
+            vit.check_has_network()
         config = vit.config.replace(image_size=size)
         if isinstance(config, ViTConfig) and config.position == "relative" and size != own:
             raise ModelError(
@@ -297,7 +297,7 @@ def _resize_model(vit: Model, size: tuple[int, int]) -> tuple[nn.Module, Preproc
         return Called(vit), AsTheyAre(vit.info.preprocess)
     if size == pair(vit.info.preprocess.image_size):
         return vit.net, Preprocess(vit.info.preprocess)
-    net, info = adapted(vit.net, vit.info.replace(notes=()), image_size=size)
+    net, info = adapt_model(vit.net, vit.info.replace(notes=()), image_size=size)
     warn_once(info.notes, about=vit.info.origin)
     return net, Preprocess(info.preprocess)
 

@@ -35,8 +35,8 @@ from vitrail.export.names import NEEDS, is_exported, requested
 from vitrail.export.sheet import Answer, Sheet
 from vitrail.runtime import warn_once
 from vitrail.runtime.amx import check_bfloat16
-from vitrail.weights.labels import read_labels
-from vitrail.weights.opening import adapted
+from vitrail.weights.class_names import read_labels
+from vitrail.weights.loading import adapt_model
 
 CALIBRATED = 128
 """Images that int8 is calibrated on, at most."""
@@ -73,7 +73,7 @@ def export(
     """
     target, to, precision = check_request(path, to, precision, calibrate is not None, overwrite)
     vit = model if isinstance(model, Model) else load(model, **options)
-    net, info = adapted(vit.net, vit.info.replace(config=vit.net.config, notes=()), image_size)
+    net, info = adapt_model(vit.net, vit.info.replace(config=vit.net.config, notes=()), image_size)
     warn_once(info.notes, about=info.origin)
     sheet = Sheet(
         info=info.replace(notes=()),

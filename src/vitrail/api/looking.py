@@ -276,7 +276,7 @@ def _classes(
 
     with torch.no_grad(), evaluating(model.net):
         logits = model.net(images).float().cpu()
-    ranked = model.ranked(logits, model.config.num_classes)[0]
+    ranked = model.top_predictions(logits, model.config.num_classes)[0]
     number = ranked[0].index if target is None else class_number(model, target)
     return ranked[:top], next(p for p in ranked if p.index == number)
 

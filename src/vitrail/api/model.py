@@ -27,13 +27,13 @@ from vitrail.models.variants import config_for, find
 from vitrail.runtime import pick_device, pick_dtype, warn_once
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.runtime.cores import usable_cores
-from vitrail.weights import checkpoint, modules
+from vitrail.weights import checkpoint, module_reader
+from vitrail.weights.class_names import assume_imagenet_labels, read_labels
 from vitrail.weights.conversion import convert
-from vitrail.weights.labels import named, read_labels
-from vitrail.weights.locate import Found
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
+from vitrail.weights.loading import adapt_model, load_checkpoint
+from vitrail.weights.locate import ModelLocation
+from vitrail.weights.model_info import ModelInfo, default_preprocess
 from vitrail.weights.native import NATIVE
-from vitrail.weights.opening import adapted, open_checkpoint
 from vitrail.weights.shipped import SHIPPED
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Model:
 
     def __init__(self, net: Net, info: ModelInfo) -> None:
         """Raise ModelError where the info is of another network: other classes, channels, sizes or conventions."""
-        check_fits(net.config, info)
+        check_info_matches(net.config, info)
         self._net, self._info = net, info
         self.preprocess = Preprocess(info.preprocess)
         self._check_bfloat16()
@@ -77,7 +77,7 @@ class Model:
 
     @net.setter
     def net(self, net: Net) -> None:
-        check_fits(net.config, self.info)
+        check_info_matches(net.config, self.info)
         self._net = net
         self._check_bfloat16()
 
@@ -88,7 +88,7 @@ class Model:
 
     @info.setter
     def info(self, info: ModelInfo) -> None:
-        check_fits(self.config, info)
+        check_info_matches(self.config, info)
         self._info = info
         self.preprocess = Preprocess(info.preprocess)
 
@@ -131,7 +131,7 @@ class Model:
     def predict(self, images: Any, top: int = 5, batch_size: int = 32) -> Any:
         """The likeliest classes of an image, best first; several images give a list of such lists."""
         _check_top(top)
-        ranked = self.ranked(self.logits(images, batch_size), top)
+        ranked = self.top_predictions(self.logits(images, batch_size), top)
         return ranked if is_image_list(images) else ranked[0]
 
     def logits(self, images: ImageLike | Iterable[ImageLike], batch_size: int = 32) -> Tensor:
@@ -157,7 +157,7 @@ class Model:
 
         `vit.features("cat.jpg", "patch_maps", layers=[3, 7, 11]).patch_maps` is three times B h w D.
         """
-        self.check_inside()
+        self.check_has_network()
         _check_batch(batch_size)
         outputs = []
         for group in _groups(images if is_image_list(images) else [images], batch_size):  # type: ignore[list-item]
@@ -195,7 +195,7 @@ class Model:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def ranked(self, logits: Tensor, top: int = 5) -> list[list[Prediction]]:
+    def top_predictions(self, logits: Tensor, top: int = 5) -> list[list[Prediction]]:
         """B classes -> for each image its best classes; scores sum to 1, unless it may have several of them."""
         _check_top(top)
         chances = logits.float().sigmoid() if self.info.multi_label else logits.float().softmax(-1)
@@ -219,7 +219,7 @@ class Model:
                 "Use embed, or load it with num_classes=... and train the new head."
             )
 
-    def check_inside(self) -> None:
+    def check_has_network(self) -> None:
         """Raise ModelError where there is no network to look into, change or train: an engine runs an exported file."""
         _ = self.net
 
@@ -293,7 +293,7 @@ class Model:
         return f"<vitrail.Model {name}: {count:.1f} M parameters, {_size(self.config.image_size)}, {what}>"
 
 
-def check_fits(config: ViTConfig | BiTConfig, info: ModelInfo) -> None:
+def check_info_matches(config: ViTConfig | BiTConfig, info: ModelInfo) -> None:
     """Raise ModelError where a model info describes another network than the one of this config."""
     ours, theirs = ({"kind": type(c).__name__, **c.to_dict()} for c in (config, info.config))
     differ = [name for name in ours if ours[name] != theirs.get(name) and name not in TRAINING]
@@ -319,7 +319,7 @@ def check_fits(config: ViTConfig | BiTConfig, info: ModelInfo) -> None:
 
 
 def load(
-    source: str | Path | Found | nn.Module,
+    source: str | Path | ModelLocation | nn.Module,
     *,
     image_size: Pair | None = None,
     channels: int | None = None,
@@ -329,7 +329,7 @@ def load(
     section: str | None = None,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = "float32",
-    finite: bool = True,
+    check_finite: bool = True,
     **changes: Any,
 ) -> Model:
     """A model from a file, a folder, a model's name, a hub id or another library's network, ready to use.
@@ -346,12 +346,12 @@ def load(
     A network in memory, of timm, transformers, torchvision or open_clip, is converted: the weights are
     copied, preprocessing and labels are those of its config, and its outputs are compared for two images.
     """
-    if not isinstance(source, str | Path | Found | nn.Module):
+    if not isinstance(source, str | Path | ModelLocation | nn.Module):
         raise NotFound(
             f"got a {type(source).__name__}, wanted a file, a folder, a model's name, a hub id or an nn.Module."
         )
     size: dict[str, Any] = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
-    path = source.path if isinstance(source, Found) else source
+    path = source.path if isinstance(source, ModelLocation) else source
     where = None if isinstance(path, nn.Module) else Path(path).expanduser()
     if where is not None and is_exported(where):
         from vitrail.api.exporting import running  # which needs this module
@@ -359,12 +359,16 @@ def load(
         asked = size | {"family": family, "section": section}
         return running(where, labels=labels, device=device, dtype=dtype, **asked, **changes)
     target = pick_device(device)
-    options: dict[str, Any] = {"family": family, "dtype": pick_dtype(dtype), "finite": finite}
+    options: dict[str, Any] = {"family": family, "dtype": pick_dtype(dtype), "check_finite": check_finite}
     if isinstance(source, nn.Module):
-        net, info = adapted(*modules.read(source, changes=changes, **options), **size)
+        net, info = adapt_model(*module_reader.read_module(source, overrides=changes, **options), **size)
     else:
-        net, info = open_checkpoint(source, changes=changes, section=section, **size, **options)
-    info = named(net, info) if labels is None else info.replace(labels=read_labels(labels, info.config.num_classes))
+        net, info = load_checkpoint(source, overrides=changes, section=section, **size, **options)
+    info = (
+        assume_imagenet_labels(net, info)
+        if labels is None
+        else info.replace(labels=read_labels(labels, info.config.num_classes))
+    )
     if info.origin not in SHIPPED:  # nothing about those had to be assumed
         warn_once(info.notes, about=info.origin or Path(str(where)).name)
     return Model(net.to(target), info)
@@ -376,13 +380,13 @@ def create(name: str, *, seed: int | None = None, device: str | torch.device = "
     return build(config_for(name, **changes), seed).to(target)
 
 
-def fresh(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Model:
+def create_model(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Model:
     """An untrained Model by name: `create` with the family's preprocessing."""
     net = create(name, seed=seed, device=device, **changes)
     variant = find(name)
     family = (variant.name if variant else name).split("+")[-1].split("-")[0]
     known = next(k for k in FAMILIES if k.lower() == family.lower())
-    preprocess = usual_preprocess(known, net.config)
+    preprocess = default_preprocess(known, net.config)
     classifies = net.config.num_classes and (known != "CLIP" or "num_classes" in changes)
     info = ModelInfo(config=net.config, preprocess=preprocess, family=known, origin=name)
     return Model(net.eval(), info if classifies else info.replace(task="embed"))
@@ -413,4 +417,4 @@ def _groups(images: Iterable[ImageLike], size: int) -> Iterator[tuple[ImageLike,
         yield group
 
 
-__all__ = ["Model", "Prediction", "create", "fresh", "load"]
+__all__ = ["Model", "Prediction", "create", "create_model", "load"]

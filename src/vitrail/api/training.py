@@ -26,8 +26,8 @@ from vitrail.report import write_report
 from vitrail.runtime import log_on_main_process, pick_device, warn_once
 from vitrail.train.loop import Result, fit
 from vitrail.train.run import RunFolder, read_config
-from vitrail.weights.model_info import sized
-from vitrail.weights.opening import open_checkpoint
+from vitrail.weights.loading import load_checkpoint
+from vitrail.weights.model_info import preprocess_for_size
 
 
 @dataclass(frozen=True)
@@ -211,12 +211,12 @@ def tuned(
     images = len(usable_indices(train, TargetTable(train.targets, train.multi_label, required=True)))
     config = known[recipe](model, data, images=images, device=pick_device(device).type)
     if recipe == "paper" and image_size is None:
-        image_size = tuning.larger(open_checkpoint(model)[0].config)
+        image_size = tuning.larger(load_checkpoint(model)[0].config)
     config = config.replace(name=_tuned_name(data, recipe), device=device, image_size=image_size)
     if what != "all":
         config = tuning.only(config, what)
     if any(o.startswith("model.") for o in overrides):  # the checkpoint's own settings, to be changed
-        config = config.replace(model=open_checkpoint(model, image_size=config.image_size)[0].config)
+        config = config.replace(model=load_checkpoint(model, image_size=config.image_size)[0].config)
     return _settled(config, overrides)
 
 
@@ -241,7 +241,7 @@ def _prepared(config: TrainConfig) -> TrainConfig:
         or (pair(wanted.image_size), wanted.channels) == (pair(given.image_size), given.channels)
     ):
         return config
-    fitting = sized(given, pair(wanted.image_size), wanted.channels)
+    fitting = preprocess_for_size(given, pair(wanted.image_size), wanted.channels)
     return config.replace(preprocess=fitting.to_dict())
 
 

@@ -51,7 +51,7 @@ def convert(
     given = parse_settings(changes)
     found = locate(src)  # shows its own progress bar if it downloads
     with err.status(f"reading {src}"):
-        net, info = checkpoint.read(found.path, section=section, family=family, dtype=None, changes=given)
+        net, info = checkpoint.read(found.path, section=section, family=family, dtype=None, overrides=given)
     if found.origin:
         info = info.replace(origin=found.origin)
     warn_once([*found.notes, *info.notes])
@@ -59,7 +59,7 @@ def convert(
         made = conversion.convert(net, info, dst, to=to, overwrite=overwrite, approximate=approximate)
     warn_once(made.notes)
     if as_json:
-        report = {"source": src, "destination": str(dst), "format": to, "tensors": made.tensors, "identical": True}
-        typer.echo(json.dumps(report | {"drift": made.drift, "lost": made.lost}))
+        report = {"source": src, "destination": str(dst), "format": to, "tensors": made.num_tensors, "identical": True}
+        typer.echo(json.dumps(report | {"drift": made.inexact_conventions, "lost": made.lost}))
     else:
-        typer.echo(one_line(f"{dst}: {to} format, {made.tensors} tensors, identical when read back."), nl=False)
+        typer.echo(one_line(f"{dst}: {to} format, {made.num_tensors} tensors, identical when read back."), nl=False)

@@ -97,7 +97,7 @@ def evaluate(
         from vitrail.report.evaluation_files import check_formats, write_evaluation
 
         check_formats(kinds)  # before the work, not after it
-    from vitrail.weights.model_info import portable
+    from vitrail.weights.model_info import strip_local_folders
 
     with log_on_main_process():
         alone = sizes[0] if sizes is not None and len(sizes) == 1 else None
@@ -132,7 +132,7 @@ def evaluate(
     )
     if not is_main_process():
         return
-    found = replace(found, model=portable(model) if model else found.model)
+    found = replace(found, model=strip_local_folders(model) if model else found.model)
     if to is not None:
         write_evaluation(found, to, kinds)
     if as_json:

@@ -121,7 +121,7 @@ def _checked(
 ) -> tuple[Path, str, str]:
     """What is asked for, as far as it can be told without torch."""
     from vitrail.export.names import requested
-    from vitrail.weights.labels import read_labels
+    from vitrail.weights.class_names import read_labels
 
     found = requested(dst, to, precision, calibrated=calibrate is not None, overwrite=overwrite)
     if labels is not None:

@@ -14,7 +14,7 @@ from vitrail.runtime import suppress_note
 
 if TYPE_CHECKING:
     from vitrail.api import Model
-    from vitrail.weights.shipped import Shipped
+    from vitrail.weights.shipped import ShippedModel
 
 ModelSpec = Annotated[
     str | None, typer.Option("--model", "-m", metavar="MODEL", help="A name, a file, a folder or a hub id.")
@@ -53,28 +53,28 @@ def open_model(
         raise ConfigError(f"--set {name}={overrides[name]}: pass --{name.replace('_', '-')} instead.")
     with err.status(f"loading {model or 'the model that ships with vitrail'}"):
         from vitrail.api import load  # imports torch, so only after the arguments are checked
-        from vitrail.weights.labels import ASSUMED
-        from vitrail.weights.locate import Found, locate
-        from vitrail.weights.shipped import DEFAULT
+        from vitrail.weights.class_names import ASSUMED_IMAGENET
+        from vitrail.weights.locate import ModelLocation, locate
+        from vitrail.weights.shipped import DEFAULT_MODEL
     found = (
-        Found(DEFAULT.path, DEFAULT.name) if model is None else locate(model)
+        ModelLocation(DEFAULT_MODEL.path, DEFAULT_MODEL.name) if model is None else locate(model)
     )  # may download, with its own progress bar
-    with err.status(f"loading {model or DEFAULT.name}"):
-        with nullcontext() if "labels" in options else suppress_note(ASSUMED):
+    with err.status(f"loading {model or DEFAULT_MODEL.name}"):
+        with nullcontext() if "labels" in options else suppress_note(ASSUMED_IMAGENET):
             vit = load(found, **options, **overrides)
         if require_network:
-            vit.check_inside()
+            vit.check_has_network()
     if model is None:
-        _introduce(DEFAULT)
+        _introduce(DEFAULT_MODEL)
     if require_classes:
-        _check_classes(vit, model or DEFAULT.name)
+        _check_classes(vit, model or DEFAULT_MODEL.name)
     return vit
 
 
-def _introduce(shipped: Shipped) -> None:
+def _introduce(shipped: ShippedModel) -> None:
     """Say which model is used without `--model`, and which classes it has."""
     *labels, last = shipped.info.labels or ("nothing",)
-    note(f"no --model was given: using {shipped.name}, which ships with vitrail ({shipped.about}).")
+    note(f"no --model was given: using {shipped.name}, which ships with vitrail ({shipped.description}).")
     note(
         f"its classes are {', '.join(labels)} and {last}; every image is assigned to one of them. "
         "For other classes, pass --model: a name from `vitrail models`, a file, a folder or a hub id."
@@ -92,8 +92,8 @@ def _check_classes(vit: Model, model: str) -> None:
         train = f"vitrail finetune --model {shlex.quote(model)} --data DATA"
         raise ModelError(f"{model} has no classes; train a classifier with {train}.") from None
     if vit.labels is None:
-        from vitrail.weights.labels import imagenet_1k
+        from vitrail.weights.class_names import imagenet_1k
 
-        unknown = vit.config.num_classes == 1000 and not vit.info.trained_here and imagenet_1k() is None
+        unknown = vit.config.num_classes == 1000 and not vit.info.trained_by_vitrail and imagenet_1k() is None
         timm = ", or install timm, which has the ImageNet names" if unknown else ""
         note(f"the checkpoint has no class names: pass --labels FILE{timm}.")

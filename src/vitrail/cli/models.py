@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from vitrail.config import BiTConfig, ViTConfig
     from vitrail.models.families import Family
     from vitrail.models.published import Variant
-    from vitrail.weights.shipped import Shipped
+    from vitrail.weights.shipped import ShippedModel
 
-    Listed = Variant | Shipped
+    Listed = Variant | ShippedModel
 
 WIDE = 100
 """Terminal width from which the list includes complete hub ids."""
@@ -94,9 +94,9 @@ def _names(listed: Listed) -> list[str]:
 
 def _config(listed: Listed) -> ViTConfig | BiTConfig:
     from vitrail.models.variants import parse
-    from vitrail.weights.shipped import Shipped
+    from vitrail.weights.shipped import ShippedModel
 
-    return listed.info.config if isinstance(listed, Shipped) else parse(listed.name)
+    return listed.info.config if isinstance(listed, ShippedModel) else parse(listed.name)
 
 
 def _row(listed: Listed) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class _Rows:
                 if isinstance(answer, VitrailError):
                     yield self._failure(path, str(answer))
                 else:
-                    ranked = self.vit.ranked(answer[None], self.top)[0]
+                    ranked = self.vit.top_predictions(answer[None], self.top)[0]
                     yield Row(path, ranked, logits=answer.tolist() if self.logits else None)
                 bar.advance(task)
 
@@ -228,7 +228,7 @@ def _check_destination(path: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    from vitrail.weights.write import write_text
+    from vitrail.weights.writers import write_text
 
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text, overwrite=True)

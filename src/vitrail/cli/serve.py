@@ -118,7 +118,7 @@ def opened(model: str | None, engine: str | None, cores: int, calibrate: str | N
     from vitrail.export.engines import FileEngine, open_engine
     from vitrail.export.names import is_exported
     from vitrail.serve.served import Served
-    from vitrail.weights.labels import read_labels
+    from vitrail.weights.class_names import read_labels
 
     if model is not None and is_exported(model):
         _check_unchanged(model, **options | {"calibrate": calibrate})

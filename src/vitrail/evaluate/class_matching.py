@@ -25,7 +25,7 @@ from vitrail.evaluate.synsets import (
     synsets_of_outputs,
     timm_synsets,
 )
-from vitrail.weights.labels import imagenet_1k, stated
+from vitrail.weights.class_names import imagenet_1k, stated_labels
 from vitrail.weights.model_info import ModelInfo
 
 # N images, C classes of the data, K outputs of the model
@@ -127,7 +127,7 @@ def labels_for_matching(info: ModelInfo, source: Source) -> tuple[str, ...] | No
     if info.labels is None or len(source.labels) != len(info.labels):
         return info.labels
     shared = (_match_by_name(source.labels, info.labels) >= 0).mean()
-    return info.labels if shared >= 0.5 else stated(info)
+    return info.labels if shared >= 0.5 else stated_labels(info)
 
 
 def _match_by_name(wanted: Sequence[str], labels: Sequence[str]) -> Ints:

@@ -31,7 +31,7 @@ from vitrail.errors import ConfigError, DataError, NotFound
 from vitrail.evaluate.features import Features
 from vitrail.runtime import warn_once
 from vitrail.runtime.locks import try_lock
-from vitrail.weights.write import explained, sync, write_json
+from vitrail.weights.writers import explain_write_errors, fsync, write_json
 
 METADATA_KEY = b"vitrail"
 """Of the file's own metadata: a JSON object."""
@@ -62,7 +62,7 @@ class FeatureFile:
         if self.parts_folder.exists():
             self._check(self._begun(), self.parts_folder)
             return True
-        with explained(self.path):
+        with explain_write_errors(self.path):
             fresh = self.parts_folder.with_name(f".{self.parts_folder.name}.{os.getpid()}")
             fresh.mkdir(parents=True)
             write_json(fresh / "settings.json", dict(self.settings))
@@ -83,7 +83,7 @@ class FeatureFile:
     def lock(self) -> Iterator[None]:
         """The parts for this process alone: two would do everything twice, and one take the other's away."""
         taken = f"another process is writing {self.path}; wait for its end, or choose another --out."
-        with explained(self.path):
+        with explain_write_errors(self.path):
             try:
                 file = (self.parts_folder / ".lock").open("a")
             except FileNotFoundError:  # it has just joined them
@@ -162,15 +162,15 @@ def _label_columns(source: Source, numbers: Sequence[int]) -> tuple[pa.Array, pa
 def _atomic_file(path: Path, folder: Path) -> Iterator[Path]:
     """A file in the folder of parts to write, which becomes `path` when it is complete and on the disk."""
     temporary = folder / f".{path.name}.{os.getpid()}.tmp"
-    with explained(path):
+    with explain_write_errors(path):
         try:
             yield temporary
-            sync(temporary)
+            fsync(temporary)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        sync(path.absolute().parent)
+        fsync(path.absolute().parent)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:

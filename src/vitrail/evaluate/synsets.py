@@ -16,7 +16,7 @@ from pathlib import Path
 from vitrail.data.sources import shards
 from vitrail.data.sources.source_spec import parse_source
 from vitrail.errors import DataError, VitrailError
-from vitrail.weights.labels import ASSUMED, imagenet_1k
+from vitrail.weights.class_names import ASSUMED_IMAGENET, imagenet_1k
 
 # K outputs of a model
 
@@ -84,7 +84,7 @@ def synsets_of_outputs(
     if labels is None:
         usual = f"those of the ImageNet of {count:,} classes, in the usual order"
         note = f"the checkpoint does not name its outputs: they are taken for {usual}"
-        return known, ASSUMED if count == IMAGENET_CLASSES else note
+        return known, ASSUMED_IMAGENET if count == IMAGENET_CLASSES else note
     return (known, "") if labels_are_imagenet_1k(labels) else (None, "")
 
 

@@ -25,7 +25,7 @@ from vitrail.runtime import warn_once
 from vitrail.runtime.cores import usable_cores
 from vitrail.runtime.cpu import detect_cpu
 from vitrail.weights.model_info import ModelInfo
-from vitrail.weights.write import write_json
+from vitrail.weights.writers import write_json
 
 SECONDS = 0.15
 """Each candidate's turn in a round."""

@@ -36,9 +36,9 @@ from vitrail.runtime import pick_device, warn_once
 from vitrail.runtime.amx import ISA_VARIABLE, WITHOUT_AMX, check_bfloat16, disable_broken_amx
 from vitrail.runtime.cores import usable_cores
 from vitrail.runtime.cpu import detect_cpu
-from vitrail.weights.locate import Found
+from vitrail.weights.loading import load_checkpoint
+from vitrail.weights.locate import ModelLocation
 from vitrail.weights.model_info import ModelInfo
-from vitrail.weights.opening import open_checkpoint
 
 # B images, H x W pixels, C channels, K outputs
 
@@ -167,7 +167,7 @@ def open_engine(
     and agrees with the model, with int8 scales from the images of `calibrate` where there are any. An
     exported file brings its own. For another engine than torch a model is exported first, once: the
     files are kept. `threads` are all cores it may use, `lanes` how many calls will be made side by side.
-    `options` are those of `open_checkpoint`.
+    `options` are those of `load_checkpoint`.
     """
     if engine is not None and engine not in ENGINES:
         raise ConfigError(f"no engine {engine!r}{nearest(engine, ENGINES)}")
@@ -177,8 +177,8 @@ def open_engine(
         from vitrail.export import choose  # which opens files itself
 
         return choose.opened(Path(source), engine, threads, lanes)
-    if isinstance(source, str | Path | Found):
-        net, info = open_checkpoint(source, **options)
+    if isinstance(source, str | Path | ModelLocation):
+        net, info = load_checkpoint(source, **options)
     else:
         net, info = source.net, source.info
     target = pick_device(device)

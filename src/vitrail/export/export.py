@@ -21,8 +21,8 @@ from vitrail.export.packaged import traced
 from vitrail.export.sheet import Sheet
 from vitrail.export.workplace import workplace
 from vitrail.models import Net
-from vitrail.weights.model_info import portable
-from vitrail.weights.write import explained, sync, write_json
+from vitrail.weights.model_info import strip_local_folders
+from vitrail.weights.writers import explain_write_errors, fsync, write_json
 
 CALIBRATED = 4
 """Images at a time while calibrating: every product's activations are kept meanwhile."""
@@ -79,7 +79,9 @@ def export(
     """
     free(path, overwrite)
     parameters = sum(p.numel() for p in net.parameters())
-    sheet = replace(sheet, parameters=parameters, info=sheet.info.replace(origin=portable(sheet.info.origin)))
+    sheet = replace(
+        sheet, parameters=parameters, info=sheet.info.replace(origin=strip_local_folders(sheet.info.origin))
+    )
     if calibration and sheet.precision == "int8" and 4 * parameters > formats.LARGEST:
         raise ModelError(
             f"{4 * parameters / 1e9:.1f} GB of weights are too many to be calibrated for int8, {formats.LARGEST / 1e9} "
@@ -90,7 +92,7 @@ def export(
         step("tracing")
         program = bridge or traced(net, sheet)
         step("calibrating and writing" if calibration else "writing")
-        with explained(path):
+        with explain_write_errors(path):
             notes = formats.write(program, sheet, there, calibrating(sheet, calibration))
         del program
         step("comparing")
@@ -106,7 +108,7 @@ def export(
         made = Exported(path, sheet, found, size, (*notes, *found.notes))
         write_json(report_of(there), made.to_dict())
         del engine
-        with explained(path):
+        with explain_write_errors(path):
             _move(there, path)
     return made
 
@@ -146,8 +148,8 @@ def _move(there: Path, path: Path) -> None:
     """The file that is opened comes last: what it needs is there before it."""
     for new, final in zip(finished(there), finished(path), strict=True):
         if new.exists():
-            sync(new)
+            fsync(new)
             new.replace(final)
         elif final.exists():  # of an export that was replaced
             final.unlink()
-    sync(path.absolute().parent)
+    fsync(path.absolute().parent)

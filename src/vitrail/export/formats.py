@@ -18,7 +18,7 @@ from vitrail.export.program import first_line as first_line
 from vitrail.export.program import read_archive, write_program
 from vitrail.export.quantize import quantize
 from vitrail.export.sheet import KEY, Sheet
-from vitrail.weights.sizes import check_image
+from vitrail.weights.size_limits import check_image_size
 
 LARGEST = 1_900_000_000
 """Bytes that one ONNX file can hold, nearly; beyond, the weights lie in a file beside it."""
@@ -144,7 +144,7 @@ def sheet_of(text: object, path: Path) -> Sheet:
         raise FormatError(f"{path} was not written by vitrail export: it does not say how its images are prepared.")
     try:
         sheet = Sheet.from_json(str(text))
-        check_image(sheet.info)
+        check_image_size(sheet.info)
         return sheet
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vitrail.runtime.locks import try_lock
-from vitrail.weights.write import explained
+from vitrail.weights.writers import explain_write_errors
 
 LOCK = "vitrail.lock"
 """Held as long as somebody works in a folder."""
@@ -20,11 +20,11 @@ LOCK = "vitrail.lock"
 def workplace(path: Path) -> Iterator[Path]:
     """Where to make `path`; gone afterwards, however this ends."""
     _sweep(path)
-    with explained(path):
+    with explain_write_errors(path):
         folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.{os.getpid()}.", dir=path.parent))
     try:
         new = folder / ("new.lock" if os.name == "posix" else LOCK)  # elsewhere an open file cannot be renamed
-        with explained(path):
+        with explain_write_errors(path):
             lock = new.open("wb")
         with lock:
             try_lock(lock.fileno())

@@ -24,7 +24,7 @@ from vitrail.evaluate.scores import wilson_interval
 from vitrail.evaluate.summary import Evaluation, SizeResult
 from vitrail.explain.canvas import COLORS, FAINT, INK, QUIET, Arrays, blank, save, save_arrays, title
 from vitrail.explain.names import abbreviated, cut
-from vitrail.weights.write import write_json, write_text
+from vitrail.weights.writers import write_json, write_text
 
 FORMATS = ("png", "svg", "npz")
 MAX_MATRIX_CLASSES = 25

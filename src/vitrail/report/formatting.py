@@ -8,7 +8,7 @@ from typing import Any
 
 from vitrail.config import BiTConfig, pair
 from vitrail.models import Net
-from vitrail.weights.model_info import portable
+from vitrail.weights.model_info import strip_local_folders
 
 Config = Mapping[str, Any]
 Rows = list[tuple[str, str]]
@@ -100,9 +100,9 @@ def model_rows(net: Net) -> Rows:
 
 def run_rows(config: Config, multi_label: bool = False) -> Rows:
     """What it was taught and how. `several`: images have several labels, which the settings do not say."""
-    rows = [("Data", portable(str(config.get("data", {}).get("source", "–"))))]
+    rows = [("Data", strip_local_folders(str(config.get("data", {}).get("source", "–"))))]
     if config.get("init_from"):
-        rows.append(("Started from", portable(str(config["init_from"]))))
+        rows.append(("Started from", strip_local_folders(str(config["init_from"]))))
     rows += [
         ("Objective", describe_objective(config, multi_label)),
         ("Augmentation", describe_augmentation(config.get("augment", {}))),
@@ -128,7 +128,9 @@ def describe_objective(config: Config, multi_label: bool = False) -> str:
         parts.append("rare classes weigh more")
     if kind == "distill":
         distill = config.get("distill", {})
-        parts.append(f"{distill.get('kind', 'hard')} distillation from {portable(str(distill.get('teacher')))}")
+        parts.append(
+            f"{distill.get('kind', 'hard')} distillation from {strip_local_folders(str(distill.get('teacher')))}"
+        )
     return ", ".join(parts)
 
 

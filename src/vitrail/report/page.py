@@ -32,8 +32,8 @@ from vitrail.report.markup import Markup, join, tag
 from vitrail.report.png_figures import draw_charts, draw_confusion, save_image
 from vitrail.report.report_data import ReportData
 from vitrail.report.run_record import RunRecord, describe_difference, read_run
-from vitrail.weights.model_info import portable
-from vitrail.weights.write import write_text
+from vitrail.weights.model_info import strip_local_folders
+from vitrail.weights.writers import write_text
 
 MAX_LISTED_UNREADABLE = 200
 """Unreadable images that are named."""
@@ -264,7 +264,7 @@ def _evaluation_rows(report: ReportData) -> list[tuple[str, str]]:
 
 def _commands(report: ReportData) -> Markup:
     finished = (report.run.path / "model" / "config.json").exists()
-    folder = Path(portable(str(report.run.path)))
+    folder = Path(strip_local_folders(str(report.run.path)))
     model = folder / "model"
     steps = [
         ("Name what is in an image", f"vitrail predict --model {shlex.quote(str(model))} image.jpg"),
@@ -295,7 +295,7 @@ def _rerun_command(command: str, folder: Path) -> str:
 def _portable_word(word: str) -> str:
     """A word of a command; of --data=/home/me/photos or init_from=/home/me/x.npz the last part of the path."""
     name, equals, value = word.partition("=")
-    return f"{name}={portable(value)}" if equals else portable(word)
+    return f"{name}={strip_local_folders(value)}" if equals else strip_local_folders(word)
 
 
 def _unreadable_section(report: ReportData) -> Markup:

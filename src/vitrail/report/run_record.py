@@ -16,7 +16,7 @@ from vitrail.config import Duration
 from vitrail.config.format_version import current
 from vitrail.errors import ConfigError, NotFound
 from vitrail.train.log import Line, read_metrics
-from vitrail.weights.model_info import portable
+from vitrail.weights.model_info import strip_local_folders
 
 Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """Epochs (steps, where epochs are not known) and values; neither has a gap or a NaN."""
@@ -186,4 +186,4 @@ def describe_difference(run: RunRecord, other: RunRecord) -> str:
 def _format_setting(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
-    return "none" if value is None else portable(str(value))
+    return "none" if value is None else strip_local_folders(str(value))

@@ -17,7 +17,7 @@ from vitrail.explain.occlusion import GRID, grid_of
 from vitrail.export.engines import Engine, FileEngine, TorchEngine
 from vitrail.models import BiT, ViT
 from vitrail.models.base import evaluating
-from vitrail.weights.files import unmapped
+from vitrail.weights.archive import unmap_weights
 
 # B images, H W C pixels
 
@@ -38,7 +38,7 @@ class Served:
         self.engine, self.model, self.info, self.alone = engine, model, engine.info, alone
         nets = [engine.net] if isinstance(engine, TorchEngine) else []
         for net in nets if model is None or model.net in nets else [*nets, model.net]:
-            unmapped(net)
+            unmap_weights(net)
         self.preprocess = Preprocess(self.info.preprocess)
         self.name = name or self.info.title
 

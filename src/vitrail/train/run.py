@@ -26,7 +26,7 @@ from vitrail.config.format_version import VERSION, current
 from vitrail.errors import CheckpointError, TrainError
 from vitrail.runtime import warn_once
 from vitrail.runtime.locks import lock_within
-from vitrail.weights.write import write_json
+from vitrail.weights.writers import write_json
 
 SOON, RESTART = 2.0, 60.0
 """Seconds that a run waits for another process to leave its folder: one that was killed a moment ago, and, where

@@ -16,9 +16,16 @@ from vitrail.runtime import warn_once
 from vitrail.train.parallel import Ranks
 from vitrail.train.same_data import Described, check_data, check_splits, describe_data
 from vitrail.train.state import Progress
-from vitrail.weights.files import unmapped
-from vitrail.weights.model_info import FINE_TUNED, TRAINED, ModelInfo, channels_for, portable, sized
-from vitrail.weights.opening import adapted, open_checkpoint
+from vitrail.weights.archive import unmap_weights
+from vitrail.weights.loading import adapt_model, load_checkpoint
+from vitrail.weights.model_info import (
+    FINE_TUNED_PREFIX,
+    TRAINED_PREFIX,
+    ModelInfo,
+    preprocess_for_channels,
+    preprocess_for_size,
+    strip_local_folders,
+)
 
 AnyConfig = ViTConfig | BiTConfig
 
@@ -98,21 +105,21 @@ def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelIn
     """A checkpoint with a new head of zeros, unless it knows these very classes already."""
     assert config.init_from is not None
     changes = _trained_differently(config.model)
-    net, info = open_checkpoint(config.init_from, image_size=config.image_size, changes=changes)
-    unmapped(net)  # what is not trained would stay in the file for as long as the run takes
+    net, info = load_checkpoint(config.init_from, image_size=config.image_size, overrides=changes)
+    unmap_weights(net)  # what is not trained would stay in the file for as long as the run takes
     warn_once(info.notes, about=info.origin or config.init_from)
     before = net.config
     if info.labels != labels or info.task != "classify":
-        net, info = adapted(net, info, num_classes=0)
+        net, info = adapt_model(net, info, num_classes=0)
         if labels:
-            net, info = adapted(net, info, num_classes=len(labels))
+            net, info = adapt_model(net, info, num_classes=len(labels))
     if config.model is not None:
         _check_same(
             config.model if config.image_size is None else config.model.replace(image_size=config.image_size),
             before,
             net.config,
         )
-    origin = f"{FINE_TUNED}{info.name or portable(info.origin or config.init_from)}"
+    origin = f"{FINE_TUNED_PREFIX}{info.name or strip_local_folders(info.origin or config.init_from)}"
     return net, info.replace(labels=labels or None, origin=origin, notes=())
 
 
@@ -144,7 +151,7 @@ def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo
         labels=labels or None,
         family=family,
         task="classify" if labels else "embed",
-        origin=f"{TRAINED}{portable(config.data.source)}",
+        origin=f"{TRAINED_PREFIX}{strip_local_folders(config.data.source)}",
     )
     return net, info
 
@@ -154,8 +161,8 @@ def _usual(model: AnyConfig) -> PreprocessConfig:
     size = pair(model.image_size)
     usual = PreprocessConfig(image_size=224, resize="short", resize_to=256, interpolation="bicubic")
     if min(size) < 96:
-        return channels_for(usual.replace(image_size=size, resize_to=None), model.channels)
-    return sized(usual, size, model.channels)
+        return preprocess_for_channels(usual.replace(image_size=size, resize_to=None), model.channels)
+    return preprocess_for_size(usual, size, model.channels)
 
 
 def _with_classes(model: AnyConfig, num_classes: int) -> AnyConfig:

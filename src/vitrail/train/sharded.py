@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vitrail.errors import CheckpointError
 from vitrail.train.parallel import Ranks, reason_of
-from vitrail.weights.write import explained
+from vitrail.weights.writers import explain_write_errors
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -34,7 +34,7 @@ def save_sharded(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
         with _alone_is_fine():
             save(dict(tensors), storage_writer=writer, process_group=ranks.saving)
     except CheckpointException as error:
-        with explained(folder):
+        with explain_write_errors(folder):
             raise _inside(error) from None
 
 

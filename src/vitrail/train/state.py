@@ -38,7 +38,7 @@ from vitrail.errors import CheckpointError
 from vitrail.runtime import warn_once
 from vitrail.train.parallel import Ranks
 from vitrail.train.sharded import load_sharded, save_sharded, shards_of
-from vitrail.weights.write import about, new_folder, sync, write_json, write_safetensors
+from vitrail.weights.writers import fsync, new_folder, report_errors_for, write_json, write_safetensors
 
 Tensors = dict[str, Tensor]
 TENSORS, STATE, SHARDS, BEST, GENERATORS = "tensors.safetensors", "state.json", "shards", "best-", "generators"
@@ -244,10 +244,10 @@ class Checkpoints:
                     sums[TENSORS] = checksum(temporary / TENSORS)
                     write_json(temporary / STATE, {"format_version": VERSION, **state, "checksums": sums})
                     for file in sorted(temporary.rglob("*")):
-                        sync(file)
+                        fsync(file)
                     shutil.rmtree(path, ignore_errors=True)
                     os.replace(temporary, path)
-                    sync(self.folder)
+                    fsync(self.folder)
                     self._tidy()
                     self._write_best()
         finally:
@@ -259,7 +259,7 @@ class Checkpoints:
         """Every process gets through what stands inside, or all of them raise the same error."""
         problem = None
         try:
-            with about(temporary, path):
+            with report_errors_for(temporary, path):
                 yield
         except (CheckpointError, OSError) as error:
             problem = str(error)

@@ -38,7 +38,7 @@ from vitrail.train.parallel import Ranks, copy_into, network, part_of_step, unwr
 from vitrail.train.schedule import Schedule
 from vitrail.train.setup import Setup
 from vitrail.train.state import Progress, Tensors, prefixed, under
-from vitrail.weights.files import aligned
+from vitrail.weights.archive import align_tensor
 
 # b images of this process, C channels, H W pixels, K classes
 
@@ -278,7 +278,9 @@ class Trainer:
         """A network of its own with these weights, on the CPU in float32."""
         net = build(self.learner.net.config, skeleton=True)
         # Tensors read from a checkpoint are mapped, and lie anywhere.
-        net.load_state_dict({name: aligned(t.to("cpu", torch.float32)) for name, t in tensors.items()}, assign=True)
+        net.load_state_dict(
+            {name: align_tensor(t.to("cpu", torch.float32)) for name, t in tensors.items()}, assign=True
+        )
         return net.eval()
 
     def close(self) -> None:

@@ -17,17 +17,16 @@ from vitrail.errors import CheckpointError, FormatError, ModelError, NotFound, n
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import google, google_bit, open_clip
+from vitrail.weights.archive import Archive, align_tensor, open_archive
 from vitrail.weights.facebook import FACEBOOK
-from vitrail.weights.files import Archive, aligned, open_archive
+from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, summarize_names
 from vitrail.weights.format import Format
 from vitrail.weights.huggingface import HUGGINGFACE
 from vitrail.weights.huggingface_config import refuse_type
-from vitrail.weights.kinds import AGAIN, few, first_line
-from vitrail.weights.model_info import ModelInfo, conventions_of, usual_preprocess
+from vitrail.weights.model_info import ModelInfo, default_preprocess, family_conventions
 from vitrail.weights.native import NATIVE
-from vitrail.weights.rules import listed
-from vitrail.weights.sidecars import named
-from vitrail.weights.sizes import check_names, check_sizes
+from vitrail.weights.sidecars import stated_model
+from vitrail.weights.size_limits import check_names, check_sizes
 from vitrail.weights.timm import TIMM_FORMAT
 from vitrail.weights.torchvision import TORCHVISION
 from vitrail.weights.unsupported import refuse_architecture, refuse_tensors
@@ -43,17 +42,17 @@ FORMATS: tuple[Format, ...] = (
     *google_bit.FORMATS,
 )
 """In the order they are tried."""
-EXPORTED = (".onnx", ".pt2", ".xml")
+EXPORT_SUFFIXES = (".onnx", ".pt2", ".xml")
 """What `vitrail export` writes; no weights can be had from it."""
 _ELSEWHERE = "if that belongs to other weights, move these to a folder of their own."
 
 
-def recognize(archive: Archive, family: str | None = None) -> tuple[Format, Archive]:
+def detect_format(archive: Archive, family: str | None = None) -> tuple[Format, Archive]:
     """The format of these tensors, and the tensors under the names its table uses; what was left aside is noted.
 
     A sidecar that names a model decides. Without one the tensors do, and `family` settles what they leave open.
     """
-    said = named(archive)
+    said = stated_model(archive)
     try:
         if said.library == "timm":
             refuse_architecture(said.model)
@@ -67,18 +66,18 @@ def recognize(archive: Archive, family: str | None = None) -> tuple[Format, Arch
     for form in FORMATS:
         if said.library and form.name not in allowed:
             continue
-        prefix = form.recognize(archive)
+        prefix = form.detect(archive)
         if prefix is None:
             continue
         beside = [n for n in archive.tensors if not n.startswith(prefix)]
-        strange = [n for n in beside if not any(fnmatch.fnmatchcase(n, p) for p in form.outside)]
+        strange = [n for n in beside if not any(fnmatch.fnmatchcase(n, p) for p in form.ignored_outside)]
         if strange:
             raise FormatError(
                 f"{archive.source}: read as {form.name}, the tensors do not fit: left over beside {prefix!r} "
-                f"{listed(strange)}."
+                f"{summarize_names(strange, limit=8)}."
             )
-        aside = [f"left aside what stands beside {prefix!r}: {few(beside)}."] if beside else []
-        inside = archive.tensors.under(prefix).renamed(form.spelling)
+        aside = [f"left aside what stands beside {prefix!r}: {summarize_names(beside)}."] if beside else []
+        inside = archive.tensors.strip_prefix(prefix).rename(form.normalize_name)
         return form, replace(archive, tensors=inside, notes=[*archive.notes, *aside])
     names = list(archive.tensors)
     shown = f"({', '.join(names[:4])}, ... {len(names)} in all)"
@@ -95,7 +94,7 @@ def recognize(archive: Archive, family: str | None = None) -> tuple[Format, Arch
 
 def _hinted(archive: Archive, said: str) -> str:
     """With what to do about a sidecar that belongs to another file, or is missing beside a file of transformers."""
-    stated = named(archive)
+    stated = stated_model(archive)
     beside = stated.library in ("timm", "huggingface") and stated.file not in archive.metadata
     if beside and "left over" in said:
         return f"{said} {stated.file} says that this is {stated.library}'s {stated.model}; {_ELSEWHERE}"
@@ -109,29 +108,29 @@ def read(
     section: str | None = None,
     family: str | None = None,
     dtype: torch.dtype | None = torch.float32,
-    finite: bool = True,
-    changes: Mapping[str, Any] | None = None,
+    check_finite: bool = True,
+    overrides: Mapping[str, Any] | None = None,
 ) -> tuple[Net, ModelInfo]:
     """Network (in evaluation mode) and info from a file or folder, or from one that is open.
 
     Tensors are mapped from the file where their layout and address allow, else copied. `dtype=None`
-    keeps what is stored; `finite=False` lets NaN and infinity pass; `family` settles what the file does
+    keeps what is stored; `check_finite=False` lets NaN and infinity pass; `family` settles what the file does
     not say; `changes` override fields of the config (activation="gelu-quick"), and stand in for those the
     file cannot tell (num_heads=4, image_size=(224, 448)).
     """
-    if not isinstance(path, Archive) and Path(path).suffix.lower() in EXPORTED and Path(path).is_file():
+    if not isinstance(path, Archive) and Path(path).suffix.lower() in EXPORT_SUFFIXES and Path(path).is_file():
         raise CheckpointError(
             f"{path} is exported: it can be run, but not looked into, changed or trained; "
             "take the checkpoint it was made from."
         )
     family = _known(family)
     with closing(path if isinstance(path, Archive) else open_archive(path, section=section)) as opened:
-        form, archive = recognize(_headed(opened), family)
-        archive.told.update(changes or {}, **({"family": family} if family else {}))
+        form, archive = detect_format(_headed(opened), family)
+        archive.hints.update(overrides or {}, **({"family": family} if family else {}))
         with _reading(form, archive):
             check_names(archive.tensors)
-            info = form.describe(archive)
-        info = _settled(info, family, changes or {})
+            info = form.infer_info(archive)
+        info = _settled(info, family, overrides or {})
         with _reading(form, archive):
             check_sizes(info, archive.tensors)
             net = build(info.config, skeleton=True)
@@ -142,15 +141,15 @@ def read(
             f"{archive.source}: its weights are {', '.join(sorted(whole))}: quantized, with scales that vitrail does "
             "not read; take the floating-point weights they were made from."
         )
-    if finite:
+    if check_finite:
         _check_finite(state, archive.source)
     if dtype is not None:
         state = {name: t.to(dtype) for name, t in state.items()}
         if stored != {dtype}:
             kinds = ", ".join(sorted(str(d).removeprefix("torch.") for d in stored))
-            info = info.noting(f"stored as {kinds}, loaded as {str(dtype).removeprefix('torch.')}.")
-    net.load_state_dict({name: aligned(t) for name, t in state.items()}, assign=True)
-    return net.eval(), info.noting(*archive.notes)
+            info = info.with_notes(f"stored as {kinds}, loaded as {str(dtype).removeprefix('torch.')}.")
+    net.load_state_dict({name: align_tensor(t) for name, t in state.items()}, assign=True)
+    return net.eval(), info.with_notes(*archive.notes)
 
 
 def write(
@@ -164,7 +163,7 @@ def write(
 ) -> list[str]:
     """Write in a format by name, or raise Inexpressible before anything is written; what to say aloud comes back."""
     form = format_for(to, info)
-    form.check(info, approximate)
+    form.check_writable(info, approximate)
     _check_shapes(net, info)
     theirs = form.table(info.config).write(net.state_dict(), info.config)
     assert form.write is not None
@@ -191,7 +190,7 @@ def format_for(name: str, info: ModelInfo) -> Format:
     named = [f for f in FORMATS if f.name == name]
     if not named:
         raise NotFound(f"no format is called {name!r}{nearest(name, {f.name for f in FORMATS})}")
-    return next((f for f in named if not f.cannot(info)), named[0])
+    return next((f for f in named if not f.unsupported_parts(info)), named[0])
 
 
 def _headed(archive: Archive) -> Archive:
@@ -200,7 +199,9 @@ def _headed(archive: Archive) -> Archive:
     try:
         return replace(archive, sidecars=archive.sidecars | {name: json.loads(text) for name, text in named.items()})
     except ValueError as error:
-        raise CheckpointError(f"{archive.source}: its header is damaged ({first_line(error)}); {AGAIN}.") from None
+        raise CheckpointError(
+            f"{archive.source}: its header is damaged ({first_line(error)}); {DOWNLOAD_AGAIN}."
+        ) from None
 
 
 @contextmanager
@@ -239,9 +240,9 @@ def _settled(info: ModelInfo, family: str | None, changes: Mapping[str, Any]) ->
     info = info.replace(notes=tuple(n for n in info.notes if "preprocessing" not in n))
     if family == info.family:  # nothing new
         return info
-    fixed = {k: v for k, v in conventions_of(family, info.config).items() if k not in changes}
+    fixed = {k: v for k, v in family_conventions(family, info.config).items() if k not in changes}
     config = info.config.replace(**fixed)
-    return info.replace(config=config, family=family, preprocess=usual_preprocess(family, config))
+    return info.replace(config=config, family=family, preprocess=default_preprocess(family, config))
 
 
 @torch.no_grad()
@@ -252,5 +253,5 @@ def _check_finite(state: Mapping[str, Tensor], source: str) -> None:
         shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         raise CheckpointError(
             f"{source}: {shown} hold NaN or infinity: a damaged file or a diverged run; "
-            "an earlier checkpoint may be whole (finite=False loads it all the same)."
+            "an earlier checkpoint may be whole (check_finite=False loads it all the same)."
         )

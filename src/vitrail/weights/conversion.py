@@ -21,23 +21,23 @@ class Conversion:
 
     to: str
     """The format."""
-    tensors: int
+    num_tensors: int
     """How many were compared."""
-    drift: tuple[str, ...]
+    inexact_conventions: tuple[str, ...]
     """Conventions that the format cannot state: its library computes slightly different numbers."""
     lost: tuple[str, ...]
     """What the file does not say, so that its next reader assumes something else."""
-    written: tuple[str, ...] = ()
+    writer_notes: tuple[str, ...] = ()
     """Further notes of the writer, such as a type that was widened."""
 
     @property
     def notes(self) -> list[str]:
         """All of it, as sentences for people."""
         return [
-            *self.written,
+            *self.writer_notes,
             *(
                 f"{self.to}'s format cannot state {what}; its library computes slightly different numbers."
-                for what in self.drift
+                for what in self.inexact_conventions
             ),
             *(f"{self.to}'s format does not carry {what}; who reads it must be told." for what in self.lost),
         ]
@@ -61,14 +61,14 @@ def convert(
     again, back, unsaid = _read_back(Path(path).expanduser(), info)
     return Conversion(
         to=to,
-        tensors=_compared(net, again, path),
-        drift=tuple(checkpoint.format_for(to, info).drift(info)),
-        lost=(*unsaid, *lost(info, back)),
-        written=tuple(written),
+        num_tensors=_compared(net, again, path),
+        inexact_conventions=tuple(checkpoint.format_for(to, info).inexact_conventions(info)),
+        lost=(*unsaid, *lost_information(info, back)),
+        writer_notes=tuple(written),
     )
 
 
-def lost(info: ModelInfo, back: ModelInfo) -> list[str]:
+def lost_information(info: ModelInfo, back: ModelInfo) -> list[str]:
     """What a model info said before writing that the info read back does not say."""
     found = []
     if info.labels is not None and back.labels != info.labels:
@@ -94,9 +94,9 @@ def _read_back(path: Path, info: ModelInfo) -> tuple[Net, ModelInfo, list[str]]:
     """The network and info as read from the file alone; where that is not enough, told its family, which is a loss."""
     told = {"num_heads": info.config.num_heads} if isinstance(info.config, ViTConfig) else {}  # a bare file may not say
     try:
-        net, back = checkpoint.read(path, dtype=None, finite=False, changes=told)
+        net, back = checkpoint.read(path, dtype=None, check_finite=False, overrides=told)
     except FormatError:
-        net, back = checkpoint.read(path, dtype=None, finite=False, changes=told, family=info.family)
+        net, back = checkpoint.read(path, dtype=None, check_finite=False, overrides=told, family=info.family)
         return net, back, [f"its family, without which it is not read (family={info.family})"]
     return net, back, []
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from vitrail.config import BiTConfig, ViTConfig
 from vitrail.models.variants import heads_for
 from vitrail.weights import timm
-from vitrail.weights.files import Archive
+from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import EDGE
-from vitrail.weights.model_info import ModelInfo, conventions_of, usual_preprocess
-from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKENS, AnyConfig, Rule, Table, both
-from vitrail.weights.write import write_torch
+from vitrail.weights.model_info import ModelInfo, default_preprocess, family_conventions
+from vitrail.weights.renaming import POSITION, POSITION_NAMES, TOKENS, AnyConfig, RenameTable, Rule, weight_and_bias
+from vitrail.weights.writers import write_torch
 
 OURS_TO_DINOV2 = {"reg_token": "register_tokens", ".mlp.fc1.": ".mlp.w12.", ".mlp.fc2.": ".mlp.w3."}
 OURS_TO_DEIT3 = {".ls1.gamma": ".gamma_1", ".ls2.gamma": ".gamma_2"}
@@ -53,25 +53,25 @@ def _spelled(rules: list[Rule], spelling: Mapping[str, str]) -> list[Rule]:
     return [replace(r, theirs=spell(r.theirs)) for r in rules if isinstance(r.theirs, str)]
 
 
-def table(config: AnyConfig) -> Table:
+def table(config: AnyConfig) -> RenameTable:
     assert isinstance(config, ViTConfig)
     # A token is the same normalized before or after it is picked; only MAE's mean has a norm of its own.
-    norm = both("fc_norm" if config.pool_norm == "after" and config.pool == "gap" else "norm", "norm")
+    norm = weight_and_bias("fc_norm" if config.pool_norm == "after" and config.pool == "gap" else "norm", "norm")
     placed = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
     rules = [*timm.TOKENS_RULES, *placed, *timm.ENDS, *norm, *timm.BLOCK]
     code = code_of(config)
     if code == "DeiT-III":
-        return Table(f"facebook ({code})", _spelled(rules, OURS_TO_DEIT3))
+        return RenameTable(f"facebook ({code})", _spelled(rules, OURS_TO_DEIT3))
     if code == "DINOv2":
         swiglu = config.activation == "swiglu"
         spelling = {k: v for k, v in OURS_TO_DINOV2.items() if swiglu or "mlp" not in k}
-        return Table(f"facebook ({code})", _spelled(rules, spelling), ("mask_token",))
-    return Table(f"facebook ({code})", rules, MAE_DECODER)
+        return RenameTable(f"facebook ({code})", _spelled(rules, spelling), ("mask_token",))
+    return RenameTable(f"facebook ({code})", rules, MAE_DECODER)
 
 
 def recognize(archive: Archive) -> str | None:
     for prefix in ("", "module.", "backbone.", "module.backbone."):
-        names = archive.under(prefix).tensors
+        names = archive.strip_prefix(prefix).tensors
         if "cls_token" not in names or "patch_embed.proj.weight" not in names:
             continue
         head = prefix.replace("backbone.", "head.last_layer.")  # DINO's, beside its backbone
@@ -95,14 +95,14 @@ def describe(archive: Archive) -> ModelInfo:
             name = name.replace(theirs, timms)
         return name
 
-    info = timm.describe(replace(archive, tensors=archive.tensors.renamed(as_timm), sidecars={}))
+    info = timm.describe(replace(archive, tensors=archive.tensors.rename(as_timm), sidecars={}))
     assert isinstance(info.config, ViTConfig)
     family = _family(archive, info.config)
-    config = info.config.replace(**conventions_of(family, info.config))
+    config = info.config.replace(**family_conventions(family, info.config))
     notes = [n for n in info.notes if "preprocessing" not in n]
     if any(name.startswith("decoder_") for name in archive.tensors):
         notes.append("left aside: the decoder.")
-    return info.replace(config=config, family=family, preprocess=usual_preprocess(family, config), notes=tuple(notes))
+    return info.replace(config=config, family=family, preprocess=default_preprocess(family, config), notes=tuple(notes))
 
 
 def _family(archive: Archive, config: ViTConfig) -> str:
@@ -177,12 +177,12 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
 
 FACEBOOK = Format(
     name="facebook",
-    recognize=recognize,
-    describe=describe,
+    detect=recognize,
+    infer_info=describe,
     table=table,
     write=write,
-    cannot=cannot,
-    drift=drift,
-    outside=("head.*", "module.head.*", "dino_head.*", "ibot_head.*", "dino_loss.*", "ibot_patch_loss.*"),
-    spelling=unchunked,
+    unsupported_parts=cannot,
+    inexact_conventions=drift,
+    ignored_outside=("head.*", "module.head.*", "dino_head.*", "ibot_head.*", "dino_loss.*", "ibot_patch_loss.*"),
+    normalize_name=unchunked,
 )

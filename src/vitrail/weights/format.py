@@ -11,20 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from vitrail.errors import Inexpressible
-from vitrail.weights.files import Archive
+from vitrail.weights.archive import Archive
 from vitrail.weights.model_info import ModelInfo
-from vitrail.weights.rules import AnyConfig, Table
+from vitrail.weights.renaming import AnyConfig, RenameTable
 
-Write = Callable[[Path, Mapping[str, Tensor], ModelInfo, bool], list[str] | None]
+Writer = Callable[[Path, Mapping[str, Tensor], ModelInfo, bool], list[str] | None]
 """Path, their tensors, info, overwrite -> what to say aloud, if anything."""
 
 
-def headed(sidecars: Mapping[str, Any]) -> dict[str, str]:
+def header_metadata(sidecars: Mapping[str, Any]) -> dict[str, str]:
     """The header of a safetensors file that stands alone: the JSON files that would lie beside it, by name."""
     return {"format": "pt", **{name: json.dumps(value) for name, value in sidecars.items()}}
 
 
-def nothing(_: ModelInfo) -> list[str]:
+def no_parts(_: ModelInfo) -> list[str]:
     return []
 
 
@@ -34,32 +34,32 @@ class Format:
 
     name: str
     """What `--to` takes and messages say."""
-    recognize: Callable[[Archive], str | None]
+    detect: Callable[[Archive], str | None]
     """The prefix its names stand under ("" for none), from the names and shapes alone; None: not this."""
-    describe: Callable[[Archive], ModelInfo]
+    infer_info: Callable[[Archive], ModelInfo]
     """Config, preprocessing and labels, from shapes and sidecars; names come without the prefix."""
-    table: Callable[[AnyConfig], Table]
+    table: Callable[[AnyConfig], RenameTable]
     """The rename table for a network of this config."""
-    write: Write | None = None
+    write: Writer | None = None
     """Path, their tensors, info, overwrite -> files. None: read only."""
-    cannot: Callable[[ModelInfo], list[str]] = nothing
+    unsupported_parts: Callable[[ModelInfo], list[str]] = no_parts
     """Parts of a model the format has no place for, by name."""
-    drift: Callable[[ModelInfo], list[str]] = nothing
+    inexact_conventions: Callable[[ModelInfo], list[str]] = no_parts
     """Conventions the format cannot state: the tensors fit, the other library's numbers differ a little."""
 
-    outside: tuple[str, ...] = ()
+    ignored_outside: tuple[str, ...] = ()
     """Patterns of tensors that may stand beside the prefix: heads of other tasks, text towers."""
 
-    spelling: Callable[[str], str] = str
+    normalize_name: Callable[[str], str] = str
     """Applied to their names, after the prefix is gone, before anything else reads them."""
 
-    def check(self, info: ModelInfo, approximate: bool = False) -> None:
+    def check_writable(self, info: ModelInfo, approximate: bool = False) -> None:
         """Raise Inexpressible where this model does not fit; small drifts pass if told so."""
         if self.write is None:
             raise Inexpressible(f"{self.name} files can be read, not written.")
-        if parts := self.cannot(info):
+        if parts := self.unsupported_parts(info):
             raise Inexpressible(f"{self.name}'s format has no place for {_and(parts)}.")
-        if (drifts := self.drift(info)) and not approximate:
+        if (drifts := self.inexact_conventions(info)) and not approximate:
             raise Inexpressible(
                 f"{self.name}'s format cannot state {_and(drifts)}; its library would compute slightly "
                 "different numbers. Pass --approximate (approximate=True) to write it all the same."

@@ -21,24 +21,24 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.errors import FormatError
-from vitrail.weights.files import Archive
-from vitrail.weights.format import Format, Write
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
-from vitrail.weights.rules import (
-    HWIO,
+from vitrail.weights.archive import Archive
+from vitrail.weights.format import Format, Writer
+from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.renaming import (
+    CLASS_TOKEN,
+    HWIO_TO_OIHW,
+    IDENTITY,
     POSITION,
     POSITION_NAMES,
-    SAME,
-    TOKEN,
-    TRANSPOSED,
+    TRANSPOSE,
     AnyConfig,
+    RenameTable,
     Rule,
-    Table,
-    Via,
+    Transform,
     as_vit,
-    one,
+    single_tensor,
 )
-from vitrail.weights.write import write_npz
+from vitrail.weights.writers import write_npz
 
 # D width, H heads, K = D // H, N patches
 
@@ -109,30 +109,30 @@ def big_vision_spelling(name: str) -> str:
     return "pos_embedding" if name == "Transformer/pos_embedding" else name
 
 
-HEADS_KERNEL = Via(
+HEADS_KERNEL = Transform(
     lambda t, _: [torch.cat([k.flatten(1).mT for k in t])],
     lambda t, c: [k.mT.unflatten(1, (as_vit(c).num_heads, -1)) for k in t[0].split(as_vit(c).width)],
 )
 """D H K for each of query, key and value that is there <-> one above the other, each D D."""
-HEADS_BIAS = Via(
+HEADS_BIAS = Transform(
     lambda t, _: [torch.cat([b.flatten() for b in t])],
     lambda t, c: [b.unflatten(0, (as_vit(c).num_heads, -1)) for b in t[0].split(as_vit(c).width)],
 )
-OUT_KERNEL = Via(
+OUT_KERNEL = Transform(
     lambda t, _: [t[0].flatten(0, 1).mT],
     lambda t, c: [t[0].mT.unflatten(0, (as_vit(c).num_heads, -1))],
 )
 """H K D <-> D D."""
-GROUP_NORM = one(lambda t: t.reshape(-1), lambda t: t)
+GROUP_NORM = single_tensor(lambda t: t.reshape(-1), lambda t: t)
 """C; Flax before 0.3.6 wrote 1 1 1 C."""
 
 
-def norm(theirs: str, ours: str, via: Via = SAME) -> list[Rule]:
+def norm(theirs: str, ours: str, via: Transform = IDENTITY) -> list[Rule]:
     return [Rule(f"{theirs}/scale", f"{ours}.weight", via), Rule(f"{theirs}/bias", f"{ours}.bias", via)]
 
 
 def dense(theirs: str, ours: str) -> list[Rule]:
-    return [Rule(f"{theirs}/kernel", f"{ours}.weight", TRANSPOSED), Rule(f"{theirs}/bias", f"{ours}.bias")]
+    return [Rule(f"{theirs}/kernel", f"{ours}.weight", TRANSPOSE), Rule(f"{theirs}/bias", f"{ours}.bias")]
 
 
 def asking(theirs: str, parts: Sequence[str], ours: str) -> list[Rule]:
@@ -149,15 +149,15 @@ def answer(theirs: str, ours: str) -> list[Rule]:
 
 
 ENDS = [
-    Rule("embedding/kernel", "patch.weight", HWIO),
+    Rule("embedding/kernel", "patch.weight", HWIO_TO_OIHW),
     Rule("embedding/bias", "patch.bias"),
-    Rule("cls", "class_token", TOKEN),
+    Rule("cls", "class_token", CLASS_TOKEN),
     *norm("Transformer/encoder_norm", "norm"),
     *dense("pre_logits", "pre_logits"),
     *dense("head", "head"),
 ]
 MAP = [
-    Rule("MAPHead_0/probe", "pool.probe", TOKEN),
+    Rule("MAPHead_0/probe", "pool.probe", CLASS_TOKEN),
     *asking("MAPHead_0/MultiHeadDotProductAttention_0", ["query"], "pool.q"),
     *asking("MAPHead_0/MultiHeadDotProductAttention_0", ["key", "value"], "pool.kv"),
     *answer("MAPHead_0/MultiHeadDotProductAttention_0", "pool.out"),
@@ -167,11 +167,11 @@ MAP = [
 ]
 UNIT, OUR_UNIT = "block{s1}/unit{u1}/", "stem.stages.{s}.{u}."
 STEM = [
-    Rule("conv_root/kernel", "stem.root.conv.weight", HWIO),
+    Rule("conv_root/kernel", "stem.root.conv.weight", HWIO_TO_OIHW),
     *norm("gn_root", "stem.root.norm", GROUP_NORM),
-    *(Rule(f"{UNIT}conv{n}/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO) for n in (1, 2, 3)),
+    *(Rule(f"{UNIT}conv{n}/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO_TO_OIHW) for n in (1, 2, 3)),
     *(rule for n in (1, 2, 3) for rule in norm(f"{UNIT}gn{n}", f"{OUR_UNIT}norm{n}", GROUP_NORM)),
-    Rule(f"{UNIT}conv_proj/kernel", f"{OUR_UNIT}project.conv.weight", HWIO),
+    Rule(f"{UNIT}conv_proj/kernel", f"{OUR_UNIT}project.conv.weight", HWIO_TO_OIHW),
     *norm(f"{UNIT}gn_proj", f"{OUR_UNIT}project.norm", GROUP_NORM),
 ]
 
@@ -192,21 +192,21 @@ def stacked(rule: Rule, depth: int) -> Rule:
     """A rule for one block -> a rule for all of them, stacked along a first axis on their side."""
 
     def read(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
-        return [rule.via.read(layer, config)[0] for layer in zip(*tensors, strict=True)]
+        return [rule.transform.read(layer, config)[0] for layer in zip(*tensors, strict=True)]
 
     def write(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
-        layers = [rule.via.write([t], config) for t in tensors]
+        layers = [rule.transform.write([t], config) for t in tensors]
         return [torch.stack(parts) for parts in zip(*layers, strict=True)]
 
-    return Rule(rule.theirs, tuple(str(rule.ours).format(i=i) for i in range(depth)), Via(read, write))
+    return Rule(rule.theirs, tuple(str(rule.ours).format(i=i) for i in range(depth)), Transform(read, write))
 
 
-def table(naming: Naming, config: AnyConfig) -> Table:
+def table(naming: Naming, config: AnyConfig) -> RenameTable:
     rules = blocks(naming)
     if naming.stacked:
         rules = [stacked(rule, as_vit(config).depth) for rule in rules]
     position = Rule(naming.position, POSITION_NAMES, POSITION)
-    return Table(naming.name, [*ENDS, position, *(STEM if naming.original else MAP), *rules], OUTSIDE)
+    return RenameTable(naming.name, [*ENDS, position, *(STEM if naming.original else MAP), *rules], OUTSIDE)
 
 
 def recognize(naming: Naming, archive: Archive) -> str | None:
@@ -262,7 +262,7 @@ def describe(naming: Naming, archive: Archive) -> ModelInfo:
         notes.append("the head is zero, as in some published ImageNet-21k files: its classes mean nothing.")
     return ModelInfo(
         config=config,
-        preprocess=usual_preprocess(naming.family, config),
+        preprocess=default_preprocess(naming.family, config),
         family=naming.family,
         task="classify" if config.num_classes and not naming.tower else "embed",
         origin=archive.source,
@@ -306,7 +306,7 @@ def _position(naming: Naming, shapes: Shapes, options: Mapping[str, Any]) -> tup
     """Kind of position and image size, and what was assumed about them."""
     stride = options["stem"].stride if options["stem"] else 1
     sides = [side * stride for side in options["patch_size"]]  # pixels of the image under one patch
-    told = shapes.archive.told.get("image_size")
+    told = shapes.archive.hints.get("image_size")
     if naming.position not in shapes:
         image = pair(told) if told else tuple(max(round(224 / side), 1) * side for side in sides)
         note = f"no positions are stored, so neither is the image's size: {image[0]}x{image[1]} assumed."
@@ -396,7 +396,7 @@ def drift(info: ModelInfo) -> list[str]:
     return [name for name, there in parts.items() if there]
 
 
-def writer(prefix: str) -> Write:
+def writer(prefix: str) -> Writer:
     def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> list[str]:
         """One .npz, in C order as the originals' arrays are."""
         return write_npz(path, {prefix + name: t.contiguous() for name, t in tensors.items()}, overwrite=overwrite)
@@ -404,17 +404,17 @@ def writer(prefix: str) -> Write:
     return write
 
 
-def format_of(naming: Naming, spelling: Callable[[str], str], write: Write | None = None) -> Format:
+def format_of(naming: Naming, spelling: Callable[[str], str], write: Writer | None = None) -> Format:
     return Format(
         name=naming.name,
-        recognize=partial(recognize, naming),
-        describe=partial(describe, naming),
+        detect=partial(recognize, naming),
+        infer_info=partial(describe, naming),
         table=partial(table, naming),
         write=write,
-        cannot=partial(cannot, naming),
-        drift=drift,
-        outside=OUTSIDE,
-        spelling=spelling,
+        unsupported_parts=partial(cannot, naming),
+        inexact_conventions=drift,
+        ignored_outside=OUTSIDE,
+        normalize_name=spelling,
     )
 
 

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.weights.files import Archive
+from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import OUTSIDE, Shapes, dense, norm, writer
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
-from vitrail.weights.rules import FLAT, HWIO, AnyConfig, Rule, Table, one
+from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.renaming import FLATTEN, HWIO_TO_OIHW, AnyConfig, RenameTable, Rule, single_tensor
 
 # C channels of the last map
 
@@ -21,7 +21,7 @@ ASSUMED = 224
 """A file of convolutions does not say how large its images were."""
 
 UNIT, OUR_UNIT = "block{s1}/unit{u1:02d}/", "stages.{s}.{u}."
-HEAD = one(lambda t: t.flatten(0, 2).mT, lambda t: t.mT[None, None])
+HEAD = single_tensor(lambda t: t.flatten(0, 2).mT, lambda t: t.mT[None, None])
 """1 1 C classes, a convolution <-> a matrix."""
 
 
@@ -31,13 +31,13 @@ def _paper_norm(theirs: str, ours: str) -> list[Rule]:
 
 def _paper_step(letter: str, n: int) -> list[Rule]:
     """One of a unit's three norms and the convolution after it."""
-    kernel = Rule(f"{UNIT}{letter}/standardized_conv2d/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO)
+    kernel = Rule(f"{UNIT}{letter}/standardized_conv2d/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO_TO_OIHW)
     return [*_paper_norm(f"{UNIT}{letter}/group_norm", f"{OUR_UNIT}norm{n}"), kernel]
 
 
 def _big_vision_step(n: int) -> list[Rule]:
-    kernel = Rule(f"{UNIT}conv{n}/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO)
-    return [*norm(f"{UNIT}gn{n}", f"{OUR_UNIT}norm{n}", FLAT), kernel]
+    kernel = Rule(f"{UNIT}conv{n}/kernel", f"{OUR_UNIT}conv{n}.weight", HWIO_TO_OIHW)
+    return [*norm(f"{UNIT}gn{n}", f"{OUR_UNIT}norm{n}", FLATTEN), kernel]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,11 @@ PAPER = Naming(
     rank=4,
     root_pad="zero",
     rules=[
-        Rule("root_block/standardized_conv2d/kernel", "root.weight", HWIO),
+        Rule("root_block/standardized_conv2d/kernel", "root.weight", HWIO_TO_OIHW),
         *_paper_step("a", 1),
         *_paper_step("b", 2),
         *_paper_step("c", 3),
-        Rule(f"{UNIT}a/proj/standardized_conv2d/kernel", f"{OUR_UNIT}project.weight", HWIO),
+        Rule(f"{UNIT}a/proj/standardized_conv2d/kernel", f"{OUR_UNIT}project.weight", HWIO_TO_OIHW),
         *_paper_norm("group_norm", "norm"),
         Rule("head/conv2d/kernel", "head.weight", HEAD),
         Rule("head/conv2d/bias", "head.bias"),
@@ -86,12 +86,12 @@ BIG = Naming(
     rank=2,
     root_pad="none",
     rules=[
-        Rule("root_block/conv_root/kernel", "root.weight", HWIO),
+        Rule("root_block/conv_root/kernel", "root.weight", HWIO_TO_OIHW),
         *_big_vision_step(1),
         *_big_vision_step(2),
         *_big_vision_step(3),
-        Rule(f"{UNIT}conv_proj/kernel", f"{OUR_UNIT}project.weight", HWIO),
-        *norm("norm-pre-head", "norm", FLAT),
+        Rule(f"{UNIT}conv_proj/kernel", f"{OUR_UNIT}project.weight", HWIO_TO_OIHW),
+        *norm("norm-pre-head", "norm", FLATTEN),
         *dense("head", "head"),
     ],
 )
@@ -124,7 +124,7 @@ def describe(naming: Naming, archive: Archive) -> ModelInfo:
     config = BiTConfig(**options)
     return ModelInfo(
         config=config,
-        preprocess=usual_preprocess("BiT", config),
+        preprocess=default_preprocess("BiT", config),
         family="BiT",
         task="classify" if config.num_classes else "embed",
         origin=archive.source,
@@ -132,8 +132,8 @@ def describe(naming: Naming, archive: Archive) -> ModelInfo:
     )
 
 
-def table(naming: Naming, _: AnyConfig) -> Table:
-    return Table(naming.name, naming.rules, OUTSIDE)
+def table(naming: Naming, _: AnyConfig) -> RenameTable:
+    return RenameTable(naming.name, naming.rules, OUTSIDE)
 
 
 def cannot(info: ModelInfo) -> list[str]:
@@ -156,14 +156,14 @@ def drift(naming: Naming, info: ModelInfo) -> list[str]:
 def format_of(naming: Naming) -> Format:
     return Format(
         name=naming.name,
-        recognize=partial(recognize, naming),
-        describe=partial(describe, naming),
+        detect=partial(recognize, naming),
+        infer_info=partial(describe, naming),
         table=partial(table, naming),
         write=writer(naming.prefix),
-        cannot=cannot,
-        drift=partial(drift, naming),
-        outside=OUTSIDE,
-        spelling=spelling,
+        unsupported_parts=cannot,
+        inexact_conventions=partial(drift, naming),
+        ignored_outside=OUTSIDE,
+        normalize_name=spelling,
     )
 
 

@@ -1,6 +1,6 @@
 """Repositories on the Hugging Face hub, through huggingface_hub: its cache, its offline mode, its tokens.
 
-Of a repository's many formats only one is fetched: the weights `files.choose_weights` would open,
+Of a repository's many formats only one is fetched: the weights `archive.choose_weights_file` would open,
 and the small JSON files beside them.
 """
 
@@ -19,17 +19,17 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_
 from huggingface_hub.utils.tqdm import tqdm
 
 from vitrail.errors import CheckpointError, NotFound, VitrailError
-from vitrail.weights.files import SIDECARS, choose_weights
-from vitrail.weights.kinds import few, first_line
+from vitrail.weights.archive import SIDECARS, choose_weights_file
+from vitrail.weights.file_type import first_line, summarize_names
 
-PREFIX = re.compile(r"(hf-hub:|hf_hub:|hf://|https?://(www\.)?(huggingface\.co|hf\.co)/)(models/)?")
+HUB_PREFIX = re.compile(r"(hf-hub:|hf_hub:|hf://|https?://(www\.)?(huggingface\.co|hf\.co)/)(models/)?")
 PART = r"[A-Za-z0-9_](?:[\w.\-]{0,94}[A-Za-z0-9_])?"
 NAME = re.compile(rf"({PART}/{PART})(?:@(.+)|/tree/([^/]+)/?)?", re.ASCII)
 SHA256 = re.compile(r"[0-9a-f]{64}")
 LIBRARY = "vitrail"
 
 
-class Bar(tqdm):
+class ProgressBar(tqdm):
     """The hub's progress bar, silent where nobody watches."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -37,9 +37,9 @@ class Bar(tqdm):
         super().__init__(*args, **options)  # type: ignore[no-untyped-call]
 
 
-def parse(name: str) -> tuple[str, str | None] | None:
+def parse_hub_id(name: str) -> tuple[str, str | None] | None:
     """'hf-hub:user/model@revision' -> ('user/model', 'revision'); None for what cannot be a hub id."""
-    match = NAME.fullmatch(PREFIX.sub("", name.strip(), count=1))
+    match = NAME.fullmatch(HUB_PREFIX.sub("", name.strip(), count=1))
     if match is None or "--" in match[1] or ".." in match[1]:
         return None
     return match[1], match[2] or match[3]
@@ -51,7 +51,7 @@ def fetch(name: str, revision: str | None = None, *, update: bool = False) -> Pa
     A repository that is complete in the cache is used without asking the hub; `update` asks whether
     the branch has moved on.
     """
-    parsed = parse(name)
+    parsed = parse_hub_id(name)
     if parsed is None:
         raise NotFound(f"{name!r} is no hub id; wanted user/model or user/model@revision.")
     repo, written = parsed
@@ -73,15 +73,17 @@ def fetch(name: str, revision: str | None = None, *, update: bool = False) -> Pa
         raise explained from error
 
 
-def wanted(names: Iterable[str], repo: str) -> list[str]:
+def files_to_download(names: Iterable[str], repo: str) -> list[str]:
     """Of a repository's files, those to fetch: one set of weights and what describes it."""
     names = list(names)
     try:
-        weights = choose_weights(names)
+        weights = choose_weights_file(names)
     except CheckpointError as error:
         raise CheckpointError(f"{repo}: {error}") from None
     if weights is None:
-        raise NotFound(f"no weights that vitrail can read in {repo}, which holds {few(names) or 'nothing'}.")
+        raise NotFound(
+            f"no weights that vitrail can read in {repo}, which holds {summarize_names(names) or 'nothing'}."
+        )
     chosen = [weights, *(s for s in SIDECARS if s in names)]
     if weights.endswith(".index.json"):
         base, suffix = weights.removesuffix(".index.json").rsplit(".", 1)
@@ -91,7 +93,7 @@ def wanted(names: Iterable[str], repo: str) -> list[str]:
 
 def _download(repo: str, revision: str | None) -> Path:
     info = HfApi(library_name=LIBRARY).model_info(repo, revision=revision)
-    chosen = wanted([file.rfilename for file in info.siblings or []], repo)
+    chosen = files_to_download([file.rfilename for file in info.siblings or []], repo)
     new = [n for n in chosen if not isinstance(try_to_load_from_cache(repo, n, revision=info.sha), str)]
     folder = Path(
         snapshot_download(
@@ -99,7 +101,7 @@ def _download(repo: str, revision: str | None) -> Path:
             revision=revision,
             allow_patterns=[glob.escape(n) for n in chosen],
             library_name=LIBRARY,
-            tqdm_class=Bar,
+            tqdm_class=ProgressBar,
         )
     )
     for file in new:
@@ -127,7 +129,7 @@ def _complete(repo: str, revision: str | None) -> Path | None:
         return None
     try:
         names = [file.path for file in listed(repo, revision=revision)]
-        patterns = [glob.escape(n) for n in wanted(names, repo)]
+        patterns = [glob.escape(n) for n in files_to_download(names, repo)]
         return Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=patterns))
     except (errors.CachedRepoTreeNotFoundError, errors.LocalEntryNotFoundError, VitrailError):
         return None
@@ -137,7 +139,7 @@ def _cached(repo: str, revision: str | None) -> Path | None:
     """The cached snapshot, where weights are in it, whatever else may be missing."""
     try:
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[]))
-        return folder if choose_weights(f.name for f in folder.iterdir()) else None
+        return folder if choose_weights_file(f.name for f in folder.iterdir()) else None
     except (errors.LocalEntryNotFoundError, CheckpointError):
         return None
 

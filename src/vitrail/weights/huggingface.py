@@ -13,8 +13,8 @@ from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.families import FAMILIES
 from vitrail.weights import huggingface_preprocess as processor
-from vitrail.weights.files import Archive
-from vitrail.weights.format import Format, headed
+from vitrail.weights.archive import Archive
+from vitrail.weights.format import Format, header_metadata
 from vitrail.weights.huggingface_config import (
     BIT,
     KINDS,
@@ -26,10 +26,10 @@ from vitrail.weights.huggingface_config import (
     written,
 )
 from vitrail.weights.huggingface_names import spelling, table
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
-from vitrail.weights.rules import AnyConfig
-from vitrail.weights.sidecars import named
-from vitrail.weights.write import new_folder, write_json, write_safetensors
+from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.renaming import AnyConfig
+from vitrail.weights.sidecars import stated_model
+from vitrail.weights.writers import new_folder, write_json, write_safetensors
 
 ANCHORS = {
     "embeddings.patch_embeddings.projection.weight": "embeddings.cls_token",
@@ -68,7 +68,7 @@ def describe(archive: Archive) -> ModelInfo:
     stated = processor.said(archive)
     if stated is None:
         # transformers antialiases and rounds a crop's place down, whatever the family's own code does
-        preprocess = usual_preprocess(family, config).replace(antialias=True, crop_rounding="floor")
+        preprocess = default_preprocess(family, config).replace(antialias=True, crop_rounding="floor")
         notes.append(
             f"there is no preprocessor_config.json: preprocessing is as usual for {FAMILIES[family].title}; put it "
             "beside the weights, or pass --family NAME (family=... in Python) if it is of another."
@@ -119,7 +119,7 @@ def _kind_in(archive: Archive) -> str:
         return "clip" if "embeddings.class_embedding" in names else "siglip"
     if "encoder.layer.0.layer_scale1.lambda1" in names:
         return "dinov2_with_registers" if "embeddings.register_tokens" in names else "dinov2"
-    if "embeddings.cls_token" not in names and named(archive).model in ("", "ijepa"):
+    if "embeddings.cls_token" not in names and stated_model(archive).model in ("", "ijepa"):
         return "ijepa"
     return "deit" if "embeddings.distillation_token" in names else "vit"
 
@@ -339,10 +339,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
         "preprocessor_config.json": processor.written(info.preprocess, kind_of(info.config)),
     }
     if path.suffix == ".safetensors":
-        write_safetensors(path, complete, headed(sidecars), overwrite=overwrite)
+        write_safetensors(path, complete, header_metadata(sidecars), overwrite=overwrite)
         return
     with new_folder(path, overwrite=overwrite) as folder:
-        write_safetensors(folder / "model.safetensors", complete, headed({}))
+        write_safetensors(folder / "model.safetensors", complete, header_metadata({}))
         for name, values in sidecars.items():
             write_json(folder / name, values)
 
@@ -362,11 +362,11 @@ def completed(tensors: Mapping[str, Tensor], info: ModelInfo) -> dict[str, Tenso
 
 HUGGINGFACE = Format(
     name="huggingface",
-    recognize=recognize,
-    describe=describe,
+    detect=recognize,
+    infer_info=describe,
     table=table,
     write=write,
-    cannot=cannot,
-    drift=drift,
-    spelling=spelling,
+    unsupported_parts=cannot,
+    inexact_conventions=drift,
+    normalize_name=spelling,
 )

@@ -15,10 +15,10 @@ from typing import Any
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.errors import ConfigError, FormatError
 from vitrail.models.variants import heads_for
-from vitrail.weights.files import Archive
-from vitrail.weights.labels import from_id2label
+from vitrail.weights.archive import Archive
+from vitrail.weights.class_names import from_id2label
 from vitrail.weights.model_info import ModelInfo
-from vitrail.weights.rules import AnyConfig
+from vitrail.weights.renaming import AnyConfig
 
 SEVERAL = "multi_label_classification"
 """transformers' `problem_type` where an image may have several of the classes."""
@@ -142,7 +142,7 @@ class Said:
     def of(cls, archive: Archive, kind: Kind) -> Said:
         whole = archive.sidecars.get("config.json")
         if not isinstance(whole, dict) or not ("model_type" in whole or "hidden_size" in whole):
-            return cls(kind, {}, "", None, archive.told)
+            return cls(kind, {}, "", None, archive.hints)
         named = str(whole.get("model_type", kind.types[0]))
         if named not in kind.types:
             raise FormatError(
@@ -150,7 +150,7 @@ class Said:
                 "two models are mixed up."
             )
         fields = _vision(whole) if kind.family in ("CLIP", "SigLIP") else whole
-        return cls(kind, fields, named, whole.get("id2label"), archive.told, whole.get("problem_type") == SEVERAL)
+        return cls(kind, fields, named, whole.get("id2label"), archive.hints, whole.get("problem_type") == SEVERAL)
 
     def get(self, *names: str, default: Any = None) -> Any:
         return next((self.fields[n] for n in names if self.fields.get(n) is not None), default)

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from vitrail.config import BiTConfig
 from vitrail.weights.huggingface_config import is_projection, kind_of
-from vitrail.weights.rules import (
+from vitrail.weights.renaming import (
+    CLASS_TOKEN,
+    CONCAT_QKV,
     POSITION,
     POSITION_FLAT,
     POSITION_NAMES,
-    STACKED,
-    TOKEN,
     TOKENS,
     AnyConfig,
+    RenameTable,
     Rule,
-    Table,
-    Via,
-    both,
+    Transform,
+    weight_and_bias,
 )
 
 # B images, D width, R registers
@@ -37,7 +37,7 @@ from vitrail.weights.rules import (
 def stacked(theirs: str, *names: str) -> list[Rule]:
     """Queries, keys and values of a block, apart <-> one matrix."""
     return [
-        Rule(tuple(f"{theirs}.{n}.{part}" for n in names), f"blocks.{{i}}.attention.qkv.{part}", STACKED)
+        Rule(tuple(f"{theirs}.{n}.{part}" for n in names), f"blocks.{{i}}.attention.qkv.{part}", CONCAT_QKV)
         for part in ("weight", "bias")
     ]
 
@@ -59,31 +59,31 @@ def _read_in_proj(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
     return [tensors[0][:third], tensors[0][third:]]
 
 
-UNREAD = Via(_read_unread, _write_unread)
-IN_PROJ = Via(_read_in_proj, lambda t, _: [torch.cat(list(t))])
+UNREAD = Transform(_read_unread, _write_unread)
+IN_PROJ = Transform(_read_in_proj, lambda t, _: [torch.cat(list(t))])
 """Queries, keys, values in one matrix <-> queries, and keys with values."""
 
 TRUNK = [
-    Rule("embeddings.cls_token", "class_token", TOKEN),
-    *both("embeddings.patch_embeddings.projection", "patch"),
+    Rule("embeddings.cls_token", "class_token", CLASS_TOKEN),
+    *weight_and_bias("embeddings.patch_embeddings.projection", "patch"),
     *stacked("encoder.layer.{i}.attention.attention", "query", "key", "value"),
-    *both("encoder.layer.{i}.attention.output.dense", "blocks.{i}.attention.out"),
-    *both("layernorm", "norm"),
+    *weight_and_bias("encoder.layer.{i}.attention.output.dense", "blocks.{i}.attention.out"),
+    *weight_and_bias("layernorm", "norm"),
 ]
 PLACED = [Rule("embeddings.position_embeddings", POSITION_NAMES, POSITION)]
 VIT = [
     *TRUNK,
-    *both("encoder.layer.{i}.layernorm_before", "blocks.{i}.norm1"),
-    *both("encoder.layer.{i}.layernorm_after", "blocks.{i}.norm2"),
-    *both("encoder.layer.{i}.intermediate.dense", "blocks.{i}.mlp.up"),
-    *both("encoder.layer.{i}.output.dense", "blocks.{i}.mlp.down"),
-    *both("pooler.dense", "pre_logits"),
-    *both("classifier", "head"),
+    *weight_and_bias("encoder.layer.{i}.layernorm_before", "blocks.{i}.norm1"),
+    *weight_and_bias("encoder.layer.{i}.layernorm_after", "blocks.{i}.norm2"),
+    *weight_and_bias("encoder.layer.{i}.intermediate.dense", "blocks.{i}.mlp.up"),
+    *weight_and_bias("encoder.layer.{i}.output.dense", "blocks.{i}.mlp.down"),
+    *weight_and_bias("pooler.dense", "pre_logits"),
+    *weight_and_bias("classifier", "head"),
 ]
 DISTILLED = [
-    Rule("embeddings.distillation_token", "distill_token", TOKEN),
-    *both("cls_classifier", "head"),
-    *both("distillation_classifier", "head_distill"),
+    Rule("embeddings.distillation_token", "distill_token", CLASS_TOKEN),
+    *weight_and_bias("cls_classifier", "head"),
+    *weight_and_bias("distillation_classifier", "head_distill"),
 ]
 WITH_UNREAD = [
     Rule(("embeddings.distillation_token", "embeddings.position_embeddings"), ("registers", *POSITION_NAMES), UNREAD)
@@ -92,50 +92,50 @@ DINOV2 = [
     *TRUNK,
     *PLACED,
     Rule("embeddings.register_tokens", "registers", TOKENS),
-    *both("encoder.layer.{i}.norm1", "blocks.{i}.norm1"),
+    *weight_and_bias("encoder.layer.{i}.norm1", "blocks.{i}.norm1"),
     Rule("encoder.layer.{i}.layer_scale1.lambda1", "blocks.{i}.scale1"),
-    *both("encoder.layer.{i}.norm2", "blocks.{i}.norm2"),
+    *weight_and_bias("encoder.layer.{i}.norm2", "blocks.{i}.norm2"),
     Rule("encoder.layer.{i}.layer_scale2.lambda1", "blocks.{i}.scale2"),
-    *both("classifier", "head"),
+    *weight_and_bias("classifier", "head"),
 ]
 MLP = [
-    *both("encoder.layer.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
-    *both("encoder.layer.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
+    *weight_and_bias("encoder.layer.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
+    *weight_and_bias("encoder.layer.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
 ]
 GATED = [
-    *both("encoder.layer.{i}.mlp.weights_in", "blocks.{i}.mlp.up"),  # the gate first, as ours
-    *both("encoder.layer.{i}.mlp.weights_out", "blocks.{i}.mlp.down"),
+    *weight_and_bias("encoder.layer.{i}.mlp.weights_in", "blocks.{i}.mlp.up"),  # the gate first, as ours
+    *weight_and_bias("encoder.layer.{i}.mlp.weights_out", "blocks.{i}.mlp.down"),
 ]
 TOWER = [
     Rule("embeddings.class_embedding", "class_token"),
-    *both("embeddings.patch_embedding", "patch"),
+    *weight_and_bias("embeddings.patch_embedding", "patch"),
     Rule("embeddings.position_embedding.weight", POSITION_NAMES, POSITION_FLAT),
-    *both("pre_layrnorm", "pre_norm"),
-    *both("encoder.layers.{i}.layer_norm1", "blocks.{i}.norm1"),
+    *weight_and_bias("pre_layrnorm", "pre_norm"),
+    *weight_and_bias("encoder.layers.{i}.layer_norm1", "blocks.{i}.norm1"),
     *stacked("encoder.layers.{i}.self_attn", "q_proj", "k_proj", "v_proj"),
-    *both("encoder.layers.{i}.self_attn.out_proj", "blocks.{i}.attention.out"),
-    *both("encoder.layers.{i}.layer_norm2", "blocks.{i}.norm2"),
-    *both("encoder.layers.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
-    *both("encoder.layers.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
-    *both("post_layernorm", "norm"),
-    Rule("head.probe", "pool.probe", TOKEN),
+    *weight_and_bias("encoder.layers.{i}.self_attn.out_proj", "blocks.{i}.attention.out"),
+    *weight_and_bias("encoder.layers.{i}.layer_norm2", "blocks.{i}.norm2"),
+    *weight_and_bias("encoder.layers.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
+    *weight_and_bias("encoder.layers.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
+    *weight_and_bias("post_layernorm", "norm"),
+    Rule("head.probe", "pool.probe", CLASS_TOKEN),
     Rule("head.attention.in_proj_weight", ("pool.q.weight", "pool.kv.weight"), IN_PROJ),
     Rule("head.attention.in_proj_bias", ("pool.q.bias", "pool.kv.bias"), IN_PROJ),
-    *both("head.attention.out_proj", "pool.out"),
-    *both("head.layernorm", "pool.norm"),
-    *both("head.mlp.fc1", "pool.mlp.up"),
-    *both("head.mlp.fc2", "pool.mlp.down"),
+    *weight_and_bias("head.attention.out_proj", "pool.out"),
+    *weight_and_bias("head.layernorm", "pool.norm"),
+    *weight_and_bias("head.mlp.fc1", "pool.mlp.up"),
+    *weight_and_bias("head.mlp.fc2", "pool.mlp.down"),
 ]
 PROJECTION = [Rule("visual_projection.weight", "head.weight")]
-CLASSIFIER = both("classifier", "head")
+CLASSIFIER = weight_and_bias("classifier", "head")
 UNIT = "encoder.stages.{s}.layers.{u}"
 RESNET = [
     Rule("embedder.convolution.weight", "root.weight"),
-    *[r for n in "123" for r in both(f"{UNIT}.norm{n}", f"stages.{{s}}.{{u}}.norm{n}")],
+    *[r for n in "123" for r in weight_and_bias(f"{UNIT}.norm{n}", f"stages.{{s}}.{{u}}.norm{n}")],
     *[Rule(f"{UNIT}.conv{n}.weight", f"stages.{{s}}.{{u}}.conv{n}.weight") for n in "123"],
     Rule(f"{UNIT}.downsample.conv.weight", "stages.{s}.{u}.project.weight"),
-    *both("norm", "norm"),
-    *both("classifier.1", "head"),
+    *weight_and_bias("norm", "norm"),
+    *weight_and_bias("classifier.1", "head"),
 ]
 
 IGNORED = {
@@ -151,7 +151,7 @@ IGNORED = {
 
 
 @dataclass
-class HuggingFaceTable(Table):
+class HuggingFaceTable(RenameTable):
     """A table that also reads SwiGLU's gate and value apart, as version 5 names them in memory.
 
     A network without a class token is written as SigLIP, and read from I-JEPA's names as well.
@@ -159,7 +159,7 @@ class HuggingFaceTable(Table):
 
     def read(self, theirs: Mapping[str, Tensor], skeleton: nn.Module, config: AnyConfig) -> dict[str, Tensor]:
         if kind_of(config) == "siglip" and "embeddings.position_embeddings" in theirs:
-            return Table(self.name, [*VIT, *PLACED], IGNORED["vit"]).read(theirs, skeleton, config)
+            return RenameTable(self.name, [*VIT, *PLACED], IGNORED["vit"]).read(theirs, skeleton, config)
         gates = [n for n in theirs if ".mlp.gate_proj." in n]
         if gates:
             joined = {n: theirs[n] for n in theirs}
@@ -170,7 +170,7 @@ class HuggingFaceTable(Table):
         return super().read(theirs, skeleton, config)
 
 
-def table(config: AnyConfig) -> Table:
+def table(config: AnyConfig) -> RenameTable:
     kind = kind_of(config)
     ignore: tuple[str, ...] = IGNORED[kind]
     if isinstance(config, BiTConfig):

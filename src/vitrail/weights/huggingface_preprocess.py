@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from vitrail.config import Pair, PreprocessConfig, pair
 from vitrail.config.image import CLIP_MEAN, CLIP_STD, HALF
-from vitrail.weights.files import Archive
-from vitrail.weights.model_info import channels_for
+from vitrail.weights.archive import Archive
+from vitrail.weights.model_info import preprocess_for_channels
 
 RESAMPLE: dict[int, Literal["nearest", "lanczos", "bilinear", "bicubic", "area"]]
 RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}
@@ -60,7 +60,7 @@ def read(
         notes.append(f"preprocessor_config.json asks for Pillow's filter {resample}: bilinear is used.")
     filtered = RESAMPLE.get(resample, "bilinear")
     config = PreprocessConfig(**size, crop_rounding="floor", interpolation=filtered, mean=mean, std=std)
-    return channels_for(config, channels), notes
+    return preprocess_for_channels(config, channels), notes
 
 
 def _resizing(values: dict[str, Any], short: bool, image_size: tuple[int, int], notes: list[str]) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from pathlib import Path
 from vitrail.errors import NotFound, VitrailError
 from vitrail.models.published import VARIANTS, Variant
 from vitrail.models.variants import find, parse
-from vitrail.weights.kinds import few
+from vitrail.weights.file_type import summarize_names
 from vitrail.weights.shipped import SHIPPED
 
-WEIGHTS = frozenset({".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt"})
+WEIGHTS_SUFFIXES = frozenset({".safetensors", ".npz", ".pth", ".pt", ".bin", ".ckpt"})
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelLocation:
     """Where a model's files are."""
 
     path: Path
@@ -30,19 +30,19 @@ class Found:
     """What to say about the choice."""
 
 
-def locate(source: str | Path | Found) -> Found:
+def locate(source: str | Path | ModelLocation) -> ModelLocation:
     """The files of an existing path, a model's name or a hub id; what is not here yet is downloaded."""
-    if isinstance(source, Found):
+    if isinstance(source, ModelLocation):
         return source
     text, path = str(source), Path(source).expanduser()
     if not text.strip():
         raise NotFound("got an empty name, wanted a file, a folder, a model's name or a hub id.")
     if _exists(path):
-        return Found(_model_of(path))
+        return ModelLocation(_model_of(path))
     if isinstance(source, Path):
         return _missing(path)
     if text in SHIPPED:
-        return Found(SHIPPED[text].path, text)
+        return ModelLocation(SHIPPED[text].path, text)
     variant = find(text)
     if variant is not None and _stands_for(text, variant):
         return _published(text, variant)
@@ -50,16 +50,16 @@ def locate(source: str | Path | Found) -> Found:
         raise NotFound(_unpublished(text))
     from vitrail.weights import hub  # huggingface_hub takes a while to import
 
-    if hub.PREFIX.match(text):
-        return Found(hub.fetch(text), hub.PREFIX.sub("", text, count=1))
+    if hub.HUB_PREFIX.match(text):
+        return ModelLocation(hub.fetch(text), hub.HUB_PREFIX.sub("", text, count=1))
     if re.fullmatch(r"(vit|deit|resnetv2|flexivit|eva)\w*\.[a-z]\w+", text):  # as timm spells its tags
-        return Found(hub.fetch(f"timm/{text}"), f"timm/{text}", (f"{text} is read as timm/{text}",))
+        return ModelLocation(hub.fetch(f"timm/{text}"), f"timm/{text}", (f"{text} is read as timm/{text}",))
     if _looks_like_path(text, path):
         return _missing(path)
-    if hub.parse(text) is None:
+    if hub.parse_hub_id(text) is None:
         raise NotFound(f"no file, folder or model is called {text!r}{_suggestion(text)}")
     try:
-        return Found(hub.fetch(text), text)
+        return ModelLocation(hub.fetch(text), text)
     except VitrailError as error:
         near = difflib.get_close_matches(text, [*SHIPPED, *(v.checkpoint for v in VARIANTS)], n=1, cutoff=0.85)
         hint = f" Did you mean {near[0]}?" if near and near[0] != text and find(text) is None else ""
@@ -76,18 +76,18 @@ def _model_of(path: Path) -> Path:
     return path / "model"
 
 
-def _missing(path: Path) -> Found:
+def _missing(path: Path) -> ModelLocation:
     """Raise NotFound with the models that lie beside it; without a folder to look in, opening says what is wrong."""
     folder = path.parent
     if os.path.islink(path) or not os.access(folder, os.R_OK | os.X_OK) or not folder.is_dir():
-        return Found(path)
+        return ModelLocation(path)
     names = _models_in(folder)
     near = difflib.get_close_matches(path.name, names, n=1)
     if near:
         raise NotFound(f"no such file: {path}; did you mean {str(folder / near[0])!r}?")
     if not names:
         raise NotFound(f"no such file: {path}, and no model in {folder} either.")
-    raise NotFound(f"no such file: {path}; there is {few(str(folder / name) for name in names)}.")
+    raise NotFound(f"no such file: {path}; there is {summarize_names(str(folder / name) for name in names)}.")
 
 
 def _models_in(folder: Path) -> list[str]:
@@ -100,8 +100,8 @@ def _models_in(folder: Path) -> list[str]:
 def _may_be_model(path: Path) -> bool:
     try:
         if not path.is_dir():
-            return path.suffix.lower() in WEIGHTS
-        return any(f.name == "config.json" or f.suffix.lower() in WEIGHTS for f in path.iterdir())
+            return path.suffix.lower() in WEIGHTS_SUFFIXES
+        return any(f.name == "config.json" or f.suffix.lower() in WEIGHTS_SUFFIXES for f in path.iterdir())
     except OSError:  # a folder that may not be read
         return False
 
@@ -111,7 +111,7 @@ def _stands_for(text: str, variant: Variant) -> bool:
     return text.lower() == variant.name.lower() or "/" not in text.removeprefix("timm/")
 
 
-def _published(text: str, variant: Variant) -> Found:
+def _published(text: str, variant: Variant) -> ModelLocation:
     from vitrail.weights import hub  # huggingface_hub takes a while to import
 
     if not variant.checkpoint:
@@ -119,7 +119,7 @@ def _published(text: str, variant: Variant) -> Found:
         raise NotFound(f"the weights of {variant.name} {where}; vitrail.create({variant.name!r}) builds it untrained.")
     said = "" if text == variant.checkpoint else f"{text} stands for {variant.checkpoint}"
     try:
-        return Found(hub.fetch(variant.checkpoint), variant.checkpoint, (said,) if said else ())
+        return ModelLocation(hub.fetch(variant.checkpoint), variant.checkpoint, (said,) if said else ())
     except VitrailError as error:
         raise type(error)(f"{said}: {error}" if said else str(error)) from error
 
@@ -146,7 +146,7 @@ def _looks_like_path(text: str, path: Path) -> bool:
         or text.endswith("/")
         or "\\" in text
         or text.count("/") > 1
-        or path.suffix.lower() in WEIGHTS | {".json"}
+        or path.suffix.lower() in WEIGHTS_SUFFIXES | {".json"}
         or (len(path.parts) > 1 and _exists(Path(path.parts[0])))
     )
 

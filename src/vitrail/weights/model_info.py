@@ -13,10 +13,10 @@ from vitrail.config.format_version import VERSION, current
 from vitrail.errors import ConfigError, FormatError
 from vitrail.models.families import FAMILIES, TIMM
 
-FINE_TUNED, TRAINED = "fine-tuned from ", "trained on "
+FINE_TUNED_PREFIX, TRAINED_PREFIX = "fine-tuned from ", "trained on "
 """What the origin of a model that vitrail trained begins with."""
-LOCAL = re.compile(
-    rf"(?P<start>(?:{FINE_TUNED}|{TRAINED})*(?:[a-z]+:)??)(?P<path>([/\\~]|[A-Za-z]:[/\\]|\.{{1,2}}([/\\]|$)).*)",
+LOCAL_PATH = re.compile(
+    rf"(?P<start>(?:{FINE_TUNED_PREFIX}|{TRAINED_PREFIX})*(?:[a-z]+:)??)(?P<path>([/\\~]|[A-Za-z]:[/\\]|\.{{1,2}}([/\\]|$)).*)",
     re.DOTALL,
 )
 """A path that starts at the root, the home folder or above the working directory, perhaps with a word about it."""
@@ -52,20 +52,20 @@ class ModelInfo:
         """What to call the model: its own name, else its file's, else what it was made from."""
         if self.name:
             return self.name
-        origin = portable(self.origin)
-        if origin.startswith(FINE_TUNED):
-            return f"fine-tuned {_stem(origin.removeprefix(FINE_TUNED))}"
-        return f"{self.family} {origin}" if origin.startswith(TRAINED) else _stem(origin) or self.family
+        origin = strip_local_folders(self.origin)
+        if origin.startswith(FINE_TUNED_PREFIX):
+            return f"fine-tuned {_stem(origin.removeprefix(FINE_TUNED_PREFIX))}"
+        return f"{self.family} {origin}" if origin.startswith(TRAINED_PREFIX) else _stem(origin) or self.family
 
     @property
-    def trained_here(self) -> bool:
+    def trained_by_vitrail(self) -> bool:
         """Whether vitrail trained it: then class names, where it has none, were not left out by another library."""
-        return self.origin.startswith((FINE_TUNED, TRAINED))
+        return self.origin.startswith((FINE_TUNED_PREFIX, TRAINED_PREFIX))
 
     def replace(self, **changes: Any) -> ModelInfo:
         return replace(self, **changes)
 
-    def noting(self, *notes: str) -> ModelInfo:
+    def with_notes(self, *notes: str) -> ModelInfo:
         return replace(self, notes=(*self.notes, *notes))
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class ModelInfo:
             "task": self.task,
             "multi_label": self.multi_label,
             **({"name": self.name} if self.name else {}),
-            "origin": portable(self.origin),
+            "origin": strip_local_folders(self.origin),
             "model": self.config.to_dict(),
             "preprocess": self.preprocess.to_dict(),
             "labels": None if self.labels is None else list(self.labels),
@@ -109,13 +109,13 @@ class ModelInfo:
         )
 
 
-def portable(text: str) -> str:
+def strip_local_folders(text: str) -> str:
     """A path, a data set (folder:/home/me/photos) or an origin, without the folders of this machine.
 
     What is meant to be sent to others keeps the last part of an absolute path; names, hub ids and paths from the
     working directory on stay as they are.
     """
-    found = LOCAL.fullmatch(text)
+    found = LOCAL_PATH.fullmatch(text)
     return found["start"] + (PureWindowsPath(found["path"]).name or found["path"]) if found else text
 
 
@@ -125,7 +125,7 @@ def _stem(origin: str) -> str:
     return path.stem if path.suffix in (".safetensors", ".npz", ".pth", ".pt", ".bin") else origin
 
 
-def conventions_of(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]:
+def family_conventions(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]:
     """What the family's own code has fixed and no tensor shows: which GELU, which epsilon, how positions resize."""
     if isinstance(config, BiTConfig):
         return {}
@@ -138,16 +138,16 @@ def conventions_of(family: str, config: ViTConfig | BiTConfig) -> dict[str, Any]
     return fixed
 
 
-def usual_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = "") -> PreprocessConfig:
+def default_preprocess(family: str, config: ViTConfig | BiTConfig, library: str = "") -> PreprocessConfig:
     """How a family's images are prepared where the checkpoint does not say; timm has its own way with ViT."""
     known = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
     size = pair(config.image_size)
     if known.size and isinstance(config, ViTConfig) and not any(known.size % side for side in pair(config.patch_size)):
         size = pair(known.size)
-    return sized(known.preprocess, size, config.channels, known.crop)
+    return preprocess_for_size(known.preprocess, size, config.channels, known.crop)
 
 
-def sized(
+def preprocess_for_size(
     usual: PreprocessConfig, size: tuple[int, int], channels: int, crop: Callable[[int], float] | None = None
 ) -> PreprocessConfig:
     """The same at another size and for other channels; the crop keeps its share unless told another.
@@ -159,10 +159,10 @@ def sized(
     elif usual.resize_to is not None:
         share = crop(min(size)) if crop else min(pair(usual.image_size)) / usual.resize_to
         usual = usual.replace(resize_to=max(int(min(size) / share + 1e-9), 1))
-    return channels_for(usual.replace(image_size=size), channels)
+    return preprocess_for_channels(usual.replace(image_size=size), channels)
 
 
-def channels_for(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:
+def preprocess_for_channels(preprocess: PreprocessConfig, channels: int) -> PreprocessConfig:
     """Mean and spread for another number of channels: their average for one, in turn for more."""
     mean, std = preprocess.mean, preprocess.std
     if channels == len(mean):

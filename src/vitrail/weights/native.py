@@ -13,24 +13,24 @@ from torch import Tensor
 
 from vitrail.errors import FormatError
 from vitrail.models import build
-from vitrail.weights.files import Archive
+from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.model_info import ModelInfo
-from vitrail.weights.rules import AnyConfig, Rule, Table
-from vitrail.weights.write import new_folder, write_json, write_safetensors
+from vitrail.weights.renaming import AnyConfig, RenameTable, Rule
+from vitrail.weights.writers import new_folder, write_json, write_safetensors
 
 HEADER = "vitrail"
 """The metadata key that holds the info."""
 
 
-def recognize(archive: Archive) -> str | None:
+def detect(archive: Archive) -> str | None:
     names = archive.tensors
     vit = "patch.weight" in names and "blocks.0.attention.qkv.weight" in names
     bit = "root.weight" in names and "stages.0.0.conv1.weight" in names
     return "" if vit or bit or HEADER in archive.metadata else None
 
 
-def describe(archive: Archive) -> ModelInfo:
+def infer_info(archive: Archive) -> ModelInfo:
     if HEADER in archive.metadata:
         return ModelInfo.from_dict(json.loads(archive.metadata[HEADER]))
     sidecar = archive.sidecars.get("config.json")
@@ -39,9 +39,9 @@ def describe(archive: Archive) -> ModelInfo:
     raise FormatError(f"{archive.source} has vitrail's tensors without their info; config.json belongs beside them.")
 
 
-def table(config: AnyConfig) -> Table:
+def table(config: AnyConfig) -> RenameTable:
     """Every name is its own."""
-    return Table("vitrail", [Rule(name, name) for name in build(config, skeleton=True).state_dict()])
+    return RenameTable("vitrail", [Rule(name, name) for name in build(config, skeleton=True).state_dict()])
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:
@@ -55,4 +55,4 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
         write_json(folder / "config.json", info.to_dict())
 
 
-NATIVE = Format(name="vitrail", recognize=recognize, describe=describe, table=table, write=write)
+NATIVE = Format(name="vitrail", detect=detect, infer_info=infer_info, table=table, write=write)

@@ -22,20 +22,20 @@ from torch import Tensor
 from vitrail.config import PreprocessConfig, ViTConfig, pair
 from vitrail.errors import FormatError, Inexpressible
 from vitrail.models.variants import heads_for
-from vitrail.weights.files import Archive
+from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
-from vitrail.weights.model_info import ModelInfo, usual_preprocess
-from vitrail.weights.rules import (
+from vitrail.weights.model_info import ModelInfo, default_preprocess
+from vitrail.weights.renaming import (
+    CONCAT_QKV,
     POSITION_FLAT,
     POSITION_NAMES,
-    STACKED,
-    TRANSPOSED,
+    TRANSPOSE,
     AnyConfig,
+    RenameTable,
     Rule,
-    Table,
-    Via,
+    Transform,
     as_vit,
-    both,
+    weight_and_bias,
 )
 
 TOWER = "visual."
@@ -64,21 +64,21 @@ RULES = (
     Rule("conv1.weight", "patch.weight"),
     Rule("class_embedding", "class_token"),
     Rule("positional_embedding", POSITION_NAMES, POSITION_FLAT),
-    *both("ln_pre", "pre_norm"),
-    *both(f"{RESBLOCK}ln_1", "blocks.{i}.norm1"),
+    *weight_and_bias("ln_pre", "pre_norm"),
+    *weight_and_bias(f"{RESBLOCK}ln_1", "blocks.{i}.norm1"),
     Rule(f"{RESBLOCK}attn.in_proj_weight", "blocks.{i}.attention.qkv.weight"),
     Rule(f"{RESBLOCK}attn.in_proj_bias", "blocks.{i}.attention.qkv.bias"),
-    *both(f"{RESBLOCK}attn.ln_q", "blocks.{i}.attention.q_norm"),
-    *both(f"{RESBLOCK}attn.ln_k", "blocks.{i}.attention.k_norm"),
-    *both(f"{RESBLOCK}attn.out_proj", "blocks.{i}.attention.out"),
+    *weight_and_bias(f"{RESBLOCK}attn.ln_q", "blocks.{i}.attention.q_norm"),
+    *weight_and_bias(f"{RESBLOCK}attn.ln_k", "blocks.{i}.attention.k_norm"),
+    *weight_and_bias(f"{RESBLOCK}attn.out_proj", "blocks.{i}.attention.out"),
     Rule(f"{RESBLOCK}ls_1.gamma", "blocks.{i}.scale1"),
-    *both(f"{RESBLOCK}ln_2", "blocks.{i}.norm2"),
-    *both(f"{RESBLOCK}mlp.c_fc", "blocks.{i}.mlp.up"),
-    *both(f"{RESBLOCK}mlp.c_proj", "blocks.{i}.mlp.down"),
+    *weight_and_bias(f"{RESBLOCK}ln_2", "blocks.{i}.norm2"),
+    *weight_and_bias(f"{RESBLOCK}mlp.c_fc", "blocks.{i}.mlp.up"),
+    *weight_and_bias(f"{RESBLOCK}mlp.c_proj", "blocks.{i}.mlp.down"),
     Rule(f"{RESBLOCK}ls_2.gamma", "blocks.{i}.scale2"),
-    Rule("proj", "head.weight", TRANSPOSED),
+    Rule("proj", "head.weight", TRANSPOSE),
 )
-LAST = both("ln_post", "norm")
+LAST = weight_and_bias("ln_post", "norm")
 
 
 def _first_query(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
@@ -91,22 +91,24 @@ def _unwritten(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
     raise Inexpressible("open_clip files can be read, not written.")
 
 
-SPLIT = Via(lambda t, _: t[0].tensor_split([len(t[0]) // 3]), lambda t, _: [torch.cat(list(t))])
+SPLIT = Transform(lambda t, _: t[0].tensor_split([len(t[0]) // 3]), lambda t, _: [torch.cat(list(t))])
 """q, k, v one above the other <-> q, and k above v."""
 COCA = [
-    *both("attn_pool.ln_k", "norm"),
+    *weight_and_bias("attn_pool.ln_k", "norm"),
     Rule(
-        ("attn_pool.query", "attn_pool.ln_q.weight", "attn_pool.ln_q.bias"), "pool.probe", Via(_first_query, _unwritten)
+        ("attn_pool.query", "attn_pool.ln_q.weight", "attn_pool.ln_q.bias"),
+        "pool.probe",
+        Transform(_first_query, _unwritten),
     ),
     Rule("attn_pool.attn.in_proj_bias", ("pool.q.bias", "pool.kv.bias"), SPLIT),
-    *both("attn_pool.attn.out_proj", "pool.out"),
-    *both("ln_post", "pool.norm"),
+    *weight_and_bias("attn_pool.attn.out_proj", "pool.out"),
+    *weight_and_bias("ln_post", "pool.norm"),
 ]
 # nn.MultiheadAttention keeps its matrices together where queries and keys are of one width, else apart.
 COCA_TOGETHER = [Rule("attn_pool.attn.in_proj_weight", ("pool.q.weight", "pool.kv.weight"), SPLIT)]
 COCA_APART = [
     Rule("attn_pool.attn.q_proj_weight", "pool.q.weight"),
-    Rule(("attn_pool.attn.k_proj_weight", "attn_pool.attn.v_proj_weight"), "pool.kv.weight", STACKED),
+    Rule(("attn_pool.attn.k_proj_weight", "attn_pool.attn.v_proj_weight"), "pool.kv.weight", CONCAT_QKV),
 ]
 
 ANCHORS = ("conv1.weight", "class_embedding", "ln_post.weight", "transformer.resblocks.0.ln_1.weight")
@@ -170,11 +172,11 @@ def recognize(archive: Archive, tower: str) -> str | None:
     return None
 
 
-def table(config: AnyConfig, tower: str) -> Table:
+def table(config: AnyConfig, tower: str) -> RenameTable:
     vit = as_vit(config)
     coca = COCA + (COCA_TOGETHER if vit.pooled_width == vit.width else COCA_APART)
     rules = [_under(tower, rule) for rule in (*RULES, *(coca if vit.pool == "coca" else LAST))]
-    return Table("open_clip", rules, TEXT if tower else ())
+    return RenameTable("open_clip", rules, TEXT if tower else ())
 
 
 def _under(tower: str, rule: Rule) -> Rule:
@@ -184,7 +186,7 @@ def _under(tower: str, rule: Rule) -> Rule:
 
 def describe(archive: Archive, tower: str) -> ModelInfo:
     names = archive.tensors
-    whole, archive = archive, archive.under(tower)
+    whole, archive = archive, archive.strip_prefix(tower)
     for name, what in STRANGERS.items():
         if name in archive.tensors:
             raise FormatError(f"the image tower has {what}, which vitrail does not build.")
@@ -197,7 +199,7 @@ def describe(archive: Archive, tower: str) -> ModelInfo:
     openai = OPENAI.issubset(names)
     notes: list[str] = []
     config = _config(archive, stated, openai, notes, _activation(whole, stated, openai, tower))
-    preprocess = usual_preprocess("CLIP", config)
+    preprocess = default_preprocess("CLIP", config)
     if stated.preprocess:
         preprocess = _preprocess(stated.preprocess, preprocess, notes)
     elif not openai:
@@ -248,7 +250,7 @@ def _config(archive: Archive, stated: Stated, openai: bool, notes: list[str], ac
 
 def _activation(archive: Archive, stated: Stated, openai: bool, tower: str) -> str:
     """GELU or QuickGELU, by what decides it."""
-    if told := archive.told.get("activation"):
+    if told := archive.hints.get("activation"):
         return str(told)
     if stated:
         if stated.model.get("quick_gelu"):
@@ -268,7 +270,7 @@ def _activation(archive: Archive, stated: Stated, openai: bool, tower: str) -> s
 
 def _heads(archive: Archive, stated: Stated, openai: bool, size: tuple[int, int], notes: list[str]) -> int:
     width, _ = size
-    if told := archive.told.get("num_heads"):
+    if told := archive.hints.get("num_heads"):
         return int(told)
     if stated or openai:
         return width // int(stated.vision.get("head_width", 64))
@@ -289,8 +291,8 @@ def _pooling(archive: Archive, stated: Stated, notes: list[str]) -> dict[str, An
     if "attn_pool.query" in archive.tensors:
         return _coca(archive, stated, notes)
     if not stated:
-        if "ln_pre.weight" in archive.tensors or "pool" in archive.told:
-            return {"pool": archive.told.get("pool", "token"), "pool_norm": archive.told.get("pool_norm", "before")}
+        if "ln_pre.weight" in archive.tensors or "pool" in archive.hints:
+            return {"pool": archive.hints.get("pool", "token"), "pool_norm": archive.hints.get("pool_norm", "before")}
         raise FormatError(
             "it has no ln_pre, as CLIPA, whose pooling no tensor shows, and there is no open_clip_config.json; pass "
             "pool='gap', pool_norm='after' for CLIPA, or pool='token'."
@@ -305,8 +307,8 @@ def _coca(archive: Archive, stated: Stated, notes: list[str]) -> dict[str, Any]:
     """The attentional pooler of open_clip's CoCa: the first query's output is the image's embedding."""
     if stated.vision.get("pool_type", "tok") != "tok":
         raise FormatError(f"open_clip_config.json says pool_type={stated.vision['pool_type']!r} beside CoCa's pooler.")
-    heads = archive.told.get("pool_heads") or stated.vision.get("attn_pooler_heads", 8)
-    if not stated and "pool_heads" not in archive.told:
+    heads = archive.hints.get("pool_heads") or stated.vision.get("attn_pooler_heads", 8)
+    if not stated and "pool_heads" not in archive.hints:
         notes.append(f"{heads} heads of the pooler are assumed: the file does not say (pool_heads=... settles it).")
     return {"pool": "coca", "pool_width": archive.shape("attn_pool.query")[1], "pool_heads": int(heads)}
 
@@ -314,7 +316,7 @@ def _coca(archive: Archive, stated: Stated, notes: list[str]) -> dict[str, Any]:
 def _image(archive: Archive, stated: Stated, patch: list[int], notes: list[str]) -> dict[str, Any]:
     """The size the positions are for: as stated where that fits the table, else a square."""
     rows = archive.shape("positional_embedding")[0] - 1
-    said = stated.vision.get("image_size") or archive.told.get("image_size")
+    said = stated.vision.get("image_size") or archive.hints.get("image_size")
     if said:
         size = pair(said if isinstance(said, int) else tuple(said))
         if (size[0] // patch[0]) * (size[1] // patch[1]) == rows:
@@ -351,8 +353,8 @@ def _preprocess(stated: dict[str, Any], usual: PreprocessConfig, notes: list[str
 
 def _form(tower: str) -> Format:
     bound: dict[str, Callable[..., Any]] = {
-        "recognize": partial(recognize, tower=tower),
-        "describe": partial(describe, tower=tower),
+        "detect": partial(recognize, tower=tower),
+        "infer_info": partial(describe, tower=tower),
         "table": partial(table, tower=tower),
     }
     return Format(name="open_clip", **bound)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import CheckpointError, nearest
-from vitrail.weights.kinds import AGAIN, few, first_line, refuse_code
+from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, refuse_code, summarize_names
 
 # Where a pickle keeps the weights, best first. Averaged weights go before raw ones, as in timm;
 # DINO's teacher before its student, as in its own evaluation.
@@ -69,11 +69,11 @@ def load_pickle(path: Path, mapped: bool) -> Any:
         raise
     except pickle.UnpicklingError as error:
         if not mapped and _is_cut(path):
-            raise CheckpointError(f"{path} is truncated; {AGAIN}.") from error
+            raise CheckpointError(f"{path} is truncated; {DOWNLOAD_AGAIN}.") from error
         asked = re.search(r"GLOBAL (\S+)", str(error))
         refuse_code(path, f"it asks for {asked[1]}" if asked else "it is more than a dictionary of tensors", error)
     except Exception as error:  # damaged bytes fail in as many ways as there are instructions
-        raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {AGAIN}.") from error
+        raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {DOWNLOAD_AGAIN}.") from error
 
 
 def _is_cut(path: Path) -> bool:
@@ -114,7 +114,7 @@ def unwrap(loaded: Any, section: str | None, path: Path) -> Saved:
     aside = [str(k) for k in node if k not in tensors]
     extras.update({str(k): _plain(v) for k, v in node.items() if k not in tensors and _is_plain(v)})
     if aside:
-        notes.append(f"put aside {few(aside)}: not tensors")
+        notes.append(f"put aside {summarize_names(aside)}: not tensors")
     return Saved(tensors, extras | {"sections": sections}, notes)
 
 

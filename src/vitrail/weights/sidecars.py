@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from vitrail.config import pair
 from vitrail.config.image import CLIP_MEAN, CLIP_STD
-from vitrail.weights.files import Archive
+from vitrail.weights.archive import Archive
 from vitrail.weights.native import HEADER
 
 
-class Named(NamedTuple):
+class StatedModel(NamedTuple):
     """What a sidecar says the weights are."""
 
     library: str = ""
@@ -20,18 +20,18 @@ class Named(NamedTuple):
     file: str = ""
 
 
-def named(archive: Archive) -> Named:
+def stated_model(archive: Archive) -> StatedModel:
     """The library and the model that config.json names, or open_clip_config.json where its tower is timm's."""
     whole = _dict(archive, "config.json")
     if HEADER in archive.metadata or whole.get("format") == "vitrail":
-        return Named("vitrail", "model", "config.json")
+        return StatedModel("vitrail", "model", "config.json")
     if "architecture" in whole and whole.get("model_type", "timm_wrapper") == "timm_wrapper":
-        return Named("timm", str(whole["architecture"]).partition(".")[0], "config.json")
+        return StatedModel("timm", str(whole["architecture"]).partition(".")[0], "config.json")
     if whole.get("model_type"):
-        return Named("huggingface", str(whole["model_type"]), "config.json")
+        return StatedModel("huggingface", str(whole["model_type"]), "config.json")
     if tower := open_clip_tower(archive).get("timm_model_name"):
-        return Named("timm", str(tower), "open_clip_config.json")
-    return Named()
+        return StatedModel("timm", str(tower), "open_clip_config.json")
+    return StatedModel()
 
 
 def open_clip_tower(archive: Archive) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def open_clip_tower(archive: Archive) -> dict[str, Any]:
     return vision if isinstance(vision, dict) else {}
 
 
-def open_clip_cfg(archive: Archive) -> dict[str, Any]:
+def open_clip_pretrained_cfg(archive: Archive) -> dict[str, Any]:
     """How open_clip prepares images, in the words of timm's pretrained_cfg."""
     whole, tower = _dict(archive, "open_clip_config.json"), open_clip_tower(archive)
     stated = whole.get("preprocess_cfg")

@@ -14,23 +14,23 @@ from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import FormatError
 from vitrail.models.variants import CLIP_OUT
 from vitrail.weights import timm_config
-from vitrail.weights.files import Archive
-from vitrail.weights.format import Format, headed
-from vitrail.weights.model_info import ModelInfo, conventions_of, usual_preprocess
-from vitrail.weights.rules import (
-    POINTWISE,
+from vitrail.weights.archive import Archive
+from vitrail.weights.format import Format, header_metadata
+from vitrail.weights.model_info import ModelInfo, default_preprocess, family_conventions
+from vitrail.weights.renaming import (
+    CLASS_TOKEN,
+    CONV1X1_TO_LINEAR,
     POSITION,
     POSITION_NAMES,
-    TOKEN,
     TOKENS,
     AnyConfig,
+    RenameTable,
     Rule,
-    Table,
-    Via,
-    both,
+    Transform,
+    weight_and_bias,
 )
 from vitrail.weights.timm_evidence import arguments, family_of
-from vitrail.weights.write import new_folder, write_json, write_safetensors
+from vitrail.weights.writers import new_folder, write_json, write_safetensors
 
 # R registers, P special tokens with a position, N patches, D width
 
@@ -55,39 +55,39 @@ def _write_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
     return [tokens[None], torch.cat([*prefix, *zeros, table.flatten(0, 1)])[None]]
 
 
-REGISTERS_AND_POSITION = Via(_read_registers, _write_registers)
+REGISTERS_AND_POSITION = Transform(_read_registers, _write_registers)
 
 
-TOKENS_RULES = [Rule("cls_token", "class_token", TOKEN), Rule("dist_token", "distill_token", TOKEN)]
+TOKENS_RULES = [Rule("cls_token", "class_token", CLASS_TOKEN), Rule("dist_token", "distill_token", CLASS_TOKEN)]
 POSITION_RULES = [Rule("reg_token", "registers", TOKENS), Rule("pos_embed", POSITION_NAMES, POSITION)]
 PLACED_REGISTERS = [Rule(("reg_token", "pos_embed"), ("registers", *POSITION_NAMES), REGISTERS_AND_POSITION)]
 
 BLOCK = [
-    *both("blocks.{i}.norm1", "blocks.{i}.norm1"),
-    *both("blocks.{i}.attn.qkv", "blocks.{i}.attention.qkv"),
-    *both("blocks.{i}.attn.q_norm", "blocks.{i}.attention.q_norm"),
-    *both("blocks.{i}.attn.k_norm", "blocks.{i}.attention.k_norm"),
-    *both("blocks.{i}.attn.proj", "blocks.{i}.attention.out"),
-    *both("blocks.{i}.norm2", "blocks.{i}.norm2"),
-    *both("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
-    *both("blocks.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
+    *weight_and_bias("blocks.{i}.norm1", "blocks.{i}.norm1"),
+    *weight_and_bias("blocks.{i}.attn.qkv", "blocks.{i}.attention.qkv"),
+    *weight_and_bias("blocks.{i}.attn.q_norm", "blocks.{i}.attention.q_norm"),
+    *weight_and_bias("blocks.{i}.attn.k_norm", "blocks.{i}.attention.k_norm"),
+    *weight_and_bias("blocks.{i}.attn.proj", "blocks.{i}.attention.out"),
+    *weight_and_bias("blocks.{i}.norm2", "blocks.{i}.norm2"),
+    *weight_and_bias("blocks.{i}.mlp.fc1", "blocks.{i}.mlp.up"),
+    *weight_and_bias("blocks.{i}.mlp.fc2", "blocks.{i}.mlp.down"),
     Rule("blocks.{i}.ls1.gamma", "blocks.{i}.scale1"),
     Rule("blocks.{i}.ls2.gamma", "blocks.{i}.scale2"),
 ]
 
 ENDS = [
-    *both("patch_embed.proj", "patch"),
-    *both("norm_pre", "pre_norm"),
-    Rule("attn_pool.latent", "pool.probe", TOKEN),
-    *both("attn_pool.q", "pool.q"),
-    *both("attn_pool.kv", "pool.kv"),
-    *both("attn_pool.proj", "pool.out"),
-    *both("attn_pool.norm", "pool.norm"),
-    *both("attn_pool.mlp.fc1", "pool.mlp.up"),
-    *both("attn_pool.mlp.fc2", "pool.mlp.down"),
-    *both("pre_logits.fc", "pre_logits"),
-    *both("head", "head"),
-    *both("head_dist", "head_distill"),
+    *weight_and_bias("patch_embed.proj", "patch"),
+    *weight_and_bias("norm_pre", "pre_norm"),
+    Rule("attn_pool.latent", "pool.probe", CLASS_TOKEN),
+    *weight_and_bias("attn_pool.q", "pool.q"),
+    *weight_and_bias("attn_pool.kv", "pool.kv"),
+    *weight_and_bias("attn_pool.proj", "pool.out"),
+    *weight_and_bias("attn_pool.norm", "pool.norm"),
+    *weight_and_bias("attn_pool.mlp.fc1", "pool.mlp.up"),
+    *weight_and_bias("attn_pool.mlp.fc2", "pool.mlp.down"),
+    *weight_and_bias("pre_logits.fc", "pre_logits"),
+    *weight_and_bias("head", "head"),
+    *weight_and_bias("head_dist", "head_distill"),
 ]
 
 
@@ -95,13 +95,15 @@ def resnet(theirs: str, ours: str) -> list[Rule]:
     """Units of a ResNet: three convolutions, three norms."""
     unit = [(f"{part}{n}", f"{part}{n}") for n in (1, 2, 3) for part in ("conv", "norm")]
     rules = [
-        r for a, b in unit for r in both(f"{theirs}stages.{{s}}.blocks.{{u}}.{a}", f"{ours}stages.{{s}}.{{u}}.{b}")
+        r
+        for a, b in unit
+        for r in weight_and_bias(f"{theirs}stages.{{s}}.blocks.{{u}}.{a}", f"{ours}stages.{{s}}.{{u}}.{b}")
     ]
     return [r for r in rules if "conv" not in str(r.ours) or "bias" not in str(r.ours)]
 
 
 def root(theirs: str) -> list[Rule]:
-    return [Rule(f"{theirs}conv.weight", "stem.root.conv.weight"), *both(f"{theirs}norm", "stem.root.norm")]
+    return [Rule(f"{theirs}conv.weight", "stem.root.conv.weight"), *weight_and_bias(f"{theirs}norm", "stem.root.norm")]
 
 
 ROOT_ALONE = root("patch_embed.backbone.")
@@ -112,27 +114,27 @@ STEM = [
     Rule(
         "patch_embed.backbone.stages.{s}.blocks.{u}.downsample.conv.weight", "stem.stages.{s}.{u}.project.conv.weight"
     ),
-    *both("patch_embed.backbone.stages.{s}.blocks.{u}.downsample.norm", "stem.stages.{s}.{u}.project.norm"),
+    *weight_and_bias("patch_embed.backbone.stages.{s}.blocks.{u}.downsample.norm", "stem.stages.{s}.{u}.project.norm"),
 ]
 
 BIT = [
     Rule("stem.conv.weight", "root.weight"),
     *resnet("", ""),
     Rule("stages.{s}.blocks.{u}.downsample.conv.weight", "stages.{s}.{u}.project.weight"),
-    *both("norm", "norm"),
-    Rule("head.fc.weight", "head.weight", POINTWISE),
+    *weight_and_bias("norm", "norm"),
+    Rule("head.fc.weight", "head.weight", CONV1X1_TO_LINEAR),
     Rule("head.fc.bias", "head.bias"),
 ]
 
 
-def table(config: AnyConfig) -> Table:
+def table(config: AnyConfig) -> RenameTable:
     if isinstance(config, BiTConfig):
-        return Table("timm", BIT)
+        return RenameTable("timm", BIT)
     norm = "fc_norm" if config.pool_norm == "after" and not config.distilled else "norm"
     placed = PLACED_REGISTERS if config.num_registers and config.position == "learned-1d" else POSITION_RULES
     stem = ROOT_ALONE if config.stem and not config.stem.layers else STEM
     ignore = () if config.pre_logits else ("pre_logits.*",)
-    return Table("timm", [*TOKENS_RULES, *placed, *ENDS, *both(norm, "norm"), *BLOCK, *stem], ignore)
+    return RenameTable("timm", [*TOKENS_RULES, *placed, *ENDS, *weight_and_bias(norm, "norm"), *BLOCK, *stem], ignore)
 
 
 PREFIXES = (
@@ -166,8 +168,8 @@ def describe(archive: Archive) -> ModelInfo:
     config, notes = _vit_config(archive, said)
     family = family_of(archive, f"{said.arch}.{said.tag}" if said.cfg else "", config)
     if not said.cfg:  # not timm's own repository: resized as the code that made it does
-        config = config.replace(resample=conventions_of(family, config).get("resample", "timm"))
-    usual = usual_preprocess(family, config, "timm")
+        config = config.replace(resample=family_conventions(family, config).get("resample", "timm"))
+    usual = default_preprocess(family, config, "timm")
     if not said.cfg:
         given = {name: arguments(archive).get(name) for name in ("mean", "std")}
         usual = usual.replace(
@@ -363,7 +365,7 @@ def _describe_bit(archive: Archive, said: timm_config.Said) -> ModelInfo:
         standardize_eps=1e-8,
         image_size=said.image or 224,
     )
-    preprocess, heard = said.preprocess(config, usual_preprocess("BiT", config))
+    preprocess, heard = said.preprocess(config, default_preprocess("BiT", config))
     notes = said.notes if heard else [f"preprocessing is not in the file; as usual for BiT: {preprocess.summary()}."]
     return ModelInfo(
         config=config,
@@ -388,7 +390,9 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
     """A repository folder for `timm.create_model("local-dir:PATH", pretrained=True)`; a file name
     that ends in .safetensors gives one file, which keeps the config in its header."""
     if path.suffix == ".safetensors":
-        write_safetensors(path, tensors, headed({"config.json": timm_config.written(info)}), overwrite=overwrite)
+        write_safetensors(
+            path, tensors, header_metadata({"config.json": timm_config.written(info)}), overwrite=overwrite
+        )
         return
     with new_folder(path, overwrite=overwrite) as folder:
         write_safetensors(folder / "model.safetensors", tensors, {"format": "pt"})
@@ -397,11 +401,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
 
 TIMM_FORMAT = Format(
     name="timm",
-    recognize=recognize,
-    describe=describe,
+    detect=recognize,
+    infer_info=describe,
     table=table,
     write=write,
-    cannot=cannot,
-    drift=drift,
-    outside=("head.*", "module.head.*", "visual.head.*", "text.*", "logit_scale", "logit_bias"),
+    unsupported_parts=cannot,
+    inexact_conventions=drift,
+    ignored_outside=("head.*", "module.head.*", "visual.head.*", "text.*", "logit_scale", "logit_bias"),
 )

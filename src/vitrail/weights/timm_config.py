@@ -15,10 +15,10 @@ from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.errors import FormatError
 from vitrail.models.published import VARIANTS
 from vitrail.models.variants import BIT_LAYERS, heads_for, is_published, parse
-from vitrail.weights.files import Archive
-from vitrail.weights.labels import imagenet_1k
-from vitrail.weights.model_info import ModelInfo, channels_for
-from vitrail.weights.sidecars import named, open_clip_cfg, open_clip_tower
+from vitrail.weights.archive import Archive
+from vitrail.weights.class_names import imagenet_1k
+from vitrail.weights.model_info import ModelInfo, preprocess_for_channels
+from vitrail.weights.sidecars import open_clip_pretrained_cfg, open_clip_tower, stated_model
 from vitrail.weights.timm_evidence import PLAIN, trained
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu-tanh", "quick_gelu": "gelu-quick", "gelu_erf": "gelu"}
@@ -87,21 +87,23 @@ class Said:
 
     @classmethod
     def of(cls, archive: Archive) -> Said:
-        said = named(archive)
+        said = stated_model(archive)
         if said.library != "timm":
-            found = cls(*trained(archive), told=archive.told)
+            found = cls(*trained(archive), told=archive.hints)
             if found.arch:
                 found._check()
             return found
         if said.file == "open_clip_config.json":
             arch, tower = said.model, open_clip_tower(archive)
-            found = cls(arch, "", {"global_pool": tower.get("timm_pool")}, open_clip_cfg(archive), {}, archive.told)
+            found = cls(
+                arch, "", {"global_pool": tower.get("timm_pool")}, open_clip_pretrained_cfg(archive), {}, archive.hints
+            )
         else:
             whole = archive.sidecars["config.json"]
             cfg = whole.get("pretrained_cfg") or {k: v for k, v in whole.items() if k != "model_args"}
             arch, _, tag = str(whole["architecture"]).partition(".")
             args = dict(whole.get("model_args") or {})
-            found = cls(arch, str(cfg.get("tag") or tag), args, dict(cfg), whole, archive.told)
+            found = cls(arch, str(cfg.get("tag") or tag), args, dict(cfg), whole, archive.hints)
         found._check()
         return found
 
@@ -237,7 +239,7 @@ class Said:
             mean=tuple(mean),
             std=tuple(std),
         )
-        return channels_for(said, config.channels), True
+        return preprocess_for_channels(said, config.channels), True
 
     def labels(self, num_classes: int) -> tuple[str, ...] | None:
         """Names in the file, or ImageNet's where the tag says that is what the head was trained on."""

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from vitrail.config import ViTConfig, pair
-from vitrail.weights.files import Archive
+from vitrail.weights.archive import Archive
 from vitrail.weights.unsupported import refuse_architecture
 
 _SIZES = (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import CheckpointError
-from vitrail.weights.kinds import AGAIN, first_line, refuse_code
+from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, refuse_code
 
 TENSOR = "torch._utils._rebuild_tensor_v2"
 SAME = frozenset(
@@ -50,7 +50,7 @@ MODULE = "__torch__."
 """Where the names of a program's own classes begin."""
 
 # A tree of modules may share its branches, and so be much larger than its file.
-MOST, DEEPEST, LONGEST = 100_000, 64, 200
+MAX_ATTRIBUTES, MAX_DEPTH, MAX_NAME_LENGTH = 100_000, 64, 200
 """Attributes in the tree, modules within modules, characters in a name."""
 
 
@@ -109,7 +109,7 @@ class Script:
         self.archive.close()
 
 
-def open_script(path: Path) -> Script:
+def open_torchscript(path: Path) -> Script:
     """Names, shapes and classes; the tensors are read when they are asked for."""
     try:
         archive = zipfile.ZipFile(path)
@@ -142,12 +142,12 @@ def flattened(tree: Module) -> tuple[dict[str, Strided], dict[str, str]]:
     while todo:
         prefix, module, depth = todo.pop()
         visited += 1 + len(module.attributes)
-        if visited > MOST or depth > DEEPEST:
+        if visited > MAX_ATTRIBUTES or depth > MAX_DEPTH:
             raise ValueError("its modules are nested without end")
         modules[prefix.removesuffix(".")] = module.kind
         inner = []
         for name, value in module.attributes.items():
-            if not isinstance(name, str) or len(name) > LONGEST:
+            if not isinstance(name, str) or len(name) > MAX_NAME_LENGTH:
                 raise ValueError("an attribute of a module has no proper name")
             if isinstance(value, Strided):
                 tensors[f"{prefix}{name}"] = value
@@ -287,4 +287,4 @@ def _stored(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is a TorchScript archive, truncated or damaged ({why}); {AGAIN}.")
+    return CheckpointError(f"{path} is a TorchScript archive, truncated or damaged ({why}); {DOWNLOAD_AGAIN}.")

@@ -13,12 +13,20 @@ from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.errors import FormatError
 from vitrail.models.variants import heads_for
-from vitrail.weights.files import Archive
+from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import EDGE, GELUS, beyond_original
-from vitrail.weights.model_info import ModelInfo, channels_for, sized
-from vitrail.weights.rules import POSITION, POSITION_NAMES, TOKEN, AnyConfig, Rule, Table, both
-from vitrail.weights.write import write_torch
+from vitrail.weights.model_info import ModelInfo, preprocess_for_channels, preprocess_for_size
+from vitrail.weights.renaming import (
+    CLASS_TOKEN,
+    POSITION,
+    POSITION_NAMES,
+    AnyConfig,
+    RenameTable,
+    Rule,
+    weight_and_bias,
+)
+from vitrail.weights.writers import write_torch
 
 BLOCK, OUR_BLOCK = "encoder.layers.encoder_layer_{i}.", "blocks.{i}."
 FIRST = BLOCK.format(i=0)
@@ -27,19 +35,19 @@ OLD = {"mlp.linear_1.": "mlp.0.", "mlp.linear_2.": "mlp.3."}
 
 
 RULES = [
-    *both("conv_proj", "patch"),
-    Rule("class_token", "class_token", TOKEN),
+    *weight_and_bias("conv_proj", "patch"),
+    Rule("class_token", "class_token", CLASS_TOKEN),
     Rule("encoder.pos_embedding", POSITION_NAMES, POSITION),
-    *both(f"{BLOCK}ln_1", f"{OUR_BLOCK}norm1"),
+    *weight_and_bias(f"{BLOCK}ln_1", f"{OUR_BLOCK}norm1"),
     Rule(f"{BLOCK}self_attention.in_proj_weight", f"{OUR_BLOCK}attention.qkv.weight"),
     Rule(f"{BLOCK}self_attention.in_proj_bias", f"{OUR_BLOCK}attention.qkv.bias"),
-    *both(f"{BLOCK}self_attention.out_proj", f"{OUR_BLOCK}attention.out"),
-    *both(f"{BLOCK}ln_2", f"{OUR_BLOCK}norm2"),
-    *both(f"{BLOCK}mlp.0", f"{OUR_BLOCK}mlp.up"),
-    *both(f"{BLOCK}mlp.3", f"{OUR_BLOCK}mlp.down"),
-    *both("encoder.ln", "norm"),
-    *both("heads.pre_logits", "pre_logits"),
-    *both("heads.head", "head"),
+    *weight_and_bias(f"{BLOCK}self_attention.out_proj", f"{OUR_BLOCK}attention.out"),
+    *weight_and_bias(f"{BLOCK}ln_2", f"{OUR_BLOCK}norm2"),
+    *weight_and_bias(f"{BLOCK}mlp.0", f"{OUR_BLOCK}mlp.up"),
+    *weight_and_bias(f"{BLOCK}mlp.3", f"{OUR_BLOCK}mlp.down"),
+    *weight_and_bias("encoder.ln", "norm"),
+    *weight_and_bias("heads.pre_logits", "pre_logits"),
+    *weight_and_bias("heads.head", "head"),
 ]
 
 PUBLISHED = PreprocessConfig(resize="short", resize_to=256, mean=IMAGENET_MEAN, std=IMAGENET_STD)
@@ -55,8 +63,8 @@ def spelling(name: str) -> str:
     return name
 
 
-def table(_: AnyConfig) -> Table:
-    return Table("torchvision", RULES)
+def table(_: AnyConfig) -> RenameTable:
+    return RenameTable("torchvision", RULES)
 
 
 def recognize(archive: Archive) -> str | None:
@@ -74,14 +82,14 @@ def describe(archive: Archive) -> ModelInfo:
     numbers = [re.match(r"encoder\.layers\.encoder_layer_(\d+)\.", name) for name in names]
     depth = 1 + max(int(m[1]) for m in numbers if m)
     hidden = shape(f"{FIRST}mlp.0.weight")[0]
-    told = archive.told.get("num_heads")
+    told = archive.hints.get("num_heads")
     heads = told or heads_for(width, hidden)
     if heads is None:
         raise FormatError(
             f"read as torchvision: how many heads share a width of {width} is not stored and cannot be guessed; "
             "pass num_heads=..."
         )
-    grid = _grid(shape("encoder.pos_embedding")[1], (patch[0], patch[1]), archive.told.get("image_size"))
+    grid = _grid(shape("encoder.pos_embedding")[1], (patch[0], patch[1]), archive.hints.get("image_size"))
     config = ViTConfig(
         image_size=(grid[0] * patch[0], grid[1] * patch[1]),
         patch_size=(patch[0], patch[1]),
@@ -129,11 +137,13 @@ def _preprocess(config: ViTConfig) -> tuple[PreprocessConfig, str]:
     size, patch = pair(config.image_size), pair(config.patch_size)
     if size[0] in SWAG_SIZES and size[0] == size[1]:
         swag = PUBLISHED.replace(image_size=size, resize_to=size[0], interpolation="bicubic")
-        return channels_for(swag, config.channels), f"preprocessing is not stored: SWAG's at {size[0]} px assumed."
+        return preprocess_for_channels(
+            swag, config.channels
+        ), f"preprocessing is not stored: SWAG's at {size[0]} px assumed."
     (width, side), short = LARGE
     usual = PUBLISHED.replace(resize_to=short) if (config.width, patch[0]) == (width, side) else PUBLISHED
     note = "preprocessing is not stored: torchvision's usual assumed (SWAG's linear probes want bicubic and no margin)."
-    return sized(usual, pair(config.image_size), config.channels), note
+    return preprocess_for_size(usual, pair(config.image_size), config.channels), note
 
 
 def cannot(info: ModelInfo) -> list[str]:
@@ -175,11 +185,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite:
 
 TORCHVISION = Format(
     name="torchvision",
-    recognize=recognize,
-    describe=describe,
+    detect=recognize,
+    infer_info=describe,
     table=table,
     write=write,
-    cannot=cannot,
-    drift=drift,
-    spelling=spelling,
+    unsupported_parts=cannot,
+    inexact_conventions=drift,
+    normalize_name=spelling,
 )

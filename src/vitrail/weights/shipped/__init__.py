@@ -18,11 +18,11 @@ from vitrail.weights.model_info import ModelInfo
 
 
 @dataclass(frozen=True)
-class Shipped:
+class ShippedModel:
     """One model in the package."""
 
     name: str
-    about: str
+    description: str
     """What it is and has shown, in a few words."""
     family: str = "ViT"
     aliases: tuple[str, ...] = ()
@@ -44,9 +44,9 @@ class Shipped:
         return ModelInfo.from_dict(json.loads((self.path / "config.json").read_text(encoding="utf-8")))
 
 
-DEFAULT = Shipped(
+DEFAULT_MODEL = ShippedModel(
     "vitrail/cifar10", "a small ViT for images of 32 x 32 pixels, right on 97.4 % of CIFAR-10's test images"
 )
 """What commands use that are given no model."""
 
-SHIPPED = {model.name: model for model in (DEFAULT,)}
+SHIPPED = {model.name: model for model in (DEFAULT_MODEL,)}

@@ -8,50 +8,50 @@ from collections.abc import Iterator, Sequence
 
 from vitrail.config import BiTConfig, ViTConfig, pair
 from vitrail.errors import FormatError
-from vitrail.weights.files import Tensors
+from vitrail.weights.archive import LazyTensors
 from vitrail.weights.model_info import ModelInfo
-from vitrail.weights.rules import AnyConfig
+from vitrail.weights.renaming import AnyConfig
 
-PIXELS = 2**26
+MAX_PIXELS = 2**26
 """Of one image that a network takes, at most: 8192 x 8192."""
-TOKENS = 2**20
+MAX_TOKENS = 2**20
 """Patches and registers of one image, at most."""
-BLOCKS = 256
+MIN_BLOCK_LIMIT = 256
 """So many may be in a file of fewer tensors: some stack those of all blocks."""
-SLACK = 64
+MAX_WEIGHT_RATIO = 64
 """Times as many weights as the file has: below that a network is built, and what is missing is listed by name."""
-NUMBER = re.compile(r"\d{4,}")
+LONG_NUMBER = re.compile(r"\d{4,}")
 
 
-def check_names(tensors: Tensors) -> None:
+def check_names(tensors: LazyTensors) -> None:
     """Raise FormatError where a name counts blocks that cannot be there: their number is taken from the names."""
     for name in tensors:
-        if any(len(digits) > 9 or int(digits) >= len(tensors) for digits in NUMBER.findall(name)):
+        if any(len(digits) > 9 or int(digits) >= len(tensors) for digits in LONG_NUMBER.findall(name)):
             raise FormatError(f"got a tensor {name[:80]!r} among {len(tensors)}, wanted blocks counted from 0.")
 
 
-def check_sizes(info: ModelInfo, tensors: Tensors) -> None:
+def check_sizes(info: ModelInfo, tensors: LazyTensors) -> None:
     """Raise FormatError where the network would have far more blocks or weights than the file."""
-    check_image(info)
+    check_image_size(info)
     blocks, stated = _blocks(info.config)
-    if blocks > max(len(tensors), BLOCKS):
+    if blocks > max(len(tensors), MIN_BLOCK_LIMIT):
         raise FormatError(f"got {stated}, wanted no more than the file has tensors, {len(tensors)}.")
     there = sum(math.prod(tensors.shape(name)) for name in tensors)
     for stated, wanted in _weights(info.config):
-        if wanted > SLACK * there:
+        if wanted > MAX_WEIGHT_RATIO * there:
             raise FormatError(f"got {stated}: {wanted:,} weights or more, wanted the file's {there:,}.")
 
 
-def check_image(info: ModelInfo) -> None:
+def check_image_size(info: ModelInfo) -> None:
     """Raise FormatError for an image that is too large to compute on; in some networks no tensor shows its size."""
     for stated, image in (("image_size", info.config.image_size), ("preprocess.image", info.preprocess.image_size)):
         height, width = pair(image)
-        if height * width > PIXELS:
-            raise FormatError(f"got {stated}={height}x{width}, wanted at most {PIXELS:,} pixels.")
+        if height * width > MAX_PIXELS:
+            raise FormatError(f"got {stated}={height}x{width}, wanted at most {MAX_PIXELS:,} pixels.")
     if isinstance(info.config, ViTConfig):
         tokens = math.prod(info.config.grid) + info.config.num_registers
-        if tokens > TOKENS:
-            raise FormatError(f"got {tokens:,} patches and registers, wanted at most {TOKENS:,}.")
+        if tokens > MAX_TOKENS:
+            raise FormatError(f"got {tokens:,} patches and registers, wanted at most {MAX_TOKENS:,}.")
 
 
 def _blocks(config: AnyConfig) -> tuple[int, str]:

@@ -11,12 +11,12 @@ from typing import Any, Literal, NoReturn
 
 from vitrail.errors import CheckpointError
 
-Kind = Literal["safetensors", "npz", "torch", "legacy-torch", "torchscript", "index"]
+FileType = Literal["safetensors", "npz", "torch", "legacy-torch", "torchscript", "index"]
 
 LEGACY_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 TENSORFLOW_END = b"\x57\xfb\x80\x8b\x24\x75\x47\xdb"
 HTML = re.compile(rb"<(!doctype html|html|head|body)\b", re.IGNORECASE)
-FOREIGN: tuple[tuple[int, bytes, str], ...] = (
+UNSUPPORTED_SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, as Keras writes them"),
     (0, b"\x93NUMPY", "a single NumPy array (.npy) without a name"),
     (0, b"\x08\x01\x12", "a TensorFlow SavedModel"),
@@ -28,17 +28,17 @@ FOREIGN: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xff\xd8\xff", "a JPEG image"),
     (0, b"\x89PNG", "a PNG image"),
 )
-HEAD = 512
-WANTED = "safetensors, npz or a file of torch.save was wanted"
-AGAIN = "download or copy it again"
+HEAD_BYTES = 512
+SUPPORTED_TYPES = "safetensors, npz or a file of torch.save was wanted"
+DOWNLOAD_AGAIN = "download or copy it again"
 
 
-def recognize(path: Path) -> Kind:
+def detect_file_type(path: Path) -> FileType:
     """The kind of a file that can be read; for any other an error that says what it is."""
     with path.open("rb") as file:
-        head = file.read(HEAD)
+        head = file.read(HEAD_BYTES)
     if not head:
-        raise CheckpointError(f"{path} is empty; {AGAIN}.")
+        raise CheckpointError(f"{path} is empty; {DOWNLOAD_AGAIN}.")
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return _zip(path)
     if head.startswith(LEGACY_TORCH):
@@ -47,12 +47,12 @@ def recognize(path: Path) -> Kind:
         return "safetensors"
     if head[0] == 0x80 and head[1:2] < b"\x06":
         refuse_code(path, "it is a Python pickle that torch.save did not write")
-    for offset, magic, what in FOREIGN:
+    for offset, magic, what in UNSUPPORTED_SIGNATURES:
         if head[offset:].startswith(magic):
-            raise CheckpointError(f"{path} is {what}; {WANTED}.")
+            raise CheckpointError(f"{path} is {what}; {SUPPORTED_TYPES}.")
     if _is_text(head):
         return _text(path, head.lstrip(b"\xef\xbb\xbf \t\r\n"))
-    raise CheckpointError(f"{path} is {_unsigned(path, head)}; {WANTED}.")
+    raise CheckpointError(f"{path} is {_unsigned(path, head)}; {SUPPORTED_TYPES}.")
 
 
 def refuse_code(path: Path, why: str, error: Exception | None = None) -> NoReturn:
@@ -66,13 +66,14 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); {AGAIN}.") from error
+        raise CheckpointError(f"{path} is not valid JSON ({first_line(error)}); {DOWNLOAD_AGAIN}.") from error
 
 
-def few(names: Iterable[str]) -> str:
+def summarize_names(names: Iterable[str], limit: int = 4) -> str:
     """`a, b, c, d and 7 more`."""
     names = list(names)
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def first_line(error: Exception) -> str:
@@ -80,12 +81,12 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
-def _zip(path: Path) -> Kind:
+def _zip(path: Path) -> FileType:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except zipfile.BadZipFile as error:
-        raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {AGAIN}.") from error
+        raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {DOWNLOAD_AGAIN}.") from error
     leaves = {n.rsplit("/", 1)[-1] for n in names}
     if {"data.pkl", "constants.pkl"} <= leaves:
         return "torchscript"
@@ -93,10 +94,10 @@ def _zip(path: Path) -> Kind:
         return "torch"
     if not names or any(n.endswith(".npy") for n in names):
         return "npz"
-    raise CheckpointError(f"{path} is a zip archive of other things ({few(names)}); {WANTED}.")
+    raise CheckpointError(f"{path} is a zip archive of other things ({summarize_names(names)}); {SUPPORTED_TYPES}.")
 
 
-def _text(path: Path, start: bytes) -> Kind:
+def _text(path: Path, start: bytes) -> FileType:
     if start.startswith(b"version https://git-lfs"):
         raise CheckpointError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in its repository.")
     if HTML.match(start):
@@ -108,14 +109,14 @@ def _text(path: Path, start: bytes) -> Kind:
             return "index"
         raise CheckpointError(f"{path} is JSON, and no index of shards; give the weights beside it, or their folder.")
     line = (start.decode(errors="replace").splitlines() or [""])[0][:40]
-    raise CheckpointError(f"{path} is a text file that begins {line!r}; {WANTED}.")
+    raise CheckpointError(f"{path} is a text file that begins {line!r}; {SUPPORTED_TYPES}.")
 
 
 def _is_text(head: bytes) -> bool:
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if error.start < HEAD - 3:  # a letter cut where the reading stops is no proof
+        if error.start < HEAD_BYTES - 3:  # a letter cut where the reading stops is no proof
             return False
         text = head[: error.start].decode()
     return all(c.isprintable() or c in "\t\r\n\f\ufeff" for c in text)

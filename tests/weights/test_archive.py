@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.errors import CheckpointError, NotFound
-from vitrail.weights.files import Archive, Tensors, choose_weights, open_archive
+from vitrail.weights.archive import Archive, LazyTensors, choose_weights_file, open_archive
 from vitrail.weights.pickles import SECTIONS
 
 TENSORS = {
@@ -131,7 +131,7 @@ def test_shapes_and_membership_read_nothing(tmp_path: Path):
 
 MEASURE = """
 import sys, torch
-from vitrail.weights.files import open_archive
+from vitrail.weights.archive import open_archive
 def private():  # memory of our own, in bytes: pages of a mapped file are not counted
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
@@ -172,9 +172,9 @@ def test_a_safetensors_header_may_carry_metadata(tmp_path: Path):
 
 
 def test_under_a_prefix_names_are_shorter():
-    archive = Archive("x", Tensors.of({"visual.a": torch.ones(2), "text.a": torch.zeros(1)}))
-    check(archive.under("visual."), {"a": torch.ones(2)})
-    assert archive.under("") is archive
+    archive = Archive("x", LazyTensors.from_tensors({"visual.a": torch.ones(2), "text.a": torch.zeros(1)}))
+    check(archive.strip_prefix("visual."), {"a": torch.ones(2)})
+    assert archive.strip_prefix("") is archive
 
 
 SAVED = {
@@ -365,14 +365,15 @@ def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_choice_among_a_folders_files_is_stated():
     assert (
-        choose_weights(["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
+        choose_weights_file(["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"])
         == "model.safetensors"
     )
-    assert choose_weights(["pytorch_model.bin", "open_clip_pytorch_model.bin", "x.npz"]) == "pytorch_model.bin"
-    assert choose_weights(["x.npz", "x.safetensors", "README.md"]) == "x.safetensors"
+    assert choose_weights_file(["pytorch_model.bin", "open_clip_pytorch_model.bin", "x.npz"]) == "pytorch_model.bin"
+    assert choose_weights_file(["x.npz", "x.safetensors", "README.md"]) == "x.safetensors"
     assert (
-        choose_weights(["vit.pth", "optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state.pth"]) == "vit.pth"
+        choose_weights_file(["vit.pth", "optimizer.pt", "scheduler.pt", "training_args.bin", "rng_state.pth"])
+        == "vit.pth"
     )
-    assert choose_weights(["config.json", "sub/model.safetensors", ".x.safetensors"]) is None
+    assert choose_weights_file(["config.json", "sub/model.safetensors", ".x.safetensors"]) is None
     with pytest.raises(CheckpointError, match=r"several .*\(a\.pth, b\.pt\)"):
-        choose_weights(["b.pt", "a.pth"])
+        choose_weights_file(["b.pt", "a.pth"])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from vitrail.models import Net
     from vitrail.weights.model_info import ModelInfo
 
-IMAGENET = "imagenet-1k"
-ASSUMED = (
+IMAGENET_1K = "imagenet-1k"
+ASSUMED_IMAGENET = (
     "the checkpoint does not name its 1,000 classes: they are taken for ImageNet-1k's, in the usual order; "
     "--labels FILE (labels=... in Python) names others"
 )
@@ -39,7 +39,7 @@ def read_labels(spec: str | Path | Sequence[str] | Mapping[Any, Any], count: int
     """
     if isinstance(spec, str | Path):
         said = str(spec)
-        labels = _imagenet_or_complain() if said == IMAGENET else _from_file(Path(spec).expanduser())
+        labels = _imagenet_or_complain() if said == IMAGENET_1K else _from_file(Path(spec).expanduser())
     else:
         said = "the given class names"
         labels = _from_value(spec, said)
@@ -69,7 +69,7 @@ def imagenet_1k() -> tuple[str, ...] | None:
     return None
 
 
-def named(net: Net, info: ModelInfo) -> ModelInfo:
+def assume_imagenet_labels(net: Net, info: ModelInfo) -> ModelInfo:
     """The info with ImageNet-1k's names, and a note, where a checkpoint names no classes and they can only be those.
 
     The evidence: 1,000 outputs, one class for each image, a head that is not zero, and nothing stated about classes
@@ -77,15 +77,15 @@ def named(net: Net, info: ModelInfo) -> ModelInfo:
     that has ImageNet's names, classes stay numbers.
     """
     bare = info.labels is None and info.task == "classify" and not info.multi_label and info.config.num_classes == 1000
-    if not bare or info.trained_here or not any(tensor.any() for tensor in net.head.parameters()):
+    if not bare or info.trained_by_vitrail or not any(tensor.any() for tensor in net.head.parameters()):
         return info
     labels = imagenet_1k()
-    return info if labels is None else info.replace(labels=labels).noting(ASSUMED)
+    return info if labels is None else info.replace(labels=labels).with_notes(ASSUMED_IMAGENET)
 
 
-def stated(info: ModelInfo) -> tuple[str, ...] | None:
+def stated_labels(info: ModelInfo) -> tuple[str, ...] | None:
     """The class names that the checkpoint or the user has stated; None for those that `named` assumed."""
-    return None if ASSUMED in info.notes and info.labels == imagenet_1k() else info.labels
+    return None if ASSUMED_IMAGENET in info.notes and info.labels == imagenet_1k() else info.labels
 
 
 def _imagenet_or_complain() -> tuple[str, ...]:
@@ -140,7 +140,7 @@ def _from_file(path: Path) -> tuple[str, ...]:
     except FileNotFoundError:
         folder = path.parent
         names = [f.name for f in folder.iterdir()] if folder.is_dir() else []
-        hint = nearest(path.name, [*names, IMAGENET])
+        hint = nearest(path.name, [*names, IMAGENET_1K])
         raise NotFound(f"no such file of class names: {path}{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; wanted one class name on each line, or JSON.") from None

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save
 
 from vitrail.errors import CheckpointError
-from vitrail.weights.kinds import few, recognize
+from vitrail.weights.file_type import detect_file_type, summarize_names
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 346\n"
 
@@ -99,7 +99,7 @@ FOREIGN = {
 def test_the_content_decides_and_not_the_name(tmp_path: Path, kind: str, name: str):
     path = tmp_path / name
     path.write_bytes(READABLE[kind])
-    assert recognize(path) == kind
+    assert detect_file_type(path) == kind
 
 
 @pytest.mark.parametrize("what", FOREIGN)
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, what: str):
     path = tmp_path / "model.safetensors"
     path.write_bytes(FOREIGN[what])
     with pytest.raises(CheckpointError) as caught:
-        recognize(path)
+        detect_file_type(path)
     message = str(caught.value)
     assert what in message
     assert message.startswith(str(path))
@@ -118,7 +118,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, what: str):
 def test_a_git_lfs_pointer_says_what_to_run(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(LFS)
     with pytest.raises(CheckpointError, match="git lfs pull"):
-        recognize(tmp_path / "model.safetensors")
+        detect_file_type(tmp_path / "model.safetensors")
 
 
 def test_a_real_onnx_file_is_named(tmp_path: Path):
@@ -130,14 +130,14 @@ def test_a_real_onnx_file_is_named(tmp_path: Path):
         path = tmp_path / "weights.bin"
         path.write_bytes(onnx.helper.make_model(graph, producer_name=producer).SerializeToString())
         with pytest.raises(CheckpointError, match="ONNX"):
-            recognize(path)
+            detect_file_type(path)
 
 
 def test_a_data_file_of_tensorflow_is_known_by_its_name_alone(tmp_path: Path):
     path = tmp_path / "model.ckpt.data-00000-of-00001"
     path.write_bytes(np.linspace(-1, 1, 64).tobytes())
     with pytest.raises(CheckpointError, match="TensorFlow checkpoint"):
-        recognize(path)
+        detect_file_type(path)
 
 
 @pytest.mark.parametrize("length", range(1, 40))
@@ -145,16 +145,16 @@ def test_any_first_bytes_give_an_answer(tmp_path: Path, length: int):
     path = tmp_path / "weights"
     path.write_bytes(np.random.default_rng(length).bytes(length))
     with pytest.raises(CheckpointError):
-        recognize(path)
+        detect_file_type(path)
 
 
 def test_text_of_any_language_is_text(tmp_path: Path):
     path = tmp_path / "weights"
     path.write_bytes(("vitraux é" * 200).encode())  # a letter is cut where the reading stops
     with pytest.raises(CheckpointError, match="text file"):
-        recognize(path)
+        detect_file_type(path)
 
 
 def test_long_lists_are_shortened():
-    assert few("abcd") == "a, b, c, d"
-    assert few("abcdefg") == "a, b, c, d and 3 more"
+    assert summarize_names("abcd") == "a, b, c, d"
+    assert summarize_names("abcdefg") == "a, b, c, d and 3 more"

@@ -16,8 +16,15 @@ import vitrail
 from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.errors import ConfigError, NotFound
 from vitrail.models import Net, build
-from vitrail.weights import labels as module
-from vitrail.weights.labels import ASSUMED, from_id2label, imagenet_1k, named, read_labels, stated
+from vitrail.weights import class_names as module
+from vitrail.weights.class_names import (
+    ASSUMED_IMAGENET,
+    assume_imagenet_labels,
+    from_id2label,
+    imagenet_1k,
+    read_labels,
+    stated_labels,
+)
 from vitrail.weights.model_info import ModelInfo
 
 NAMES = ("cat", "dog, hound", "é")
@@ -168,7 +175,7 @@ def test_a_package_that_keeps_them_elsewhere_or_not_whole_is_passed_over(
 
 def test_finding_names_imports_no_package():
     code = (
-        "import sys; from vitrail.weights.labels import imagenet_1k; before = set(sys.modules); imagenet_1k();"
+        "import sys; from vitrail.weights.class_names import imagenet_1k; before = set(sys.modules); imagenet_1k();"
         "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} & {'timm', 'torch', 'torchvision'}))"
     )
     paths = {"PYTHONPATH": str(Path(module.__file__).parents[2])}
@@ -189,10 +196,10 @@ def thousand(**about: object) -> tuple[Net, ModelInfo]:
 
 def test_a_thousand_classes_without_names_are_imagenets_and_a_note_says_so(monkeypatch: pytest.MonkeyPatch):
     packages(monkeypatch, timm=installed("timm"))
-    info = named(*thousand(origin="tiny.safetensors"))
+    info = assume_imagenet_labels(*thousand(origin="tiny.safetensors"))
     assert info.labels == imagenet_1k()
-    assert info.notes == (ASSUMED,)
-    assert stated(info) is None
+    assert info.notes == (ASSUMED_IMAGENET,)
+    assert stated_labels(info) is None
 
 
 def test_names_that_are_stated_and_classes_that_are_others_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
@@ -206,26 +213,26 @@ def test_names_that_are_stated_and_classes_that_are_others_stay_as_they_are(monk
         {"origin": "trained on photos"},
     ):
         net, info = thousand(**about)
-        assert named(net, info) == info
-        assert stated(info) == info.labels
+        assert assume_imagenet_labels(net, info) == info
+        assert stated_labels(info) == info.labels
     net, info = thousand()
     for tensor in net.head.parameters():  # a new head, or one that was never trained
         torch.nn.init.zeros_(tensor)
-    assert named(net, info) == info
+    assert assume_imagenet_labels(net, info) == info
     small = info.config.replace(num_classes=999)
-    assert named(build(small), info.replace(config=small)).labels is None
+    assert assume_imagenet_labels(build(small), info.replace(config=small)).labels is None
 
 
 def test_without_a_package_that_has_the_names_classes_stay_numbers(monkeypatch: pytest.MonkeyPatch):
     packages(monkeypatch)
-    assert named(*thousand()).labels is None
+    assert assume_imagenet_labels(*thousand()).labels is None
 
 
 def test_the_published_file_has_names_in_every_way_of_loading_it(
     real_checkpoint: Path, caplog: pytest.LogCaptureFixture
 ):
     assert vitrail.load(real_checkpoint).label(285) == "Egyptian cat"
-    assert ASSUMED in caplog.text
+    assert ASSUMED_IMAGENET in caplog.text
     assert vitrail.load(real_checkpoint, labels=[f"thing {i}" for i in range(1000)]).label(285) == "thing 285"
     assert vitrail.load(real_checkpoint, num_classes=1000).label(285) == "Egyptian cat"
     assert vitrail.load(real_checkpoint, num_classes=7).label(5) == "class 5"

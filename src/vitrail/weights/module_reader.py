@@ -24,8 +24,8 @@ from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net, ViT
 from vitrail.models.base import Network, evaluating
 from vitrail.weights import checkpoint
-from vitrail.weights.files import Archive, Tensors
-from vitrail.weights.model_info import ModelInfo, sized
+from vitrail.weights.archive import Archive, LazyTensors
+from vitrail.weights.model_info import ModelInfo, preprocess_for_size
 from vitrail.weights.unsupported import refuse_architecture
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -39,7 +39,7 @@ CLOSE = 1e-4
 """Relative difference of outputs that rounding does not reach in single precision: 5e-6 is usual."""
 
 
-def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tuple[Net, ModelInfo]:
+def read_module(module: nn.Module, *, overrides: Mapping[str, Any], **options: Any) -> tuple[Net, ModelInfo]:
     """Network (in evaluation mode) and info of a module; the weights are copies.
 
     Modules of timm, transformers, torchvision and open_clip are read, and others with the tensors of a known format.
@@ -50,14 +50,14 @@ def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tu
     if isinstance(module, Network):
         raise FormatError("this is a network of vitrail; vitrail.Model(net, info) gives it preprocessing and labels.")
     archive = _archive(module)
-    if not any(form.recognize(archive) is not None for form in checkpoint.FORMATS):
+    if not any(form.detect(archive) is not None for form in checkpoint.FORMATS):
         raise FormatError(
             f"{archive.source} is not a network that vitrail reads; wanted a Vision Transformer or BiT of timm, "
             "transformers, torchvision or open_clip."
         )
     known = {} if _is_transformers(module) else _conventions(module)  # transformers' config states all of it
     try:
-        net, info = checkpoint.read(archive, changes=known | dict(changes), **options)
+        net, info = checkpoint.read(archive, overrides=known | dict(overrides), **options)
     except FormatError as error:
         if name := next((n for n in archive.tensors if ADAPTED.search(n)), None):
             raise FormatError(
@@ -67,8 +67,8 @@ def read(module: nn.Module, *, changes: Mapping[str, Any], **options: Any) -> tu
         raise
     if _is_transformers(module):
         info = _own_size(module, info)
-    if not changes:
-        info = info.noting(*_compared(module, net, archive.source))
+    if not overrides:
+        info = info.with_notes(*_compared(module, net, archive.source))
     return net, info
 
 
@@ -94,7 +94,7 @@ def _archive(module: Any) -> Archive:
         package, name, beside = "timm", architecture, {"config.json": _timm_config(module, architecture)}
     source = f"{package}'{'' if package.endswith('s') else 's'} {name}"
     header = {file: json.dumps(content, default=str) for file, content in beside.items()}
-    return Archive(source, Tensors.of(_copies(module, source), source), metadata=header)
+    return Archive(source, LazyTensors.from_tensors(_copies(module, source), source), metadata=header)
 
 
 def _copies(module: nn.Module, source: str) -> dict[str, Tensor]:
@@ -151,7 +151,9 @@ def _own_size(module: Any, info: ModelInfo) -> ModelInfo:
     if stored == size or pair(info.preprocess.image_size) == image:
         return info
     note = f"images are resized to {image[0]}x{image[1]}, the network's size: its processor is for the checkpoint's."
-    return info.replace(preprocess=sized(info.preprocess, image, info.preprocess.channels)).noting(note)
+    return info.replace(preprocess=preprocess_for_size(info.preprocess, image, info.preprocess.channels)).with_notes(
+        note
+    )
 
 
 def _conventions(module: nn.Module) -> dict[str, Any]:

@@ -17,34 +17,35 @@ from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, ViTConfig
 from vitrail.errors import FormatError, Inexpressible
+from vitrail.weights.file_type import summarize_names
 
 AnyConfig = ViTConfig | BiTConfig
-Change = Callable[[Sequence[Tensor], AnyConfig], Sequence[Tensor]]
+TransformFunction = Callable[[Sequence[Tensor], AnyConfig], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
-class Via:
+class Transform:
     """How tensors change on the way in, and back on the way out: exact inverses of each other."""
 
-    read: Change
-    write: Change
+    read: TransformFunction
+    write: TransformFunction
 
 
-def one(read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> Via:
+def single_tensor(read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> Transform:
     """A change of a single tensor that needs to know nothing else."""
-    return Via(lambda t, _: [read(t[0])], lambda t, _: [write(t[0])])
+    return Transform(lambda t, _: [read(t[0])], lambda t, _: [write(t[0])])
 
 
-SAME = one(lambda t: t, lambda t: t)
-TRANSPOSED = one(lambda t: t.mT, lambda t: t.mT)
-HWIO = one(lambda t: t.permute(3, 2, 0, 1), lambda t: t.permute(2, 3, 1, 0))
-TOKEN = one(lambda t: t.reshape(-1), lambda t: t.view(1, 1, -1))
-TOKENS = one(lambda t: t.flatten(0, 1), lambda t: t[None])
-FLAT = one(lambda t: t.reshape(-1), lambda t: t.view(1, 1, 1, -1))
+IDENTITY = single_tensor(lambda t: t, lambda t: t)
+TRANSPOSE = single_tensor(lambda t: t.mT, lambda t: t.mT)
+HWIO_TO_OIHW = single_tensor(lambda t: t.permute(3, 2, 0, 1), lambda t: t.permute(2, 3, 1, 0))
+CLASS_TOKEN = single_tensor(lambda t: t.reshape(-1), lambda t: t.view(1, 1, -1))
+TOKENS = single_tensor(lambda t: t.flatten(0, 1), lambda t: t[None])
+FLATTEN = single_tensor(lambda t: t.reshape(-1), lambda t: t.view(1, 1, 1, -1))
 """1 1 1 C <-> C: group norms of big_vision's BiT."""
-POINTWISE = one(lambda t: t.flatten(1), lambda t: t[:, :, None, None])
+CONV1X1_TO_LINEAR = single_tensor(lambda t: t.flatten(1), lambda t: t[:, :, None, None])
 """A 1x1 convolution's kernel <-> a matrix."""
-STACKED = Via(
+CONCAT_QKV = Transform(
     lambda t, _: [torch.cat(list(t))],
     lambda t, c: t[0].chunk(3) if t[0].shape[0] == 3 * _width(c) else t[0].chunk(2),
 )
@@ -63,10 +64,10 @@ def _write_position(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor
     return [torch.cat([*prefix, table.flatten(0, 1)])[None]]
 
 
-POSITION = Via(_read_position, _write_position)
+POSITION = Transform(_read_position, _write_position)
 """1 rows D, special tokens first <-> `positions.0.prefix` (where there is one), `positions.0.table`."""
 POSITION_NAMES = ("positions.0.prefix", "positions.0.table")
-POSITION_FLAT = Via(_read_position, lambda t, c: [_write_position(t, c)[0][0]])
+POSITION_FLAT = Transform(_read_position, lambda t, c: [_write_position(t, c)[0][0]])
 """The same without the leading 1: Hugging Face's CLIP and SigLIP keep positions in an embedding."""
 
 
@@ -86,25 +87,25 @@ class Rule:
 
     theirs: str | tuple[str, ...]
     ours: str | tuple[str, ...]
-    via: Via = SAME
+    transform: Transform = IDENTITY
 
 
-def both(theirs: str, ours: str, via: Via = SAME) -> list[Rule]:
+def weight_and_bias(theirs: str, ours: str, transform: Transform = IDENTITY) -> list[Rule]:
     """A layer's weight and bias."""
-    return [Rule(f"{theirs}.{part}", f"{ours}.{part}", via) for part in ("weight", "bias")]
+    return [Rule(f"{theirs}.{part}", f"{ours}.{part}", transform) for part in ("weight", "bias")]
 
 
 @dataclass(frozen=True)
-class Placed:
+class BoundRule:
     """A rule with its indices filled in and its absent names taken out."""
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
-    via: Via
+    transform: Transform
 
 
 @dataclass
-class Table:
+class RenameTable:
     """A format's rules, with leftovers it may have that are not part of the network."""
 
     name: str
@@ -119,7 +120,7 @@ class Table:
         came: dict[str, str] = {}
         used: set[str] = set()
         missing: list[str] = []
-        for rule in self.placed(config, wanted):
+        for rule in self.bind(config, wanted):
             absent = [name for name in rule.theirs if name not in theirs]
             if absent:
                 missing += absent
@@ -128,7 +129,7 @@ class Table:
             tensors = self._apply(rule, [theirs[name] for name in rule.theirs], config)
             state.update(zip(rule.ours, tensors, strict=True))
             came.update(dict.fromkeys(rule.ours, " and ".join(rule.theirs)))
-        left = [n for n in theirs if n not in used and not self.ignored(n)]
+        left = [n for n in theirs if n not in used and not self.is_ignored(n)]
         uncovered = [n for n in wanted if n not in state] if not missing else []
         wrong = [
             f"{name} {tuple(state[name].shape)} for {tuple(wanted[name].shape)}"
@@ -143,15 +144,15 @@ class Table:
         """Our tensors -> theirs, or an error that lists those the format has no name for."""
         result: dict[str, Tensor] = {}
         used: set[str] = set()
-        for rule in self.placed(config, ours):
-            tensors = rule.via.write([ours[name] for name in rule.ours], config)
+        for rule in self.bind(config, ours):
+            tensors = rule.transform.write([ours[name] for name in rule.ours], config)
             result.update(zip(rule.theirs, tensors, strict=True))
             used.update(rule.ours)
         if left := [n for n in ours if n not in used]:
-            raise Inexpressible(f"{self.name}'s format has no name for {listed(left)}.")
+            raise Inexpressible(f"{self.name}'s format has no name for {summarize_names(left, limit=8)}.")
         return result
 
-    def placed(self, config: AnyConfig, ours: Iterable[str]) -> Iterator[Placed]:
+    def bind(self, config: AnyConfig, ours: Iterable[str]) -> Iterator[BoundRule]:
         """Each rule for each index, as far as the network has what it is about."""
         have = set(ours)
         for rule in self.rules:
@@ -159,14 +160,14 @@ class Table:
                 mine = tuple(n.format(**index) for n in _names(rule.ours))
                 mine = tuple(n for n in mine if n in have)
                 if mine:
-                    yield Placed(tuple(n.format(**index) for n in _names(rule.theirs)), mine, rule.via)
+                    yield BoundRule(tuple(n.format(**index) for n in _names(rule.theirs)), mine, rule.transform)
 
-    def ignored(self, name: str) -> bool:
+    def is_ignored(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignore)
 
-    def _apply(self, rule: Placed, tensors: list[Tensor], config: AnyConfig) -> Sequence[Tensor]:
+    def _apply(self, rule: BoundRule, tensors: list[Tensor], config: AnyConfig) -> Sequence[Tensor]:
         try:
-            return rule.via.read(tensors, config)
+            return rule.transform.read(tensors, config)
         except (RuntimeError, IndexError, ValueError) as error:
             shapes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(rule.theirs, tensors, strict=True))
             raise FormatError(
@@ -176,11 +177,11 @@ class Table:
     def _complain(self, missing: list[str], left: list[str], wrong: list[str]) -> None:
         parts = []
         if missing:
-            parts.append(f"missing {listed(missing)}")
+            parts.append(f"missing {summarize_names(missing, limit=8)}")
         if left:
-            parts.append(f"left over {listed(left)}")
+            parts.append(f"left over {summarize_names(left, limit=8)}")
         if wrong:
-            parts.append(f"wrong shapes: {listed(wrong)}")
+            parts.append(f"wrong shapes: {summarize_names(wrong, limit=8)}")
         if parts:
             raise FormatError(f"read as {self.name}, the tensors do not fit: {'; '.join(parts)}.")
 
@@ -201,8 +202,3 @@ def _indices(rule: Rule, config: AnyConfig) -> Iterator[dict[str, int]]:
             yield {"i": i}
     else:
         yield {}
-
-
-def listed(names: Sequence[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -23,12 +23,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vitrail.errors import CheckpointError, NotFound, nearest
-from vitrail.weights.kinds import AGAIN, few, first_line, read_json, recognize, refuse_code
+from vitrail.weights.file_type import (
+    DOWNLOAD_AGAIN,
+    detect_file_type,
+    first_line,
+    read_json,
+    refuse_code,
+    summarize_names,
+)
 from vitrail.weights.pickles import load_pickle, unwrap
-from vitrail.weights.torchscript import open_script
+from vitrail.weights.torchscript import open_torchscript
 
 # The names that repositories of Hugging Face, timm and open_clip give their weights, best first.
-USUAL = (
+STANDARD_NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "open_clip_model.safetensors",
@@ -38,45 +45,49 @@ USUAL = (
     "open_clip_pytorch_model.bin",
 )
 # Where a folder has none of these names: its only file of one of these kinds, best first.
-KINDS = ((".safetensors",), (".npz",), (".pth", ".pt", ".bin"))
+WEIGHTS_SUFFIXES = ((".safetensors",), (".npz",), (".pth", ".pt", ".bin"))
 SIDECARS = ("config.json", "preprocessor_config.json", "processor_config.json", "open_clip_config.json")
 
-TRAINING = re.compile(r"optimizer|scheduler|scaler|training_args|rng_state")  # files that hold no weights
-WRAPPERS = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
+NOT_WEIGHTS = re.compile(r"optimizer|scheduler|scaler|training_args|rng_state")  # files that hold no weights
+WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # left by DistributedDataParallel and torch.compile
 
 ALIGNMENT = 64
 """Bytes: what torch's own allocator gives."""
 
-READING = (OSError, EOFError, TypeError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, SafetensorError)
+READ_ERRORS = (OSError, EOFError, TypeError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error, SafetensorError)
 SHARD = re.compile(r"-\d+-of-(\d+)\.\w+$")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: its shape, and how to read it."""
 
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
 
 
-class Tensors(Mapping[str, Tensor]):
+class LazyTensors(Mapping[str, Tensor]):
     """Names and shapes are known; each look-up reads the tensor, as stored, and keeps nothing."""
 
-    def __init__(self, entries: Mapping[str, Entry], source: str) -> None:
+    def __init__(self, entries: Mapping[str, TensorEntry], source: str) -> None:
         self.entries = dict(entries)
         self._source = source
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], source: str = "memory") -> Tensors:
+    def from_tensors(cls, tensors: Mapping[str, Tensor], source: str = "memory") -> LazyTensors:
         """Tensors that are there already."""
-        return cls({n: Entry(tuple(t.shape), _reader(tensors.__getitem__, n)) for n, t in tensors.items()}, source)
+        return cls(
+            {n: TensorEntry(tuple(t.shape), _reader(tensors.__getitem__, n)) for n, t in tensors.items()}, source
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
         try:
             return entry.read()
-        except READING as error:
-            raise CheckpointError(f"{self._source}: cannot read {name!r} ({first_line(error)}); {AGAIN}.") from error
+        except READ_ERRORS as error:
+            raise CheckpointError(
+                f"{self._source}: cannot read {name!r} ({first_line(error)}); {DOWNLOAD_AGAIN}."
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -91,17 +102,17 @@ class Tensors(Mapping[str, Tensor]):
         """Without reading the data."""
         return self.entries[name].shape
 
-    def under(self, prefix: str) -> Tensors:
+    def strip_prefix(self, prefix: str) -> LazyTensors:
         """Those whose names begin with `prefix`, without it."""
         chosen = {n.removeprefix(prefix): e for n, e in self.entries.items() if n.startswith(prefix)}
-        return Tensors(chosen, self._source)
+        return LazyTensors(chosen, self._source)
 
-    def renamed(self, spelling: Callable[[str], str]) -> Tensors:
+    def rename(self, spelling: Callable[[str], str]) -> LazyTensors:
         """Under other names, which must stay apart."""
         renamed = {spelling(name): entry for name, entry in self.entries.items()}
         if len(renamed) < len(self.entries):
             raise CheckpointError(f"{self._source}: two of its tensors have the same name after renaming.")
-        return Tensors(renamed, self._source)
+        return LazyTensors(renamed, self._source)
 
 
 @dataclass
@@ -110,7 +121,7 @@ class Archive:
 
     source: str
     """For messages: the path, as given."""
-    tensors: Tensors
+    tensors: LazyTensors
     """Read when asked for."""
     metadata: dict[str, str] = field(default_factory=dict)
     """Of a safetensors header or of an index."""
@@ -120,7 +131,7 @@ class Archive:
     """What a pickle holds besides tensors: epoch, arch, args."""
     notes: list[str] = field(default_factory=list)
     """Choices made while opening, to be said aloud."""
-    told: dict[str, Any] = field(default_factory=dict)
+    hints: dict[str, Any] = field(default_factory=dict)
     """What the caller knows of the network, for where the file is silent: heads, image."""
     handles: list[Any] = field(default_factory=list)
     """Files that stay open until everything wanted has been read: those of npz and TorchScript."""
@@ -134,16 +145,16 @@ class Archive:
         """Without reading the data."""
         return self.tensors.shape(name)
 
-    def under(self, prefix: str) -> Archive:
+    def strip_prefix(self, prefix: str) -> Archive:
         """The tensors whose names begin with `prefix`, without it; the rest as it is."""
-        return replace(self, tensors=self.tensors.under(prefix)) if prefix else self
+        return replace(self, tensors=self.tensors.strip_prefix(prefix)) if prefix else self
 
 
 @dataclass
 class _Contents:
     """What one file gives."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -166,7 +177,7 @@ def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
         raise CheckpointError(f"{file} holds no tensors.")
     return Archive(
         source=str(path),
-        tensors=Tensors(entries, str(file)),
+        tensors=LazyTensors(entries, str(file)),
         metadata=contents.metadata,
         sidecars=beside,
         extras=contents.extras,
@@ -175,7 +186,7 @@ def open_archive(path: str | Path, *, section: str | None = None) -> Archive:
     )
 
 
-def aligned(tensor: Tensor) -> Tensor:
+def align_tensor(tensor: Tensor) -> Tensor:
     """The tensor, contiguous and at an address that is a multiple of ALIGNMENT; copied only where it is not.
 
     A matrix product may add up its terms in another order where an operand begins between two such
@@ -186,7 +197,7 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def unmapped(net: nn.Module) -> None:
+def unmap_weights(net: nn.Module) -> None:
     """Give a network on the CPU its own copy of each tensor, one after the other.
 
     For processes that outlive a change of the file: mapped tensors change with it, and reading one that was
@@ -196,26 +207,28 @@ def unmapped(net: nn.Module) -> None:
         net._apply(torch.clone)  # as `to` does, which also drops what modules have cached
 
 
-def choose_weights(names: Iterable[str]) -> str | None:
+def choose_weights_file(names: Iterable[str]) -> str | None:
     """Of the files of a folder or repository, the one to open; None where there is none.
 
     Several candidates of the same rank are an error that lists them.
     """
     names = sorted(n for n in names if "/" not in n and not n.startswith("."))
-    for usual in USUAL:
+    for usual in STANDARD_NAMES:
         if usual in names:
             return usual
-    for suffixes in KINDS:
-        found = [n for n in names if n.endswith(suffixes) and not TRAINING.search(n)]
+    for suffixes in WEIGHTS_SUFFIXES:
+        found = [n for n in names if n.endswith(suffixes) and not NOT_WEIGHTS.search(n)]
         if len(found) == 1:
             return found[0]
         if found:
-            raise CheckpointError(f"several files could be the weights ({few(found)}); give the path of one of them.")
+            raise CheckpointError(
+                f"several files could be the weights ({summarize_names(found)}); give the path of one of them."
+            )
     return None
 
 
 def _read(path: Path, section: str | None) -> _Contents:
-    kind = recognize(path)
+    kind = detect_file_type(path)
     if section is not None and not kind.endswith("torch"):
         raise CheckpointError(f"{path} is a plain file of tensors: it has no section {section!r}.")
     if kind == "safetensors":
@@ -237,19 +250,19 @@ def _safetensors(path: Path) -> _Contents:
         shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
         metadata = dict(handle.metadata() or {})
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {AGAIN}.") from error
-    entries = {name: Entry(shape, _reader(handle.get_tensor, name)) for name, shape in shapes.items()}
+        raise CheckpointError(f"{path} is truncated or damaged ({first_line(error)}); {DOWNLOAD_AGAIN}.") from error
+    entries = {name: TensorEntry(shape, _reader(handle.get_tensor, name)) for name, shape in shapes.items()}
     return _Contents(entries, metadata)
 
 
 def _torch(path: Path, section: str | None, mapped: bool) -> _Contents:
     saved = unwrap(load_pickle(path, mapped), section, path)
-    return _Contents(Tensors.of(saved.tensors).entries, extras=saved.extras, notes=saved.notes)
+    return _Contents(LazyTensors.from_tensors(saved.tensors).entries, extras=saved.extras, notes=saved.notes)
 
 
 def _torchscript(path: Path) -> _Contents:
-    script = open_script(path)
-    entries = {name: Entry(t.shape, _reader(script.read, name)) for name, t in script.tensors.items()}
+    script = open_torchscript(path)
+    entries = {name: TensorEntry(t.shape, _reader(script.read, name)) for name, t in script.tensors.items()}
     notes = ["read the tensors of a TorchScript program; none of its code was executed"]
     return _Contents(entries, extras={"modules": script.modules}, notes=notes, handles=[script])
 
@@ -261,22 +274,22 @@ def _npz(path: Path) -> _Contents:
     except BaseException:
         archive.close()
         raise
-    notes = [f"put aside {few(aside)}: not tensors"] if aside else []
+    notes = [f"put aside {summarize_names(aside)}: not tensors"] if aside else []
     return _Contents(entries, notes=notes, handles=[archive])
 
 
-def _npz_entries(archive: Any, path: Path) -> tuple[dict[str, Entry], list[str]]:
+def _npz_entries(archive: Any, path: Path) -> tuple[dict[str, TensorEntry], list[str]]:
     """The tensors, and the names of what is none."""
     entries, aside = {}, []
     for name in archive.files:
         try:
             shape, dtype = _npy_header(archive, name)
-        except READING as error:
-            raise CheckpointError(f"{path} is damaged at {name!r} ({first_line(error)}); {AGAIN}.") from error
+        except READ_ERRORS as error:
+            raise CheckpointError(f"{path} is damaged at {name!r} ({first_line(error)}); {DOWNLOAD_AGAIN}.") from error
         if dtype.hasobject:
             refuse_code(path, f"its array {name!r} is a pickle of Python objects")
         if dtype.kind in "biufc" or dtype == np.dtype("V2"):
-            entries[name] = Entry(shape, _reader(lambda name: _from_numpy(archive[name]), name))
+            entries[name] = TensorEntry(shape, _reader(lambda name: _from_numpy(archive[name]), name))
         else:
             aside.append(name)
     return entries, aside
@@ -304,21 +317,25 @@ def _index(path: Path) -> _Contents:
         raise CheckpointError(f"{path}: weight_map must give, for each tensor, the name of a file in the same folder.")
     files = sorted(set(weight_map.values()))
     if missing := [f for f in files if not (path.parent / f).exists()]:
-        raise CheckpointError(f"{path} names shards that are not beside it: {few(missing)}; {AGAIN}.")
+        raise CheckpointError(
+            f"{path} names shards that are not beside it: {summarize_names(missing)}; {DOWNLOAD_AGAIN}."
+        )
     shards = {f: _shard(path.parent / f) for f in files}
     if absent := [n for n, f in weight_map.items() if n not in shards[f].entries]:
         where = weight_map[absent[0]]
-        raise CheckpointError(f"{path} says that {where} holds {few(absent)}, and it does not; {AGAIN}.")
+        raise CheckpointError(
+            f"{path} says that {where} holds {summarize_names(absent)}, and it does not; {DOWNLOAD_AGAIN}."
+        )
     entries = {name: shards[file].entries[name] for name, file in weight_map.items()}
     notes = [f"read {len(files)} shards"]
     if unnamed := [n for f in files for n in shards[f].entries if n not in weight_map]:
-        notes.append(f"left out {few(unnamed)}, which {path.name} does not name")
+        notes.append(f"left out {summarize_names(unnamed)}, which {path.name} does not name")
     metadata = index.get("metadata")
     return _Contents(entries, {str(k): str(v) for k, v in (metadata or {}).items()}, notes=notes)
 
 
 def _shard(path: Path) -> _Contents:
-    kind = recognize(path)
+    kind = detect_file_type(path)
     if kind == "safetensors":
         return _safetensors(path)
     if kind.endswith("torch"):
@@ -326,10 +343,10 @@ def _shard(path: Path) -> _Contents:
     raise CheckpointError(f"{path} is not a shard but an {kind} file; safetensors or a file of torch.save was wanted.")
 
 
-def _strip(entries: dict[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+def _strip(entries: dict[str, TensorEntry]) -> tuple[dict[str, TensorEntry], list[str]]:
     """Without the prefixes that wrappers leave on every name."""
     notes = []
-    while entries and (prefix := next((w for w in WRAPPERS if all(n.startswith(w) for n in entries)), None)):
+    while entries and (prefix := next((w for w in WRAPPER_PREFIXES if all(n.startswith(w) for n in entries)), None)):
         entries = {name.removeprefix(prefix): entry for name, entry in entries.items()}
         notes.append(f"removed {prefix!r} from every name")
     return entries, notes
@@ -345,15 +362,17 @@ def _weights_of(path: Path) -> tuple[Path, list[str]]:
         raise CheckpointError(f"{path} is neither a file nor a folder.")
     names = [f.name for f in path.iterdir()]
     try:
-        name = choose_weights(names)
+        name = choose_weights_file(names)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     if name is not None:
         return path / name, []
-    if (path / "model").is_dir() and choose_weights(f.name for f in (path / "model").iterdir()):
+    if (path / "model").is_dir() and choose_weights_file(f.name for f in (path / "model").iterdir()):
         return _weights_of(path / "model")[0], [f"read the model of the run in {path}"]
-    looked = ", ".join((*USUAL, "one .safetensors, .npz, .pth, .pt or .bin file"))
-    raise NotFound(f"no weights in the folder {path}, which holds {few(names) or 'nothing'}; looked for {looked}.")
+    looked = ", ".join((*STANDARD_NAMES, "one .safetensors, .npz, .pth, .pt or .bin file"))
+    raise NotFound(
+        f"no weights in the folder {path}, which holds {summarize_names(names) or 'nothing'}; looked for {looked}."
+    )
 
 
 def _missing(path: Path) -> str:
@@ -373,12 +392,15 @@ def _sidecars(file: Path, whole_folder: bool) -> tuple[dict[str, Any], list[str]
     weights, and when no other file of weights is there.
     """
     there = [name for name in SIDECARS if (file.parent / name).is_file()]
-    if there and not whole_folder and file.name not in USUAL:
-        suffixes = tuple(s for kind in KINDS for s in kind)
+    if there and not whole_folder and file.name not in STANDARD_NAMES:
+        suffixes = tuple(s for kind in WEIGHTS_SUFFIXES for s in kind)
         names = [f.name for f in file.parent.iterdir() if f.name != file.name]
-        others = [n for n in names if n.endswith(suffixes) and not TRAINING.search(n)]
+        others = [n for n in names if n.endswith(suffixes) and not NOT_WEIGHTS.search(n)]
         if others:
-            return {}, [f"{few(there)} beside {file.name} not read: other weights are there too ({few(others)})"]
+            return {}, [
+                f"{summarize_names(there)} beside {file.name} not read: "
+                f"other weights are there too ({summarize_names(others)})"
+            ]
     return {name: read_json(file.parent / name) for name in there}, []
 
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import CheckpointError
-from vitrail.weights.files import ALIGNMENT
+from vitrail.weights.archive import ALIGNMENT
 
 # What a folder may hold and still be replaced: a slip of the keyboard must not delete photographs.
 REPLACEABLE = {".json", ".jsonl", ".safetensors", ".npz", ".pth", ".pt", ".bin", ".md", ".txt"}
 
 # How safetensors calls torch's types.
-KINDS = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -45,10 +45,10 @@ KINDS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+PERMISSION_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def write_safetensors(
@@ -75,14 +75,14 @@ def write_safetensors(
 
 
 def _kind(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in KINDS:
+    if tensor.dtype not in SAFETENSORS_DTYPES:
         raise CheckpointError(f"{name} is of {tensor.dtype}, which safetensors has no name for.")
-    return KINDS[tensor.dtype]
+    return SAFETENSORS_DTYPES[tensor.dtype]
 
 
 def _stored(tensor: Tensor) -> np.ndarray[Any, Any]:
     """Its elements in order, as little-endian integers of the same size."""
-    flat = tensor.detach().cpu().reshape(-1).view(INTEGERS[tensor.itemsize])
+    flat = tensor.detach().cpu().reshape(-1).view(INTEGER_DTYPES[tensor.itemsize])
     array: np.ndarray[Any, Any] = flat.numpy()
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
@@ -137,24 +137,24 @@ def new_folder(path: Path, overwrite: bool = False) -> Iterator[Path]:
     _check_folder(path, overwrite)
     temporary = _sibling(path, "tmp")
     try:
-        with explained(path):
+        with explain_write_errors(path):
             temporary.mkdir()
-        with about(temporary, path):
+        with report_errors_for(temporary, path):
             yield temporary
-        with explained(path):
+        with explain_write_errors(path):
             for file in sorted(temporary.rglob("*")):
-                sync(file)
-            sync(temporary)
+                fsync(file)
+            fsync(temporary)
             _check_folder(path, overwrite)
             _swap_folder(temporary, path)
-            sync(path.absolute().parent)
+            fsync(path.absolute().parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 @contextmanager
-def about(temporary: Path, path: Path) -> Iterator[None]:
+def report_errors_for(temporary: Path, path: Path) -> Iterator[None]:
     """Failures to write under `temporary`, told about `path`; other errors of the block stay themselves."""
     try:
         yield
@@ -162,7 +162,7 @@ def about(temporary: Path, path: Path) -> Iterator[None]:
         raise type(error)(str(error).replace(str(temporary), str(path))) from error
     except OSError as error:
         inside = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(temporary)
-        if error.errno is None or not (inside or error.errno in FULL):
+        if error.errno is None or not (inside or error.errno in DISK_FULL_ERRNOS):
             raise
         _complain(path, error.errno, error)
 
@@ -173,18 +173,18 @@ def _new_file(path: Path, overwrite: bool) -> Iterator[Path]:
     path = Path(path).expanduser()
     _check_file(path, overwrite)
     temporary = _sibling(path, "tmp")
-    with explained(path):
+    with explain_write_errors(path):
         try:
             # Made here and not by the writer, so that an existing file is never opened; O_EXCL says so.
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
             yield temporary
-            sync(temporary)
+            fsync(temporary)
             _check_file(path, overwrite)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        sync(path.absolute().parent)
+        fsync(path.absolute().parent)
 
 
 def _check_file(path: Path, overwrite: bool) -> None:
@@ -199,7 +199,7 @@ def _check_folder(path: Path, overwrite: bool) -> None:
         return
     if not path.is_dir() or path.is_symlink():
         raise CheckpointError(f"{path} exists already and is not a folder; choose another name.")
-    with explained(path):
+    with explain_write_errors(path):
         inside = sorted(path.iterdir())
     if inside and not overwrite:
         raise CheckpointError(
@@ -231,7 +231,7 @@ def _sibling(path: Path, suffix: str) -> Path:
     return path.absolute().parent / f".{path.name}.{secrets.token_hex(4)}.{suffix}"
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Wait until the disk has it: without this a power cut can leave a name for an empty file."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -274,7 +274,7 @@ def _array(value: Tensor | np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Turn what the system says about a failed write into one sentence about `path`."""
     try:
         yield
@@ -298,12 +298,12 @@ def _errno(error: BaseException | None) -> int | None:
 
 def _complain(path: Path, number: int, error: BaseException) -> NoReturn:
     folder = path.absolute().parent
-    if number in FULL:
+    if number in DISK_FULL_ERRNOS:
         free = ""
         with suppress(OSError):
             free = f" ({shutil.disk_usage(folder).free / 2**20:.0f} MiB are free)"
         reason = f"the disk or its quota is full{free}; free some space, or write elsewhere"
-    elif number in FORBIDDEN:
+    elif number in PERMISSION_ERRNOS:
         reason = f"no permission to write in {folder}; choose another folder"
     elif number == errno.ENOENT:
         reason = f"the folder {folder} does not exist, or was removed meanwhile; make it first"

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from vitrail.errors import CheckpointError, Inexpressible
-from vitrail.weights.write import new_folder, write_json, write_npz, write_safetensors, write_torch
+from vitrail.weights.writers import new_folder, write_json, write_npz, write_safetensors, write_torch
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b/c": torch.ones(4, dtype=torch.float16), "file": torch.tensor(3)}
 BIG = {"a": torch.zeros(500_000)}
@@ -310,7 +310,7 @@ def test_a_killed_writer_leaves_the_old_file_whole(tmp_path: Path):
     path = tmp_path / "x.json"
     write_json(path, "old")
     code = (
-        "import pathlib, time, vitrail.weights.write as w\n"
+        "import pathlib, time, vitrail.weights.writers as w\n"
         f"with w._new_file(pathlib.Path({str(path)!r}), True) as t:\n"
         "    t.write_text('half'); print('writing', flush=True); time.sleep(60)\n"
     )

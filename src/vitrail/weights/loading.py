@@ -11,40 +11,40 @@ from vitrail.config import BiTConfig, Pair, pair
 from vitrail.errors import FormatError, VitrailError
 from vitrail.models import Net, ViT
 from vitrail.weights import checkpoint
-from vitrail.weights.locate import Found, locate
-from vitrail.weights.model_info import ModelInfo, channels_for, sized
+from vitrail.weights.locate import ModelLocation, locate
+from vitrail.weights.model_info import ModelInfo, preprocess_for_channels, preprocess_for_size
 
 
-def open_checkpoint(
-    source: str | Path | Found,
+def load_checkpoint(
+    source: str | Path | ModelLocation,
     *,
     image_size: Pair | None = None,
     channels: int | None = None,
     num_classes: int | None = None,
-    changes: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Net, ModelInfo]:
     """Network (in evaluation mode) and info; what was done and assumed is in the model info's notes."""
     found = locate(source)
-    net, info = _read(found.path, image_size, dict(changes or {}), **options)
+    net, info = _read(found.path, image_size, dict(overrides or {}), **options)
     if found.origin:
         info = info.replace(origin=found.origin)
-    return adapted(net, info.noting(*found.notes), image_size, channels, num_classes)
+    return adapt_model(net, info.with_notes(*found.notes), image_size, channels, num_classes)
 
 
 def _read(path: Path, image_size: Pair | None, changes: dict[str, Any], **options: Any) -> tuple[Net, ModelInfo]:
     """The checkpoint as it is; or, where it does not tell its own size and cannot be read, of the size asked for."""
     try:
-        return checkpoint.read(path, changes=changes, **options)
+        return checkpoint.read(path, overrides=changes, **options)
     except FormatError:
         if image_size is None:
             raise
         with suppress(VitrailError):
-            return checkpoint.read(path, changes=changes | {"image_size": pair(image_size)}, **options)
+            return checkpoint.read(path, overrides=changes | {"image_size": pair(image_size)}, **options)
         raise
 
 
-def adapted(
+def adapt_model(
     net: Net,
     info: ModelInfo,
     image_size: Pair | None = None,
@@ -56,20 +56,22 @@ def adapted(
         net = net.resized(image_size)
         info = info.replace(config=net.config)
         if isinstance(net, ViT) and net.config.position.startswith("learned"):
-            info = info.noting(f"positions were resampled to {_size(image_size)} as {net.config.resample} does it")
+            info = info.with_notes(f"positions were resampled to {_size(image_size)} as {net.config.resample} does it")
     if image_size is not None and pair(image_size) != pair(info.preprocess.image_size):
-        info = info.replace(preprocess=sized(info.preprocess, pair(image_size), info.preprocess.channels))
+        info = info.replace(preprocess=preprocess_for_size(info.preprocess, pair(image_size), info.preprocess.channels))
     if channels is not None and channels != net.config.channels:
         note = _channels_note(net, channels)
         net = net.with_channels(channels)
-        info = info.replace(config=net.config, preprocess=channels_for(info.preprocess, channels)).noting(note)
+        info = info.replace(
+            config=net.config, preprocess=preprocess_for_channels(info.preprocess, channels)
+        ).with_notes(note)
     if num_classes is None:
         return net, info
     if num_classes == net.config.num_classes and info.task == "classify":
-        return net, info.noting(f"it has {num_classes} classes already: its head is kept as it is")
+        return net, info.with_notes(f"it has {num_classes} classes already: its head is kept as it is")
     net = net.with_classes(num_classes)
     info = info.replace(config=net.config, labels=None, multi_label=False, task="classify" if num_classes else "embed")
-    return net, info.noting(
+    return net, info.with_notes(
         f"the head is new: {num_classes} classes, all zeros until it is trained"
         if num_classes
         else "the head was taken off"
