@@ -1,13 +1,13 @@
-"""How long an ordinary request takes while one client attacks `vitrail serve`, compared with how long it takes alone.
+"""Latency of ordinary requests to `vitrail serve` while one client attacks, compared with the latency without attack.
 
     python benchmarks/attacks.py [MODEL] [--seconds 10] [--only NAME ...] [--same-address] [-- ...]
 
-Three ordinary clients send a photograph each, about 15 a second together. One attacker, at another address
-(127.0.0.2; with --same-address at theirs), keeps some connections busy with requests that are each inside every
-limit, or look like it, and sends the next as soon as the last is answered, whatever the answer says. For each attack:
-the ordinary requests' median and 99th percentile, the latter divided by its value before all attacks, what the
-attacker was answered, and for how long the attack is felt after its end. Ends with status 1 where that ratio is more
-than 5, or an ordinary request was not answered 200. Options after -- go to `vitrail serve`.
+Three ordinary clients send photographs, about 15 per second in total. One attacker, at another address (127.0.0.2; with
+--same-address at the same one), keeps several connections busy with requests within, or apparently within, all limits,
+and repeats each as soon as it is answered. The table has, for each attack, the median and the 99th percentile (p99) of
+the ordinary latency, the ratio of p99 to its value without attack, the responses to the attacker, and how long the
+latency stays high afterwards. Exits with status 1 if a ratio exceeds 5 or an ordinary request was not answered 200.
+Options after -- are passed to `vitrail serve`.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from typing import Any
 from PIL import Image
 from serve import service
 
-MOST = 5.0
-"""How many times an ordinary request's p99 may be what it is without an attack."""
+MAX_RATIO = 5.0
+"""Allowed ratio of the p99 latency during an attack to that without."""
 CLIENTS, RATE = 3, 5
-"""Ordinary clients, and requests a second of each."""
+"""Number of ordinary clients, and requests per second of each."""
 ORDINARY, ATTACKER = "127.0.0.1", "127.0.0.2"
 
 
 @dataclass(frozen=True)
 class Attack:
-    """One request, sent again and again on some connections."""
+    """A request that is repeated on several connections."""
 
     make: Callable[[], bytes]
     connections: int
 
 
-def request(body: bytes, kind: str, path: str = "/v1/predict") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+def request(body: bytes, content_type: str, path: str = "/v1/predict") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def form(*images: bytes) -> bytes:
-    """A request with these images."""
+    """A form request with these images."""
     part = b'--edge\r\nContent-Disposition: form-data; name="images"; filename="a"\r\n\r\n'
     body = b"".join(part + image + b"\r\n" for image in images) + b"--edge--\r\n"
     return request(body, "multipart/form-data; boundary=edge")
@@ -63,9 +63,9 @@ def photo() -> bytes:
     return saved(Image.effect_noise((500, 400), 60).convert("RGB"), "JPEG")
 
 
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+def saved(image: Image.Image, image_format: str, **options: Any) -> bytes:
     out = io.BytesIO()
-    image.save(out, kind, **options)
+    image.save(out, image_format, **options)
     return out.getvalue()
 
 
@@ -84,37 +84,37 @@ def deep_png(colors: int, side: int = 7000) -> bytes:
 
 @lru_cache(maxsize=1)
 def plain_ppm() -> bytes:
-    """Seven megabytes of numbers."""
+    """A plain-text PPM of seven megabytes."""
     return b"P3\n1600 750\n255\n" + b"1 " * 3_600_000
 
 
 @lru_cache(maxsize=1)
 def many_chunks() -> bytes:
-    """A small PNG with a million empty chunks before its pixels."""
+    """A small PNG with a million empty chunks before its pixel data."""
     whole = saved(Image.new("RGB", (300, 200)), "PNG")
     return whole[:33] + chunk(b"prVt") * 1_000_000 + whole[33:]
 
 
 @lru_cache(maxsize=1)
-def many_parts() -> bytes:
-    """A small JPEG whose header has three million parts."""
+def many_segments() -> bytes:
+    """A small JPEG whose header has three million segments."""
     return photo()[:2] + b"\xff\xe9\0\x02" * 3_000_000 + photo()[2:]
 
 
-def large(kind: str, side: int = 7000, **options: Any) -> bytes:
-    return saved(Image.new("RGB", (side, side), (9, 99, 199)), kind, **options)
+def large(image_format: str, side: int = 7000, **options: Any) -> bytes:
+    return saved(Image.new("RGB", (side, side), (9, 99, 199)), image_format, **options)
 
 
 @lru_cache(maxsize=1)
 def many_scans() -> bytes:
-    """A JPEG of 2.5 megapixels whose last scan comes 110 times more."""
+    """A JPEG of 2.5 megapixels with its last scan repeated 110 times."""
     whole = saved(Image.new("RGB", (1580, 1580)), "JPEG", progressive=True)
     return whole[:-2] + 110 * whole[whole.rindex(b"\xff\xda") : -2] + whole[-2:]
 
 
 @lru_cache(maxsize=1)
 def long_exif() -> bytes:
-    """A small PNG with 65,000 entries of EXIF."""
+    """A small PNG with 65,000 EXIF entries."""
     entries = b"".join(struct.pack("<HHII", number, 1, 1, 0) for number in range(65_000))
     exif = b"II*\0\x08\0\0\0" + struct.pack("<H", 65_000) + entries + bytes(4)
     whole = saved(Image.new("RGB", (300, 200)), "PNG")
@@ -134,12 +134,12 @@ ATTACKS = {
     "4 JPEGs of 120 scans": Attack(lambda: form(*[many_scans()] * 4), 8),
     "16 PNGs with long EXIF": Attack(lambda: form(*[long_exif()] * 16), 8),
     "a PNG of many chunks": Attack(lambda: request(many_chunks(), "image/png"), 4),
-    "a JPEG of many parts": Attack(lambda: request(many_parts(), "image/jpeg"), 4),
+    "a JPEG of many parts": Attack(lambda: request(many_segments(), "image/jpeg"), 4),
 }
 
 
 async def ask(port: int, data: bytes, address: str) -> int:
-    """The status of an answer, on a connection of its own; 0: there was none."""
+    """Send a request on a new connection; returns the status, or 0 if there was no response."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
     except OSError:
@@ -156,7 +156,7 @@ async def ask(port: int, data: bytes, address: str) -> int:
 
 
 async def ordinary(port: int, seconds: float) -> tuple[list[float], Counter[int]]:
-    """Milliseconds that requests took, sorted, and their statuses."""
+    """Send ordinary requests; returns sorted latencies in ms, and statuses."""
     data = request(photo(), "image/jpeg").replace(b"Host:", b"Connection: close\r\nHost:", 1)
     times, statuses, until = [], Counter[int](), time.monotonic() + seconds
 
@@ -173,7 +173,7 @@ async def ordinary(port: int, seconds: float) -> tuple[list[float], Counter[int]
 
 
 def attack(port: int, name: str, address: str, ready: Any, stop: Any, results: Any) -> None:
-    """The attacker's process; it does not compete with the server for the cores of this machine."""
+    """Main function of the attacker process, at low priority so that it does not compete with the server."""
     os.nice(19)
     data, statuses = ATTACKS[name].make().replace(b"Host:", b"Connection: close\r\nHost:", 1), Counter[int]()
 
@@ -181,20 +181,20 @@ def attack(port: int, name: str, address: str, ready: Any, stop: Any, results: A
         while not stop.is_set():
             statuses[await ask(port, data, address)] += 1
 
-    async def all_of_them() -> None:
+    async def run_connections() -> None:
         tasks = [asyncio.create_task(connection()) for _ in range(ATTACKS[name].connections)]
         ready.set()
         while not stop.is_set():
             await asyncio.sleep(0.05)
-        for task in tasks:  # it hangs up
+        for task in tasks:  # disconnect
             task.cancel()
 
-    asyncio.run(all_of_them())
+    asyncio.run(run_connections())
     results.put(statuses)
 
 
-def under(port: int, name: str, address: str, seconds: float) -> tuple[list[float], Counter[int], Counter[int]]:
-    """Ordinary requests while an attack goes on: their times and statuses, and the attacker's statuses."""
+def during(port: int, name: str, address: str, seconds: float) -> tuple[list[float], Counter[int], Counter[int]]:
+    """Ordinary requests during an attack: latencies, statuses, and the statuses of the attacker."""
     context = multiprocessing.get_context("spawn")
     ready, stop, results = context.Event(), context.Event(), context.Queue()
     attacker = context.Process(target=attack, args=(port, name, address, ready, stop, results), daemon=True)
@@ -208,35 +208,35 @@ def under(port: int, name: str, address: str, seconds: float) -> tuple[list[floa
     return *found, statuses
 
 
-def percentile(times: list[float], share: float) -> float:
-    return times[min(int(share * len(times)), len(times) - 1)]
+def percentile(times: list[float], fraction: float) -> float:
+    return times[min(int(fraction * len(times)), len(times) - 1)]
 
 
 def compare(port: int, names: list[str], address: str, seconds: float) -> list[str]:
-    """Print a line for each attack; gives what is wrong."""
-    asyncio.run(ordinary(port, 2))  # to get warm
+    """Print a line for each attack; returns the failures."""
+    asyncio.run(ordinary(port, 2))  # warm-up
     alone, statuses = asyncio.run(ordinary(port, 2 * seconds))
-    usual = percentile(alone, 0.99)
-    wrong = [] if set(statuses) == {200} else [f"without an attack: {dict(statuses)}"]
-    print(f"{'attack':28} {'p50':>6} {'p99':>6} {'max':>6} ms  ratio  after  the attacker is answered")
-    print(f"{'none':28} {percentile(alone, 0.5):6.0f} {usual:6.0f} {alone[-1]:6.0f}", flush=True)
+    baseline = percentile(alone, 0.99)
+    failures = [] if set(statuses) == {200} else [f"without an attack: {dict(statuses)}"]
+    print(f"{'attack':28} {'p50':>6} {'p99':>6} {'max':>6} ms  ratio  after  responses to the attacker")
+    print(f"{'none':28} {percentile(alone, 0.5):6.0f} {baseline:6.0f} {alone[-1]:6.0f}", flush=True)
     for name in names:
-        times, statuses, answers = under(port, name, address, seconds)
-        end, ratio = time.monotonic(), percentile(times, 0.99) / usual
-        while percentile(asyncio.run(ordinary(port, 0.3))[0], 0.5) > 3 * usual:
+        times, statuses, answers = during(port, name, address, seconds)
+        end, ratio = time.monotonic(), percentile(times, 0.99) / baseline
+        while percentile(asyncio.run(ordinary(port, 0.3))[0], 0.5) > 3 * baseline:
             pass
         cells = (percentile(times, 0.5), percentile(times, 0.99), times[-1])
-        said = ", ".join(f"{status or 'nothing'} {count} x" for status, count in sorted(answers.items()))
+        responses = ", ".join(f"{status or 'none'} {count} x" for status, count in sorted(answers.items()))
         print(
             f"{name:28} {cells[0]:6.0f} {cells[1]:6.0f} {cells[2]:6.0f}     {ratio:5.1f} "
-            f"{time.monotonic() - end - 0.3:5.1f}s  {said}",
+            f"{time.monotonic() - end - 0.3:5.1f}s  {responses}",
             flush=True,
         )
-        if ratio > MOST:
-            wrong.append(f"{name}: p99 is {ratio:.1f} times what it is without")
+        if ratio > MAX_RATIO:
+            failures.append(f"{name}: p99 is {ratio:.1f} times that without attack")
         if set(statuses) != {200}:
-            wrong.append(f"{name}: ordinary requests were answered {dict(statuses)}")
-    return wrong
+            failures.append(f"{name}: ordinary requests were answered {dict(statuses)}")
+    return failures
 
 
 def main() -> None:
@@ -249,11 +249,11 @@ def main() -> None:
     given, options = parser.parse_known_args()
     address = ORDINARY if given.same_address else ATTACKER
     with service(given.model, given.engine, [word for word in options if word != "--"]) as (port, _, ended):
-        wrong = compare(port, given.only, address, given.seconds)
-    wrong += [] if ended == [0] else [f"the server ended with {ended}"]
-    for line in wrong:
-        print("WRONG:", line)
-    sys.exit(bool(wrong))
+        failures = compare(port, given.only, address, given.seconds)
+    failures += [] if ended == [0] else [f"the server exited with {ended}"]
+    for line in failures:
+        print("FAILED:", line)
+    sys.exit(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""Images per second of `vitrail serve` under load, beside the same work in a plain loop.
+"""Throughput of `vitrail serve` under load, compared with a plain loop without HTTP.
 
     python benchmarks/serve.py MODEL [--data SHARDS] [--clients 32] [--seconds 8] [--rounds 3] [--engine torch] [-- ...]
 
-The plain loop has no HTTP and no queue. There are two of them, and the faster one of each round counts:
-"together" decodes a batch of JPEGs on all cores, then gives it to the engine on all cores, and so on;
-"apart" has a loop on each core that decodes a batch and runs it, minding no other. The service is
-started as people start it, in a process of its own, and asked by so many clients in a closed loop over
-loopback: each sends the bytes of one JPEG, waits for the answer and sends the next. All take turns,
-round by round, on the same machine and the same images. Printed are images per second, how long
-requests took, and the same ratio by processor time, which says most on a machine that others use too
-(the clients' own is not counted, but printed). Options after -- go to `vitrail serve`.
+There are two plain loops, and the faster one of each round counts. "together" decodes a batch of JPEGs on all cores,
+then runs the engine on all cores. "apart" has an independent loop on each core that decodes a batch and runs it. The
+service runs in its own process; the clients send requests over loopback in a closed loop, one JPEG per request. Loops
+and service alternate in rounds, with the same images. Printed are the throughput in images per second, the latencies,
+and the ratio by CPU time, which is more reliable on a machine with other load. The CPU time of the clients is excluded
+and printed separately. Options after -- are passed to `vitrail serve`.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ from typing import Any
 
 import numpy as np
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the server has it: before torch is imported
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in the server; must be set before torch is imported
 TICKS = os.sysconf("SC_CLK_TCK")
 BATCH = 32
 
 
 def images(shards: str | None, count: int = 256) -> list[bytes]:
-    """JPEG files: from the tar shards of a folder, else the samples that ship."""
+    """JPEG files from the tar shards in a folder; default: the bundled samples."""
     found: list[bytes] = []
     for path in sorted(Path(shards).glob("*.tar")) if shards else ():
         with tarfile.open(path) as tar:
@@ -47,15 +45,15 @@ def images(shards: str | None, count: int = 256) -> list[bytes]:
                 if member.name.lower().endswith((".jpg", ".jpeg")) and len(found) < count:
                     found.append(tar.extractfile(member).read())  # type: ignore[union-attr]
     if not found:
-        from vitrail.serve.web import WEB
+        from vitrail.serve.static_files import WEB_DIR
 
-        found = [path.read_bytes() for path in sorted((WEB / "samples").glob("*.jpg"))]
+        found = [path.read_bytes() for path in sorted((WEB_DIR / "samples").glob("*.jpg"))]
     return found
 
 
 @contextmanager
 def service(model: str, engine: str, options: Sequence[str]) -> Iterator[tuple[int, int, list[int]]]:
-    """A server of its own; gives its port, its process and, afterwards, the status it ended with."""
+    """Start a server; yields its port, its process id and a list that receives its exit status."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -67,7 +65,7 @@ def service(model: str, engine: str, options: Sequence[str]) -> Iterator[tuple[i
             if asyncio.run(_status(port)) == 200:
                 break
             if process.poll() is not None:
-                raise SystemExit(f"the server ended with status {process.returncode}")
+                raise SystemExit(f"the server exited with status {process.returncode}")
             time.sleep(0.1)
         yield port, process.pid, ended
     finally:
@@ -87,7 +85,7 @@ async def _status(port: int) -> int:
 
 
 async def load(port: int, files: Sequence[bytes], clients: int, seconds: float) -> tuple[list[float], float]:
-    """Seconds each request took, and how long all of it took; anything but 200 is an error."""
+    """Latencies in seconds, and the total duration. Exits on any status but 200."""
     heads = [
         b"POST /v1/predict?top=1 HTTP/1.1\r\nHost: localhost\r\nContent-Type: image/jpeg\r\n"
         b"Content-Length: %d\r\n\r\n" % len(data) + data
@@ -115,20 +113,20 @@ async def load(port: int, files: Sequence[bytes], clients: int, seconds: float) 
     return times, time.perf_counter() - start
 
 
-def processor_seconds(pid: int) -> float:
-    """Of a process and of its workers, since they began."""
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of a process and its children since their start."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return (int(fields[11]) + int(fields[12])) / TICKS + sum(processor_seconds(int(child)) for child in children)
+    return (int(fields[11]) + int(fields[12])) / TICKS + sum(cpu_seconds(int(child)) for child in children)
 
 
-def own_seconds() -> float:
+def own_cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
-class Plain:
-    """Decode a batch, run it, and again: all cores on one batch, or each core on its own."""
+class PlainLoop:
+    """The plain loops: decode a batch, run it, repeat."""
 
     def __init__(self, model: str, engine: str, files: Sequence[bytes]) -> None:
         import torch
@@ -148,14 +146,14 @@ class Plain:
             self.run(style, 0.5)
 
     def run(self, style: str, seconds: float) -> tuple[float, float]:
-        """Images per second, and per second of processor time."""
-        start, used = time.perf_counter(), own_seconds()
+        """Images per second, and per second of CPU time."""
+        start, used = time.perf_counter(), own_cpu_seconds()
         if style == "apart":
             loops = [self.pool.submit(self._loop, start + seconds, map, i) for i in range(self.cores)]
             done = sum(loop.result() for loop in loops)
         else:
             done = self._loop(start + seconds, self.pool.map, 0)
-        return done / (time.perf_counter() - start), done / (own_seconds() - used)
+        return done / (time.perf_counter() - start), done / (own_cpu_seconds() - used)
 
     def _loop(self, until: float, each: Callable[..., Iterable[Any]], first: int) -> int:
         done, size = 0, BATCH // 4 if each is map else BATCH
@@ -179,21 +177,21 @@ def main() -> None:
     files = images(given.data)
     rows = []
     with service(given.model, given.engine, [word for word in options if word != "--"]) as (port, pid, _):
-        plain = Plain(given.model, given.engine, files)
+        plain = PlainLoop(given.model, given.engine, files)
         asyncio.run(load(port, files, given.clients, 1))
         for _ in range(given.rounds):
             loops = {style: plain.run(style, given.seconds) for style in ("together", "apart")}
-            alone, alone_processor = max(loops.values())
-            before, mine = processor_seconds(pid), own_seconds()
+            plain_speed, plain_cpu = max(loops.values())
+            before, mine = cpu_seconds(pid), own_cpu_seconds()
             times, took = asyncio.run(load(port, files, given.clients, given.seconds))
-            used, clients = processor_seconds(pid) - before, own_seconds() - mine
+            used, clients = cpu_seconds(pid) - before, own_cpu_seconds() - mine
             times.sort()
             rows.append(
                 {
                     **{style: speed for style, (speed, _) in loops.items()},
                     "service": len(times) / took,
-                    "ratio": len(times) / took / alone,
-                    "processor_ratio": len(times) / used / alone_processor,
+                    "ratio": len(times) / took / plain_speed,
+                    "cpu_ratio": len(times) / used / plain_cpu,
                     "client_ms": 1000 * clients / len(times),
                     "mean_ms": 1000 * statistics.fmean(times),
                     "p50_ms": 1000 * times[len(times) // 2],
@@ -209,7 +207,7 @@ def main() -> None:
     loop, slow = max(middle["together"], middle["apart"]), middle["p99_ms"] / middle["mean_ms"]
     print(
         f"median of {len(rows)}: {middle['service']:.1f} images/s, {100 * middle['ratio']:.0f} % of the plain "
-        f"loop's {loop:.1f} ({100 * middle['processor_ratio']:.0f} % by processor time); "
+        f"loop's {loop:.1f} ({100 * middle['cpu_ratio']:.0f} % by CPU time); "
         f"mean {middle['mean_ms']:.0f} ms, p99 {middle['p99_ms']:.0f} ms = {slow:.1f} x"
     )
 

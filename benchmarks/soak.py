@@ -1,20 +1,19 @@
-"""Many requests to `vitrail serve`, some of them hostile: every good one answered correctly, memory flat.
+"""Soak test of `vitrail serve`: many requests, some hostile; checks responses and memory.
 
     python benchmarks/soak.py [MODEL] [--requests 20000] [--hostile 0.05] [--clients 16] [--seed 0] [-- ...]
 
-Before it each attack of `benchmarks/attacks.py` is measured by itself (--seconds 0: none is). Then good requests,
-images of various kinds and sizes in all three kinds of body, are sent by some clients, and each answer is compared
-with `Model.predict` on the same bytes. Hostile ones among them are random bytes, decompression bombs, JPEGs of many
-scans, images of 49 million pixels at once, truncated files, wrong types, nonsense where a form or JSON should be,
-lists of millions, headers without end, clients that send slowly, nothing, or half a request, clients that send many
-large bodies but for the last byte, that hang up halfway or after a large body, clients that do not wait for their
-answer, and the requests of `benchmarks/attacks.py`. A hostile request must be answered 4xx or 503, or not at all
-where no client listens; those that are images after all may be answered 200.
+First each attack of `benchmarks/attacks.py` is measured (--seconds 0 skips this). Then clients send valid requests:
+images of various formats and sizes, as raw body, form and JSON. Each response is compared with `Model.predict` on the
+same bytes. Hostile requests among them are random bytes, decompression bombs, JPEGs with many scans, several images of
+49 million pixels, truncated files, wrong types, invalid forms and JSON, lists of millions, endless headers, slow,
+silent and half-closed clients, large bodies without their last byte, clients that disconnect halfway or after a large
+body, clients that do not wait for their response, and the requests of `benchmarks/attacks.py`. A hostile request must
+be answered 4xx or 503, or not at all if the client is gone; those that are valid images may be answered 200.
 
-It ends with status 1 if an answer was wrong, if there was any 5xx but 503, if the server's memory grew by more than a
-twentieth between the second and the last fifth of the requests, if an attack made an ordinary request's p99 five
-times longer, or if the server did not end with status 0. Another process asks /healthz all the time; the longest
-answer time is printed. Options after -- go to `vitrail serve`.
+Exits with status 1 if a response was wrong, if there was any 5xx but 503, if the memory of the server grew by more than
+5 % between the second and the last fifth of the requests, if an attack made the p99 of ordinary requests five times
+longer, or if the server did not exit with status 0. Another process polls /healthz; the longest latency is printed.
+Options after -- are passed to `vitrail serve`.
 """
 
 from __future__ import annotations
@@ -38,40 +37,52 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from attacks import ATTACKER, ATTACKS, compare, deep_png, form, many_chunks, many_parts, plain_ppm
+from attacks import ATTACKER, ATTACKS, compare, deep_png, form, many_chunks, many_segments, plain_ppm
 from PIL import Image
 from serve import service
 
-SCORE = 1e-4
-"""How far a score may be from the one computed alone: batches round differently."""
-GROWTH = 0.05
-SAMPLES = 25
-"""Looks at the server's memory in each twentieth."""
-SLOW = 2.2
+SCORE_TOLERANCE = 1e-4
+"""Allowed difference of a score from that of `Model.predict`; batches round differently."""
+MAX_GROWTH = 0.05
+MEMORY_SAMPLES = 25
+"""Measurements of the server's memory per twentieth of the requests."""
+SLOW_INTERVAL_S = 2.2
 """Seconds between the pieces that a slow client sends."""
-ATTACKING = {
+EXPENSIVE = {
     "deep": lambda: form(*[deep_png(0)] * 16),
     "plain": lambda: form(plain_ppm()),
     "chunks": lambda: request(many_chunks(), "image/png"),
-    "parts": lambda: request(many_parts(), "image/jpeg"),
+    "parts": lambda: request(many_segments(), "image/jpeg"),
 }
-"""Requests that cost much more than they seem to."""
-SENT = ("random", "bomb", "jpeg bomb", "scans", "large", "truncated", "kind", "form", "json", "lists", "escapes")
-"""Hostile by what they send."""
-BEHAVED = ("slow", "halfway", "impatient", "large and gone", "headers", "silent", "half-closed", "stalled")
-"""Hostile by how."""
-HOSTILE = (*SENT, *ATTACKING, "value", *BEHAVED)
-LARGE = ("large", "chunks", "parts")
-"""Those that may be answered 200, since they are images after all."""
-STALLED = 40
-"""Bodies of 15 million bytes that a stalling client all but ends: together they are more than the server holds."""
-SILENT = 10
-"""Connections that a silent client opens, and leaves to the server."""
+"""Requests that are much more expensive than they seem."""
+HOSTILE_CONTENT = (
+    "random",
+    "bomb",
+    "jpeg bomb",
+    "scans",
+    "large",
+    "truncated",
+    "kind",
+    "form",
+    "json",
+    "lists",
+    "escapes",
+)
+"""Clients that are hostile by what they send."""
+HOSTILE_BEHAVIOR = ("slow", "halfway", "impatient", "large and gone", "headers", "silent", "half-closed", "stalled")
+"""Clients that are hostile by how they send."""
+HOSTILE = (*HOSTILE_CONTENT, *EXPENSIVE, "value", *HOSTILE_BEHAVIOR)
+MAY_SUCCEED = ("large", "chunks", "parts")
+"""Hostile requests that may be answered 200, because they are valid images."""
+STALLED_BODIES = 40
+"""Incomplete bodies of 15 million bytes that a stalling client sends; together they exceed the server's limit."""
+SILENT_CONNECTIONS = 10
+"""Connections that a silent client opens and leaves open."""
 
 
 @dataclass
-class Good:
-    """An image and what the model says of it."""
+class Sample:
+    """An image with the model's prediction."""
 
     data: bytes
     kind: str
@@ -80,42 +91,42 @@ class Good:
 
 
 @dataclass
-class Tally:
-    """What came of it all."""
+class Results:
+    """Results of the soak test."""
 
     good: int = 0
     wrong: list[str] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
     hostile: Counter[str] = field(default_factory=Counter)
     memory: list[tuple[int, int]] = field(default_factory=list)
-    """Requests so far, and the server's resident MiB: the least of some, since large images come and go."""
+    """Number of requests so far, and resident MiB of the server: the minimum of several measurements."""
     peak: int = 0
     silent: list[asyncio.StreamWriter] = field(default_factory=list)
-    """Connections on which nothing more is sent."""
+    """Silent connections."""
 
     def add(self, count: int, mib: int) -> None:
-        """What the server holds, in the twentieth that began with this request."""
+        """Record the memory of the server in the twentieth that began with request `count`."""
         self.peak = max(self.peak, mib)
         if self.memory and self.memory[-1][0] == count:
             mib = min(mib, self.memory.pop()[1])
         self.memory.append((count, mib))
 
 
-def good_ones(model: str | None, count: int = 96) -> list[Good]:
-    """Parts of the sample images in several formats, with the model's own answers."""
+def make_samples(model: str | None, count: int = 96) -> list[Sample]:
+    """Crops of the sample images in several formats, with the model's predictions."""
     import vitrail
-    from vitrail.serve.web import WEB
+    from vitrail.serve.static_files import WEB_DIR
 
-    chance = random.Random(0)
-    photos = [Image.open(path).convert("RGB") for path in sorted((WEB / "samples").glob("*.jpg"))]
+    rng = random.Random(0)
+    photos = [Image.open(path).convert("RGB") for path in sorted((WEB_DIR / "samples").glob("*.jpg"))]
     found = []
     for number in range(count):
         photo, kind = photos[number % len(photos)], ("jpeg", "png", "webp")[number % 3]
-        width, height = chance.randint(40, photo.width), chance.randint(40, photo.height)
-        left, top = chance.randint(0, photo.width - width), chance.randint(0, photo.height - height)
+        width, height = rng.randint(40, photo.width), rng.randint(40, photo.height)
+        left, top = rng.randint(0, photo.width - width), rng.randint(0, photo.height - height)
         out = io.BytesIO()
         photo.crop((left, top, left + width, top + height)).save(out, kind)
-        found.append(Good(out.getvalue(), kind))
+        found.append(Sample(out.getvalue(), kind))
     vit = vitrail.load(model or "vitrail/cifar10")
     for one, [best] in zip(found, vit.predict([g.data for g in found], top=1), strict=True):
         one.index, one.score = best.index, best.score
@@ -123,7 +134,7 @@ def good_ones(model: str | None, count: int = 96) -> list[Good]:
 
 
 def png(width: int, height: int) -> bytes:
-    """A small file that says it has so many pixels."""
+    """A small PNG whose header states this size."""
     chunks = ((b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(bytes(1000))))
     out = b"\x89PNG\r\n\x1a\n"
     for name, data in chunks:
@@ -136,8 +147,8 @@ def request(body: bytes, kind: str, path: str = "/v1/predict?top=1") -> bytes:
     return head.encode() + body
 
 
-def good_request(one: Good, way: int) -> bytes:
-    """Raw, as base64, or in a form."""
+def good_request(one: Sample, way: int) -> bytes:
+    """Request with the image as raw body (0), base64 (1) or form (2)."""
     if way == 0:
         return request(one.data, f"image/{one.kind}")
     if way == 1:
@@ -148,7 +159,7 @@ def good_request(one: Good, way: int) -> bytes:
 
 @lru_cache(maxsize=1)
 def many_scans() -> bytes:
-    """A progressive JPEG of 49 million pixels whose last scan comes a hundred times."""
+    """A progressive JPEG of 49 million pixels with its last scan repeated a hundred times."""
     out = io.BytesIO()
     Image.new("L", (7000, 7000), 100).save(out, "JPEG", progressive=True)
     data = out.getvalue()
@@ -157,7 +168,7 @@ def many_scans() -> bytes:
 
 
 @lru_cache(maxsize=1)
-def large_ones() -> bytes:
+def large_form() -> bytes:
     """A form with three images of 49 million pixels, each a small file."""
     out = io.BytesIO()
     Image.new("RGB", (7000, 7000), (9, 99, 199)).save(out, "PNG")
@@ -167,22 +178,22 @@ def large_ones() -> bytes:
 
 @lru_cache(maxsize=4)
 def list_bomb(number: int) -> bytes:
-    """Nine megabytes of JSON that are next to nothing."""
+    """Nine megabytes of JSON with empty values."""
     item = (b"[]", b"{}", b"1", b'""')[number]
     name = b"images" if number == 3 else b"hide"
     inside = item + (b"," + item) * (9_000_000 // (len(item) + 1))
     return request(b'{"image": "AAAA", "%s": [%s]}' % (name, inside), "application/json")
 
 
-def hostile_request(name: str, one: Good, chance: random.Random) -> bytes:
-    if name in ATTACKING:
-        return ATTACKING[name]()
+def hostile_request(name: str, one: Sample, rng: random.Random) -> bytes:
+    if name in EXPENSIVE:
+        return EXPENSIVE[name]()
     if name == "scans":
         return request(many_scans(), "image/jpeg")
     if name == "large":
-        return large_ones()
+        return large_form()
     if name == "lists":
-        return list_bomb(chance.randrange(4))
+        return list_bomb(rng.randrange(4))
     if name == "escapes":
         return request(b'{"image": "' + rb"\n" * 4_000_000 + b'"}', "application/json")
     if name == "bomb":
@@ -195,23 +206,23 @@ def hostile_request(name: str, one: Good, chance: random.Random) -> bytes:
         data[at + 5 : at + 9] = struct.pack(">HH", 65_000, 65_000)
         return request(bytes(data), "image/jpeg")
     if name == "truncated":
-        return request(one.data[: chance.randint(1, int(0.9 * len(one.data)))], f"image/{one.kind}")
+        return request(one.data[: rng.randint(1, int(0.9 * len(one.data)))], f"image/{one.kind}")
     if name == "kind":
-        return request(one.data, chance.choice(["text/plain", "text/html", "video/mp4"]))
+        return request(one.data, rng.choice(["text/plain", "text/html", "video/mp4"]))
     if name == "form":
-        return request(chance.randbytes(2000), "multipart/form-data; boundary=edge")
+        return request(rng.randbytes(2000), "multipart/form-data; boundary=edge")
     if name == "json":
-        return request(chance.choice([b"{", b"[" * 50_000, b'{"image": 3}', b"\xff"]), "application/json")
+        return request(rng.choice([b"{", b"[" * 50_000, b'{"image": 3}', b"\xff"]), "application/json")
     if name == "value":
         return request(one.data, f"image/{one.kind}", "/v1/predict?hide=[99999]")
-    return request(chance.randbytes(chance.randint(0, 20_000)), "image/jpeg")
+    return request(rng.randbytes(rng.randint(0, 20_000)), "image/jpeg")
 
 
 class Client:
-    """One connection, opened again where the server has closed it."""
+    """A connection that is reopened when the server closes it."""
 
-    def __init__(self, port: int, tally: Tally) -> None:
-        self.port, self.tally = port, tally
+    def __init__(self, port: int, results: Results) -> None:
+        self.port, self.results = port, results
         self.reader: asyncio.StreamReader | None = None
         self.writer: asyncio.StreamWriter | None = None
 
@@ -240,7 +251,7 @@ class Client:
         if b"connection: close" in head:
             self.close()
         status = int(head.split()[1])
-        self.tally.statuses[str(status)] += 1
+        self.results.statuses[str(status)] += 1
         return status, body
 
     def close(self) -> None:
@@ -248,37 +259,37 @@ class Client:
             self.writer.close()
         self.reader = self.writer = None
 
-    async def good(self, one: Good, way: int) -> None:
+    async def good(self, one: Sample, way: int) -> None:
         status, body = await self.ask(good_request(one, way))
-        while status in (429, 503):  # deliberate: come back later
+        while status in (429, 503):  # retry later, as the server asks
             await asyncio.sleep(1)
             status, body = await self.ask(good_request(one, way))
         if status != 200:
-            self.tally.wrong.append(f"a good request was answered {status}: {body.decode()}")
+            self.results.wrong.append(f"a good request was answered {status}: {body.decode()}")
             return
         [best] = json.loads(body)["results"][0]["predictions"]
-        if best["index"] != one.index or abs(best["score"] - one.score) > SCORE:
-            self.tally.wrong.append(f"got {best}, wanted class {one.index} with {one.score}")
-        self.tally.good += 1
+        if best["index"] != one.index or abs(best["score"] - one.score) > SCORE_TOLERANCE:
+            self.results.wrong.append(f"got {best}, wanted class {one.index} with {one.score}")
+        self.results.good += 1
 
-    async def hostile(self, name: str, one: Good, chance: random.Random) -> None:
-        self.tally.hostile[name] += 1
-        if name in BEHAVED:
-            await self.badly(name, good_request(one, chance.randrange(3)))
+    async def hostile(self, name: str, one: Sample, rng: random.Random) -> None:
+        self.results.hostile[name] += 1
+        if name in HOSTILE_BEHAVIOR:
+            await self.misbehave(name, good_request(one, rng.randrange(3)))
             return
-        status, body = await self.ask(hostile_request(name, one, chance))
-        if not 400 <= status < 500 and status != 503 and not (name in LARGE and status == 200):
-            self.tally.wrong.append(f"{name} was answered {status}: {body[:200]!r}")
+        status, body = await self.ask(hostile_request(name, one, rng))
+        if not 400 <= status < 500 and status != 503 and not (name in MAY_SUCCEED and status == 200):
+            self.results.wrong.append(f"{name} was answered {status}: {body[:200]!r}")
 
-    async def badly(self, name: str, data: bytes) -> None:
-        """A good request, sent as nobody should; on a connection of its own."""
-        other = Client(self.port, self.tally)
+    async def misbehave(self, name: str, data: bytes) -> None:
+        """Send a valid request with hostile behavior, on a new connection."""
+        other = Client(self.port, self.results)
         await other.open()
         assert other.writer is not None
         if name == "silent":
-            for number in range(SILENT):
-                self.tally.silent.append((await asyncio.open_connection("127.0.0.1", self.port))[1])
-                self.tally.silent[-1].write(data[: 20 * (number % 2)])
+            for number in range(SILENT_CONNECTIONS):
+                self.results.silent.append((await asyncio.open_connection("127.0.0.1", self.port))[1])
+                self.results.silent[-1].write(data[: 20 * (number % 2)])
         elif name == "headers":
             await other.flood()
         elif name == "stalled":
@@ -294,41 +305,41 @@ class Client:
             for piece in (data[:100], data[100 : len(data) // 2], data[len(data) // 2 :]):
                 other.writer.write(piece)
                 await other.writer.drain()
-                await asyncio.sleep(SLOW)
+                await asyncio.sleep(SLOW_INTERVAL_S)
             status, body = await other.answer()
             if status != 200:
-                self.tally.wrong.append(f"a slow client was answered {status}: {body[:200]!r}")
+                self.results.wrong.append(f"a slow client was answered {status}: {body[:200]!r}")
         else:
             other.writer.write(data[: len(data) // 2] if name == "halfway" else data)
             await other.writer.drain()
         other.close()
 
     async def stall(self, data: bytes) -> None:
-        """Many requests at once that do not end, for a while."""
-        others = [Client(self.port, self.tally) for _ in range(STALLED)]
+        """Send many incomplete requests and keep them open for a while."""
+        others = [Client(self.port, self.results) for _ in range(STALLED_BODIES)]
         for other in others:
             await other.open()
             assert other.writer is not None
-            with contextlib.suppress(OSError):  # refused
+            with contextlib.suppress(OSError):  # rejected
                 other.writer.write(data)
                 await other.writer.drain()
-        await asyncio.sleep(SLOW)
+        await asyncio.sleep(SLOW_INTERVAL_S)
         for other in others:
             other.close()
 
     async def flood(self) -> None:
-        """Headers until nobody takes them."""
+        """Send endless headers until the server closes the connection."""
         assert self.writer is not None
         self.writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: ")
         with contextlib.suppress(OSError):
             for _ in range(512):
                 self.writer.write(b"a" * 65_536)
                 await self.writer.drain()
-            self.tally.wrong.append("32 MiB of headers were taken")
+            self.results.wrong.append("the server accepted 32 MiB of headers")
 
 
-def watch(port: int, longest: Any, asked: Any) -> None:
-    """Ask /healthz for ever, and keep the longest that it took; in a process of its own."""
+def poll_health(port: int, longest: Any, polls: Any) -> None:
+    """Main function of a process that polls /healthz and records the longest latency."""
     request = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     while True:
         start = time.perf_counter()
@@ -340,36 +351,36 @@ def watch(port: int, longest: Any, asked: Any) -> None:
             answer = b""
         if answer.startswith(b"HTTP/1.1 200"):
             longest.value = max(longest.value, time.perf_counter() - start)
-            asked.value += 1
+            polls.value += 1
         time.sleep(0.05)
 
 
-def resident(pid: int) -> int:
-    """MiB that a process holds in memory."""
+def resident_mib(pid: int) -> int:
+    """Resident memory of a process, in MiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmRSS"))) // 1024
 
 
-async def soak(port: int, pid: int, goods: list[Good], given: argparse.Namespace) -> Tally:
-    tally, turn = Tally(), iter(range(given.requests))
+async def soak(port: int, pid: int, samples: list[Sample], given: argparse.Namespace) -> Results:
+    results, turn = Results(), iter(range(given.requests))
 
     async def client(number: int) -> None:
-        chance, mine = random.Random(given.seed * 1000 + number), Client(port, tally)
+        rng, mine = random.Random(given.seed * 1000 + number), Client(port, results)
         for count in turn:
-            if count % max(given.requests // (20 * SAMPLES), 1) == 0:
-                tally.add(count * 20 // given.requests * given.requests // 20, resident(pid))
-            one = chance.choice(goods)
-            if chance.random() < given.hostile:
-                await mine.hostile(chance.choice(HOSTILE), one, chance)
+            if count % max(given.requests // (20 * MEMORY_SAMPLES), 1) == 0:
+                results.add(count * 20 // given.requests * given.requests // 20, resident_mib(pid))
+            one = rng.choice(samples)
+            if rng.random() < given.hostile:
+                await mine.hostile(rng.choice(HOSTILE), one, rng)
             else:
-                await mine.good(one, chance.randrange(3))
+                await mine.good(one, rng.randrange(3))
         mine.close()
 
     await asyncio.gather(*(client(number) for number in range(given.clients)))
-    for writer in tally.silent:
+    for writer in results.silent:
         writer.close()
-    tally.add(given.requests, resident(pid))
-    return tally
+    results.add(given.requests, resident_mib(pid))
+    return results
 
 
 def main() -> None:
@@ -380,39 +391,39 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engine", default="torch")
-    parser.add_argument("--seconds", type=float, default=10, help="of each attack that is measured")
+    parser.add_argument("--seconds", type=float, default=10, help="duration of each attack; 0 skips the attacks")
     given, options = parser.parse_known_args()
     options = [word for word in options if word != "--"]
-    goods = good_ones(given.model)
-    problems = []
+    samples = make_samples(given.model)
+    failures = []
     with service(given.model or "vitrail/cifar10", given.engine, options) as (port, pid, ended):
         if given.seconds:
-            problems += compare(port, list(ATTACKS), ATTACKER, given.seconds)
+            failures += compare(port, list(ATTACKS), ATTACKER, given.seconds)
         context = multiprocessing.get_context("spawn")
-        longest, asked = context.Value("d", 0.0), context.Value("i", 0)
-        watcher = context.Process(target=watch, args=(port, longest, asked), daemon=True)
+        longest, polls = context.Value("d", 0.0), context.Value("i", 0)
+        watcher = context.Process(target=poll_health, args=(port, longest, polls), daemon=True)
         watcher.start()
         start = time.perf_counter()
-        tally = asyncio.run(soak(port, pid, goods, given))
+        results = asyncio.run(soak(port, pid, samples, given))
         took = time.perf_counter() - start
         watcher.terminate()
     if ended != [0]:
-        problems.append(f"the server ended with {ended}")
-    print(f"{given.requests} requests in {took:.0f} s; {tally.good} good ones answered, {len(tally.wrong)} wrong")
-    print("statuses", dict(sorted(tally.statuses.items())))
-    print("hostile", dict(sorted(tally.hostile.items())))
-    print(f"/healthz, asked {asked.value} times, took at most {1000 * longest.value:.0f} ms")
-    print("memory, MiB", " ".join(f"{count}:{mib}" for count, mib in tally.memory), "peak", tally.peak)
-    early = min(mib for count, mib in tally.memory if 0.2 <= count / given.requests < 0.4)
-    late = min(mib for count, mib in tally.memory if count / given.requests >= 0.8)
-    if late > early * (1 + GROWTH):
-        problems.append(f"memory grew from {early} to {late} MiB")
-    if any(status.startswith("5") and status != "503" for status in tally.statuses):
-        problems.append("there were errors of the server's own")
-    problems += tally.wrong[:10]
-    for problem in problems:
-        print("WRONG:", problem)
-    sys.exit(bool(problems))
+        failures.append(f"the server exited with {ended}")
+    print(f"{given.requests} requests in {took:.0f} s; {results.good} good ones answered, {len(results.wrong)} wrong")
+    print("statuses", dict(sorted(results.statuses.items())))
+    print("hostile", dict(sorted(results.hostile.items())))
+    print(f"/healthz, polled {polls.value} times, took at most {1000 * longest.value:.0f} ms")
+    print("memory, MiB", " ".join(f"{count}:{mib}" for count, mib in results.memory), "peak", results.peak)
+    early = min(mib for count, mib in results.memory if 0.2 <= count / given.requests < 0.4)
+    late = min(mib for count, mib in results.memory if count / given.requests >= 0.8)
+    if late > early * (1 + MAX_GROWTH):
+        failures.append(f"memory grew from {early} to {late} MiB")
+    if any(status.startswith("5") and status != "503" for status in results.statuses):
+        failures.append("there were unexpected 5xx responses")
+    failures += results.wrong[:10]
+    for failure in failures:
+        print("FAILED:", failure)
+    sys.exit(bool(failures))
 
 
 if __name__ == "__main__":

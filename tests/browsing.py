@@ -55,7 +55,7 @@ def as_bars(predictions: Any) -> list[tuple[str, str]]:
 
 def hiding(site: httpx.Client, hide: list[int], image: bytes) -> list[tuple[str, str]]:
     """What the server says of an image with these patches hidden."""
-    found = site.post("/v1/predict", files={"image_size": image}, data={"hide": json.dumps(hide)}).json()
+    found = site.post("/v1/predict", files={"image": image}, data={"hide": json.dumps(hide)}).json()
     return as_bars((p["label"], p["score"]) for p in found["results"][0]["predictions"])
 
 

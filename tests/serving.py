@@ -27,12 +27,12 @@ httpx = import_peer("httpx")
 import uvicorn  # noqa: E402
 
 from vitrail.serve.app import Service, create_app  # noqa: E402
-from vitrail.serve.limits import Limits, Work  # noqa: E402
-from vitrail.serve.served import Served  # noqa: E402
-from vitrail.serve.server import configured  # noqa: E402
+from vitrail.serve.limits import BatchingConfig, Limits  # noqa: E402
+from vitrail.serve.served_model import ServedModel  # noqa: E402
+from vitrail.serve.server import uvicorn_config  # noqa: E402
 
 JPEG = {"content-type": "image/jpeg"}
-QUICK = Work(batch_size=4, lanes=1, threads=1, decoders=2)
+QUICK = BatchingConfig(batch_size=4, engine_threads=1, intra_op_threads=1, decode_threads=2)
 
 
 class Held(TorchEngine):
@@ -50,28 +50,28 @@ class Held(TorchEngine):
         return super().logits(pixels)
 
 
-def served(vit: vitrail.Model | None = None) -> Served:
+def served(vit: vitrail.Model | None = None) -> ServedModel:
     vit = vit or model(small())
-    return Served(Held(vit), vit, name="small")
+    return ServedModel(Held(vit), vit, name="small")
 
 
 @contextmanager
 def running(
-    what: Served,
+    what: ServedModel,
     limits: Limits | None = None,
-    work: Work = QUICK,
+    batching: BatchingConfig = QUICK,
     token: str | None = None,
     hosts: tuple[str, ...] | None = None,
 ) -> Iterator[tuple[httpx.Client, Service]]:
     """A server in a thread: a client of it, and what stands behind it."""
-    app = create_app(what, limits, work, token, hosts)
-    server = uvicorn.Server(configured(app, port=0))
+    app = create_app(what, limits, batching, token, hosts)
+    server = uvicorn.Server(uvicorn_config(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         until(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
-        until(lambda: app.state.service.batcher.warm)
+        until(lambda: app.state.service.batcher.ready)
         if isinstance(what.engine, Held):
             what.engine.batches.clear()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
@@ -105,7 +105,7 @@ class Busy:
 
     def waiting(self, count: int) -> None:
         """Until so many images are decoded and in line."""
-        until(lambda: len(self.service.batcher._line) == count)
+        until(lambda: len(self.service.batcher._image_queue) == count)
 
 
 def until(condition: Any, seconds: float = 20) -> None:

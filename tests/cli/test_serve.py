@@ -14,7 +14,7 @@ from serving import photo
 
 from vitrail.errors import ConfigError
 from vitrail.export import compare
-from vitrail.serve import workers
+from vitrail.serve import supervisor
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         tell("small", "torch in float32, 2 cores, batches of up to 4")
         stopping()
 
-    monkeypatch.setattr(workers, "serve", serve)
+    monkeypatch.setattr(supervisor, "serve", serve)
     return given
 
 
@@ -39,9 +39,9 @@ def test_it_says_where_it_is_and_how_to_stop(vitrail, weights, started):
     assert host == "127.0.0.1"
     lines = result.out.splitlines()
     assert lines[0] == f"small at http://127.0.0.1:{port}"
-    assert lines[1] == "  runs on      torch in float32, 2 cores, batches of up to 4"
+    assert lines[1] == "  engine    torch in float32, 2 cores, batches of up to 4"
     assert f"http://127.0.0.1:{port}/docs" in result.out
-    assert "stopping: answering what is open" in result.err
+    assert "stopping: finishing open requests" in result.err
     assert "Ctrl-C" in lines[-1]
     assert max(map(len, lines)) < 80
 
@@ -55,20 +55,20 @@ def test_options_reach_the_server(vitrail, weights, started, monkeypatch):
         2000,
         "--max-images",
         3,
-        "--queue",
+        "--max-queue",
         4,
         "--batch-size",
         5,
-        "--wait",
+        "--batch-delay",
         6,
     )
     result = vitrail("serve", "--model", weights, "--port", 0, "--workers", 2, "--token", "SECRET", *options)
     assert result.status == 0
     settings = started["settings"]
-    assert (settings.limits.bytes, settings.limits.pixels, settings.limits.images) == (1000, 2000, 3)
-    assert settings.work == {"queue": 4, "batch": 5, "wait": 0.006}
+    assert (settings.limits.max_bytes, settings.limits.max_pixels, settings.limits.max_images) == (1000, 2000, 3)
+    assert settings.batching == {"max_queue": 4, "batch_size": 5, "batch_delay": 0.006}
     assert (settings.token, started["workers"]) == ("a-token", 2)
-    assert "; 2 such processes" in result.out
+    assert ", 2 processes" in result.out
     assert isinstance(started["opener"], partial)
 
 
@@ -77,9 +77,9 @@ def test_the_model_is_opened_with_its_options(vitrail, weights, started, tmp_pat
     vitrail("serve", weights, "--port", 0, "--labels", tmp_path / "labels.txt", "--image-size", "64")
     served = started["opener"]()
     assert served.info.labels == ("a", "b", "c", "d", "e")
-    assert served.shape == (64, 64, 3)
+    assert served.input_shape == (64, 64, 3)
     assert served.grid == (8, 8)
-    assert (served.engine.name, served.alone, served.model is not None) == ("torch", True, True)
+    assert (served.engine.name, served.parallel_batches, served.model is not None) == ("torch", True, True)
 
 
 def test_without_a_model_the_one_that_ships_is_served(vitrail, started):
@@ -91,17 +91,17 @@ def test_without_a_model_the_one_that_ships_is_served(vitrail, started):
 def test_a_model_without_classes_is_served(vitrail, headless, started):
     vitrail("serve", headless, "--port", 0)
     served = started["opener"]()
-    assert (served.classifies, served.embeds) == (False, True)
+    assert (served.classifies, served.has_features) == (False, True)
 
 
 def test_reached_from_elsewhere_without_a_token_is_worth_a_note(vitrail, weights, started):
     result = vitrail("serve", weights, "--port", 0, "--host", "0.0.0.0")
-    assert [note for note in result.notes if "whoever can reach 0.0.0.0 can use this: pass --token" in note]
-    assert not [note for note in vitrail("serve", weights, "--port", 0).notes if "whoever" in note]
+    assert [note for note in result.notes if "everyone who can reach 0.0.0.0 can use this server; pass --token" in note]
+    assert not [note for note in vitrail("serve", weights, "--port", 0).notes if "everyone" in note]
     port = started["name"][1]
     assert "0.0.0.0" not in result.out  # no browser goes there
     assert "small at http://127.0.0.1:" in result.out
-    assert f"  elsewhere    http://{socket.gethostname()}:" in result.out
+    assert f"  network   http://{socket.gethostname()}:" in result.out
     assert f":{port}" not in result.out
 
 
@@ -143,8 +143,11 @@ def test_images_to_calibrate_on_reach_the_engine(vitrail, weights, started, monk
     [
         (["a", "--model", "b"], "got a and --model b, wanted one of them"),
         (["--engine", "torsch"], "no engine is called 'torsch'; did you mean 'torch'"),
-        (["--engine", "openvino", "--dtype", "bfloat16"], "--dtype bfloat16 is for torch alone: openvino has its own"),
-        (["--calibrate", "images"], "--calibrate lets --engine auto try int8"),
+        (
+            ["--engine", "openvino", "--dtype", "bfloat16"],
+            "--dtype bfloat16 is supported by torch only; openvino has its own precision",
+        ),
+        (["--calibrate", "images"], "--calibrate needs --engine auto"),
         (["--token", "nothing-of-that-name"], "no such file and no environment variable"),
         (["--image-size", "huge"], "--image-size wants 384"),
         (["--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),
@@ -193,21 +196,21 @@ def test_an_exported_file_is_served_by_its_own_engine(
     assert vitrail("export", weights, path, "--to", to).status == 0
     assert vitrail("serve", path, "--port", 0).status == 0
     served = started["opener"]()
-    assert (served.engine.name, served.alone, served.model, served.name) == (runs, alone, None, "small")
-    assert (served.classifies, served.embeds, served.methods) == (True, False, ())
+    assert (served.engine.name, served.parallel_batches, served.model, served.name) == (runs, alone, None, "small")
+    assert (served.classifies, served.has_features, served.methods) == (True, False, ())
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
     result = vitrail("serve", path, "--port", 0, "--labels", tmp_path / "labels.txt", "--device", "cpu")
     assert started["opener"]().info.labels == ("a", "b", "c", "d", "e")
-    assert "  the page     http://127.0.0.1:" in result.out
-    assert "look inside" not in result.out  # it cannot be
+    assert "  page      http://127.0.0.1:" in result.out
+    assert "explorer" not in result.out  # it cannot be
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--image-size", 64], "is exported already: --image-size comes too late"),
-        (["--device", "cuda"], "is exported and runs on the CPU; for cuda, serve the checkpoint it was made from"),
-        (["--dtype", "bfloat16"], "has its precision already; for bfloat16, export it anew or serve the checkpoint"),
+        (["--image-size", 64], "is already exported: --image-size has no effect"),
+        (["--device", "cuda"], "is exported and runs on the CPU only; for cuda, serve the checkpoint it was made from"),
+        (["--dtype", "bfloat16"], "has a fixed precision; for bfloat16, export it again or serve the checkpoint"),
     ],
 )
 def test_what_comes_too_late_for_an_exported_file_is_refused(vitrail, started, tmp_path, options, words):

@@ -23,7 +23,7 @@ from vitrail.config import BiTConfig, DataConfig
 from vitrail.errors import ModelError
 from vitrail.export.engines import TorchEngine
 from vitrail.models.base import evaluating
-from vitrail.serve.served import features
+from vitrail.serve.served_model import features
 
 
 def learning() -> vitrail.Model:

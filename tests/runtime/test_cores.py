@@ -65,9 +65,9 @@ def test_affinity_and_quota_limit_the_cores(
 
 def test_the_service_uses_this_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     need_extra("serve")
-    from vitrail.serve.limits import Work
-    from vitrail.serve.server import Settings
+    from vitrail.serve.limits import BatchingConfig
+    from vitrail.serve.server import ServerConfig
 
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.setattr(module, "cgroup_quota", lambda: 1.0)
-    assert (Work().decoders, Settings().cores) == (1, 1)
+    assert (BatchingConfig().decode_threads, ServerConfig().cores) == (1, 1)

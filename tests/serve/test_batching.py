@@ -21,8 +21,8 @@ from small_models import model, small
 import vitrail
 from vitrail.serve import batching
 from vitrail.serve.app import Service
-from vitrail.serve.images import Opened
-from vitrail.serve.limits import Limits, shares
+from vitrail.serve.image_decoder import InspectedImage
+from vitrail.serve.limits import Limits, divide_cores
 
 
 @pytest.fixture(scope="module")
@@ -46,29 +46,29 @@ def test_requests_at_one_time_share_a_batch_and_get_their_own_answers(vit: vitra
 
 
 def test_a_lone_request_does_not_wait_for_company(vit: vitrail.Model) -> None:
-    with running(served(vit), work=replace(QUICK, wait=1.0)) as (client, _):
+    with running(served(vit), batching=replace(QUICK, batch_delay=1.0)) as (client, _):
         start = time.monotonic()
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
         assert time.monotonic() - start < 0.8
 
 
 def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
-    with running(served(vit), work=replace(QUICK, wait=1.0)) as (client, service):
-        decode, batches = service.images.unpack, service.served.engine.batches  # type: ignore[attr-defined]
+    with running(served(vit), batching=replace(QUICK, batch_delay=1.0)) as (client, service):
+        decode, batches = service.image_decoder.decode, service.served.engine.batches  # type: ignore[attr-defined]
 
-        def unpack(opened: Opened) -> Any:
+        def unpack(opened: InspectedImage) -> Any:
             if opened.data == photo(0):  # is decoded after the other
-                until(lambda: service.batcher._line or batches)
+                until(lambda: service.batcher._image_queue or batches)
                 time.sleep(0.1)
             return decode(opened)
 
-        service.images.unpack = unpack  # type: ignore[method-assign]
+        service.image_decoder.decode = unpack  # type: ignore[method-assign]
         client.post("/v1/predict", files=[("images", photo(0)), ("images", photo(1))])
         assert batches == [2]
 
 
 def test_past_the_queue_the_answer_is_503_with_when_to_come_back(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, queue=3)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, max_queue=3)) as (client, service):
         busy = Busy(client, service, senders)
         more = [busy.send(1), busy.send(2)]
         busy.waiting(2)
@@ -83,49 +83,49 @@ def test_past_the_queue_the_answer_is_503_with_when_to_come_back(vit: vitrail.Mo
 
 
 def test_a_request_larger_than_what_is_free_is_refused_whole(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, queue=3)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, max_queue=3)) as (client, service):
         Busy(client, service, senders)
         three = client.post("/v1/predict", files=[("images", photo(i)) for i in range(3)])
         assert three.status_code == 503
         assert client.post("/v1/predict", content=b"bad", headers=JPEG).status_code == 400
-        assert service.batcher.waiting.taken == 1
+        assert service.batcher.image_quota.used == 1
 
 
 def test_bytes_in_line_are_bounded_too(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, queue_bytes=4 * len(photo()) // 3 + 10)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, max_queue_bytes=4 * len(photo()) // 3 + 10)) as (client, service):
         busy = Busy(client, service, senders)
         assert busy.send().result().status_code == 503
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
-        until(lambda: service.room.taken == 0)
+        until(lambda: service.body_bytes.used == 0)
         assert busy.send().result().status_code == 200
 
 
 def test_bodies_that_are_read_at_a_time_are_bounded(vit: vitrail.Model) -> None:
-    with running(served(vit), work=replace(QUICK, uploads=1)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, max_uploads=1)) as (client, service):
         with socket.create_connection((client.base_url.host, client.base_url.port)) as slow:
             slow.sendall(
                 b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 9\r\n\r\n"
             )
-            until(lambda: service.uploads.taken == 1)
+            until(lambda: service.uploads.used == 1)
             assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 503
-        until(lambda: service.uploads.taken == 0)
+        until(lambda: service.uploads.used == 0)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
 def test_refused_bodies_are_not_counted_among_those_that_are_read(vit: vitrail.Model) -> None:
     head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 9\r\n\r\n"
-    with running(served(vit), work=replace(QUICK, uploads=1)) as (client, service), ExitStack() as stack:
+    with running(served(vit), batching=replace(QUICK, max_uploads=1)) as (client, service), ExitStack() as stack:
         where = (client.base_url.host, client.base_url.port)
         slow, *others = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
         slow.sendall(head)
-        until(lambda: service.uploads.taken == 1)
+        until(lambda: service.uploads.used == 1)
         for sock in others:  # what is left of them is swallowed for a second
             sock.sendall(head)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 503
-        assert service.uploads.taken == 1
+        assert service.uploads.used == 1
         slow.close()
-        until(lambda: service.uploads.taken == 0, seconds=0.7)
+        until(lambda: service.uploads.used == 0, seconds=0.7)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
@@ -134,24 +134,27 @@ def test_bytes_of_bodies_that_are_half_read_are_bounded_together(vit: vitrail.Mo
     starts = {"i": b"", "a": b'{"image": "', "m": b"--x\r\nContent-Disposition: form-data; name=image\r\n\r\n"}
     start = starts[kind[0]]
     head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 90000\r\n\r\n".encode()
-    with running(served(vit), work=replace(QUICK, queue_bytes=105_000)) as (client, service), ExitStack() as stack:
+    with (
+        running(served(vit), batching=replace(QUICK, max_queue_bytes=105_000)) as (client, service),
+        ExitStack() as stack,
+    ):
         where = (client.base_url.host, client.base_url.port)
         for number in range(1, 4):
             sock = stack.enter_context(socket.create_connection(where))
             sock.sendall(head + start + bytes(30_000))
-            until(lambda n=number: service.room.taken == n * (30_000 + len(start)))
+            until(lambda n=number: service.body_bytes.used == n * (30_000 + len(start)))
         for size, status, code in ((5000, 429, "too_many_requests"), (20_000, 503, "queue_full")):
             refused = client.post("/v1/predict", content=bytes(size), headers=JPEG)
             assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
             assert refused.headers["retry-after"] == "1"
         with other_client(client) as other:
             assert other.post("/v1/predict", content=bytes(5000), headers=JPEG).status_code == 400  # it is read
-        assert service.room.taken == 3 * (30_000 + len(start))
+        assert service.body_bytes.used == 3 * (30_000 + len(start))
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200  # which has room
         sock.close()
-        until(lambda: service.room.taken == 2 * (30_000 + len(start)))
+        until(lambda: service.body_bytes.used == 2 * (30_000 + len(start)))
         assert client.post("/v1/predict", content=bytes(20_000), headers=JPEG).status_code == 400  # no image
-    assert service.room.taken == 0
+    assert service.body_bytes.used == 0
 
 
 def test_a_deadline_passes_and_the_image_never_reaches_the_engine(vit: vitrail.Model, senders: Any) -> None:
@@ -160,9 +163,9 @@ def test_a_deadline_passes_and_the_image_never_reaches_the_engine(vit: vitrail.M
         start = time.monotonic()
         late = busy.send(1, **{"x-deadline-ms": "150"}).result()
         assert late.status_code == 504
-        assert late.json()["error"]["code"] == "deadline_passed"
+        assert late.json()["error"]["code"] == "deadline_exceeded"
         assert 0.1 < time.monotonic() - start < 5
-        assert service.batcher.waiting.taken == 1
+        assert service.batcher.image_quota.used == 1
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
         assert busy.send(2, **{"x-deadline-ms": "20000"}).result().status_code == 200
@@ -177,16 +180,16 @@ def test_a_client_that_hangs_up_costs_nothing_more(vit: vitrail.Model, senders: 
             head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
             raw.sendall(head % len(data) + data)
             busy.waiting(1)
-        until(lambda: service.batcher.waiting.taken == 1)
+        until(lambda: service.batcher.image_quota.used == 1)
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
         assert busy.send(2).result().status_code == 200
         assert busy.engine.batches == [1, 1]
-        assert "vitrail_clients_gone_total 1.0" in client.get("/metrics").text
+        assert "vitrail_client_disconnects_total 1.0" in client.get("/metrics").text
 
 
 def test_an_image_nobody_waits_for_is_not_decoded(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, decoders=1)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, decode_threads=1)) as (client, service):
         decoders = Decoders(service)
         seen, go = decoders.seen, decoders.go
         first = senders.submit(client.post, "/v1/predict", content=photo(0), headers=JPEG)
@@ -203,10 +206,10 @@ class Decoders:
     """Decoders that are held, and what they were given."""
 
     def __init__(self, service: Service) -> None:
-        self.seen, self.go, self.unpack = [], threading.Event(), service.images.unpack
-        service.images.unpack = self.held  # type: ignore[method-assign]
+        self.seen, self.go, self.unpack = [], threading.Event(), service.image_decoder.decode
+        service.image_decoder.decode = self.held  # type: ignore[method-assign]
 
-    def held(self, opened: Opened) -> Any:
+    def held(self, opened: InspectedImage) -> Any:
         self.seen.append(len(opened.data))
         assert self.go.wait(20)
         return self.unpack(opened)
@@ -222,7 +225,7 @@ def memory() -> int:
 def test_clients_that_hang_up_leave_nothing_behind_while_decoders_are_busy(
     vit: vitrail.Model, senders: Any, path: str
 ) -> None:
-    with running(served(vit), work=replace(QUICK, decoders=1)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, decode_threads=1)) as (client, service):
         decoders = Decoders(service)
         first = senders.submit(client.post, "/v1/predict", content=photo(), headers=JPEG)
         until(lambda: len(decoders.seen) == 1)
@@ -232,9 +235,9 @@ def test_clients_that_hang_up_leave_nothing_behind_while_decoders_are_busy(
         for number in range(40):
             with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
                 raw.sendall(head % (path.encode(), len(data)) + data)
-                until(lambda: service.batcher.waiting.taken == 2)
-            until(lambda n=number: service.metrics.gone._value.get() == n + 1)
-            assert (service.batcher.waiting.taken, service.batcher.looking.taken) == (1, 0)
+                until(lambda: service.batcher.image_quota.used == 2)
+            until(lambda n=number: service.metrics.disconnects._value.get() == n + 1)
+            assert (service.batcher.image_quota.used, service.batcher.explain_quota.used) == (1, 0)
         assert memory() - before < 60_000_000  # they sent 160 million
         decoders.go.set()
         assert first.result().status_code == 200
@@ -247,59 +250,59 @@ def test_pixels_of_a_client_that_hung_up_do_not_wait_for_the_engine(vit: vitrail
         busy = Busy(client, service, senders)
         late = busy.send(1, **{"x-deadline-ms": "500"})
         busy.waiting(1)
-        (((_, _, (ticket, number)),),) = service.batcher._line._clients.values()
-        assert ticket.held[number].shape == service.served.shape
+        (((_, _, (ticket, number)),),) = service.batcher._image_queue._clients.values()
+        assert ticket.payloads[number].shape == service.served.input_shape
         assert late.result().status_code == 504
-        until(lambda: ticket.held == [None])
+        until(lambda: ticket.payloads == [None])
         assert ticket.future is None
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
 
 
 def test_explanations_are_bounded_from_when_their_images_come(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, looks=2, decoders=1)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, max_explanations=2, decode_threads=1)) as (client, service):
         decoders = Decoders(service)
-        service.batcher.look_seconds = 6.0
+        service.batcher.explain_seconds = 6.0
         looks = [senders.submit(client.post, "/v1/explain", content=photo(), headers=JPEG) for _ in range(2)]
-        until(lambda: service.batcher.looking.taken == 2)
-        assert len(service.batcher._looks) == 0  # none is decoded yet
+        until(lambda: service.batcher.explain_quota.used == 2)
+        assert len(service.batcher._explain_queue) == 0  # none is decoded yet
         refused = client.post("/v1/explain", content=photo(), headers=JPEG)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"] == "12"  # two of six seconds each, one after the other
         assert "2 explanations" in refused.json()["error"]["message"]
         prediction = senders.submit(client.post, "/v1/predict", content=photo(), headers=JPEG)
-        until(lambda: service.batcher.waiting.taken == 3)  # there is room for those
+        until(lambda: service.batcher.image_quota.used == 3)  # there is room for those
         decoders.go.set()
         assert {answer.result().status_code for answer in (*looks, prediction)} == {200}
-        assert service.batcher.looking.taken == 0
-        assert service.batcher.look_seconds < 6  # these took less
+        assert service.batcher.explain_quota.used == 0
+        assert service.batcher.explain_seconds < 6  # these took less
         assert client.post("/v1/explain", content=photo(), headers=JPEG).status_code == 200
 
 
 def test_more_images_than_may_ever_wait_are_too_many_not_too_early(vit: vitrail.Model) -> None:
-    with running(served(vit), work=replace(QUICK, queue=2)) as (client, _):
+    with running(served(vit), batching=replace(QUICK, max_queue=2)) as (client, _):
         answer = client.post("/v1/predict", files=[("images", photo(i)) for i in range(3)])
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_images")
         assert "at most 2" in answer.json()["error"]["message"]
-        assert client.get("/v1/model").json()["limits"]["images"] == 2
+        assert client.get("/v1/model").json()["limits"]["max_images"] == 2
         assert client.post("/v1/predict", files=[("images", photo(i)) for i in range(2)]).status_code == 200
-    with running(served(vit), work=replace(QUICK, queue_bytes=114)) as (client, _):
+    with running(served(vit), batching=replace(QUICK, max_queue_bytes=114)) as (client, _):
         answer = client.post("/v1/predict", content=photo(), headers=JPEG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-        assert client.get("/v1/model").json()["limits"]["bytes"] == 100
+        assert client.get("/v1/model").json()["limits"]["max_bytes"] == 100
 
 
 def test_explanations_and_predictions_take_turns(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, batch_size=1)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, batch_size=1)) as (client, service):
         busy = Busy(client, service, senders)
         order: list[str] = []
-        step, run = service.batcher._step, service.batcher._run
-        service.batcher._step = lambda *a: (order.append("look"), step(*a))[1]  # type: ignore[method-assign]
-        service.batcher._run = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[method-assign]
+        step, run = service.batcher._run_explain_step, service.batcher._run_batch
+        service.batcher._run_explain_step = lambda *a: (order.append("look"), step(*a))[1]  # type: ignore[method-assign]
+        service.batcher._run_batch = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[method-assign]
         look = busy.send(1, "explain")
         more = [busy.send(i) for i in range(4)]
         busy.waiting(4)
-        until(lambda: len(service.batcher._looks) == 1)
+        until(lambda: len(service.batcher._explain_queue) == 1)
         busy.engine.go.set()
         assert look.result().status_code == 200
         assert all(a.result().status_code == 200 for a in more)
@@ -336,10 +339,13 @@ def test_an_engine_that_fails_is_a_500_without_details_and_the_next_request_is_a
 
 
 def test_several_lanes_give_the_same_answers(vit: vitrail.Model, senders: Any) -> None:
-    work = shares(2, alone=True, batch_size=2)
-    assert (work.lanes, work.threads, work.decoders) == (2, 1, 2)
-    assert (shares(2, alone=False).lanes, shares(2, alone=False).threads) == (1, 2)
-    with running(served(vit), work=work) as (client, _):
+    config = divide_cores(2, parallel_batches=True, batch_size=2)
+    assert (config.engine_threads, config.intra_op_threads, config.decode_threads) == (2, 1, 2)
+    assert (
+        divide_cores(2, parallel_batches=False).engine_threads,
+        divide_cores(2, parallel_batches=False).intra_op_threads,
+    ) == (1, 2)
+    with running(served(vit), batching=config) as (client, _):
         answers = [senders.submit(client.post, "/v1/predict", content=photo(i), headers=JPEG) for i in range(24)]
         for number, answer in enumerate(answers):
             [best, *_] = answer.result().json()["results"][0]["predictions"]
@@ -356,11 +362,14 @@ def test_whatever_fails_before_the_line_is_a_500_and_the_server_still_stops(
 
     with running(served(vit)) as (client, service):
         with monkeypatch.context() as patched:
-            parts = {"submit": (service.batcher.decoders, "submit"), "metrics": (service.metrics.decode, "observe")}
-            patched.setattr(*parts.get(where, (service.images, "unpack")), broken)
+            parts = {
+                "submit": (service.batcher.decode_pool, "submit"),
+                "metrics": (service.metrics.decode_seconds, "observe"),
+            }
+            patched.setattr(*parts.get(where, (service.image_decoder, "decode")), broken)
             assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 500
-        assert service.batcher._coming == 0
-        assert service.batcher.waiting.taken == 0
+        assert service.batcher._decoding == 0
+        assert service.batcher.image_quota.used == 0
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
@@ -369,10 +378,10 @@ def test_speed_counts_batches_that_run_side_by_side_and_no_others(
 ) -> None:
     what, now = served(vit), [0.0]
     service = Service(what, Limits(), QUICK)
-    batcher = batching.Batcher(what, service.images, replace(QUICK, lanes=4), service.metrics)
-    batcher._tell = lambda *_: None  # type: ignore[method-assign]
+    batcher = batching.Batcher(what, service.image_decoder, replace(QUICK, engine_threads=4), service.metrics)
+    batcher._call_on_loop = lambda *_: None  # type: ignore[method-assign]
     monkeypatch.setattr(batching, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
-    group = [(batching.Ticket(None, [b""]), 0, np.zeros(what.shape, np.uint8))] * 2  # type: ignore[arg-type]
+    group = [(batching.PendingRequest(None, [b""]), 0, np.zeros(what.input_shape, np.uint8))] * 2  # type: ignore[arg-type]
 
     def outputs(pixels: np.ndarray, want: str) -> np.ndarray:
         now[0] += 0.1
@@ -380,20 +389,20 @@ def test_speed_counts_batches_that_run_side_by_side_and_no_others(
 
     what.outputs = outputs  # type: ignore[method-assign]
     for beside, speed in ((0, 20), (2, 60)):  # two images in a tenth of a second, alone or beside two others
-        batcher._running = beside
+        batcher._running_batches = beside
         for _ in range(100):
-            batcher._run(group)
-        assert batcher.speed == pytest.approx(speed, rel=0.01)
-        assert batcher._running == beside
+            batcher._run_batch(group)
+        assert batcher.images_per_second == pytest.approx(speed, rel=0.01)
+        assert batcher._running_batches == beside
 
 
 def test_ready_only_after_the_first_answer_and_not_while_draining(vit: vitrail.Model) -> None:
     with running(served(vit)) as (client, service):
         assert client.get("/readyz").json() == {"status": "ready"}
-        service.batcher.warm = False
+        service.batcher.ready = False
         assert client.get("/readyz").status_code == 503
-        service.batcher.warm = True
+        service.batcher.ready = True
         service.draining = True
         refused = client.get("/readyz")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert client.get("/healthz").json() == {"status": "alive"}

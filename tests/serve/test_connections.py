@@ -14,10 +14,10 @@ from fastapi.responses import Response
 from serving import photo, running, served, until
 
 from vitrail.errors import ConfigError
-from vitrail.serve import connections, web
+from vitrail.serve import connections, static_files
 from vitrail.serve.limits import Limits
 
-SHORT = Limits(headers=0.4, seconds=0.5, connections=8)
+SHORT = Limits(header_timeout=0.4, body_timeout=0.5, max_connections=8)
 GET = b"GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
@@ -130,7 +130,7 @@ def test_a_malformed_request_does_not_answer_the_one_before_it(client: httpx.Cli
 
 def test_headers_that_are_too_long_are_answered_431(client: httpx.Client) -> None:
     with connected(client) as sock:
-        sock.sendall(b"GET /healthz HTTP/1.1\r\nhost: here\r\nx: " + b"a" * (connections.HEADERS + 1000))
+        sock.sendall(b"GET /healthz HTTP/1.1\r\nhost: here\r\nx: " + b"a" * (connections.MAX_HEADER_BYTES + 1000))
         head, _, body = rest(sock).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
     assert json.loads(body)["error"]["code"] == "headers_too_large"
@@ -161,7 +161,7 @@ def test_headers_that_come_a_byte_at_a_time_are_answered_408_and_closed(client: 
     assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
     assert b"connection: close" in head
     assert json.loads(body)["error"] == {
-        "code": "too_slow",
+        "code": "request_timeout",
         "message": "the headers did not arrive within 0.4 seconds.",
     }
 
@@ -218,7 +218,7 @@ def test_a_client_that_reads_slowly_gets_its_whole_answer(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = b"x" * 3_000_000
-    monkeypatch.setattr(web, "page", lambda request, name: Response(whole))
+    monkeypatch.setattr(static_files, "file_response", lambda request, name: Response(whole))
     with connected(client, SO_RCVBUF=2**16) as sock:
         sock.sendall(GET.replace(b"/healthz", b"/static/long").replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
         start, found, slow = time.monotonic(), b"", 1.6  # three times as long as nothing may be read
@@ -274,7 +274,7 @@ def test_too_many_connections_cost_the_idlest_its_own_and_no_request(client: htt
 
 def test_where_all_are_busy_another_is_answered_503() -> None:
     what = served()
-    with running(what, Limits(connections=3)) as (client, service), ExitStack() as stack:
+    with running(what, Limits(max_connections=3)) as (client, service), ExitStack() as stack:
         client.get("/healthz", headers={"connection": "close"})
         what.engine.go.clear()
         data = photo()
@@ -282,7 +282,7 @@ def test_where_all_are_busy_another_is_answered_503() -> None:
         busy = [stack.enter_context(connected(client)) for _ in range(3)]
         for sock in busy:
             sock.sendall(head % len(data) + data)
-        until(lambda: service.batcher.waiting.taken == 3)
+        until(lambda: service.batcher.image_quota.used == 3)
         with connected(client, "127.0.0.2") as another:
             head_, _, body = rest(another).partition(b"\r\n\r\n")
         assert head_.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
@@ -307,7 +307,7 @@ def test_one_client_cannot_have_all_connections(client: httpx.Client) -> None:
             refused, _, body = rest(another).partition(b"\r\n\r\n")
         assert refused.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
         assert b"retry-after: 1" in refused
-        assert json.loads(body)["error"]["message"].startswith("7 connections are open for your address, which may")
+        assert json.loads(body)["error"]["message"].startswith("7 connections are open for your address, at most")
         other.sendall(GET)
         assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
         busy[0].sendall(data)
@@ -320,7 +320,7 @@ def test_one_client_cannot_have_all_connections(client: httpx.Client) -> None:
         assert other.recv(4096).startswith(b"HTTP/1.1 200 OK")
 
 
-@pytest.mark.parametrize("name", ["headers", "connections"])
+@pytest.mark.parametrize("name", ["header_timeout", "max_connections"])
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Limits(**{name: 0})

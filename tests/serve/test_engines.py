@@ -18,11 +18,11 @@ from small_models import gradient, model, small
 import vitrail
 from vitrail.api.exporting import export
 from vitrail.cli import main
-from vitrail.cli.serve import opened
+from vitrail.cli.serve import load_served_model
 from vitrail.export import formats
 from vitrail.export.engines import FileEngine, open_engine
 from vitrail.export.sheet import Sheet
-from vitrail.serve.served import Served
+from vitrail.serve.served_model import ServedModel
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,7 +70,7 @@ def test_a_served_model_does_not_change_with_its_file(
         need_extra("export")
         monkeypatch.setattr(formats, "LARGEST", 1000 if path.stem == "beside" else formats.LARGEST)
         export(vit, path)
-    served = opened(str(path), None, 1)
+    served = load_served_model(str(path), None, 1)
     wanted = served.engine.logits(pixels)
     assert served.engine.name == FILES[name]
     if Path("/proc/self/maps").exists():
@@ -88,11 +88,11 @@ def test_a_served_model_does_not_change_with_its_file(
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, exported: Path, engine: str) -> None:
-    with running(Served(open_engine(exported, engine, threads=1), name="small")) as (client, _):
+    with running(ServedModel(open_engine(exported, engine, threads=1), name="small")) as (client, _):
         about = client.get("/v1/model").json()
-        assert (about["engine"], about["attention"], about["methods"]) == (engine, False, [])
+        assert (about["engine"], about["has_attention"], about["methods"]) == (engine, False, [])
         assert about["grid"] == {"rows": 4, "columns": 4}
-        assert about["parameters"] == sum(p.numel() for p in vit.net.parameters())
+        assert about["num_parameters"] == sum(p.numel() for p in vit.net.parameters())
         files = [("images", photo(i)) for i in range(5)]
         results = client.post("/v1/predict", files=files).json()["results"]
         for result, wanted in zip(results, vit.predict([data for _, data in files]), strict=True):
@@ -101,7 +101,7 @@ def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, e
         hidden = client.post("/v1/predict", files=files[:1], data={"hide": "[0,1,2,3]", "fill": "zero"})
         assert hidden.json()["results"] != results[:1]
         reasons = {"embed": "gives classes and no features", "explain": "cannot be looked into"}
-        for path, code in (("embed", "no_features"), ("explain", "no_network")):
+        for path, code in (("embed", "no_features"), ("explain", "exported_model")):
             refused = client.post(f"/v1/{path}", files=files[:1])
             assert (refused.status_code, refused.json()["error"]["code"]) == (501, code)
             message = f"an exported file {reasons[path]}; serve the checkpoint it was made from."
@@ -110,7 +110,7 @@ def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, e
 
 
 def test_another_engine_beside_the_network_explains_too(vit: vitrail.Model, exported: Path) -> None:
-    with running(Served(open_engine(exported, threads=1), vit, name="small")) as (client, _):
+    with running(ServedModel(open_engine(exported, threads=1), vit, name="small")) as (client, _):
         assert client.get("/v1/model").json()["engine"] == "onnxruntime"
         found = client.post("/v1/explain", files={"image": photo()})
         assert found.status_code == 200
@@ -124,13 +124,13 @@ def test_a_file_that_was_written_before_parameters_were_kept_is_served(exported:
     sheet = engine.sheet.to_dict()
     del sheet["parameters"]
     engine.sheet = Sheet.from_json(json.dumps(sheet))
-    assert Served(engine, name="small").parameters is None
+    assert ServedModel(engine, name="small").num_parameters is None
 
 
 def test_an_exported_file_of_features_embeds_without_the_hidden_patches(tmp_path: Path) -> None:
     vit = model(small(num_classes=0), task="embed")
     path = export(vit, tmp_path / "features.pt2", to="pt2").path
-    with running(Served(open_engine(path, threads=1), name="small")) as (client, _):
+    with running(ServedModel(open_engine(path, threads=1), name="small")) as (client, _):
         plain = client.post("/v1/embed", files={"image": photo()}).json()["results"][0]["embedding"]
         assert plain == pytest.approx(vit.embed(photo())[0].tolist(), abs=1e-4)
         hidden = client.post("/v1/embed", files={"image": photo()}, data={"hide": "[0,1,2,3]", "fill": "zero"})

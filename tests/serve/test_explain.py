@@ -31,14 +31,14 @@ from vitrail.config import pair
 from vitrail.explain import attention_distance, class_view, gradient_view, occlusion, position_similarity
 from vitrail.explain.distance import uniform_distance
 from vitrail.explain.occlusion import windows
-from vitrail.serve import looking
-from vitrail.serve.images import Images
+from vitrail.serve import explain_requests
+from vitrail.serve.explain_requests import Explainer, ExplainRequest, encode_attention, encode_map
+from vitrail.serve.http_errors import RequestError
+from vitrail.serve.image_decoder import ImageDecoder
 from vitrail.serve.limits import Limits
-from vitrail.serve.looking import Asked, Looker, packed_attention, packed_map
-from vitrail.serve.metrics import Metrics
-from vitrail.serve.problems import Problem
-from vitrail.serve.served import Served
-from vitrail.serve.streaming import Newest, in_lines
+from vitrail.serve.prometheus_metrics import Metrics
+from vitrail.serve.served_model import ServedModel
+from vitrail.serve.streaming import LatestValue, stream_ndjson
 
 JPEG = {"content-type": "image/jpeg"}
 
@@ -71,18 +71,18 @@ def unpacked(text: str, kind: Any = np.uint8) -> np.ndarray:
 
 
 def map_of(found: dict[str, Any], grid: tuple[int, int]) -> np.ndarray:
-    return (found["low"] + unpacked(found["values"]) / 255 * (found["high"] - found["low"])).reshape(grid)
+    return (found["min"] + unpacked(found["values"]) / 255 * (found["max"] - found["min"])).reshape(grid)
 
 
 def test_attention_comes_back_row_by_row(client: httpx.Client, vit: vitrail.Model, images: torch.Tensor) -> None:
     found = explained(client)
     assert found["layers"] == [1, 2]
-    assert found["special"] == ["class", "register 1"]
+    assert found["prefix_tokens"] == ["class", "register 1"]
     assert found["grid"] == {"rows": 4, "columns": 6}
     wanted = vit.net.features(images, want=("attention",)).attention
     for number, layer in enumerate(found["attention"]):
-        assert (layer["layer"], layer["heads"], layer["tokens"]) == (number + 1, 2, 26)
-        peaks = unpacked(layer["peaks"], "<f4").reshape(2, 26, 1)
+        assert (layer["layer"], layer["num_heads"], layer["num_tokens"]) == (number + 1, 2, 26)
+        peaks = unpacked(layer["row_max"], "<f4").reshape(2, 26, 1)
         rows = unpacked(layer["values"]).reshape(2, 26, 26) / 255 * peaks
         assert np.allclose(rows, wanted[number][0].detach(), atol=peaks.max() / 255)
         assert np.allclose(rows.sum(-1), 1, atol=0.1)
@@ -104,11 +104,11 @@ def test_maps_are_those_of_explain(client: httpx.Client, vit: vitrail.Model, ima
 
 
 def test_occlusion_is_done_a_few_squares_at_a_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "AT_A_TIME", 1)
+    monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
     what = served(vit)
-    looker = Looker(what, Images(vit.preprocess, Limits(), what.grid))
+    looker = Explainer(what, ImageDecoder(vit.preprocess, Limits(), what.grid))
     turns = {
-        method: len(list(looker.steps(vit.preprocess.pixels(photo()), Asked(methods=(method,)))))
+        method: len(list(looker.steps(vit.preprocess.pixels(photo()), ExplainRequest(methods=(method,)))))
         for method in ("rollout", "occlusion")
     }
     assert turns["occlusion"] == turns["rollout"] + 2 * 3  # squares of two patches on a grid of 4 x 6
@@ -136,12 +136,12 @@ def test_occlusion_of_a_model_with_several_classes_to_an_image(vit: vitrail.Mode
 def test_occlusion_in_steps_is_occlusion(
     changes: dict[str, Any], multi_label: bool, turn: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looking, "TURN", turn)
+    monkeypatch.setattr(explain_requests, "STEP_S", turn)
     torch.manual_seed(1)
     net = model(small(**changes)).net
     images, target = torch.randn(1, 3, *pair(changes.get("image_size", 32))), torch.tensor([3])
     wanted = METHODS["occlusion"](net, images, target, multi_label)[0]
-    steps = looking.occluded(net, images, target, multi_label)
+    steps = explain_requests.occlusion_steps(net, images, target, multi_label)
     count, found = 0, None
     while found is None:
         try:
@@ -156,12 +156,15 @@ def test_occlusion_in_steps_is_occlusion(
 
 
 def test_predictions_have_their_turn_within_an_occlusion(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "TURN", 0.0)
-    with running(served(vit), work=replace(QUICK, batch_size=1)) as (client, service), ThreadPoolExecutor(2) as pool:
+    monkeypatch.setattr(explain_requests, "STEP_S", 0.0)
+    with (
+        running(served(vit), batching=replace(QUICK, batch_size=1)) as (client, service),
+        ThreadPoolExecutor(2) as pool,
+    ):
         order: list[str] = []
-        step, run = service.batcher._step, service.batcher._run
-        service.batcher._step = lambda ticket: (order.append("look"), time.sleep(0.05), step(ticket))[-1]  # type: ignore[func-returns-value, method-assign]
-        service.batcher._run = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[func-returns-value, method-assign]
+        step, run = service.batcher._run_explain_step, service.batcher._run_batch
+        service.batcher._run_explain_step = lambda ticket: (order.append("look"), time.sleep(0.05), step(ticket))[-1]  # type: ignore[func-returns-value, method-assign]
+        service.batcher._run_batch = lambda group: (order.append("batch"), run(group))[1]  # type: ignore[func-returns-value, method-assign]
         asked = {"params": {"methods": "occlusion"}, "content": photo(), "headers": JPEG}
         look = pool.submit(client.post, "/v1/explain", **asked)
         until(lambda: len(order) >= 6)  # two layers, the rest of the network, and then the squares
@@ -177,8 +180,8 @@ def test_distances_are_those_of_the_figure(client: httpx.Client, vit: vitrail.Mo
     found = explained(client, layers="[2]")
     assert found["layers"] == [2]
     assert [layer["layer"] for layer in found["attention"]] == [2]
-    assert np.allclose(found["distance"], attention_distance(vit.net, images), atol=1e-3)
-    assert found["uniform_distance"] == pytest.approx(uniform_distance((4, 6), (32, 48)))
+    assert np.allclose(found["attention_distance"], attention_distance(vit.net, images), atol=1e-3)
+    assert found["uniform_attention_distance"] == pytest.approx(uniform_distance((4, 6), (32, 48)))
 
 
 def test_predictions_and_target_are_those_of_predict(client: httpx.Client, vit: vitrail.Model) -> None:
@@ -217,14 +220,14 @@ def test_positions_are_similarities_of_every_pair(client: httpx.Client, vit: vit
     assert found["grid"] == {"rows": 4, "columns": 6}
     alike = unpacked(found["values"], np.int8).reshape(24, 24) / 127
     assert np.allclose(alike, position_similarity(vit.net).reshape(24, 24), atol=1 / 254 + 1e-6)
-    assert "cosine" in found["meaning"]
+    assert "cosine" in found["description"]
 
 
 def test_a_model_without_positions_says_why() -> None:
     with running(served(model(small(position="none")))) as (client, _):
         answer = client.get("/v1/positions")
         assert answer.status_code == 404
-        assert "no positions" in answer.json()["error"]["message"]
+        assert "no position embeddings" in answer.json()["error"]["message"]
 
 
 def test_a_deadline_ends_an_explanation_too(client: httpx.Client) -> None:
@@ -236,12 +239,12 @@ def test_a_deadline_ends_an_explanation_too(client: httpx.Client) -> None:
 def test_a_large_network_sends_its_last_layer_unasked(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, most: int, layers: list[int]
 ) -> None:
-    monkeypatch.setattr(looking, "SMALL", most)
+    monkeypatch.setattr(explain_requests, "MAX_DEFAULT_ATTENTION", most)
     assert explained(client)["layers"] == layers
 
 
 def test_more_attention_than_can_be_sent_is_refused(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "LARGEST", 2 * 26 * 26)
+    monkeypatch.setattr(explain_requests, "MAX_ATTENTION", 2 * 26 * 26)
     assert client.post("/v1/explain", params={"layers": "[1]"}, content=photo(), headers=JPEG).status_code == 200
     answer = client.post("/v1/explain", params={"layers": "[1,2]"}, content=photo(), headers=JPEG)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_layers")
@@ -249,25 +252,25 @@ def test_more_attention_than_can_be_sent_is_refused(client: httpx.Client, monkey
 
 @given(arrays.arrays(np.float32, (2, 5, 5), elements=st.floats(0, 1, width=32)))
 def test_attention_is_within_half_a_step_of_its_peak(attention: np.ndarray) -> None:
-    found = packed_attention(1, attention)
-    peaks = unpacked(found["peaks"], "<f4").reshape(2, 5, 1)
+    found = encode_attention(1, attention)
+    peaks = unpacked(found["row_max"], "<f4").reshape(2, 5, 1)
     back = unpacked(found["values"]).reshape(2, 5, 5) / 255 * peaks
     assert (np.abs(back - attention) <= peaks / 510 + 1e-7).all()
 
 
 @given(arrays.arrays(np.float32, (3, 4), elements=st.floats(-1e6, 1e6, width=32)))
 def test_a_map_is_within_half_a_step_of_its_range(values: np.ndarray) -> None:
-    found = packed_map(values)
-    assert np.abs(map_of(found, (3, 4)) - values).max() <= (found["high"] - found["low"]) / 510 * 1.01 + 1e-6
+    found = encode_map(values)
+    assert np.abs(map_of(found, (3, 4)) - values).max() <= (found["max"] - found["min"]) / 510 * 1.01 + 1e-6
 
 
 def test_an_exported_graph_cannot_be_looked_into(vit: vitrail.Model) -> None:
-    alone = Served(served(vit).engine)
-    looker = Looker(alone, Images(alone.preprocess, Limits(), alone.grid))
-    with pytest.raises(Problem, match="cannot be looked into") as refused:
-        looker.check(looking.Asked())
+    alone = ServedModel(served(vit).engine)
+    looker = Explainer(alone, ImageDecoder(alone.preprocess, Limits(), alone.grid))
+    with pytest.raises(RequestError, match="has no explanations") as refused:
+        looker.check(explain_requests.ExplainRequest())
     assert refused.value.status == 501
-    assert (alone.embeds, alone.methods, alone.classifies) == (False, (), True)
+    assert (alone.has_features, alone.explain_methods, alone.classifies) == (False, (), True)
     assert alone.grid == (4, 6)
 
 
@@ -281,15 +284,15 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     def begin(seconds: float, then: Callable[[], None] = lambda: None) -> list[int]:
         calls: list[int] = []
 
-        def scores(*given: Any, real: Any = looking.scores, **named: Any) -> Any:
+        def scores(*given: Any, real: Any = explain_requests.scores, **named: Any) -> Any:
             calls.append(1)
             time.sleep(seconds)
             if len(calls) > 4:
                 then()
             return real(*given, **named)
 
-        monkeypatch.setattr(looking, "scores", scores)
-        monkeypatch.setattr(looking, "AT_A_TIME", 1)
+        monkeypatch.setattr(explain_requests, "scores", scores)
+        monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
         return calls
 
     return begin
@@ -317,7 +320,7 @@ def test_occlusion_fills_in_line_by_line(client: httpx.Client, slowly: Callable[
         assert list(line) == ["partial"]
         found = line["partial"]["occlusion"]
         done.append(found["done"])
-        known = unpacked(found["known"]).reshape(4, 6).astype(bool)
+        known = unpacked(found["final"]).reshape(4, 6).astype(bool)
         assert found["total"] == 6
         assert known.sum() == 4 * found["done"]  # squares of 2 x 2 patches that do not overlap
         assert np.allclose(map_of(found, (4, 6))[known], wanted[known], atol=np.ptp(wanted) / 255 + 1e-9)
@@ -326,11 +329,11 @@ def test_occlusion_fills_in_line_by_line(client: httpx.Client, slowly: Callable[
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 5), (1, 6)])
 def test_a_partial_map_has_only_values_that_stay(grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looking, "AT_A_TIME", 1)
+    monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
     torch.manual_seed(1)
     image = (8 * grid[0], 8 * grid[1])
     net = model(small(image_size=image)).net
-    steps = looking.occluded(net, torch.randn(1, 3, *image), torch.tensor([3]), False)
+    steps = explain_requests.occlusion_steps(net, torch.randn(1, 3, *image), torch.tensor([3]), False)
     parts, final = [], None
     while final is None:
         try:
@@ -338,7 +341,7 @@ def test_a_partial_map_has_only_values_that_stay(grid: tuple[int, int], monkeypa
         except StopIteration as end:
             final = end.value.numpy()
     for found in parts:
-        known = unpacked(found["known"]).reshape(grid).astype(bool)
+        known = unpacked(found["final"]).reshape(grid).astype(bool)
         assert known[0, 0]
         assert np.allclose(map_of(found, grid)[known], final[known], atol=np.ptp(final) / 255)
     assert known.all()
@@ -372,7 +375,7 @@ def test_what_is_refused_before_the_first_line_has_its_own_status(client: httpx.
 
 @pytest.mark.parametrize(
     ("then", "code"),
-    [(partial(time.sleep, 0.5), "deadline_passed"), (broken, "internal_error")],
+    [(partial(time.sleep, 0.5), "deadline_exceeded"), (broken, "internal_error")],
     ids=["late", "broken"],
 )
 def test_what_fails_after_the_first_line_is_the_last_line(
@@ -384,8 +387,8 @@ def test_what_fails_after_the_first_line_is_the_last_line(
         assert parts
         assert last["error"]["code"] == code
         assert "device" not in last["error"]["message"]
-        assert f'vitrail_refusals_total{{code="{code}"}} 1.0' in client.get("/metrics").text
-        assert service.batcher.looking.taken == 0
+        assert f'vitrail_errors_total{{code="{code}"}} 1.0' in client.get("/metrics").text
+        assert service.batcher.explain_quota.used == 0
 
 
 def test_a_client_that_hangs_up_between_lines_ends_the_work(
@@ -396,17 +399,17 @@ def test_a_client_that_hangs_up_between_lines_ends_the_work(
         values = {"methods": '["occlusion"]'}
         with client.stream("POST", "/v1/explain", params=values, content=photo(), headers=JPEG | LINES) as answer:
             next(answer.iter_lines())
-        until(lambda: service.batcher.looking.taken == 0)
+        until(lambda: service.batcher.explain_quota.used == 0)
         made = len(calls)
         assert made < 1 + 6
         time.sleep(0.3)
         assert len(calls) <= made + 1
-        assert "vitrail_clients_gone_total 1.0" in client.get("/metrics").text
+        assert "vitrail_client_disconnects_total 1.0" in client.get("/metrics").text
 
 
 def test_a_client_that_reads_slowly_gets_the_newest_partial_result() -> None:
     async def ended() -> list[bytes]:
-        newest, metrics = Newest(), Metrics()
+        newest, metrics = LatestValue(), Metrics()
         go, sent = asyncio.Event(), []
 
         async def work() -> JSONResponse:
@@ -424,7 +427,7 @@ def test_a_client_that_reads_slowly_gets_the_newest_partial_result() -> None:
                 go.set()
                 await asyncio.sleep(0)
 
-        response = await in_lines(work(), newest, metrics)
+        response = await stream_ndjson(work(), newest, metrics)
         await response({}, None, send)  # type: ignore[arg-type]
         return sent
 

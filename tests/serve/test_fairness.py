@@ -14,7 +14,7 @@ from small_models import model, small
 
 import vitrail
 from vitrail.serve import app, fair_queue
-from vitrail.serve.problems import Problem
+from vitrail.serve.http_errors import RequestError
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_batches_are_short_while_another_client_is_served(
     vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(served(vit)) as (client, service), other_client(client) as other:
-        service.batcher.short = 2
+        service.batcher.shared_batch_size = 2
         busy = Busy(client, service, senders)
         many = [busy.send(i) for i in range(8)]
         busy.waiting(8)
@@ -36,7 +36,7 @@ def test_batches_are_short_while_another_client_is_served(
         busy.engine.go.set()
         assert {answer.result().status_code for answer in (*many, one)} == {200}
         assert busy.engine.batches == [1, 2, 2, 2, 2, 1]
-        monkeypatch.setattr(fair_queue, "CROWDED", 0)
+        monkeypatch.setattr(fair_queue, "CONTENTION_WINDOW_S", 0)
         busy.engine.go.clear()
         busy.engine.batches.clear()
         first = busy.send(0)
@@ -60,9 +60,9 @@ def test_clients_take_turns_in_being_explained(vit: vitrail.Model, senders: Any)
 
         busy = Busy(client, service, senders)
         answers = [senders.submit(explain, client, "many") for _ in range(6)]
-        until(lambda: len(service.batcher._looks) == 6)
+        until(lambda: len(service.batcher._explain_queue) == 6)
         answers.append(senders.submit(explain, other, "one"))
-        until(lambda: len(service.batcher._looks) == 7)
+        until(lambda: len(service.batcher._explain_queue) == 7)
         busy.engine.go.set()
         assert {answer.result() for answer in answers} == {200}
         assert "one" in done[:2]
@@ -71,28 +71,28 @@ def test_clients_take_turns_in_being_explained(vit: vitrail.Model, senders: Any)
 def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
     vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fair_queue, "CROWDED", 60)
-    work = replace(QUICK, lanes=2, batch_size=2)
-    with running(served(vit), work=work) as (client, service), other_client(client) as other:
+    monkeypatch.setattr(fair_queue, "CONTENTION_WINDOW_S", 60)
+    batching = replace(QUICK, engine_threads=2, batch_size=2)
+    with running(served(vit), batching=batching) as (client, service), other_client(client) as other:
         assert other.post("/v1/predict", content=photo(7), headers=JPEG).status_code == 200
         service.served.engine.batches.clear()  # type: ignore[attr-defined]
         busy = Busy(client, service, senders)
         many = [busy.send(i) for i in range(6)]
         busy.waiting(6)
-        assert service.batcher._lanes == {"127.0.0.1": 1}
+        assert service.batcher._batches_per_client == {"127.0.0.1": 1}
         one = senders.submit(other.post, "/v1/predict", content=photo(8), headers=JPEG)
-        until(lambda: service.batcher._lanes == {"127.0.0.1": 1, "127.0.0.2": 1})
-        assert len(service.batcher._line) == 6
+        until(lambda: service.batcher._batches_per_client == {"127.0.0.1": 1, "127.0.0.2": 1})
+        assert len(service.batcher._image_queue) == 6
         busy.engine.go.set()
         assert {answer.result().status_code for answer in (busy.first, *many, one)} == {200}
-        until(lambda: not service.batcher._lanes)
+        until(lambda: not service.batcher._batches_per_client)
 
 
 def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), work=replace(QUICK, lanes=2, batch_size=2)) as (client, service):
+    with running(served(vit), batching=replace(QUICK, engine_threads=2, batch_size=2)) as (client, service):
         busy = Busy(client, service, senders)
         more = [busy.send(i) for i in range(2)]
-        until(lambda: service.batcher._lanes == {"127.0.0.1": 2})
+        until(lambda: service.batcher._batches_per_client == {"127.0.0.1": 2})
         busy.engine.go.set()
         assert {answer.result().status_code for answer in (busy.first, *more)} == {200}
 
@@ -102,13 +102,13 @@ def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
     [(429, 100, 1), (413, 0, 1), (400, 100, 0.1), (400, 4_000_000, 0.5), (415, 14_000_000, 1), (404, 0, 0)],
 )
 def test_a_refusal_is_held_back_for_what_its_body_cost(status: int, received: int, seconds: float) -> None:
-    assert app._hold(Problem(status, "code", "message"), received) == seconds
+    assert app._refusal_delay(RequestError(status, "code", "message"), received) == seconds
 
 
 def test_a_client_that_is_refused_waits_and_others_do_not(
     vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "LEAST", 0.4)
+    monkeypatch.setattr(app, "MIN_REFUSAL_DELAY_S", 0.4)
     with running(served(vit)) as (client, _):
         start = time.monotonic()
         refused = senders.submit(client.post, "/v1/predict", content=b"no image", headers=JPEG)

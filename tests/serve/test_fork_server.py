@@ -18,8 +18,8 @@ from small_models import model, small
 from vitrail.serve import decode_process
 from vitrail.serve.decode_process import DecodeProcess
 from vitrail.serve.fork_server import ForkServer
+from vitrail.serve.http_errors import RequestError
 from vitrail.serve.limits import Limits
-from vitrail.serve.problems import Problem
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks at processes in /proc")
 
@@ -30,8 +30,8 @@ from pathlib import Path
 from vitrail.config import PreprocessConfig
 from vitrail.serve.decode_process import DecodeProcess, fork_server
 from vitrail.serve.limits import Limits
-process = DecodeProcess(PreprocessConfig(image=32), Limits())
-shape = process.pixels(Path(sys.argv[1]).read_bytes(), lambda: True).shape
+process = DecodeProcess(PreprocessConfig(image_size=32), Limits())
+shape = process.decode(Path(sys.argv[1]).read_bytes(), lambda: True).shape
 print(*shape, fork_server._process.pid, process._pid, flush=True)
 if sys.argv[2] == "wait":
     time.sleep(60)
@@ -85,34 +85,34 @@ def test_a_script_without_a_guard_runs_once_and_leaves_no_process(tmp_path: Path
 
 
 def test_a_server_that_died_is_replaced(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.pixels(photo(), wanted) is not None
+    assert process.decode(photo(), wanted) is not None
     assert server._process is not None
     first = server._process
     first.kill()
     first.wait()
-    assert process.pixels(photo(), wanted) is not None  # its child lives on
+    assert process.decode(photo(), wanted) is not None  # its child lives on
     assert process.close() is None
-    assert process.pixels(photo(), wanted) is not None
+    assert process.decode(photo(), wanted) is not None
     assert server._process is not first
 
 
 def test_killing_processes_leaves_neither_zombies_nor_descriptors(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.pixels(photo(), wanted) is not None
+    assert process.decode(photo(), wanted) is not None
     assert server._process is not None
     folders = [Path(f"/proc/{pid}/fd") for pid in (os.getpid(), server._process.pid)]
     before = [len(list(folder.iterdir())) for folder in folders]
     for _ in range(20):
         os.kill(process._pid or 0, signal.SIGSTOP)
-        assert process.pixels(photo(), lambda: False) is None
-        process._started()
+        assert process.decode(photo(), lambda: False) is None
+        process._ensure_started()
     assert [len(list(folder.iterdir())) for folder in folders] == before
     children = Path(f"/proc/{server._process.pid}/task/{server._process.pid}/children").read_text().split()
     assert children == [str(process._pid)]
 
 
 def test_an_unknown_process_is_not_killed(server: ForkServer, process: DecodeProcess) -> None:
-    assert process.pixels(photo(), wanted) is not None
-    assert server.end(os.getpid()) is None
+    assert process.decode(photo(), wanted) is not None
+    assert server.kill(os.getpid()) is None
 
 
 @pytest.mark.parametrize("where", ["fork", "start"])
@@ -125,10 +125,10 @@ def test_where_no_process_can_be_started_the_client_may_try_again(
 ) -> None:
     with monkeypatch.context() as patched, caplog.at_level(logging.ERROR):
         if where == "fork":
-            patched.setattr(server, "_asked", lambda *_: -errno.EAGAIN)
+            patched.setattr(server, "_request", lambda *_: -errno.EAGAIN)
         else:
             patched.setattr("vitrail.serve.fork_server.get_executable", lambda: "/nowhere/python")
-        with pytest.raises(Problem, match="at the moment; try again in 5 s") as refused:
-            process.pixels(photo(), wanted)
+        with pytest.raises(RequestError, match="at the moment; try again in 5 s") as refused:
+            process.decode(photo(), wanted)
     assert (refused.value.status, refused.value.headers) == (503, {"Retry-After": "5"})
-    assert "no process can be started" in caplog.text
+    assert "cannot start a process" in caplog.text

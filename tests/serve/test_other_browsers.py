@@ -95,7 +95,7 @@ def test_an_image_of_ones_own_is_remembered(page: Any, cifar10: vitrail.Model, t
     seen = page()
     seen.choose_file("#file", mine)
     wait_for_bars(seen, wanted)
-    until(lambda: re.search("image_size=own:", seen.run("return location.hash")))
+    until(lambda: re.search("image=own:", seen.run("return location.hash")))
     fragment = seen.run("return location.hash")
     wait_for_bars(page(), as_bars((p.label, p.score) for p in cifar10.predict(CAT)))
     wait_for_bars(page(fragment), wanted)

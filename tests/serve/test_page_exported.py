@@ -22,12 +22,12 @@ def site(cifar10: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> It
 
     from vitrail.api.exporting import export
     from vitrail.export.engines import open_engine
-    from vitrail.serve.served import Served
+    from vitrail.serve.served_model import ServedModel
 
     with pytest.MonkeyPatch.context() as patched:
         export_quickly(patched)
         made = export(cifar10, tmp_path_factory.mktemp("exported") / "cifar10.onnx")
-    with running(Served(open_engine(made.path, threads=1), name="cifar10")) as (client, _):
+    with running(ServedModel(open_engine(made.path, threads=1), name="cifar10")) as (client, _):
         yield client
 
 

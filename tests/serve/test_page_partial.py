@@ -13,7 +13,7 @@ import pytest
 from browsing import AWAY, answered, lights, patch, settled
 from serving import until
 
-from vitrail.serve import looking
+from vitrail.serve import explain_requests
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
 from playwright.sync_api import expect
@@ -33,7 +33,7 @@ class Steps:
             self.left = count
             self.changed.notify_all()
 
-    def scores(self, *given: Any, real: Any = looking.scores, **named: Any) -> Any:
+    def scores(self, *given: Any, real: Any = explain_requests.scores, **named: Any) -> Any:
         with self.changed:
             assert self.changed.wait_for(lambda: self.left > 0, timeout=20)
             self.left -= 1
@@ -47,8 +47,8 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Steps]:
     held = Steps()
-    monkeypatch.setattr(looking, "scores", held.scores)
-    monkeypatch.setattr(looking, "AT_A_TIME", 1)
+    monkeypatch.setattr(explain_requests, "scores", held.scores)
+    monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
     yield held
     held.allow(10**6)
 

@@ -41,7 +41,7 @@ from playwright.sync_api import expect
 from serving import QUICK, Held, running, served, until
 
 from vitrail.serve.app import create_app
-from vitrail.serve.served import Served
+from vitrail.serve.served_model import ServedModel
 
 Opened = Callable[..., Any]
 
@@ -49,13 +49,13 @@ Opened = Callable[..., Any]
 @contextmanager
 def listening(vit: vitrail.Model, port: int) -> Iterator[str]:
     """A server at a port of our choice, so that another can come after it."""
-    app = create_app(served(vit), work=QUICK)
+    app = create_app(served(vit), batching=QUICK)
     config = uvicorn.Config(app, port=port, lifespan="on", ws="none", log_config=None, access_log=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        until(lambda: app.state.service.batcher.warm)
+        until(lambda: app.state.service.batcher.ready)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
@@ -142,7 +142,7 @@ def test_an_exported_file_is_drawn_as_it_sees(opened: Opened) -> None:
     vit = model(small(image_size=64), preprocess=vitrail.PreprocessConfig(image_size=64, resize="short", resize_to=96))
     seen = []
     for inside in (vit, None):
-        with running(Served(Held(vit), inside, name="small")) as (client, _):
+        with running(ServedModel(Held(vit), inside, name="small")) as (client, _):
             page = opened("#image=cat&show=plain", at=str(client.base_url))
             expect(page.locator("#words")).to_contain_text("64 × 64 pixels." if inside else "cannot be looked into")
             seen.append(settled(page, lambda page=page: lights(page)))
@@ -250,7 +250,7 @@ def test_the_pages_arithmetic_is_numpys(opened: Opened) -> None:
     attention = random.dirichlet(np.full(tokens, 0.3), (heads, tokens)).astype(np.float32)
     peaks = attention.max(-1)
     values = np.rint(255 * attention / peaks[..., None]).astype(np.uint8)
-    sent = {"heads": heads, "tokens": tokens, "values": _text(values), "peaks": _text(peaks.astype("<f4"))}
+    sent = {"num_heads": heads, "num_tokens": tokens, "values": _text(values), "row_max": _text(peaks.astype("<f4"))}
     script = """async (sent) => {
         const { attended, layerOf, reading } = await import('/static/attention.js'), layer = layerOf(sent);
         const mix = (pool, special) => [...reading(pool, special, layer.tokens)];

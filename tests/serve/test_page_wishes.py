@@ -123,7 +123,9 @@ def test_a_map_that_is_refused_is_not_asked_for_again_and_again(opened: Opened) 
 
     def refuse(route: Any) -> None:
         asked.append(route)
-        route.fulfill(status=400, json={"error": {"code": "bad_value", "message": "there is no gradient today."}})
+        route.fulfill(
+            status=400, json={"error": {"code": "invalid_parameter", "message": "there is no gradient today."}}
+        )
 
     page.route("**/v1/explain", refuse)
     page.get_by_role("button", name="Gradient").click()

@@ -5,47 +5,47 @@ from __future__ import annotations
 import pytest
 from serving import need_extra  # noqa: F401  # skips where the service cannot run
 
-from vitrail.serve.problems import Problem
-from vitrail.serve.quota import Lease, Quota, client_of
+from vitrail.serve.http_errors import RequestError
+from vitrail.serve.quota import Lease, Quota, client_key
 
 
 def refusal(quota: Quota, client: str, amount: int) -> tuple[int, str, str]:
-    with pytest.raises(Problem) as refused:
-        quota.take(client, amount, lambda taken: taken / 10)
+    with pytest.raises(RequestError) as refused:
+        quota.acquire(client, amount, lambda taken: taken / 10)
     return refused.value.status, refused.value.message, refused.value.headers["Retry-After"]
 
 
 def test_one_client_leaves_an_eighth_to_others() -> None:
     quota = Quota("images are waiting already", 100)
-    quota.take("a", 84)
+    quota.acquire("a", 84)
     status, message, after = refusal(quota, "a", 6)
     assert (status, after) == (429, "9")
-    assert message == "84 images are waiting already for your address, which may have 88; try again in 9 s."
-    quota.take("b", 11)
+    assert message == "84 images are waiting already for your address, at most 88 are allowed; try again in 9 s."
+    quota.acquire("b", 11)
     assert refusal(quota, "b", 6) == (503, "95 images are waiting already; try again in 10 s.", "10")
     quota.release("a", 84)
-    quota.take("b", 64)
-    assert quota.taken == 75
+    quota.acquire("b", 64)
+    assert quota.used == 75
 
 
 def test_a_refusal_takes_nothing_and_small_totals_are_not_split() -> None:
     quota = Quota("explanations are being made already", 2)
-    quota.take("a", 2)
+    quota.acquire("a", 2)
     assert refusal(quota, "b", 1)[0] == 503
     quota.release("a", 2)
-    quota.take("b", 2)
-    assert quota.taken == 2
+    quota.acquire("b", 2)
+    assert quota.used == 2
 
 
 def test_a_lease_is_released_as_a_whole_and_once() -> None:
     quota = Quota("bytes", 100)
     lease = Lease(quota, "a")
-    lease.take(10)
-    lease.take(20)
-    quota.take("a", 5)
+    lease.acquire(10)
+    lease.acquire(20)
+    quota.acquire("a", 5)
     lease.release()
     lease.release()
-    assert quota.taken == 5
+    assert quota.used == 5
     quota.release("a", 5)
     assert not quota._clients  # no address is kept
 
@@ -63,4 +63,4 @@ def test_a_lease_is_released_as_a_whole_and_once() -> None:
     ],
 )
 def test_a_client_is_an_address_or_the_network_one_client_owns(client: tuple[str, int] | None, counted: str) -> None:
-    assert client_of({"client": client}) == counted
+    assert client_key({"client": client}) == counted

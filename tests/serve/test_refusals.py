@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from serving import hostile, photo, png_of, running, served
 
 from vitrail.errors import ConfigError, ImageError
-from vitrail.serve.limits import Limits, Work
-from vitrail.serve.problems import told
+from vitrail.serve.http_errors import public_message
+from vitrail.serve.limits import BatchingConfig, Limits
 
-LIMITS = Limits(bytes=200_000, pixels=1_000_000, images=3, seconds=1.0)
+LIMITS = Limits(max_bytes=200_000, max_pixels=1_000_000, max_images=3, body_timeout=1.0)
 JPEG = {"content-type": "image/jpeg"}
 PART = b"--x\r\nContent-Disposition: form-data; name=image; filename=a.jpg\r\n\r\n" + photo()
 AS_JSON = {"headers": {"content-type": "application/json"}}
@@ -64,7 +64,7 @@ def test_a_hostile_file_among_good_ones_is_named(client: httpx.Client) -> None:
     files = [("images", photo()), ("images", b"no image"), ("images", photo(1))]
     answer = client.post("/v1/predict", files=files)
     assert reason(answer, 400) == "image_unreadable"
-    assert answer.json()["error"]["message"].startswith("image 2 of 3: this is no image that is read here")
+    assert answer.json()["error"]["message"].startswith("image 2 of 3: this is not a supported image")
 
 
 def test_pixels_are_counted_before_any_is_decoded(client: httpx.Client) -> None:
@@ -75,12 +75,12 @@ def test_pixels_are_counted_before_any_is_decoded(client: httpx.Client) -> None:
 
 
 def test_a_large_body_is_refused_when_announced_and_when_not(client: httpx.Client) -> None:
-    body = bytes(LIMITS.bytes + 1)
+    body = bytes(LIMITS.max_bytes + 1)
     assert reason(client.post("/v1/predict", content=body, headers=JPEG), 413) == "body_too_large"
     pieces = iter([body[:100_000], body[100_000:]])
     assert reason(client.post("/v1/predict", content=pieces, headers=JPEG), 413) == "body_too_large"
     assert reason(client.post("/v1/predict", files={"image": body}), 413) == "body_too_large"
-    assert reason(client.post("/v1/predict", json={"image": "A" * LIMITS.bytes}), 413) == "body_too_large"
+    assert reason(client.post("/v1/predict", json={"image": "A" * LIMITS.max_bytes}), 413) == "body_too_large"
 
 
 def test_too_many_images_are_refused(client: httpx.Client) -> None:
@@ -143,49 +143,53 @@ def test_a_body_without_images_is_refused(client: httpx.Client, body: dict[str, 
 @pytest.mark.parametrize(
     ("path", "values", "words"),
     [
-        ("predict", {"top": "0"}, "top wants a whole number, 1 or more; got 0."),
-        ("predict", {"top": "two"}, "'top' is not JSON"),
-        ("predict", {"top": "true"}, "top wants a whole number, 1 or more; got true."),
+        ("predict", {"top": "0"}, "top: got 0, wanted an integer, 1 or more."),
+        ("predict", {"top": "two"}, "'top' is not valid JSON"),
+        ("predict", {"top": "true"}, "top: got true, wanted an integer, 1 or more."),
         ("predict", {"top": "1.5"}, "got 1.5"),
         ("predict", {"top": "null"}, "got null"),
-        ("predict", {"top": "[" * 300 + "]" * 300}, "top wants a whole number, 1 or more; got a list."),
-        ("predict", {"hide": "[" * 300 + "]" * 300}, "row by row from 0; got a list"),
-        ("predict", {"Top": "3"}, "no value called 'Top' here; there is hide, fill, top"),
-        ("predict", {"hide": "[99]"}, "there is no patch 99: wanted 0 to 15"),
-        ("predict", {"hide": "[-1]"}, "no patch -1"),
-        ("predict", {"hide": '["a"]'}, 'hide wants a list of patches: whole numbers, row by row from 0; got "a".'),
+        ("predict", {"top": "[" * 300 + "]" * 300}, "top: got a list, wanted an integer, 1 or more."),
+        (
+            "predict",
+            {"hide": "[" * 300 + "]" * 300},
+            "hide: got a list, wanted a list of patch numbers, row by row from 0.",
+        ),
+        ("predict", {"Top": "3"}, "unknown parameter 'Top', wanted one of hide, fill, top"),
+        ("predict", {"hide": "[99]"}, "got patch 99, wanted 0 to 15"),
+        ("predict", {"hide": "[-1]"}, "got patch -1"),
+        ("predict", {"hide": '["a"]'}, 'hide: got "a", wanted a list of patch numbers, row by row from 0.'),
         ("predict", {"hide": '{"a": 1}'}, "got an object"),
         ("predict", {"hide": ["[1,2]", "5"]}, "hide"),
-        ("predict", {"top": ["1", "2"]}, "'top' is given twice"),
-        ("predict", {"hide": "one"}, "'hide' is not JSON"),
-        ("predict", {"fill": "red"}, 'fill wants mean, zero or blur; got "red".'),
+        ("predict", {"top": ["1", "2"]}, "'top' is given more than once"),
+        ("predict", {"hide": "one"}, "'hide' is not valid JSON"),
+        ("predict", {"fill": "red"}, 'fill: got "red", wanted mean, zero or blur.'),
         ("predict", {"fill": "r" * 500}, "rrr..."),
-        ("embed", {"top": "3"}, "no value called 'top'"),
-        ("explain", {"layers": "[3]"}, "there is no layer 3: this network has layers 1 to 2"),
-        ("explain", {"layers": "[0]"}, "no layer 0"),
-        ("explain", {"methods": '["lime"]'}, "no explanation 'lime' here; there is rollout, gradient"),
-        ("explain", {"methods": "[1]"}, "methods wants a list of words; got 1."),
+        ("embed", {"top": "3"}, "unknown parameter 'top'"),
+        ("explain", {"layers": "[3]"}, "got layer 3; wanted 1 to 2"),
+        ("explain", {"layers": "[0]"}, "got layer 0"),
+        ("explain", {"methods": '["lime"]'}, "got method 'lime', wanted one of rollout, gradient"),
+        ("explain", {"methods": "[1]"}, "methods: got 1, wanted a list of method names."),
         ("explain", {"layers": str([1] * 1001)}, "layers has 1,001 values, wanted at most 1,000."),
         ("explain", {"target": "horse"}, "no class is called 'horse'"),
         ("explain", {"target": "5"}, "there is no class 5"),
-        ("explain", {"hide": "[16]"}, "no patch 16"),
+        ("explain", {"hide": "[16]"}, "got patch 16"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(client: httpx.Client, path: str, values: dict[str, Any], words: str) -> None:
     answer = client.post(f"/v1/{path}", params=values, content=photo(), headers=JPEG)
-    assert reason(answer, 400) in ("bad_value", "no_such_patch")
+    assert reason(answer, 400) in ("invalid_parameter", "patch_out_of_range")
     assert words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("deadline", ["0", "-5", "soon", "1.5", "9" * 12])
 def test_a_deadline_that_is_none_is_refused(client: httpx.Client, deadline: str) -> None:
     answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"x-deadline-ms": deadline})
-    assert reason(answer, 400) == "bad_value"
+    assert reason(answer, 400) == "invalid_parameter"
 
 
 def test_explain_takes_one_image(client: httpx.Client) -> None:
     answer = client.post("/v1/explain", files=[("images", photo()), ("images", photo())])
-    assert reason(answer, 400) == "one_image"
+    assert reason(answer, 400) == "single_image_only"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +219,7 @@ def test_there_is_nothing_elsewhere(client: httpx.Client, path: str) -> None:
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: raw.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 404")
-    assert b"there is nothing at this address" in answer
+    assert b"unknown path; see /docs" in answer
 
 
 def test_a_slow_body_is_given_up(client: httpx.Client) -> None:
@@ -251,7 +255,7 @@ def test_an_image_that_nobody_says_is_one_is_known_by_its_first_bytes(
     assert client.post("/v1/predict", content=pieces, headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("body", [b"", b"image_size=cat.jpg", b"\xff\xd8\xff", b"image_size=" + photo()])
+@pytest.mark.parametrize("body", [b"", b"image=cat.jpg", b"\xff\xd8\xff", b"image=" + photo()])
 @pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
 def test_other_bodies_that_nobody_names_are_refused_with_a_hint(client: httpx.Client, kind: str, body: bytes) -> None:
     answer = client.post("/v1/predict", content=body, headers={"content-type": kind} if kind else {})
@@ -265,7 +269,7 @@ def test_an_address_is_never_opened_and_that_is_said(client: httpx.Client, addre
     answer = client.post("/v1/predict", json={"images": [good, address]})
     assert reason(answer, 400) == "not_base64"
     message = answer.json()["error"]["message"]
-    assert message.startswith("image 2 of 2: this is an address, and addresses are never opened")
+    assert message.startswith("image 2 of 2: this is a URL, and URLs are never opened")
 
 
 def test_base64_with_escaped_strokes_is_read(client: httpx.Client) -> None:
@@ -320,7 +324,7 @@ def test_a_form_full_of_false_boundaries_is_refused_before_it_costs_much() -> No
         answer = client.post("/v1/predict", content=form_of(b"\r\n--xy" * 2_000_000), headers=FORM)
         assert reason(answer, 400) == "bad_form"
         assert time.process_time() - start < 0.6  # it would be more than a second
-        assert "boundary is in it too often" in answer.json()["error"]["message"]
+        assert "too many parts" in answer.json()["error"]["message"]
         few = client.post("/v1/predict", content=form_of(photo() + b"\r\n--xy" * 100), headers=FORM)
         assert few.status_code == 200
 
@@ -357,22 +361,24 @@ def test_damaged_images_are_refused_or_read_whole(client: httpx.Client) -> None:
 
 
 def test_what_an_error_says_of_this_machine_is_not_passed_on() -> None:
-    assert told(ImageError("image of 3 bytes cannot be read: no /usr/lib/x.so"), "damaged.") == "damaged."
-    assert told(ImageError("Pillow image RGB 3 x 4 is at 0x7f01"), "damaged.") == "damaged."
+    assert public_message(ImageError("image of 3 bytes cannot be read: no /usr/lib/x.so"), "damaged.") == "damaged."
+    assert public_message(ImageError("Pillow image RGB 3 x 4 is at 0x7f01"), "damaged.") == "damaged."
     helped = ImageError("image of 9 bytes is HEIC, which needs a plugin; try pip install pillow-heif.")
-    assert told(helped, "") == "the image is HEIC, which needs a plugin."
+    assert public_message(helped, "") == "the image is HEIC, which needs a plugin."
 
 
-@pytest.mark.parametrize("wrong", [{"bytes": 0}, {"pixels": -1}, {"images": 0}])
+@pytest.mark.parametrize("wrong", [{"max_bytes": 0}, {"max_pixels": -1}, {"max_images": 0}])
 def test_limits_that_let_nothing_in_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="lets nothing in"):
+    with pytest.raises(ConfigError, match="wanted more than 0"):
         Limits(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("wrong", [{"queue": 0}, {"batch": 0}, {"wait": -1}, {"wait": 2}, {"lanes": 0}])
-def test_work_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "wrong", [{"max_queue": 0}, {"batch_size": 0}, {"batch_delay": -1}, {"batch_delay": 2}, {"engine_threads": 0}]
+)
+def test_a_batching_config_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Work(**wrong)
+        BatchingConfig(**wrong)
 
 
 def test_json_escapes_do_not_hide_a_value(client: httpx.Client) -> None:

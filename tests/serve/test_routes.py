@@ -130,7 +130,7 @@ def test_features_are_those_of_the_image_without_the_hidden_patches(
 
 def test_a_patch_that_is_not_there_has_no_features(client: httpx.Client) -> None:
     refused = client.post("/v1/embed", **bodies([photo()], hide=[16])["raw"])
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "no_such_patch")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "patch_out_of_range")
 
 
 def test_a_value_in_the_body_counts_over_one_in_the_address(client: httpx.Client) -> None:
@@ -151,12 +151,17 @@ def test_the_model_says_what_it_is(client: httpx.Client) -> None:
     found = client.get("/v1/model").json()
     assert found["name"] == "small"
     assert found["labels"] == list(LABELS)
-    assert found["image"] == {"height": 32, "width": 32, "channels": 3}
+    assert (found["image_size"], found["channels"]) == ({"height": 32, "width": 32}, 3)
     assert found["grid"] == {"rows": 4, "columns": 4}
-    assert (found["depth"], found["heads"], found["special"], found["pool"]) == (2, 2, ["class"], "token")
+    assert (found["depth"], found["num_heads"], found["prefix_tokens"], found["pool"]) == (2, 2, ["class"], "token")
     assert found["methods"] == ["rollout", "gradient", "attention", "occlusion"]
-    assert found["attention"] is True
-    assert found["limits"] == {"bytes": 16 * 2**20, "pixels": 50_000_000, "total_pixels": 200_000_000, "images": 16}
+    assert found["has_attention"] is True
+    assert found["limits"] == {
+        "max_bytes": 16 * 2**20,
+        "max_pixels": 50_000_000,
+        "max_total_pixels": 200_000_000,
+        "max_images": 16,
+    }
 
 
 def test_samples_are_listed_and_are_images(client: httpx.Client, vit: vitrail.Model) -> None:
@@ -191,10 +196,10 @@ def test_metrics_count_requests_batches_and_seconds(live: tuple[httpx.Client, Se
 
 
 def test_metrics_say_what_is_served_what_is_refused_and_what_the_process_takes(client: httpx.Client) -> None:
-    before = _numbers(client).get('vitrail_refusals_total{code="image_unreadable"}', 0)
+    before = _numbers(client).get('vitrail_errors_total{code="image_unreadable"}', 0)
     client.post("/v1/predict", content=b"no", headers={"content-type": "image/png"})
     after = _numbers(client)
-    assert after['vitrail_refusals_total{code="image_unreadable"}'] == before + 1
+    assert after['vitrail_errors_total{code="image_unreadable"}'] == before + 1
     build = f'engine="torch",model="small",precision="float32",version="{vitrail.__version__}"'
     assert after[f"vitrail_build_info{{{build}}}"] == 1
     assert after["process_resident_memory_bytes"] > 1e7
@@ -228,7 +233,7 @@ def test_a_network_without_attention_is_served_too() -> None:
     vit = model(BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5))
     with running(served(vit)) as (client, _):
         about = client.get("/v1/model").json()
-        assert (about["attention"], about["methods"]) == (False, ["occlusion"])
+        assert (about["has_attention"], about["methods"]) == (False, ["occlusion"])
         assert about["depth"] is None
         found = client.post("/v1/explain", **bodies([photo()])["raw"]).json()
         assert (list(found["maps"]), found["attention"], found["layers"]) == (["occlusion"], [], [])

@@ -16,8 +16,8 @@ from serving import QUICK, photo, running, served
 from small_models import LABELS
 
 from vitrail.serve.app import create_app
-from vitrail.serve.images import FORMATS
-from vitrail.serve.schema import KINDS
+from vitrail.serve.image_decoder import FORMATS
+from vitrail.serve.schema import IMAGE_TYPES
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed; make test installs it")
 import schemathesis
@@ -28,19 +28,19 @@ schemathesis.openapi.format("binary", IMAGES)
 schemathesis.openapi.format("byte", IMAGES.map(lambda data: base64.b64encode(data).decode()))
 REFUSED = ["400", "403", "405", "408", "413", "415", "431"]
 EXAMPLES = int(os.environ.get("VITRAIL_EXAMPLES", "25"))
-RAW = (*KINDS, "application/octet-stream")
+RAW = (*IMAGE_TYPES, "application/octet-stream")
 for kind in RAW:
     schemathesis.openapi.media_type(kind, IMAGES)
 
 
 @pytest.fixture(scope="module")
 def description() -> dict[str, Any]:
-    return create_app(served(), work=QUICK).openapi()
+    return create_app(served(), batching=QUICK).openapi()
 
 
 def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -> None:
     routes = {(path, method) for path, methods in description["paths"].items() for method in methods}
-    posts = {(f"/v1/{name}", "post") for name in ("predict", "embed", "explain", "image")}
+    posts = {(f"/v1/{name}", "post") for name in ("predict", "embed", "explain", "preprocess")}
     gets = {(f"/v1/{name}", "get") for name in ("model", "positions", "samples")}
     assert routes == posts | gets | {("/healthz", "get"), ("/readyz", "get"), ("/metrics", "get")}
 
@@ -48,8 +48,8 @@ def test_every_route_of_the_contract_is_described(description: dict[str, Any]) -
 def test_every_body_and_value_is_described_with_an_example(description: dict[str, Any]) -> None:
     predict = description["paths"]["/v1/predict"]["post"]
     content = predict["requestBody"]["content"]
-    assert set(content) == {*KINDS, "application/octet-stream", "multipart/form-data", "application/json"}
-    assert {kind.rpartition("/")[2].replace("x-portable-pixmap", "ppm").upper() for kind in KINDS} == set(FORMATS)
+    assert set(content) == {*IMAGE_TYPES, "application/octet-stream", "multipart/form-data", "application/json"}
+    assert {kind.rpartition("/")[2].replace("x-portable-pixmap", "ppm").upper() for kind in IMAGE_TYPES} == set(FORMATS)
     fields = [kind["required"] for kind in content["multipart/form-data"]["schema"]["anyOf"]]
     assert fields == [["images"], ["image"], ["file"]]
     assert {p["name"] for p in predict["parameters"]} == {"X-Deadline-Ms", "top", "hide", "fill"}
@@ -67,7 +67,7 @@ def test_every_body_and_value_is_described_with_an_example(description: dict[str
 
 
 def test_where_names_and_tokens_are_asked_for_it_says_so() -> None:
-    paths = create_app(served(), work=QUICK, token="t", hosts=()).openapi()["paths"]
+    paths = create_app(served(), batching=QUICK, token="t", hosts=()).openapi()["paths"]
     for path, methods in paths.items():
         statuses = set(next(iter(methods.values()))["responses"])
         assert ("401" in statuses) == path.startswith(("/v1", "/metrics"))
@@ -76,11 +76,11 @@ def test_where_names_and_tokens_are_asked_for_it_says_so() -> None:
 
 def test_examples_are_of_the_model_that_is_served(description: dict[str, Any]) -> None:
     schemas = description["components"]["schemas"]
-    assert schemas["PredictAnswer"]["properties"]["model"]["examples"] == ["small"]
+    assert schemas["PredictResponse"]["properties"]["model"]["examples"] == ["small"]
     assert schemas["Prediction"]["properties"]["label"]["examples"] == [LABELS[0]]
-    assert schemas["ModelAnswer"]["examples"][0]["name"] == "small"
-    assert schemas["Alive"]["properties"]["status"]["const"] == "alive"
-    assert schemas["Ready"]["properties"]["status"]["const"] == "ready"
+    assert schemas["ModelResponse"]["examples"][0]["name"] == "small"
+    assert schemas["HealthResponse"]["properties"]["status"]["const"] == "alive"
+    assert schemas["ReadyResponse"]["properties"]["status"]["const"] == "ready"
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def api() -> Any:
         yield schemathesis.openapi.from_url(f"{client.base_url}/openapi.json", config=config)
 
 
-ROUTES = [(f"/v1/{name}", "POST") for name in ("predict", "embed", "explain", "image")]
+ROUTES = [(f"/v1/{name}", "POST") for name in ("predict", "embed", "explain", "preprocess")]
 ROUTES += [(path, "GET") for path in ("/v1/model", "/v1/positions", "/v1/samples", "/healthz", "/readyz", "/metrics")]
 
 

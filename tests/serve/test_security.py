@@ -15,8 +15,8 @@ from serving import photo, running, served
 
 from vitrail.errors import ConfigError
 from vitrail.serve.app import create_app
-from vitrail.serve.security import HEADERS, read_token
-from vitrail.serve.web import WEB
+from vitrail.serve.security import SECURITY_HEADERS, read_token
+from vitrail.serve.static_files import WEB_DIR
 
 TOKEN = "a-token-of-some-length"
 
@@ -37,7 +37,7 @@ def test_every_route_is_known_to_be_open_or_closed() -> None:
     routes = {getattr(route, "path", "") for route in app.routes}
     folders = {f"/{path.split('/')[1]}/" for path in OPEN if path.count("/") > 1}
     open_ = {path for path in routes if path in OPEN or path.startswith(tuple(folders))}
-    posts = {"/v1/predict", "/v1/embed", "/v1/explain", "/v1/image"}
+    posts = {"/v1/predict", "/v1/embed", "/v1/explain", "/v1/preprocess"}
     assert routes - open_ == {*CLOSED, *posts}
 
 
@@ -52,7 +52,7 @@ NAMES = {
     "long parts": "/".join(["a" * 300] * 10),
     "deep": "a/" * 2000,
     "nul": "a%00.js",
-    "above": "../web.py",
+    "above": "../static_files.py",
     "escaped above": "%2e%2e%2fweb.py",
     "absolute": "/etc/passwd",
     "a folder": "samples",
@@ -91,8 +91,8 @@ def test_without_the_token_there_is_no_answer(client: httpx.Client, path: str, g
     assert answer.status_code == 401
     wrong = given in ("Bearer wrong", f"Bearer {TOKEN}x")  # not missing
     assert answer.headers["www-authenticate"] == ('Bearer error="invalid_token"' if wrong else "Bearer")
-    assert answer.json()["error"]["code"] == ("token_wrong" if wrong else "token_wanted")
-    assert ("this token is wrong" if wrong else "this needs a token") in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == ("invalid_token" if wrong else "missing_token")
+    assert ("the token is wrong" if wrong else "a token is required") in answer.json()["error"]["message"]
 
 
 def test_with_the_token_there_is(client: httpx.Client) -> None:
@@ -170,7 +170,7 @@ def test_what_pages_from_elsewhere_send_is_not_computed(
     answer = named.post("/v1/predict", files={"image": photo()}, headers=HERE | headers)
     assert answer.status_code == status
     if status == 403:
-        assert answer.json()["error"]["code"] == "other_site"
+        assert answer.json()["error"]["code"] == "cross_site_request"
         assert named.get("/v1/model", headers=HERE | headers).status_code == 200  # which they cannot read
 
 
@@ -187,7 +187,7 @@ def test_head_is_get_without_the_body(client: httpx.Client, path: str) -> None:
 def test_pages_need_no_token_and_carry_every_header(client: httpx.Client, path: str) -> None:
     answer = client.get(path)
     assert answer.status_code == 200
-    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert {name: answer.headers[name] for name in SECURITY_HEADERS} == SECURITY_HEADERS
 
 
 def test_headers_allow_nothing_inline_nothing_from_elsewhere_and_no_frame(client: httpx.Client) -> None:
@@ -222,7 +222,7 @@ def test_a_file_the_browser_has_is_not_sent_again(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("page", ["docs.html", "docs.js", "docs.css"])
 def test_the_page_about_the_api_loads_nothing_from_elsewhere(page: str) -> None:
-    text = (WEB / page).read_text()
+    text = (WEB_DIR / page).read_text()
     assert not re.search(r"https?://(?!www\.w3\.org)", text)
     assert not re.search(r"<script>|<style|\son\w+=|\sstyle=", text)
 
@@ -237,7 +237,7 @@ def test_a_token_is_read_from_a_file_or_the_environment(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("content", ["", "\n", "two words", "ümlaut"])
 def test_a_token_that_no_header_can_hold_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "token").write_text(content)
-    with pytest.raises(ConfigError, match="is empty or has spaces"):
+    with pytest.raises(ConfigError, match="is empty or contains spaces"):
         read_token(str(tmp_path / "token"))
 
 

@@ -21,9 +21,9 @@ from small_models import model, small
 
 from vitrail.errors import ConfigError
 from vitrail.serve.limits import Limits
-from vitrail.serve.served import Served
-from vitrail.serve.server import AGAIN, BACKLOG, TURNS, address, listening, within_descriptors
-from vitrail.serve.workers import _quietly
+from vitrail.serve.served_model import ServedModel
+from vitrail.serve.server import ACCEPT_ROUNDS, BACKLOG, DUPLICATE_SIGNAL_S, bind_socket, fit_open_files, url_of
+from vitrail.serve.supervisor import _load_quietly
 
 SLOWLY = """
 import sys, time
@@ -90,7 +90,7 @@ def test_a_signal_drains_open_requests_are_answered_and_the_status_is_0(weights:
         until(lambda: "vitrail_queue_images 3.0" in httpx.get(f"{where}/metrics").text)
         process.send_signal(sig)
         ready = httpx.get(f"{where}/readyz")
-        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "shutting_down")
         for thread in threads:
             thread.join()
         assert [a.status_code for a in answers] == [200, 200, 200]
@@ -110,7 +110,7 @@ def test_a_signal_to_the_whole_group_drains_like_one_to_the_first_process(weight
         for worker in children(process.pid):
             os.kill(worker, signal.SIGTERM)
         ready = httpx.get(f"{where}/readyz")
-        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "shutting_down")
         for thread in threads:
             thread.join()
         assert [a.status_code for a in answers] == [200] * 4
@@ -118,7 +118,9 @@ def test_a_signal_to_the_whole_group_drains_like_one_to_the_first_process(weight
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{where}/healthz")
         assert process.stderr is not None
-        assert process.stderr.read().splitlines() == ["stopping: answering what is open; once more to end at once"]
+        assert process.stderr.read().splitlines() == [
+            "stopping: finishing open requests; press Ctrl-C again to stop immediately"
+        ]
 
 
 @pytest.mark.slow
@@ -162,17 +164,17 @@ def test_limits_of_connections_follow_the_limit_of_open_files(monkeypatch: pytes
     usual, found = Limits(), [(1024, 1_048_576)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: found[0])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: found.append(limits))
-    assert within_descriptors(usual) == (usual, BACKLOG)
-    assert usual.connections + BACKLOG < found[1][0] < 1_048_576  # raised as far as it needs to be
+    assert fit_open_files(usual) == (usual, BACKLOG)
+    assert usual.max_connections + BACKLOG < found[1][0] < 1_048_576  # raised as far as it needs to be
     found[:] = [(resource.RLIM_INFINITY, resource.RLIM_INFINITY)]
-    assert within_descriptors(usual) == (usual, BACKLOG)
+    assert fit_open_files(usual) == (usual, BACKLOG)
     assert len(found) == 1
     found[0] = (512, 512)
-    few, backlog = within_descriptors(usual)
-    assert 100 < few.connections < few.connections + TURNS * backlog < 512
+    few, backlog = fit_open_files(usual)
+    assert 100 < few.max_connections < few.max_connections + ACCEPT_ROUNDS * backlog < 512
     found[0] = (40, 40)
     with pytest.raises(ConfigError, match="ulimit -n allows 40 open files"):
-        within_descriptors(usual)
+        fit_open_files(usual)
 
 
 def test_an_idle_server_ends_soon(weights: Path) -> None:
@@ -197,11 +199,11 @@ def test_a_dead_worker_is_named_and_when_none_can_start_all_is_given_up(tmp_path
         assert process.wait(200) == 1
         assert process.stderr is not None
         said = process.stderr.read()
-    assert f"(process {worker}) died of SIGKILL; another is started in 1 s" in said
+    assert f"(process {worker}) was killed by SIGKILL; it is restarted in 1 s" in said
     for seconds in (1, 2, 4, 8):
         assert re.search(rf"ended with status 1: .*; another is started in {seconds} s", said)
     assert re.search(
-        r"^error: 5 workers in a row could not start; the last, worker \d .* ended with status 1: .*small", said, re.M
+        r"^error: 5 workers in a row could not start; the last, worker \d .* exited with status 1: .*small", said, re.M
     )
     assert "Traceback" not in said
 
@@ -212,7 +214,7 @@ def test_a_second_signal_ends_at_once(weights: Path) -> None:
         thread.start()
         until(lambda: "vitrail_queue_images 1.0" in httpx.get(f"{where}/metrics").text)
         process.terminate()
-        time.sleep(AGAIN + 0.1)
+        time.sleep(DUPLICATE_SIGNAL_S + 0.1)
         start = time.monotonic()
         process.terminate()
         assert process.wait(5) == 128 + signal.SIGTERM
@@ -260,7 +262,7 @@ def test_what_is_said_about_the_model_is_said_once() -> None:
     about = [
         "note: no --model was given: using vitrail/cifar10",
         "note: its classes are airplane",
-        "stopping: answering",
+        "stopping: finishing",
     ]
     for words in about:
         assert len([line for line in said if line.startswith(words)]) == 1, said
@@ -268,12 +270,12 @@ def test_what_is_said_about_the_model_is_said_once() -> None:
 
 
 def test_a_quiet_worker_says_nothing_and_still_fails_aloud(capfd: pytest.CaptureFixture[str]) -> None:
-    def opener() -> Served:
+    def opener() -> ServedModel:
         os.write(2, b"a note\n")
         raise ConfigError("no such model.")
 
     with pytest.raises(ConfigError, match="no such model"):
-        _quietly(opener)
+        _load_quietly(opener)
     os.write(2, b"afterwards\n")
     assert capfd.readouterr().err == "afterwards\n"
 
@@ -302,26 +304,26 @@ def test_a_model_that_no_worker_can_load_is_one_error(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_taken_is_said_so() -> None:
-    with listening("127.0.0.1", 0) as sock:
+    with bind_socket("127.0.0.1", 0) as sock:
         sock.listen()
         port = sock.getsockname()[1]
-        assert address(sock) == f"http://127.0.0.1:{port}"
+        assert url_of(sock) == f"http://127.0.0.1:{port}"
         with pytest.raises(
             ConfigError, match=rf"cannot listen at 127\.0\.0\.1 port {port}: .*in use; try another --port"
         ):
-            listening("127.0.0.1", port)
+            bind_socket("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
 def test_a_host_that_is_not_here_is_said_so(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"cannot listen at {host} port 0: .*; try --host 127\.0\.0\.1"):
-        listening(host, 0)
+        bind_socket(host, 0)
 
 
 def test_the_address_of_all_addresses_is_one_that_a_browser_finds() -> None:
-    with listening("0.0.0.0", 0) as sock:
+    with bind_socket("0.0.0.0", 0) as sock:
         sock.listen()
-        assert address(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
         socket.create_connection(("127.0.0.1", sock.getsockname()[1])).close()
 
 
@@ -329,8 +331,8 @@ def test_an_address_of_six_groups_has_brackets() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6")
     try:
-        sock = listening("::1", 0)
+        sock = bind_socket("::1", 0)
     except ConfigError:
         pytest.skip("no IPv6 here")
     with sock:
-        assert re.fullmatch(r"http://\[::1\]:\d+", address(sock))
+        assert re.fullmatch(r"http://\[::1\]:\d+", url_of(sock))

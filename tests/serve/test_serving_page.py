@@ -16,10 +16,10 @@ import vitrail.serve as serving
 from vitrail.cli import serve
 from vitrail.explain.hiding import Fill
 from vitrail.serve.app import create_app
-from vitrail.serve.images import FORMATS
-from vitrail.serve.limits import Limits, Work
-from vitrail.serve.metrics import Metrics
-from vitrail.serve.schema import PredictValues
+from vitrail.serve.image_decoder import FORMATS
+from vitrail.serve.limits import BatchingConfig, Limits
+from vitrail.serve.prometheus_metrics import Metrics
+from vitrail.serve.schema import PredictParameters
 
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 
@@ -39,7 +39,7 @@ def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
             expression, _, value = last.partition("  # ")
             if not last.startswith("print"):
                 assert eval(expression, names) == eval(value)
-        assert names["light"].shape == (4, 4)  # type: ignore[attr-defined]
+        assert names["relevance"].shape == (4, 4)  # type: ignore[attr-defined]
     assert "label" in capsys.readouterr().out
     imported = {
         word for line in re.findall(r"^import (.*)", "".join(snippets), re.MULTILINE) for word in line.split(", ")
@@ -51,19 +51,19 @@ def test_every_status_on_the_page_is_one_that_is_answered_and_every_code_has_one
     table = PAGE.partition("| status | when |")[2].partition("\n\n")[0]
     said = {int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     source = "".join(path.read_text() for path in Path(serving.__file__).parent.glob("*.py"))
-    raised = {int(status) for status in re.findall(r"Problem\(\s*(\d{3}),", source)}
-    assert said == raised | {404, 405}  # which the router finds out
+    raised = {int(status) for status in re.findall(r"RequestError\(\s*(\d{3}),", source)}
+    assert said == raised | {404, 405, 429}  # raised by the router, and by quotas
 
 
 def test_every_route_and_every_fill_is_on_the_page_with_the_defaults() -> None:
-    table = PAGE.partition("| route | gives |")[2].partition("\n\n")[0]
+    table = PAGE.partition("| route | returns |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(?:GET|POST) (/\S+)`", table)) == set(create_app(served()).openapi()["paths"])
-    values = PredictValues()
-    assert f"`top` of them ({values.top})" in PAGE
-    said = re.search(r"`fill` is what stands there instead: (.*?)\. Layers", PAGE, re.DOTALL)
+    values = PredictParameters()
+    assert f"`top` (default {values.top})" in PAGE
+    said = re.search(r"`fill` replaces them: (.*?)\. Layers", PAGE, re.DOTALL)
     assert said
     assert set(re.findall(r"`(\w+)`", said[1])) == set(get_args(Fill))
-    assert f"`{values.fill}`, the image's mean color (the default)" in said[1]
+    assert f"`{values.fill}`, the mean color of the image (default)" in " ".join(said[1].split())
 
 
 def test_options_on_the_page_exist() -> None:
@@ -74,17 +74,27 @@ def test_options_on_the_page_exist() -> None:
 
 
 def test_numbers_on_the_page_are_the_defaults() -> None:
-    limits, work = Limits(), Work()
-    assert (limits.bytes, limits.pixels, limits.images, limits.seconds) == (16 * 2**20, 50_000_000, 16, 30)
-    assert (work.queue, work.wait, work.uploads, work.queue_bytes) == (256, 0.004, 256, 512 * 2**20)
+    limits, batching = Limits(), BatchingConfig()
+    assert (limits.max_bytes, limits.max_pixels, limits.max_images, limits.body_timeout) == (
+        16 * 2**20,
+        50_000_000,
+        16,
+        30,
+    )
+    assert (batching.max_queue, batching.batch_delay, batching.max_uploads, batching.max_queue_bytes) == (
+        256,
+        0.004,
+        256,
+        512 * 2**20,
+    )
     for words in ("16 MiB", "50 million pixels", "16 images", "30 seconds", "512 MiB", "256 bodies"):
         assert words in PAGE
 
 
 def test_metrics_and_formats_on_the_page_are_all_there_are() -> None:
-    text = Metrics().text().decode()
+    text = Metrics().render().decode()
     exist = {m for m in re.findall(r"^# TYPE (vitrail_\w+)", text, re.MULTILINE) if not m.endswith("_created")}
     assert set(re.findall(r"`(vitrail_\w+)`", PAGE)) == exist
-    said = re.search(r"- (.*?) are read, and no other", PAGE)
+    said = re.search(r"- The supported formats are (.*?)\. Variants", PAGE)
     assert said
     assert {w.upper() for w in re.findall(r"\w+", said[1])} - {"AND"} == set(FORMATS)

@@ -20,11 +20,19 @@ from PIL import Image
 from serving import QUICK, Held, photo, png_of, running, served, until
 from small_models import model, small
 
-from vitrail.serve import app, images
+from vitrail.serve import app, image_decoder
 from vitrail.serve.limits import Limits
 
 KINDS = ("image/jpeg", "application/json", "text/plain", "multipart/form-data; boundary=edge")
-PATHS = ("predict", "predict", "embed", "explain", "explain?methods=[%22occlusion%22]", "image", "predict?hide=[999]")
+PATHS = (
+    "predict",
+    "predict",
+    "embed",
+    "explain",
+    "explain?methods=[%22occlusion%22]",
+    "preprocess",
+    "predict?hide=[999]",
+)
 
 
 @lru_cache(maxsize=1)
@@ -78,27 +86,35 @@ class Failing(Held):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_after_a_storm_nothing_is_counted_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "HOLD", 0.01)
-    monkeypatch.setattr(images, "SMALL_PIXELS", 500_000)  # so that some are decoded in processes
+    monkeypatch.setattr(app, "MAX_REFUSAL_DELAY_S", 0.01)
+    monkeypatch.setattr(image_decoder, "SMALL_PIXELS", 500_000)  # so that some are decoded in processes
     torch.manual_seed(0)
     what = served(model(small()))
     what.engine = Failing(what.model)  # type: ignore[arg-type]
-    work = replace(QUICK, queue=24, looks=8, uploads=24, queue_bytes=4_000_000, lanes=2)
-    with running(what, Limits(pixels=1_000_000, bytes=200_000), work) as (client, service):
+    batching = replace(
+        QUICK, max_queue=24, max_explanations=8, max_uploads=24, max_queue_bytes=4_000_000, engine_threads=2
+    )
+    with running(what, Limits(max_pixels=1_000_000, max_bytes=200_000), batching) as (client, service):
         port = client.base_url.port
         assert port is not None
         with ThreadPoolExecutor(24) as pool:
             answers = Counter(pool.map(lambda number: send(port, number), range(300)))
         assert {"200", "400", "413", "415", "gone"} <= set(answers), answers  # and what depends on the moment
-        batcher, decoders = service.batcher, service.batcher.decoders
-        until(lambda: batcher._coming == 0)
-        until(lambda: service.room.taken == service.uploads.taken == batcher.waiting.taken == 0)
-        for quota in (service.room, service.uploads, batcher.waiting, batcher.looking, decoders.quota):
-            until(lambda quota=quota: (quota.taken, quota._clients) == (0, {}))  # type: ignore[misc]
-        until(lambda: not (batcher._line or batcher._looks or batcher._lanes))
-        until(lambda: (batcher._running, batcher._stepping, decoders.soon) == (0, 0, 0))
-        for jobs in (decoders._small, decoders._large):
+        batcher, decoders = service.batcher, service.batcher.decode_pool
+        until(lambda: batcher._decoding == 0)
+        until(lambda: service.body_bytes.used == service.uploads.used == batcher.image_quota.used == 0)
+        for quota in (
+            service.body_bytes,
+            service.uploads,
+            batcher.image_quota,
+            batcher.explain_quota,
+            decoders.large_pixel_quota,
+        ):
+            until(lambda quota=quota: (quota.used, quota._clients) == (0, {}))  # type: ignore[misc]
+        until(lambda: not (batcher._image_queue or batcher._explain_queue or batcher._batches_per_client))
+        until(lambda: (batcher._running_batches, batcher._running_steps, decoders.small_pending) == (0, 0, 0))
+        for jobs in (decoders._small_jobs, decoders._large_jobs):
             until(lambda jobs=jobs: not (jobs._queue or jobs._busy))  # type: ignore[misc]
-        assert decoders.budget.left == decoders.budget.total
+        assert decoders.pixel_semaphore.available == decoders.pixel_semaphore.total
         assert "vitrail_queue_images 0.0" in client.get("/metrics").text
         until(lambda: client.post("/v1/predict", files={"image": photo()}).status_code == 200)

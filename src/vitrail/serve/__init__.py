@@ -1,17 +1,18 @@
-"""A model behind HTTP: requests in, batches through the engine, answers out; and a page to look inside.
+"""HTTP service for one model: predictions, features, explanations, and the explorer page.
 
-server.py      one process: listen, drain, stop;   workers.py: several
-connections.py connections that do not wait for ever
-app.py         the routes
-bodies.py      a request's body -> images and values, within limits
-images.py    an image's bytes -> pixels, judged by its header first;   image_headers.py: what that costs
-decoding.py    images of many requests -> pixels;   decode_process.py: large ones, in a process of low priority
-fork_server.py forks such processes, and ends them
-batching.py    pixels of many requests -> batches -> each request's outputs
-fair_queue.py  clients take turns;   quota.py: none takes everything;   budget.py: pixels in flight
-limits.py      what a client may ask for, how work is shared out
-served.py      the engine, the network beside it, what they are called
-answers.py     outputs -> JSON;   looking.py: the same for what happens inside
-security.py    token, headers;    metrics.py: what Prometheus reads
-web.py         the files of web/; schema.py: what /openapi.json says
+server.py              one process: listen, drain, stop;   supervisor.py: several processes
+connections.py         uvicorn's HTTP protocol with timeouts and limits
+app.py                 the routes;   schema.py: parameters, responses, /openapi.json
+request_parsing.py     request body -> images and parameters, within limits
+image_decoder.py       image bytes -> pixels, header checked first;   image_headers.py: cost of a header
+decode_pool.py         images of many requests -> pixels;   decode_process.py: large images, in a low-priority process
+fork_server.py         forks and kills those processes
+batching.py            pixels of many requests -> batches -> the outputs of each request
+fair_queue.py          queue that takes turns between clients;   quota.py: limits per client
+weighted_semaphore.py  limit on the pixels being decoded at a time
+limits.py              limits on a request, batching and threads
+served_model.py        the engine, and the network it was made from
+responses.py           outputs -> JSON;   explain_requests.py: explanations -> JSON;   streaming.py: JSON lines
+http_errors.py         error responses;   security.py: token, host and origin checks, security headers
+prometheus_metrics.py  metrics;   static_files.py: the files of web/
 """

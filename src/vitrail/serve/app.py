@@ -1,4 +1,4 @@
-"""The routes: each reads a request, asks the batcher and says what came of it."""
+"""The routes of the HTTP service."""
 
 from __future__ import annotations
 
@@ -17,240 +17,270 @@ from starlette.exceptions import HTTPException
 
 from vitrail import __version__
 from vitrail.errors import ModelError, VitrailError
-from vitrail.serve import schema, web
-from vitrail.serve.answers import description, ranked
-from vitrail.serve.batching import Batcher, Progress, Want, late
-from vitrail.serve.bodies import Body, deadline_of, read_body, swallow
-from vitrail.serve.images import Images, Pixels
-from vitrail.serve.limits import Limits, Work
-from vitrail.serve.looking import Asked, Looker, positions
-from vitrail.serve.metrics import Metrics
-from vitrail.serve.problems import CODES, Gone, Problem, told
-from vitrail.serve.quota import Lease, Quota, client_of
-from vitrail.serve.security import Guard
-from vitrail.serve.served import Floats, Served
-from vitrail.serve.streaming import Newest, in_lines, wants_lines
+from vitrail.serve import schema, static_files
+from vitrail.serve.batching import Batcher, OutputName, ProgressCallback, deadline_error
+from vitrail.serve.explain_requests import Explainer, ExplainRequest, encode_positions
+from vitrail.serve.http_errors import DEFAULT_CODES, ClientDisconnected, RequestError, public_message
+from vitrail.serve.image_decoder import ImageDecoder, Pixels
+from vitrail.serve.limits import BatchingConfig, Limits
+from vitrail.serve.prometheus_metrics import Metrics
+from vitrail.serve.quota import Lease, Quota, client_key
+from vitrail.serve.request_parsing import RequestBody, discard_body, read_body, read_deadline
+from vitrail.serve.responses import describe_model, top_predictions
+from vitrail.serve.security import SecurityMiddleware
+from vitrail.serve.served_model import Floats, ServedModel
+from vitrail.serve.streaming import LatestValue, accepts_ndjson, stream_ndjson
 
-LINGER = 1.0
-"""Seconds for which the rest of a refused body is still taken in: who is sending does not listen."""
+DISCARD_BODY_S = 1.0
+"""Seconds for which the rest of a rejected body is received, because many clients read only after sending."""
 
-HOLD, LEAST, RECEIVED = 1.0, 0.1, 8e6
-"""Seconds for which the refusal of a body is held back, at most and at least, and the bytes that count for one."""
+MAX_REFUSAL_DELAY_S, MIN_REFUSAL_DELAY_S, REFUSED_BYTES_PER_S = 1.0, 0.1, 8e6
+"""Delay of an error response to a request with a body: maximum and minimum seconds, and bytes per second of delay."""
 
-Answer = dict[str, Any]
+JSONObject = dict[str, Any]
 
 
 class Service:
-    """One model and everything that answers for it."""
+    """The routes of one model, and the objects behind them."""
 
-    def __init__(self, served: Served, limits: Limits, work: Work) -> None:
-        self.room = Quota("bytes of requests are here already", work.queue_bytes, close=True)
-        self.uploads = Quota("requests are being read already", work.uploads, close=True)
+    def __init__(self, served: ServedModel, limits: Limits, batching: BatchingConfig) -> None:
+        self.body_bytes = Quota("bytes of requests are here already", batching.max_queue_bytes, close_connection=True)
+        self.uploads = Quota("requests are being read already", batching.max_uploads, close_connection=True)
         self.metrics = Metrics()
-        self.images = Images(served.preprocess, limits, served.grid)
-        self.batcher = Batcher(served, self.images, work, self.metrics)
-        most = {"images": min(limits.images, self.batcher.waiting.share), "bytes": min(limits.bytes, self.room.share)}
-        limits = replace(limits, **most)  # more could never be let in
-        self.served, self.limits, self.work = served, limits, work
-        self.metrics.build.labels(served.name, served.engine.name, served.engine.precision, __version__).set(1)
-        self.looker = Looker(served, self.images)
+        self.image_decoder = ImageDecoder(served.preprocess, limits, served.grid)
+        self.batcher = Batcher(served, self.image_decoder, batching, self.metrics)
+        reduced = {
+            "max_images": min(limits.max_images, self.batcher.image_quota.client_limit),
+            "max_bytes": min(limits.max_bytes, self.body_bytes.client_limit),
+        }
+        limits = replace(limits, **reduced)  # a larger request could never be queued
+        self.served, self.limits, self.batching = served, limits, batching
+        self.metrics.build_info.labels(served.name, served.engine.name, served.engine.precision, __version__).set(1)
+        self.explainer = Explainer(served, self.image_decoder)
         self.draining = False
-        self.about = description(served, limits)
-        self._positions: Answer | None = None
+        self.description = describe_model(served, limits)
+        self._positions: JSONObject | None = None
 
     async def model(self) -> Response:
-        """The model: its classes, its size, what it can explain, and what a request may bring."""
-        return JSONResponse(self.about)
+        """The model: classes, size, explanation methods, and the limits on a request."""
+        return JSONResponse(self.description)
 
     async def predict(self, request: Request) -> Response:
-        """The likeliest classes of each image, best first."""
-        return await self._post(request, schema.PredictValues, self._predict)
+        """The top classes of each image, best first."""
+        return await self._post(request, schema.PredictParameters, self._predict)
 
     async def embed(self, request: Request) -> Response:
-        """Numbers to compare images by: what the model's head would read."""
-        return await self._post(request, schema.HideValues, self._embed)
+        """The features of each image: the input of the model's head."""
+        return await self._post(request, schema.HideParameters, self._embed)
 
     async def explain(self, request: Request) -> Response:
-        """What happens inside for one image: maps, attention of every token, how far heads look."""
-        if not wants_lines(request):
-            return await self._post(request, schema.ExplainValues, self._explain)
-        newest = Newest()
-        explain = partial(self._explain, progress=newest.put)
-        return await in_lines(self._post(request, schema.ExplainValues, explain), newest, self.metrics)
+        """Explanation of one image: maps, attention of every token, mean attention distances."""
+        if not accepts_ndjson(request):
+            return await self._post(request, schema.ExplainParameters, self._explain)
+        latest = LatestValue()
+        explain = partial(self._explain, progress=latest.put)
+        return await stream_ndjson(self._post(request, schema.ExplainParameters, explain), latest, self.metrics)
 
-    async def image(self, request: Request) -> Response:
-        """One image as the network sees it: resized, cut, and without what is hidden."""
-        return await self._post(request, schema.HideValues, self._image)
+    async def preprocess(self, request: Request) -> Response:
+        """One image as the network receives it: resized, cropped, with hidden patches filled."""
+        return await self._post(request, schema.HideParameters, self._preprocess)
 
     async def positions(self) -> Response:
-        """How alike the positions of any two patches are."""
+        """Similarity of the position embeddings of every pair of patches."""
         if self._positions is None:
             try:
-                self._positions = await asyncio.to_thread(positions, self.served)
+                self._positions = await asyncio.to_thread(encode_positions, self.served)
             except ModelError as error:
-                raise Problem(404, "no_positions", told(error, "this model has no positions.")) from None
+                raise RequestError(
+                    404, "no_positions", public_message(error, "this model has no position embeddings.")
+                ) from None
         return JSONResponse(self._positions)
 
     async def samples(self) -> Response:
-        """Images to try."""
-        return JSONResponse(web.samples())
+        """The sample images."""
+        return JSONResponse(static_files.samples())
 
-    async def alive(self) -> Response:
-        """The process lives."""
+    async def health(self) -> Response:
+        """Liveness: the process runs."""
         return JSONResponse({"status": "alive"})
 
     async def ready(self) -> Response:
-        """The model has answered once, and the server is not about to stop."""
+        """Readiness: the model is warmed up, and the server is not shutting down."""
         if self.draining:
-            raise Problem(503, "draining", "the server is about to stop.", {"Retry-After": "1"})
-        if not self.batcher.warm:
-            raise Problem(503, "not_ready", "the model has not answered yet.", {"Retry-After": "1"})
+            raise RequestError(503, "shutting_down", "the server is shutting down.", {"Retry-After": "1"})
+        if not self.batcher.ready:
+            raise RequestError(503, "not_ready", "the model is still being loaded.", {"Retry-After": "1"})
         return JSONResponse({"status": "ready"})
 
-    async def numbers(self) -> Response:
-        """What Prometheus reads."""
-        return Response(self.metrics.text(), media_type=self.metrics.content_type)
+    async def prometheus(self) -> Response:
+        """Metrics for Prometheus."""
+        return Response(self.metrics.render(), media_type=self.metrics.content_type)
 
     async def _post(
         self,
         request: Request,
-        kind: type[BaseModel],
-        work: Callable[[Body, Any, float | None, asyncio.Future[None]], Awaitable[Answer]],
+        parameters_type: type[BaseModel],
+        handler: Callable[[RequestBody, Any, float | None, asyncio.Future[None]], Awaitable[JSONObject]],
     ) -> Response:
-        """What all POSTs share: time, room, the body, its values; and a client that may hang up."""
+        """Common part of all POST routes: deadline, quotas, body, parameters, disconnects."""
         start = time.monotonic()
-        deadline, share = deadline_of(request, start), Lease(self.room, client_of(request.scope))
+        deadline, lease = read_deadline(request, start), Lease(self.body_bytes, client_key(request.scope))
         try:
-            body = await self._read(request, deadline, share)
-            values = schema.read_values(kind, body.values)
+            body = await self._read_body(request, deadline, lease)
+            parameters = schema.validate_parameters(parameters_type, body.parameters)
             if deadline is not None and time.monotonic() > deadline:
-                raise late()
-            gone = asyncio.ensure_future(_gone(request))
+                raise deadline_error()
+            disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
             try:
-                answer = await work(body, values, deadline, gone)
+                answer = await handler(body, parameters, deadline, disconnected)
             finally:
-                gone.cancel()
-        except Gone:
-            self.metrics.gone.inc()
-            return Response(status_code=499)  # nobody reads it
+                disconnected.cancel()
+        except ClientDisconnected:
+            self.metrics.disconnects.inc()
+            return Response(status_code=499)  # not read by anyone
         except VitrailError as error:
-            raise Problem(400, "bad_value", told(error, "this model cannot do that.")) from None
+            raise RequestError(
+                400, "invalid_parameter", public_message(error, "not supported by this model.")
+            ) from None
         finally:
-            share.release()
+            lease.release()
         return JSONResponse({**answer, "ms": round(1000 * (time.monotonic() - start), 2)})
 
-    async def _read(self, request: Request, deadline: float | None, share: Lease) -> Body:
-        """The body, if there is room for it; a refused one is taken in for a moment, so that the refusal is heard."""
+    async def _read_body(self, request: Request, deadline: float | None, lease: Lease) -> RequestBody:
+        """Read the body. After an error the rest is received for a moment, so that the client reads the response."""
         try:
-            return await self._admitted(request, deadline, share)
-        except Problem as problem:
-            refusal = problem.with_traceback(None)  # which would keep what has been read
-        share.release()
+            return await self._read_within_quota(request, deadline, lease)
+        except RequestError as failure:
+            refusal = failure.with_traceback(None)  # the traceback would keep the body alive
+        lease.release()
         if refusal.status in (413, 415, 429, 503) and "expect" not in request.headers:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LINGER):
-                    await swallow(request, 4 * self.limits.bytes)
+                async with asyncio.timeout(DISCARD_BODY_S):
+                    await discard_body(request, 4 * self.limits.max_bytes)
         raise refusal
 
-    async def _admitted(self, request: Request, deadline: float | None, share: Lease) -> Body:
-        reading = Lease(self.uploads, share.client)
-        reading.take(1)
+    async def _read_within_quota(self, request: Request, deadline: float | None, lease: Lease) -> RequestBody:
+        upload = Lease(self.uploads, lease.client)
+        upload.acquire(1)
         try:
-            self.batcher.check_room(share.client)
-            return await read_body(request, self.limits, share, deadline)
+            self.batcher.check_quota(lease.client)
+            return await read_body(request, self.limits, lease, deadline)
         finally:
-            reading.release()
+            upload.release()
 
     async def _predict(
-        self, body: Body, values: schema.PredictValues, deadline: float | None, gone: asyncio.Future[None]
-    ) -> Answer:
+        self,
+        body: RequestBody,
+        parameters: schema.PredictParameters,
+        deadline: float | None,
+        disconnected: asyncio.Future[None],
+    ) -> JSONObject:
         if not self.served.classifies:
-            raise Problem(400, "no_classes", "this model has no classes: it gives features; try /v1/embed.")
-        rows = await self._answered(body, values, "logits", deadline, gone)
-        results = [{"predictions": ranked(self.served.info, row, values.top)} for row in rows]
+            raise RequestError(400, "no_classes", "this model has no classes, only features; try /v1/embed.")
+        rows = await self._run_engine(body, parameters, "logits", deadline, disconnected)
+        results = [{"predictions": top_predictions(self.served.info, row, parameters.top)} for row in rows]
         return {"model": self.served.name, "engine": self.served.engine.name, "results": results}
 
-    async def _answered(
+    async def _run_engine(
         self,
-        body: Body,
-        values: schema.HideValues,
-        want: Want,
+        body: RequestBody,
+        parameters: schema.HideParameters,
+        output: OutputName,
         deadline: float | None,
-        gone: asyncio.Future[None],
+        disconnected: asyncio.Future[None],
     ) -> list[Floats]:
-        """What the engine makes of each image, without the patches that are to be hidden."""
-        self.images.check_hidden(values.hide)
-        return await self.batcher.answer(body.images, body.client, want, self._hiding(values), deadline, gone)
+        """Engine outputs of each image, with the given patches hidden."""
+        self.image_decoder.check_patches(parameters.hide)
+        return await self.batcher.infer(
+            body.images, body.client, output, self._patch_hider(parameters), deadline, disconnected
+        )
 
-    def _hiding(self, values: schema.HideValues) -> Callable[[Pixels], Pixels] | None:
-        """What is done to an image's pixels."""
-        return partial(self.images.without, hide=values.hide, fill=values.fill) if values.hide else None
+    def _patch_hider(self, parameters: schema.HideParameters) -> Callable[[Pixels], Pixels] | None:
+        """Function that hides the patches in an image; None if there are none to hide."""
+        return (
+            partial(self.image_decoder.hide_patches, hide=parameters.hide, fill=parameters.fill)
+            if parameters.hide
+            else None
+        )
 
     async def _embed(
-        self, body: Body, values: schema.HideValues, deadline: float | None, gone: asyncio.Future[None]
-    ) -> Answer:
-        if not self.served.embeds:
-            message = "an exported file gives classes and no features; serve the checkpoint it was made from."
-            raise Problem(501, "no_features", message)
-        rows = await self._answered(body, values, "features", deadline, gone)
+        self,
+        body: RequestBody,
+        parameters: schema.HideParameters,
+        deadline: float | None,
+        disconnected: asyncio.Future[None],
+    ) -> JSONObject:
+        if not self.served.has_features:
+            message = "an exported file has no features; serve the checkpoint it was made from."
+            raise RequestError(501, "no_features", message)
+        rows = await self._run_engine(body, parameters, "features", deadline, disconnected)
         results = [{"embedding": row.tolist()} for row in rows]
         return {"model": self.served.name, "dimension": len(rows[0]), "results": results}
 
-    async def _image(
-        self, body: Body, values: schema.HideValues, deadline: float | None, gone: asyncio.Future[None]
-    ) -> Answer:
+    async def _preprocess(
+        self,
+        body: RequestBody,
+        parameters: schema.HideParameters,
+        deadline: float | None,
+        disconnected: asyncio.Future[None],
+    ) -> JSONObject:
         if len(body.images) > 1:
-            raise Problem(400, "one_image", f"got {len(body.images)} images, wanted one to show.")
-        self.images.check_hidden(values.hide)
-        found = await self.batcher.look(
-            body.images[0], body.client, self.looker.only_seen, self._hiding(values), deadline, gone
+            raise RequestError(400, "single_image_only", f"got {len(body.images)} images, wanted 1.")
+        self.image_decoder.check_patches(parameters.hide)
+        found = await self.batcher.explain(
+            body.images[0],
+            body.client,
+            self.explainer.preprocess_steps,
+            self._patch_hider(parameters),
+            deadline,
+            disconnected,
         )
         return {"model": self.served.name, **found}
 
     async def _explain(
         self,
-        body: Body,
-        values: schema.ExplainValues,
+        body: RequestBody,
+        parameters: schema.ExplainParameters,
         deadline: float | None,
-        gone: asyncio.Future[None],
-        progress: Progress | None = None,
-    ) -> Answer:
+        disconnected: asyncio.Future[None],
+        progress: ProgressCallback | None = None,
+    ) -> JSONObject:
         if len(body.images) > 1:
-            raise Problem(400, "one_image", f"got {len(body.images)} images, wanted one to explain.")
-        asked = Asked(
-            layers=None if values.layers is None else tuple(values.layers),
-            methods=None if values.methods is None else tuple(dict.fromkeys(values.methods)),
-            target=values.target,
-            hide=tuple(values.hide),
-            fill=values.fill,
+            raise RequestError(400, "single_image_only", f"got {len(body.images)} images, wanted 1.")
+        explain_request = ExplainRequest(
+            layers=None if parameters.layers is None else tuple(parameters.layers),
+            methods=None if parameters.methods is None else tuple(dict.fromkeys(parameters.methods)),
+            target=parameters.target,
+            hide=tuple(parameters.hide),
+            fill=parameters.fill,
         )
-        self.looker.check(asked)
-        steps = partial(self.looker.steps, asked=asked)
-        answer = await self.batcher.look(body.images[0], body.client, steps, None, deadline, gone, progress)
+        self.explainer.check(explain_request)
+        steps = partial(self.explainer.steps, request=explain_request)
+        answer = await self.batcher.explain(body.images[0], body.client, steps, None, deadline, disconnected, progress)
         return {"model": self.served.name, **answer}
 
 
-async def _gone(request: Request) -> None:
-    """Done when the client hangs up."""
+async def _wait_for_disconnect(request: Request) -> None:
+    """Return when the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def create_app(
-    served: Served,
+    served: ServedModel,
     limits: Limits | None = None,
-    work: Work | None = None,
+    batching: BatchingConfig | None = None,
     token: str | None = None,
     hosts: Sequence[str] | None = None,
 ) -> FastAPI:
-    """The whole service as an ASGI app; `app.state.service` is what stands behind it.
+    """The service as an ASGI app; its `Service` is `app.state.service`.
 
-    hosts: the names it is asked by, beside those of loopback; None: any.
+    hosts: accepted host names besides loopback; None: all.
     """
-    service = Service(served, limits or Limits(), work or Work())
+    service = Service(served, limits or Limits(), batching or BatchingConfig())
 
     @contextlib.asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.batcher.start()
         yield
         await service.batcher.stop()
@@ -258,99 +288,107 @@ def create_app(
     app = FastAPI(
         title="vitrail",
         version=__version__,
-        summary=f"{served.name} behind HTTP.",
-        description="Images in, classes, features and what happens inside out.",
+        summary=f"HTTP API of {served.name}.",
+        description="Predictions, features and explanations for images.",
         docs_url=None,
         redoc_url=None,
-        lifespan=life,
+        lifespan=lifespan,
         redirect_slashes=False,
     )
     app.state.service = service
     _add_routes(app, service, token is not None, hosts is not None)
-    for kind in (Problem, HTTPException):
-        app.add_exception_handler(kind, partial(_refused, service.metrics))
-    app.add_middleware(Guard, metrics=service.metrics, token=token, hosts=hosts, routes=app.router.routes)
-    plain = app.openapi
+    for error_type in (RequestError, HTTPException):
+        app.add_exception_handler(error_type, partial(_error_response, service.metrics))
+    app.add_middleware(SecurityMiddleware, metrics=service.metrics, token=token, hosts=hosts, routes=app.router.routes)
+    default_openapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema.add_examples(plain(), service.about)
-        return plain()
+            schema.add_examples(default_openapi(), service.description)
+        return default_openapi()
 
     app.openapi = openapi
     return app
 
 
-def _add_routes(app: FastAPI, service: Service, closed: bool, named: bool) -> None:
-    locked = (401,) * closed + (421,) * named
-    posts: list[tuple[str, Any, Any, Any, bool, tuple[int, ...]]] = [
-        ("/v1/predict", service.predict, schema.PredictAnswer, schema.PredictValues, True, ()),
-        ("/v1/embed", service.embed, schema.EmbedAnswer, schema.HideValues, True, (501,)),
-        ("/v1/explain", service.explain, schema.ExplainAnswer, schema.ExplainValues, False, (501,)),
-        ("/v1/image", service.image, schema.ImageAnswer, schema.HideValues, False, ()),
+def _add_routes(app: FastAPI, service: Service, requires_token: bool, checks_host: bool) -> None:
+    access_errors = (401,) * requires_token + (421,) * checks_host
+    post_routes: list[tuple[str, Any, Any, Any, bool, tuple[int, ...]]] = [
+        ("/v1/predict", service.predict, schema.PredictResponse, schema.PredictParameters, True, ()),
+        ("/v1/embed", service.embed, schema.EmbedResponse, schema.HideParameters, True, (501,)),
+        ("/v1/explain", service.explain, schema.ExplainResponse, schema.ExplainParameters, False, (501,)),
+        ("/v1/preprocess", service.preprocess, schema.PreprocessResponse, schema.HideParameters, False, ()),
     ]
-    for path, route, answer, values, several, errors in posts:
-        refusals = schema.problems(400, *locked, 403, 408, 413, 415, 429, 431, *errors, 503, 504)
-        extra = schema.posted(values, several, service.about)
-        found = {"model": answer, **(schema.IN_LINES if path == "/v1/explain" else {})}
+    for path, route, answer, parameters, multiple_images, errors in post_routes:
+        refusals = schema.error_responses(400, *access_errors, 403, 408, 413, 415, 429, 431, *errors, 503, 504)
+        extra = schema.post_operation(parameters, multiple_images, service.description)
+        found = {"model": answer, **(schema.NDJSON_RESPONSE if path == "/v1/explain" else {})}
         app.post(path, responses={200: found, **refusals}, response_model=None, openapi_extra=extra)(route)
-    gets: list[tuple[str, Any, Any, tuple[int, ...]]] = [
-        ("/v1/model", service.model, schema.ModelAnswer, locked),
-        ("/v1/positions", service.positions, schema.PositionsAnswer, (*locked, 404)),
-        ("/v1/samples", service.samples, list[schema.Sample], locked),
-        ("/healthz", service.alive, schema.Alive, (421,) * named),
-        ("/readyz", service.ready, schema.Ready, (*(421,) * named, 503)),
+    get_routes: list[tuple[str, Any, Any, tuple[int, ...]]] = [
+        ("/v1/model", service.model, schema.ModelResponse, access_errors),
+        ("/v1/positions", service.positions, schema.PositionsResponse, (*access_errors, 404)),
+        ("/v1/samples", service.samples, list[schema.Sample], access_errors),
+        ("/healthz", service.health, schema.HealthResponse, (421,) * checks_host),
+        ("/readyz", service.ready, schema.ReadyResponse, (*(421,) * checks_host, 503)),
     ]
-    for path, route, answer, errors in gets:
-        app.get(path, responses={200: {"model": answer}, **schema.problems(*errors)}, response_model=None)(route)
+    for path, route, answer, errors in get_routes:
+        app.get(path, responses={200: {"model": answer}, **schema.error_responses(*errors)}, response_model=None)(route)
     text: dict[int | str, Any] = {
-        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format."}
+        200: {
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+            "description": "Metrics in the Prometheus text format.",
+        }
     }
-    app.get("/metrics", responses={**text, **schema.problems(*locked)}, response_class=Response)(service.numbers)
+    app.get("/metrics", responses={**text, **schema.error_responses(*access_errors)}, response_class=Response)(
+        service.prometheus
+    )
     pages = {"/": "index.html", "/docs": "docs.html"}
     for path, name in pages.items():
-        app.get(path, include_in_schema=False)(_file(name))
+        app.get(path, include_in_schema=False)(_page_route(name))
     app.get("/static/{name:path}", include_in_schema=False)(_static)
     app.get("/samples/{name}", include_in_schema=False)(_sample)
 
 
-def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
+def _page_route(name: str) -> Callable[[Request], Awaitable[Response]]:
     async def found(request: Request) -> Response:
-        return web.page(request, name)
+        return static_files.file_response(request, name)
 
     return found
 
 
 async def _static(request: Request, name: str) -> Response:
-    return web.page(request, name)
+    return static_files.file_response(request, name)
 
 
 async def _sample(request: Request, name: str) -> Response:
-    return web.page(request, f"samples/{name}")
+    return static_files.file_response(request, f"samples/{name}")
 
 
-async def _refused(metrics: Metrics, request: Request, error: Exception) -> Response:
-    problem = error if isinstance(error, Problem) else _unrouted(request, error)
-    metrics.refused.labels(problem.code).inc()
-    problem.__traceback__ = problem.__context__ = None  # which keep what the request brought
-    await asyncio.sleep(_hold(problem, getattr(request.state, "received", 0)))
-    return problem.response()
+async def _error_response(metrics: Metrics, request: Request, error: Exception) -> Response:
+    failure = error if isinstance(error, RequestError) else _routing_error(request, error)
+    metrics.errors.labels(failure.code).inc()
+    failure.__traceback__ = failure.__context__ = None  # these would keep the request data alive
+    await asyncio.sleep(_refusal_delay(failure, getattr(request.state, "received", 0)))
+    return failure.response()
 
 
-def _hold(problem: Problem, received: int) -> float:
-    """Seconds to wait before a refusal, so that a client that sends the same again at once does not keep the server
-    busy with reading it."""
-    if problem.status in (413, 429):
-        return HOLD
-    return min(max(received / RECEIVED, LEAST), HOLD) if received else 0
+def _refusal_delay(failure: RequestError, received: int) -> float:
+    """Seconds to delay an error response, so that a client that repeats its request at once does not keep the server
+    busy."""
+    if failure.status in (413, 429):
+        return MAX_REFUSAL_DELAY_S
+    return min(max(received / REFUSED_BYTES_PER_S, MIN_REFUSAL_DELAY_S), MAX_REFUSAL_DELAY_S) if received else 0
 
 
-def _unrouted(request: Request, error: Exception) -> Problem:
-    """What the router refuses: no such address, or not with this method."""
+def _routing_error(request: Request, error: Exception) -> RequestError:
+    """Error of the router: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
-    words = {404: "there is nothing at this address.", 405: f"{request.method[:10]} is not answered at this address."}
-    message = words.get(error.status_code, "this request cannot be answered.")
+    words = {
+        404: "unknown path; see /docs.",
+        405: f"got {request.method[:10]}, which this path does not support; see /docs.",
+    }
+    message = words.get(error.status_code, "the request cannot be answered.")
     headers = dict(error.headers or {})
     if headers.get("Allow") == "GET":
         headers["Allow"] = "GET, HEAD"
-    return Problem(error.status_code, CODES.get(error.status_code, "bad_request"), message, headers)
+    return RequestError(error.status_code, DEFAULT_CODES.get(error.status_code, "bad_request"), message, headers)

@@ -1,14 +1,12 @@
-"""Images of many requests -> batches for the engine -> each request's outputs.
+"""Dynamic batching: images of many requests -> batches for the engine -> the outputs of each request.
 
-A request's images are decoded (decoding.py) and put into a queue in which clients take turns; an engine's thread
-that is free takes what stands there, up to a batch. It waits for more only while small images are being decoded,
-and then only a few milliseconds, so that a lone request is answered at once. A request whose client has gone, or
-whose deadline has passed, is skipped: before decoding, before the engine, and after.
-What a request brought belongs to its ticket, which drops it when the request is answered or given up,
-wherever it then stands.
+Decoded images (decode_pool.py) enter a fair queue. A free engine thread takes queued images, up to a batch. It waits
+for more only while small images are being decoded, and only a few milliseconds, so that a single request is answered
+without delay. Requests whose client has disconnected or whose deadline has passed are skipped before decoding, before
+the engine, and after. A `PendingRequest` holds all data of a request and drops it when the request ends, at any stage.
 
-Explanations (`look`) take turns with batches, one step at a time, and leave one of several engine threads free,
-so that neither starves the other.
+Explanations alternate with batches, one step at a time, and leave one of several engine threads to batches, so that
+neither starves the other.
 """
 
 from __future__ import annotations
@@ -25,420 +23,426 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.serve.decoding import Decoders, use_cores
-from vitrail.serve.fair_queue import Crowd, FairQueue
-from vitrail.serve.images import Images
-from vitrail.serve.limits import Work
-from vitrail.serve.metrics import Metrics
-from vitrail.serve.problems import Gone, Problem
+from vitrail.serve.decode_pool import DecodePool, set_torch_threads
+from vitrail.serve.fair_queue import ContentionTracker, FairQueue
+from vitrail.serve.http_errors import ClientDisconnected, RequestError
+from vitrail.serve.image_decoder import ImageDecoder
+from vitrail.serve.limits import BatchingConfig
+from vitrail.serve.prometheus_metrics import Metrics
 from vitrail.serve.quota import Lease, Quota
-from vitrail.serve.served import Served
+from vitrail.serve.served_model import ServedModel
 
 Pixels = npt.NDArray[Any]
-Want = Literal["logits", "features"]
+OutputName = Literal["logits", "features"]
 Steps = Generator[Any, None, Any]
-"""Work in pieces: it may yield partial results, or None; what it returns is the answer."""
-Progress = Callable[[Any], None]
-"""Is called on the event loop with each partial result."""
-SIZES = (1, 2, 4, 8, 16, 32)
-"""Batches that are tried."""
-ROUNDS = 4
-"""Times each is tried."""
-GAIN, LOSS = 0.02, 0.15
-"""A larger batch must save so much of an image's time; one that has twice been so much slower is not tried again."""
-SHORT = 0.05
-"""Seconds for a batch while more than one client is served, unless one image takes longer: the next ones wait."""
+"""A computation in steps: yields partial results or None, and returns the result."""
+ProgressCallback = Callable[[Any], None]
+"""Called on the event loop with each partial result."""
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+"""Batch sizes timed at startup."""
+TIMING_ROUNDS = 4
+"""Number of timings of each batch size."""
+MIN_GAIN, MAX_LOSS = 0.02, 0.15
+"""A larger batch size must save MIN_GAIN of the time per image; one slower by MAX_LOSS is dropped after two rounds."""
+MAX_SHARED_BATCH_S = 0.05
+"""Maximum duration of a batch in seconds while several clients are active, unless one image takes longer."""
 
 log = logging.getLogger("vitrail.serve")
 
 
-class Ticket:
-    """One request on its way, and all that is held for it."""
+class PendingRequest:
+    """A request in progress, with all its data."""
 
     def __init__(
         self,
         future: asyncio.Future[Any],
-        given: Sequence[bytes | str],
+        images: Sequence[bytes | str],
         client: str = "",
         deadline: float | None = None,
-        want: Want = "logits",
+        output: OutputName = "logits",
         prepare: Callable[[Pixels], Pixels] | None = None,
         steps: Callable[[Pixels], Steps] | None = None,
     ) -> None:
-        """prepare: what is done to the pixels of each image; steps: it is explained, in these."""
-        self.client, self.deadline, self.want = client, deadline, want
+        """prepare: applied to the pixels of each image; steps: creates the steps of an explanation, if it is one."""
+        self.client, self.deadline, self.output = client, deadline, output
         self.prepare, self.steps = prepare, steps
-        self.count = len(given)
+        self.count = len(images)
         self.future: asyncio.Future[Any] | None = future
-        """Of the event loop; None when it has been waited for."""
-        self.held: list[Any] = list(given)
-        """Of each image its bytes, then the pixels or the explanation made of them; None while a thread has it."""
+        """Future of the event loop with the outputs; None after the request has ended."""
+        self.payloads: list[Any] = list(images)
+        """Per image: its bytes, then its pixels or explanation steps; None while a thread works on it."""
         self.outputs: list[Any] = [None] * self.count
-        self.left = self.count
-        self.progress: Progress | None = None
-        self.large: Lease | None = None
-        """What it has of the quota for large images."""
-        self.spent = 0.0
-        """Seconds of the engine's thread, where it is explained."""
-        self.dead = False
-        """No client waits for it any more."""
+        self.remaining = self.count
+        self.progress: ProgressCallback | None = None
+        self.large_image_lease: Lease | None = None
+        """What the request holds of the quota for large images."""
+        self.engine_seconds = 0.0
+        """Time spent in the engine thread, for explanations."""
+        self.abandoned = False
+        """Whether the client no longer waits for it."""
 
-    def late(self) -> bool:
-        return self.dead or (self.deadline is not None and time.monotonic() > self.deadline)
+    def expired(self) -> bool:
+        return self.abandoned or (self.deadline is not None and time.monotonic() > self.deadline)
 
-    def take(self, number: int) -> Any:
-        """What is held of an image; it is the caller's from now on."""
-        found, self.held[number] = self.held[number], None
-        return found
+    def take(self, index: int) -> Any:
+        """Remove and return the payload of an image."""
+        item, self.payloads[index] = self.payloads[index], None
+        return item
 
-    def drop(self) -> None:
-        """Nothing is kept, whoever still has the ticket: an error in the future would hold the whole request."""
-        self.dead = True
-        self.held = [None] * self.count
+    def discard(self) -> None:
+        """Drop all data, even if other objects still refer to this request."""
+        self.abandoned = True
+        self.payloads = [None] * self.count
         self.outputs = []
         self.future = self.progress = self.prepare = self.steps = None
-        if self.large is not None:
-            self.large.release()
+        if self.large_image_lease is not None:
+            self.large_image_lease.release()
 
 
-Place = tuple[Ticket, int]
-"""An image in line: whose it is, and which of them."""
-Waiting = tuple[Ticket, int, Pixels]
-"""An image whose turn it is."""
+QueuedImage = tuple[PendingRequest, int]
+"""An image in the queue: its request, and its index there."""
+BatchItem = tuple[PendingRequest, int, Pixels]
+"""An image of a batch: its request, its index there, and its pixels."""
 
 
 class Batcher:
-    """The queue and those who work at it: `start`, `answer` and `look` from the event loop, `stop`."""
+    """The queues and the engine threads. `start`, `infer`, `explain` and `stop` are called on the event loop."""
 
-    def __init__(self, served: Served, images: Images, work: Work, metrics: Metrics) -> None:
-        self.served, self.work, self.metrics = served, work, metrics
-        self.batch = work.batch_size or 1
-        self.short = self.batch
-        """The same while more than one client is served."""
-        self.warm = False
-        """Whether the model has answered once."""
-        self.speed = 10.0
-        """Images a second, of late."""
-        self.look_seconds = 1.0
-        """An engine's thread has taken for one explanation, of late."""
-        self.waiting = Quota("images are waiting already", work.queue)
-        self.looking = Quota("explanations are being made already", work.looks)
-        self.decoders = Decoders(images, work.decoders, metrics, self._decoded)
-        self._line: FairQueue[Place] = FairQueue()
-        self._looks: FairQueue[Ticket] = FairQueue()
-        self._crowd = Crowd()
-        self._coming = 0  # images that are being decoded
-        self._running = 0  # batches
-        self._lanes: Counter[str] = Counter()  # of each client: batches that have images of it
-        self._stepping = 0  # explanations
-        self._ready = threading.Condition()
+    def __init__(self, served: ServedModel, decoder: ImageDecoder, config: BatchingConfig, metrics: Metrics) -> None:
+        self.served, self.config, self.metrics = served, config, metrics
+        self.batch_size = config.batch_size or 1
+        self.shared_batch_size = self.batch_size
+        """Batch size while several clients are active."""
+        self.ready = False
+        """Whether the engine has been warmed up."""
+        self.images_per_second = 10.0
+        """Recent throughput."""
+        self.explain_seconds = 1.0
+        """Recent engine time of one explanation."""
+        self.image_quota = Quota("images are waiting already", config.max_queue)
+        self.explain_quota = Quota("explanations are being made already", config.max_explanations)
+        self.decode_pool = DecodePool(decoder, config.decode_threads, metrics, self._on_decoded)
+        self._image_queue: FairQueue[QueuedImage] = FairQueue()
+        self._explain_queue: FairQueue[PendingRequest] = FairQueue()
+        self._contention = ContentionTracker()
+        self._decoding = 0  # images being decoded
+        self._running_batches = 0  # batches in the engine
+        self._batches_per_client: Counter[str] = Counter()  # per client: running batches with its images
+        self._running_steps = 0  # explanation steps in the engine
+        self._changed = threading.Condition()
         self._stopping = False
         self._threads: list[threading.Thread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Threads begin; the first one tries the engine before it takes anything."""
+        """Start the threads; the first one warms up the engine before it takes work."""
         self._loop = asyncio.get_running_loop()
-        self.decoders.start()
-        for number in range(self.work.lanes):
-            thread = threading.Thread(target=self._lane, args=(number,), name=f"engine-{number}", daemon=True)
+        self.decode_pool.start()
+        for index in range(self.config.engine_threads):
+            thread = threading.Thread(target=self._engine_loop, args=(index,), name=f"engine-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
 
     async def stop(self) -> None:
-        """What is in the queue is finished first."""
-        with self._ready:
+        """Finish the queued work, then stop the threads."""
+        with self._changed:
             self._stopping = True
-            self._ready.notify_all()
+            self._changed.notify_all()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
-        await asyncio.to_thread(self.decoders.stop)
+        await asyncio.to_thread(self.decode_pool.stop)
 
-    async def answer(
+    async def infer(
         self,
         images: Sequence[bytes | str],
         client: str,
-        want: Want,
+        output: OutputName,
         prepare: Callable[[Pixels], Pixels] | None = None,
         deadline: float | None = None,
-        gone: asyncio.Future[Any] | None = None,
+        disconnected: asyncio.Future[Any] | None = None,
     ) -> list[npt.NDArray[np.float32]]:
-        """One row for each image. `gone` is done when the client is."""
+        """Engine outputs, one row per image. `gone` completes when the client disconnects."""
         assert self._loop is not None
-        if len(images) > self.waiting.share:
-            message = f"got {len(images)} images, more than may ever wait here: at most {self.waiting.share}."
-            raise Problem(413, "too_many_images", message)
-        ticket = Ticket(self._loop.create_future(), images, client, deadline, want, prepare)
-        return list(await self._answered(ticket, gone))
+        if len(images) > self.image_quota.client_limit:
+            message = f"got {len(images)} images; at most {self.image_quota.client_limit} can be queued."
+            raise RequestError(413, "too_many_images", message)
+        pending = PendingRequest(self._loop.create_future(), images, client, deadline, output, prepare)
+        return list(await self._process(pending, disconnected))
 
-    async def look(
+    async def explain(
         self,
         image: bytes | str,
         client: str,
         steps: Callable[[Pixels], Steps],
         prepare: Callable[[Pixels], Pixels] | None = None,
         deadline: float | None = None,
-        gone: asyncio.Future[Any] | None = None,
-        progress: Progress | None = None,
+        disconnected: asyncio.Future[Any] | None = None,
+        progress: ProgressCallback | None = None,
     ) -> Any:
-        """What the steps return, run where the engine runs; `progress` gets what they yield before, in order."""
+        """Run explanation steps in an engine thread and return their result. `progress` receives what they yield."""
         assert self._loop is not None
-        ticket = Ticket(self._loop.create_future(), [image], client, deadline, "logits", prepare, steps)
-        ticket.progress = progress
-        self.looking.take(client, 1, lambda count: count * self.look_seconds / self.work.lanes)
+        pending = PendingRequest(self._loop.create_future(), [image], client, deadline, "logits", prepare, steps)
+        pending.progress = progress
+        self.explain_quota.acquire(client, 1, lambda count: count * self.explain_seconds / self.config.engine_threads)
         try:
-            return (await self._answered(ticket, gone))[0]
+            return (await self._process(pending, disconnected))[0]
         finally:
-            self.looking.release(client, 1)
+            self.explain_quota.release(client, 1)
 
-    def check_room(self, client: str) -> None:
-        """Raise Problem where this client cannot bring one image more: before its bytes are read."""
-        self.waiting.check(client, 1, self._wait_for)
+    def check_quota(self, client: str) -> None:
+        """Raise RequestError if this client cannot queue another image; called before the body is read."""
+        self.image_quota.check(client, 1, self._seconds_for)
 
     # On the event loop
 
-    async def _answered(self, ticket: Ticket, gone: asyncio.Future[Any] | None) -> Any:
-        self.waiting.take(ticket.client, ticket.count, self._wait_for)
-        self.metrics.queue.set(self.waiting.taken)
+    async def _process(self, pending: PendingRequest, disconnected: asyncio.Future[Any] | None) -> Any:
+        self.image_quota.acquire(pending.client, pending.count, self._seconds_for)
+        self.metrics.queued_images.set(self.image_quota.used)
         try:
-            self._submit(ticket)
-            return await self._outcome(ticket, gone)
+            self._submit(pending)
+            return await self._wait(pending, disconnected)
         finally:
-            ticket.drop()
-            self.waiting.release(ticket.client, ticket.count)
-            self.metrics.queue.set(self.waiting.taken)
+            pending.discard()
+            self.image_quota.release(pending.client, pending.count)
+            self.metrics.queued_images.set(self.image_quota.used)
 
-    def _wait_for(self, count: int) -> float:
-        """Seconds until so many images are done."""
-        return count / max(self.speed, 0.1)
+    def _seconds_for(self, count: int) -> float:
+        """Estimated seconds to process `count` images."""
+        return count / max(self.images_per_second, 0.1)
 
-    async def _outcome(self, ticket: Ticket, gone: asyncio.Future[Any] | None) -> Any:
-        """The ticket's outputs, unless the client goes or its deadline passes before."""
+    async def _wait(self, pending: PendingRequest, disconnected: asyncio.Future[Any] | None) -> Any:
+        """Wait for the outputs; raises if the client disconnects or the deadline passes first."""
         assert self._loop is not None
-        assert ticket.future is not None
+        assert pending.future is not None
         alarm = None
-        if ticket.deadline is not None:
-            left = ticket.deadline - time.monotonic()
-            alarm = self._loop.call_later(max(left, 0), _fail, ticket, late())
-        if gone is not None:
-            gone.add_done_callback(lambda _: _fail(ticket, Gone()))
+        if pending.deadline is not None:
+            left = pending.deadline - time.monotonic()
+            alarm = self._loop.call_later(max(left, 0), _fail, pending, deadline_error())
+        if disconnected is not None:
+            disconnected.add_done_callback(lambda _: _fail(pending, ClientDisconnected()))
         try:
-            return await ticket.future
+            return await pending.future
         finally:
             if alarm is not None:
                 alarm.cancel()
 
-    def _deliver(self, results: Sequence[tuple[Ticket, int, Any]]) -> None:
-        for ticket, number, row in results:
-            if ticket.future is None:
+    def _deliver(self, results: Sequence[tuple[PendingRequest, int, Any]]) -> None:
+        for pending, index, row in results:
+            if pending.future is None:
                 continue
-            ticket.outputs[number] = row
-            ticket.left -= 1
-            if not ticket.left and not ticket.future.done():
-                ticket.future.set_result(ticket.outputs)
+            pending.outputs[index] = row
+            pending.remaining -= 1
+            if not pending.remaining and not pending.future.done():
+                pending.future.set_result(pending.outputs)
 
-    def _submit(self, ticket: Ticket) -> None:
-        with self._ready:
-            self._coming += ticket.count
+    def _submit(self, pending: PendingRequest) -> None:
+        with self._changed:
+            self._decoding += pending.count
         try:
-            self.decoders.submit(ticket)
-        except BaseException:  # it never will
-            with self._ready:
-                self._coming -= ticket.count
+            self.decode_pool.submit(pending)
+        except BaseException:  # it will not be decoded
+            with self._changed:
+                self._decoding -= pending.count
             raise
 
     # In the decoders' threads
 
-    def _decoded(self, ticket: Ticket, number: int, pixels: Pixels | None, error: Exception | None) -> None:
-        """Put an image, or what will explain it, into its queue."""
-        steps, prepare = ticket.steps, ticket.prepare
-        found: Any = pixels
+    def _on_decoded(self, pending: PendingRequest, index: int, pixels: Pixels | None, error: Exception | None) -> None:
+        """Put a decoded image, or its explanation steps, into the queue."""
+        steps, prepare = pending.steps, pending.prepare
+        item: Any = pixels
         try:
             if pixels is not None:
-                found = pixels if prepare is None else prepare(pixels)
-                found = found if steps is None else steps(found)
-        except Exception as problem:
-            error = problem
-        with self._ready:  # whatever happened: who stops waits until none is coming
-            self._coming -= 1
-            if found is not None and error is None and not ticket.dead:
-                ticket.held[number] = found
-                self._crowd.note(ticket.client)
+                item = pixels if prepare is None else prepare(pixels)
+                item = item if steps is None else steps(item)
+        except Exception as exception:
+            error = exception
+        with self._changed:  # in any case: `stop` waits for this to reach 0
+            self._decoding -= 1
+            if item is not None and error is None and not pending.abandoned:
+                pending.payloads[index] = item
+                self._contention.record(pending.client)
                 if steps is None:
-                    self._line.put(ticket.client, number, (ticket, number))
+                    self._image_queue.put(pending.client, index, (pending, index))
                 else:
-                    self._looks.put(ticket.client, 0, ticket)
-            self._ready.notify_all()
+                    self._explain_queue.put(pending.client, 0, pending)
+            self._changed.notify_all()
         if error is not None:
-            self._tell(_fail, ticket, error)
+            self._call_on_loop(_fail, pending, error)
 
     # In the engine's threads
 
-    def _lane(self, number: int) -> None:
-        if self.work.threads is not None:
-            use_cores(self.work.threads)
-        if number == 0:
-            self._try_out()
-        looked = False
+    def _engine_loop(self, index: int) -> None:
+        if self.config.intra_op_threads is not None:
+            set_torch_threads(self.config.intra_op_threads)
+        if index == 0:
+            self._warm_up()
+        explained_last = False
         while True:
-            found = self._next(looked)
-            if found is None:
+            item = self._next_work(explained_last)
+            if item is None:
                 return
-            looked = isinstance(found, Ticket)
-            if isinstance(found, Ticket):
-                self._step(found)
-            elif found:
-                self._run(found)
+            explained_last = isinstance(item, PendingRequest)
+            if isinstance(item, PendingRequest):
+                self._run_explain_step(item)
+            elif item:
+                self._run_batch(item)
 
-    def _next(self, looked: bool) -> Ticket | list[Waiting] | None:
-        """A step of an explanation or a batch, in turn where both wait; None: it is time to stop."""
-        with self._ready:
-            while not (self._line.offers(self._blocked()) or self._may_step()):
-                if self._stopping and not (self._coming or self._line or self._looks):
+    def _next_work(self, explained_last: bool) -> PendingRequest | list[BatchItem] | None:
+        """An explanation to advance or a batch, alternating if both wait; None to stop."""
+        with self._changed:
+            while not (self._image_queue.has_item(self._blocked_clients()) or self._can_explain()):
+                if self._stopping and not (self._decoding or self._image_queue or self._explain_queue):
                     return None
-                self._ready.wait(0.1 if self._stopping or self._line else None)
-            if self._may_step() and not (looked and self._line.offers(self._blocked())):
-                self._stepping += 1
-                return self._looks.get()
-            patience = time.monotonic() + self.work.wait
-            while len(self._line) < self._most() and self.decoders.soon:
+                self._changed.wait(0.1 if self._stopping or self._image_queue else None)
+            if self._can_explain() and not (explained_last and self._image_queue.has_item(self._blocked_clients())):
+                self._running_steps += 1
+                return self._explain_queue.get()
+            patience = time.monotonic() + self.config.batch_delay
+            while len(self._image_queue) < self._max_batch_size() and self.decode_pool.small_pending:
                 left = patience - time.monotonic()
-                if left <= 0 or not self._ready.wait(left):
+                if left <= 0 or not self._changed.wait(left):
                     break
-            return self._gather()
+            return self._take_batch()
 
-    def _most(self) -> int:
-        """Images in a batch that begins now."""
-        return self.short if self._crowd else self.batch
+    def _max_batch_size(self) -> int:
+        """Maximum size of the next batch."""
+        return self.shared_batch_size if self._contention else self.batch_size
 
-    def _blocked(self) -> tuple[str, ...]:
-        return self._crowd.blocked(self._lanes, self.work.lanes)
+    def _blocked_clients(self) -> tuple[str, ...]:
+        return self._contention.blocked_clients(self._batches_per_client, self.config.engine_threads)
 
-    def _may_step(self) -> bool:
-        """Whether an explanation waits, and a thread would be left for batches."""
-        return bool(self._looks) and self._stepping < max(self.work.lanes - 1, 1)
+    def _can_explain(self) -> bool:
+        """Whether an explanation is queued and another thread remains for batches."""
+        return bool(self._explain_queue) and self._running_steps < max(self.config.engine_threads - 1, 1)
 
-    def _gather(self) -> list[Waiting]:
-        """Images of one kind in turn; those of requests that are late are left out."""
-        group: list[Waiting] = []
-        most, blocked = self._most(), self._blocked()
-        while len(group) < most:
-            found = self._line.get(None if not group else lambda one: one[0].want == group[0][0].want, blocked)
-            if found is None:
+    def _take_batch(self) -> list[BatchItem]:
+        """Take a batch of images that need the same output from the queue, skipping expired requests."""
+        batch: list[BatchItem] = []
+        most, blocked = self._max_batch_size(), self._blocked_clients()
+        while len(batch) < most:
+            item = self._image_queue.get(
+                None if not batch else lambda one: one[0].output == batch[0][0].output, blocked
+            )
+            if item is None:
                 break
-            ticket, number = found
-            pixels = ticket.take(number)
-            if pixels is not None and not ticket.late():
-                group.append((ticket, number, pixels))
-        self._lanes.update({ticket.client for ticket, _, _ in group})
-        return group
+            pending, index = item
+            pixels = pending.take(index)
+            if pixels is not None and not pending.expired():
+                batch.append((pending, index, pixels))
+        self._batches_per_client.update({pending.client for pending, _, _ in batch})
+        return batch
 
-    def _run(self, group: list[Waiting]) -> None:
-        with self._ready:
-            self._running += 1
+    def _run_batch(self, batch: list[BatchItem]) -> None:
+        with self._changed:
+            self._running_batches += 1
         start = time.perf_counter()
         try:
-            pixels = np.stack([found[2] for found in group])
-            rows = self.served.outputs(pixels, group[0][0].want)
+            pixels = np.stack([item[2] for item in batch])
+            rows = self.served.outputs(pixels, batch[0][0].output)
         except Exception as error:
-            log.exception("the engine failed on a batch of %d", len(group))
-            self._tell(_fail_all, [ticket for ticket, _, _ in group], error)
+            log.exception("the engine failed on a batch of %d images", len(batch))
+            self._call_on_loop(_fail_all, [pending for pending, _, _ in batch], error)
             return
         finally:
-            took, beside = time.perf_counter() - start, self._running
-            with self._ready:
-                self._running -= 1
-                self._lanes -= Counter({ticket.client for ticket, _, _ in group})
-                self._ready.notify_all()
-        self.metrics.engine.observe(took)
-        self.metrics.batch.observe(len(group))
-        self.speed += 0.1 * (beside * len(group) / max(took, 1e-6) - self.speed)  # a lone one may have had all cores
-        self._tell(self._deliver, [(ticket, number, row) for (ticket, number, _), row in zip(group, rows, strict=True)])
+            took, parallel = time.perf_counter() - start, self._running_batches
+            with self._changed:
+                self._running_batches -= 1
+                self._batches_per_client -= Counter({pending.client for pending, _, _ in batch})
+                self._changed.notify_all()
+        self.metrics.engine_seconds.observe(took)
+        self.metrics.batch_size.observe(len(batch))
+        self.images_per_second += 0.1 * (
+            parallel * len(batch) / max(took, 1e-6) - self.images_per_second
+        )  # counts only batches running in parallel
+        self._call_on_loop(
+            self._deliver, [(pending, index, row) for (pending, index, _), row in zip(batch, rows, strict=True)]
+        )
 
-    def _step(self, ticket: Ticket) -> None:
-        """One step of an explanation; it goes back into its queue unless that was the last."""
-        steps = ticket.take(0)
-        more = steps is not None and not ticket.late() and self._stepped(ticket, steps)
-        with self._ready:
-            self._stepping -= 1
-            if more and not ticket.dead:
-                ticket.held[0] = steps
-                self._looks.put(ticket.client, 0, ticket)
-            self._ready.notify()
+    def _run_explain_step(self, pending: PendingRequest) -> None:
+        """Run one step of an explanation and queue it again unless it is finished."""
+        steps = pending.take(0)
+        more = steps is not None and not pending.expired() and self._advance(pending, steps)
+        with self._changed:
+            self._running_steps -= 1
+            if more and not pending.abandoned:
+                pending.payloads[0] = steps
+                self._explain_queue.put(pending.client, 0, pending)
+            self._changed.notify()
 
-    def _stepped(self, ticket: Ticket, steps: Steps) -> bool:
-        """Whether there are more."""
+    def _advance(self, pending: PendingRequest, steps: Steps) -> bool:
+        """Run the next step; returns whether there are more."""
         start = time.perf_counter()
         try:
             partial = next(steps)
         except StopIteration as end:
-            ticket.spent += time.perf_counter() - start
-            self.look_seconds += 0.2 * (ticket.spent - self.look_seconds)
-            self._tell(self._deliver, [(ticket, 0, end.value)])
+            pending.engine_seconds += time.perf_counter() - start
+            self.explain_seconds += 0.2 * (pending.engine_seconds - self.explain_seconds)
+            self._call_on_loop(self._deliver, [(pending, 0, end.value)])
             return False
         except Exception as error:
-            self._tell(_fail, ticket, error)
+            self._call_on_loop(_fail, pending, error)
             return False
-        ticket.spent += time.perf_counter() - start
+        pending.engine_seconds += time.perf_counter() - start
         if partial is not None:
-            self._tell(_report, ticket, partial)
+            self._call_on_loop(_report_progress, pending, partial)
         return True
 
-    def _try_out(self) -> None:
-        """Find the batch that suits the engine; afterwards it is warm."""
+    def _warm_up(self) -> None:
+        """Warm up the engine and choose the batch size."""
         try:
-            self.batch, self.short = best_batch(
-                self.served, SIZES if self.work.batch_size is None else (self.work.batch_size,)
+            self.batch_size, self.shared_batch_size = choose_batch_size(
+                self.served, BATCH_SIZES if self.config.batch_size is None else (self.config.batch_size,)
             )
-            self.warm = True
+            self.ready = True
         except Exception:
-            log.exception("the engine does not answer")
+            log.exception("the engine failed during warm-up")
 
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def best_batch(served: Served, sizes: tuple[int, ...], seconds: float = 3.0) -> tuple[int, int]:
-    """The smallest batch that no larger one beats by much, and the largest up to it that is short."""
-    # What else runs here does not count, where the thread that asks is the one that computes.
-    clock = time.thread_time if served.alone and served.engine.name != "openvino" else time.perf_counter
+def choose_batch_size(served: ServedModel, sizes: tuple[int, ...], seconds: float = 3.0) -> tuple[int, int]:
+    """Batch size with (nearly) the highest throughput, and the largest one whose batches are short enough to share."""
+    # CPU time ignores other processes, but works only if the calling thread computes.
+    clock = time.thread_time if served.parallel_batches and served.engine.name != "openvino" else time.perf_counter
 
-    def tried(size: int) -> float:
-        pixels = np.zeros((size, *served.shape), served.preprocess.dtype)
+    def seconds_per_image(size: int) -> float:
+        pixels = np.zeros((size, *served.input_shape), served.preprocess.dtype)
         start = clock()
         served.outputs(pixels, "logits")
         return (clock() - start) / size
 
     until = time.monotonic() + seconds
-    tried(sizes[0])  # the first time takes longer
+    seconds_per_image(sizes[0])  # the first call takes longer
     times: dict[int, float] = {}
-    for number, size in enumerate(sizes * ROUNDS):  # in turn, so that a bad moment falls on all of them
+    for index, size in enumerate(sizes * TIMING_ROUNDS):  # interleaved, so that a disturbance affects all sizes
         if times and time.monotonic() > until:
             break
-        if number < 2 * len(sizes) or times[size] <= (1 + LOSS) * min(times.values()):
-            times[size] = min(tried(size), times.get(size, math.inf))
-    best = next(size for size in sizes if size in times and times[size] * (1 - GAIN) <= min(times.values()))
-    short = [size for size in sizes if size <= best and size * times[size] <= SHORT]
+        if index < 2 * len(sizes) or times[size] <= (1 + MAX_LOSS) * min(times.values()):
+            times[size] = min(seconds_per_image(size), times.get(size, math.inf))
+    best = next(size for size in sizes if size in times and times[size] * (1 - MIN_GAIN) <= min(times.values()))
+    short = [size for size in sizes if size <= best and size * times[size] <= MAX_SHARED_BATCH_S]
     return best, max(short, default=sizes[0])
 
 
-def late() -> Problem:
-    return Problem(504, "deadline_passed", "the deadline passed before there was an answer.")
+def deadline_error() -> RequestError:
+    return RequestError(504, "deadline_exceeded", "the deadline passed before the response was ready.")
 
 
-def _report(ticket: Ticket, partial: Any) -> None:
-    if ticket.progress is not None and not ticket.dead:
-        ticket.progress(partial)
+def _report_progress(pending: PendingRequest, partial: Any) -> None:
+    if pending.progress is not None and not pending.abandoned:
+        pending.progress(partial)
 
 
-def _fail(ticket: Ticket, error: Exception) -> None:
-    ticket.dead = True
-    if ticket.future is not None and not ticket.future.done():
-        ticket.future.set_exception(error)
+def _fail(pending: PendingRequest, error: Exception) -> None:
+    pending.abandoned = True
+    if pending.future is not None and not pending.future.done():
+        pending.future.set_exception(error)
 
 
-def _fail_all(tickets: Sequence[Ticket], error: Exception) -> None:
-    for ticket in tickets:
-        _fail(ticket, error)
+def _fail_all(requests: Sequence[PendingRequest], error: Exception) -> None:
+    for pending in requests:
+        _fail(pending, error)

@@ -1,8 +1,7 @@
-"""Connections that do not wait for ever: for a request's headers, for an answer to be read, for room.
+"""uvicorn's HTTP protocol with timeouts for request headers and reading, and limits on connections and pipelining.
 
-uvicorn has a limit for connections that are silent between two requests and none for these: a client that
-sends a byte now and then, or opens many connections, could hold them all, and one that sends thousands of
-requests without waiting for answers would have them all kept.
+uvicorn itself only limits idle keep-alive connections. Without these limits a client could hold all connections by
+sending slowly or opening many, or fill the memory with pipelined requests.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from vitrail.serve.http_errors import RequestError
 from vitrail.serve.limits import Limits
-from vitrail.serve.problems import Problem
-from vitrail.serve.quota import client_of, share_of
+from vitrail.serve.quota import client_key, default_client_limit
 
-HEADERS = 64 * 2**10
-"""Bytes of a request's headers; one of uvicorn's two protocols would take any number."""
-AHEAD = 64
-"""Requests that may wait for the answer to one before them on the same connection."""
-
-
-UNSENT = 64 * 2**10
-"""Bytes that the system keeps unsent: with more, megabytes, it would be long before a slow client is seen to read."""
+MAX_HEADER_BYTES = 64 * 2**10
+"""Size of the request headers; the httptools protocol of uvicorn has no limit."""
+MAX_PIPELINED = 64
+"""Pipelined requests on one connection."""
 
 
-class Bounded(asyncio.Protocol):
-    """What stands before uvicorn's own protocol, whichever that is."""
+MAX_UNSENT_BYTES = 64 * 2**10
+"""Unsent bytes in the send buffer of the kernel. With megabytes, a client that stops reading is noticed late."""
+
+
+class LimitedProtocol(asyncio.Protocol):
+    """Mixin for uvicorn's protocol (httptools or h11) that enforces `Limits`."""
 
     client: tuple[str, int] | None
     cycle: Any
@@ -41,83 +40,85 @@ class Bounded(asyncio.Protocol):
     transport: asyncio.Transport
 
     limits = Limits()
-    address = ""
-    """Whom it is counted for."""
-    began = False
-    """Whether anything has been sent."""
-    since = 0.0
-    """When it began to have nothing to do, on the loop's clock."""
-    overfull = False
-    """Whether it sent too many requests at once; it is closed after the answer to the one that runs."""
-    heard = 0
-    """Bytes of headers that are not complete."""
-    _headers: asyncio.TimerHandle | None = None
-    _reading: asyncio.TimerHandle | None = None
-    _unread = 0
+    client_key = ""
+    """Identifies the client for the limit per client."""
+    received_data = False
+    """Whether the client has sent anything."""
+    idle_since = 0.0
+    """When the connection became idle, on the loop's clock."""
+    closing = False
+    """Whether the connection is closed after the current response, because of too many pipelined requests."""
+    header_bytes = 0
+    """Bytes received of incomplete headers."""
+    _header_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _unread_bytes = 0
 
     @property
     def idle(self) -> bool:
-        """Whether no request of it is being answered."""
+        """Whether no request is in progress."""
         return self.cycle is None or bool(self.cycle.response_complete)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             own = transport.get_extra_info("socket")
-            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
-        self._wait()
-        self.address = client_of({"client": self.client})
-        most, share = self.limits.connections, share_of(self.limits.connections)
-        own = [one for one in self.connections if one.address == self.address]
-        if len(own) > share:  # whatever others have
-            what = f"{len(own) - 1:,} connections are open for your address, which may have {share:,}"
-            self._make_room(own, 429, what)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+        self._start_header_timer()
+        self.client_key = client_key({"client": self.client})
+        most, share = self.limits.max_connections, default_client_limit(self.limits.max_connections)
+        own = [one for one in self.connections if one.client_key == self.client_key]
+        if len(own) > share:  # independent of other clients
+            what = f"{len(own) - 1:,} connections are open for your address, at most {share:,} are allowed"
+            self._evict_idle(own, 429, what)
         elif len(self.connections) > most:
-            self._make_room(self.connections, 503, f"{most:,} connections are open already")
+            self._evict_idle(self.connections, 503, f"{most:,} connections are open already")
 
     def data_received(self, data: bytes) -> None:
-        before, self.began = self.cycle, True
+        before, self.received_data = self.cycle, True
         body = before is not None and before.more_body
         super().data_received(data)
-        if self.cycle is not before:  # the headers are complete
-            self._stop_waiting()
-            self.heard = 0
-        elif not body and self._too_much(len(data)):
+        if self.cycle is not before:  # headers complete
+            self._cancel_header_timer()
+            self.header_bytes = 0
+        elif not body and self._headers_exceed_limit(len(data)):
             return
-        elif self._headers is None and self.idle:  # the first bytes of another request, or the rest of a refused one
-            self._wait()
-        if len(self._ahead) > AHEAD:
+        elif self._header_timer is None and self.idle:  # first bytes of the next request, or rest of a rejected one
+            self._start_header_timer()
+        if len(self._pipelined) > MAX_PIPELINED:
             self._answer_and_close()
 
     @property
-    def _ahead(self) -> deque[Any]:
-        """Requests that wait for the answer to another; h11 reads no further than the next one."""
+    def _pipelined(self) -> deque[Any]:
+        """Pipelined requests that wait for their turn; h11 reads only one request ahead."""
         return getattr(self, "pipeline", deque())
 
     def _answer_and_close(self) -> None:
-        """Answer the request that is being answered, and no other."""
-        self._ahead.clear()
-        self.overfull = True
+        """Drop all pipelined requests and close the connection after the current response."""
+        self._pipelined.clear()
+        self.closing = True
         self.transport.pause_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """In place of uvicorn's plain text, which could also be taken for the answer to an earlier request."""
+        """Replaces uvicorn's plain-text response, which a client could take for the response to an earlier request."""
         running = self.cycle
-        in_body = not self.idle and running.more_body and not running.response_started and not self._ahead
+        in_body = not self.idle and running.more_body and not running.response_started and not self._pipelined
         if not self.idle and not in_body:
             self._answer_and_close()
             return
-        hint = getattr(sys.exception(), "error_status_hint", 400)  # of h11, which counts the headers itself
-        if hint == 431 or len(getattr(self, "url", b"")) >= HEADERS - 1:  # httptools parses no address as long as this
+        hint = getattr(sys.exception(), "error_status_hint", 400)  # set by h11 if the headers are too long
+        if hint == 431 or len(getattr(self, "url", b"")) >= MAX_HEADER_BYTES - 1:  # httptools rejects such long URLs
             self._refuse(_headers_too_large())
         else:
-            self._refuse(Problem(400, "bad_request", "this is not a valid HTTP/1.1 request."))
+            self._refuse(RequestError(400, "bad_request", "this is not a valid HTTP/1.1 request."))
         self.transport.close()
 
-    def _too_much(self, count: int) -> bool:
-        """Whether headers that are still not complete have become too long; then the connection is closed."""
-        self.heard += count
-        if self.heard <= HEADERS or self.transport.is_closing() or not hasattr(self, "pipeline"):  # h11 has its own
+    def _headers_exceed_limit(self, count: int) -> bool:
+        """Count bytes of incomplete headers; close the connection and return True if they are too long."""
+        self.header_bytes += count
+        if (
+            self.header_bytes <= MAX_HEADER_BYTES or self.transport.is_closing() or not hasattr(self, "pipeline")
+        ):  # h11 has its own limit
             return False
         if self.idle:
             self._refuse(_headers_too_large())
@@ -125,67 +126,67 @@ class Bounded(asyncio.Protocol):
         return True
 
     def on_response_complete(self) -> None:
-        self.since = self.loop.time()
-        if self.overfull:
+        self.idle_since = self.loop.time()
+        if self.closing:
             self.transport.close()
         else:
             super().on_response_complete()  # type: ignore[misc]
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch()
+        self._start_write_timer()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_watching()
+        self._cancel_write_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
-        self._stop_watching()
+        self._cancel_header_timer()
+        self._cancel_write_timer()
         super().connection_lost(exc)
 
-    def _wait(self) -> None:
-        self.since = self.loop.time()
-        self._headers = self.loop.call_later(self.limits.headers, self._too_slow)
+    def _start_header_timer(self) -> None:
+        self.idle_since = self.loop.time()
+        self._header_timer = self.loop.call_later(self.limits.header_timeout, self._on_header_timeout)
 
-    def _stop_waiting(self) -> None:
-        if self._headers is not None:
-            self._headers.cancel()
-            self._headers = None
+    def _cancel_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
-    def _watch(self) -> None:
-        self._unread = self.transport.get_write_buffer_size()
-        self._reading = self.loop.call_later(self.limits.seconds, self._check_reading)
+    def _start_write_timer(self) -> None:
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.limits.body_timeout, self._check_write_progress)
 
-    def _check_reading(self) -> None:
-        """Leave a client that has read nothing since it was last looked at; a slow one goes on."""
-        if self.transport.get_write_buffer_size() < self._unread:
-            self._watch()
+    def _check_write_progress(self) -> None:
+        """Abort if the client has read nothing since the last check; a slow client may continue."""
+        if self.transport.get_write_buffer_size() < self._unread_bytes:
+            self._start_write_timer()
         else:
             self.transport.abort()
 
-    def _stop_watching(self) -> None:
-        if self._reading is not None:
-            self._reading.cancel()
-            self._reading = None
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    def _too_slow(self) -> None:
-        if self.began and self.cycle is None:
-            seconds = f"{self.limits.headers:g} seconds"
-            self._refuse(Problem(408, "too_slow", f"the headers did not arrive within {seconds}."))
+    def _on_header_timeout(self) -> None:
+        if self.received_data and self.cycle is None:
+            seconds = f"{self.limits.header_timeout:g} seconds"
+            self._refuse(RequestError(408, "request_timeout", f"the headers did not arrive within {seconds}."))
         self.transport.close()
 
-    def _make_room(self, connections: Iterable[Any], status: int, what: str) -> None:
-        """Close that of them which has been idle for longest; where none is, this one."""
+    def _evict_idle(self, connections: Iterable[Any], status: int, what: str) -> None:
+        """Close the connection that has been idle longest; if none is idle, reject this one."""
         others = [one for one in connections if one is not self and one.idle and not one.transport.is_closing()]
         if others:
-            min(others, key=lambda one: one.since).transport.abort()
+            min(others, key=lambda one: one.idle_since).transport.abort()
             return
-        self._refuse(Problem(status, "too_many_connections", f"{what}; try again in 1 s.", {"Retry-After": "1"}))
+        self._refuse(RequestError(status, "too_many_connections", f"{what}; try again in 1 s.", {"Retry-After": "1"}))
         self.transport.close()
 
-    def _refuse(self, problem: Problem) -> None:
-        """Written here, since there is no request that could be answered."""
+    def _refuse(self, problem: RequestError) -> None:
+        """Write an error response directly to the transport, because there is no request for the app."""
         body = problem.body()
         lines = [f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}", "content-type: application/json"]
         lines += [f"{name.lower()}: {value}" for name, value in problem.headers.items()]
@@ -193,10 +194,10 @@ class Bounded(asyncio.Protocol):
         self.transport.write("\r\n".join(lines).encode() + body)
 
 
-def _headers_too_large() -> Problem:
-    return Problem(431, "headers_too_large", f"the headers have more than {HEADERS:,} bytes.")
+def _headers_too_large() -> RequestError:
+    return RequestError(431, "headers_too_large", f"the headers have more than {MAX_HEADER_BYTES:,} bytes.")
 
 
-def within(limits: Limits) -> type[Any]:
-    """The protocol with these limits, as uvicorn takes it."""
-    return type("Protocol", (Bounded, AutoHTTPProtocol), {"limits": limits})
+def limited_protocol(limits: Limits) -> type[Any]:
+    """Protocol class with these limits, for uvicorn's `http` option."""
+    return type("Protocol", (LimitedProtocol, AutoHTTPProtocol), {"limits": limits})

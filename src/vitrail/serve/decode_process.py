@@ -1,8 +1,8 @@
-"""A process that decodes large images, one at a time and at low priority.
+"""A low-priority process that decodes large images, one at a time.
 
-What a large image costs falls on this process: its memory, the seconds for which Pillow keeps the interpreter's
-lock, and a crash. It is killed when its image is no longer wanted or takes too long; the next one is forked from
-a process that has imported everything, within milliseconds.
+It isolates the service from the memory use of large images, from Pillow holding the interpreter lock for seconds, and
+from crashes. The process is killed when its image is no longer wanted or takes too long; its replacement is forked
+within milliseconds from a process that has everything imported.
 """
 
 from __future__ import annotations
@@ -22,59 +22,59 @@ import torch
 from vitrail.config import PreprocessConfig
 from vitrail.data.preprocess import Preprocess
 from vitrail.serve.fork_server import fork_server
-from vitrail.serve.images import Images, bound_pillow
+from vitrail.serve.http_errors import RequestError
+from vitrail.serve.image_decoder import ImageDecoder, limit_pillow_pixels
 from vitrail.serve.limits import Limits
-from vitrail.serve.problems import Problem
 
 Pixels = npt.NDArray[Any]
-NICE = 10
-"""Added to the priority of the process: beside busy threads of the service it gets about a tenth of a core."""
-SECONDS = 20
-"""CPU time for one image: fifteen times what 50 million pixels of the slowest usual kind take."""
-POLL = 0.05
-"""Seconds between two looks at whether the image is still wanted."""
+NICENESS = 10
+"""Niceness of the process: beside busy threads of the service it gets about a tenth of a core."""
+CPU_LIMIT_S = 20
+"""CPU seconds for one image: fifteen times what 50 million pixels of the slowest common format take."""
+POLL_INTERVAL_S = 0.05
+"""Seconds between two checks whether the image is still wanted."""
 
-MEMORY, PIXEL = 2**29, 32
-"""Bytes that decoding may take beside those that the process begins with, and as many more for each pixel that an
-image may have: twice what an image of the costliest kind needs. A file can make a decoder want any number."""
+BASE_MEMORY_BYTES, MEMORY_BYTES_PER_PIXEL = 2**29, 32
+"""Memory limit on top of the memory at startup: a base, plus bytes per allowed pixel. This is twice what the most
+expensive format needs. A malicious file can make a decoder allocate any amount."""
 
 log = logging.getLogger("vitrail.serve")
 
 
 class DecodeProcess:
-    """Used by one thread; the process is started when first needed."""
+    """A decode process used by one thread. It is started on first use and restarted when it dies."""
 
-    def __init__(self, config: PreprocessConfig, limits: Limits, seconds: float = SECONDS) -> None:
+    def __init__(self, config: PreprocessConfig, limits: Limits, seconds: float = CPU_LIMIT_S) -> None:
         self.config, self.limits, self.seconds = config, limits, seconds
         self._pid: int | None = None
         self._pipe: Connection | None = None
 
-    def pixels(self, data: bytes, wanted: Callable[[], bool]) -> Pixels | None:
-        """H W C, 0 to 255; None, and the work is given up, as soon as it is not `wanted`."""
-        pipe = self._started()
+    def decode(self, data: bytes, wanted: Callable[[], bool]) -> Pixels | None:
+        """Image bytes -> H W C pixels, 0 to 255. Kills the process and returns None once `wanted` returns False."""
+        pipe = self._ensure_started()
         try:
             pipe.send_bytes(data)
-            while not pipe.poll(POLL):
+            while not pipe.poll(POLL_INTERVAL_S):
                 if not wanted():
                     self.close()
                     return None
             answer = pipe.recv()
         except (EOFError, OSError):
-            raise self._died() from None
+            raise self._crash_error() from None
         if isinstance(answer, Exception):
             raise answer
         found: Pixels = answer
         return found
 
     def close(self) -> int | None:
-        """End the process at once, whatever it does; its exit code, if it was still known."""
+        """Kill the process; returns its exit code if known."""
         pid, pipe, self._pid, self._pipe = self._pid, self._pipe, None, None
         if pipe is not None:
             pipe.close()
-        return None if pid is None else fork_server.end(pid)
+        return None if pid is None else fork_server.kill(pid)
 
-    def _started(self) -> Connection:
-        if self._pipe is not None and not self._pipe.poll():  # at its end if the process has died
+    def _ensure_started(self) -> Connection:
+        if self._pipe is not None and not self._pipe.poll():  # readable if the process has died
             return self._pipe
         self.close()
         pipe, other = Pipe()
@@ -84,41 +84,43 @@ class DecodeProcess:
             pipe.send((self.config, self.limits, self.seconds))
         except OSError as error:
             pipe.close()
-            log.error("no process can be started to decode large images: %s", error)
+            log.error("cannot start a process to decode large images: %s", error)
             message = "large images cannot be decoded at the moment; try again in 5 s."
-            raise Problem(503, "no_process", message, {"Retry-After": "5"}) from None
+            raise RequestError(503, "decoder_unavailable", message, {"Retry-After": "5"}) from None
         self._pipe = pipe
         return pipe
 
-    def _died(self) -> Problem:
+    def _crash_error(self) -> RequestError:
         code = self.close()
         if code == -signal.SIGPROF:
-            return Problem(400, "image_unreadable", f"the image takes more than {self.seconds:g} s to decode.")
-        log.error("the process that decodes large images ended with status %s", code)
-        return Problem(400, "image_unreadable", "the image cannot be read: decoding it failed.")
+            return RequestError(400, "image_unreadable", f"decoding the image takes more than {self.seconds:g} s.")
+        log.error("the decode process for large images exited with status %s", code)
+        return RequestError(400, "image_unreadable", "the image cannot be read: decoding it failed.")
 
 
-def decode(pipe: Connection) -> None:
-    """The process: it ends when the pipe does."""
+def run_decoder(pipe: Connection) -> None:
+    """Main function of the process: decodes images from the pipe until the pipe is closed."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    os.nice(NICE)
+    os.nice(NICENESS)
     torch.set_num_threads(1)
     config, limits, seconds = pipe.recv()
-    bound_pillow(limits.pixels)
-    bound_memory(MEMORY + PIXEL * limits.pixels)
-    images = Images(Preprocess(config), limits, None)
+    limit_pillow_pixels(limits.max_pixels)
+    limit_memory(BASE_MEMORY_BYTES + MEMORY_BYTES_PER_PIXEL * limits.max_pixels)
+    decoder = ImageDecoder(Preprocess(config), limits, None)
     while True:
         try:
             data = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # then SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF then kills the process
         try:
-            answer: Any = images.pixels(data)
-        except Problem as problem:
-            answer = problem
+            answer: Any = decoder.decode_bytes(data)
+        except RequestError as error:
+            answer = error
         except MemoryError:
-            answer = Problem(400, "image_unreadable", "the image cannot be read: decoding it takes too much memory.")
+            answer = RequestError(
+                400, "image_unreadable", "the image cannot be read: decoding it takes too much memory."
+            )
         except Exception as error:
             log.exception("decoding failed")
             answer = RuntimeError(f"decoding failed: {type(error).__name__}")
@@ -130,8 +132,8 @@ def decode(pipe: Connection) -> None:
         del data, answer
 
 
-def bound_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has, where the system says how many that is."""
+def limit_memory(more: int) -> None:
+    """Limit the address space of this process to its current size plus `more` bytes (Linux only)."""
     try:
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

@@ -1,7 +1,7 @@
-"""A process that has imported everything and forks others, each within milliseconds.
+"""A process with everything imported that forks decode processes within milliseconds.
 
-multiprocessing has such a process too, but its children import the main module of the program: a script that starts
-a service outside `if __name__ == "__main__"` would be run again, and would fail to listen at the same address.
+multiprocessing has a fork server too, but its children import the main module: a script that starts a service outside
+`if __name__ == "__main__"` would run again and fail to listen at the same address.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.spawn import get_executable
 
 COMMAND = "import sys; sys.path[:] = sys.argv[2:]; from vitrail.serve.fork_server import main; main(int(sys.argv[1]))"
-NUMBER = struct.Struct("q")
-SECONDS = 60
-"""Within which it answers, also when it still has to import everything."""
-FORK = 0
-"""Sent with a descriptor in place of a process id."""
+INT64 = struct.Struct("q")
+REPLY_TIMEOUT_S = 60
+"""Timeout of a reply, including the imports at startup."""
+FORK_REQUEST = 0
+"""Request to fork, sent with a file descriptor; any other number is the id of a process to kill."""
 
 
 class ForkServer:
-    """Starts the process when it is first needed, and again if it dies; thread-safe.
+    """Client of the fork server process, which is started on first use and restarted if it dies. Thread-safe.
 
-    It ends, with all that it has forked, as soon as this process does, however that ends.
+    The process and all its children exit when this process does, even if that is killed.
     """
 
     def __init__(self) -> None:
@@ -39,13 +39,13 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def fork(self, pipe: Connection) -> int:
-        """The id of a new process that decodes what comes through the pipe; OSError if there cannot be one."""
+        """Fork a process that decodes images from the pipe; returns its id. Raises OSError if that fails."""
         with self._lock:
             for last in (False, True):
                 try:
-                    found = self._asked(FORK, [pipe.fileno()])
+                    found = self._request(FORK_REQUEST, [pipe.fileno()])
                     break
-                except OSError:  # it has died, or has just been started and cannot run
+                except OSError:  # the server died, or cannot be started
                     self._close()
                     if last:
                         raise
@@ -53,13 +53,13 @@ class ForkServer:
             raise OSError(-found, os.strerror(-found))
         return found
 
-    def end(self, pid: int) -> int | None:
-        """Kill a process that was forked here, or find it dead: its exit code as multiprocessing has it, if known."""
+    def kill(self, pid: int) -> int | None:
+        """Kill a forked process if it still runs; returns its exit code (negative signal number), if known."""
         with self._lock:
             if self._control is None:
                 return None
             try:
-                status = self._asked(pid)
+                status = self._request(pid)
             except OSError:
                 self._close()
                 return None
@@ -69,26 +69,26 @@ class ForkServer:
         with self._lock:
             self._close()
 
-    def _asked(self, number: int, descriptors: list[int] | None = None) -> int:
-        control = self._control or self._started()
-        socket.send_fds(control, [NUMBER.pack(number)], descriptors or [])
-        answer = control.recv(NUMBER.size)
-        if len(answer) < NUMBER.size:
-            raise ConnectionResetError("the process that forks others has ended")
-        return int(NUMBER.unpack(answer)[0])
+    def _request(self, number: int, descriptors: list[int] | None = None) -> int:
+        control = self._control or self._start()
+        socket.send_fds(control, [INT64.pack(number)], descriptors or [])
+        answer = control.recv(INT64.size)
+        if len(answer) < INT64.size:
+            raise ConnectionResetError("the fork server has exited")
+        return int(INT64.unpack(answer)[0])
 
-    def _started(self) -> socket.socket:
+    def _start(self) -> socket.socket:
         control, other = socket.socketpair()
         with other:
             command = [get_executable(), "-c", COMMAND, str(other.fileno()), *sys.path]
-            try:  # in a group of its own: Ctrl-C is not for it
+            try:  # own process group: not interrupted by Ctrl-C
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()], process_group=0
                 )
             except BaseException:
                 control.close()
                 raise
-        control.settimeout(SECONDS)
+        control.settimeout(REPLY_TIMEOUT_S)
         self._control = control
         return control
 
@@ -104,35 +104,35 @@ class ForkServer:
 
 
 fork_server = ForkServer()
-"""The only one of this process."""
+"""The instance shared by this process."""
 atexit.register(fork_server.close)
 
 
 def main(descriptor: int) -> None:
-    """The process."""
-    for sig in (signal.SIGINT, signal.SIGTERM):  # a signal to all processes: the service decides when to stop
+    """Main function of the fork server process."""
+    for sig in (signal.SIGINT, signal.SIGTERM):  # signals sent to the whole group: the service decides when to stop
         signal.signal(sig, signal.SIG_IGN)
-    from vitrail.serve.decode_process import decode
+    from vitrail.serve.decode_process import run_decoder
 
     children: set[int] = set()
     with socket.socket(fileno=descriptor) as control, contextlib.suppress(OSError):
         while True:
-            message, descriptors, *_ = socket.recv_fds(control, NUMBER.size, 1)
-            if len(message) < NUMBER.size:
+            message, descriptors, *_ = socket.recv_fds(control, INT64.size, 1)
+            if len(message) < INT64.size:
                 break
             if descriptors:
-                answer = _forked(control, descriptors[0], decode)
+                answer = _fork_child(control, descriptors[0], run_decoder)
                 if answer > 0:
                     children.add(answer)
             else:
-                answer = _ended(NUMBER.unpack(message)[0], children)
-            control.sendall(NUMBER.pack(answer))
+                answer = _kill_child(INT64.unpack(message)[0], children)
+            control.sendall(INT64.pack(answer))
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 
 
-def _forked(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> int:
-    """The new process's id, or a negative error number."""
+def _fork_child(control: socket.socket, descriptor: int, work: Callable[[Connection], None]) -> int:
+    """Id of the new process, or a negative errno."""
     try:
         pid = os.fork()
     except OSError as error:
@@ -150,10 +150,10 @@ def _forked(control: socket.socket, descriptor: int, work: Callable[[Connection]
         os._exit(status)
 
 
-def _ended(pid: int, children: set[int]) -> int:
-    """Its status, as waitpid has it; -1: it is no child of this process."""
+def _kill_child(pid: int, children: set[int]) -> int:
+    """Kill a child; returns its wait status, or -1 if it is not a child of this process."""
     if pid not in children:
         return -1
     children.remove(pid)
-    os.kill(pid, signal.SIGKILL)  # of no effect on one that has ended
+    os.kill(pid, signal.SIGKILL)  # no effect on a zombie
     return os.waitpid(pid, 0)[1]

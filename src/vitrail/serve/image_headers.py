@@ -1,6 +1,6 @@
-"""What a file's first look costs: whether its header is read in little time, and in how many scans a JPEG comes.
+"""Cost of reading an image header, and the number of scans of a JPEG.
 
-Readers of images walk over a header's parts in Python, and a small file can have a million of them.
+Pillow reads the segments of a header in Python, and a small file can have a million of them.
 """
 
 from __future__ import annotations
@@ -9,93 +9,93 @@ import re
 
 PNG = b"\x89PNG\r\n\x1a\n"
 USUAL_SCANS = 10
-"""Passes of a progressive JPEG as libjpeg makes them of a photograph; of one in CMYK it makes eighteen."""
+"""Scans that libjpeg writes for a progressive JPEG; for CMYK it writes eighteen."""
 MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]", re.S)
-"""In a JPEG: anything but data, padding and the restarts within them."""
-START_OF_SCAN, END, LONE = 0xDA, 0xD9, (0x01, 0xD8)
-SEGMENTS, PADDING = 1024, 64
-"""Parts of a JPEG's header, and bytes between two of them, at most, where it is read in a thread of the service."""
-CHUNKS, OTHERS, PACKED = 1024, 64, 2
-"""Chunks of a PNG or WebP, those of them that hold no pixels, and those of a PNG that are unpacked, likewise."""
+"""A JPEG marker other than stuffed bytes, padding and restart markers."""
+START_OF_SCAN, END_OF_IMAGE, STANDALONE = 0xDA, 0xD9, (0x01, 0xD8)
+MAX_SEGMENTS, MAX_PADDING = 1024, 64
+"""Limits for a quick JPEG header: number of segments, and bytes between two of them."""
+MAX_CHUNKS, MAX_OTHER_CHUNKS, MAX_COMPRESSED_CHUNKS = 1024, 64, 2
+"""Limits for a quick PNG or WebP header: chunks, chunks without pixels, and compressed metadata chunks (PNG)."""
 PIXEL_CHUNKS = (b"IDAT", b"fdAT", b"ANMF")
-SMALL_EXIF = 2**16
-"""Bytes of EXIF, likewise: Pillow reads 5,000 entries of it in 20 ms, and its old versions copy all of it for each."""
-SMALL_ODD = 2**16
-"""Bytes of a file of any other format, likewise."""
+MAX_EXIF_BYTES = 2**16
+"""Limit on EXIF: Pillow reads 5,000 entries in 20 ms, and old versions copy the whole block for each."""
+MAX_OTHER_BYTES = 2**16
+"""Limit on the size of a file of any other format."""
 
 
-def quick_header(data: bytes) -> bool:
-    """Whether reading the header takes little time."""
+def is_quick_header(data: bytes) -> bool:
+    """Whether the header is cheap enough to be read in a thread of the service."""
     if data.startswith(b"\xff\xd8"):
-        return _few_segments(data)
+        return _is_quick_jpeg(data)
     if data.startswith(PNG):
-        return _few_chunks(data)
+        return _is_quick_png(data)
     if data.startswith(b"RIFF"):
-        return _few_chunks_of_webp(data)
-    return len(data) <= SMALL_ODD
+        return _is_quick_webp(data)
+    return len(data) <= MAX_OTHER_BYTES
 
 
-def _few_segments(data: bytes) -> bool:
+def _is_quick_jpeg(data: bytes) -> bool:
     at, exif = 2, 0
-    for _ in range(SEGMENTS):
-        found = MARKER.search(data, at, at + PADDING)
+    for _ in range(MAX_SEGMENTS):
+        found = MARKER.search(data, at, at + MAX_PADDING)
         if found is None:
-            return data[at : at + 1] != b"\xff"  # what does not go on here is no header
+            return data[at : at + 1] != b"\xff"  # no marker follows: the header ends here
         at, marker = found.end(), data[found.end() - 1]
         if marker == START_OF_SCAN:
             return True
-        if marker not in LONE:
+        if marker not in STANDALONE:
             size = max(int.from_bytes(data[at : at + 2], "big"), 2)
-            exif += size * (data[at + 2 : at + 6] == b"Exif")  # all such parts are joined
-            if exif > SMALL_EXIF:
+            exif += size * (data[at + 2 : at + 6] == b"Exif")  # Pillow joins all EXIF segments
+            if exif > MAX_EXIF_BYTES:
                 return False
             at += size
     return False
 
 
-def _few_chunks(data: bytes) -> bool:
+def _is_quick_png(data: bytes) -> bool:
     at, count, others, packed = len(PNG), 0, 0, 0
     while at < len(data):
         size, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         count += 1
         others += kind not in PIXEL_CHUNKS
         packed += kind in (b"iCCP", b"zTXt", b"iTXt")
-        if count > CHUNKS or others > OTHERS or packed > PACKED:
+        if count > MAX_CHUNKS or others > MAX_OTHER_CHUNKS or packed > MAX_COMPRESSED_CHUNKS:
             return False
-        if kind in (b"tEXt", b"zTXt", b"iTXt") and data.startswith(b"Raw profile type", at + 8):  # EXIF in text
+        if kind in (b"tEXt", b"zTXt", b"iTXt") and data.startswith(b"Raw profile type", at + 8):  # EXIF stored as text
             return False
-        if kind == b"eXIf" and size > SMALL_EXIF:
+        if kind == b"eXIf" and size > MAX_EXIF_BYTES:
             return False
         at += 12 + size
     return True
 
 
-def _few_chunks_of_webp(data: bytes) -> bool:
-    """The rest of it is read by a library."""
+def _is_quick_webp(data: bytes) -> bool:
+    """libwebp reads everything else."""
     at, count, others = 12, 0, 0
     while at < len(data):
         size, kind = int.from_bytes(data[at + 4 : at + 8], "little"), data[at : at + 4]
         count += 1
         others += kind not in PIXEL_CHUNKS
-        if count > CHUNKS or others > OTHERS or (kind == b"EXIF" and size > SMALL_EXIF):
+        if count > MAX_CHUNKS or others > MAX_OTHER_CHUNKS or (kind == b"EXIF" and size > MAX_EXIF_BYTES):
             return False
         at += 8 + size + size % 2
     return True
 
 
-def scans(data: bytes, most: int) -> int:
-    """Of a JPEG's main image, up to its end, counted no further than past `most`; 0: no more than is usual.
+def count_scans(data: bytes, most: int) -> int:
+    """Number of scans of the main image of a JPEG, counted up to `most` + 1; 0 if there are few.
 
-    What lies in its metadata (a thumbnail) or follows its end (a phone's video) is not of it.
+    Metadata (thumbnails) and data after the end of the image (such as a video) are ignored.
     """
-    if data.count(b"\xff\xda") <= min(most, USUAL_SCANS):  # perhaps some of them are no scans: no matter
+    if data.count(b"\xff\xda") <= min(most, USUAL_SCANS):  # an upper bound, which is enough here
         return 0
     at, count = 2, 0
     while count <= most and (found := MARKER.search(data, at)) is not None:
         at, marker = found.end(), data[found.end() - 1]
-        if marker == END:
+        if marker == END_OF_IMAGE:
             break
-        if marker not in LONE:  # all others say how long they are
+        if marker not in STANDALONE:  # all other segments have a length field
             count += marker == START_OF_SCAN
             at += max(int.from_bytes(data[at : at + 2], "big"), 2)
     return count

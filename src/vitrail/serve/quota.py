@@ -1,4 +1,4 @@
-"""Bounded resources, of which no client can take everything."""
+"""Limits on a shared resource, in total and per client."""
 
 from __future__ import annotations
 
@@ -9,65 +9,67 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from vitrail.serve.problems import Problem
+from vitrail.serve.http_errors import RequestError
 
 
 class Quota:
-    """An amount of something, all of which is shared and most of which one client may hold.
+    """Counts what clients hold of a resource, with a limit in total and one per client.
 
-    Past the total the answer is 503, past a client's share of it 429; both say when to try again.
+    Exceeding the total raises a 503 error, exceeding the client limit 429; both have Retry-After.
     """
 
-    def __init__(self, what: str, total: int, share: int | None = None, close: bool = False) -> None:
-        """what: ends the sentence "12 ...", such as "images are waiting already".
+    def __init__(
+        self, description: str, total: int, client_limit: int | None = None, close_connection: bool = False
+    ) -> None:
+        """description: completes the message "12 ...", such as "images are waiting already".
 
-        share: what one client may hold; left out, seven eighths of the total.
-        close: a refusal closes the connection, on which a body may still be coming.
+        client_limit: maximum per client; default: seven eighths of the total.
+        close_connection: errors also close the connection, because the client may still be sending a body.
         """
-        self.what, self.total, self.close = what, total, close
-        self.share = share_of(total) if share is None else share
-        self.taken = 0
+        self.description, self.total, self.close_connection = description, total, close_connection
+        self.client_limit = default_client_limit(total) if client_limit is None else client_limit
+        self.used = 0
         self._clients: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def check(self, client: str, amount: int, seconds: Callable[[int], float] = lambda taken: 1.0) -> None:
-        """Raise Problem unless this client may take so much; seconds: how long until so much is released."""
+        """Raise RequestError if the client cannot acquire `amount`; seconds: estimates when that much is released."""
         own = self._clients.get(client, 0)
-        if self.taken + amount > self.total:
-            raise self._refusal(503, "queue_full", f"{self.taken:,} {self.what}", seconds(self.taken))
-        if own + amount > self.share:
-            message = f"{own:,} {self.what} for your address, which may have {self.share:,}"
+        if self.used + amount > self.total:
+            raise self._refusal(503, "queue_full", f"{self.used:,} {self.description}", seconds(self.used))
+        if own + amount > self.client_limit:
+            message = f"{own:,} {self.description} for your address, at most {self.client_limit:,} are allowed"
             raise self._refusal(429, "too_many_requests", message, seconds(own))
 
-    def take(self, client: str, amount: int, seconds: Callable[[int], float] = lambda taken: 1.0) -> None:
-        """Raise Problem where `check` does; else the amount is this client's until it is released."""
+    def acquire(self, client: str, amount: int, seconds: Callable[[int], float] = lambda taken: 1.0) -> None:
+        """Like `check`, then count the amount for this client until it is released."""
         with self._lock:
             self.check(client, amount, seconds)
-            self.taken += amount
+            self.used += amount
             self._clients[client] += amount
 
     def release(self, client: str, amount: int) -> None:
         with self._lock:
-            self.taken -= amount
+            self.used -= amount
             self._clients[client] -= amount
             if self._clients[client] <= 0:
                 del self._clients[client]
 
-    def _refusal(self, status: int, code: str, what: str, seconds: float) -> Problem:
+    def _refusal(self, status: int, code: str, what: str, seconds: float) -> RequestError:
         after = min(max(math.ceil(seconds), 1), 60)
-        headers = {"Retry-After": str(after)} | ({"Connection": "close"} if self.close else {})
-        return Problem(status, code, f"{what}; try again in {after} s.", headers)
+        headers = {"Retry-After": str(after)} | ({"Connection": "close"} if self.close_connection else {})
+        return RequestError(status, code, f"{what}; try again in {after} s.", headers)
 
 
 class Lease:
-    """What one request holds of a quota; it may grow, and is released as a whole, once however often that is called."""
+    """What one request holds of a quota. It may grow; `release` returns all of it and can be called repeatedly."""
 
     def __init__(self, quota: Quota, client: str) -> None:
         self.quota, self.client, self.amount = quota, client, 0
         self._lock = threading.Lock()
 
-    def take(self, amount: int, seconds: Callable[[int], float] = lambda taken: 1.0) -> None:
-        self.quota.take(self.client, amount, seconds)
+    def acquire(self, amount: int, seconds: Callable[[int], float] = lambda taken: 1.0) -> None:
+        self.quota.acquire(self.client, amount, seconds)
         self.amount += amount
 
     def release(self) -> None:
@@ -77,13 +79,13 @@ class Lease:
             self.quota.release(self.client, amount)
 
 
-def share_of(total: int) -> int:
-    """What one client may have, unless told otherwise: seven eighths."""
+def default_client_limit(total: int) -> int:
+    """Default limit per client: seven eighths of the total."""
     return total - total // 8
 
 
-def client_of(scope: dict[str, Any]) -> str:
-    """Whom a request is counted for: an IPv4 address, or an IPv6 one's /64 network, all of which one client has."""
+def client_key(scope: dict[str, Any]) -> str:
+    """Identifies a client by its IPv4 address or its IPv6 /64 network."""
     host = (scope.get("client") or ("",))[0]
     try:
         address = ipaddress.ip_address(host.partition("%")[0])

@@ -1,4 +1,4 @@
-"""What requests and answers look like: the values a route takes, and what /openapi.json says of the rest."""
+"""Parameters and responses of the routes, as pydantic models and in /openapi.json."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vitrail.serve.bodies import FILES
-from vitrail.serve.problems import Problem
+from vitrail.serve.http_errors import RequestError
+from vitrail.serve.request_parsing import IMAGE_FIELDS
 
-KINDS = tuple(f"image/{name}" for name in ("jpeg", "png", "webp", "gif", "bmp", "tiff", "x-portable-pixmap", "avif"))
-"""Bodies that are an image as it is; what one really is its bytes say."""
-FEW = 100
-"""So many names of classes are listed."""
-Word = Literal["mean", "zero", "blur"]
+IMAGE_TYPES = tuple(
+    f"image/{name}" for name in ("jpeg", "png", "webp", "gif", "bmp", "tiff", "x-portable-pixmap", "avif")
+)
+"""Content types of a body that is one image; the format is detected from the bytes."""
+MAX_LISTED_LABELS = 100
+"""Class names are listed in the schema if there are at most this many."""
+FillName = Literal["mean", "zero", "blur"]
 
 
-class HideValues(BaseModel):
-    """What every route that takes images may be told, and /v1/embed no more than that."""
+class HideParameters(BaseModel):
+    """Parameters of every route that takes images; all parameters of /v1/embed and /v1/preprocess."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -27,29 +29,31 @@ class HideValues(BaseModel):
         [],
         max_length=20_000,
         fail_fast=True,
-        description="Patches to hide, counted row by row from 0: left to right, then down.",
+        description="Patches to hide, numbered row by row from 0.",
         examples=[[0, 1, 2]],
     )
-    fill: Word = Field("mean", description="What stands where a patch is hidden.", examples=["mean"])
+    fill: FillName = Field("mean", description="What replaces a hidden patch.", examples=["mean"])
 
 
-class PredictValues(HideValues):
-    """What /v1/predict may be told."""
+class PredictParameters(HideParameters):
+    """Parameters of /v1/predict."""
 
-    top: int = Field(5, ge=1, description="How many classes to name.", examples=[5])
+    top: int = Field(5, ge=1, description="Number of classes to return.", examples=[5])
 
 
-class ExplainValues(HideValues):
-    """What /v1/explain may be told."""
+class ExplainParameters(HideParameters):
+    """Parameters of /v1/explain."""
 
     layers: Annotated[list[int], Field(max_length=1000, fail_fast=True)] | None = Field(
-        None, description="Layers, from 1, whose attention is sent; absent: all where that is little.", examples=[[1]]
+        None,
+        description="Layers, from 1, whose attention is returned. Default: all, unless that is too large.",
+        examples=[[1]],
     )
     methods: Annotated[list[str], Field(max_length=100, fail_fast=True)] | None = Field(
-        None, description="Kinds of explanation.", examples=[["rollout"]]
+        None, description="Explanation methods.", examples=[["rollout"]]
     )
     target: int | str | None = Field(
-        None, description="The class to explain, by number or name; absent: the likeliest.", examples=[0]
+        None, description="Class to explain, by index or name. Default: the top class.", examples=[0]
     )
 
 
@@ -59,25 +63,25 @@ class Prediction(BaseModel):
     score: float = Field(examples=[0.905])
 
 
-class Predicted(BaseModel):
+class ImagePredictions(BaseModel):
     predictions: list[Prediction]
 
 
-class PredictAnswer(BaseModel):
+class PredictResponse(BaseModel):
     model: str = Field(examples=["vitrail/cifar10"])
     engine: str = Field(examples=["torch"])
-    results: list[Predicted]
+    results: list[ImagePredictions]
     ms: float = Field(examples=[12.3])
 
 
-class Embedded(BaseModel):
+class ImageEmbedding(BaseModel):
     embedding: list[float]
 
 
-class EmbedAnswer(BaseModel):
+class EmbedResponse(BaseModel):
     model: str
     dimension: int = Field(examples=[192])
-    results: list[Embedded]
+    results: list[ImageEmbedding]
     ms: float
 
 
@@ -88,85 +92,86 @@ class Grid(BaseModel):
 
 class Map(BaseModel):
     values: str = Field(
-        description="base64 of rows x columns unsigned bytes, row by row; value = low + byte / 255 * (high - low)"
+        description="base64 of rows x columns unsigned bytes, row by row; value = min + byte / 255 * (max - min)"
     )
-    low: float
-    high: float
+    min: float
+    max: float
 
 
 class Attention(BaseModel):
     layer: int
-    heads: int
-    tokens: int
+    num_heads: int
+    num_tokens: int
     values: str = Field(
-        description="base64 of heads x tokens x tokens unsigned bytes, the last counted fastest: of each head, for "
-        "each token that asks, all that it looks at; weight = byte / 255 * the peak of that row"
+        description="base64 of heads x queries x keys unsigned bytes, row-major; weight = byte / 255 * row_max"
     )
-    peaks: str = Field(description="base64 of heads x tokens float32, little endian: the largest weight of each row")
+    row_max: str = Field(description="base64 of heads x queries float32, little endian: the largest weight of each row")
 
 
-class ExplainAnswer(BaseModel):
+class ExplainResponse(BaseModel):
     model: str
     grid: Grid
-    special: list[str] = Field(description="Tokens that are no patches; they come first.", examples=[["class"]])
+    prefix_tokens: list[str] = Field(
+        description="Tokens before the patches, such as the class token.", examples=[["class"]]
+    )
     predictions: list[Prediction]
     target: Prediction | None
-    image: str = Field(description="As the network sees it: a data address of a JPEG.")
+    image: str = Field(description="The image as the network receives it, as a data URL of a JPEG.")
     maps: dict[str, Map]
     attention: list[Attention]
-    layers: list[int] = Field(description="Those in attention.")
-    distance: list[list[float]] = Field(description="Pixels, of each head of each layer.")
-    uniform_distance: float | None
+    layers: list[int] = Field(description="Layers in attention.")
+    attention_distance: list[list[float]] = Field(description="Mean attention distance in pixels, by layer and head.")
+    uniform_attention_distance: float | None
     ms: float
 
 
-class ImageAnswer(BaseModel):
+class PreprocessResponse(BaseModel):
     model: str
     grid: Grid
-    image: str = Field(description="As the network sees it: a data address of a JPEG.")
+    image: str = Field(description="The image as the network receives it, as a data URL of a JPEG.")
     ms: float
 
 
-class Size(BaseModel):
+class ImageSize(BaseModel):
     height: int
     width: int
-    channels: int
 
 
-class LimitsAnswer(BaseModel):
-    bytes: int
-    pixels: int
-    total_pixels: int
-    images: int
+class LimitsResponse(BaseModel):
+    max_bytes: int
+    max_pixels: int
+    max_total_pixels: int
+    max_images: int
 
 
-class ModelAnswer(BaseModel):
+class ModelResponse(BaseModel):
     name: str = Field(examples=["vitrail/cifar10"])
     family: str
     task: Literal["classify", "embed"]
     multi_label: bool
     num_classes: int
     labels: list[str] | None
-    parameters: int | None
-    image: Size
+    num_parameters: int | None
+    image_size: ImageSize
+    channels: int
     grid: Grid | None
     depth: int | None
-    heads: int | None
-    special: list[str]
+    num_heads: int | None
+    prefix_tokens: list[str]
     pool: str | None
     position: str | None
-    attention: bool
+    has_attention: bool
     methods: list[str]
     engine: str
     precision: str
     version: str
-    limits: LimitsAnswer
+    limits: LimitsResponse
 
 
-class PositionsAnswer(BaseModel):
+class PositionsResponse(BaseModel):
     grid: Grid
-    values: str = Field(description="base64 of N x N signed bytes, row by row; similarity = byte / 127")
-    meaning: str = Field(description="What the similarity is, in words.")
+    values: str = Field(description="base64 of N x N signed bytes, row-major; similarity = byte / 127")
+    description: str = Field(description="What the similarity measures.")
 
 
 class Sample(BaseModel):
@@ -174,141 +179,153 @@ class Sample(BaseModel):
     url: str
     alt: str
     credit: str
-    point: tuple[float, float] = Field(description="A place worth asking from: shares of its width and height.")
+    query_point: tuple[float, float] = Field(description="Suggested query point: fractions of width and height.")
 
 
-class Alive(BaseModel):
+class HealthResponse(BaseModel):
     status: Literal["alive"]
 
 
-class Ready(BaseModel):
+class ReadyResponse(BaseModel):
     status: Literal["ready"]
 
 
-class Reason(BaseModel):
+class ErrorDetail(BaseModel):
     code: str = Field(examples=["image_unreadable"])
     message: str = Field(examples=["the image is empty (0 bytes)."])
 
 
-class ProblemAnswer(BaseModel):
-    error: Reason
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
 
 
-Values = TypeVar("Values", bound=BaseModel)
+Parameters = TypeVar("Values", bound=BaseModel)
 
-WANTED = {
-    "hide": "a list of patches: whole numbers, row by row from 0",
+EXPECTED = {
+    "hide": "a list of patch numbers, row by row from 0",
     "fill": "mean, zero or blur",
-    "top": "a whole number, 1 or more",
-    "layers": "a list of layers: whole numbers, from 1",
-    "methods": "a list of words",
-    "target": "a class, by number or name",
+    "top": "an integer, 1 or more",
+    "layers": "a list of layer numbers, from 1",
+    "methods": "a list of method names",
+    "target": "a class, by index or name",
 }
-WORDS = {
-    400: "An image or a value that will not do.",
+STATUS_DESCRIPTIONS = {
+    400: "An image or a parameter is invalid.",
     401: "The token is missing or wrong.",
-    403: "A page from another site has sent it.",
-    404: "There is no such thing.",
-    408: "The body came too slowly.",
-    413: "Too large: the body, an image's pixels, all images' pixels together, or the number of images.",
-    415: "A kind of body that is not read.",
-    421: "The server is not called by that name.",
-    429: "Your address has its share of the queue (see Retry-After).",
-    431: "The headers, or the address, are too long.",
-    501: "This model cannot do that.",
+    403: "A page of another site sent the request.",
+    404: "Not found.",
+    408: "The body did not arrive in time.",
+    413: "Too many bytes, pixels, images or parameter values.",
+    415: "Unsupported content type or encoding.",
+    421: "The Host header names another server.",
+    429: "This client uses its full quota (see Retry-After).",
+    431: "The headers or the URL are too long.",
+    501: "Not supported by this model.",
     503: "The queue is full (see Retry-After), or the server is not ready.",
     504: "The deadline passed.",
 }
 
 
-def read_values(kind: type[Values], values: dict[str, Any]) -> Values:
-    """Raise Problem at the first that is wrong."""
+def validate_parameters(kind: type[Parameters], values: dict[str, Any]) -> Parameters:
+    """Validate parameters; raise RequestError for the first invalid one."""
     try:
-        return kind.model_validate({name: _whole(value) for name, value in values.items()})
+        return kind.model_validate({name: _integers(value) for name, value in values.items()})
     except ValidationError as error:
         found = error.errors(include_url=False)[0]
     name, value = str(found["loc"][0]), found["input"]
     if found["type"] == "extra_forbidden":
         known = ", ".join(kind.model_fields) or "none"
-        raise Problem(400, "bad_value", f"there is no value called {name[:40]!r} here; there is {known}.")
+        raise RequestError(400, "invalid_parameter", f"unknown parameter {name[:40]!r}, wanted one of {known}.")
     if found["type"] == "too_long":
         most = found["ctx"]["max_length"]
-        raise Problem(400, "bad_value", f"{name} has {len(value):,} values, wanted at most {most:,}.")
-    raise Problem(400, "bad_value", f"{name} wants {WANTED[name]}; got {_shown(value)}.")
+        raise RequestError(400, "invalid_parameter", f"{name} has {len(value):,} values, wanted at most {most:,}.")
+    raise RequestError(400, "invalid_parameter", f"{name}: got {_format_value(value)}, wanted {EXPECTED[name]}.")
 
 
-def _shown(value: Any) -> str:
-    """A value as JSON has it, if it is short."""
+def _format_value(value: Any) -> str:
+    """A value as JSON, shortened."""
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     text = json.dumps(value[:41] if isinstance(value, str) else value, ensure_ascii=False)
     return text if len(text) <= 42 else f"{text[:40]}..."
 
 
-def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 3.0 is 3."""
-    return [_number(one) for one in value] if isinstance(value, list) else _number(value)
+def _integers(value: Any) -> Any:
+    """Convert floats with integral values, such as 3.0, to int."""
+    return [_integer(one) for one in value] if isinstance(value, list) else _integer(value)
 
 
-def _number(value: Any) -> Any:
+def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {status: {"model": ProblemAnswer, "description": WORDS[status]} for status in statuses}
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": ErrorResponse, "description": STATUS_DESCRIPTIONS[status]} for status in statuses}
 
 
-def narrowed(properties: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
-    """Values as this one model has them: its patches, layers, explanations and classes."""
+def constrain_to_model(properties: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """JSON schemas of parameters, restricted to the patches, layers, methods and classes of the model."""
     found = copy.deepcopy(properties)
     if "hide" in found:
-        patches = about["grid"]["rows"] * about["grid"]["columns"]
+        patches = model["grid"]["rows"] * model["grid"]["columns"]
         found["hide"]["items"] |= {"minimum": 0, "maximum": patches - 1}
     if "layers" in found:
-        depth = about["depth"] if about["attention"] else 0
+        depth = model["depth"] if model["has_attention"] else 0
         found["layers"]["anyOf"][0] |= {} if depth else {"maxItems": 0}
         found["layers"]["anyOf"][0]["items"] |= {"minimum": 1, "maximum": max(depth, 1)}
-        found["methods"]["anyOf"][0] |= {} if about["methods"] else {"maxItems": 0}
-        found["methods"]["anyOf"][0]["items"] |= {"enum": about["methods"]} if about["methods"] else {}
+        found["methods"]["anyOf"][0] |= {} if model["methods"] else {"maxItems": 0}
+        found["methods"]["anyOf"][0]["items"] |= {"enum": model["methods"]} if model["methods"] else {}
         number, word, nothing = found["target"]["anyOf"]
-        names = about["labels"] or []
-        kinds = [number | {"minimum": 0, "maximum": about["classes"] - 1}] if about["classes"] else []
-        kinds += [word | {"enum": names} if len(names) <= FEW else word] if names and about["classes"] else []
-        found["target"] |= {"anyOf": [*kinds, nothing], "examples": [0] if kinds else [None]}
+        names = model["labels"] or []
+        types = [number | {"minimum": 0, "maximum": model["num_classes"] - 1}] if model["num_classes"] else []
+        types += (
+            [word | {"enum": names} if len(names) <= MAX_LISTED_LABELS else word]
+            if names and model["num_classes"]
+            else []
+        )
+        found["target"] |= {"anyOf": [*types, nothing], "examples": [0] if types else [None]}
     return found
 
 
-def posted(values: type[BaseModel], multi_label: bool, about: dict[str, Any]) -> dict[str, Any]:
-    """The parameters and bodies of a POST route: three kinds of body, the same values in each."""
-    properties = narrowed(values.model_json_schema()["properties"], about)
+def post_operation(values: type[BaseModel], multiple_images: bool, model: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI parameters and request body of a POST route: raw image, form or JSON, each with the same parameters."""
+    properties = constrain_to_model(values.model_json_schema()["properties"], model)
     image = {"type": "string", "format": "binary"}
     text = {"type": "string", "format": "byte", "contentEncoding": "base64"}
-    many = {"type": "array", "items": image, "minItems": 1, "maxItems": about["limits"]["images"] if multi_label else 1}
-    plain = {name: _plain(schema) for name, schema in properties.items()}
-    encoding = {name: {"contentType": ", ".join(KINDS)} for name in FILES}
+    many = {
+        "type": "array",
+        "items": image,
+        "minItems": 1,
+        "maxItems": model["limits"]["max_images"] if multiple_images else 1,
+    }
+    plain = {name: _without_null(schema) for name, schema in properties.items()}
+    encoding = {name: {"contentType": ", ".join(IMAGE_TYPES)} for name in IMAGE_FIELDS}
     return {
-        "parameters": [DEADLINE, *(_in_query(name, schema) for name, schema in properties.items())],
+        "parameters": [DEADLINE_HEADER, *(_query_parameter(name, schema) for name, schema in properties.items())],
         "requestBody": {
             "required": True,
             "content": {
-                **{kind: {"schema": image} for kind in (*KINDS, "application/octet-stream")},
+                **{kind: {"schema": image} for kind in (*IMAGE_TYPES, "application/octet-stream")},
                 "multipart/form-data": {
-                    "schema": {"anyOf": [_with(name, many, plain) for name in FILES]},
+                    "schema": {"anyOf": [_object_schema(name, many, plain) for name in IMAGE_FIELDS]},
                     "encoding": encoding,
                 },
                 "application/json": {
                     "schema": {
-                        "anyOf": [_with("image", text, properties), _with("images", many | {"items": text}, properties)]
+                        "anyOf": [
+                            _object_schema("image", text, properties),
+                            _object_schema("images", many | {"items": text}, properties),
+                        ]
                     },
-                    "example": {"image": DOT},
+                    "example": {"image": EXAMPLE_PNG},
                 },
             },
         },
     }
 
 
-def _with(name: str, images: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """An object that has images under this name, and values beside them."""
+def _object_schema(name: str, images: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema of an object with images under this name, and parameters."""
     return {
         "type": "object",
         "required": [name],
@@ -317,56 +334,56 @@ def _with(name: str, images: dict[str, Any], values: dict[str, Any]) -> dict[str
     }
 
 
-def add_examples(described: dict[str, Any], about: dict[str, Any]) -> None:
-    """To the examples of /openapi.json: this model's own name, classes and sizes."""
-    labels = about["labels"] or ["class 0"]
-    own = {"model": about["name"], "engine": about["engine"], "label": labels[0], "index": 0}
-    own |= about["grid"] | {"heads": about["heads"], "special": about["special"]}
+def add_examples(described: dict[str, Any], model: dict[str, Any]) -> None:
+    """Fill the examples of /openapi.json with the name, classes and sizes of this model."""
+    labels = model["labels"] or ["class 0"]
+    own = {"model": model["name"], "engine": model["engine"], "label": labels[0], "index": 0}
+    own |= model["grid"] | {"num_heads": model["num_heads"], "prefix_tokens": model["prefix_tokens"]}
     schemas = described["components"]["schemas"]
     for schema in schemas.values():
         for name, value in schema.get("properties", {}).items():
             if own.get(name) is not None:
                 value["examples"] = [own[name]]
-    few = about["labels"] and about["labels"][:3]
-    schemas["ModelAnswer"]["examples"] = [about | {"labels": few}]
+    few = model["labels"] and model["labels"][:3]
+    schemas["ModelResponse"]["examples"] = [model | {"labels": few}]
 
 
-def _plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """Where everything is text, what is left out is null."""
-    kinds = [kind for kind in schema.get("anyOf", ()) if kind.get("type") != "null"]
-    if len(kinds) == 1:
-        return kinds[0]
-    return {"anyOf": kinds or [{"type": "string", "maxLength": 0}]} if "anyOf" in schema else schema
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """JSON schema without null, for forms and query strings, which leave a parameter out instead."""
+    types = [kind for kind in schema.get("anyOf", ()) if kind.get("type") != "null"]
+    if len(types) == 1:
+        return types[0]
+    return {"anyOf": types or [{"type": "string", "maxLength": 0}]} if "anyOf" in schema else schema
 
 
-def _in_query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    about = schema.get("description", "")
-    plain = {key: value for key, value in _plain(schema).items() if key not in ("title", "description")}
-    return {"name": name, "in": "query", "required": False, "description": about, "schema": plain}
+def _query_parameter(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    description = schema.get("description", "")
+    plain = {key: value for key, value in _without_null(schema).items() if key not in ("title", "description")}
+    return {"name": name, "in": "query", "required": False, "description": description, "schema": plain}
 
 
-DEADLINE = {
+DEADLINE_HEADER = {
     "name": "X-Deadline-Ms",
     "in": "header",
     "required": False,
-    "description": "Milliseconds after which the answer is of no use: it is then 504, and nothing more is computed.",
+    "description": "Deadline in milliseconds. After it the response is 504, and nothing more is computed.",
     "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999},
     "example": 5000,
 }
-IN_LINES: dict[str, Any] = {
+NDJSON_RESPONSE: dict[str, Any] = {
     "content": {
         "application/json": {},
         "application/x-ndjson": {
             "schema": {"type": "string"},
-            "example": '{"partial": {"occlusion": {"values": "AAAA", "low": 0.0, "high": 0.2, "known": "AQAA", '
+            "example": '{"partial": {"occlusion": {"values": "AAAA", "min": 0.0, "max": 0.2, "final": "AQAA", '
             '"done": 1, "total": 3}}}\n{"model": "vitrail/cifar10", "maps": {"occlusion": {}}, "ms": 812.5}\n',
         },
     },
-    "description": "The explanation. If the Accept header names application/x-ndjson, it is sent as JSON lines: "
-    '{"partial": {method: map}} any number of times while a slow map is computed, then the whole answer, or '
-    '{"error": ...}. A partial map has known (base64, one byte for each patch: 1 if its value is final), and done '
-    "of total steps.",
+    "description": "The explanation. With Accept: application/x-ndjson it is sent as JSON lines: "
+    '{"partial": {method: map}} any number of times while a slow map is computed, then the complete response, or '
+    '{"error": ...}. A partial map has final (base64, one byte per patch: 1 if its value is final), and the number of '
+    "steps done of total.",
 }
-"""What /v1/explain adds to its answer's description."""
-DOT = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
-"""One red pixel, as a PNG."""
+"""Addition to the 200 response of /v1/explain."""
+EXAMPLE_PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
+"""A PNG of one red pixel, in base64."""

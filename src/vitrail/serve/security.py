@@ -1,4 +1,4 @@
-"""Who may ask, and what a browser is told it may do with the answers."""
+"""Access checks (host, origin, token) and security headers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail.errors import ConfigError
-from vitrail.serve.metrics import Metrics
-from vitrail.serve.problems import Problem
+from vitrail.serve.http_errors import RequestError
+from vitrail.serve.prometheus_metrics import Metrics
 
-HEADERS = {
+SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "media-src 'self' blob:; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -29,24 +29,24 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(self), microphone=(), geolocation=()",
 }
-"""On every answer: nothing from elsewhere, nothing inline, nobody's frame."""
-RAW = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
-OPEN = ("/", "/docs", "/healthz", "/readyz")
-OPEN_FOLDERS = ("/static/", "/samples/")
-"""What needs no token, where there is one: the probes, and the pages that ask for it. All else needs it."""
-TOKEN = re.compile(r"[\x21-\x7e]+")
-LOCAL = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
-"""What a machine calls itself: names that no stranger can let point here."""
+"""Headers of every response: no content from other sites, no inline scripts, no framing."""
+RAW_SECURITY_HEADERS = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
+PUBLIC_PATHS = ("/", "/docs", "/healthz", "/readyz")
+PUBLIC_PREFIXES = ("/static/", "/samples/")
+"""Paths that need no token: the probes, and the pages, which ask the user for the token."""
+TOKEN_PATTERN = re.compile(r"[\x21-\x7e]+")
+LOOPBACK_HOST = re.compile(r"localhost|127(\.\d{1,3}){3}|\[::1\]")
+"""Host names of loopback, which DNS rebinding cannot use."""
 PORT = re.compile(r":\d*$")
-USUAL = re.compile(r":(80|443)$")
+DEFAULT_PORT = re.compile(r":(80|443)$")
 
 log = logging.getLogger("vitrail.serve")
 
 
-class Guard:
-    """Around the routes: names, tokens, the headers, the count, and a plain 500 for what nobody foresaw.
+class SecurityMiddleware:
+    """ASGI middleware: checks host, origin and token, adds security headers, counts requests, handles all errors.
 
-    It turns HEAD into GET, of whose answer the server sends no body.
+    It turns HEAD into GET; the server does not send the body of the response.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Guard:
         hosts: Sequence[str] | None = None,
         routes: Sequence[BaseRoute] = (),
     ) -> None:
-        """`hosts`: names it is asked by, beside those of loopback; None: any."""
+        """hosts: accepted host names besides loopback; None: all."""
         self.app, self.metrics, self.routes = app, metrics, routes
-        self.wanted = None if token is None else token.encode()
+        self.token = None if token is None else token.encode()
         self.hosts = None if hosts is None else {name.lower() for name in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,72 +70,78 @@ class Guard:
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
 
-        async def sending(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *RAW]
+                message["headers"] = [*message.get("headers", ()), *RAW_SECURITY_HEADERS]
             await send(message)
 
         try:
             self.check_host(scope)
-            self.check_site(scope)
-            self.check(scope)
-            await self.app(scope, receive, sending)
+            self.check_origin(scope)
+            self.check_token(scope)
+            await self.app(scope, receive, send_with_headers)
         except Exception as error:
             if status:
                 raise
-            await self._answer(error, sending)
+            await self._send_error(error, send_with_headers)
         finally:
-            route = _route(scope, self.routes)
+            route = _route_path(scope, self.routes)
             self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.latency.labels(route).observe(time.perf_counter() - start)
+            self.metrics.request_seconds.labels(route).observe(time.perf_counter() - start)
 
-    def check(self, scope: Scope) -> None:
-        """Raise Problem unless the token is there and right, where one is needed."""
-        if self.wanted is None or scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDERS):
+    def check_token(self, scope: Scope) -> None:
+        """Raise RequestError unless the token is correct or not needed."""
+        if self.token is None or scope["path"] in PUBLIC_PATHS or scope["path"].startswith(PUBLIC_PREFIXES):
             return
-        scheme, _, given = next(iter(_all(scope, b"authorization")), b"").partition(b" ")
+        scheme, _, given = next(iter(_header_values(scope, b"authorization")), b"").partition(b" ")
         given = given.strip()
         if scheme.lower() != b"bearer" or not given:
-            message = "this needs a token: send Authorization: Bearer TOKEN."
-            raise Problem(401, "token_wanted", message, {"WWW-Authenticate": "Bearer"})
-        if not hmac.compare_digest(given, self.wanted):
-            message = "this token is wrong: send the one that whoever runs this server has given to it."
-            raise Problem(401, "token_wrong", message, {"WWW-Authenticate": 'Bearer error="invalid_token"'})
+            message = "a token is required; send Authorization: Bearer TOKEN."
+            raise RequestError(401, "missing_token", message, {"WWW-Authenticate": "Bearer"})
+        if not hmac.compare_digest(given, self.token):
+            message = "the token is wrong; use the token that the server was started with."
+            raise RequestError(401, "invalid_token", message, {"WWW-Authenticate": 'Bearer error="invalid_token"'})
 
     def check_host(self, scope: Scope) -> None:
-        """Raise Problem without exactly one Host, as RFC 9112 has it, or where it is another's name.
+        """Raise RequestError unless there is exactly one Host header (RFC 9112) with an accepted name.
 
-        A page's owner could let that name point here.
+        This prevents DNS rebinding, where a page makes its own host name resolve to this server.
         """
-        names = _all(scope, b"host")
+        names = _header_values(scope, b"host")
         if len(names) > 1 or (not names and scope["http_version"] != "1.0"):
-            raise Problem(400, "bad_request", f"got {len(names)} Host headers, wanted one.")
+            raise RequestError(400, "bad_request", f"got {len(names)} Host headers, wanted 1.")
         for raw in names if self.hosts is not None else ():
             name = PORT.sub("", raw.decode("latin-1").lower()).rstrip(".")
-            if not LOCAL.fullmatch(name) and name not in (self.hosts or ()):
-                message = f"this server is not called {name[:80]!r}; whoever runs it can pass --allow-host with a name."
-                raise Problem(421, "wrong_host", message)
+            if not LOOPBACK_HOST.fullmatch(name) and name not in (self.hosts or ()):
+                message = (
+                    f"got host {name[:80]!r}, which is not allowed; start the server with --allow-host to allow it."
+                )
+                raise RequestError(421, "wrong_host", message)
 
-    def check_site(self, scope: Scope) -> None:
-        """Raise Problem where a page from elsewhere makes somebody's browser send something here."""
+    def check_origin(self, scope: Scope) -> None:
+        """Raise RequestError if a page of another site made the browser send this request."""
         if scope["method"] in ("GET", "OPTIONS"):
             return
-        site, origin, host = (b"".join(_all(scope, name)).lower() for name in (b"sec-fetch-site", b"origin", b"host"))
+        site, origin, host = (
+            b"".join(_header_values(scope, name)).lower() for name in (b"sec-fetch-site", b"origin", b"host")
+        )
         if site:
-            own = site in (b"same-origin", b"none")
+            same_site = site in (b"same-origin", b"none")
         else:
             sender = origin.decode("latin-1").partition("://")[2]
-            own = not origin or USUAL.sub("", sender) == USUAL.sub("", host.decode("latin-1"))
-        if not own:
-            raise Problem(403, "other_site", "this was sent by a page from another site; only its own are answered.")
+            same_site = not origin or DEFAULT_PORT.sub("", sender) == DEFAULT_PORT.sub("", host.decode("latin-1"))
+        if not same_site:
+            raise RequestError(
+                403, "cross_site_request", "the request comes from a page of another site, which is not allowed."
+            )
 
-    async def _answer(self, error: Exception, send: Send) -> None:
-        if not isinstance(error, Problem):
-            log.error("a request failed in a way nobody foresaw", exc_info=error)
-            error = Problem(500, "internal_error", "something went wrong here; it has been written down.")
-        self.metrics.refused.labels(error.code).inc()
+    async def _send_error(self, error: Exception, send: Send) -> None:
+        if not isinstance(error, RequestError):
+            log.error("unexpected error in a request", exc_info=error)
+            error = RequestError(500, "internal_error", "internal error; the server has logged it.")
+        self.metrics.errors.labels(error.code).inc()
         headers = {"Content-Type": "application/json", **error.headers}
         raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
         body = error.body()
@@ -144,13 +150,13 @@ class Guard:
         await send({"type": "http.response.body", "body": body})
 
 
-def _all(scope: Scope, wanted: bytes) -> list[bytes]:
-    """The values of a header."""
-    return [value for name, value in scope["headers"] if name == wanted]
+def _header_values(scope: Scope, header: bytes) -> list[bytes]:
+    """All values of a header."""
+    return [value for name, value in scope["headers"] if name == header]
 
 
-def _route(scope: Scope, routes: Sequence[BaseRoute]) -> str:
-    """As it was declared, so that no client can make up names for the metrics; also where no route was asked."""
+def _route_path(scope: Scope, routes: Sequence[BaseRoute]) -> str:
+    """Path of the route as declared, so that clients cannot create metric labels; "other" if there is none."""
     found: Any = scope.get("route")
     if found is None:
         found = next((route for route in routes if route.matches(scope)[0] is not Match.NONE), None)
@@ -158,7 +164,7 @@ def _route(scope: Scope, routes: Sequence[BaseRoute]) -> str:
 
 
 def read_token(where: str) -> str:
-    """The token in a file, or in an environment variable of this name."""
+    """Read the token from a file or an environment variable."""
     path = Path(where)
     if path.is_file():
         token = path.read_text(encoding="utf-8").strip()
@@ -166,9 +172,9 @@ def read_token(where: str) -> str:
         token = os.environ[where].strip()
     else:
         raise ConfigError(
-            f"--token {where}: there is no such file and no environment variable of that name; the token itself "
-            "is not given here, where everyone on this machine could read it."
+            f"--token {where}: there is no such file and no environment variable of that name; do not pass the token "
+            "itself, because every user of this machine could read it."
         )
-    if not TOKEN.fullmatch(token):
-        raise ConfigError(f"the token in {where} is empty or has spaces in it; try one made by: openssl rand -hex 32")
+    if not TOKEN_PATTERN.fullmatch(token):
+        raise ConfigError(f"the token in {where} is empty or contains spaces; try one made by: openssl rand -hex 32")
     return token

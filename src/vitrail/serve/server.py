@@ -1,7 +1,7 @@
-"""One process that serves: listen, say where, drain, stop.
+"""One server process: listen, serve, drain, stop.
 
-The first SIGTERM or Ctrl-C makes /readyz answer 503, lets a load balancer notice, then closes the door,
-answers what is open and ends with status 0. The second one ends everything at once.
+On the first SIGTERM or Ctrl-C, /readyz returns 503 so that a load balancer notices. Then the server stops accepting
+connections, answers open requests and exits with status 0. A second signal ends it immediately.
 """
 
 from __future__ import annotations
@@ -26,100 +26,106 @@ import uvicorn
 
 from vitrail.errors import ConfigError
 from vitrail.runtime.cores import usable_cores
-from vitrail.serve.connections import within
-from vitrail.serve.limits import Limits, shares
-from vitrail.serve.served import Served
+from vitrail.serve.connections import limited_protocol
+from vitrail.serve.limits import Limits, divide_cores
+from vitrail.serve.served_model import ServedModel
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-AGAIN = 0.3
-"""Seconds: a signal that comes sooner after the first is the same one, sent to a process and to its group."""
-SLOWEST = 15.0
-"""Seconds after which a server that listens says so, also where the engine has not answered yet."""
-SWITCH = 0.0005
-"""Seconds for which a thread may keep the interpreter from an engine's, whose core stands still meanwhile."""
+DUPLICATE_SIGNAL_S = 0.3
+"""A second signal within this time is a duplicate of the first, sent to the process and to its group."""
+WARM_UP_TIMEOUT_S = 15.0
+"""Time after which the server reports that it listens even if the engine has not finished its warm-up."""
+SWITCH_INTERVAL_S = 0.0005
+"""Python's thread switch interval, short so that engine threads do not wait for the interpreter lock."""
 BACKLOG = 2048
-"""Connections that may wait to be accepted, at most: uvicorn's default."""
-TURNS = 4
-"""Turns of the event loop between accepting a connection and closing it; each may accept a backlog of them."""
-SPARE = 64
-"""Descriptors beside those that are open when the model is loaded: files that are read for a moment."""
-Opener = Callable[[], Served]
-"""What loads the model; every worker calls it, so it must be something that can be sent to a process."""
-Started = Callable[[str, str], None]
-"""Is told the model's name and how it runs."""
+"""Maximum number of connections waiting to be accepted: uvicorn's default."""
+ACCEPT_ROUNDS = 4
+"""Iterations of the event loop between accepting and closing a connection; each can accept a full backlog."""
+SPARE_DESCRIPTORS = 64
+"""File descriptors reserved for files that are opened briefly."""
+ModelLoader = Callable[[], ServedModel]
+"""Loads the model. Every worker calls it, so it must be picklable."""
+StartedCallback = Callable[[str, str], None]
+"""Called with the name of the model and a description of its engine."""
 
 log = logging.getLogger("vitrail.serve")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How to serve."""
+class ServerConfig:
+    """Configuration of a server process."""
 
     limits: Limits = field(default_factory=Limits)
-    work: dict[str, Any] = field(default_factory=dict)
-    """Fields of `Work`; those that are left out follow from the engine and the cores."""
+    batching: dict[str, Any] = field(default_factory=dict)
+    """Fields of `BatchingConfig`; the others are derived from the engine and the cores."""
     cores: int = field(default_factory=usable_cores)
-    """For each worker."""
+    """Cores per worker."""
     token: str | None = None
     hosts: tuple[str, ...] | None = None
-    """Names a request may call the server by, beside those of loopback; None: any."""
-    notice: float = 0.5
-    """Seconds for which /readyz says 503 before the door closes."""
-    patience: int = 30
-    """Seconds for open requests to be answered after that."""
+    """Accepted host names besides loopback; None: all."""
+    drain_delay: float = 0.5
+    """Seconds between /readyz returning 503 and closing the socket."""
+    shutdown_timeout: int = 30
+    """Seconds for open requests to finish after that."""
 
 
 class Server(uvicorn.Server):  # type: ignore[misc]
-    """uvicorn's, with a drain that ends in status 0; as a worker it is only ever drained, however often it is told."""
+    """uvicorn's server with draining that ends in status 0. A worker only drains, however many signals arrive."""
 
     def __init__(
         self,
         config: uvicorn.Config,
-        settings: Settings,
+        settings: ServerConfig,
         started: Callable[[], None],
         stopping: Callable[[], None] | None = None,
         worker: bool = False,
     ) -> None:
         super().__init__(config)
-        self.settings, self.tell_started, self.tell_stopping, self.worker = settings, started, stopping, worker
-        self.told: float | None = None
-        """When it was told to stop."""
-        self.begun = 0.0
+        self.settings, self.on_started, self.on_stopping, self.worker = settings, started, stopping, worker
+        self.drain_requested_at: float | None = None
+        """When draining was requested."""
+        self.started_at = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self.begun = time.monotonic()
+        self.started_at = time.monotonic()
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
-        if self.begun and (self.config.app.state.service.batcher.warm or now > self.begun + SLOWEST):
-            self.begun = 0.0
-            self.tell_started()
-        if self.told is not None:
-            if self.tell_stopping is not None:
-                self.tell_stopping()
-                self.tell_stopping = None
-            self.should_exit = now >= self.told + self.settings.notice
+        if self.started_at and (
+            self.config.app.state.service.batcher.ready or now > self.started_at + WARM_UP_TIMEOUT_S
+        ):
+            self.started_at = 0.0
+            self.on_started()
+        if self.drain_requested_at is not None:
+            if self.on_stopping is not None:
+                self.on_stopping()
+                self.on_stopping = None
+            self.should_exit = now >= self.drain_requested_at + self.settings.drain_delay
         return bool(await super().on_tick(counter))
 
     def drain(self) -> None:
-        """Say that it is not ready, and soon close the door; from any thread."""
+        """Start draining: /readyz returns 503, then the socket is closed. Callable from any thread."""
         self.config.app.state.service.draining = True
-        self.told = self.told or time.monotonic()
+        self.drain_requested_at = self.drain_requested_at or time.monotonic()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.told is not None and not self.worker and time.monotonic() > self.told + AGAIN:
+        if (
+            self.drain_requested_at is not None
+            and not self.worker
+            and time.monotonic() > self.drain_requested_at + DUPLICATE_SIGNAL_S
+        ):
             os._exit(128 + sig)
         self.drain()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn would raise the signal again when all is done, and so end in its status."""
+        """Replaces uvicorn's version, which raises the signal again at the end and so determines the exit status."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        own = (signal.SIGTERM,) if self.worker else SIGNALS
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in own}
+        signals = (signal.SIGTERM,) if self.worker else SIGNALS
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in signals}
         try:
             yield
         finally:
@@ -127,8 +133,8 @@ class Server(uvicorn.Server):  # type: ignore[misc]
                 signal.signal(sig, handler)
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket with an address of its own, before anything slow happens."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Bind a socket, before anything slow happens."""
     with contextlib.ExitStack() as closing:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -137,108 +143,111 @@ def listening(host: str, port: int) -> socket.socket:
             sock.bind(found[0][4])
         except (OSError, UnicodeError) as error:
             reason = (getattr(error, "strerror", None) or str(error)).lower()
-            raise ConfigError(f"cannot listen at {host} port {port}: {reason}; {_remedy(error)}.") from None
-        closing.pop_all()  # it stays open
+            raise ConfigError(f"cannot listen at {host} port {port}: {reason}; {_bind_advice(error)}.") from None
+        closing.pop_all()  # keep the socket open
     sock.set_inheritable(True)
     return sock
 
 
-def _remedy(error: Exception) -> str:
+def _bind_advice(error: Exception) -> str:
     number = getattr(error, "errno", None)
     if number in (errno.EACCES, errno.EPERM):
         return "try a --port of 1024 or more, or 0 for any"
     if number == errno.EADDRINUSE:
         return "try another --port, or 0 for any"
-    return "try --host 127.0.0.1 for this machine alone, or 0.0.0.0 for all that can reach it"
+    return "try --host 127.0.0.1 for this machine only, or 0.0.0.0 for all interfaces"
 
 
-def address(sock: socket.socket) -> str:
-    """Where a browser on this machine finds it."""
+def url_of(sock: socket.socket) -> str:
+    """URL for a browser on this machine."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def leave(status: int) -> NoReturn:
-    """End the process without taking apart what it has loaded, which takes seconds; what tidies up is run."""
+def exit_process(status: int) -> NoReturn:
+    """Run exit handlers and end the process, without freeing the model, which takes seconds."""
     atexit._run_exitfuncs()
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined] # a worker's own are not among them
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined] # multiprocessing's handlers
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
 
 
-def within_descriptors(limits: Limits) -> tuple[Limits, int]:
-    """Limits whose connections fit into the descriptors this process may have, and the backlog beside them.
+def fit_open_files(limits: Limits) -> tuple[Limits, int]:
+    """Reduce `max_connections` and the backlog to the number of files the process may open; returns both.
 
-    The soft limit (`ulimit -n`) is raised as far as is needed and the hard limit allows.
+    The soft limit (`ulimit -n`) is raised as far as needed and the hard limit allows.
     """
     if os.name != "posix":
         return limits, BACKLOG
     import resource
 
-    own = len(os.listdir("/dev/fd")) + SPARE
-    wanted = own + limits.connections + TURNS * BACKLOG
+    own = len(os.listdir("/dev/fd")) + SPARE_DESCRIPTORS
+    wanted = own + limits.max_connections + ACCEPT_ROUNDS * BACKLOG
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < wanted:  # no limit is -1, or very large
+    if 0 <= soft < wanted:  # unlimited is -1 or very large
         raised = min(wanted, hard) if hard >= 0 else wanted
-        with contextlib.suppress(OSError, ValueError):  # macOS has another limit of its own
+        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
     if not 0 <= soft < wanted:
         return limits, BACKLOG
     free = soft - own
-    backlog = min(BACKLOG, free // (3 * TURNS))
+    backlog = min(BACKLOG, free // (3 * ACCEPT_ROUNDS))
     if backlog < 1:
         raise ConfigError(
-            f"ulimit -n allows {soft} open files, and {own + 3 * TURNS} are needed; try ulimit -n {2 * own} or more."
+            f"ulimit -n allows {soft} open files, and {own + 3 * ACCEPT_ROUNDS} are needed; try ulimit -n {2 * own}."
         )
-    connections = min(limits.connections, free - TURNS * backlog)
-    return replace(limits, connections=connections), backlog
+    connections = min(limits.max_connections, free - ACCEPT_ROUNDS * backlog)
+    return replace(limits, max_connections=connections), backlog
 
 
-def serve_here(
-    opener: Opener,
+def serve_in_process(
+    loader: ModelLoader,
     sock: socket.socket,
-    settings: Settings,
-    started: Started,
+    settings: ServerConfig,
+    started: StartedCallback,
     stopping: Callable[[], None] | None = None,
-    made: Callable[[Server], None] | None = None,
+    on_created: Callable[[Server], None] | None = None,
 ) -> None:
-    """In this process, until told to stop; as a worker where somebody wants to have the server that is `made`."""
+    """Serve in this process until stopped. With `on_created`, which receives the server, it runs as a worker."""
     from vitrail.serve.app import create_app
-    from vitrail.serve.images import bound_pillow
+    from vitrail.serve.image_decoder import limit_pillow_pixels
 
-    bound_pillow(settings.limits.pixels)
-    sys.setswitchinterval(SWITCH)
-    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it has a line for every damaged form
-    served = opener()
-    limits, backlog = within_descriptors(settings.limits)
-    work = shares(settings.cores, served.alone, **settings.work)
+    limit_pillow_pixels(settings.limits.max_pixels)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs every damaged form
+    served = loader()
+    limits, backlog = fit_open_files(settings.limits)
+    work = divide_cores(settings.cores, served.parallel_batches, **settings.batching)
     app = create_app(served, limits, work, settings.token, settings.hosts)
 
-    def tell() -> None:
-        started(served.name, f"{served.how(settings.cores)}, batches of up to {app.state.service.batcher.batch}")
+    def report_started() -> None:
+        started(
+            served.name,
+            f"{served.describe_engine(settings.cores)}, batches of up to {app.state.service.batcher.batch_size}",
+        )
 
-    config = configured(app, backlog=backlog, timeout_graceful_shutdown=settings.patience)
-    server = Server(config, settings, tell, stopping, worker=made is not None)
-    if made is not None:
-        made(server)
+    config = uvicorn_config(app, backlog=backlog, timeout_graceful_shutdown=settings.shutdown_timeout)
+    server = Server(config, settings, report_started, stopping, worker=on_created is not None)
+    if on_created is not None:
+        on_created(server)
     server.run([sock])
 
 
-def configured(app: Any, **options: Any) -> uvicorn.Config:
-    """uvicorn, told to say little, also about itself, and not to wait for ever."""
+def uvicorn_config(app: Any, **options: Any) -> uvicorn.Config:
+    """uvicorn's configuration: little logging, no server header, our protocol limits."""
     return uvicorn.Config(
         app,
-        http=within(app.state.service.limits),
+        http=limited_protocol(app.state.service.limits),
         lifespan="on",
         ws="none",
         access_log=False,
         log_config=None,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=75,  # a load balancer's connections are closed by it, not here
+        timeout_keep_alive=75,  # longer than usual load balancers, which should close idle connections themselves
         **options,
     )

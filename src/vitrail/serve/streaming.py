@@ -1,4 +1,4 @@
-"""Answers as JSON lines: partial results while the work goes on, the whole answer last."""
+"""Responses as JSON lines: partial results while the work is in progress, then the complete response."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vitrail.serve.metrics import Metrics
-from vitrail.serve.problems import Problem
+from vitrail.serve.http_errors import RequestError
+from vitrail.serve.prometheus_metrics import Metrics
 
-LINES = "application/x-ndjson"
+NDJSON = "application/x-ndjson"
 
 log = logging.getLogger("vitrail.serve")
 
 
-def wants_lines(request: Request) -> bool:
-    """Whether an Accept header names JSON lines; `*/*` does not. A client of HTTP/1.0 could not tell where they end."""
+def accepts_ndjson(request: Request) -> bool:
+    """Whether the Accept header names application/x-ndjson. Never for HTTP/1.0, which has no chunked responses."""
     if request.scope.get("http_version") == "1.0":
         return False
     ranges = [part.split(";") for value in request.headers.getlist("accept") for part in value.lower().split(",")]
-    refused = {"q=0", "q=0.0", "q=0.00", "q=0.000"}
-    return any(kind.strip() == LINES and refused.isdisjoint(map(str.strip, rest)) for kind, *rest in ranges)
+    rejected = {"q=0", "q=0.0", "q=0.00", "q=0.000"}
+    return any(kind.strip() == NDJSON and rejected.isdisjoint(map(str.strip, rest)) for kind, *rest in ranges)
 
 
-class Newest:
-    """Holds the last partial result that is not sent yet: a slow client misses some and nothing piles up."""
+class LatestValue:
+    """Holds the latest partial result. A slow client misses some, so nothing accumulates."""
 
     def __init__(self) -> None:
         self.value: Any = None
@@ -41,8 +41,8 @@ class Newest:
         self.value = value
         self._there.set()
 
-    async def before(self, task: asyncio.Task[Any]) -> Any:
-        """The next partial result, or None when the task ends first."""
+    async def next_before(self, task: asyncio.Task[Any]) -> Any:
+        """The next partial result; None if the task ends first."""
         wait = asyncio.ensure_future(self._there.wait())
         try:
             await asyncio.wait((wait, task), return_when=asyncio.FIRST_COMPLETED)
@@ -54,51 +54,51 @@ class Newest:
         return self.value
 
 
-async def in_lines(answer: Coroutine[Any, Any, Response], newest: Newest, metrics: Metrics) -> Response:
-    """The response of a route, with lines for what `newest` is given before it is there.
+async def stream_ndjson(answer: Coroutine[Any, Any, Response], latest: LatestValue, metrics: Metrics) -> Response:
+    """Response that streams the values of `latest` as lines until `answer` is complete.
 
-    What fails before the first line is answered with its own status, as without lines.
+    An error before the first line keeps its own status.
     """
     task = asyncio.ensure_future(answer)
     try:
-        first = await newest.before(task)
+        first = await latest.next_before(task)
     except asyncio.CancelledError:
         task.cancel()
         raise
     if first is None and task.result().status_code != 200:
         return task.result()
-    return _Lines(_written(first, task, newest, metrics))
+    return _NDJSONResponse(_ndjson_lines(first, task, latest, metrics))
 
 
-async def _written(
-    partial: Any, task: asyncio.Task[Response], newest: Newest, metrics: Metrics
+async def _ndjson_lines(
+    partial: Any, task: asyncio.Task[Response], latest: LatestValue, metrics: Metrics
 ) -> AsyncGenerator[bytes, None]:
     try:
         while partial is not None:
             yield json.dumps({"partial": partial}).encode()
-            partial = await newest.before(task)
-        yield await _last(task, metrics)
+            partial = await latest.next_before(task)
+        yield await _final_line(task, metrics)
     finally:
         task.cancel()
 
 
-async def _last(task: asyncio.Task[Response], metrics: Metrics) -> bytes:
-    """The answer, or what went wrong: the status has been sent already."""
+async def _final_line(task: asyncio.Task[Response], metrics: Metrics) -> bytes:
+    """The complete response, or the error as JSON, because the status has already been sent."""
     try:
         return bytes((await task).body)
-    except Problem as found:
-        problem = found
+    except RequestError as request_error:
+        failure = request_error
     except Exception as error:
-        log.error("a request failed unexpectedly after its first line", exc_info=error)
-        problem = Problem(500, "internal_error", "something went wrong here; it has been written down.")
-    metrics.refused.labels(problem.code).inc()
-    return problem.body()
+        log.error("unexpected error in a request after its first line", exc_info=error)
+        failure = RequestError(500, "internal_error", "internal error; the server has logged it.")
+    metrics.errors.labels(failure.code).inc()
+    return failure.body()
 
 
-class _Lines(Response):  # type: ignore[misc]
-    """Sends each line when the client has room for it; the route itself notices a client that hangs up."""
+class _NDJSONResponse(Response):  # type: ignore[misc]
+    """Streams lines with backpressure; the route itself detects a disconnect."""
 
-    media_type = LINES
+    media_type = NDJSON
 
     def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})

@@ -25,7 +25,7 @@ const says = new Says($("says"));
 
 const pane = () => view.panes[view.active];
 const sheetOf = (one) => view.sheets[one.sheet];
-const special = () => model.special.length;
+const special = () => model.prefix_tokens.length;
 /** The token that asks in a sheet: the patch pointed at, else the chosen one. A hidden patch does not ask. */
 const asker = (sheet) => [view.hover === null ? null : view.hover + special(), view.ask].find((token) => token !== null && !sheet.hide.has(token - special())) ?? null;
 const methodOf = (show) => (show === "pool" ? "attention" : show);
@@ -43,7 +43,7 @@ const wantOf = ({ show, layer }) => (show === "attention" ? { layer } : { method
 
 function rowOf(one, sheet) {
   const layer = sheet.layers.get(one.layer);
-  return layer ? attended(layer, one.head, asker(sheet) ?? reading(model.pool, model.special, layer.tokens)) : null;
+  return layer ? attended(layer, one.head, asker(sheet) ?? reading(model.pool, model.prefix_tokens, layer.tokens)) : null;
 }
 
 let drawing = 0;
@@ -105,13 +105,13 @@ function captionOf(one, sheet, letter, found) {
 }
 
 function controls() {
-  const one = pane(), sheet = sheetOf(one), heads = model.heads ?? 0, letter = letterOf(one), attending = one.show === "attention";
+  const one = pane(), sheet = sheetOf(one), heads = model.num_heads ?? 0, letter = letterOf(one), attending = one.show === "attention";
   segments($("shows"), shows.map((show) => [show, NAMES[show], TIPS[show]]), one.show, (show) => set({ show }));
   $("shows").hidden = shows.length < 2;
   segments($("paints"), null, view.paint, (paint) => { view.paint = paint; render(); }, "paint");
   const click = touch.matches ? "Tap" : "Click";
   segments($("modes"), [["hide", `${click} hides`], ["ask", `${click} asks`]], view.mode, (mode) => { view.mode = mode; render(); });
-  $("modes").hidden = !model.attention;
+  $("modes").hidden = !model.has_attention;
   $("panes").dataset.mode = view.mode;
   $("paints").hidden = one.show === "plain";
   $("layer-row").hidden = !attending;
@@ -134,7 +134,7 @@ function controls() {
   $("fill").value = view.fill;
   $("compare").setAttribute("aria-pressed", String(Boolean(letter)));
   const row = attending ? rowOf(one, sheet) : null;
-  drawChips($("chips"), { model, view, row, shown: attending && model.attention, asker: asker(sheet), render });
+  drawChips($("chips"), { model, view, row, shown: attending && model.has_attention, asker: asker(sheet), render });
   const told = sentence(one, sheet, model, { values: row ? row.slice(special()) : values(one, sheet), row, from: asker(sheet), hover: view.hover });
   $("words").textContent = letter && told ? `${letter}: ${told}` : told;
   $("invite").textContent = invitation({ show: one.show, model, mode: view.mode, touch: touch.matches, compared: letter });
@@ -159,7 +159,7 @@ function beside() {
     const chosen = view.hover ?? (asked !== null && asked >= special() ? asked - special() : null), patch = chosen ?? Math.floor(rows / 2) * columns + Math.floor(columns / 2);
     placesMap($("places-map"), places, patch);
     $("places-map").setAttribute("aria-label", `Similarity of the position of ${place(patch, places.grid)} to all others`);
-    $("places-note").textContent = `${chosen === null ? "The middle, in the frame" : capital(place(patch, places.grid))}: ${places.meaning}.`;
+    $("places-note").textContent = `${chosen === null ? "The middle, in the frame" : capital(place(patch, places.grid))}: ${places.description}.`;
     [$("places-low").textContent, $("places-high").textContent] = [minus(places.low.toFixed(2)), "1"];
   }
 }
@@ -247,7 +247,7 @@ function dropSheets() {
 function play() {
   clearInterval(playing);
   if (playing) playing = 0;
-  else if (model.attention) {
+  else if (model.has_attention) {
     const on = () => set({ show: "attention", layer: (pane().layer % model.depth) + 1 });
     playing = setInterval(on, PLAY);
     on();
@@ -294,11 +294,11 @@ function wire() {
 }
 
 function describe() {
-  const { name, parameters, grid, depth, heads, image } = model, parts = [];
-  if (parameters) parts.push(`${(parameters / 1e6).toFixed(1)} M parameters`);
+  const { name, num_parameters, grid, depth, num_heads, image_size } = model, parts = [];
+  if (num_parameters) parts.push(`${(num_parameters / 1e6).toFixed(1)} M parameters`);
   if (grid) parts.push(`${grid.rows} × ${grid.columns} patches`);
-  if (depth) parts.push(`${depth} layers × ${heads} heads`);
-  parts.push(`${image.width} × ${image.height} px`);
+  if (depth) parts.push(`${depth} layers × ${num_heads} heads`);
+  parts.push(`${image_size.width} × ${image_size.height} px`);
   const strong = Object.assign(document.createElement("b"), { textContent: name, title: name, dir: "auto" });
   $("model").replaceChildren(strong, ...parts.map((text) => Object.assign(document.createElement("span"), { textContent: text })));
   document.title = `vitrail: inside ${short(name, 60)}`;
@@ -313,10 +313,10 @@ async function start() {
   listen({ state: serverState, doing, token: askToken });
   onBanner(tryNow);
   model = await ask("/v1/model", { what: "Waiting for the model" });
-  shows = [...(model.attention ? ["attention"] : []), ...model.methods.filter((m) => m !== "attention"), ...(model.pool === "map" ? ["pool"] : []), "plain"];
+  shows = [...(model.has_attention ? ["attention"] : []), ...model.methods.filter((m) => m !== "attention"), ...(model.pool === "map" ? ["pool"] : []), "plain"];
   describe();
   $("theme").setAttribute("aria-pressed", String((document.documentElement.dataset.theme ?? "") === "dark" || (!document.documentElement.dataset.theme && matchMedia("(prefers-color-scheme: dark)").matches)));
-  if (!model.attention) view.mode = "hide";
+  if (!model.has_attention) view.mode = "hide";
   const samples = await ask("/v1/samples").catch(() => []);
   choosing = new Choosing({ view, model, shows, samples, newSheet, newPane, pane, dropSheets, render });
   choosing.listen();
@@ -325,7 +325,7 @@ async function start() {
   await choosing.restore(location.hash);
   const other = sessionStorage.getItem("vitrail-other");
   if (other) { sessionStorage.removeItem("vitrail-other"); banner(`The server is back, with another model: ${short(model.name, 60)}.`, 6000); }
-  if (model.attention) ask("/v1/positions").then((answer) => { places = placesOf(answer); render(); }, () => {});
+  if (model.has_attention) ask("/v1/positions").then((answer) => { places = placesOf(answer); render(); }, () => {});
 }
 
 /** The server went away, has too much to do, or is back; perhaps with another model. */
@@ -337,7 +337,7 @@ async function serverState(kind, seconds) {
   const now = await ask("/v1/model"), same = (key) => JSON.stringify(now[key]) === JSON.stringify(model[key]);
   if (!model || Object.keys(now).every(same)) return;
   link();
-  if (!["grid", "special", "depth", "heads"].every(same)) {  // other patches: what was hidden or asked means nothing there
+  if (!["grid", "prefix_tokens", "depth", "num_heads"].every(same)) {  // other patches: what was hidden or asked means nothing there
     const words = new URLSearchParams(location.hash.slice(1)), kept = ["image", "image2", "show", "show2", "paint", "fill"];
     for (const name of [...words.keys()]) if (!kept.includes(name)) words.delete(name);
     history.replaceState(null, "", `#${words}`);

@@ -9,8 +9,8 @@ export function bytes(text) {
 }
 
 /** One layer: H T T bytes, and the peak of each row that they are shares of. */
-export function layerOf({ heads, tokens, values, peaks }) {
-  const raw = bytes(peaks);
+export function layerOf({ num_heads: heads, num_tokens: tokens, values, row_max }) {
+  const raw = bytes(row_max);
   return { heads, tokens, values: bytes(values), peaks: new Float32Array(raw.buffer, 0, raw.byteLength / 4) };
 }
 
@@ -40,23 +40,23 @@ export function attended(layer, head, asker) {
 }
 
 /** A map over the patches, in the units it was computed in. */
-export function mapOf({ values, low, high }) {
-  return Float32Array.from(bytes(values), (byte) => low + (byte / 255) * (high - low));
+export function mapOf({ values, min, max }) {
+  return Float32Array.from(bytes(values), (byte) => min + (byte / 255) * (max - min));
 }
 
 /** A map that is still being computed: NaN for patches without a value. */
 export function partialOf(map) {
-  const known = bytes(map.known);
-  return mapOf(map).map((value, i) => (known[i] ? value : NaN));
+  const final = bytes(map.final);
+  return mapOf(map).map((value, i) => (final[i] ? value : NaN));
 }
 export const isPartial = (values) => values.some(Number.isNaN);
 
 /** N N numbers from -1 to 1. */
-export function placesOf({ grid, values, meaning }) {
+export function placesOf({ grid, values, description }) {
   const signed = new Int8Array(bytes(values).buffer), alike = Float32Array.from(signed, (byte) => byte / 127);
   let low = 1;
   for (const value of alike) low = Math.min(low, value);
-  return { grid, alike, low, meaning };
+  return { grid, alike, low, description };
 }
 
 /** Which value is dark and which is full light. Few very bright patches do not darken the rest. */

@@ -6,9 +6,9 @@ let before;  // who asked before the mouse came over a chip
 
 /** `row`: what each token gets of the attention shown, or null; `shown`: whether attention is shown at all. */
 export function drawChips(box, { model, view, row, shown, asker, render }) {
-  const alone = model.special.length === 1 && model.pool === "token";
+  const alone = model.prefix_tokens.length === 1 && model.pool === "token";
   const readers = alone ? [] : [[null, model.pool === "token" ? "what the head reads" : "all patches"]];
-  const names = shown ? [...readers, ...model.special.map((name, i) => [i, name])] : [];
+  const names = shown ? [...readers, ...model.prefix_tokens.map((name, i) => [i, name])] : [];
   while (box.children.length > names.length) box.lastChild.remove();
   while (box.children.length < names.length) {
     const chip = Object.assign(document.createElement("button"), { type: "button", className: "chip" });

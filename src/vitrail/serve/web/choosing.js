@@ -16,10 +16,10 @@ export class Choosing {
 
   /** The patch of a sample that is worth asking from; null for other images. */
   point(source) {
-    const { model, samples } = this.page, found = samples.find(({ name }) => name === source)?.point;
-    if (!found || !model.attention || !model.grid) return null;
+    const { model, samples } = this.page, found = samples.find(({ name }) => name === source)?.query_point;
+    if (!found || !model.has_attention || !model.grid) return null;
     const { rows, columns } = model.grid;
-    return model.special.length + Math.floor(found[1] * rows) * columns + Math.floor(found[0] * columns);
+    return model.prefix_tokens.length + Math.floor(found[1] * rows) * columns + Math.floor(found[0] * columns);
   }
 
   /** Begins a wish for a pane; what is returned says whether it is still the latest. */

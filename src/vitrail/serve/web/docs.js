@@ -125,7 +125,7 @@ function tell(text) { document.getElementById("summary").textContent = text; }
 async function main() {
   listen({ token: askToken, state: (kind) => kind === "fine" || tell("The server does not answer; it is asked again.") });
   const whole = await ask("/openapi.json");
-  const { name } = whole.components.schemas.ModelAnswer.examples[0];
+  const { name } = whole.components.schemas.ModelResponse.examples[0];
   Object.assign(document.getElementById("name"), { textContent: name, title: name, dir: "auto" });
   tell(`${whole.info.summary.replace(name, () => short(name))} ${whole.info.description} Version ${whole.info.version}.`);
   for (const [path, methods] of Object.entries(whole.paths)) {

@@ -45,7 +45,7 @@ export async function savePng({ panes, sheets, model, words, credit }) {
     const { width, height } = view.sheet.image, scale = SIDE / Math.max(width, height);
     return [Math.round(width * scale), Math.round(height * scale)];
   });
-  const tall = Math.max(...sizes.map(([, height]) => height)), told = model.classes ? sheets : [];
+  const tall = Math.max(...sizes.map(([, height]) => height)), told = model.num_classes ? sheets : [];
   const canvas = document.createElement("canvas"), context = canvas.getContext("2d");
   canvas.width = GAP + sizes.reduce((sum, [width]) => sum + width + GAP, 0) + (told.length ? BARS + GAP : 0);
   const plain = `16px ${SANS}`, meant = panes.map(({ means }, i) => inLines(context, means, plain, sizes[i][0]));

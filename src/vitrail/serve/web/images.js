@@ -60,8 +60,8 @@ export async function fitting(blob, limits) {
   let bitmap = null;
   try { bitmap = await createImageBitmap(blob); } catch { return { blob, note: "" }; }  // the server will say what is wrong
   const pixels = bitmap.width * bitmap.height;
-  const room = 0.98 * limits.bytes - 4096;
-  if (blob.size <= room && pixels <= limits.pixels) { bitmap.close(); return { blob, note: "" }; }
+  const room = 0.98 * limits.max_bytes - 4096;
+  if (blob.size <= room && pixels <= limits.max_pixels) { bitmap.close(); return { blob, note: "" }; }
   const scale = Math.min(1, 2048 / Math.max(bitmap.width, bitmap.height));
   const canvas = new OffscreenCanvas(Math.max(1, Math.round(bitmap.width * scale)), Math.max(1, Math.round(bitmap.height * scale)));
   canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);

@@ -4,7 +4,7 @@ const $ = (id) => document.getElementById(id);
 const stored = () => { try { return localStorage.getItem("vitrail-keys") !== "off"; } catch { return true; } };
 
 export function listenKeys({ set, pane, play, compare, copyLink, dark, model, shows, view, render, undo, clear }) {
-  const step = (by) => set({ show: model.attention ? "attention" : pane().show, layer: pane().layer + by });
+  const step = (by) => set({ show: model.has_attention ? "attention" : pane().show, layer: pane().layer + by });
   const keys = {
     "[": () => model.depth && step(-1),
     "]": () => model.depth && step(1),
@@ -31,7 +31,7 @@ export function listenKeys({ set, pane, play, compare, copyLink, dark, model, sh
     const typing = event.target.closest?.("input:not([type=range]), select, textarea, dialog");
     if (event.ctrlKey || event.metaKey || event.altKey || typing || event.defaultPrevented) return;
     if (!on && event.key !== "?" && event.key !== "Escape") return;
-    const head = /^\d$/.test(event.key) && Number(event.key) <= (model.heads ?? 0) ? Number(event.key) : null;
+    const head = /^\d$/.test(event.key) && Number(event.key) <= (model.num_heads ?? 0) ? Number(event.key) : null;
     if (head !== null) set({ head });
     else if (event.key in keys) keys[event.key]();
     else return;

@@ -61,7 +61,7 @@ export function writeLink({ panes, sheets, ask, paint, fill }, model) {
       if (pane.head) words.set(`head${end}`, pane.head);
     }
   });
-  const asked = writeAsk(ask, model.special, model.grid?.columns ?? 1);
+  const asked = writeAsk(ask, model.prefix_tokens, model.grid?.columns ?? 1);
   if (asked !== null) words.set("ask", asked);
   if (paint !== "light") words.set("paint", paint);
   if (fill !== "mean") words.set("fill", fill);
@@ -84,13 +84,13 @@ export function readLink(text, model, shows) {
       sheet: sources.length - 1,
       show: among(words.get(`show${end}`), shows),
       layer: within(words.get(`layer${end}`), 1, model.depth ?? 1, Math.max(1, Math.round((5 / 12) * (model.depth ?? 1)))),
-      head: within(words.get(`head${end}`), 0, model.heads ?? 0, 0),
+      head: within(words.get(`head${end}`), 0, model.num_heads ?? 0, 0),
     });
   }
   return {
     sources,
     panes,
-    ask: readAsk(words.get("ask"), model.special, rows, columns),
+    ask: readAsk(words.get("ask"), model.prefix_tokens, rows, columns),
     paint: among(words.get("paint"), ["light", "heat"]),
     fill: among(words.get("fill"), ["mean", "blur", "zero"]),
   };

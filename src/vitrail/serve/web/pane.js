@@ -57,7 +57,7 @@ export class Pane {
     this.root.style.setProperty("--ratio", image ? image.width / image.height : 1);
     this.grid.classList.toggle("waiting", Boolean(sheet?.blob && (!image || pending)));
     if (this.unsaid || (this.cursor !== null && this.cursor === this.said?.patch && sheet.hide.has(this.cursor) !== this.said.hidden)) this.say();
-    this.number(image ? pointed ?? (asker === null ? null : asker - sheet.model.special.length) : null);
+    this.number(image ? pointed ?? (asker === null ? null : asker - sheet.model.prefix_tokens.length) : null);
     this.request();
   }
 
@@ -205,14 +205,14 @@ function spans(patch, grid, squares) {
 
 /** Everything on the canvas, so that the same can be painted larger for a file. */
 export function paint(context, width, height, { sheet, shown, raw, squares, asker, box, cursor, paint: way, focus, ratio }) {
-  const { rows, columns } = sheet.grid, special = sheet.model.special.length;
+  const { rows, columns } = sheet.grid, special = sheet.model.prefix_tokens.length;
   const x = (column) => Math.round((column * width) / columns), y = (row) => Math.round((row * height) / rows);
   const area = (patch, wide) => {
     const { down: [top, bottom], right: [left, right] } = spans(patch, sheet.grid, wide);
     return [x(left), y(top), x(right + 1) - x(left), y(bottom + 1) - y(top)];
   };
   const cell = (patch) => area(patch, false);
-  context.imageSmoothingEnabled = sheet.model.image.width >= 96;  // small images show their pixels
+  context.imageSmoothingEnabled = sheet.model.image_size.width >= 96;  // small images show their pixels
   context.imageSmoothingQuality = "high";
   context.drawImage(shown && way === "heat" ? gray(sheet.image) : sheet.image, 0, 0, width, height);
   if (shown) {

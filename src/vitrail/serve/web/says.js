@@ -46,7 +46,7 @@ export function drawVerdict(root, sheets, model) {
   root.replaceChildren(...sheets.map((sheet, i) => {
     const line = element("p", "line"), [best] = sheet.now ?? [], before = sheet.hide.size && best ? sheet.before?.get(best.index) : undefined;
     if (sheets.length > 1) line.append(element("b", "letter", "AB"[i]));
-    if (!model.classes) line.append(element("span", "best", sheet.kept === null ? "Features" : `${sheet.kept.toFixed(3)} alike`));
+    if (!model.num_classes) line.append(element("span", "best", sheet.kept === null ? "Features" : `${sheet.kept.toFixed(3)} alike`));
     if (!best) return line;
     line.append(named("span", "best", best.label), element("span", "share", percent(best.score)));
     if (before !== undefined) {
@@ -88,9 +88,9 @@ class Block {
   show(sheet, model, letter, first) {
     this.letter.textContent = letter;
     this.letter.hidden = !letter;
-    this.root.classList.toggle("old", sheet.now === null && Boolean(model.classes));
-    this.bars.hidden = !model.classes;
-    if (!model.classes) return this.features(sheet, letter, first);
+    this.root.classList.toggle("old", sheet.now === null && Boolean(model.num_classes));
+    this.bars.hidden = !model.num_classes;
+    if (!model.num_classes) return this.features(sheet, letter, first);
     const best = sheet.now?.[0];
     this.label.textContent = best ? tidy(best.label) : sheet.blob ? "…" : "";
     this.label.title = best?.label ?? "";
@@ -145,10 +145,10 @@ class Block {
 }
 
 /** What the bars are a choice of; a model of few classes names them, for it knows nothing else. */
-function known({ classes, labels, several }) {
-  if (several) return "Each class on its own: several may be there.";
-  const names = labels && classes <= 12 ? ` it knows: ${labels.map((label) => short(label.split(",")[0] || tidy(label), 24)).join(", ")}` : "";
-  return `The likeliest of the ${classes.toLocaleString("en")} classes${names}.`;
+function known({ num_classes, labels, multi_label }) {
+  if (multi_label) return "Each class on its own: several may be there.";
+  const names = labels && num_classes <= 12 ? ` it knows: ${labels.map((label) => short(label.split(",")[0] || tidy(label), 24)).join(", ")}` : "";
+  return `The likeliest of the ${num_classes.toLocaleString("en")} classes${names}.`;
 }
 
 /** One sentence for a screen reader. */

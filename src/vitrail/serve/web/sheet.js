@@ -80,7 +80,7 @@ export class Sheet {
   async predict(signal) {
     const found = await this.quick(this.values, signal);
     const whole = this.hide.size && !(this.before ?? this.whole) ? await this.quick({}, signal) : null;  // a link came with them hidden
-    if (this.model.classes) {
+    if (this.model.num_classes) {
       if (whole) this.remember(whole.predictions);
       this.tell(found.predictions);
     } else {
@@ -94,9 +94,9 @@ export class Sheet {
   }
 
   async quick(values, signal) {
-    const { classes } = this.model, top = classes ? Math.min(KNOWN, classes) : undefined;
+    const { num_classes } = this.model, top = num_classes ? Math.min(KNOWN, num_classes) : undefined;
     const body = form(this.blob, { ...values, top });
-    if (classes) return (await ask("/v1/predict", { body, what: "The model is looking", signal })).results[0];
+    if (num_classes) return (await ask("/v1/predict", { body, what: "The model is looking", signal })).results[0];
     const found = ask("/v1/embed", { body, what: "The model is looking", signal });
     return (await found.catch((error) => { if (error.status === 400 && values.hide) return null; throw error; }))?.results[0];
   }
@@ -120,14 +120,14 @@ export class Sheet {
     this.halt();
     this.lost = new Set();
     if (!this.now && answer.predictions.length) this.tell(answer.predictions);
-    Object.assign(this, { image, stale: false, grid: answer.grid ?? this.grid, distance: answer.distance ?? [], uniform: answer.uniform_distance });
+    Object.assign(this, { image, stale: false, grid: answer.grid ?? this.grid, distance: answer.attention_distance ?? [], uniform: answer.uniform_attention_distance });
     this.take(answer);
     this.changed(this);
   }
 
   /** Where nothing can be explained: the image as the model gets it. */
   async show(signal) {
-    const seen = async () => decodeImage((await ask("/v1/image", { body: form(this.blob, {}), what: "The model is looking", signal })).image);
+    const seen = async () => decodeImage((await ask("/v1/preprocess", { body: form(this.blob, {}), what: "The model is looking", signal })).image);
     const image = this.image ?? (await seen());
     if (signal.aborted) return;
     Object.assign(this, { image, stale: false });

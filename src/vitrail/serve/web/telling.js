@@ -25,20 +25,20 @@ export function squareAt(patch, grid) {
 
 export function titleOf({ show, layer, head }, model) {
   if (show !== "attention") return NAMES[show];
-  return `Layer ${layer}, ${head ? `head ${head}` : model.heads > 1 ? "all heads" : "its head"}`;
+  return `Layer ${layer}, ${head ? `head ${head}` : model.num_heads > 1 ? "all heads" : "its head"}`;
 }
 
 /** Who asks: a token's number, or null for whatever the head reads. */
 export function whoAsks(from, model, grid) {
-  if (from === null) return model.pool === "token" ? (model.special.length === 1 ? "the class token" : "what the head reads") : "the mean of all patches";
-  return from < model.special.length ? `the ${model.special[from]} token` : place(from - model.special.length, grid);
+  if (from === null) return model.pool === "token" ? (model.prefix_tokens.length === 1 ? "the class token" : "what the head reads") : "the mean of all patches";
+  return from < model.prefix_tokens.length ? `the ${model.prefix_tokens[from]} token` : place(from - model.prefix_tokens.length, grid);
 }
 
 /** One line below the image: what light means here; names have `most` letters. */
 export function meaning({ show, head }, sheet, model, from, most = 28) {
   const [best] = sheet.now ?? [], named = best ? `“${short(tidy(best.label), most)}”` : "the class", side = sideOf(model.grid);
   if (show === "attention") {
-    const who = from !== null && from >= model.special.length ? "the framed patch" : whoAsks(from, model, model.grid);
+    const who = from !== null && from >= model.prefix_tokens.length ? "the framed patch" : whoAsks(from, model, model.grid);
     return `What ${who} attends to${head ? ` in head ${head}` : ""}.`;
   }
   return {
@@ -63,16 +63,16 @@ export function legend(show, values) {
 export function sentence({ show }, sheet, model, { values, row, from, hover }) {
   if (!sheet.image || !sheet.grid) return "";
   if (!model.methods.length) return "This server runs an exported file: it predicts, and cannot be looked into.";
-  if (show === "plain") return model.attention ? `${model.image.width} × ${model.image.height} pixels.` : "This model has convolutions and no attention to look at; occlusion shows what it needs.";
+  if (show === "plain") return model.has_attention ? `${model.image_size.width} × ${model.image_size.height} pixels.` : "This model has convolutions and no attention to look at; occlusion shows what it needs.";
   const stopped = sheet.stopped === show ? `Stopped${sheet.partial ? ` at ${sheet.partial.done} of ${sheet.partial.total} squares` : ""}; choose ${NAMES[show]} to start again. ` : "";
   if (!values) return stopped;
   if (show !== "attention") return stopped + valueOf(show, values, hover ?? largest(values), hover === null, sheet.grid);
-  const special = model.special.length, best = largest(values), token = largest(row.subarray(0, special)), me = from ?? (whoAsks(null, model, sheet.grid) === "the class token" ? 0 : null);
+  const special = model.prefix_tokens.length, best = largest(values), token = largest(row.subarray(0, special)), me = from ?? (whoAsks(null, model, sheet.grid) === "the class token" ? 0 : null);
   const where = me === best + special ? "itself" : place(best, sheet.grid), much = (at) => `(${percent(row[at])})`;
   const corner = me === best + special ? "" : cornered(best, sheet.grid);
   const who = capital(whoAsks(from, model, sheet.grid));
   if (special && row[token] > values[best]) {
-    const whom = me === token ? "itself" : `the ${model.special[token]} token`;
+    const whom = me === token ? "itself" : `the ${model.prefix_tokens[token]} token`;
     return `${who} looks most at ${whom} ${much(token)}, then at ${where} ${much(best + special)}.${corner}`;
   }
   return `${who} looks most at ${where} ${much(best + special)}.${corner}`;
@@ -111,7 +111,7 @@ const POINTING = {
 /** What can be done here, above the image. */
 export function invitation({ show, model, mode, touch, compared }) {
   if (compared) return `The controls are for ${compared}: give it another layer, map or image.`;
-  const watch = `, and watch the ${model.classes ? "prediction" : "features"} change.`, square = show === "occlusion" && sideOf(model.grid) > 1;
+  const watch = `, and watch the ${model.num_classes ? "prediction" : "features"} change.`, square = show === "occlusion" && sideOf(model.grid) > 1;
   const what = POINTING[show], one = square ? "a square" : "a patch", it = square ? "a patch" : "it";
   if (mode === "hide" && (touch || !what)) return `${touch ? "Tap" : "Click"} patches to hide them${watch}`;
   if (!what) return touch ? `Press long on a patch to hide it${watch}` : `Shift and click a patch to hide it${watch}`;

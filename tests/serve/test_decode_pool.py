@@ -24,13 +24,13 @@ from serving import QUICK, photo, png_of, running, served, until
 from small_models import model, small
 
 import vitrail
-from vitrail.serve import decode_process, decoding, fair_queue, image_headers, images
+from vitrail.serve import decode_pool, decode_process, fair_queue, image_decoder, image_headers
 from vitrail.serve.app import Service
 from vitrail.serve.decode_process import DecodeProcess
-from vitrail.serve.image_headers import quick_header
-from vitrail.serve.images import Images, Opened
+from vitrail.serve.http_errors import RequestError
+from vitrail.serve.image_decoder import ImageDecoder, InspectedImage
+from vitrail.serve.image_headers import is_quick_header
 from vitrail.serve.limits import Limits
-from vitrail.serve.problems import Problem
 
 PNG = {"content-type": "image/png"}
 
@@ -60,8 +60,8 @@ def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def reader(vit: vitrail.Model, **limits: Any) -> Images:
-    return Images(vit.preprocess, Limits(**limits), (4, 4))
+def reader(vit: vitrail.Model, **limits: Any) -> ImageDecoder:
+    return ImageDecoder(vit.preprocess, Limits(**limits), (4, 4))
 
 
 def chunk(name: bytes, data: bytes = b"") -> bytes:
@@ -106,11 +106,11 @@ def test_what_an_image_costs_follows_from_its_header(
     vit: vitrail.Model, image: Image.Image, kind: str, cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = saved(image, kind)
-    opened = reader(vit).open(data)
+    opened = reader(vit).inspect(data)
     assert (opened.pixels, opened.cost, opened.large) == (600, cost, False)
-    monkeypatch.setattr(images, "SMALL_PIXELS", cost - 1)
-    assert reader(vit).open(data).large
-    assert np.array_equal(reader(vit).unpack(opened), reader(vit).pixels(data))
+    monkeypatch.setattr(image_decoder, "SMALL_PIXELS", cost - 1)
+    assert reader(vit).inspect(data).large
+    assert np.array_equal(reader(vit).decode(opened), reader(vit).decode_bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -133,32 +133,32 @@ def test_what_an_image_costs_follows_from_its_header(
 def test_what_takes_time_to_look_at_is_large_unseen(
     vit: vitrail.Model, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = reader(vit).open(data)
+    opened = reader(vit).inspect(data)
     assert opened.large
-    assert quick_header(data) == (len(data) > images.SMALL_BYTES)
-    if not quick_header(data):
+    assert is_quick_header(data) == (len(data) > image_decoder.SMALL_BYTES)
+    if not is_quick_header(data):
         monkeypatch.setattr(Image, "open", None)
-        assert reader(vit).open(data).pixels == Limits().pixels
+        assert reader(vit).inspect(data).pixels == Limits().max_pixels
 
 
 def test_usual_files_are_quick() -> None:
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
-        assert quick_header(photo(kind=kind)), kind
-    assert quick_header(with_chunks(50))
-    assert quick_header(photo()[:30])
+        assert is_quick_header(photo(kind=kind)), kind
+    assert is_quick_header(with_chunks(50))
+    assert is_quick_header(photo()[:30])
     for kind in ("JPEG", "PNG", "WEBP"):
-        assert quick_header(with_exif(kind, 50_000)), kind
+        assert is_quick_header(with_exif(kind, 50_000)), kind
 
 
 @pytest.mark.parametrize("data", [with_chunks(100), b"\xff\xd8" + b"\xff\xe9\0\x02" * 2000 + photo()[2:]])
 def test_what_is_not_judged_at_once_is_judged_when_it_is_decoded(vit: vitrail.Model, data: bytes) -> None:
-    opened = reader(vit).open(data)
-    assert (opened.source, opened.cost) == (None, Limits().pixels // images.UNSEEN)
+    opened = reader(vit).inspect(data)
+    assert (opened.source, opened.cost) == (None, Limits().max_pixels // image_decoder.UNREAD_HEADER_DIVISOR)
     assert np.array_equal(
-        reader(vit).unpack(opened), reader(vit).pixels(photo(kind="PNG" if data[0] == 0x89 else "JPEG"))
+        reader(vit).decode(opened), reader(vit).decode_bytes(photo(kind="PNG" if data[0] == 0x89 else "JPEG"))
     )
-    with pytest.raises(Problem, match="at most 100 are taken"):
-        reader(vit, pixels=100).pixels(data)
+    with pytest.raises(RequestError, match="at most 100 are allowed"):
+        reader(vit, max_pixels=100).decode_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_what_is_not_judged_at_once_is_judged_when_it_is_decoded(vit: vitrail.Mo
 )
 def test_formats_that_pillow_decodes_in_python_are_refused(vit: vitrail.Model, data: bytes) -> None:
     assert np.asarray(Image.open(io.BytesIO(data))).shape[:2] == (4, 4)  # they are whole
-    with pytest.raises(Problem, match="this kind of PPM is not read here; send it as PNG or JPEG") as refused:
-        reader(vit).open(data)
+    with pytest.raises(RequestError, match="this variant of PPM is not supported; send it as PNG or JPEG") as refused:
+        reader(vit).inspect(data)
     assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
-    assert reader(vit).pixels(b"P6\n4 4\n255\n" + bytes(48)).shape == (32, 32, 3)
+    assert reader(vit).decode_bytes(b"P6\n4 4\n255\n" + bytes(48)).shape == (32, 32, 3)
 
 
 # The process
@@ -185,42 +185,42 @@ def test_a_large_image_has_the_same_pixels_from_the_process(
     vit: vitrail.Model, process: DecodeProcess, large: bytes
 ) -> None:
     for data in (large, photo()):
-        found = process.pixels(data, wanted)
+        found = process.decode(data, wanted)
         assert found is not None
-        assert np.array_equal(found, reader(vit).pixels(data))
+        assert np.array_equal(found, reader(vit).decode_bytes(data))
 
 
 def test_what_is_refused_is_refused_with_the_same_words(vit: vitrail.Model, process: DecodeProcess) -> None:
     for data in (png_of(60_000, 60_000, bytes(100)), png_of(2000, 1000, bytes(10)), b"P3\n4 4\n255\n" + b"9 " * 48):
-        with pytest.raises(Problem) as here:
-            reader(vit).pixels(data)
-        with pytest.raises(Problem) as there:
-            process.pixels(data, wanted)
+        with pytest.raises(RequestError) as here:
+            reader(vit).decode_bytes(data)
+        with pytest.raises(RequestError) as there:
+            process.decode(data, wanted)
         assert there.value.body() == here.value.body()
         assert there.value.status == here.value.status
 
 
 def test_the_process_is_polite_and_not_ended_by_a_signal_to_all(process: DecodeProcess) -> None:
-    assert process.pixels(photo(), wanted) is not None
+    assert process.decode(photo(), wanted) is not None
     pid = process._pid
     assert pid is not None
-    assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + decode_process.NICE, 19)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + decode_process.NICENESS, 19)
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(pid, sig)
-    assert process.pixels(photo(1), wanted) is not None
+    assert process.decode(photo(1), wanted) is not None
     assert process._pid == pid
 
 
 def test_work_that_is_no_longer_wanted_is_killed_and_the_next_image_decoded(
     process: DecodeProcess, large: bytes
 ) -> None:
-    assert process.pixels(photo(), wanted) is not None
+    assert process.decode(photo(), wanted) is not None
     before = process._pid
     assert before is not None
     os.kill(before, signal.SIGSTOP)  # so it will never be ready
-    assert process.pixels(large, lambda: False) is None
+    assert process.decode(large, lambda: False) is None
     assert not Path(f"/proc/{before}").exists()
-    assert process.pixels(photo(), wanted) is not None
+    assert process.decode(photo(), wanted) is not None
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_work_that_is_no_longer_wanted_is_killed_and_the_next_image_decoded(
 def test_a_process_that_dies_costs_its_image_and_no_other(
     process: DecodeProcess, sig: signal.Signals, message: str
 ) -> None:
-    assert process.pixels(photo(), wanted) is not None
+    assert process.decode(photo(), wanted) is not None
     pid = process._pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -240,15 +240,15 @@ def test_a_process_that_dies_costs_its_image_and_no_other(
         os.kill(pid, signal.SIGCONT)
         return True
 
-    with pytest.raises(Problem, match=message):
-        process.pixels(photo(), strike)
-    assert process.pixels(photo(), wanted) is not None
+    with pytest.raises(RequestError, match=message):
+        process.decode(photo(), strike)
+    assert process.decode(photo(), wanted) is not None
 
 
 def test_an_image_that_takes_too_long_ends_its_process(vit: vitrail.Model) -> None:
     process = DecodeProcess(vit.preprocess.config, Limits(), seconds=0.05)
-    with pytest.raises(Problem, match=r"takes more than 0\.05 s") as refused:
-        process.pixels(with_chunks(200_000), wanted)
+    with pytest.raises(RequestError, match=r"takes more than 0\.05 s") as refused:
+        process.decode(with_chunks(200_000), wanted)
     assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
     process.close()
 
@@ -278,16 +278,16 @@ class Elsewhere:
     """Stands in for the process: each image waits until it is let go."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.images, self.go, self.seen, self.dropped = service.images, threading.Event(), [], 0
-        monkeypatch.setattr(decoding.Decoders, "_elsewhere", self._decoded)
+        self.images, self.go, self.seen, self.dropped = service.image_decoder, threading.Event(), [], 0
+        monkeypatch.setattr(decode_pool.DecodePool, "_decode_in_process", self._decoded)
 
-    def _decoded(self, process: Any, request: Any, opened: Opened) -> Any:
+    def _decoded(self, process: Any, request: Any, opened: InspectedImage) -> Any:
         self.seen.append(len(opened.data))
         while not self.go.wait(0.01):
-            if request.late():
+            if request.expired():
                 self.dropped += 1
                 return None
-        return self.images.unpack(opened)
+        return self.images.decode(opened)
 
 
 def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: bytes) -> None:
@@ -299,11 +299,11 @@ def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: byt
             assert result["predictions"][0]["index"] == best.index
             assert result["predictions"][0]["score"] == pytest.approx(best.score, abs=1e-6)
         assert client.post("/v1/explain", content=large, headers=PNG).status_code == 200
-        assert client.post("/v1/image?hide=[1]", content=large, headers=PNG).status_code == 200
+        assert client.post("/v1/preprocess?hide=[1]", content=large, headers=PNG).status_code == 200
         tiff = saved(Image.effect_noise((300, 200), 90).convert("RGB"), "TIFF")
-        assert len(tiff) > image_headers.SMALL_ODD
+        assert len(tiff) > image_headers.MAX_OTHER_BYTES
         assert client.post("/v1/predict", files=[("images", tiff)] * 5).status_code == 200
-        assert service.batcher.decoders.quota.taken == 0
+        assert service.batcher.decode_pool.large_pixel_quota.used == 0
 
 
 def test_small_images_do_not_wait_for_large_ones(
@@ -312,8 +312,8 @@ def test_small_images_do_not_wait_for_large_ones(
     with running(served(vit)) as (client, service):
         elsewhere, senders = Elsewhere(service, monkeypatch), sending(client)
         waiting = [senders.send(large, large, large) for _ in range(3)]
-        until(lambda: len(elsewhere.seen) == QUICK.decoders)
-        until(lambda: service.batcher.decoders.soon == 0)  # a batch waits for none of them
+        until(lambda: len(elsewhere.seen) == QUICK.decode_threads)
+        until(lambda: service.batcher.decode_pool.small_pending == 0)  # a batch waits for none of them
         assert senders.send(photo()).result().status_code == 200
         elsewhere.go.set()
         assert {answer.result().status_code for answer in waiting} == {200}
@@ -323,13 +323,13 @@ def test_what_a_request_costs_is_counted_before_anything_is_decoded(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = saved(Image.new("I;16", (50, 40)), "PNG")  # 2,000 pixels that count for 8,000
-    with running(served(vit), Limits(pixels=5000)) as (client, service):
-        monkeypatch.setattr(service.images, "unpack", None)
+    with running(served(vit), Limits(max_pixels=5000)) as (client, service):
+        monkeypatch.setattr(service.image_decoder, "decode", None)
         answer = client.post("/v1/predict", files=[("images", deep)] * 3)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_pixels")
         assert "24,000 pixels" in answer.json()["error"]["message"]
         assert "at most 20,000" in answer.json()["error"]["message"]
-        assert client.get("/v1/model").json()["limits"]["total_pixels"] == 20_000
+        assert client.get("/v1/model").json()["limits"]["max_total_pixels"] == 20_000
         monkeypatch.undo()
         assert client.post("/v1/predict", files=[("images", deep)] * 2).status_code == 200
 
@@ -337,11 +337,11 @@ def test_what_a_request_costs_is_counted_before_anything_is_decoded(
 def test_one_client_may_have_so_many_large_images_waiting(
     vit: vitrail.Model, sending: Any, large: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(served(vit), Limits(pixels=5_000_000)) as (client, service):
+    with running(served(vit), Limits(max_pixels=5_000_000)) as (client, service):
         elsewhere, senders = Elsewhere(service, monkeypatch), sending(client)
         held = [senders.send(*[large] * 4) for _ in range(2)]
-        quota = service.batcher.decoders.quota
-        until(lambda: quota.taken == 40_000_000)
+        quota = service.batcher.decode_pool.large_pixel_quota
+        until(lambda: quota.used == 40_000_000)
         refused = senders.send(large).result()
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
         assert "40,000,000 pixels of large images" in refused.json()["error"]["message"]
@@ -350,29 +350,33 @@ def test_one_client_may_have_so_many_large_images_waiting(
         transport = httpx.HTTPTransport(local_address="127.0.0.2")
         with httpx.Client(base_url=client.base_url, timeout=20, transport=transport) as other:
             allowed = sending(other).send(large)
-            until(lambda: quota.taken == 45_000_000)
+            until(lambda: quota.used == 45_000_000)
             elsewhere.go.set()
             assert allowed.result().status_code == 200
         assert {answer.result().status_code for answer in held} == {200}
-        until(lambda: quota.taken == 0)
+        until(lambda: quota.used == 0)
 
 
 def test_one_process_is_left_to_others_while_there_are_any(
     vit: vitrail.Model, sending: Any, large: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fair_queue, "CROWDED", 60)
+    monkeypatch.setattr(fair_queue, "CONTENTION_WINDOW_S", 60)
     transport = httpx.HTTPTransport(local_address="127.0.0.2")
     with (
         running(served(vit)) as (client, service),
         httpx.Client(base_url=client.base_url, transport=transport) as other,
     ):
         assert other.post("/v1/predict", content=photo(), headers={"content-type": "image/jpeg"}).status_code == 200
-        elsewhere, senders, jobs = Elsewhere(service, monkeypatch), sending(client), service.batcher.decoders._large
+        elsewhere, senders, jobs = (
+            Elsewhere(service, monkeypatch),
+            sending(client),
+            service.batcher.decode_pool._large_jobs,
+        )
         many = [senders.send(large, large) for _ in range(3)]
-        until(lambda: service.batcher.decoders.quota.taken == 30_000_000)
+        until(lambda: service.batcher.decode_pool.large_pixel_quota.used == 30_000_000)
         one = sending(other).send(large)
         until(lambda: jobs._busy == {"127.0.0.1": 1, "127.0.0.2": 1})
-        assert len(elsewhere.seen) == QUICK.decoders == 2
+        assert len(elsewhere.seen) == QUICK.decode_threads == 2
         elsewhere.go.set()
         assert {answer.result().status_code for answer in (one, *many)} == {200}
         until(lambda: not jobs._busy)
@@ -388,20 +392,20 @@ def test_large_images_of_a_client_that_left_are_dropped(
         head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
         with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
             raw.sendall(f"POST /v1/predict HTTP/1.1\r\n{head}\r\n".encode() + body)
-            until(lambda: len(elsewhere.seen) == QUICK.decoders)
-        until(lambda: elsewhere.dropped == QUICK.decoders)
-        until(lambda: service.batcher._coming == 0)
-        assert len(elsewhere.seen) == QUICK.decoders  # the other three were never begun
-        assert service.batcher.decoders.quota.taken == 0
-        assert service.batcher.waiting.taken == 0
+            until(lambda: len(elsewhere.seen) == QUICK.decode_threads)
+        until(lambda: elsewhere.dropped == QUICK.decode_threads)
+        until(lambda: service.batcher._decoding == 0)
+        assert len(elsewhere.seen) == QUICK.decode_threads  # the other three were never begun
+        assert service.batcher.decode_pool.large_pixel_quota.used == 0
+        assert service.batcher.image_quota.used == 0
 
 
 def test_only_so_many_pixels_are_decoded_at_a_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "AT_A_TIME", 10)
+    monkeypatch.setattr(decode_pool, "PIXELS_PER_EXTRA_PROCESS", 10)
     lock, now, most = threading.Lock(), 0, 0
 
     class Counting:
-        def pixels(self, data: bytes, wanted: Any) -> None:
+        def decode(self, data: bytes, wanted: Any) -> None:
             nonlocal now, most
             with lock:
                 now += 1
@@ -410,12 +414,12 @@ def test_only_so_many_pixels_are_decoded_at_a_time(vit: vitrail.Model, monkeypat
             with lock:
                 now -= 1
 
-    images = reader(vit, pixels=25)
-    decoders = decoding.Decoders(images, 4, None, None)  # type: ignore[arg-type]
-    assert decoders.budget.total == 55  # the largest image leaves room for others
-    opened = Opened(b"", b"", 15, 15, large=True)
+    images = reader(vit, max_pixels=25)
+    decoders = decode_pool.DecodePool(images, 4, None, None)  # type: ignore[arg-type]
+    assert decoders.pixel_semaphore.total == 55  # the largest image leaves room for others
+    opened = InspectedImage(b"", b"", 15, 15, large=True)
     request: Any = object()
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: decoders._elsewhere(Counting(), request, opened), range(12)))  # type: ignore[arg-type]
+        list(pool.map(lambda _: decoders._decode_in_process(Counting(), request, opened), range(12)))  # type: ignore[arg-type]
     assert most == 3
-    assert decoders.budget.left == 55
+    assert decoders.pixel_semaphore.available == 55

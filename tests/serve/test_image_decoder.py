@@ -13,11 +13,11 @@ from PIL import Image
 from serving import photo, png_of
 from small_models import model, small
 
-from vitrail.serve import images as module
-from vitrail.serve.image_headers import scans
-from vitrail.serve.images import Images
+from vitrail.serve import image_decoder as module
+from vitrail.serve.http_errors import RequestError
+from vitrail.serve.image_decoder import ImageDecoder
+from vitrail.serve.image_headers import count_scans
 from vitrail.serve.limits import Limits
-from vitrail.serve.problems import Problem
 
 
 def progressive(mode: str = "RGB", size: tuple[int, int] = (64, 48)) -> bytes:
@@ -32,16 +32,16 @@ def with_scans(data: bytes, more: int) -> bytes:
     return data[:-2] + data[last:-2] * more + b"\xff\xd9"
 
 
-def reader(limits: Limits | None = None) -> Images:
-    return Images(model(small()).preprocess, limits or Limits(), (4, 4))
+def reader(limits: Limits | None = None) -> ImageDecoder:
+    return ImageDecoder(model(small()).preprocess, limits or Limits(), (4, 4))
 
 
 @pytest.mark.parametrize(("mode", "count"), [("RGB", 10), ("L", 6), ("CMYK", 18)])
 @pytest.mark.parametrize("more", [0, 3])
 def test_scans_are_those_of_libjpeg(mode: str, count: int, more: int) -> None:
     data = with_scans(progressive(mode), more)
-    assert [most for most in range(30) if scans(data, most) > most] == list(range(count + more))
-    assert scans(data, 5) == 6  # counted no further
+    assert [most for most in range(30) if count_scans(data, most) > most] == list(range(count + more))
+    assert count_scans(data, 5) == 6  # counted no further
 
 
 @given(st.binary(max_size=300), st.integers(0, 12))
@@ -50,39 +50,39 @@ def test_what_follows_the_end_or_lies_in_the_metadata_is_not_counted(extra: byte
     data = progressive()
     noise = (extra + b"\xff\xda") * copies
     comment = b"\xff\xfe" + (len(noise) + 2).to_bytes(2, "big") + noise
-    assert scans(data[:2] + comment + data[2:] + noise, 10) <= 10
-    assert scans(data[:2] + comment + with_scans(data, 1)[2:] + noise, 10) == 11
+    assert count_scans(data[:2] + comment + data[2:] + noise, 10) <= 10
+    assert count_scans(data[:2] + comment + with_scans(data, 1)[2:] + noise, 10) == 11
 
 
 def test_a_photograph_with_a_video_behind_it_is_read() -> None:
     video = np.random.default_rng(0).bytes(12_000_000)
-    assert video.count(b"\xff\xda") > module.SCANS
-    assert np.array_equal(reader().pixels(photo() + video), reader().pixels(photo()))
+    assert video.count(b"\xff\xda") > module.MAX_SCANS
+    assert np.array_equal(reader().decode_bytes(photo() + video), reader().decode_bytes(photo()))
 
 
 def test_large_images_may_come_in_fewer_scans() -> None:
     many = with_scans(progressive(), 90)  # 100 scans of 3,072 pixels
-    assert reader(Limits(pixels=50_000)).pixels(many).shape == (32, 32, 3)
-    with pytest.raises(Problem, match="more than 21 scans") as refused:
-        reader(Limits(pixels=3_300)).pixels(many)
+    assert reader(Limits(max_pixels=50_000)).decode_bytes(many).shape == (32, 32, 3)
+    with pytest.raises(RequestError, match="more than 21 scans") as refused:
+        reader(Limits(max_pixels=3_300)).decode_bytes(many)
     assert (refused.value.status, refused.value.code) == (400, "image_unreadable")
-    with pytest.raises(Problem, match="more than 128 scans"):
-        reader().pixels(with_scans(progressive(), 150))
+    with pytest.raises(RequestError, match="more than 128 scans"):
+        reader().decode_bytes(with_scans(progressive(), 150))
     for mode in ("RGB", "L", "CMYK"):  # the largest image, as libjpeg writes it
-        assert reader(Limits(pixels=64 * 48)).pixels(progressive(mode)).shape == (32, 32, 3)
+        assert reader(Limits(max_pixels=64 * 48)).decode_bytes(progressive(mode)).shape == (32, 32, 3)
 
 
 def test_scans_of_a_kind_that_pillow_reads_are_counted_too() -> None:
-    with pytest.raises(Problem, match="scans"):
-        reader(Limits(pixels=64 * 48)).pixels(with_scans(progressive("CMYK"), 10))
+    with pytest.raises(RequestError, match="scans"):
+        reader(Limits(max_pixels=64 * 48)).decode_bytes(with_scans(progressive("CMYK"), 10))
 
 
 def test_a_file_full_of_markers_is_counted_quickly() -> None:
     head = photo()[: photo().index(b"\xff\xda")]
     scan = b"\xff\xda\0\x02"
     start = time.perf_counter()
-    assert scans(head + scan + b"\xff\0" * 4_000_000 + scan * 3, 3) == 4
-    assert scans(head + b"\xff" * 8_000_000 + b"\xda\0\x02" + scan * 200, 128) == 129
+    assert count_scans(head + scan + b"\xff\0" * 4_000_000 + scan * 3, 3) == 4
+    assert count_scans(head + b"\xff" * 8_000_000 + b"\xda\0\x02" + scan * 200, 128) == 129
     assert time.perf_counter() - start < 3
 
 
@@ -91,7 +91,7 @@ def test_memory_of_a_large_image_is_given_back_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "trim_malloc", lambda: trimmed.append(1))
     found = reader()
     monkeypatch.setattr(found.preprocess, "pixels", lambda image: np.zeros((32, 32, 3)))
-    found.pixels(png_of(3000, 2000))
+    found.decode_bytes(png_of(3000, 2000))
     assert trimmed == []
-    found.pixels(png_of(5000, 4000))
+    found.decode_bytes(png_of(5000, 4000))
     assert trimmed == [1]

@@ -1,4 +1,4 @@
-"""What is served: an engine, the network beside it where there is one, and what both are called."""
+"""The served model: an engine, and the network it was made from, if available."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from vitrail.weights.archive import unmap_weights
 Floats = npt.NDArray[np.float32]
 
 
-class Served:
-    """An engine, and the Model it came from; without that, it gives what its file gives and no more."""
+class ServedModel:
+    """An engine with its preprocessing and labels. Features and explanations also need the `Model` it came from."""
 
     def __init__(
-        self, engine: Engine, model: Model | None = None, *, name: str | None = None, alone: bool = False
+        self, engine: Engine, model: Model | None = None, *, name: str | None = None, parallel_batches: bool = False
     ) -> None:
-        """`alone`: as many calls are made side by side as there are cores.
+        """parallel_batches: run one batch per core in parallel.
 
-        torch and ONNX Runtime compute each on the core it is made from; OpenVINO has threads of its own, and
-        shares a call out among those that are free.
+        torch and ONNX Runtime compute each batch in the calling thread; OpenVINO has its own threads and splits a
+        batch among those that are free.
         """
-        self.engine, self.model, self.info, self.alone = engine, model, engine.info, alone
+        self.engine, self.model, self.info, self.parallel_batches = engine, model, engine.info, parallel_batches
         nets = [engine.net] if isinstance(engine, TorchEngine) else []
         for net in nets if model is None or model.net in nets else [*nets, model.net]:
             unmap_weights(net)
@@ -44,29 +44,29 @@ class Served:
 
     @property
     def classifies(self) -> bool:
-        return self.info.task == "classify" and bool(self.info.config.num_classes) and not self.gives_features
+        return self.info.task == "classify" and bool(self.info.config.num_classes) and not self.outputs_features
 
     @property
-    def gives_features(self) -> bool:
-        """Whether the engine's own outputs are features: CLIP's head leads into the space its texts share."""
+    def outputs_features(self) -> bool:
+        """Whether the outputs of the engine are features, as for CLIP, whose head projects into the text space."""
         if isinstance(self.engine, FileEngine) and self.engine.sheet.answer == "features":
             return True
         return self.info.task == "embed" and bool(self.info.config.num_classes)
 
     @property
-    def embeds(self) -> bool:
-        """Whether there is something before the head to be had."""
-        return self.model is not None or self.gives_features
+    def has_features(self) -> bool:
+        """Whether features are available."""
+        return self.model is not None or self.outputs_features
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """H W C of what the engine takes."""
+    def input_shape(self) -> tuple[int, int, int]:
+        """H, W, C of the engine's input."""
         return (*pair(self.info.preprocess.image_size), self.info.preprocess.channels)
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the parts that can be hidden: patches, or a fair grid where there are none."""
-        config, (height, width, _) = self.info.config, self.shape
+        """Rows and columns of the patches that can be hidden; for a model without patches, of a regular grid."""
+        config, (height, width, _) = self.info.config, self.input_shape
         if self.model is not None:
             return grid_of(self.model.net, torch.empty(1, 1, height, width))
         if isinstance(config, ViTConfig):
@@ -74,50 +74,50 @@ class Served:
         return min(GRID, height), min(GRID, width)
 
     @property
-    def special(self) -> tuple[str, ...]:
+    def prefix_tokens(self) -> tuple[str, ...]:
         if self.model is None:
             return self.engine.sheet.special if isinstance(self.engine, FileEngine) else ()
         return special_names(self.model.net.config) if isinstance(self.model.net, ViT) else ()
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """Kinds of explanation it can give."""
+    def explain_methods(self) -> tuple[str, ...]:
+        """Supported explanation methods."""
         if self.model is None:
             return ()
         able = (m for m in METHODS if m == "occlusion" or not isinstance(self.model.net, BiT))
         return tuple(m for m in able if self.classifies or m not in NEEDS_CLASSES)
 
     @property
-    def parameters(self) -> int | None:
-        """How many, where the network is here or its file says."""
+    def num_parameters(self) -> int | None:
+        """Number of parameters; None if an exported file does not state it."""
         if self.model is not None:
             return sum(p.numel() for p in self.model.net.parameters())
         return self.engine.sheet.parameters if isinstance(self.engine, FileEngine) else None
 
-    def how(self, cores: int) -> str:
-        """What runs it, in words: `openvino in int8, 2 cores`."""
+    def describe_engine(self, cores: int) -> str:
+        """Engine, precision and device, such as `openvino in int8, 2 cores`."""
         device = "cpu" if self.model is None else self.model.device.type
         where = f"{cores} core{'s' * (cores > 1)}" if device == "cpu" else f"on {device}"
         return f"{self.engine.name} in {self.engine.precision}, {where}"
 
     def outputs(self, pixels: npt.NDArray[Any], want: Literal["logits", "features"]) -> Floats:
-        """B H W C -> B outputs, or B features."""
-        if want == "logits" or self.gives_features:
+        """B H W C -> B num_classes logits, or B D features."""
+        if want == "logits" or self.outputs_features:
             return self.engine.logits(pixels)
         assert self.model is not None
         return features(self.model, pixels)
 
 
-@torch.no_grad()  # not inference_mode: positions that are remembered must serve gradients too
+@torch.no_grad()  # not inference_mode: cached position embeddings must be usable with gradients
 def features(model: Model, pixels: npt.NDArray[Any]) -> Floats:
-    """B H W C -> B D: what the head reads."""
+    """B H W C -> B D: the pooled features before the head."""
     with evaluating(model.net):
-        pooled = model.net.features(images_of(model, pixels), want=("pooled",)).pooled
+        pooled = model.net.features(model_input(model, pixels), want=("pooled",)).pooled
     assert pooled is not None
     return np.asarray(pooled.float().cpu().numpy())
 
 
-def images_of(model: Model, pixels: npt.NDArray[Any]) -> torch.Tensor:
-    """B H W C, 0 to 255 -> B C H W as the network takes them."""
+def model_input(model: Model, pixels: npt.NDArray[Any]) -> torch.Tensor:
+    """B H W C, 0 to 255 -> B C H W, normalized, on the device and in the dtype of the model."""
     batch = torch.from_numpy(np.ascontiguousarray(pixels)).to(model.device).permute(0, 3, 1, 2)
     return model.preprocess.normalize(batch).to(model.dtype)

@@ -12,8 +12,8 @@ from small_models import model, small
 
 import vitrail
 from vitrail.serve import batching
-from vitrail.serve.batching import best_batch
-from vitrail.serve.served import Served
+from vitrail.serve.batching import choose_batch_size
+from vitrail.serve.served_model import ServedModel
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ class Timed:
     def both(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, alone: bool = False) -> tuple[int, int]:
         clocks = {"perf_counter": lambda: self.wall, "monotonic": lambda: self.wall, "thread_time": lambda: self.own}
         monkeypatch.setattr(batching, "time", SimpleNamespace(**clocks))
-        return best_batch(Served(self, alone=alone), (1, 2, 4, 8, 16, 32), seconds)  # type: ignore[arg-type]
+        return choose_batch_size(ServedModel(self, parallel_batches=alone), (1, 2, 4, 8, 16, 32), seconds)  # type: ignore[arg-type]
 
     def best(self, monkeypatch: pytest.MonkeyPatch, seconds: float = 1e9, alone: bool = False) -> int:
         return self.both(monkeypatch, seconds, alone)[0]
@@ -89,4 +89,4 @@ def test_trying_batches_ends_in_time(vit: vitrail.Model, monkeypatch: pytest.Mon
     assert slow.batches == [1, 1, 2]  # once to get warm
     worse = Timed(lambda size: 0.01 * size * size, vit)
     assert worse.best(monkeypatch) == 1
-    assert (worse.batches.count(1), worse.batches.count(32)) == (1 + batching.ROUNDS, 2)  # seen to be slow
+    assert (worse.batches.count(1), worse.batches.count(32)) == (1 + batching.TIMING_ROUNDS, 2)  # seen to be slow

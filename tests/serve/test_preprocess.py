@@ -1,4 +1,4 @@
-"""POST /v1/image: what the network sees, of an image and without one's network."""
+"""POST /v1/preprocess: what the network sees, of an image and without one's network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from serving import Held, photo, running
 from small_models import model, small
 
 import vitrail
-from vitrail.serve.served import Served
+from vitrail.serve.served_model import ServedModel
 
 PREPROCESS = vitrail.PreprocessConfig(image_size=32, resize="short", resize_to=40)
 
@@ -22,16 +22,16 @@ PREPROCESS = vitrail.PreprocessConfig(image_size=32, resize="short", resize_to=4
 def test_it_is_the_crop_that_the_network_gets(closed: bool) -> None:
     torch.manual_seed(0)
     vit = model(small(), preprocess=PREPROCESS)
-    with running(Served(Held(vit), None if closed else vit, name="small")) as (client, service):
-        answer = client.post("/v1/image", files={"image": photo()}).json()
+    with running(ServedModel(Held(vit), None if closed else vit, name="small")) as (client, service):
+        answer = client.post("/v1/preprocess", files={"image": photo()}).json()
         assert answer["grid"] == {"rows": 4, "columns": 4}
         data = base64.b64decode(answer["image"].removeprefix("data:image/jpeg;base64,"))
         with Image.open(io.BytesIO(data)) as image:
             seen = np.asarray(image.resize((32, 32), Image.Resampling.BOX), dtype=float)
-        pixels = service.images.pixels(photo())
+        pixels = service.image_decoder.decode_bytes(photo())
         assert np.abs(seen - pixels).mean() < 3
         assert np.abs(seen - np.asarray(Image.open(io.BytesIO(photo())).resize((32, 32)), dtype=float)).mean() > 6
-        hidden = client.post("/v1/image", files={"image": photo()}, data={"hide": "[0]"}).json()
+        hidden = client.post("/v1/preprocess", files={"image": photo()}, data={"hide": "[0]"}).json()
         assert hidden["image"] != answer["image"]
-        refused = client.post("/v1/image", files=[("images", photo()), ("images", photo(1))])
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "one_image")
+        refused = client.post("/v1/preprocess", files=[("images", photo()), ("images", photo(1))])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "single_image_only")
