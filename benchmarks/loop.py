@@ -20,11 +20,11 @@ import torch
 from vitrail.config import TrainConfig, override, steps
 from vitrail.recipes import RECIPES
 from vitrail.runtime import log
-from vitrail.train.log import read_metrics
+from vitrail.train.distributed import DistributedContext
 from vitrail.train.loop import fit
-from vitrail.train.parallel import Ranks
-from vitrail.train.run import RunFolder
-from vitrail.train.setup import prepare
+from vitrail.train.metrics_log import read_metrics
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.setup import prepare_run
 from vitrail.train.trainer import Trainer
 
 
@@ -37,27 +37,27 @@ def waited(device: torch.device) -> float:
 
 def bare(config: TrainConfig, count: int) -> float:
     """Images a second of the step alone."""
-    with Ranks.start(config.device) as ranks:
-        trainer = Trainer(prepare(config, ranks), ranks)
-        with trainer.batches(0) as batches:
+    with DistributedContext.from_env(config.device) as distributed:
+        trainer = Trainer(prepare_run(config, distributed), distributed)
+        with trainer.training_loader(0) as batches:
             batch = next(batches)
             images, targets = trainer.augmentation(batches.cropped)(batch)
         images, targets = images.clone(), targets.clone()
-        keys, total = trainer.keys(batch), batch.weights.sum()
+        keys, total = trainer.sample_seeds(batch), batch.weights.sum()
 
         def step(number: int) -> None:
             trainer.backward(images, targets, batch.weights, keys, total)
-            trainer.optimizer.clip(trainer.config.optim.grad_clip)
+            trainer.optimizer.clip_grad_norm(trainer.config.optim.grad_clip)
             trainer.optimizer.step(1e-3)
             if trainer.ema is not None:
                 trainer.ema.update(number)
 
         for i in range(10):
             step(i)
-        start = waited(ranks.device)
+        start = waited(distributed.device)
         for i in range(count):
             step(i)
-        return count * trainer.batch / (waited(ranks.device) - start)
+        return count * trainer.batch_size / (waited(distributed.device) - start)
 
 
 def whole(config: TrainConfig, count: int) -> float:

@@ -11,11 +11,11 @@ from train.small_runs import at_step, contents, digits, photos, same_bits, stop
 
 import vitrail
 from vitrail import runtime
-from vitrail.api.resuming import differing, run_folder
+from vitrail.api.resuming import changed_settings, resolve_run_folder
 from vitrail.config import override, steps
 from vitrail.errors import ConfigError, TrainError
 from vitrail.recipes import RECIPES
-from vitrail.train.run import RESTART, RunFolder
+from vitrail.train.run_folder import RESTART_LOCK_TIMEOUT_S, RunFolder
 
 pytestmark = pytest.mark.usefixtures("quick_disk", "elsewhere")
 
@@ -32,9 +32,9 @@ def train(length: int = 6, **options: object) -> vitrail.Run:
 def test_the_same_call_begins_goes_on_and_gives_back_what_is_finished(caplog: pytest.LogCaptureFixture):
     with at_step(3, stop):
         cut = train()
-    assert (cut.path, cut.stopped, cut.saved) == (Path("runs/small"), "SIGTERM", 3)
+    assert (cut.path, cut.stop_reason, cut.resume_step) == (Path("runs/small"), "SIGTERM", 3)
     done = train()
-    assert (done.path, done.stopped) == (Path("runs/small"), None)
+    assert (done.path, done.stop_reason) == (Path("runs/small"), None)
     whole = vitrail.train(digits(6), out="whole", report=False)
     assert same_bits(whole.path, done.path)
     before = contents(Path("runs"))
@@ -56,7 +56,7 @@ def test_what_was_killed_before_it_had_settings_or_a_checkpoint_begins_again(cap
     Path("runs/small/.config.json.ab12.tmp").touch()
     done = train()
     assert done.finished
-    RunFolder(Path("early")).begin(done.config)  # before the first checkpoint
+    RunFolder(Path("early")).create(done.config)  # before the first checkpoint
     early = vitrail.train(digits(6), auto_resume=True, out="early", report=False)
     assert "early has no checkpoint yet: the run starts from its beginning" in caplog.text
     assert same_bits(early.path, done.path)
@@ -65,23 +65,23 @@ def test_what_was_killed_before_it_had_settings_or_a_checkpoint_begins_again(cap
 def test_a_run_is_finished_when_those_it_is_compared_with_are():
     reached = []
 
-    def second(journal: object) -> None:
-        reached.append(journal.run.path.name)  # type: ignore[attr-defined]
+    def second(logger: object) -> None:
+        reached.append(logger.run.path.name)  # type: ignore[attr-defined]
         if len(reached) == 2:
-            stop(journal)  # type: ignore[arg-type]
+            stop(logger)  # type: ignore[arg-type]
 
     with at_step(3, second):
         cut = train(compare=["seed=1"])
-    assert (cut.stopped, cut.finished, RunFolder(cut.path).standing) == ("SIGTERM", True, "unfinished")
+    assert (cut.stop_reason, cut.finished, RunFolder(cut.path).status) == ("SIGTERM", True, "unfinished")
     done, again = train(compare=["seed=1"]), train(compare=["seed=1"])
-    assert RunFolder(done.path).standing == "finished"
-    assert [other.path.name for other in again.compared] == ["seed-1"]
-    assert again.compared[0].scores is not None
-    assert done.compared[0].scores is not None
-    assert again.compared[0].scores.to_dict() == done.compared[0].scores.to_dict()
-    assert again.compared[0].config.seed == 1
+    assert RunFolder(done.path).status == "finished"
+    assert [other.path.name for other in again.comparisons] == ["seed-1"]
+    assert again.comparisons[0].scores is not None
+    assert done.comparisons[0].scores is not None
+    assert again.comparisons[0].scores.to_dict() == done.comparisons[0].scores.to_dict()
+    assert again.comparisons[0].config.seed == 1
     shutil.rmtree(done.path / "compare")
-    assert train(compare=["seed=1"]).compared[0].finished
+    assert train(compare=["seed=1"]).comparisons[0].finished
 
 
 def test_a_result_that_cannot_be_read_is_found_out_again():
@@ -120,7 +120,7 @@ def test_blanks_that_were_filled_in_are_no_other_settings():
     settings = ["batch_size=auto", "duration=2 steps"]
     assert vitrail.train(found.replace(batch_size=64), overrides=settings, auto_resume=True, report=False).finished
     for name, recipe in RECIPES.items():
-        assert differing(recipe(), recipe()) == [], name
+        assert changed_settings(recipe(), recipe()) == [], name
 
 
 def test_a_longer_duration_extends_and_a_shorter_one_is_refused():
@@ -140,7 +140,7 @@ def test_the_command_that_extends_goes_on_with_the_extended_run():
 
     assert vitrail.train(recipe, auto_resume=True, report=False).finished
     with at_step(6, stop):
-        assert extend().saved == 6
+        assert extend().resume_step == 6
     assert extend().config.schedule.warmup == steps(2)
     assert extend("schedule.warmup=2 steps").finished
     with pytest.raises(ConfigError, match=r"schedule.warmup is 2 steps and cannot change"):
@@ -148,10 +148,10 @@ def test_the_command_that_extends_goes_on_with_the_extended_run():
 
 
 def test_a_setting_that_is_off_again_is_another_setting():
-    assert differing(digits(2), digits(2, ema=0.9)) == ["ema"]
-    assert differing(digits(2), override(digits(2), ["optim.layer_decay=0.7"])) == ["optim.layer_decay"]
+    assert changed_settings(digits(2), digits(2, ema=0.9)) == ["ema"]
+    assert changed_settings(digits(2), override(digits(2), ["optim.layer_decay=0.7"])) == ["optim.layer_decay"]
     folder, slash = (override(digits(2), [f"data.source={name}"]) for name in ("photos", "photos/"))
-    assert differing(folder, slash) == []
+    assert changed_settings(folder, slash) == []
 
 
 def test_a_network_that_is_named_and_changed_is_the_same_when_the_command_is_given_again():
@@ -175,7 +175,7 @@ def test_fine_tuning_is_the_same(caplog: pytest.LogCaptureFixture):
         return vitrail.finetune("start", "photos", overrides=settings, auto_resume=True, report=False, **options)  # type: ignore[arg-type]
 
     with at_step(2, stop):
-        assert tune().saved == 2
+        assert tune().resume_step == 2
     done = tune()
     assert (done.path, done.finished) == (Path("runs/finetune-photos"), True)
     assert tune().scores is not None
@@ -183,9 +183,9 @@ def test_fine_tuning_is_the_same(caplog: pytest.LogCaptureFixture):
     with pytest.raises(ConfigError, match="--recipe paper cannot change when a run is resumed"):
         tune(recipe="paper", out="runs/finetune-photos")
     with pytest.raises(ConfigError, match=r"optim.trainable is all and cannot change"):
-        tune(what="head")
+        tune(trainable="head")
     with at_step(2, stop):
-        tune(what="head", out="head")
+        tune(trainable="head", out="head")
     with pytest.raises(ConfigError, match=r"optim.trainable is head and cannot change"):
         tune(out="head")
 
@@ -193,10 +193,10 @@ def test_fine_tuning_is_the_same(caplog: pytest.LogCaptureFixture):
 def test_the_folder_does_not_depend_on_what_is_there():
     """In each of several processes, and each time it is started."""
     for standing in ("new", "unfinished"):
-        folder = run_folder(None, "some", auto_resume=True)
-        assert (folder, folder.standing) == (RunFolder(Path("runs/some"), RESTART), standing)
+        folder = resolve_run_folder(None, "some", auto_resume=True)
+        assert (folder, folder.status) == (RunFolder(Path("runs/some"), RESTART_LOCK_TIMEOUT_S), standing)
         if standing == "new":
-            folder.begin(digits(2))
+            folder.create(digits(2))
     with pytest.raises(ConfigError, match="exclude each other"):
         vitrail.train(digits(2), resume=True, auto_resume=True)
 

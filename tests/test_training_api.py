@@ -12,14 +12,14 @@ from small_models import model, small
 from train.small_runs import at_step, digits, photos, same_bits, stop
 
 import vitrail
-from vitrail.api.training import CHANGEABLE, _chosen, _compares, _settled, tuned
+from vitrail.api.training import CHANGEABLE, _apply_overrides, _is_comparison, _resolve_recipe, finetune_config
 from vitrail.config import BiTConfig, StemConfig, TrainConfig, ViTConfig, override
 from vitrail.config.base import hints
 from vitrail.errors import ConfigError, NotFound, TrainError
 from vitrail.recipes import RECIPES
 from vitrail.recipes.finetune import larger
 from vitrail.report import write_report
-from vitrail.train.run import RunFolder, free_folder, latest_folder
+from vitrail.train.run_folder import RunFolder, first_unused_folder, latest_run_folder
 
 pytestmark = pytest.mark.usefixtures("quick_disk", "elsewhere")
 
@@ -51,7 +51,7 @@ def test_a_run_and_its_model():
 def test_a_run_that_is_stopped_says_so_and_goes_on():
     with at_step(3, stop):
         run = vitrail.train(digits(6), out="a", report=False)
-    assert (run.stopped, run.scores, run.saved, run.finished) == ("SIGTERM", None, 3, False)
+    assert (run.stop_reason, run.scores, run.resume_step, run.finished) == ("SIGTERM", None, 3, False)
     assert vitrail.train(resume=True, out="a", report=False).finished
     whole = vitrail.train(digits(6), out="b", report=False)
     assert same_bits(whole.path, Path("a"))
@@ -71,31 +71,31 @@ def test_a_handler_of_ones_own_is_there_again_afterwards():
 def test_comparisons_are_runs_of_their_own_and_go_on_too():
     config = digits(6, compare=["model.position=none", "seed=1"])
     whole = vitrail.train(config, out="whole", report=False)
-    assert [other.path.name for other in whole.compared] == ["model.position-none", "seed-1"]
-    assert whole.compared[0].config.model.position == "none"
-    assert all(other.scores is not None for other in whole.compared)
+    assert [other.path.name for other in whole.comparisons] == ["model.position-none", "seed-1"]
+    assert whole.comparisons[0].config.model.position == "none"
+    assert all(other.scores is not None for other in whole.comparisons)
     reached = []
 
-    def second(journal: object) -> None:
-        reached.append(journal.run.path.name)  # type: ignore[attr-defined]
+    def second(logger: object) -> None:
+        reached.append(logger.run.path.name)  # type: ignore[attr-defined]
         if len(reached) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with at_step(3, second):
         cut = vitrail.train(config, out="cut", report=False)
     assert reached == ["cut", "model.position-none"]
-    assert (cut.stopped, cut.saved, cut.finished) == ("SIGTERM", 3, True)
+    assert (cut.stop_reason, cut.resume_step, cut.finished) == ("SIGTERM", 3, True)
     again = vitrail.train(out="cut", resume=True, report=False)
-    assert again.stopped is None
-    for mine, theirs in zip((again, *again.compared), (whole, *whole.compared), strict=True):
+    assert again.stop_reason is None
+    for mine, theirs in zip((again, *again.comparisons), (whole, *whole.comparisons), strict=True):
         assert same_bits(mine.path, theirs.path)
 
 
 def test_comparisons_have_the_batch_that_was_found(monkeypatch: pytest.MonkeyPatch):
     found = iter((16, 32))
-    monkeypatch.setattr("vitrail.train.trainer.find_batch", lambda *_, **__: next(found))
+    monkeypatch.setattr("vitrail.train.trainer.find_batch_size", lambda *_, **__: next(found))
     run = vitrail.train(digits(2, batch_size="auto", compare=["seed=1"]), report=False)
-    assert (run.config.batch_size, run.compared[0].config.batch_size) == (16, 16)
+    assert (run.config.batch_size, run.comparisons[0].config.batch_size) == (16, 16)
 
 
 def test_a_report_that_cannot_be_written_loses_no_run(
@@ -111,13 +111,13 @@ def test_a_report_that_cannot_be_written_loses_no_run(
 
 
 def test_names_of_folders():
-    assert free_folder(Path("runs/x")) == Path("runs/x")
+    assert first_unused_folder(Path("runs/x")) == Path("runs/x")
     for name in ("x", "x-2", "x-4"):
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "config.json").write_text("{}")
-    assert free_folder(Path("runs/x")) == Path("runs/x-3")
-    assert latest_folder(Path("runs/x")) == Path("runs/x-2")
-    assert latest_folder(Path("runs/y")) == Path("runs/y")
+    assert first_unused_folder(Path("runs/x")) == Path("runs/x-3")
+    assert latest_run_folder(Path("runs/x")) == Path("runs/x-2")
+    assert latest_run_folder(Path("runs/y")) == Path("runs/y")
 
 
 def test_a_folder_of_other_things_may_hold_a_run():
@@ -152,14 +152,14 @@ def test_what_is_refused():
 def test_fine_tuning_picks_settings_that_suit_the_images():
     model(small()).save("start")
     photos(Path("photos"), {"a": 60, "b": 60}, side=8)
-    config = tuned("start", "photos", overrides=["data.held_out=0.5"])
+    config = finetune_config("start", "photos", overrides=["data.held_out=0.5"])
     assert config.init_from == "start"
     assert config.name == "finetune-photos"
     assert config.data.held_out == 0.5
     assert config.batch_size == 8
-    more = tuned("start", "photos", what=1, image_size=(16, 32), device="cpu")
+    more = finetune_config("start", "photos", trainable=1, image_size=(16, 32), device="cpu")
     assert (more.optim.trainable, more.image_size, more.device) == (1, (16, 32), "cpu")
-    assert override(more, ["image_size=24"]).image == 24
+    assert override(more, ["image_size=24"]).image_size == 24
 
 
 def test_the_papers_resolution_is_in_whole_patches_and_small_images_are_doubled():
@@ -167,9 +167,9 @@ def test_the_papers_resolution_is_in_whole_patches_and_small_images_are_doubled(
     sizes = {"B/16": (224, 16), "H/14": (224, 14), "digits": (8, 2)}
     for name, (image, patch) in sizes.items():
         model(small(image_size=image, patch_size=patch)).save(name)
-    found = {name: tuned(name, "photos", recipe="paper").image_size for name in sizes}
+    found = {name: finetune_config(name, "photos", recipe="paper").image_size for name in sizes}
     assert found == {"B/16": 384, "H/14": 378, "digits": 16}
-    assert tuned("H/14", "photos", recipe="paper", image_size=224).image_size == 224
+    assert finetune_config("H/14", "photos", recipe="paper", image_size=224).image_size == 224
     assert larger(ViTConfig(patch_size=1, stem=StemConfig(layers=(3, 4, 9)))) == 384
     assert larger(BiTConfig()) == 384
 
@@ -188,23 +188,25 @@ def test_another_way_to_fine_tune_is_not_taken_up_by_resuming():
 def test_a_recipe_of_another_length_keeps_its_shares():
     picked = RECIPES["cifar10"]()
     for length, warmup, unmixed in (("37 epochs", "1.5 epochs", "3.7 epochs"), ("740 steps", "30 steps", "74 steps")):
-        config = _settled(picked, [f"duration={length}"])
+        config = _apply_overrides(picked, [f"duration={length}"])
         assert (str(config.schedule.warmup), str(config.augment.mix_off)) == (warmup, unmixed)
-    config = _settled(picked, ["duration=37 epochs", "schedule.warmup=2 epochs"])
+    config = _apply_overrides(picked, ["duration=37 epochs", "schedule.warmup=2 epochs"])
     assert (str(config.schedule.warmup), str(config.augment.mix_off)) == ("2 epochs", "3.7 epochs")
-    assert _settled(picked, ["seed=1"]) == picked.replace(seed=1)
+    assert _apply_overrides(picked, ["seed=1"]) == picked.replace(seed=1)
     tenth = override(picked, ["duration=32 epochs", "schedule.warmup=3.2 epochs"])
-    assert str(_settled(tenth, ["duration=3 epochs"]).schedule.warmup) == "0.3 epochs"  # not 0.30000000000000004
+    assert (
+        str(_apply_overrides(tenth, ["duration=3 epochs"]).schedule.warmup) == "0.3 epochs"
+    )  # not 0.30000000000000004
 
 
 def test_a_recipe_is_not_compared_with_itself_or_with_what_cannot_be(caplog: pytest.LogCaptureFixture):
     digits = RECIPES["digits"]()
-    assert _compares(digits, "model.position=none")
-    assert not _compares(digits, "model.position=learned-1d")
-    assert not _compares(_chosen("digits", None, "BiT-R50x1"), "model.position=none")
+    assert _is_comparison(digits, "model.position=none")
+    assert not _is_comparison(digits, "model.position=learned-1d")
+    assert not _is_comparison(_resolve_recipe("digits", None, "BiT-R50x1"), "model.position=none")
     assert "model.position=none is not compared with: no setting 'model.position'" in caplog.text
     short = ["duration=2 steps", "model.position=none", "model.depth=1"]
-    assert vitrail.train("digits", overrides=short, report=False).compared == ()
+    assert vitrail.train("digits", overrides=short, report=False).comparisons == ()
     with pytest.raises(ConfigError, match="positoin"):  # a slip of the user's own
         vitrail.train("digits", overrides=["compare=('model.positoin=none',)"])
 
@@ -233,8 +235,8 @@ def test_settings_count_the_images_that_have_a_label():
     ]
     Path("some.csv").write_text("\n".join(["path,label", *rows]))
     model(small()).save("start")
-    few = tuned("start", "table:some.csv", overrides=["data.held_out=0.2"])
-    assert few.duration.count > tuned("start", "photos", overrides=["data.held_out=0.2"]).duration.count
+    few = finetune_config("start", "table:some.csv", overrides=["data.held_out=0.2"])
+    assert few.duration.count > finetune_config("start", "photos", overrides=["data.held_out=0.2"]).duration.count
 
 
 def test_under_torchrun_only_the_first_process_speaks(
@@ -243,18 +245,18 @@ def test_under_torchrun_only_the_first_process_speaks(
     photos(Path("photos"), {"a": 20, "b": 20}, side=8)
     model(small()).save("start")
     monkeypatch.setenv("RANK", "1")
-    tuned("start", "photos")
+    finetune_config("start", "photos")
     assert "held out" not in caplog.text
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("vitrail.runtime._logged", set())
-    tuned("start", "photos")
+    finetune_config("start", "photos")
     assert "held out" in caplog.text
 
 
 def test_images_are_prepared_for_the_network_that_was_asked_for():
-    config = _settled(RECIPES["digits"](), ["model.image_size=32", "model.channels=3"])
+    config = _apply_overrides(RECIPES["digits"](), ["model.image_size=32", "model.channels=3"])
     assert (config.preprocess.image_size, config.preprocess.mean) == ((32, 32), (0.5, 0.5, 0.5))
-    told = _settled(RECIPES["digits"](), ["model.image_size=32", "preprocess.image_size=16"])
+    told = _apply_overrides(RECIPES["digits"](), ["model.image_size=32", "preprocess.image_size=16"])
     assert told.preprocess.image_size == (16, 16)
 
 

@@ -14,7 +14,7 @@ from train.small_runs import at_step, lines, on_photos, one_thread, photos, same
 
 import vitrail as package
 from vitrail.config import override
-from vitrail.train.run import RunFolder
+from vitrail.train.run_folder import RunFolder
 
 QUICK = ("data.workers=0", "device=cpu", "evaluate_every=4 steps", "checkpoint_every=4 steps", "--no-report")
 
@@ -46,12 +46,12 @@ def test_a_model_and_a_folder_are_enough(vitrail: Command, start: Path, album: P
     assert "accuracy  100.00 %" in result.out
     run = Path("runs/finetune-my-photos")
     assert (run / "report.html").exists()
-    tuned = package.load(run)
-    assert tuned.labels == ("blue", "green", "red")
-    assert tuned.predict(album / "red" / "003.jpg")[0].label == "red"
-    assert tuned.info.origin.startswith("fine-tuned from ")
+    finetune_config = package.load(run)
+    assert finetune_config.labels == ("blue", "green", "red")
+    assert finetune_config.predict(album / "red" / "003.jpg")[0].label == "red"
+    assert finetune_config.info.origin.startswith("fine-tuned from ")
     assert RunFolder(run).read_config().data.source == str(album)
-    assert tuned.explain(album / "red" / "003.jpg", methods=["rollout"]).model == "finetune-my-photos"
+    assert finetune_config.explain(album / "red" / "003.jpg", methods=["rollout"]).model == "finetune-my-photos"
     for file in (run / "report.html", run / "model" / "config.json", run / "model" / "model.safetensors"):
         for folder in (start.parent, album.parent, Path.cwd()):  # what is sent to others says nothing of this machine
             assert str(folder).encode() not in file.read_bytes()

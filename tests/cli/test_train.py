@@ -12,7 +12,7 @@ from train.small_runs import contents, lines, one_thread, same_bits
 
 import vitrail as package
 from vitrail.recipes import RECIPES
-from vitrail.train.run import RunFolder
+from vitrail.train.run_folder import RunFolder
 
 TINY = (
     "model.width=16", "model.depth=2", "model.num_heads=2", "model.mlp_dim=32", "batch_size=64", "data.workers=0",
@@ -54,7 +54,7 @@ def test_json_is_for_machines(vitrail: Command):
     assert found["run"] == "runs/digits"
     assert found["model"] == "runs/digits/model"
     assert found["report"] is None
-    assert found["stopped"] is None
+    assert found["stop_reason"] is None
     assert found["scores"]["count"] == 359
 
 
@@ -119,7 +119,8 @@ def test_a_run_cannot_change_what_it_computes(vitrail: Command, done: Path, sett
     assert len(result.problems) == 1
     name = "data.source" if "--data" in settings else settings[0].partition("=")[0]
     assert result.problems[0].startswith(f"{name} is ")
-    assert "cannot change when a run is resumed, since its results would; what can is accumulate, " in result.err
+    assert "cannot change when a run is resumed: its result would differ" in result.err
+    assert "What can change: checkpoint_every, " in result.err
 
 
 def test_a_finished_run_can_be_made_longer_and_not_shorter(vitrail: Command, done: Path):
@@ -209,7 +210,7 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "duration=ten epochs"], "got 'ten epochs', wanted a duration with its unit"),
         (
             ["digits", "duration=5 steps", "schedule.warmup=5 epochs"],
-            "a warm-up of 5 epochs is 57 steps, and the whole run has 5",
+            "a warm-up of 5 epochs is 57 steps, but the whole run has 5",
         ),
         (["digits", "model.image_size=9"], "patch_size=2 leaves"),
         (["digits", "augment.mix_off=-3 epochs"], "got '-3 epochs', wanted a duration with its unit"),

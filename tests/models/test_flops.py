@@ -12,7 +12,7 @@ from vitrail.config.train import ClassifyConfig
 from vitrail.models import build
 from vitrail.models.flops import flops, training_flops
 from vitrail.objectives import Classify, Labels
-from vitrail.train.optim import freeze
+from vitrail.train.optimizer import freeze
 
 TINY = ViTConfig(image_size=16, patch_size=4, num_classes=5, width=16, depth=3, num_heads=2, mlp_dim=32)
 

@@ -13,7 +13,7 @@ from vitrail.config import Duration, TrainConfig, epochs
 from vitrail.models import build
 from vitrail.recipes import RECIPES
 from vitrail.recipes.finetune import finetune, only, paper
-from vitrail.train.schedule import Schedule
+from vitrail.train.lr_schedule import LRSchedule
 
 PROMISED = {
     "digits", "mnist", "fashion-mnist", "cifar10", "imagenet1k-s16", "imagenet21k-b16", "deit-s16", "masked-patch",
@@ -52,7 +52,7 @@ def test_its_schedule_fits_into_its_length(name: str):
     config, images = RECIPES[name](), IMAGES.get(name, 1_281_167)
     assert isinstance(config.batch_size, int)
     total = config.duration.to_steps(batch_size=config.batch_size, images=images)
-    schedule = Schedule(config.schedule, total=total, batch_size=config.batch_size, images=images)
+    schedule = LRSchedule(config.schedule, total_steps=total, batch_size=config.batch_size, num_images=images)
     assert max(schedule(step) for step in (0, schedule.warmup, total // 2)) == 1.0
 
 
@@ -90,7 +90,7 @@ def test_fine_tuning_fits_any_number_of_images(make, images: int):
         config = make("start", "photos", images=images, device=device)
         assert 1 <= config.batch_size <= images
         total = config.duration.to_steps(batch_size=config.batch_size, images=images)
-        Schedule(config.schedule, total=total, batch_size=config.batch_size, images=images)
+        LRSchedule(config.schedule, total_steps=total, batch_size=config.batch_size, num_images=images)
         assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 

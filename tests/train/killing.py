@@ -26,10 +26,10 @@ import torch._dynamo  # noqa: F401 - and this
 
 from vitrail.config import AugmentConfig, OptimConfig, PreprocessConfig, TrainConfig, ViTConfig, steps
 from vitrail.runtime import peak_flops
-from vitrail.train.log import read_metrics
+from vitrail.train.checkpointing import TENSORS
 from vitrail.train.loop import fit
-from vitrail.train.run import RunFolder
-from vitrail.train.state import TENSORS
+from vitrail.train.metrics_log import read_metrics
+from vitrail.train.run_folder import RunFolder
 
 START, SAVED = 0.5, 0.15
 """Seconds about in which a run starts, and in which it gets from one saved step to the next but one."""

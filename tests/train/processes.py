@@ -4,7 +4,7 @@
         results = processes.run(function, "argument", world=2)   # one result from each of two processes
 
 Importing torch takes seconds, so one process imports it and every other is forked from that one.
-Each run has a fresh torchrun-like environment (RANK, WORLD_SIZE, ...), in which `Ranks.start("cpu")`
+Each run has a fresh torchrun-like environment (RANK, WORLD_SIZE, ...), in which `DistributedContext.from_env("cpu")`
 makes the group. A function is found again by its file and name: it must stand at the top of a
 module, and its arguments and result must pickle.
 """

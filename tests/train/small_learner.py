@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from vitrail.config import OptimConfig, TrainConfig, ViTConfig
 from vitrail.models import build
 from vitrail.objectives.base import Objective
+from vitrail.train.distributed import DistributedContext, full_tensor, gradient_sync, wrap
 from vitrail.train.ema import EMA
-from vitrail.train.optim import Optimizer, freeze, make_optimizer
-from vitrail.train.parallel import Ranks, part_of_step, whole, wrap
+from vitrail.train.optimizer import Optimizer, freeze, make_optimizer
 
 # 5 classes, 3 registers: counts that no number of processes divides
 NET = ViTConfig(
@@ -30,7 +30,7 @@ NET = ViTConfig(
     layer_scale=0.1,
 )
 BATCH = 8
-ALONE = Ranks(torch.device("cpu"))
+ALONE = DistributedContext(torch.device("cpu"))
 
 State = dict[str, Tensor]
 
@@ -60,16 +60,16 @@ def random_images(step: int, slots: range = range(BATCH)) -> tuple[Tensor, Tenso
     return images[slots.start : slots.stop], targets[slots.start : slots.stop]
 
 
-def backward(wrapped: nn.Module, ranks: Ranks, step: int, parts: int = 1) -> float:
+def backward(wrapped: nn.Module, distributed: DistributedContext, step: int, parts: int = 1) -> float:
     """Gradients of the mean loss over the global batch; that mean."""
-    images, targets = random_images(step, ranks.slots(BATCH))
+    images, targets = random_images(step, distributed.slots(BATCH))
     total = 0.0
     for i, (x, y) in enumerate(zip(images.chunk(parts), targets.chunk(parts), strict=True)):
-        with part_of_step(wrapped, last=i == parts - 1):
+        with gradient_sync(wrapped, is_last=i == parts - 1):
             loss = wrapped(x, y)["loss"] / BATCH
-            (loss * ranks.world).backward()
+            (loss * distributed.world_size).backward()
         total += float(loss.detach())
-    return float(ranks.reduce_sum({"loss": torch.tensor(total, dtype=torch.float64)})["loss"])
+    return float(distributed.all_reduce_tensors({"loss": torch.tensor(total, dtype=torch.float64)})["loss"])
 
 
 @dataclass
@@ -90,25 +90,29 @@ class Run:
 
 
 def trained(
-    ranks: Ranks, config: TrainConfig, steps: range, begin: Callable[[Run], object] | None = None, decay: float = 0.9
+    distributed: DistributedContext,
+    config: TrainConfig,
+    steps: range,
+    begin: Callable[[Run], object] | None = None,
+    decay: float = 0.9,
 ) -> Run:
     """Steps of a run; `begin` sees it before the first of them."""
     learner = Learner().double()
     freeze(learner, config.optim.trainable)
-    wrapped = wrap(learner, config, ranks)
+    wrapped = wrap(learner, config, distributed)
     run = Run(learner, wrapped, make_optimizer(learner, config.optim), EMA(learner, decay), [])
     if begin is not None:
         begin(run)
     for step in steps:
-        run.losses.append(backward(wrapped, ranks, step))
-        run.optimizer.clip(config.optim.grad_clip)
+        run.losses.append(backward(wrapped, distributed, step))
+        run.optimizer.clip_grad_norm(config.optim.grad_clip)
         run.optimizer.step(1 / (1 + step))
         run.ema.update(step)
     return run
 
 
 def plain(tensors: dict[str, Any]) -> State:
-    return {name: whole(t).detach().clone() for name, t in tensors.items()}
+    return {name: full_tensor(t).detach().clone() for name, t in tensors.items()}
 
 
 def close(got: State, wanted: State, within: float) -> None:

@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 
 from vitrail.config import AugmentConfig, DataConfig, OptimConfig, PreprocessConfig, TrainConfig, ViTConfig, steps
-from vitrail.train.journal import Journal
-from vitrail.train.log import read_metrics
-from vitrail.train.loop import Result, fit
-from vitrail.train.run import RunFolder
+from vitrail.train.loop import FitResult, fit
+from vitrail.train.metrics_log import read_metrics
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.run_logger import RunLogger
 from vitrail.weights import checkpoint
 
 LENGTH = 20
@@ -96,41 +96,41 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def trained(config: TrainConfig, folder: Path, *, resume: bool = False) -> Result:
+def trained(config: TrainConfig, folder: Path, *, resume: bool = False) -> FitResult:
     return fit(config, RunFolder(folder), resume=resume)
 
 
-def resumed(folder: Path) -> Result:
+def resumed(folder: Path) -> FitResult:
     return trained(RunFolder(folder).read_config(), folder, resume=True)
 
 
 @contextmanager
-def at_step(number: int, action: Callable[[Journal], object]) -> Iterator[None]:
+def at_step(number: int, action: Callable[[RunLogger], object]) -> Iterator[None]:
     """Do something in the middle of a run, right after this step."""
-    count = Journal.count
+    count = RunLogger.add_step
 
-    def counted(self: Journal, *args: Any) -> None:
+    def counted(self: RunLogger, *args: Any) -> None:
         count(self, *args)
         if self.progress.step == number:
             action(self)
 
-    Journal.count = counted  # type: ignore[method-assign]
+    RunLogger.add_step = counted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Journal.count = count  # type: ignore[method-assign]
+        RunLogger.add_step = count  # type: ignore[method-assign]
 
 
-def stop(_: Journal) -> None:
+def stop(_: RunLogger) -> None:
     """What a scheduler does to a process."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def interrupted(config: TrainConfig, folder: Path, step: int) -> Result:
+def interrupted(config: TrainConfig, folder: Path, step: int) -> FitResult:
     """A run that a signal stops after this step."""
     with at_step(step, stop):
         result = trained(config, folder)
-    assert (result.stopped, result.progress.step) == ("SIGTERM", step)
+    assert (result.stop_reason, result.progress.step) == ("SIGTERM", step)
     assert not result.run.finished
     return result
 

@@ -14,7 +14,7 @@ from train.small_runs import interrupted, on_photos, photos, resumed, saved_step
 from vitrail.config import TrainConfig, override
 from vitrail.errors import DataError
 from vitrail.train.loop import fit
-from vitrail.train.run import RunFolder
+from vitrail.train.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -105,9 +105,9 @@ def reading(folder: Path, *settings: str) -> TrainConfig:
 
 def test_the_list_goes_on_after_a_resume(damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     stopped = interrupted(reading(damaged), tmp_path / "run", 12)
-    assert 0 < len(stopped.unreadable) < 4
+    assert 0 < len(stopped.unreadable_images) < 4
     result = resumed(tmp_path / "run")
-    assert set(result.unreadable) == {f"train/{name}" for name in BAD}
+    assert set(result.unreadable_images) == {f"train/{name}" for name in BAD}
     assert "4 images could not be used and counted nothing" in caplog.text
 
 
@@ -121,7 +121,7 @@ def test_the_share_goes_on_after_a_resume(damaged: Path, tmp_path: Path):
 def train_here(config: dict[str, Any], folder: str) -> tuple[str, ...]:
     """In one of several processes: the images that could not be read, or the words of an error."""
     try:
-        return tuple(sorted(fit(TrainConfig.from_dict(config), RunFolder(Path(folder))).unreadable))
+        return tuple(sorted(fit(TrainConfig.from_dict(config), RunFolder(Path(folder))).unreadable_images))
     except DataError as error:
         return ("stopped", str(error))
 
@@ -150,7 +150,7 @@ def test_processes_refuse_a_measurement_together(processes: Processes, album: Pa
     (one, words), other = processes.run(train_here, config.to_dict(), str(tmp_path / "run"))
     assert (one, words) == other
     assert words.startswith("2 of 20 images")
-    assert ("go on from step 5" in words) == (not resident)  # those that are kept are looked at before
+    assert ("resume from step 5" in words) == (not resident)  # those that are kept are looked at before
 
 
 def test_a_batch_of_bad_images_alone_is_no_catastrophe(tmp_path: Path):

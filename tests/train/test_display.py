@@ -15,8 +15,16 @@ from rich.console import Console
 from vitrail.evaluate import Scores
 from vitrail.runtime import log, warn_once
 from vitrail.runtime.peak_flops import measure_peak_flops
-from vitrail.train.display import HISTORY, Display
-from vitrail.train.panel import clock, fit, flops_words, number, panel, percent, sparkline
+from vitrail.train.display import MAX_LOSSES, Display
+from vitrail.train.panel import (
+    fit_width,
+    format_flops,
+    format_number,
+    format_percent,
+    format_time,
+    panel_lines,
+    sparkline,
+)
 
 
 class Time:
@@ -44,14 +52,14 @@ def trained(shown: Display, ticking: Time, steps: int = 100, every: float = 0.1)
 
 
 def text(shown: Display, width: int = 90) -> str:
-    return "\n".join("".join(t for t, _ in line) for line in panel(shown, width))
+    return "\n".join("".join(t for t, _ in line) for line in panel_lines(shown, width))
 
 
 def test_images_a_second_are_those_of_the_clock():
     shown, ticking, _ = display()
     with shown:
         trained(shown, ticking)
-    assert shown.rate == pytest.approx(640)
+    assert shown.images_per_s == pytest.approx(640)
     assert "images/s       640" in text(shown)
 
 
@@ -61,11 +69,11 @@ def test_the_speed_follows_a_change_within_seconds_and_not_at_once():
         trained(shown, ticking)
         ticking.now += 0.2
         shown.update(101)
-        assert 600 < shown.rate < 640
+        assert 600 < shown.images_per_s < 640
         for step in range(102, 302):
             ticking.now += 0.2
             shown.update(step)
-    assert shown.rate == pytest.approx(320, rel=0.02)
+    assert shown.images_per_s == pytest.approx(320, rel=0.02)
 
 
 @pytest.mark.parametrize("every", [1, 10])
@@ -76,22 +84,22 @@ def test_the_first_step_which_compiles_is_forgotten(every: int):
         shown.update(every)
         ticking.now += 0.1 * every
         shown.update(2 * every)
-        assert shown.rate == pytest.approx(640)
+        assert shown.images_per_s == pytest.approx(640)
 
 
 def test_an_evaluation_takes_no_part_in_the_speed_but_in_the_time_left():
     shown, ticking, _ = display()
     with shown:
         trained(shown, ticking)
-        before = shown.left
+        before = shown.seconds_left
         shown.pause()
         ticking.now += 10  # as long as training so far
-        shown.evaluated(100, {"top1": 0.9, "low": 0.8, "high": 0.95, "loss": 0.3, "count": 100})
+        shown.show_evaluation(100, {"top1": 0.9, "low": 0.8, "high": 0.95, "loss": 0.3, "count": 100})
         ticking.now += 0.1
         shown.update(101)
-    assert shown.rate == pytest.approx(640)
+    assert shown.images_per_s == pytest.approx(640)
     assert before == pytest.approx(90)
-    assert shown.left == pytest.approx(2 * 89.9, rel=0.02)
+    assert shown.seconds_left == pytest.approx(2 * 89.9, rel=0.02)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -106,13 +114,13 @@ def test_what_interrupts_training_between_two_logged_steps_does_not_make_it_look
                 shown.update(step, {"loss": 1.0})
             if step % 9 == 0:
                 ticking.now += 0.1 if device == "cuda" and step % 10 else 0.0  # the last one is waited for
-                shown.measuring(0, 4)
+                shown.show_evaluation_progress(0, 4)
                 ticking.now += 3
-                shown.measuring(3, 4)
-                shown.evaluated(step, {"top1": 0.9, "loss": 0.3})
+                shown.show_evaluation_progress(3, 4)
+                shown.show_evaluation(step, {"top1": 0.9, "loss": 0.3})
             if step > 20:
-                assert shown.rate == pytest.approx(640, rel=0.15), step
-    assert shown.seen.aside == pytest.approx(33, rel=0.05)
+                assert shown.images_per_s == pytest.approx(640, rel=0.15), step
+    assert shown.state.paused_seconds == pytest.approx(33, rel=0.05)
 
 
 def test_a_share_above_all_of_the_peak_is_not_shown():
@@ -120,8 +128,8 @@ def test_a_share_above_all_of_the_peak_is_not_shown():
     shown, ticking, _ = display(flops_per_image=1e9, peak_flops=0.5e12)
     with shown:
         trained(shown, ticking)
-    assert shown.rate == pytest.approx(640)
-    assert shown.share is None
+    assert shown.images_per_s == pytest.approx(640)
+    assert shown.mfu is None
     assert "FLOP/s" not in text(shown)
 
 
@@ -129,7 +137,7 @@ def test_the_share_of_the_peak_is_what_the_arithmetic_says():
     shown, ticking, _ = display(flops_per_image=1e9, peak_flops=1.28e12)
     with shown:
         trained(shown, ticking)
-    assert shown.share == pytest.approx(640 * 1e9 / 1.28e12)
+    assert shown.mfu == pytest.approx(640 * 1e9 / 1.28e12)
     assert "50 % of 1.28 TFLOP/s" in text(shown)
 
 
@@ -137,8 +145,8 @@ def test_the_panel_says_it_all():
     shown, ticking, _ = display(subtitle="ViT, 0.2 M parameters")
     with shown:
         trained(shown, ticking)
-        shown.evaluated(100, Scores(top1=0.975, top5=1.0, loss=0.1, count=360, low=0.953, high=0.987))
-        shown.evaluated(110, Scores(top1=0.97, top5=1.0, loss=0.1, count=360, low=0.95, high=0.98))
+        shown.show_evaluation(100, Scores(top1=0.975, top5=1.0, loss=0.1, count=360, low=0.953, high=0.987))
+        shown.show_evaluation(110, Scores(top1=0.97, top5=1.0, loss=0.1, count=360, low=0.95, high=0.98))
     said = text(shown)
     for part in ("digits", "10 %", "step 100 / 1,000", "epoch 10.0 / 100", "1:30 left", "ViT, 0.2 M parameters"):
         assert part in said, part
@@ -154,8 +162,8 @@ def test_every_line_is_as_wide_as_the_panel(width: int):
     shown, ticking, _ = display(title="照片 of a long name" * 4)
     with shown:
         trained(shown, ticking)
-        shown.evaluated(100, {"top1": 0.9, "low": 0.8, "high": 0.95, "loss": 0.3})
-    assert {sum(cell_len(t) for t, _ in line) for line in panel(shown, width)} == {width}
+        shown.show_evaluation(100, {"top1": 0.9, "low": 0.8, "high": 0.95, "loss": 0.3})
+    assert {sum(cell_len(t) for t, _ in line) for line in panel_lines(shown, width)} == {width}
 
 
 def test_a_panel_before_the_first_step_is_whole():
@@ -168,10 +176,10 @@ def test_without_accuracy_the_loss_is_what_is_best():
     shown, ticking, _ = display()
     with shown:
         trained(shown, ticking)
-        shown.evaluated(50, {"top1": None, "loss": 0.5})
-        shown.evaluated(60, {"top1": None, "loss": 0.4})
-        shown.evaluated(70, {"top1": None, "loss": 0.6})
-    assert shown.seen.best == (0.4, 60)
+        shown.show_evaluation(50, {"top1": None, "loss": 0.5})
+        shown.show_evaluation(60, {"top1": None, "loss": 0.4})
+        shown.show_evaluation(70, {"top1": None, "loss": 0.6})
+    assert shown.state.best == (0.4, 60)
     assert re.search(r"best so far +0\.4000 +at step 60", text(shown))
 
 
@@ -179,7 +187,7 @@ def test_of_several_labels_the_mean_average_precision_is_shown():
     shown, ticking, _ = display()
     with shown:
         trained(shown, ticking)
-        shown.evaluated(50, {"top1": 0.9, "map": 0.6, "low": 0.8, "high": 1.0, "loss": 0.5})
+        shown.show_evaluation(50, {"top1": 0.9, "map": 0.6, "low": 0.8, "high": 1.0, "loss": 0.5})
     assert re.search(r"validation +60\.00 % +mAP", text(shown))
 
 
@@ -198,7 +206,7 @@ def test_elsewhere_there_are_plain_lines_a_few_seconds_apart():
     with shown:
         trained(shown, ticking, steps=100, every=0.125)  # a logged step each 1.25 s
         shown.note("a note")
-        shown.evaluated(100, {"top1": 0.9, "top5": 0.99, "low": 0.8, "high": 0.95, "loss": 0.3, "count": 100})
+        shown.show_evaluation(100, {"top1": 0.9, "top5": 0.99, "low": 0.8, "high": 0.95, "loss": 0.3, "count": 100})
     lines = out.getvalue().splitlines()
     steps = [line for line in lines if " lr " in line]
     assert len(steps) == 5
@@ -230,7 +238,7 @@ def test_a_logged_step_is_one_line_whatever_was_printed_just_before():
         for step in range(991, 1001):
             ticking.now += 2
             shown.update(step)
-            shown.evaluated(step, {"top1": 0.9, "loss": 0.3})
+            shown.show_evaluation(step, {"top1": 0.9, "loss": 0.3})
             if step % 5 == 0:
                 shown.update(step, {"loss": 0.5, "lr": 0.1})
     lines = [line for line in out.getvalue().splitlines() if "evaluation" not in line]
@@ -253,10 +261,10 @@ def test_an_evaluation_shows_how_far_it_is():
     with shown:
         trained(shown, ticking, 20)
         for done in range(10):
-            shown.measuring(done, 10)
+            shown.show_evaluation_progress(done, 10)
             ticking.now += 3
         assert re.search(r"evaluation +90 % done", text(shown))
-        shown.evaluated(20, {"top1": 0.9, "loss": 0.3})
+        shown.show_evaluation(20, {"top1": 0.9, "loss": 0.3})
         assert "% done" not in text(shown)
     lines = [line for line in out.getvalue().splitlines() if "% done" in line]
     assert lines[0] == "step    20/1,000  epoch   2.0/100  evaluation 20 % done"
@@ -267,7 +275,7 @@ def test_an_evaluation_shows_how_far_it_is():
 def test_the_first_five_of_five_classes_are_not_told(classes: int | None, told: bool):
     shown, _, out = display(num_classes=classes)
     with shown:
-        shown.evaluated(100, Scores(top1=0.9, top5=1.0, loss=0.1, count=360, low=0.8, high=0.95))
+        shown.show_evaluation(100, Scores(top1=0.9, top5=1.0, loss=0.1, count=360, low=0.8, high=0.95))
     assert ("top5 100.00 %" in out.getvalue()) == told
     assert "top5" not in text(shown)
 
@@ -296,9 +304,9 @@ def test_the_history_of_a_long_run_stays_short_and_whole():
         for step in range(1, 10_001):
             ticking.now += 0.01
             shown.update(step, {"loss": 1.0 - step / 10_000})
-    assert len(shown.seen.losses) < HISTORY
-    assert shown.seen.losses == sorted(shown.seen.losses, reverse=True)
-    assert sparkline(shown.seen.losses, 8) == "█▇▆▅▄▃▂▁"
+    assert len(shown.state.losses) < MAX_LOSSES
+    assert shown.state.losses == sorted(shown.state.losses, reverse=True)
+    assert sparkline(shown.state.losses, 8) == "█▇▆▅▄▃▂▁"
 
 
 def test_the_training_thread_pays_microseconds():
@@ -321,7 +329,7 @@ def test_a_drawing_takes_a_small_part_of_the_time_between_two():
     took = []
     for _ in range(5):
         start = time.perf_counter()
-        panel(shown, 96)
+        panel_lines(shown, 96)
         took.append(time.perf_counter() - start)
     assert min(took) < 0.005
 
@@ -338,18 +346,18 @@ def test_an_error_inside_leaves_the_terminal_in_order():
     [(0.08203, "0.08203"), (1.0, "1.000"), (123.456, "123.5"), (0.0, "0.000"), (1e-7, "1.000e-07"), (None, "–")],
 )
 def test_numbers_have_four_digits(value: float | None, said: str):
-    assert number(value) == said
+    assert format_number(value) == said
 
 
 def test_times_shares_and_speeds_are_spelled():
-    assert [clock(s) for s in (5, 65, 3725, None)] == ["0:05", "1:05", "1:02:05", "–"]
-    assert [percent(s) for s in (0.5, 1.0, None)] == ["50.00 %", "100.00 %", "–"]
-    assert [flops_words(f) for f in (9.6e10, 7.93e14, 2e15)] == ["96 GFLOP/s", "793 TFLOP/s", "2 PFLOP/s"]
+    assert [format_time(s) for s in (5, 65, 3725, None)] == ["0:05", "1:05", "1:02:05", "–"]
+    assert [format_percent(s) for s in (0.5, 1.0, None)] == ["50.00 %", "100.00 %", "–"]
+    assert [format_flops(f) for f in (9.6e10, 7.93e14, 2e15)] == ["96 GFLOP/s", "793 TFLOP/s", "2 PFLOP/s"]
 
 
 def test_a_line_is_cut_or_filled():
-    assert fit([("abc", ""), ("def", "bold")], 4) == [("abc", ""), ("d", "bold")]
-    assert fit([("abc", "")], 5) == [("abc", ""), ("  ", "")]
+    assert fit_width([("abc", ""), ("def", "bold")], 4) == [("abc", ""), ("d", "bold")]
+    assert fit_width([("abc", "")], 5) == [("abc", ""), ("  ", "")]
 
 
 def test_a_sparkline_needs_two_values_and_stands_flat_lines():

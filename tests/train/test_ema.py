@@ -10,7 +10,7 @@ from train.small_learner import Learner, random_images
 
 from vitrail.errors import TrainError
 from vitrail.train.ema import EMA
-from vitrail.train.optim import freeze
+from vitrail.train.optimizer import freeze
 
 
 def move(learner: nn.Module, step: int) -> None:

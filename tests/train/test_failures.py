@@ -32,9 +32,9 @@ from train.small_runs import (
 
 from vitrail.config import override
 from vitrail.errors import CheckpointError, TrainError
-from vitrail.train.journal import Journal
-from vitrail.train.loop import Result
-from vitrail.train.run import RunFolder
+from vitrail.train.loop import FitResult
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.run_logger import RunLogger
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -58,9 +58,8 @@ def test_a_signal_saves_says_how_to_go_on_and_loses_nothing(
     done = running.ended()
     assert done.status == status
     step = saved_steps(tmp_path / "my run")[-1]
-    assert (
-        f"stopped by {number.name}; saved at step {step}; go on with: vitrail train --resume --out 'my run'" in done.err
-    )
+    command = "vitrail train --resume --out 'my run'"
+    assert f"stopped by {number.name}; saved at step {step}; resume with: {command}" in done.err
     again = commands.run("train", "--resume", "--out", "my run", "--no-report", folder=tmp_path)
     assert again.status == 0, again.err
     assert same_bits(tmp_path / "my run", undisturbed)
@@ -77,7 +76,7 @@ def test_an_interrupt_while_it_starts_ends_it(commands: Commands, tmp_path: Path
 # Losses that are not finite
 
 
-def diverging(settings: tuple[str, ...] = ()) -> Result:
+def diverging(settings: tuple[str, ...] = ()) -> FitResult:
     return override(digits(30), ["optim.kind=sgd", "optim.lr=1e18", "optim.grad_clip=none", *settings])
 
 
@@ -95,10 +94,10 @@ def test_a_loss_that_is_not_finite_stops_with_its_step_its_images_and_the_last_c
     assert len(set(named)) == 10
 
 
-def poison(journal: Journal) -> None:
+def poison(logger: RunLogger) -> None:
     """From here on the head gives nothing but NaN."""
     with torch.no_grad():
-        journal.trainer.learner.net.head.bias.fill_(float("nan"))
+        logger.trainer.learner.net.head.bias.fill_(float("nan"))
 
 
 def test_before_the_first_checkpoint_there_is_none_to_name(tmp_path: Path):
@@ -110,7 +109,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_counted(tmp_path: Path, ca
     """Two steps of a run have no finite loss: it goes on as if they had not been."""
     with nan_in(6, 11):
         result = trained(digits(on_nan="skip", log_every="2 steps", checkpoint_every="3 steps"), tmp_path / "run")
-    assert result.progress.skipped == 2
+    assert result.progress.skipped_steps == 2
     assert result.scores is not None
     assert result.progress.step == LENGTH
     assert "step 6 was left out: its loss is not finite" in caplog.text
@@ -125,7 +124,7 @@ def nan_in(*steps: int) -> Iterator[None]:
     """The loss of these steps is not a number."""
     from vitrail.train.trainer import Trainer
 
-    backward, keys = Trainer.backward, Trainer.keys
+    backward, keys = Trainer.backward, Trainer.sample_seeds
     now = 0
 
     def noted(self: Trainer, batch: object) -> torch.Tensor:
@@ -136,11 +135,11 @@ def nan_in(*steps: int) -> Iterator[None]:
     def broken(self: Trainer, images: torch.Tensor, *rest: torch.Tensor) -> dict[str, torch.Tensor]:
         return backward(self, images * (float("nan") if now in steps else 1.0), *rest)
 
-    Trainer.keys, Trainer.backward = noted, broken  # type: ignore[method-assign]
+    Trainer.sample_seeds, Trainer.backward = noted, broken  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Trainer.keys, Trainer.backward = keys, backward  # type: ignore[method-assign]
+        Trainer.sample_seeds, Trainer.backward = keys, backward  # type: ignore[method-assign]
 
 
 def test_skipping_survives_a_stop(tmp_path: Path):
@@ -149,7 +148,7 @@ def test_skipping_survives_a_stop(tmp_path: Path):
         whole = trained(settings, tmp_path / "whole")
         interrupted(settings, tmp_path / "cut", 8)
         again = resumed(tmp_path / "cut")
-    assert again.progress.skipped == whole.progress.skipped == 2
+    assert again.progress.skipped_steps == whole.progress.skipped_steps == 2
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     assert same_bits(tmp_path / "cut", tmp_path / "whole")
 
@@ -157,7 +156,7 @@ def test_skipping_survives_a_stop(tmp_path: Path):
 def test_a_run_that_never_has_a_finite_loss_ends_all_the_same(tmp_path: Path):
     result = trained(override(diverging(), ["on_nan=skip"]), tmp_path / "run")
     assert result.progress.step == 30
-    assert result.progress.skipped > 20
+    assert result.progress.skipped_steps > 20
 
 
 # A disk that is full: the kernel itself refuses
@@ -169,11 +168,11 @@ class Disk:
     def __init__(self) -> None:
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def fill(self, journal: Journal) -> None:
-        journal.checkpoints.wait()  # what was begun before is on the disk
+    def fill(self, logger: RunLogger) -> None:
+        logger.checkpoints.wait()  # what was begun before is on the disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, self.before[1]))
 
-    def clear(self, _: Journal | None = None) -> None:
+    def clear(self, _: RunLogger | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
@@ -216,24 +215,26 @@ def test_a_full_disk_loses_no_line_and_no_older_checkpoint(
 def test_best_weights_without_room_are_written_when_there_is(disk: Disk, tmp_path: Path):
     """The best are those of step 10, while the disk is full; later the head forgets everything."""
 
-    def forget(journal: Journal) -> None:
+    def forget(logger: RunLogger) -> None:
         disk.clear()
         with torch.no_grad():
-            journal.trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
+            logger.trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
 
     with at_step(9, disk.fill), at_step(13, forget):
         result = trained(digits(keep="best"), tmp_path / "run")
     assert result.progress.best_step == 10
     assert (tmp_path / "run" / "checkpoint" / "best-00000010" / "state.json").exists()
     assert result.scores is not None
-    assert result.scores.top1 == result.progress.best
+    assert result.scores.top1 == result.progress.best_score
 
 
 def test_a_run_stopped_while_the_disk_is_full_goes_on_from_what_is_there(whole: Path, disk: Disk, tmp_path: Path):
     with (
         at_step(9, disk.fill),
         at_step(14, stop),
-        pytest.raises(TrainError, match=r"lines of .* could not be written: File too large; make room and go on with"),
+        pytest.raises(
+            TrainError, match=r"lines of .* could not be written: File too large; free some disk space and resume"
+        ),
     ):
         trained(digits(keep="best"), tmp_path / "run")
     disk.clear()
@@ -245,7 +246,7 @@ def test_a_run_stopped_while_the_disk_is_full_goes_on_from_what_is_there(whole: 
 
 def test_lines_that_wait_are_in_the_checkpoint(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Room for a checkpoint, none for a line, then a kill: no line is lost."""
-    append = "vitrail.train.log.Metrics._append"
+    append = "vitrail.train.metrics_log.MetricsLog._append"
 
     def no_room(self: object, sync: bool = False) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -261,9 +262,9 @@ def test_lines_that_wait_are_in_the_checkpoint(whole: Path, tmp_path: Path, monk
     assert lines(tmp_path / "run") == lines(whole)
 
 
-def _kill(journal: Journal) -> None:
-    journal.checkpoints.wait()
-    journal.metrics.waiting = []  # what a kill does to memory
+def _kill(logger: RunLogger) -> None:
+    logger.checkpoints.wait()
+    logger.metrics.unwritten = []  # what a kill does to memory
     raise KeyboardInterrupt
 
 
@@ -300,7 +301,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_really_full(whole: Path, tiny_disk: Path, caplog: pytest.LogCaptureFixture):
     photographs = tiny_disk / "photographs"
 
-    def fill(_: Journal) -> None:
+    def fill(_: RunLogger) -> None:
         with suppress(OSError), photographs.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(4096))
@@ -331,7 +332,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, caplog: pytest.Log
 def test_a_folder_that_becomes_a_file_stops_nothing_but_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     folder = tmp_path / "run"
 
-    def replace(_: Journal) -> None:
+    def replace(_: RunLogger) -> None:
         shutil.rmtree(folder)
         folder.write_text("a file")
 

@@ -33,11 +33,11 @@ import vitrail
 from vitrail.config import TrainConfig, override
 from vitrail.train import interrupt as signals
 from vitrail.train import loop
+from vitrail.train.checkpointing import read_progress
 from vitrail.train.interrupt import Interrupt
-from vitrail.train.journal import Journal
-from vitrail.train.loop import Result
-from vitrail.train.run import RunFolder
-from vitrail.train.state import read_progress
+from vitrail.train.loop import FitResult
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.run_logger import RunLogger
 from vitrail.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,10 +70,10 @@ def at_evaluation(number: int, action: Callable[[], None], name: str = "evaluate
         setattr(Trainer, name, evaluate)
 
 
-def stopped_in_evaluation(config: TrainConfig, folder: Path, number: int, name: str = "evaluate") -> Result:
+def stopped_in_evaluation(config: TrainConfig, folder: Path, number: int, name: str = "evaluate") -> FitResult:
     with at_evaluation(number, send(signal.SIGTERM), name):
         result = trained(config, folder)
-    assert (result.stopped, result.scores) == ("SIGTERM", None)
+    assert (result.stop_reason, result.scores) == ("SIGTERM", None)
     return result
 
 
@@ -100,9 +100,9 @@ def test_an_evaluation_is_given_up_saved_and_made_first_when_the_run_goes_on(
 ):
     folder = tmp_path / "run"
     result = stopped_in_evaluation(CONFIGS[kind], folder, number)
-    assert result.saved == step
+    assert result.resume_step == step
     assert [line for line in lines(folder) if "evaluation" in line and line["step"] == step] == []
-    assert read_progress(folder / "checkpoint" / f"{step:08d}").evaluation_due
+    assert read_progress(folder / "checkpoint" / f"{step:08d}").evaluation_pending
     resumed(folder)
     assert lines(folder) == lines(whole[kind])
     assert same_bits(folder, whole[kind])
@@ -113,7 +113,7 @@ def test_an_evaluation_that_was_made_up_for_is_not_logged_twice(whole: dict[str,
     folder = tmp_path / "run"
     stopped_in_evaluation(CONFIGS["classify"], folder, 1)
 
-    def kill(_: Journal) -> None:
+    def kill(_: RunLogger) -> None:
         raise KeyboardInterrupt
 
     with at_step(6, kill), pytest.raises(KeyboardInterrupt):
@@ -127,10 +127,10 @@ def test_the_last_measurements_are_given_up_too_and_made_when_the_run_is_resumed
     """On the test images at the end, which may be many: the model is written when they have been measured."""
     config = digits(4, data={"workers": 0, "held_out": 0.1}, evaluate_every=None)
     trained(config, tmp_path / "whole")
-    result = stopped_in_evaluation(config, tmp_path / "run", 2, "scores")
-    assert (result.saved, result.run.finished) == (4, False)
+    result = stopped_in_evaluation(config, tmp_path / "run", 2, "evaluate_classes")
+    assert (result.resume_step, result.run.finished) == (4, False)
     again = resumed(tmp_path / "run")
-    assert again.test is not None
+    assert again.test_scores is not None
     assert lines(tmp_path / "run") == lines(tmp_path / "whole")
     assert same_bits(tmp_path / "run", tmp_path / "whole")
 
@@ -146,29 +146,29 @@ def silent(words: str) -> None:
 def test_a_signal_is_a_request(number: signal.Signals):
     before = signal.getsignal(number)
     with Interrupt() as interrupt:
-        interrupt.listen(silent, str)
-        assert interrupt.asked is None
+        interrupt.install(silent, str)
+        assert interrupt.stop_requested is None
         os.kill(os.getpid(), number)
-        assert interrupt.asked == number.name
+        assert interrupt.stop_requested == number.name
     assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_after_a_signal_ends_at_once(number: signal.Signals):
     with Interrupt() as interrupt:
-        interrupt.listen(silent, str)
+        interrupt.install(silent, str)
         os.kill(os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # would disturb what is being cleared up
-    assert interrupt.at_once
+    assert interrupt.exit_requested
 
 
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
 def test_what_schedulers_and_terminals_send_is_a_request_to_stop(tmp_path: Path, name: str):
     with at_step(3, send(signal.Signals[name])):
         result = trained(digits(6), tmp_path / "run")
-    assert (result.stopped, result.saved) == (name, 3)
+    assert (result.stop_reason, result.resume_step) == (name, 3)
     assert signal.getsignal(signal.Signals[name]) == signal.SIG_DFL
 
 
@@ -177,7 +177,7 @@ def test_a_handler_of_ones_own_is_not_replaced_by_what_is_seldom_sent(tmp_path: 
     before = signal.signal(signal.SIGUSR1, lambda number, _: got.append(number))
     try:
         with at_step(3, send(signal.SIGUSR1)):
-            assert trained(digits(4), tmp_path / "run").stopped is None
+            assert trained(digits(4), tmp_path / "run").stop_reason is None
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert got == [signal.SIGUSR1]
@@ -188,13 +188,13 @@ def test_the_first_signal_is_answered_while_the_main_thread_is_busy_elsewhere():
     said: list[tuple[str, bool]] = []
     busy = True
     with Interrupt() as interrupt:
-        interrupt.listen(lambda words: said.append((words, busy)), str)
+        interrupt.install(lambda words: said.append((words, busy)), str)
         threading.Timer(0.05, send(signal.SIGINT)).start()
         while not said:
             busy = True
             hashlib.pbkdf2_hmac("sha256", b"some", b"salt", 500_000)
             busy = False
-        assert interrupt.asked == "SIGINT"
+        assert interrupt.stop_requested == "SIGINT"
     assert said == [("stopping after this step and saving; press Ctrl-C again to stop at once", True)]
 
 
@@ -214,9 +214,9 @@ def test_a_second_interrupt_ends_even_what_never_returns():
         import hashlib
         from vitrail.train import interrupt
 
-        interrupt.GRACE = 0.1
+        interrupt.FORCED_EXIT_DELAY_S = 0.1
         with interrupt.Interrupt() as listening:
-            listening.listen(lambda words: print(words, flush=True), lambda: "the last checkpoint is of step 7")
+            listening.install(lambda words: print(words, flush=True), lambda: "the last checkpoint is of step 7")
             print("ready", flush=True)
             hashlib.pbkdf2_hmac("sha256", b"some", b"salt", 2**31 - 1)
     """)
@@ -241,11 +241,11 @@ def test_the_end_of_torchrun_is_a_request_to_stop():
             from vitrail.train.interrupt import Interrupt
 
             interrupt = Interrupt()
-            before = interrupt.asked
+            before = interrupt.stop_requested
             print("ready", flush=True)
-            while interrupt.asked is None:
+            while interrupt.stop_requested is None:
                 time.sleep(0.01)
-            print(before, interrupt.asked, flush=True)
+            print(before, interrupt.stop_requested, flush=True)
             os._exit(0)
         time.sleep(60)
     """)
@@ -263,11 +263,11 @@ def test_an_interrupt_before_the_first_step_says_so(tmp_path: Path, monkeypatch:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vitrail.train.loop.prepare", interrupted)
+    monkeypatch.setattr("vitrail.train.loop.prepare_run", interrupted)
     with pytest.raises(KeyboardInterrupt, match=r"^stopped by Ctrl-C before the first step; nothing was saved$"):
         trained(digits(4), tmp_path / "run")
-    RunFolder(tmp_path / "run").begin(digits(4))
-    with pytest.raises(KeyboardInterrupt, match=r"stopped by Ctrl-C; there is no checkpoint yet; go on with: vitrail"):
+    RunFolder(tmp_path / "run").create(digits(4))
+    with pytest.raises(KeyboardInterrupt, match=r"stopped by Ctrl-C; there is no checkpoint yet; resume with: vitrail"):
         resumed(tmp_path / "run")
 
 
@@ -280,7 +280,7 @@ def test_an_interrupt_while_the_report_is_made_says_where_the_model_is(tmp_path:
         KeyboardInterrupt, match=r"the model is in .*run/model; make the report with: vitrail train --r"
     ):
         vitrail.train(digits(2), out=tmp_path / "run")
-    assert RunFolder(tmp_path / "run").standing == "unfinished"
+    assert RunFolder(tmp_path / "run").status == "unfinished"
     assert vitrail.load(tmp_path / "run").labels is not None
 
 
@@ -288,8 +288,8 @@ def test_an_interrupt_in_a_run_that_is_compared_with_names_the_command_of_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def fit(config: TrainConfig, folder: RunFolder, **options: bool) -> object:
-        if folder.compared_with is not None:
-            monkeypatch.setattr("vitrail.train.loop.prepare", interrupted)
+        if folder.main_run is not None:
+            monkeypatch.setattr("vitrail.train.loop.prepare_run", interrupted)
         return loop.fit(config, folder, **options)
 
     def interrupted(*_: object, **__: object) -> None:
@@ -300,7 +300,7 @@ def test_an_interrupt_in_a_run_that_is_compared_with_names_the_command_of_both(
         vitrail.train(digits(2, compare=["seed=1"]), out=tmp_path / "run")
     assert str(caught.value) == (
         f"stopped by Ctrl-C; there is no checkpoint yet of {tmp_path}/run/compare/seed-1; "
-        f"go on with: vitrail train --resume --out {tmp_path}/run"
+        f"resume with: vitrail train --resume --out {tmp_path}/run"
     )
 
 
@@ -332,7 +332,7 @@ def test_two_interrupts_at_nearly_the_same_time_end_with_one_sentence(commands: 
     words = [line for line in done.err.splitlines() if line.startswith("stop")]
     assert words == [
         "stopping after this step and saving; press Ctrl-C again to stop at once",
-        f"stopped at once by a second Ctrl-C; the last checkpoint is of step {step}; go on with: "
+        f"stopped at once by a second Ctrl-C; the last checkpoint is of step {step}; resume with: "
         "vitrail train --resume --out run.",
     ]
     assert read_progress(tmp_path / "run" / "checkpoint" / f"{step:08d}").step == step
@@ -348,7 +348,7 @@ def test_many_interrupts_leave_a_whole_checkpoint_and_no_traceback(commands: Com
     assert done.status == 130
     last = [line for line in done.err.splitlines() if line.startswith("stopped")]
     assert len(last) == 1
-    assert "go on with: vitrail train --resume --out run" in last[0]
+    assert "resume with: vitrail train --resume --out run" in last[0]
     step = saved_steps(tmp_path / "run")[-1]
     assert read_progress(tmp_path / "run" / "checkpoint" / f"{step:08d}").step == step
 
@@ -375,7 +375,7 @@ def test_an_interrupt_while_settings_are_read_ends_with_a_sentence(commands: Com
 def test_what_is_listened_to_is_there_again_afterwards():
     names = [signal.getsignal(sig) for sig in signals.SIGNALS]
     with Interrupt() as interrupt:
-        interrupt.listen(print, str)
+        interrupt.install(print, str)
         assert signal.getsignal(signal.SIGINT) != names[0]
     assert [signal.getsignal(sig) for sig in signals.SIGNALS] == names
     assert signal.set_wakeup_fd(-1) == -1

@@ -28,35 +28,35 @@ from train.small_runs import (
 )
 
 import vitrail
-from vitrail.config import TrainConfig, override, steps
+from vitrail.config import override, steps
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, TrainError
 from vitrail.evaluate.scores import Scores
-from vitrail.train.loop import Result
-from vitrail.train.run import RunFolder
-from vitrail.train.state import TENSORS, read_tensors
+from vitrail.train.checkpointing import TENSORS, read_tensors
+from vitrail.train.loop import FitResult
+from vitrail.train.run_folder import RunFolder
 from vitrail.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> FitResult:
     """A run that nothing disturbed."""
     with one_thread():
         return trained(digits(keep="best", ema=0.8), tmp_path_factory.mktemp("whole") / "run")
 
 
-def test_a_run_leaves_what_was_promised(whole: Result):
+def test_a_run_leaves_what_was_promised(whole: FitResult):
     folder = whole.run.path
     assert {p.name for p in folder.iterdir()} == {"config.json", "metrics.jsonl", "checkpoint", "model"}
-    assert TrainConfig.from_dict(json.loads((folder / "config.json").read_text())) == whole.setup.config
+    assert whole.run.read_config() == whole.setup.config
     assert saved_steps(folder) == [16, 20]
     assert whole.run.finished
-    assert whole.stopped is None
+    assert whole.stop_reason is None
 
 
-def test_each_step_is_logged_once_and_so_is_each_evaluation(whole: Result):
+def test_each_step_is_logged_once_and_so_is_each_evaluation(whole: FitResult):
     found = lines(whole.run.path)
     assert [line["step"] for line in found if "loss" in line] == [3, 6, 9, 12, 15, 18, 20]
     assert [line["step"] for line in found if "evaluation" in line] == [5, 10, 15, 20]
@@ -65,11 +65,11 @@ def test_each_step_is_logged_once_and_so_is_each_evaluation(whole: Result):
 
 
 @pytest.mark.parametrize("step", [1, 10, 19])
-def test_a_stopped_run_goes_on_as_if_nothing_had_happened(whole: Result, tmp_path: Path, step: int):
+def test_a_stopped_run_goes_on_as_if_nothing_had_happened(whole: FitResult, tmp_path: Path, step: int):
     """At steps between two logged lines, too: averages since the last line are the same."""
     folder = tmp_path / "run"
     stopped = interrupted(whole.setup.config, folder, step)
-    assert stopped.saved == step
+    assert stopped.resume_step == step
     assert stopped.scores is None
     again = resumed(folder)
     assert again.progress.step == LENGTH
@@ -84,7 +84,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(whole: Result, tmp_pat
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    whole: Result, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    whole: FitResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     folder = tmp_path / "run"
     interrupted(whole.setup.config, folder, 14)
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
 
 
 def test_without_a_whole_checkpoint_the_run_begins_again(
-    whole: Result, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    whole: FitResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     folder = tmp_path / "run"
     interrupted(whole.setup.config, folder, 10)
@@ -113,7 +113,7 @@ def test_without_a_whole_checkpoint_the_run_begins_again(
     assert same_bits(folder, whole.run.path)
 
 
-def test_what_a_kill_left_half_written_is_swept_away(whole: Result, tmp_path: Path):
+def test_what_a_kill_left_half_written_is_swept_away(whole: FitResult, tmp_path: Path):
     folder = tmp_path / "run"
     interrupted(whole.setup.config, folder, 14)
     (folder / ".model.1a2b.tmp").mkdir()
@@ -131,10 +131,12 @@ def test_images_that_came_or_went_meanwhile_are_told(tmp_path: Path, caplog: pyt
         shutil.copy(album / "red" / "000.jpg", album / "red" / f"{name}.jpg")
     now = len(open_data(on_photos(album).data).train)
     resumed(tmp_path / "run")
-    assert f"the training images of {album} are not those the run began with ({had} then, {now} now)" in caplog.text
+    assert (
+        f"the training images of {album} have changed since the start of the run ({had} then, {now} now)" in caplog.text
+    )
 
 
-def test_a_finished_run_is_resumed_without_harm(whole: Result):
+def test_a_finished_run_is_resumed_without_harm(whole: FitResult):
     before = contents(whole.run.path)
     again = resumed(whole.run.path)
     assert again.scores is not None
@@ -143,7 +145,7 @@ def test_a_finished_run_is_resumed_without_harm(whole: Result):
     assert contents(whole.run.path) == before
 
 
-def test_the_same_settings_give_the_same_bits_again(whole: Result, tmp_path: Path):
+def test_the_same_settings_give_the_same_bits_again(whole: FitResult, tmp_path: Path):
     settings = RunFolder(whole.run.path).read_config()
     trained(settings, tmp_path / "again")
     assert same_bits(tmp_path / "again", whole.run.path)
@@ -151,7 +153,7 @@ def test_the_same_settings_give_the_same_bits_again(whole: Result, tmp_path: Pat
     assert not same_bits(tmp_path / "other", whole.run.path)
 
 
-def test_the_run_folder_is_a_model_that_scores_what_was_said(whole: Result):
+def test_the_run_folder_is_a_model_that_scores_what_was_said(whole: FitResult):
     model = vitrail.load(whole.run.path)
     held = open_data(whole.setup.config.data).validation
     said = model.logits([held[i].image for i in range(len(held))], batch_size=256).argmax(1)
@@ -162,7 +164,7 @@ def test_the_run_folder_is_a_model_that_scores_what_was_said(whole: Result):
     assert whole.scores.top1 > 0.2  # it has learned something, so that the comparison says something
 
 
-def test_a_run_without_a_model_says_so(whole: Result, tmp_path: Path):
+def test_a_run_without_a_model_says_so(whole: FitResult, tmp_path: Path):
     interrupted(whole.setup.config, tmp_path / "run", 2)
     with pytest.raises(vitrail.VitrailError, match=r"not finished and has no model yet; go on with .*--resume"):
         vitrail.load(tmp_path / "run")
@@ -192,9 +194,9 @@ def test_the_best_or_the_last_weights_become_the_model(tmp_path: Path, keep: str
         assert [line for line in lines(folder) if "test" in line] == tests
 
 
-def _forget(journal: object) -> None:
+def _forget(logger: object) -> None:
     """The head answers at random from here on, and never learns again."""
-    trainer = journal.trainer  # type: ignore[attr-defined]
+    trainer = logger.trainer  # type: ignore[attr-defined]
     with torch.no_grad():
         trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
 
@@ -203,13 +205,13 @@ def test_patience_stops_early_and_keeps_the_best(tmp_path: Path):
     folder = tmp_path / "run"
     with at_step(12, _forget):
         result = trained(digits(60, keep="best", patience=2), folder)
-    assert (result.stopped, result.progress.step) == ("patience", 20)
+    assert (result.stop_reason, result.progress.step) == ("patience", 20)
     assert result.progress.best_step == 10
     assert result.scores is not None
-    assert result.scores.top1 == result.progress.best
+    assert result.scores.top1 == result.progress.best_score
     before = weights(folder)
     again = resumed(folder)  # patience is still out
-    assert (again.stopped, again.progress.step) == ("patience", 20)
+    assert (again.stop_reason, again.progress.step) == ("patience", 20)
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(folder).items())
     longer = trained(override(RunFolder(folder).read_config(), ["patience=4"]), folder, resume=True)
     assert longer.progress.step == 30
@@ -249,15 +251,15 @@ def test_one_step_is_a_run(tmp_path: Path):
 def test_a_signal_while_it_finishes_lets_it_finish_and_is_told(tmp_path: Path):
     with at_step(LENGTH, stop):
         result = trained(digits(), tmp_path / "run")
-    assert result.stopped == "SIGTERM"
+    assert result.stop_reason == "SIGTERM"
     again = resumed(tmp_path / "run")
-    assert again.stopped is None
+    assert again.stop_reason is None
     assert again.run.finished
 
 
-def test_a_folder_that_holds_a_run_is_refused_before_any_work(whole: Result, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("vitrail.train.loop.prepare", lambda *a, **k: pytest.fail("the data were opened"))
-    with pytest.raises(TrainError, match=r"holds a run already \(unfinished\); go on with --resume"):
+def test_a_folder_that_holds_a_run_is_refused_before_any_work(whole: FitResult, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vitrail.train.loop.prepare_run", lambda *a, **k: pytest.fail("the data were opened"))
+    with pytest.raises(TrainError, match=r"holds a run already \(unfinished\); resume it with --resume"):
         trained(whole.setup.config, whole.run.path)
 
 
@@ -274,7 +276,7 @@ def test_batches_that_cannot_be(tmp_path: Path):
 def test_measuring_is_no_part_of_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A step takes a second here, a measurement a hundred."""
     now = [0.0]
-    monkeypatch.setattr("vitrail.train.journal.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("vitrail.train.run_logger.time", SimpleNamespace(monotonic=lambda: now[0]))
     for name, seconds in (("backward", 1.0), ("evaluate", 100.0)):
         real = getattr(Trainer, name)
 
@@ -298,5 +300,5 @@ def test_of_equal_scores_the_lower_loss_is_the_best_and_stays_so(
     with at_step(7, stop):
         trained(config, tmp_path / "run")
     result = trained(config, tmp_path / "run", resume=True)
-    assert (result.progress.best, result.progress.best_loss, result.progress.best_step) == (1.0, 0.3, 6)
+    assert (result.progress.best_score, result.progress.best_loss, result.progress.best_step) == (1.0, 0.3, 6)
     assert "the weights of step 6 were the best and become the model" in caplog.text

@@ -11,11 +11,11 @@ from train.small_runs import interrupted, lines, on_photos, photos, resumed, sam
 import vitrail
 from vitrail.config import override
 from vitrail.errors import DataError
-from vitrail.train.parallel import Ranks
-from vitrail.train.setup import prepare
+from vitrail.train.distributed import DistributedContext
+from vitrail.train.setup import prepare_run
 from vitrail.train.trainer import Trainer
 
-ALONE = Ranks(torch.device("cpu"))
+ALONE = DistributedContext(torch.device("cpu"))
 
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -33,8 +33,8 @@ def test_masked_patches_train_resume_and_load(images: Path, tmp_path: Path, targ
     assert loaded.embed(images / "red" / "000.jpg").shape == (1, 16)
     with pytest.raises(vitrail.VitrailError, match="has no classes"):
         loaded.predict(images / "red" / "000.jpg")
-    tuned = trained(on_photos(images, 3, init_from=str(tmp_path / "whole"), model=None), tmp_path / "tuned")
-    assert tuned.setup.info.labels == ("blue", "green", "red")
+    finetune_config = trained(on_photos(images, 3, init_from=str(tmp_path / "whole"), model=None), tmp_path / "tuned")
+    assert finetune_config.setup.info.labels == ("blue", "green", "red")
 
 
 def unlabeled(folder: Path, kind: str) -> str:
@@ -66,14 +66,14 @@ def test_masked_patches_are_measured_on_what_is_held_out(images: Path, tmp_path:
     assert list(found) == [3, 6, 9, 12]
     assert {f["count"] for f in found.values()} == {len(result.setup.splits.validation)}
     best = min(found, key=lambda step: found[step]["loss"])
-    assert (result.progress.best_step, result.progress.best) == (best, -found[best]["loss"])
+    assert (result.progress.best_step, result.progress.best_score) == (best, -found[best]["loss"])
 
 
 def test_the_same_patches_are_hidden_however_often_and_in_whatever_batches(images: Path):
     config = override(on_photos(images), ["objective=masked-patch"])
-    trainer = Trainer(prepare(config, ALONE), ALONE)
+    trainer = Trainer(prepare_run(config, ALONE), ALONE)
     torch.nn.init.normal_(trainer.learner.guess.weight)
     first = trainer.evaluate()
     assert trainer.evaluate() == first
-    trainer.batch = 3
+    trainer.batch_size = 3
     assert trainer.evaluate().loss == pytest.approx(first.loss, rel=1e-5)

@@ -14,10 +14,10 @@ from train.processes import Processes
 from train.small_learner import BATCH, Learner, plain, settings
 
 from vitrail.config import TrainConfig
+from vitrail.train.distributed import DistributedContext, evaluation_network, wrap
 from vitrail.train.ema import EMA
-from vitrail.train.optim import make_optimizer
-from vitrail.train.parallel import Ranks, network, wrap
-from vitrail.train.sharded import load_sharded, save_sharded
+from vitrail.train.optimizer import make_optimizer
+from vitrail.train.sharded_checkpoint import load_sharded, save_sharded
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ def steps(wrapped: nn.Module, learner: nn.Module, config: TrainConfig, device: t
         loss.backward()
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
-        optimizer.clip(0.5)
+        optimizer.clip_grad_norm(0.5)
         optimizer.step(0.5)
         ema.update(step)
         torch.cuda.set_sync_debug_mode("default")
@@ -55,20 +55,20 @@ def steps(wrapped: nn.Module, learner: nn.Module, config: TrainConfig, device: t
 def on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # TF32, the debug mode for waiting, whatever the compiler has to say
     config = settings(parallel, kind=kind).replace(precision=precision)
-    with Ranks.start("cuda") as ranks:
-        alone = Learner().to(ranks.device)
-        wanted = plain(steps(alone, alone, config, ranks.device))
-        learner = Learner().to(ranks.device)
-        wrapped = wrap(learner, config, ranks)
+    with DistributedContext.from_env("cuda") as distributed:
+        alone = Learner().to(distributed.device)
+        wanted = plain(steps(alone, alone, config, distributed.device))
+        learner = Learner().to(distributed.device)
+        wrapped = wrap(learner, config, distributed)
         assert wrapped is not learner or parallel == "fsdp"
-        got = steps(torch.compile(wrapped) if compiled else wrapped, learner, config, ranks.device)  # type: ignore[arg-type]
-        save_sharded(Path(folder), got, ranks)
+        got = steps(torch.compile(wrapped) if compiled else wrapped, learner, config, distributed.device)  # type: ignore[arg-type]
+        save_sharded(Path(folder), got, distributed)
         again = {name: torch.zeros_like(t) for name, t in got.items()}
-        load_sharded(Path(folder), again, ranks)
+        load_sharded(Path(folder), again, distributed)
         same = all(torch.equal(a, b) for a, b in zip(plain(again).values(), plain(got).values(), strict=True))
-        images = random_images(ranks.device)[0]
+        images = random_images(distributed.device)[0]
         with torch.inference_mode():
-            logits = network(wrapped).eval()(images), alone.net.eval()(images)
+            logits = evaluation_network(wrapped).eval()(images), alone.net.eval()(images)
         whole = plain(got)
         # The gradient of a key's bias is 0, so what there is of it is rounding, and Adam makes steps of it.
         same_arithmetic = precision == "float32" and not compiled
@@ -78,7 +78,7 @@ def on_gpu(parallel: str, precision: str, compiled: bool, kind: str, folder: str
             "worst": worst,
             "logits": float((logits[0] - logits[1]).norm() / logits[1].norm()),
             "reloaded": same,
-            "sum": ranks.reduce_sum({"n": torch.ones(2, device=ranks.device)})["n"].tolist(),
+            "sum": distributed.all_reduce_tensors({"n": torch.ones(2, device=distributed.device)})["n"].tolist(),
         }
 
 

@@ -13,8 +13,8 @@ from vitrail.config import TrainConfig
 from vitrail.recipes import RECIPES
 from vitrail.recipes.finetune import finetune, paper
 from vitrail.runtime import pick_precision
-from vitrail.train.run import RunFolder
-from vitrail.train.setup import prepare
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.setup import prepare_run
 from vitrail.train.trainer import Trainer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -46,7 +46,7 @@ def test_bfloat16_on_a_cpu_is_done_and_said_where_it_is_slower(
 ):
     monkeypatch.setattr("vitrail.runtime._logged", set())
     monkeypatch.setattr("vitrail.train.trainer.slowdown", lambda device, dtype: times)
-    trainer = Trainer(prepare(digits(precision="bfloat16"), ALONE), ALONE)
+    trainer = Trainer(prepare_run(digits(precision="bfloat16"), ALONE), ALONE)
     assert trainer.config.precision == "bfloat16"
     said = "precision=bfloat16 is slow on this CPU: its products take 6.0 times as long as in float32."
     assert (said in caplog.text) == (times > 1)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from vitrail.train.rendezvous import agreed_prefix, new_store
+from vitrail.train.rendezvous import agree_on_prefix, new_store
 
 SOON = timedelta(seconds=20)
 
@@ -16,7 +16,7 @@ SOON = timedelta(seconds=20)
 def start(store: dist.Store, *ranks: int) -> list[str]:
     """Processes of one start, three in all, as they come."""
     with ThreadPoolExecutor(3) as pool:
-        return list(pool.map(lambda rank: agreed_prefix(store, rank, 3, SOON), ranks))
+        return list(pool.map(lambda rank: agree_on_prefix(store, rank, 3, SOON), ranks))
 
 
 def test_each_start_agrees_on_a_prefix_of_its_own():
@@ -29,7 +29,7 @@ def test_each_start_agrees_on_a_prefix_of_its_own():
 def test_a_start_that_failed_half_way_does_not_mislead_the_next():
     store = dist.HashStore()
     with pytest.raises(RuntimeError, match="of 3 processes these did not come: 1, 2"):
-        agreed_prefix(store, 0, 3, timedelta(seconds=0.01))
+        agree_on_prefix(store, 0, 3, timedelta(seconds=0.01))
     for rank in (1, 2):  # which asked, and died
         store.set(f"asks/{rank}", f"dead-{rank}")
     assert len(set(start(store, 0, 2, 1))) == 1

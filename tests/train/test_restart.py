@@ -114,7 +114,7 @@ def test_processes_whose_torchrun_was_killed_end_and_let_the_next_one_go_on(tmp_
     assert not any(Path(f"/proc/{child}").exists() for child in children)
 
 
-STOPPED = re.compile(r"stopped by the end of torchrun; saved at step (\d+); go on with: vitrail train --resume")
+STOPPED = re.compile(r"stopped by the end of torchrun; saved at step (\d+); resume with: vitrail train --resume")
 
 
 def beyond(run: Path, step: int) -> bool:

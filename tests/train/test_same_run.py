@@ -21,9 +21,9 @@ from vitrail.config import (
     override,
     steps,
 )
-from vitrail.train.log import read_metrics
 from vitrail.train.loop import fit
-from vitrail.train.run import RunFolder
+from vitrail.train.metrics_log import read_metrics
+from vitrail.train.run_folder import RunFolder
 
 STEPS = 30
 EXACT = 1e-9
@@ -140,21 +140,21 @@ def train_half(config: dict[str, Any], folder: str) -> int:
     import os
     import signal
 
-    from vitrail.train.journal import Journal
+    from vitrail.train.run_logger import RunLogger
 
-    count = Journal.count
+    count = RunLogger.add_step
 
-    def interrupted(self: Journal, *args: Any) -> None:
+    def interrupted(self: RunLogger, *args: Any) -> None:
         count(self, *args)
-        if self.progress.step == 17 and self.ranks.rank == self.ranks.world - 1:
+        if self.progress.step == 17 and self.distributed.rank == self.distributed.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    Journal.count = interrupted  # type: ignore[method-assign]
+    RunLogger.add_step = interrupted  # type: ignore[method-assign]
     try:
         result = fit(TrainConfig.from_dict(config), RunFolder(Path(folder)))
     finally:
-        Journal.count = count  # type: ignore[method-assign]
-    assert result.stopped in ("SIGTERM", "another process")
+        RunLogger.add_step = count  # type: ignore[method-assign]
+    assert result.stop_reason in ("SIGTERM", "another process")
     assert result.progress.step == 17
     return result.progress.step
 

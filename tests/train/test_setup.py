@@ -35,14 +35,14 @@ import vitrail
 from vitrail.config import TrainConfig, override
 from vitrail.data.sources import open_data
 from vitrail.errors import ConfigError, DataError, TrainError, VitrailError
+from vitrail.train.checkpointing import Progress
+from vitrail.train.distributed import DistributedContext
 from vitrail.train.loop import fit
-from vitrail.train.parallel import Ranks
-from vitrail.train.run import RunFolder
-from vitrail.train.setup import prepare
-from vitrail.train.state import Progress
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.setup import prepare_run
 from vitrail.train.trainer import Trainer
 
-ALONE = Ranks(torch.device("cpu"))
+ALONE = DistributedContext(torch.device("cpu"))
 
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -54,12 +54,12 @@ def first_losses(config: TrainConfig, folder: Path, *settings: str) -> list[floa
 
 
 def test_every_blank_is_filled_in(images: Path):
-    setup = prepare(on_photos(images, preprocess=None), ALONE)
+    setup = prepare_run(on_photos(images, preprocess=None), ALONE)
     assert setup.config.model.num_classes == 3
     assert setup.config.preprocess == setup.info.preprocess
     assert setup.info.labels == ("blue", "green", "red")
-    assert setup.counts is not None
-    assert setup.counts.tolist() == np.bincount(setup.splits.train.targets).tolist()
+    assert setup.class_counts is not None
+    assert setup.class_counts.tolist() == np.bincount(setup.splits.train.targets).tolist()
     assert TrainConfig.from_dict(json.loads(json.dumps(setup.config.to_dict()))) == setup.config
 
 
@@ -105,8 +105,8 @@ def test_settings_do_something_and_the_run_goes_on_with_them(
 
 def test_balanced_classes_are_seen_equally_often(images: Path):
     config = on_photos(images, 30, data={"source": str(images), "workers": 0, "order": "balanced"})
-    trainer = Trainer(prepare(config, ALONE), ALONE)
-    with trainer.batches(Progress()) as batches:
+    trainer = Trainer(prepare_run(config, ALONE), ALONE)
+    with trainer.training_loader(Progress()) as batches:
         seen = torch.cat([batch.targets for batch in batches])
     assert torch.bincount(seen).tolist() == [80, 80, 80]
 
@@ -122,9 +122,9 @@ def test_an_average_is_what_is_measured_and_kept(tmp_path: Path):
 
 
 def _last(folder: Path, part: str) -> dict[str, torch.Tensor]:
-    from vitrail.train.state import read_tensors, under
+    from vitrail.train.checkpointing import read_tensors, select_prefix
 
-    return under(part, read_tensors(max((folder / "checkpoint").glob("0*"))))
+    return select_prefix(part, read_tensors(max((folder / "checkpoint").glob("0*"))))
 
 
 def test_several_labels_from_a_table(tmp_path: Path):
@@ -176,7 +176,7 @@ def test_all_processes_agree_on_a_batch(processes: Processes, tmp_path: Path):
     one, two = processes.run(train_here, config, str(tmp_path / "run"))
     assert one == two == RunFolder(tmp_path / "run").read_config().batch_size
     with pytest.raises(ConfigError, match="batch_size=63 cannot be shared evenly by 2 processes in 1 parts each"):
-        Trainer(prepare(digits(batch_size=63), ALONE), Ranks(torch.device("cpu"), 0, 2))
+        Trainer(prepare_run(digits(batch_size=63), ALONE), DistributedContext(torch.device("cpu"), 0, 2))
 
 
 def test_tensorboard_has_each_step_once_too(tmp_path: Path):
@@ -211,13 +211,13 @@ def test_an_epoch_shows_each_labeled_image_once(tmp_path: Path):
         csv.writer(file).writerows([("path", "label", "split"), *names])
     config = on_photos(tmp_path, data={"source": f"table:{tmp_path}/table.csv", "workers": 0})
     config = override(config, ["duration=2 epochs", "batch_size=5"])
-    trainer = Trainer(prepare(config, ALONE), ALONE)
-    assert (trainer.images, trainer.total) == (20, 8)
-    with trainer.batches(Progress()) as batches:
+    trainer = Trainer(prepare_run(config, ALONE), ALONE)
+    assert (trainer.num_images, trainer.total_steps) == (20, 8)
+    with trainer.training_loader(Progress()) as batches:
         seen = torch.cat([batch.indices for batch in batches])
     assert torch.bincount(seen).unique().tolist() == [0, 2]
     unlearned = override(config, ["objective=masked-patch"])
-    assert Trainer(prepare(unlearned, ALONE), ALONE).images == 40
+    assert Trainer(prepare_run(unlearned, ALONE), ALONE).num_images == 40
 
 
 @pytest.fixture(scope="module")
@@ -264,10 +264,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_head_is_kept_for_the_same_classes_and_new_for_others(start: Path, images: Path, tmp_path: Path):
     config = on_photos(images, init_from=str(start), model=None, preprocess=None)
-    kept = prepare(config, ALONE)
+    kept = prepare_run(config, ALONE)
     assert torch.equal(kept.net.head.weight, vitrail.load(start).net.head.weight)
     renamed = photos(tmp_path / "renamed", {"red": 4, "green": 4, "azure": 4})
-    new = prepare(config.replace(data={"source": str(renamed)}), ALONE)
+    new = prepare_run(config.replace(data={"source": str(renamed)}), ALONE)
     assert new.info.labels == ("azure", "green", "red")
     assert not new.net.head.weight.any()
     assert torch.equal(new.net.blocks[0].mlp.up.weight, vitrail.load(start).net.blocks[0].mlp.up.weight)
@@ -279,7 +279,7 @@ def test_a_run_does_not_depend_on_the_file_it_started_from(start: Path, images: 
     """What is frozen would change when the file is written over, and end the run when it is cut off."""
     path = tmp_path / "start.safetensors"
     vitrail.load(start).save(path)
-    setup = prepare(on_photos(images, init_from=str(path), model=None, preprocess=None), ALONE)
+    setup = prepare_run(on_photos(images, init_from=str(path), model=None, preprocess=None), ALONE)
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert torch.equal(setup.net.head.weight, vitrail.load(start).net.head.weight)
 
@@ -290,12 +290,12 @@ def test_a_run_killed_before_its_first_checkpoint_still_starts_from_its_checkpoi
     """And one that goes on says where it came from; it needs the checkpoint no more."""
     config = on_photos(images, init_from=str(start), model=None, preprocess=None)
     trained(config, tmp_path / "whole")
-    RunFolder(tmp_path / "early").begin(prepare(config, ALONE).config)
+    RunFolder(tmp_path / "early").create(prepare_run(config, ALONE).config)
     resumed(tmp_path / "early")
     assert same_bits(tmp_path / "early", tmp_path / "whole")
     interrupted(config, tmp_path / "late", 3)
     settings = json.loads((tmp_path / "late" / "config.json").read_text())
-    (tmp_path / "late" / "config.json").write_text(json.dumps(settings | {"start": str(tmp_path / "gone")}))
+    (tmp_path / "late" / "config.json").write_text(json.dumps(settings | {"init_from": str(tmp_path / "gone")}))
     resumed(tmp_path / "late")
     assert same_bits(tmp_path / "late", tmp_path / "whole")
     infos = [json.loads((tmp_path / name / "model" / "config.json").read_text()) for name in ("whole", "late")]
@@ -308,18 +308,18 @@ def test_a_run_killed_before_its_first_checkpoint_still_starts_from_its_checkpoi
     [
         (["model.depth=3"], r"model.depth=3, but the checkpoint has 2.*drop_path can change"),
         (["image_size=30"], r"30"),
-        (["optim.trainable=5"], r"train=5 blocks, but the network has 2"),
+        (["optim.trainable=5"], r"trainable=5 blocks, but the network has 2"),
     ],
 )
 def test_what_a_checkpoint_cannot_follow(start: Path, images: Path, settings: list[str], words: str):
     config = on_photos(images, init_from=str(start), preprocess=None, model=vitrail.load(start).config)
     with pytest.raises(ConfigError, match=words):
-        Trainer(prepare(override(config, settings), ALONE), ALONE)
+        Trainer(prepare_run(override(config, settings), ALONE), ALONE)
 
 
 def test_chance_may_change_in_a_checkpoint(start: Path, images: Path):
     config = on_photos(images, init_from=str(start), preprocess=None, model=vitrail.load(start).config)
-    setup = prepare(override(config, ["model.drop_path=0.2", "image_size=24"]), ALONE)
+    setup = prepare_run(override(config, ["model.drop_path=0.2", "image_size=24"]), ALONE)
     assert (setup.net.config.drop_path, setup.net.config.image_size) == (0.2, (24, 24))
     assert setup.info.preprocess.image_size == (24, 24)
 
@@ -331,10 +331,10 @@ def test_chance_may_change_in_a_checkpoint(start: Path, images: Path):
     ("settings", "error", "words"),
     [
         (["image_size=32"], ConfigError, r"image_size=32 is for a checkpoint to start from; set model.image"),
-        (["model.num_classes=4"], ConfigError, r"model.num_classes=4, but the data has 10 classes"),
+        (["model.num_classes=4"], ConfigError, r"got model.num_classes=4, and the data has 10 classes"),
         (["model.channels=3"], ConfigError, r"gives 1 channels and the network wants 3"),
         (["model.image_size=16"], ConfigError, r"prepared at .*8.* made for .*16"),
-        (["schedule.warmup=30 steps"], ConfigError, r"warm-up of 30 steps is 30 steps, and the whole run has 20"),
+        (["schedule.warmup=30 steps"], ConfigError, r"warm-up of 30 steps is 30 steps, but the whole run has 20"),
         (["data.source=no-such-data"], VitrailError, r"no-such-data"),
         (["data.source=./nowhere/"], VitrailError, r"nowhere"),
         (["model.patch_size=3"], ConfigError, r"patch_size=3 leaves"),
@@ -397,7 +397,7 @@ def test_a_stream_goes_on_only_on_as_many_processes(processes: Processes, web: P
     config = streaming(web)
     assert processes.run(train_half, config.to_dict(), str(tmp_path / "cut")) == [5, 5]
     assert processes.run(train_here, config.to_dict(), str(tmp_path / "whole")) == [8, 8]
-    with pytest.raises(TrainError, match=r"only as it began, on 2 processes, and there are 1; shards:"):
+    with pytest.raises(TrainError, match=r"only on as many processes as before, 2, and there are 1; shards:"):
         resumed(tmp_path / "cut")
     processes.run(train_here, config.to_dict(), str(tmp_path / "cut"), True)
     assert same_bits(tmp_path / "cut", tmp_path / "whole")

@@ -29,10 +29,10 @@ from vitrail.config import TrainConfig, steps
 from vitrail.errors import CheckpointError, ConfigError, DataError
 from vitrail.models import build
 from vitrail.recipes import RECIPES
+from vitrail.train.checkpointing import read_tensors, select_prefix
 from vitrail.train.loop import fit
-from vitrail.train.run import RunFolder
-from vitrail.train.snapshots import snapshots
-from vitrail.train.state import read_tensors, under
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.snapshots import find_snapshots
 from vitrail.train.trainer import Trainer
 from vitrail.weights import checkpoint
 
@@ -45,7 +45,7 @@ def followed(**changes: Any) -> TrainConfig:
 
 
 def taken(folder: Path) -> list[int]:
-    return list(snapshots(folder / "snapshots"))
+    return list(find_snapshots(folder / "snapshots"))
 
 
 def kept(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -104,8 +104,8 @@ def test_keeping_them_changes_nothing_else(whole: Path, tmp_path: Path):
 def test_averaged_weights_are_what_is_kept(tmp_path: Path):
     trained(followed(ema=0.9, checkpoint_every="6 steps"), tmp_path / "run")
     saved = read_tensors(tmp_path / "run" / "checkpoint" / "00000018")
-    average = {name.removeprefix("net."): t for name, t in under("average", saved).items()}
-    raw = {name.removeprefix("net."): t for name, t in under("learner", saved).items()}
+    average = {name.removeprefix("net."): t for name, t in select_prefix("average", saved).items()}
+    raw = {name.removeprefix("net."): t for name, t in select_prefix("learner", saved).items()}
     assert equal(kept(tmp_path / "run", 18), average)
     assert not torch.equal(raw["head.weight"], average["head.weight"])
 
@@ -165,13 +165,13 @@ def test_a_disk_that_is_full_costs_a_snapshot_and_not_the_run(
 
 
 def test_a_run_that_patience_ends_keeps_its_last_step(tmp_path: Path):
-    def forget(journal: Any) -> None:
+    def forget(logger: Any) -> None:
         with torch.no_grad():
-            journal.trainer.learner.net.head.weight.mul_(-1e3)
+            logger.trainer.learner.net.head.weight.mul_(-1e3)
 
     with at_step(12, forget):
         result = trained(followed(duration="60 steps", patience=1, evaluate_every="5 steps"), tmp_path / "run")
-    assert (result.stopped, result.progress.step) == ("patience", 15)
+    assert (result.stop_reason, result.progress.step) == ("patience", 15)
     assert taken(tmp_path / "run") == [0, 6, 12, 15]
 
 
@@ -185,7 +185,7 @@ def test_a_measurement_that_fails_costs_none(tmp_path: Path, monkeypatch: pytest
         return evaluate(self)
 
     monkeypatch.setattr(Trainer, "evaluate", fail)
-    with pytest.raises(DataError, match="go on from step 10"):
+    with pytest.raises(DataError, match="resume from step 10"):
         trained(followed(snapshot_every=steps(5)), folder)
     resumed(folder)
     assert taken(folder) == [0, 5, 10, 15, 20]

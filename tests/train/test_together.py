@@ -22,9 +22,9 @@ from train.small_runs import at_step, digits, on_photos, photos, same_bits, save
 from vitrail import runtime
 from vitrail.config import TrainConfig
 from vitrail.errors import VitrailError
-from vitrail.train.journal import Journal
-from vitrail.train.parallel import Ranks
-from vitrail.train.state import TENSORS, Checkpoints, Progress, under
+from vitrail.train.checkpointing import TENSORS, CheckpointManager, Progress, select_prefix
+from vitrail.train.distributed import DistributedContext
+from vitrail.train.run_logger import RunLogger
 
 LENGTH = 12
 
@@ -41,7 +41,7 @@ def short(**changes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
+def sigint_times() -> Iterator[list[str]]:
     """What this process says aloud."""
     said: list[str] = []
     handler = logging.Handler()
@@ -56,7 +56,7 @@ def heard() -> Iterator[list[str]]:
 
 def run_here(config: dict[str, Any], folder: str, resume: bool = False) -> list[str]:
     """What was said, other than of the data."""
-    with heard() as said:
+    with sigint_times() as said:
         trained(TrainConfig.from_dict(config), Path(folder), resume=resume)
     return [words for words in said if not words.startswith("digits: ")]
 
@@ -132,7 +132,7 @@ def test_a_sharded_run_refuses_other_classes(processes: Processes, album: Path, 
     processes.run(run_here, config, str(tmp_path / "run"))
     (album / "apple").rename(album / "zebra")
     for said in processes.run(run_or_fail, config, str(tmp_path / "run"), True):
-        assert said[-1].startswith(f"{album} has other classes than the run began with")
+        assert said[-1].startswith(f"{album} has other classes than at the start of the run")
 
 
 # A full disk: the kernel itself refuses
@@ -142,8 +142,8 @@ def run_without_room(config: dict[str, Any], folder: str, rank: int) -> list[str
     """One process may write nothing from step 5 to step 9."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def room(size: int, journal: Journal) -> None:
-        if journal.ranks.rank == rank:
+    def room(size: int, logger: RunLogger) -> None:
+        if logger.distributed.rank == rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
 
     try:
@@ -169,10 +169,10 @@ def test_one_process_without_room_stops_none(processes: Processes, whole: Path, 
 def run_without_folder(config: dict[str, Any], folder: str) -> list[str]:
     """After step 5 there is a file where the checkpoints were."""
 
-    def replace(journal: Journal) -> None:
-        if journal.ranks.first:
-            shutil.rmtree(journal.run.checkpoints)
-            journal.run.checkpoints.write_text("")
+    def replace(logger: RunLogger) -> None:
+        if logger.distributed.is_main:
+            shutil.rmtree(logger.run.checkpoints)
+            logger.run.checkpoints.write_text("")
 
     with at_step(5, replace):
         return run_here(config, folder)
@@ -193,10 +193,10 @@ def random_here(config: dict[str, Any], folder: str, resume: bool = False, stop:
     """What is said; and what this process would have drawn after the first step, or the first one resumed."""
     drawn: list[float] = []
 
-    def draw(_: Journal) -> None:
+    def draw(_: RunLogger) -> None:
         drawn.append(float(torch.rand((), generator=torch.Generator().set_state(torch.get_rng_state()))))
 
-    def end(_: Journal) -> None:
+    def end(_: RunLogger) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     with at_step(7 if resume else 1, draw), at_step(stop, end):
@@ -245,15 +245,15 @@ def test_without_attention_dropout_there_is_nothing_to_say_of_masks(processes: P
 
 def best_here(folder: str, has: int) -> list[dict[str, torch.Tensor] | None]:
     """Each process has a disk of its own; one of them has the best weights, in memory and then on its disk."""
-    with Ranks.start("cpu") as ranks:
-        checkpoints = Checkpoints(Path(folder) / str(ranks.rank), ranks)
+    with DistributedContext.from_env("cpu") as distributed:
+        checkpoints = CheckpointManager(Path(folder) / str(distributed.rank), distributed)
         weights = {"w": torch.arange(3.0), "n": torch.tensor(7), "none": torch.zeros(0), "half": torch.ones(2).half()}
-        if ranks.rank == has:
-            checkpoints.best = weights, {"step": 5}
+        if distributed.rank == has:
+            checkpoints.unwritten_best = weights, {"step": 5}
         found = [checkpoints.read_best(5)]
-        if ranks.rank == has:
+        if distributed.rank == has:
             checkpoints._write(weights, vars(Progress(step=5)), "best-")
-        checkpoints.best = None
+        checkpoints.unwritten_best = None
         return [*found, checkpoints.read_best(5)]
 
 
@@ -271,9 +271,9 @@ def test_the_first_process_has_the_best_weights_or_nobody_has(processes: Process
 def forgetful(config: dict[str, Any], folder: str) -> tuple[int | None, float]:
     """A folder for each process, as on machines that share none; after step 7 the head forgets everything."""
 
-    def forget(journal: Journal) -> None:
+    def forget(logger: RunLogger) -> None:
         with torch.no_grad():
-            journal.trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
+            logger.trainer.learner.net.head.weight.normal_(generator=torch.Generator().manual_seed(0)).mul_(1e3)
 
     with at_step(7, forget):
         result = trained(TrainConfig.from_dict(config), Path(folder) / os.environ["RANK"])
@@ -292,7 +292,7 @@ def test_processes_that_share_no_disk_keep_the_same_best_weights(processes: Proc
 
 def test_each_process_has_its_generators_in_a_checkpoint(whole: Path):
     tensors = load_file(whole / "checkpoint" / f"{LENGTH:08d}" / TENSORS)
-    one, other = (under(f"generators/{rank}", tensors) for rank in (0, 1))
+    one, other = (select_prefix(f"generators/{rank}", tensors) for rank in (0, 1))
     assert one.keys() == other.keys()
     assert len(one) * 2 == len(tensors)
     assert not torch.equal(one["torch"], other["torch"])

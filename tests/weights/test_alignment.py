@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from train.small_runs import digits
 
 from vitrail.models import Net, build
-from vitrail.train.parallel import Ranks
-from vitrail.train.setup import prepare
-from vitrail.train.state import Checkpoints, Progress
+from vitrail.train.checkpointing import CheckpointManager, Progress
+from vitrail.train.distributed import DistributedContext
+from vitrail.train.setup import prepare_run
 from vitrail.train.trainer import Trainer
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import ALIGNMENT, align_tensor, open_archive
@@ -164,13 +164,13 @@ def test_types_of_every_size_lie_where_they_can_be_read(tmp_path: Path) -> None:
 
 def test_the_best_weights_of_a_resumed_run_are_used_where_those_of_the_first_sitting_would_be(tmp_path: Path) -> None:
     """A run that is resumed after its best step reads them from the disk, and must measure the same to the last bit."""
-    ranks = Ranks(torch.device("cpu"))
-    trainer = Trainer(prepare(digits(), ranks), ranks)
-    checkpoints = Checkpoints(tmp_path, ranks)
-    wanted = trainer.model_tensors()
+    distributed = DistributedContext(torch.device("cpu"))
+    trainer = Trainer(prepare_run(digits(), distributed), distributed)
+    checkpoints = CheckpointManager(tmp_path, distributed)
+    wanted = trainer.model_weights()
     checkpoints.save_best({"a": torch.ones(3)} | wanted, Progress(step=1))  # three numbers, which move what follows
     checkpoints.close()
-    found = Checkpoints(tmp_path, ranks).read_best(1)
+    found = CheckpointManager(tmp_path, distributed).read_best(1)
     assert found is not None
     assert away(found)
-    assert away(trainer.model({name: found[name] for name in wanted}).state_dict()) == []
+    assert away(trainer.build_model({name: found[name] for name in wanted}).state_dict()) == []

@@ -37,7 +37,7 @@ from vitrail.evaluate.synsets import read_synsets_file
 from vitrail.evaluate.throughput import NetworkTimer
 from vitrail.runtime import log_on_main_process, warn_once
 from vitrail.runtime.amx import check_bfloat16
-from vitrail.train.parallel import Ranks
+from vitrail.train.distributed import DistributedContext
 from vitrail.weights.class_names import ASSUMED_IMAGENET, stated_labels
 from vitrail.weights.loading import adapt_model
 from vitrail.weights.model_info import strip_local_folders
@@ -65,7 +65,7 @@ class _EvaluationTask:
     config: DataConfig
     real: list[list[int] | None] | None
     """The outputs that ImageNet-ReaL holds right, for each image."""
-    ranks: Ranks
+    distributed: DistributedContext
     batch_size: int
     flip: bool
     bins: int
@@ -107,9 +107,11 @@ def evaluate(
         raise ConfigError(f"bins={bins}, batch_size={batch_size}: wanted 1 or more.")
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)
     device = device or (str(model.device) if isinstance(model, Model) else "auto")
-    with Ranks.start(device) as ranks, log_on_main_process():
-        vit, source = _first_process_first(ranks, lambda: _opened(model, config, held_out, dtype=dtype, **options))
-        _check_model(vit, ranks.device)
+    with DistributedContext.from_env(device) as distributed, log_on_main_process():
+        vit, source = _first_process_first(
+            distributed, lambda: _opened(model, config, held_out, dtype=dtype, **options)
+        )
+        _check_model(vit, distributed.device)
         sizes = _sizes(vit, image_size)
         labels = labels_for_matching(vit.info, source)
         match = match_classes(
@@ -127,9 +129,11 @@ def evaluate(
         if labels is not None and stated_labels(vit.info) is None:
             notes.insert(0, ASSUMED_IMAGENET)
         warn_once([note for note in notes if note not in vit.info.notes], about=data)
-        share = -(-len(source) // ranks.world)
-        several = min(batch_size or BATCH_SIZES.get(ranks.device.type, 256), share)
-        task = _EvaluationTask(MappedSource(source, match), match, config, valid, ranks, several, flip, bins, progress)
+        share = -(-len(source) // distributed.world_size)
+        several = min(batch_size or BATCH_SIZES.get(distributed.device.type, 256), share)
+        task = _EvaluationTask(
+            MappedSource(source, match), match, config, valid, distributed, several, flip, bins, progress
+        )
         found: list[SizeResult] = []
         unreadable: dict[str, str] = {}
         for size in sizes:
@@ -151,15 +155,17 @@ def evaluate(
     )
 
 
-def _first_process_first(ranks: Ranks, opened: Callable[[], tuple[Model, Source]]) -> tuple[Model, Source]:
+def _first_process_first(
+    distributed: DistributedContext, opened: Callable[[], tuple[Model, Source]]
+) -> tuple[Model, Source]:
     """One download, one index: the others find them. Where the first process fails, all do, in the same words."""
     found, error = None, None
-    if ranks.first:
+    if distributed.is_main:
         try:
             found = opened()
         except VitrailError as caught:
             error = caught
-    error = ranks.told(error)
+    error = distributed.broadcast_object(error)
     if error is not None:
         raise error
     return found or opened()
@@ -249,18 +255,18 @@ def _evaluate_at_size(
     vit: Model, size: tuple[int, int], task: _EvaluationTask, before: SizeResult | None
 ) -> tuple[SizeResult, dict[str, str]]:
     """All images at one size, and those that could not be read."""
-    ranks, source = task.ranks, task.source
+    distributed, source = task.distributed, task.source
     net, preprocess = _resize_model(vit, size)
-    net = net.to(ranks.device)
-    several = ranks.world > 1
+    net = net.to(distributed.device)
+    several = distributed.world_size > 1
     with NetworkTimer(net) as timer:
         batches = evaluation_batches(
             source,
             preprocess=preprocess.config,
             batch_size=task.batch_size,
-            device=ranks.device,
-            rank=ranks.rank,
-            world_size=ranks.world,
+            device=distributed.device,
+            rank=distributed.rank,
+            world_size=distributed.world_size,
             config=task.config,
         )
         with batches, task.progress(f"measuring at {_format_size(size)}", len(source)) as advance:
@@ -271,12 +277,12 @@ def _evaluate_at_size(
                 num_classes=len(task.match.labels),
                 multi_label=source.multi_label,
                 loss="sigmoid" if vit.info.multi_label else "softmax",
-                reduce=ranks.sum if several else None,
-                gather=ranks.gather if several else None,
+                reduce=distributed.all_reduce if several else None,
+                gather=distributed.all_gather_rows if several else None,
                 flip=task.flip,
-                on_batch=lambda count: advance(count * ranks.world),
+                on_batch=lambda count: advance(count * distributed.world_size),
             )
-            batches.merge_bad(ranks.all_told(batches.bad))
+            batches.merge_bad(distributed.all_gather_object(batches.bad))
         throughput = timer.throughput(scores.count)
     assert scores.samples is not None
     found = None if task.real is None else _real_accuracy(scores.samples, task.real)

@@ -29,7 +29,7 @@ from vitrail.explain.attention import attentive, layer_number
 from vitrail.explain.hiding import seen
 from vitrail.explain.positions import MEANING
 from vitrail.runtime import log_on_main_process, warn_once
-from vitrail.train.run import RunFolder
+from vitrail.train.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,8 +21,8 @@ from vitrail.explain.timeline import NO_IMAGE, SUBJECTS, Frames, Moment, frames
 from vitrail.models import Net
 from vitrail.report.run_record import Curve, RunRecord, read_run
 from vitrail.runtime import warn_once
-from vitrail.train.run import RunFolder
-from vitrail.train.snapshots import snapshots
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.snapshots import find_snapshots
 from vitrail.weights import checkpoint
 from vitrail.weights.model_info import ModelInfo
 
@@ -101,7 +101,7 @@ def timeline(
 
 def _taken(run: Path) -> dict[int, Path]:
     """Snapshots by step: two or more, but not more than can be watched."""
-    found = snapshots(RunFolder(run).snapshots)
+    found = find_snapshots(RunFolder(run).snapshots)
     if len(found) < 2:
         have = f"has one snapshot only, of step {next(iter(found))}" if found else "has no snapshots"
         raise NotFound(

@@ -11,7 +11,7 @@ from typing import Any
 
 from vitrail.api.model import Model, load
 from vitrail.api.resuming import CHANGEABLE as CHANGEABLE
-from vitrail.api.resuming import SHARES, keep_shares, name_of, resumed, run_folder
+from vitrail.api.resuming import PROPORTIONAL, resolve_run_folder, resume_config, scale_durations, setting_name
 from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, override, pair
 from vitrail.data.loader import usable_indices
 from vitrail.data.sources import open_data
@@ -24,8 +24,8 @@ from vitrail.recipes import RECIPES
 from vitrail.recipes import finetune as tuning
 from vitrail.report import write_report
 from vitrail.runtime import log_on_main_process, pick_device, warn_once
-from vitrail.train.loop import Result, fit
-from vitrail.train.run import RunFolder, read_config
+from vitrail.train.loop import FitResult, fit
+from vitrail.train.run_folder import RunFolder, read_run_config
 from vitrail.weights.loading import load_checkpoint
 from vitrail.weights.model_info import preprocess_for_size
 
@@ -38,15 +38,15 @@ class Run:
     config: TrainConfig
     scores: Scores | None = None
     """On the validation images; None for a run that was stopped."""
-    stopped: str | None = None
+    stop_reason: str | None = None
     """What ended it early: a signal's name, or "patience"."""
-    compared: tuple[Run, ...] = field(default=())
+    comparisons: tuple[Run, ...] = field(default=())
     """The runs of `config.compare`, in its order."""
     baselines: Mapping[str, Scores] = field(default_factory=dict)
     """What simple methods score on the same images, by name: for small data, 3-nearest neighbors."""
-    saved: int | None = None
+    resume_step: int | None = None
     """The step from which a run that a signal stopped goes on."""
-    test: Scores | None = None
+    test_scores: Scores | None = None
     """On the test images, where there are some beside the validation ones."""
 
     @cached_property
@@ -66,27 +66,27 @@ class Run:
         """How it ended, as result.json keeps it: plain numbers, nothing for each image."""
         return {
             "scores": None if self.scores is None else self.scores.to_dict(),
-            "test": None if self.test is None else self.test.to_dict(),
-            "stopped": self.stopped,
+            "test": None if self.test_scores is None else self.test_scores.to_dict(),
+            "stop_reason": self.stop_reason,
             "baselines": {name: scores.to_dict() for name, scores in self.baselines.items()},
-            "compared": [{"run": other.path.name, **other.to_dict()} for other in self.compared],
+            "comparisons": [{"run": other.path.name, **other.to_dict()} for other in self.comparisons],
         }
 
     @classmethod
     def from_dict(cls, path: Path, config: TrainConfig, found: Mapping[str, Any]) -> Run:
         """What `to_dict` gave; scores have their numbers and nothing for each image."""
-        test, compared = found["test"], []
-        for other in found["compared"]:
+        test, comparisons = found["test"], []
+        for other in found["comparisons"]:
             aside = RunFolder(path / "compare" / other["run"])
-            compared.append(cls.from_dict(aside.path, aside.read_config(), other))
+            comparisons.append(cls.from_dict(aside.path, aside.read_config(), other))
         return cls(
             path,
             config,
             None if found["scores"] is None else Scores.from_dict(found["scores"]),
-            found["stopped"],
-            tuple(compared),
+            found["stop_reason"],
+            tuple(comparisons),
             {name: Scores.from_dict(scores) for name, scores in found["baselines"].items()},
-            test=None if test is None else Scores.from_dict(test),
+            test_scores=None if test is None else Scores.from_dict(test),
         )
 
 
@@ -111,24 +111,26 @@ def train(
     returns a finished one as it is: one call for start and restart.
     """
     if resume and not auto_resume and out is not None:  # what it was made from is in its folder
-        folder = run_folder(out, "", resume=True)
+        folder = resolve_run_folder(out, "", resume=True)
     else:
-        config = _settled(_chosen(recipe, data, model), overrides)
-        if str(recipe) in RECIPES and not any(name_of(o) == "compare" for o in overrides):
-            config = config.replace(compare=tuple(change for change in config.compare if _compares(config, change)))
-        folder = run_folder(out, config.name, resume=resume, auto_resume=auto_resume)
+        config = _apply_overrides(_resolve_recipe(recipe, data, model), overrides)
+        if str(recipe) in RECIPES and not any(setting_name(o) == "compare" for o in overrides):
+            config = config.replace(
+                compare=tuple(change for change in config.compare if _is_comparison(config, change))
+            )
+        folder = resolve_run_folder(out, config.name, resume=resume, auto_resume=auto_resume)
     wanted = config if auto_resume and folder.started else None
     if resume or wanted is not None:
         resume = True
-        config = resumed(folder, overrides, {"data.source": data}, wanted)
+        config = resume_config(folder, overrides, {"data.source": data}, wanted)
         if model is not None:
-            named = config.replace(model=_network(model, config.model).to_dict())
-            named = override(named, [o for o in overrides if name_of(o).startswith("model.")])
-            if _headless(named.model) != _headless(config.model):
+            named = config.replace(model=_network_config(model, config.model).to_dict())
+            named = override(named, [o for o in overrides if setting_name(o).startswith("model.")])
+            if _without_head(named.model) != _without_head(config.model):
                 raise ConfigError(f"--model {model} cannot change when a run is resumed. Start a new run instead.")
-        if auto_resume and (done := _finished(folder, config)) is not None:
+        if auto_resume and (done := _finished_run(folder, config)) is not None:
             return done
-    return run(config, folder, resume=resume, report=report, command=command)
+    return run_training(config, folder, resume=resume, report=report, command=command)
 
 
 def finetune(
@@ -136,7 +138,7 @@ def finetune(
     data: str,
     *,
     recipe: str = "finetune",
-    what: str | int = "all",
+    trainable: str | int = "all",
     image_size: int | tuple[int, int] | None = None,
     overrides: Sequence[str] = (),
     device: str = "auto",
@@ -149,33 +151,35 @@ def finetune(
     """Teach a trained model new classes: `finetune("timm/vit_tiny_patch16_224...", "photos/")`.
 
     `recipe` is "finetune" (AdamW, layer-wise decay, the checkpoint's own resolution) or "paper" (SGD
-    at 384 px); `what` learns is "all", the "head" only, or the last so many blocks. `resume` and
+    at 384 px); `trainable` learns is "all", the "head" only, or the last so many blocks. `resume` and
     `auto_resume` are those of `train`.
     """
-    folder = tuned_folder(data, recipe, overrides, out, resume=resume, auto_resume=auto_resume)
+    folder = finetune_folder(data, recipe, overrides, out, resume=resume, auto_resume=auto_resume)
     if resume or (auto_resume and folder.started):
         usual = recipe == "finetune" and not auto_resume
-        if not (usual or _named(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
+        if not (usual or _name_override(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
             raise ConfigError(f"--recipe {recipe} cannot change when a run is resumed. Start a new run instead.")
-        asked: dict[str, Any] = {
+        requested: dict[str, Any] = {
             "init_from": model or None,
             "data.source": data or None,
             "image_size": image_size and pair(image_size),
         }
-        if what != "all" or (
-            auto_resume and "optim.trainable" not in map(name_of, overrides)
+        if trainable != "all" or (
+            auto_resume and "optim.trainable" not in map(setting_name, overrides)
         ):  # the same command is whole
-            asked["optim.trainable"] = what
+            requested["optim.trainable"] = trainable
         on = [f"device={device}"] if device != "auto" else []
-        config = resumed(folder, [*overrides, *on], asked)
-        if auto_resume and (done := _finished(folder, config)) is not None:
+        config = resume_config(folder, [*overrides, *on], requested)
+        if auto_resume and (done := _finished_run(folder, config)) is not None:
             return done
-        return run(config, folder, resume=True, report=report, command=command)
-    config = tuned(model, data, recipe=recipe, what=what, image_size=image_size, overrides=overrides, device=device)
-    return run(config, folder, report=report, command=command)
+        return run_training(config, folder, resume=True, report=report, command=command)
+    config = finetune_config(
+        model, data, recipe=recipe, trainable=trainable, image_size=image_size, overrides=overrides, device=device
+    )
+    return run_training(config, folder, report=report, command=command)
 
 
-def tuned_folder(
+def finetune_folder(
     data: str,
     recipe: str,
     overrides: Sequence[str],
@@ -185,15 +189,17 @@ def tuned_folder(
     auto_resume: bool = False,
 ) -> RunFolder:
     """Where `finetune` has its run."""
-    return run_folder(out, _named(overrides) or _tuned_name(data, recipe), resume=resume, auto_resume=auto_resume)
+    return resolve_run_folder(
+        out, _name_override(overrides) or _finetune_name(data, recipe), resume=resume, auto_resume=auto_resume
+    )
 
 
-def tuned(
+def finetune_config(
     model: str,
     data: str,
     *,
     recipe: str = "finetune",
-    what: str | int = "all",
+    trainable: str | int = "all",
     image_size: int | tuple[int, int] | None = None,
     overrides: Sequence[str] = (),
     device: str = "auto",
@@ -212,27 +218,27 @@ def tuned(
     config = known[recipe](model, data, images=images, device=pick_device(device).type)
     if recipe == "paper" and image_size is None:
         image_size = tuning.larger(load_checkpoint(model)[0].config)
-    config = config.replace(name=_tuned_name(data, recipe), device=device, image_size=image_size)
-    if what != "all":
-        config = tuning.only(config, what)
+    config = config.replace(name=_finetune_name(data, recipe), device=device, image_size=image_size)
+    if trainable != "all":
+        config = tuning.only(config, trainable)
     if any(o.startswith("model.") for o in overrides):  # the checkpoint's own settings, to be changed
         config = config.replace(model=load_checkpoint(model, image_size=config.image_size)[0].config)
-    return _settled(config, overrides)
+    return _apply_overrides(config, overrides)
 
 
-def _settled(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+def _apply_overrides(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
     """A recipe's settings with the user's own, and what follows from these.
 
     In a run of another length, parts of it keep their share; images are prepared for the network.
     """
-    named = {name_of(assignment) for assignment in overrides}
-    config = keep_shares(picked, override(picked, overrides), SHARES, named)
+    named = {setting_name(assignment) for assignment in overrides}
+    config = scale_durations(picked, override(picked, overrides), PROPORTIONAL, named)
     if any(name.startswith("model.") for name in named) and not any(name.startswith("preprocess") for name in named):
-        config = _prepared(config)
+        config = _match_preprocess(config)
     return config
 
 
-def _prepared(config: TrainConfig) -> TrainConfig:
+def _match_preprocess(config: TrainConfig) -> TrainConfig:
     """With images of the size and channels that the network wants."""
     wanted, given = config.model, config.preprocess
     if (
@@ -245,7 +251,7 @@ def _prepared(config: TrainConfig) -> TrainConfig:
     return config.replace(preprocess=fitting.to_dict())
 
 
-def _compares(config: TrainConfig, change: str) -> bool:
+def _is_comparison(config: TrainConfig, change: str) -> bool:
     """Whether a recipe's comparison still is one: neither with itself, nor with what cannot be."""
     try:
         return bool(override(config, [change]) != config)
@@ -254,7 +260,7 @@ def _compares(config: TrainConfig, change: str) -> bool:
         return False
 
 
-def run(
+def run_training(
     config: TrainConfig, folder: RunFolder, *, resume: bool = False, report: bool = True, command: str | None = None
 ) -> Run:
     """A run and those it is compared with, then the report."""
@@ -263,42 +269,59 @@ def run(
             override(config, [change])  # a slip must not show only after the first run
     result = fit(config, folder, resume=resume)
     config = result.setup.config  # every blank filled in, and so the same for all
-    if result.stopped not in (None, "patience"):
-        return Run(folder.path, config, result.scores, result.stopped, saved=result.saved, test=result.test)
+    if result.stop_reason not in (None, "patience"):
+        return Run(
+            folder.path,
+            config,
+            result.scores,
+            result.stop_reason,
+            resume_step=result.resume_step,
+            test_scores=result.test_scores,
+        )
     others = []
-    with _told_when_stopped(folder):
+    with _explain_interrupt(folder):
         for change in config.compare:
-            aside = RunFolder(folder.path / "compare" / _slug(change), folder.wait, folder.path)
+            aside = RunFolder(folder.path / "compare" / _slug(change), folder.lock_timeout_s, folder.path)
             other = fit(
                 override(config.replace(compare=(), snapshot_every=None), [change]), aside, resume=aside.started
             )
-            others.append(Run(aside.path, other.setup.config, other.scores, other.stopped))
-            if other.stopped not in (None, "patience"):
-                return Run(folder.path, config, result.scores, other.stopped, tuple(others), saved=other.saved)
-        baselines = _baselines(result) if result.first else {}
-        done = Run(folder.path, config, result.scores, result.stopped, tuple(others), baselines, test=result.test)
-        if report and result.first:
-            _report(done, result, command)
-        if result.first:
+            others.append(Run(aside.path, other.setup.config, other.scores, other.stop_reason))
+            if other.stop_reason not in (None, "patience"):
+                return Run(
+                    folder.path, config, result.scores, other.stop_reason, tuple(others), resume_step=other.resume_step
+                )
+        baselines = _baselines(result) if result.is_main else {}
+        done = Run(
+            folder.path,
+            config,
+            result.scores,
+            result.stop_reason,
+            tuple(others),
+            baselines,
+            test_scores=result.test_scores,
+        )
+        if report and result.is_main:
+            _write_report(done, result, command)
+        if result.is_main:
             folder.write_result(done.to_dict())
     return done
 
 
 @contextmanager
-def _told_when_stopped(folder: RunFolder) -> Iterator[None]:
+def _explain_interrupt(folder: RunFolder) -> Iterator[None]:
     """Ctrl-C between two runs, or while the report is made, ends at once: the model is there."""
     try:
         yield
     except KeyboardInterrupt as error:
         if error.args:  # a run that is compared with has said what is left of it
             raise
-        again = f"the model is in {folder.model}; make the report with: {folder.again()}"
+        again = f"the model is in {folder.model}; make the report with: {folder.resume_command()}"
         raise KeyboardInterrupt(f"stopped by Ctrl-C; {again}") from None
 
 
-def _finished(folder: RunFolder, config: TrainConfig) -> Run | None:
+def _finished_run(folder: RunFolder, config: TrainConfig) -> Run | None:
     """The run as it ended, where it is finished and its settings ask for no more."""
-    found = folder.read_result() if folder.standing == "finished" else None
+    found = folder.read_result() if folder.status == "finished" else None
     if found is None or config.duration != folder.read_config().duration:
         return None
     try:
@@ -310,14 +333,14 @@ def _finished(folder: RunFolder, config: TrainConfig) -> Run | None:
     return done
 
 
-def _baselines(result: Result) -> dict[str, Scores]:
+def _baselines(result: FitResult) -> dict[str, Scores]:
     splits = result.setup.splits
     if result.scores is None or not pixel_knn_applies(splits.train, splits.validation):
         return {}
     return {"3-nearest neighbors": pixel_knn_baseline(splits.train, splits.validation)}
 
 
-def _report(done: Run, result: Result, command: str | None) -> None:
+def _write_report(done: Run, result: FitResult, command: str | None) -> None:
     """A page about the run. A page that cannot be made is no reason to lose the run."""
     splits = result.setup.splits
     try:
@@ -330,46 +353,46 @@ def _report(done: Run, result: Result, command: str | None) -> None:
             source=splits.validation,
             measured_on=splits.eval_split,
             baselines=done.baselines,
-            unreadable=tuple(result.unreadable.items()),
-            comparisons=[other.path for other in done.compared],
+            unreadable=tuple(result.unreadable_images.items()),
+            comparisons=[other.path for other in done.comparisons],
             command=command,
         )
     except (OSError, VitrailError) as error:
         warn_once([f"the report could not be written: {error}"])
 
 
-def _chosen(recipe: str | Path | TrainConfig, data: str | None, model: str | None) -> TrainConfig:
+def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: str | None) -> TrainConfig:
     if isinstance(recipe, TrainConfig):
         config = recipe
     elif str(recipe) in RECIPES:
         config = RECIPES[str(recipe)]()
     elif str(recipe).endswith(".json"):
-        config = read_config(Path(recipe).expanduser())
+        config = read_run_config(Path(recipe).expanduser())
     else:
         raise NotFound(f"no recipe is called {str(recipe)!r}{nearest(str(recipe), RECIPES)}")
     if data is not None:
         config = config.replace(data=config.data.replace(source=data).to_dict())
     if model is not None:
-        config = config.replace(model=_network(model, config.model).to_dict())
+        config = config.replace(model=_network_config(model, config.model).to_dict())
     return config
 
 
-def _network(name: str, usual: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:
+def _network_config(name: str, usual: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:
     """A network by name, for the images the recipe has."""
     same: dict[str, Any] = {} if usual is None else {"image_size": usual.image_size, "channels": usual.channels}
     return config_for(name, num_classes=0, **same)
 
 
-def _headless(network: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig | None:
+def _without_head(network: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig | None:
     return network.replace(num_classes=0) if network is not None else None
 
 
-def _named(overrides: Sequence[str]) -> str | None:
+def _name_override(overrides: Sequence[str]) -> str | None:
     """The run's name, where it is given."""
-    return next((o.partition("=")[2].strip() for o in reversed(overrides) if name_of(o) == "name"), None)
+    return next((o.partition("=")[2].strip() for o in reversed(overrides) if setting_name(o) == "name"), None)
 
 
-def _tuned_name(data: str, recipe: str) -> str:
+def _finetune_name(data: str, recipe: str) -> str:
     return f"{recipe}-{_slug(Path(data.rpartition(':')[2]).name or 'images')}"
 
 

@@ -22,7 +22,7 @@ from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.features import Features, FeatureSpec, extract_features
 from vitrail.evaluate.intervals import Estimate, proportion
 from vitrail.evaluate.vtab_tasks import TASKS, Task, TaskData, group_means, locate_tasks, open_task, select_tasks
-from vitrail.train.run import RunFolder
+from vitrail.train.run_folder import RunFolder
 
 LEARNING_RATES = (0.003, 0.01, 0.03)
 STEPS = 2500
@@ -172,7 +172,7 @@ def _finetune_task(
 
 def _run_finetuning(model: str, data: Path, folder: Path, options: dict[str, Any], overrides: list[str]) -> Any:
     run = finetune(model, f"table:{data}", out=folder, overrides=overrides, resume=RunFolder(folder).started, **options)
-    if run.stopped is not None:
+    if run.stop_reason is not None:
         raise KeyboardInterrupt
     return run
 

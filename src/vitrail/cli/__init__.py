@@ -31,10 +31,10 @@ from vitrail.cli import (
     train,
     vtab,
 )
-from vitrail.cli.console import notes_to_stderr, problem, stopped
+from vitrail.cli.console import notes_to_stderr, print_error, print_stopped
 from vitrail.errors import VitrailError
 from vitrail.runtime import is_main_process
-from vitrail.train.interrupt import heard
+from vitrail.train.interrupt import sigint_times
 
 FORCE_QUIT_AFTER_S = 5.0
 """A second Ctrl-C this many seconds after the first ends the process at once."""
@@ -121,7 +121,7 @@ def _run(arguments: list[str], debug: bool) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         if str(error) and is_main_process():  # one process reports for all
             with suppress(OSError):
-                stopped(f"{error}.")
+                print_stopped(f"{error}.")
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -131,7 +131,7 @@ def _run(arguments: list[str], debug: bool) -> int:
             raise
         message, status = _message_and_status(error)
         if message:
-            problem(message)
+            print_error(message)
         return status
 
 
@@ -146,13 +146,13 @@ def _interrupt_once(final: bool) -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGINT)
-    heard.clear()
+    sigint_times.clear()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        heard.append(time.monotonic())
-        if len(heard) == 1:
+        sigint_times.append(time.monotonic())
+        if len(sigint_times) == 1:
             raise KeyboardInterrupt
-        if heard[-1] - heard[0] > FORCE_QUIT_AFTER_S:
+        if sigint_times[-1] - sigint_times[0] > FORCE_QUIT_AFTER_S:
             os._exit(130)
 
     if before is signal.default_int_handler:

@@ -21,7 +21,7 @@ out = SafeConsole(width=_WIDTH)
 err = SafeConsole(stderr=True)
 
 
-def show(what: RenderableType) -> None:
+def print_plain(what: RenderableType) -> None:
     """A table or a line, without the spaces rich fills lines with: pipes and narrow windows mind them."""
     with out.capture() as captured:
         out.print(what)
@@ -34,36 +34,36 @@ def one_line(text: object) -> str:
     return escape_control(str(text)).replace("\n", "\\n") + "\n"
 
 
-def problem(message: str) -> None:
+def print_error(message: str) -> None:
     """One sentence about what went wrong."""
     err.print(Text.assemble(("error: ", "bold red"), escape_control(message)), soft_wrap=True)
 
 
-def stopped(message: str) -> None:
+def print_stopped(message: str) -> None:
     """One sentence about a command that was ended by a signal, which is no error."""
     err.print(Text(escape_control(message)), soft_wrap=True)
 
 
-def note(message: str) -> None:
+def print_note(message: str) -> None:
     """Something worth knowing that is no result."""
     err.print(Text(f"note: {escape_control(message)}", style="dim"), soft_wrap=True)
 
 
-class _Notes(logging.Handler):
+class _NoteHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):  # standard error may lie on a full disk, or nobody may read it any more
-            note(getattr(record, "note", record.getMessage()))
+            print_note(getattr(record, "note", record.getMessage()))
 
 
 def notes_to_stderr() -> None:
     """Show what vitrail says aloud as `note: ...`; one command has one model, so its name is left out."""
     logger = logging.getLogger("vitrail")
-    logger.handlers = [_Notes()]
+    logger.handlers = [_NoteHandler()]
     logger.setLevel(logging.WARNING)
     logger.propagate = False
 
 
-def progress(wanted: bool = True) -> Progress:
+def progress_bar(wanted: bool = True) -> Progress:
     """A bar on standard error that leaves nothing behind; silent where that is no terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False),

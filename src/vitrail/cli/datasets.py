@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import err, out, show
+from vitrail.cli.console import err, out, print_plain
 from vitrail.cli.options import Json
 from vitrail.errors import ConfigError, NotFound, nearest
 
@@ -45,11 +45,13 @@ def datasets(name: Name = None, root: Root = None, download: Download = False, a
     if as_json:
         typer.echo(json.dumps({"datasets": rows}, indent=2))
     elif name is None:
-        show(_listing(rows))
+        print_plain(_listing(rows))
         if out.width < WIDE and not all(row["available"] for row in rows):
-            show(Text(f"For the URLs, widen the window to {WIDE} columns or run vitrail datasets NAME", style="dim"))
+            print_plain(
+                Text(f"For the URLs, widen the window to {WIDE} columns or run vitrail datasets NAME", style="dim")
+            )
     else:
-        show(_detail(rows[0], verified=download))
+        print_plain(_detail(rows[0], verified=download))
 
 
 def _dataset(name: str) -> DatasetInfo:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import problem, progress, show
+from vitrail.cli.console import print_error, print_plain, progress_bar
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.errors import ConfigError
@@ -92,7 +92,7 @@ def embed(
     from vitrail.config import DataConfig
 
     done = 0
-    with progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("embedding", total=None)
 
         def advance(count: int) -> None:
@@ -116,7 +116,7 @@ def embed(
             )
         except KeyboardInterrupt:
             saved = done // IMAGES_PER_PART * IMAGES_PER_PART
-            problem(
+            print_error(
                 f"stopped after {done:,} more images, {saved:,} of them saved; the same command goes on from there."
             )
             raise typer.Exit(130) from None
@@ -125,11 +125,11 @@ def embed(
         typer.echo(json.dumps(report | {"unreadable": dict(made.unreadable)}, indent=2))
     else:
         images = f"{made.num_images:,} image{'s' * (made.num_images != 1)}"
-        show(f"{made.path}: {images}, {made.width} features each ({made.features}).")
+        print_plain(f"{made.path}: {images}, {made.width} features each ({made.features}).")
     if made.unreadable and not skip_bad:
         count = len(made.unreadable)
         many = "image could not be read and is" if count == 1 else "images could not be read and are"
-        problem(f"{count:,} {many} not in {made.path}; with --skip-bad that is no error.")
+        print_error(f"{count:,} {many} not in {made.path}; with --skip-bad that is no error.")
         raise typer.Exit(1)
 
 

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from vitrail.cli import console
-from vitrail.cli.console import err, progress, show
+from vitrail.cli.console import err, print_plain, progress_bar
+from vitrail.cli.engine import Calibrate, Engine, open_with_engine
 from vitrail.cli.model_options import Device, Dtype, LabelFile, ModelSpec
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
-from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError
 from vitrail.runtime import is_main_process, log_on_main_process
 
@@ -109,7 +109,7 @@ def evaluate(
             "dtype": dtype,
         }
         where = device if engine == "auto" else "cpu"  # it is moved to where it is measured
-        vit = open_running(
+        vit = open_with_engine(
             model, engine, calibrate=calibrate, overrides=own, require_classes=False, device=where, **options
         )
     with err.status("starting"):
@@ -139,14 +139,14 @@ def evaluate(
         typer.echo(json.dumps(found.to_dict(worst), indent=2))
         return
     for part in format_evaluation(found, worst):
-        show(part)
+        print_plain(part)
     if to is not None:
-        show(Text(f"\n{to}/ has the figures, eval.json, per_class.csv and predictions.csv", style="dim"))
+        print_plain(Text(f"\n{to}/ has the figures, eval.json, per_class.csv and predictions.csv", style="dim"))
 
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    with progress(is_main_process()) as bar:
+    with progress_bar(is_main_process()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import one_line, problem, progress
+from vitrail.cli.console import one_line, print_error, progress_bar
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, ModelSpec, open_model
 from vitrail.cli.options import Family, Formats, Json, Section, Settings, parse_list, parse_settings, parse_size
 from vitrail.cli.predict import Images, find_images
@@ -84,12 +84,12 @@ def explain(
 
     rows: list[dict[str, Any]] = []
     failed = 0
-    with progress(len(paths) > 1 or trust) as bar:
+    with progress_bar(len(paths) > 1 or trust) as bar:
         for path, stem in bar.track([*zip(paths, stems(paths), strict=True)], description="explaining"):
             try:
                 look = vit.explain(path, methods=kinds, target=target, query=parse_query(query), trust=trust)
             except (ImageError, NotFound) as error:
-                problem(str(error))
+                print_error(str(error))
                 failed += 1
                 continue
             written = look.save(out, endings, layers, stem)
@@ -101,7 +101,7 @@ def explain(
         typer.echo(json.dumps(rows, indent=2))
     if failed:
         if len(paths) > 1:
-            problem(f"{failed} of {len(paths)} images could not be read.")
+            print_error(f"{failed} of {len(paths)} images could not be read.")
         raise typer.Exit(1)
 
 

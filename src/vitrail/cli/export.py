@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import err, progress, show
+from vitrail.cli.console import err, print_plain, progress_bar
 from vitrail.cli.model_options import ImageSize, LabelFile, open_model
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
 from vitrail.errors import ConfigError
@@ -110,10 +110,10 @@ def export(
     if as_json:
         typer.echo(json.dumps({"path": str(found.path)} | found.to_dict(), indent=2))
         return
-    show(Text(str(found.path), style="bold"))
-    show(Text(_summary(found), style="dim"))
-    show(_table(found))
-    show(Text(f"\ncompared in {found.comparison.ran_on}\n{_report(found)}", style="dim"))
+    print_plain(Text(str(found.path), style="bold"))
+    print_plain(Text(_summary(found), style="dim"))
+    print_plain(_table(found))
+    print_plain(Text(f"\ncompared in {found.comparison.ran_on}\n{_report(found)}", style="dim"))
 
 
 def _checked(
@@ -133,7 +133,7 @@ class Steps:
     """How far an export is: a bar on a terminal, elsewhere a line for each step."""
 
     def __init__(self) -> None:
-        self.bar = progress()
+        self.bar = progress_bar()
         self.task = self.bar.add_task("preparing images", total=None)
         self.images: int | None = None
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vitrail.cli.console import err, one_line, progress
+from vitrail.cli.console import err, one_line, progress_bar
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
 from vitrail.cli.options import Family, Formats, Json, Section, Settings, parse_list, parse_settings, parse_size
 from vitrail.errors import ConfigError
@@ -73,7 +73,7 @@ def figures(
             images = images_of(data, count, root) if data is not None else images_of_run(model, count)
             if data is None and images is not None:
                 data = "the run's evaluation images"
-        with progress() as bar:
+        with progress_bar() as bar:
             passes = [name for name in names or FIGURES if name in NEED_IMAGES]
             task = bar.add_task("looking", total=max(len(images or (0, 0)) * len(passes), 1))
             portrait = Portrait(
@@ -98,6 +98,6 @@ def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> li
         raise ConfigError(f"--timeline wants a run folder: --model runs/digits{given}.")
     with err.status("loading"):
         from vitrail.api.timeline import timeline
-    with progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task("drawing", total=None)
         return timeline(model, out, names or (), watch=lambda done, of: bar.update(task, completed=done, total=of))

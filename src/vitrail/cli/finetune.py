@@ -8,7 +8,17 @@ import typer
 
 from vitrail.cli.console import err
 from vitrail.cli.options import Json, parse_size
-from vitrail.cli.train import AutoResume, Device, Out, Report, Resume, SkipBad, picked, spelled, tell
+from vitrail.cli.train import (
+    AutoResume,
+    Device,
+    Out,
+    Report,
+    Resume,
+    SkipBad,
+    command_line,
+    print_result,
+    settings_table,
+)
 from vitrail.runtime import is_main_process
 
 
@@ -27,7 +37,7 @@ def finetune(
     recipe: Annotated[
         str, typer.Option("--recipe", help="finetune, or paper: SGD at 384 px, as the ViT paper does it.")
     ] = "finetune",
-    what: Annotated[
+    trainable: Annotated[
         str, typer.Option("--train", metavar="all|head|N", help="What learns: all, the head, or the last N blocks too.")
     ] = "all",
     image_size: Annotated[
@@ -45,40 +55,40 @@ def finetune(
     if (model is None or data is None) and not (resume and out is not None):
         raise typer.BadParameter("finetune needs --model and --data; or --resume with --out RUN")
     overrides = [*(overrides or []), *(["data.skip_bad=true"] if skip_bad else [])]
-    learning = int(what) if what.isdecimal() else what
+    trainable_part = int(trainable) if trainable.isdecimal() else trainable
     with err.status("starting"):
         from vitrail import api
-        from vitrail.api.training import tuned, tuned_folder
+        from vitrail.api.training import finetune_config, finetune_folder
     goes_on = resume or auto_resume
     if auto_resume and not resume:
-        goes_on = tuned_folder(data or "", recipe, overrides, out, auto_resume=True).started
+        goes_on = finetune_folder(data or "", recipe, overrides, out, auto_resume=True).started
     if goes_on:
         done = api.finetune(
             model or "",
             data or "",
             recipe=recipe,
-            what=learning,
+            trainable=trainable_part,
             image_size=parse_size(image_size),
             overrides=[*overrides, *([f"device={device}"] if device else [])],
             out=out,
             resume=resume,
             auto_resume=auto_resume,
             report=report,
-            command=spelled(),
+            command=command_line(),
         )
-        tell(done, as_json)
+        print_result(done, as_json)
         return
     assert model is not None
     assert data is not None
-    config = tuned(
+    config = finetune_config(
         model,
         data,
         recipe=recipe,
-        what=learning,
+        trainable=trainable_part,
         image_size=parse_size(image_size),
         overrides=overrides,
         device=device or "auto",
     )
     if is_main_process():
-        err.print(picked(config))
-    tell(api.train(config, out=out, auto_resume=auto_resume, report=report, command=spelled()), as_json)
+        err.print(settings_table(config))
+    print_result(api.train(config, out=out, auto_resume=auto_resume, report=report, command=command_line()), as_json)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import err, note
+from vitrail.cli.console import err, print_note
 from vitrail.errors import ConfigError, ModelError
 from vitrail.runtime import suppress_note
 
@@ -74,8 +74,8 @@ def open_model(
 def _introduce(shipped: ShippedModel) -> None:
     """Say which model is used without `--model`, and which classes it has."""
     *labels, last = shipped.info.labels or ("nothing",)
-    note(f"no --model was given: using {shipped.name}, which ships with vitrail ({shipped.description}).")
-    note(
+    print_note(f"no --model was given: using {shipped.name}, which ships with vitrail ({shipped.description}).")
+    print_note(
         f"its classes are {', '.join(labels)} and {last}; every image is assigned to one of them. "
         "For other classes, pass --model: a name from `vitrail models`, a file, a folder or a hub id."
     )
@@ -96,4 +96,4 @@ def _check_classes(vit: Model, model: str) -> None:
 
         unknown = vit.config.num_classes == 1000 and not vit.info.trained_by_vitrail and imagenet_1k() is None
         timm = ", or install timm, which has the ImageNet names" if unknown else ""
-        note(f"the checkpoint has no class names: pass --labels FILE{timm}.")
+        print_note(f"the checkpoint has no class names: pass --labels FILE{timm}.")

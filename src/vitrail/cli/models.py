@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import err, out, show
+from vitrail.cli.console import err, out, print_plain
 from vitrail.cli.options import Json
 from vitrail.errors import NotFound
 
@@ -54,7 +54,7 @@ def models(
         typer.echo(json.dumps({"models": rows, "families": checked}, indent=2))
         return
     wide = out.width >= WIDE or len(rows) == 1
-    show(_sizes(rows, wide))
+    print_plain(_sizes(rows, wide))
     if not wide:
         out.print(
             f"For the hub ids, widen the window to {WIDE} columns or run vitrail models {rows[0]['name']}", style="dim"
@@ -62,10 +62,10 @@ def models(
     for model in (m for m in chosen if m.name in SHIPPED):
         out.print(f"{model.name} ships with vitrail; commands use it without --model", style="dim")
     out.print()
-    show(_families(families))
+    print_plain(_families(families))
     if len(chosen) == 1:
         out.print()
-        show(_detail(chosen[0]))
+        print_plain(_detail(chosen[0]))
 
 
 def _matching(pattern: str | None) -> list[Listed]:

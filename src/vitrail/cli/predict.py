@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import note, one_line, problem, progress
+from vitrail.cli.console import one_line, print_error, print_note, progress_bar
+from vitrail.cli.engine import Calibrate, Engine, open_with_engine
 from vitrail.cli.model_options import BatchSize, Channels, Device, Dtype, ImageSize, LabelFile, ModelSpec
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
-from vitrail.cli.running import Calibrate, Engine, open_running
 from vitrail.errors import ConfigError, NotFound, VitrailError
 from vitrail.runtime import escape_control
 
@@ -77,19 +77,19 @@ def predict(
     paths, many = find_images(images)
 
     own |= {"section": section, "family": family}
-    vit = open_running(model, engine, calibrate=calibrate, overrides=overrides, device=device, dtype=dtype, **own)
+    vit = open_with_engine(model, engine, calibrate=calibrate, overrides=overrides, device=device, dtype=dtype, **own)
     rows = _Rows(vit, paths, batch_size, top, logits, bar=out is not None or not sys.stdout.isatty())
     top = min(top, vit.config.num_classes)
     text = _json(rows) if as_json else _csv(rows, top) if many or out is not None else _listing(rows)
     if out is not None:
         _write(out, "".join(text))
-        note(f"wrote predictions for {len(paths) - rows.failed} of {len(paths)} images to {out}.")
+        print_note(f"wrote predictions for {len(paths) - rows.failed} of {len(paths)} images to {out}.")
     else:
         for piece in text:
             # color=True: otherwise click strips escape sequences from names in files and pipes.
             typer.echo(escape_control(piece) if sys.stdout.isatty() else piece, nl=False, color=True)
     if rows.failed and len(paths) > 1:
-        problem(f"{rows.failed} of {len(paths)} images could not be read.")
+        print_error(f"{rows.failed} of {len(paths)} images could not be read.")
     if rows.failed:
         raise typer.Exit(1)
 
@@ -103,7 +103,7 @@ class _Rows:
         self.failed = 0
 
     def __iter__(self) -> Iterator[Row]:
-        with progress(self.bar) as bar:
+        with progress_bar(self.bar) as bar:
             task = bar.add_task("predicting", total=len(self.paths))
             for path, answer in zip(self.paths, self.vit.stream(self.paths, self.batch_size), strict=True):
                 if isinstance(answer, VitrailError):
@@ -116,9 +116,9 @@ class _Rows:
     def _failure(self, path: Path, reason: str) -> Row:
         self.failed += 1
         if self.failed <= MAX_LISTED_ERRORS:
-            problem(reason)
+            print_error(reason)
         elif self.failed == MAX_LISTED_ERRORS + 1:
-            problem("further unreadable images are counted but not listed.")
+            print_error("further unreadable images are counted but not listed.")
         return Row(path, error=reason)
 
 

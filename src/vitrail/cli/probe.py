@@ -13,7 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import err, progress, show
+from vitrail.cli.console import err, print_plain, progress_bar
 from vitrail.cli.embed import Batch, Layer, Norm, Pool, Root, SkipBad, feature_spec, parse_ints
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, ModelSpec, open_model
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
@@ -121,13 +121,13 @@ def probe(
         typer.echo(json.dumps(named | found.to_dict(), indent=2))
     else:
         for part in format_probe(found):
-            show(part)
+            print_plain(part)
 
 
 @contextmanager
 def show_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar while something is under way."""
-    with progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitrail.cli.console import note, notes_to_stderr, one_line
+from vitrail.cli.console import notes_to_stderr, one_line, print_note
+from vitrail.cli.engine import Calibrate
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, open_model
 from vitrail.cli.options import Family, Section, Settings, parse_settings, parse_size
-from vitrail.cli.running import Calibrate
 from vitrail.errors import ConfigError, nearest
 from vitrail.runtime.cores import usable_cores
 
@@ -113,7 +113,7 @@ def serve(
     )
     sock = server.bind_socket(host, port)
     if token is None and not on_loopback:
-        note(
+        print_note(
             f"everyone who can reach {host} can use this server; pass --token, or put an authenticating proxy in front."
         )
     loader = partial(load_served_model, source or model, engine, cores, **options)

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import err, show
+from vitrail.cli.console import err, print_plain
 from vitrail.cli.options import Json
 from vitrail.errors import ConfigError
 from vitrail.runtime import is_main_process
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vitrail.api import Run
     from vitrail.config import TrainConfig
 
-SIGNALS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "torchrun": 143}
+EXIT_STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "torchrun": 143}
 """The status of a run that a signal ended, as shells count it; or the end of torchrun itself."""
 
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; without it, runs/NAME.")]
@@ -59,17 +59,17 @@ def train(
     device: Device = None,
     report: Report = True,
     skip_bad: SkipBad = False,
-    listed: Annotated[bool, typer.Option("--list", help="List the recipes and what each has shown.")] = False,
+    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and what each has shown.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train a network from scratch; without a recipe, a ViT on handwritten digits, in a minute or two.
 
     vitrail train cifar10 optim.lr=3e-4 duration='100 epochs'
     """
-    if listed:
-        _list()
+    if list_recipes:
+        _list_recipes()
         return
-    recipe, overrides = _split(arguments or [])
+    recipe, overrides = _split_arguments(arguments or [])
     if device is not None:
         overrides.append(f"device={device}")
     if skip_bad:
@@ -87,50 +87,50 @@ def train(
         resume=resume,
         auto_resume=auto_resume,
         report=report,
-        command=spelled(),
+        command=command_line(),
     )
-    tell(done, as_json)
+    print_result(done, as_json)
 
 
-def tell(done: Run, as_json: bool) -> None:
+def print_result(done: Run, as_json: bool) -> None:
     """How it ended; a run that a signal stopped ends the command with that signal's status."""
     if not is_main_process():
-        raise typer.Exit(SIGNALS.get(done.stopped or "", 0))
+        raise typer.Exit(EXIT_STATUS.get(done.stop_reason or "", 0))
     if as_json:
-        typer.echo(json.dumps(summary(done), indent=2))
+        typer.echo(json.dumps(result_dict(done), indent=2))
     elif done.scores is not None or done.finished:
-        show(_results(done))
-    if done.stopped in SIGNALS or done.stopped == "another process":
-        saved = f"saved at step {done.saved}; " if done.saved is not None else ""
-        again = f"go on with: vitrail train --resume --out {shlex.quote(str(done.path))}"
-        by = "the end of torchrun" if done.stopped == "torchrun" else done.stopped
+        print_plain(_result_table(done))
+    if done.stop_reason in EXIT_STATUS or done.stop_reason == "another process":
+        saved = f"saved at step {done.resume_step}; " if done.resume_step is not None else ""
+        again = f"resume with: vitrail train --resume --out {shlex.quote(str(done.path))}"
+        by = "the end of torchrun" if done.stop_reason == "torchrun" else done.stop_reason
         err.print(Text(f"stopped by {by}; {saved}{again}"), soft_wrap=True)
-        raise typer.Exit(SIGNALS.get(done.stopped, 1))
+        raise typer.Exit(EXIT_STATUS.get(done.stop_reason, 1))
 
 
-def summary(done: Run) -> dict[str, object]:
+def result_dict(done: Run) -> dict[str, object]:
     return {
         "run": str(done.path),
         "model": str(done.path / "model") if done.finished else None,
         "report": str(done.report) if done.report.exists() else None,
         "scores": done.scores.to_dict() if done.scores is not None else None,
-        "test": done.test.to_dict() if done.test is not None else None,
-        "stopped": done.stopped,
-        "compared": [
+        "test": done.test_scores.to_dict() if done.test_scores is not None else None,
+        "stop_reason": done.stop_reason,
+        "comparisons": [
             {"run": str(other.path), "scores": other.scores.to_dict() if other.scores is not None else None}
-            for other in done.compared
+            for other in done.comparisons
         ],
     }
 
 
-def spelled() -> str:
+def command_line() -> str:
     """The command as it was given."""
     return shlex.join(["vitrail", *sys.argv[1:]])
 
 
-def _results(done: Run) -> Table:
+def _result_table(done: Run) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, s in (("accuracy", done.scores), ("on test images", done.test)):
+    for name, s in (("accuracy", done.scores), ("on test images", done.test_scores)):
         if s is None:
             continue
         value, about = s.top1, f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} images"
@@ -140,7 +140,7 @@ def _results(done: Run) -> Table:
             about += f" {100 * s.top1:.2f} % of those that have one"
         table.add_row(name, f"{100 * value:.2f} %", Text(about, style="dim"))
     beside = dict(done.baselines)
-    beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.compared if o.scores is not None}
+    beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.comparisons if o.scores is not None}
     for name, scores in beside.items():
         table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
     model = shlex.quote(str(done.path))
@@ -153,7 +153,7 @@ def _results(done: Run) -> Table:
     return table
 
 
-def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
+def _split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     """A recipe's name, at most one, and settings."""
     names = [a for a in arguments if "=" not in a]
     if len(names) > 1:
@@ -172,7 +172,7 @@ def _recipe_for(data: str) -> str:
     )
 
 
-def _list() -> None:
+def _list_recipes() -> None:
     from vitrail.recipes import RECIPES
 
     table = Table("recipe", "data", "what it is", box=None, pad_edge=False)
@@ -181,10 +181,10 @@ def _list() -> None:
         about = make.__doc__ or sys.modules[make.__module__].__doc__ or ""
         paragraphs = [" ".join(part.split()) for part in about.split("\n\n")[:2]]
         table.add_row(name, config.data.source, "\n".join(part.partition(" Run: ")[0] for part in paragraphs))
-    show(table)
+    print_plain(table)
 
 
-def picked(config: TrainConfig) -> Table:
+def settings_table(config: TrainConfig) -> Table:
     """What was chosen for the user, in a few lines."""
     table = Table.grid(padding=(0, 2))
     optim = config.optim

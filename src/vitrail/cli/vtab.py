@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vitrail.cli.console import err, show
+from vitrail.cli.console import err, print_plain
 from vitrail.cli.embed import Batch
 from vitrail.cli.model_options import Device, ImageSize, ModelSpec
 from vitrail.cli.options import Json, parse_size
@@ -76,7 +76,7 @@ def vtab(
         typer.echo(json.dumps({"model": model, **found.to_dict()}, indent=2))
         return
     for part in format_vtab(found, root):
-        show(part)
+        print_plain(part)
 
 
 def format_vtab(found: VtabResult, root: Path) -> Iterator[RenderableType]:

@@ -13,15 +13,16 @@ from vitrail.errors import FormatError
 
 VERSION = 2
 
-Document = Literal["run", "model", "checkpoint", "export"]
+Document = Literal["run", "model", "checkpoint", "result", "export"]
 
 KEYS: dict[Document, str] = {
     "run": "format_version",
     "model": "version",
     "checkpoint": "format_version",
+    "result": "format_version",
     "export": "version",
 }
-"""The field that holds a document's version. Version 1 of runs and checkpoints has no such field."""
+"""The field that holds a document's version. Version 1 of runs, checkpoints and results has no such field."""
 
 RENAMED: dict[str, dict[str, str]] = {
     "run": {
@@ -62,7 +63,24 @@ RENAMED: dict[str, dict[str, str]] = {
     "stem": {"width": "width_factor"},
     "bit": {"image": "image_size", "classes": "num_classes", "width": "width_factor"},
     "model": {"several": "multi_label"},
-    "checkpoint": {"pictures": "images"},
+    "checkpoint": {
+        "best": "best_score",
+        "stale": "evaluations_since_best",
+        "skipped": "skipped_steps",
+        "seconds": "elapsed_seconds",
+        "meter": "metric_sums",
+        "stream": "stream_states",
+        "unwritten": "unwritten_metrics",
+        "unreadable": "unreadable_images",
+        "began": "model_origin",
+        "pictures": "num_images",
+        "data": "data_fingerprint",
+        "teacher": "teacher_checksum",
+        "total": "total_steps",
+        "evaluation_due": "evaluation_pending",
+        "ran_on": "environment",
+    },
+    "result": {"stopped": "stop_reason", "compared": "comparisons"},
     "export": {},
 }
 """Section of a document -> old field name -> new field name."""
@@ -82,7 +100,8 @@ def current(document: Document, values: Mapping[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in values.items() if name != key}
     if version == VERSION:
         return rest
-    return _run(rest) if document == "run" else _model(rest) if document == "model" else _renamed(document, rest)
+    upgrade = {"run": _run, "model": _model, "result": _result}.get(document)
+    return upgrade(rest) if upgrade else _renamed(document, rest)
 
 
 def _renamed(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,6 +127,11 @@ def _run(values: dict[str, Any]) -> dict[str, Any]:
     if "compare" in found:
         found["compare"] = [_assignment(text) for text in found["compare"]]
     return found
+
+
+def _result(values: dict[str, Any]) -> dict[str, Any]:
+    found = _renamed("result", values)
+    return found | {"comparisons": [_result(other) for other in found.get("comparisons", [])]}
 
 
 def _network(values: Mapping[str, Any]) -> dict[str, Any]:

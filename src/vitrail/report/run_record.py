@@ -15,7 +15,7 @@ import numpy.typing as npt
 from vitrail.config import Duration
 from vitrail.config.format_version import current
 from vitrail.errors import ConfigError, NotFound
-from vitrail.train.log import Line, read_metrics
+from vitrail.train.metrics_log import MetricsLine, read_metrics
 from vitrail.weights.model_info import strip_local_folders
 
 Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
@@ -33,9 +33,9 @@ class RunRecord:
 
     path: Path
     config: dict[str, Any]
-    steps: list[Line]
+    steps: list[MetricsLine]
     """Logged steps, in order."""
-    evaluations: list[Line]
+    evaluations: list[MetricsLine]
     test_scores: dict[str, Any] | None = None
     """What the final model scored on test images that had no part in choosing it."""
 
@@ -49,7 +49,7 @@ class RunRecord:
         known = [line for line in (*self.steps, *self.evaluations) if line.get("epoch") and line["step"]]
         return known[-1]["step"] / known[-1]["epoch"] if known else None
 
-    def x_of(self, line: Line) -> float:
+    def x_of(self, line: MetricsLine) -> float:
         """Where on the horizontal axis a line lies."""
         if line.get("epoch") is not None:
             return float(line["epoch"])

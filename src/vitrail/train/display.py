@@ -25,22 +25,22 @@ from rich.text import Text
 from vitrail.evaluate.scores import Scores
 from vitrail.runtime import log
 from vitrail.runtime.terminal import SafeConsole
-from vitrail.train.panel import Drawn, plain_evaluation, plain_measuring, plain_progress, plain_step
+from vitrail.train.panel import PanelRenderable, plain_evaluation, plain_evaluation_progress, plain_progress, plain_step
 
-REFRESHES = 4
+REFRESHES_PER_S = 4
 """Drawings a second."""
-MEMORY = 5.0
+SPEED_HALF_LIFE_S = 5.0
 """Seconds after which a measured speed is forgotten by half."""
-QUIET = 2.0
+MIN_LINE_INTERVAL_S = 2.0
 """Seconds between two plain lines, at least."""
-SILENCE = 5.0, 60.0
+MAX_SILENCE_S = 5.0, 60.0
 """Seconds without a plain line after which progress is printed: in the first minutes, and from an hour on."""
-HISTORY = 1024
+MAX_LOSSES = 1024
 """Losses kept for the sparkline; beyond that every other one goes."""
 
 
 @dataclass
-class Watched:
+class DisplayState:
     """Everything the panel shows. Written by the training thread, read by the drawing one."""
 
     step: int = 0
@@ -50,14 +50,14 @@ class Watched:
     evaluation: Mapping[str, Any] | None = None
     best: tuple[float, int] | None = None
     """The best score and its step."""
-    started: float = 0.0
-    begun: int = 0
+    started_at: float = 0.0
+    start_step: int = 0
     """The step this sitting started from."""
-    seconds: float | None = None
+    step_seconds: float | None = None
     """Of a step, smoothed."""
-    aside: float = 0.0
+    paused_seconds: float = 0.0
     """Seconds spent on evaluations and the like."""
-    measuring: float | None = None
+    evaluation_progress: float | None = None
     """The share of an evaluation that is done, while there is one."""
 
 
@@ -80,32 +80,37 @@ class Display:
         peak_flops: float | None = None,
         title: str = "",
         subtitle: str = "",
-        start: int = 0,
+        start_step: int = 0,
         device: torch.device | str = "cpu",
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.total, self.images = total_steps, images_per_step
-        self.epoch_images, self.classes = images_per_epoch, num_classes
-        self.flops, self.peak = flops_per_image, peak_flops
+        self.total_steps, self.images_per_step = total_steps, images_per_step
+        self.images_per_epoch, self.num_classes = images_per_epoch, num_classes
+        self.flops_per_image, self.peak_flops = flops_per_image, peak_flops
         self.title, self.subtitle = title, subtitle
         self.device = torch.device(device)
         self.console = console or SafeConsole(stderr=True)
         self.clock = clock
-        self.seen = Watched(step=start, begun=start)
+        self.state = DisplayState(step=start_step, start_step=start_step)
         self.live: Live | None = None
-        self._last = (start, 0.0)
-        self._told, self._printed = -math.inf, 0.0  # when a logged step was printed last, when any line was
-        self._logged, self._stride, self._paced = 0, 1, 0
+        self._last_timing = (start_step, 0.0)
+        self._step_printed_at, self._printed_at = (
+            -math.inf,
+            0.0,
+        )  # when a logged step was printed last, when any line was
+        self._losses_seen, self._stride, self._speed_updates = 0, 1, 0
 
     def __enter__(self) -> Self:
         now = self.clock()
-        self.seen.started, self._last, self._printed = now, (self.seen.step, now), now
+        self.state.started_at, self._last_timing, self._printed_at = now, (self.state.step, now), now
         if self.console.is_terminal and not self.console.quiet:
-            self.live = Live(Drawn(self), console=self.console, refresh_per_second=REFRESHES, redirect_stdout=False)
+            self.live = Live(
+                PanelRenderable(self), console=self.console, refresh_per_second=REFRESHES_PER_S, redirect_stdout=False
+            )
             self.live.start()
             self._logger = log.handlers, log.propagate
-            log.handlers, log.propagate = [_Notes(self)], False
+            log.handlers, log.propagate = [_NoteHandler(self)], False
         return self
 
     def __exit__(
@@ -122,29 +127,29 @@ class Display:
         To be called after each step. Without values a GPU is still computing the last one.
         """
         now = self.clock()
-        self.seen.step = step
-        self._pace(step - (values is None and self.device.type == "cuda"), now)
+        self.state.step = step
+        self._update_speed(step - (values is None and self.device.type == "cuda"), now)
         if values is None:
             self._print_if_silent(plain_progress, now)
             return
-        self.seen.values = dict(values)
-        self._remember(values.get("loss"))
-        if self.live is None and (now - self._told >= QUIET or step >= self.total):
-            self._told = now
+        self.state.values = dict(values)
+        self._add_loss(values.get("loss"))
+        if self.live is None and (now - self._step_printed_at >= MIN_LINE_INTERVAL_S or step >= self.total_steps):
+            self._step_printed_at = now
             self._print(plain_step(self), now)
 
     def pause(self) -> None:
         """All steps so far are done; what follows until `resumed` is no training, and its time does not count."""
-        self._pace(self.seen.step, self.clock())
+        self._update_speed(self.state.step, self.clock())
 
-    def measuring(self, done: int, total: int) -> None:
+    def show_evaluation_progress(self, done: int, total: int) -> None:
         """So many of an evaluation's batches are done; called with 0 first."""
         if not done:
             self.pause()
-        self.seen.measuring = done / max(total, 1)
-        self._print_if_silent(plain_measuring, self.clock())
+        self.state.evaluation_progress = done / max(total, 1)
+        self._print_if_silent(plain_evaluation_progress, self.clock())
 
-    def evaluated(
+    def show_evaluation(
         self, step: int, scores: Scores | Mapping[str, Any], *, ema: bool = False, best: bool | None = None
     ) -> None:
         """What a measurement found; the time it took is no part of the training speed.
@@ -157,76 +162,80 @@ class Display:
             name, better = "loss", -1
         value = found.get(name)
         if best is None:
-            best = value is not None and (self.seen.best is None or better * value > better * self.seen.best[0])
+            best = value is not None and (self.state.best is None or better * value > better * self.state.best[0])
         if best and value is not None:
-            self.seen.best = (value, step)
-        self.seen.evaluation = found | {"name": name}
-        self.resumed()
+            self.state.best = (value, step)
+        self.state.evaluation = found | {"name": name}
+        self.resume()
         if self.live is None:
             self._print(plain_evaluation(self), self.clock())
 
-    def resumed(self) -> None:
+    def resume(self) -> None:
         """Training goes on after something else (an evaluation, a checkpoint) that began with `pause`."""
         now = self.clock()
-        self.seen.aside += now - self._last[1]
-        self.seen.measuring = None
-        self._last = (self._last[0], now)
+        self.state.paused_seconds += now - self._last_timing[1]
+        self.state.evaluation_progress = None
+        self._last_timing = (self._last_timing[0], now)
 
     def note(self, text: str) -> None:
         """A line of its own, above the panel."""
         with suppress(OSError):
             self.console.print(Text(text, style="dim" if self.live else ""), soft_wrap=True)
 
-    def _remember(self, loss: float | None) -> None:
+    def _add_loss(self, loss: float | None) -> None:
         if loss is None or not math.isfinite(loss):
             return
-        self._logged += 1
-        if self._logged % self._stride == 0:
-            self.seen.losses.append(loss)
-        if len(self.seen.losses) >= HISTORY:
-            self.seen.losses, self._stride = self.seen.losses[::2], 2 * self._stride
+        self._losses_seen += 1
+        if self._losses_seen % self._stride == 0:
+            self.state.losses.append(loss)
+        if len(self.state.losses) >= MAX_LOSSES:
+            self.state.losses, self._stride = self.state.losses[::2], 2 * self._stride
 
-    def _pace(self, done: int, now: float) -> None:
+    def _update_speed(self, done: int, now: float) -> None:
         """So many steps are finished by now."""
-        steps, elapsed = done - self._last[0], now - self._last[1]
+        steps, elapsed = done - self._last_timing[0], now - self._last_timing[1]
         if steps > 0 and elapsed > 0:
             self._smooth(elapsed / steps, elapsed)
-            self._last = (done, now)
+            self._last_timing = (done, now)
 
     def _smooth(self, seconds: float, elapsed: float) -> None:
-        self._paced += 1
+        self._speed_updates += 1
         # What came first also warmed up and compiled: the second time replaces it.
-        keep = 0.0 if self._paced <= 2 else 0.5 ** (elapsed / MEMORY)
-        self.seen.seconds = keep * (self.seen.seconds or 0.0) + (1 - keep) * seconds
+        keep = 0.0 if self._speed_updates <= 2 else 0.5 ** (elapsed / SPEED_HALF_LIFE_S)
+        self.state.step_seconds = keep * (self.state.step_seconds or 0.0) + (1 - keep) * seconds
 
     def _print_if_silent(self, line: Callable[[Display], str], now: float) -> None:
-        patience = min(max(SILENCE[0], (now - self.seen.started) / 60), SILENCE[1])
-        if self.live is None and now - self._printed >= patience:
+        patience = min(max(MAX_SILENCE_S[0], (now - self.state.started_at) / 60), MAX_SILENCE_S[1])
+        if self.live is None and now - self._printed_at >= patience:
             self._print(line(self), now)
 
     def _print(self, line: str, now: float) -> None:
-        self._printed = now
+        self._printed_at = now
         with suppress(OSError):  # a log on a full disk, a reader that has gone: no reason to stop
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     @property
-    def rate(self) -> float | None:
+    def images_per_s(self) -> float | None:
         """Images a second."""
-        return self.images / self.seen.seconds if self.seen.seconds else None
+        return self.images_per_step / self.state.step_seconds if self.state.step_seconds else None
 
     @property
-    def share(self) -> float | None:
+    def mfu(self) -> float | None:
         """Of the device's peak that training uses; None where it is not known, or the peak is shown to be wrong."""
-        found = self.rate * self.flops / self.peak if self.rate and self.flops and self.peak else None
+        found = (
+            self.images_per_s * self.flops_per_image / self.peak_flops
+            if self.images_per_s and self.flops_per_image and self.peak_flops
+            else None
+        )
         return None if found is None or found > 1 else found
 
     @property
     def epoch(self) -> float | None:
-        return self.seen.step * self.images / self.epoch_images if self.epoch_images else None
+        return self.state.step * self.images_per_step / self.images_per_epoch if self.images_per_epoch else None
 
     @property
-    def epochs(self) -> float | None:
-        return self.total * self.images / self.epoch_images if self.epoch_images else None
+    def total_epochs(self) -> float | None:
+        return self.total_steps * self.images_per_step / self.images_per_epoch if self.images_per_epoch else None
 
     @property
     def memory(self) -> tuple[float, float] | None:
@@ -237,16 +246,16 @@ class Display:
         return torch.cuda.memory_reserved(self.device) / 1e9, whole / 1e9
 
     @property
-    def left(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds, if evaluations and the like keep taking the share of the time they have had."""
-        seen, done = self.seen, self.seen.step - self.seen.begun
-        if not seen.seconds or done < 1:
+        state, done = self.state, self.state.step - self.state.start_step
+        if not state.step_seconds or done < 1:
             return None
-        trained = max(self._last[1] - seen.started - seen.aside, 1e-9)
-        return (self.total - seen.step) * seen.seconds * (1 + seen.aside / trained)
+        trained = max(self._last_timing[1] - state.started_at - state.paused_seconds, 1e-9)
+        return (self.total_steps - state.step) * state.step_seconds * (1 + state.paused_seconds / trained)
 
 
-class _Notes(logging.Handler):
+class _NoteHandler(logging.Handler):
     """What is said aloud meanwhile goes above the panel; written straight to the terminal it would tear it."""
 
     def __init__(self, display: Display) -> None:

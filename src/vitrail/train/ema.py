@@ -1,4 +1,4 @@
-"""An average of the weights that forgets slowly: often better than the weights themselves."""
+"""Exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 from vitrail.errors import TrainError, nearest
 from vitrail.models.remember import Remembering
-from vitrail.train.parallel import copy_into, local
+from vitrail.train.distributed import copy_into, local_tensor
 
 
 class EMA:
-    """After each step average = decay * average + (1 - decay) * weights, for all that learns.
+    """After each step, average = decay * average + (1 - decay) * weights, for all trainable parameters.
 
-    Made after `wrap`; of a sharded learner each process averages its shards. In the first steps
-    the decay is (1 + step) / (10 + step) where that is less, or first values would stay in the
-    average for thousands of steps; a pure function of the step, so that nothing more is to be saved.
+    Created after `wrap`: for a sharded learner each process averages its shards. With `warmup` the decay is at most
+    (1 + step) / (10 + step), since the initial values would otherwise stay in the average for thousands of steps.
     """
 
     def __init__(self, learner: nn.Module, decay: float, *, warmup: bool = True) -> None:
@@ -33,35 +32,35 @@ class EMA:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights as they are after this step."""
-        averages, weights = ([local(t) for t in ts.values()] for ts in (self.average, self.weights))
+        """Update the average with the weights after this step."""
+        averages, weights = ([local_tensor(t) for t in ts.values()] for ts in (self.average, self.weights))
         torch._foreach_lerp_(averages, weights, 1 - self.decay_at(step))
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Inside, the learner has the averaged weights; afterwards its own again, to the bit."""
+        """Context in which the learner has the averaged weights; on exit its own are restored exactly."""
         if self._swapped:
-            raise TrainError("the averaged weights are in use already.")
-        self._exchange()
+            raise TrainError("the averaged weights are already in use.")
+        self._swap_in_place()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap_in_place()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The averages themselves, by parameter name."""
+        """The averages by parameter name."""
         return dict(self.average)
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        check_names("the averaged weights", tensors, self.average)
+        check_same_tensors("the averaged weights", tensors, self.average)
         for name, average in self.average.items():
             copy_into(average, tensors[name])
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        """In place, one tensor at a time: shards, CUDA graphs and DDP's buckets know weights by their address."""
+    def _swap_in_place(self) -> None:
+        """Swap in place, one tensor at a time: FSDP, CUDA graphs and DDP refer to the weights by address."""
         for name, weight in self.weights.items():
-            mine, other = local(weight), local(self.average[name])
+            mine, other = local_tensor(weight), local_tensor(self.average[name])
             kept = mine.clone()
             mine.copy_(other)
             other.copy_(kept)
@@ -70,12 +69,12 @@ class EMA:
         self._swapped = not self._swapped
 
 
-def check_names(what: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """The same names and shapes, or an error about the first that differs."""
+def check_same_tensors(what: str, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raise TrainError unless both have the same names, shapes and dtypes."""
     for name in sorted(set(got) ^ set(wanted)):
         if name in wanted:
             raise TrainError(f"{what} in the checkpoint lack {name!r}{nearest(name, got)}")
-        raise TrainError(f"{what} in the checkpoint have {name!r}, which this run does not train.")
+        raise TrainError(f"{what} in the checkpoint include {name!r}, which this run does not train.")
     for name, tensor in wanted.items():
         if got[name].shape != tensor.shape or got[name].dtype != tensor.dtype:
             raise TrainError(

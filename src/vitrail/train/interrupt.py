@@ -1,12 +1,12 @@
-"""Signals as a request to stop: the loop finishes its step, saves and ends.
+"""Signals as requests to stop: the loop finishes its step, saves a checkpoint and ends.
 
-    first signal          noted in `asked` and answered at once; the loop stops after its step, or an evaluation
-                          between two of its batches
-    second Ctrl-C         ends at once, by KeyboardInterrupt; where that does not get through within GRACE seconds
-                          (a kernel or a collective that never returns), by the end of the process
+    first signal     sets `stop_requested` and prints a message at once; the loop stops after the current step, or
+                     between two batches of an evaluation
+    second Ctrl-C    raises KeyboardInterrupt; if the main thread does not get to it within FORCED_EXIT_DELAY_S
+                     (a kernel or a collective that never returns), exits the process
 
-Checkpoints are whole whenever the process ends, since they are renamed into place. Under torchrun the end of its
-agent counts as a request too: without it nobody would restart, stop or wait for this process.
+Checkpoints are complete whenever the process ends, since they are renamed into place. Under torchrun, the exit of
+torchrun itself is a request to stop too, since nothing else would then restart or stop this process.
 """
 
 from __future__ import annotations
@@ -23,108 +23,112 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
-"""Ctrl-C; what schedulers send before they kill; a terminal that closes; `sbatch --signal=USR1@60`."""
-ALWAYS = (signal.SIGINT, signal.SIGTERM)
-"""Those that are listened to even where somebody has set another handler, which is there again afterwards."""
-AGENT = "torchrun"
-"""In place of a signal's name: torchrun itself has ended."""
-STOPPING, AGAIN = "stopping after this step and saving", "; press Ctrl-C again to stop at once"
-GRACE = 5.0
-"""Seconds between a second Ctrl-C and the end of the process at the latest."""
+"""Ctrl-C; sent by schedulers before SIGKILL; sent when the terminal closes; `sbatch --signal=USR1@60`."""
+ALWAYS_HANDLED = (signal.SIGINT, signal.SIGTERM)
+"""Signals that are handled even if another handler is installed, which is restored afterwards."""
+TORCHRUN = "torchrun"
+"""Used in place of a signal name if torchrun itself has exited."""
+STOPPING_MESSAGE, SECOND_CTRL_C_HINT = "stopping after this step and saving", "; press Ctrl-C again to stop at once"
+FORCED_EXIT_DELAY_S = 5.0
+"""Seconds from a second Ctrl-C until the process is ended by force."""
 
 
-heard: list[float] = []
-"""When Ctrl-C was pressed, in a process that is one command: one that follows a noted one raises nothing more."""
+sigint_times: list[float] = []
+"""Times of SIGINT in this process; the command line uses them to ignore a Ctrl-C that follows another."""
 
 
 class StopRequested(Exception):
-    """Raised between the batches of an evaluation that is given up because the run is to stop."""
+    """Raised between two batches of an evaluation because a stop was requested."""
 
 
 class Interrupt:
-    """`with Interrupt() as interrupt:`, then `listen` when there is something to save.
+    """`with Interrupt() as interrupt:`, then `install` the handlers once there is something to save.
 
-    Before `listen` signals do what they always did: there is nothing to save yet.
+    Before `install`, signals have their usual effect.
     """
 
     def __init__(self) -> None:
         self.signal: str | None = None
-        self.at_once = False
-        """Whether a second Ctrl-C has ended it."""
-        self.before: dict[signal.Signals, Any] = {}
-        self.agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.parting: Callable[[], str] = str
-        self.line: tuple[socket.socket, socket.socket] | None = None
+        self.exit_requested = False
+        """Whether a second Ctrl-C was pressed."""
+        self.previous_handlers: dict[signal.Signals, Any] = {}
+        self.torchrun_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.exit_message: Callable[[], str] = str
+        self.wakeup_sockets: tuple[socket.socket, socket.socket] | None = None
         self.ended = threading.Event()
 
     @property
-    def asked(self) -> str | None:
-        """The name of the signal that asked to stop, or AGENT."""
-        if self.signal is None and self.agent is not None and os.getppid() != self.agent:
-            self.signal = AGENT
+    def stop_requested(self) -> str | None:
+        """The name of the signal that requested a stop, or TORCHRUN; None if there was none."""
+        if self.signal is None and self.torchrun_pid is not None and os.getppid() != self.torchrun_pid:
+            self.signal = TORCHRUN
         return self.signal
 
     def __enter__(self) -> Interrupt:
         return self
 
-    def listen(self, answer: Callable[[str], object], parting: Callable[[], str]) -> None:
-        """From now on the first signal is noted and answered by `answer`; `parting`: the words of a second Ctrl-C."""
-        if threading.current_thread() is not threading.main_thread():  # Python lets no other thread listen
+    def install(self, notify: Callable[[str], object], exit_message: Callable[[], str]) -> None:
+        """Install the handlers. `notify` prints the reply to the first signal; `exit_message` is for a forced exit."""
+        if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
             return
-        self.parting = parting
-        wanted = [sig for sig in SIGNALS if sig in ALWAYS or signal.getsignal(sig) == signal.SIG_DFL]
-        self.before = {sig: signal.signal(sig, self._note) for sig in wanted}
-        # Python's own handler waits for the main thread, which may be in a kernel for long; the wake-up socket
-        # is written to by the system's handler itself, and a thread answers at once.
-        self.line = socket.socketpair()
-        for end in self.line:
+        self.exit_message = exit_message
+        wanted = [sig for sig in SIGNALS if sig in ALWAYS_HANDLED or signal.getsignal(sig) == signal.SIG_DFL]
+        self.previous_handlers = {sig: signal.signal(sig, self._handle_signal) for sig in wanted}
+        # Python runs handlers in the main thread, which may be inside a kernel for a long time. The wake-up socket is
+        # written by the C-level handler, so that a thread can reply at once.
+        self.wakeup_sockets = socket.socketpair()
+        for end in self.wakeup_sockets:
             end.setblocking(False)
-        self.woken = signal.set_wakeup_fd(self.line[1].fileno(), warn_on_full_buffer=False)
-        self.line[0].setblocking(True)
-        threading.Thread(target=self._answer, args=(self.line[0], answer), daemon=True, name="signals").start()
+        self.previous_wakeup_fd = signal.set_wakeup_fd(self.wakeup_sockets[1].fileno(), warn_on_full_buffer=False)
+        self.wakeup_sockets[0].setblocking(True)
+        threading.Thread(
+            target=self._watch_signals, args=(self.wakeup_sockets[0], notify), daemon=True, name="signals"
+        ).start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended.set()
-        if self.line is None:
+        if self.wakeup_sockets is None:
             return
-        signal.set_wakeup_fd(self.woken)
-        for sig, handler in self.before.items():
+        signal.set_wakeup_fd(self.previous_wakeup_fd)
+        for sig, handler in self.previous_handlers.items():
             signal.signal(sig, handler)
-        self.line[1].close()  # which ends the thread
-        self.line = None
+        self.wakeup_sockets[1].close()  # which ends the thread
+        self.wakeup_sockets = None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
-            heard.append(time.monotonic())
+            sigint_times.append(time.monotonic())
         if self.signal is None:
             self.signal = signal.Signals(number).name
-        elif number == signal.SIGINT and not self.at_once:  # a third would only disturb what the second clears up
-            self.at_once = True
+        elif (
+            number == signal.SIGINT and not self.exit_requested
+        ):  # a third would only disturb what the second clears up
+            self.exit_requested = True
             raise KeyboardInterrupt
 
-    def _answer(self, line: socket.socket, answer: Callable[[str], object]) -> None:
-        """The thread's life: it hears of each signal as the process does."""
+    def _watch_signals(self, line: socket.socket, notify: Callable[[str], object]) -> None:
+        """Body of the thread: reads the number of each signal from the wake-up socket."""
         count = 0
         with line:
             while numbers := line.recv(16):
                 for number in numbers:
-                    if number not in self.before:
+                    if number not in self.previous_handlers:
                         continue
                     count += 1
                     if count == 1:
-                        with suppress(Exception):  # nobody may be there to read it any more
-                            answer(STOPPING + (AGAIN if number == signal.SIGINT else ""))
+                        with suppress(Exception):  # the terminal may be gone
+                            notify(STOPPING_MESSAGE + (SECOND_CTRL_C_HINT if number == signal.SIGINT else ""))
                     elif number == signal.SIGINT:
-                        self._end_soon()
+                        self._force_exit()
 
-    def _end_soon(self) -> None:
-        """Where the main thread never gets to raise anything, the process ends all the same."""
-        if self.ended.wait(GRACE):
+    def _force_exit(self) -> None:
+        """Exit the process if the main thread has not ended in time."""
+        if self.ended.wait(FORCED_EXIT_DELAY_S):
             return
         with suppress(Exception):
             hidden = "\x1b[?25h" if sys.stderr.isatty() else ""  # a panel hides the cursor
-            sys.stderr.write(f"{hidden}\n{self.parting()}\n")
+            sys.stderr.write(f"{hidden}\n{self.exit_message()}\n")
             sys.stderr.flush()
         os._exit(128 + signal.SIGINT)

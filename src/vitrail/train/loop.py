@@ -1,7 +1,7 @@
-"""Training: one function from settings to a run folder, whatever the data, the objective or the devices.
+"""The training loop: one function from a config to a run folder, for every data source, objective and device.
 
-Everything drawn is a function of (seed, step, sample), so a run has no hidden state: it can be
-killed anywhere, resumed, or spread over another number of processes, and computes the same thing.
+All random numbers are functions of (seed, step, sample), so a run has no hidden state: it can be killed at any
+moment, resumed, or moved to another number of processes, and computes the same result.
 """
 
 from __future__ import annotations
@@ -15,180 +15,189 @@ from vitrail.data.loader import Loader
 from vitrail.errors import TrainError
 from vitrail.evaluate.scores import Scores
 from vitrail.runtime import deterministic, log_on_main_process, warn_once
-from vitrail.train.extension import check_length, extended
-from vitrail.train.health import Health
+from vitrail.train.checkpointing import CheckpointManager, Progress
+from vitrail.train.distributed import DistributedContext
 from vitrail.train.interrupt import Interrupt, StopRequested
-from vitrail.train.journal import Journal
-from vitrail.train.parallel import Ranks
-from vitrail.train.run import RunFolder
-from vitrail.train.setup import Setup, prepare
-from vitrail.train.snapshots import Snapshots
-from vitrail.train.state import Checkpoints, Progress
+from vitrail.train.nan_guard import NaNGuard
+from vitrail.train.run_extension import check_extension, extended_config
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.run_logger import RunLogger
+from vitrail.train.setup import Setup, prepare_run
+from vitrail.train.snapshots import SnapshotWriter
 from vitrail.train.trainer import Trainer
 
-AT_ONCE = "at once by a second Ctrl-C"
+BY_SECOND_CTRL_C = "at once by a second Ctrl-C"
 
 
 @dataclass(frozen=True)
-class Result:
-    """How a run ended."""
+class FitResult:
+    """The outcome of `fit`."""
 
     run: RunFolder
     setup: Setup
     progress: Progress
     scores: Scores | None
-    """Of the model that was kept, on the validation images; None for an unfinished run, or one without classes."""
-    stopped: str | None = None
-    """What ended it before its time: a signal's name, or "patience"."""
-    first: bool = True
-    """Whether this process is the one that writes and speaks."""
-    saved: int | None = None
-    """The step from which a run that was stopped can go on."""
-    test: Scores | None = None
-    """Of the same model on the test images, where there are some beside the validation ones."""
+    """Of the saved model on the validation images; None for an unfinished run, or one without classes."""
+    stop_reason: str | None = None
+    """Why it ended early: the name of a signal, or "patience"; None for a run that reached its end."""
+    is_main: bool = True
+    """Whether this is the main process (rank 0), which writes files and messages."""
+    resume_step: int | None = None
+    """The step a stopped run resumes from."""
+    test_scores: Scores | None = None
+    """Of the same model on the test images, if there is a test split besides the validation split."""
 
     @property
-    def unreadable(self) -> Mapping[str, str]:
-        """Training images that could not be read, and why."""
-        return self.progress.unreadable
+    def unreadable_images(self) -> Mapping[str, str]:
+        """Training images that could not be read, with the reason for each."""
+        return self.progress.unreadable_images
 
 
-def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> Result:
-    """Train as the settings say, into a run folder; with `resume`, go on from its last checkpoint.
+def fit(config: TrainConfig, run: RunFolder, *, resume: bool = False) -> FitResult:
+    """Train into a run folder; with `resume`, continue from its last checkpoint.
 
-    Settings with a longer duration than the folder's extend the run.
+    If `config` has a longer duration than the folder's config, the run is extended.
     """
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
-        stack.enter_context(_last_words(run, interrupt))
-        trainer, journal = _opened(stack, config, run, resume)
-        ranks, progress = trainer.ranks, journal.progress
+        stack.enter_context(_explain_interrupt(run, interrupt))
+        trainer, logger = _open_run(stack, config, run, resume)
+        distributed, progress = trainer.distributed, logger.progress
         config, optimizer, schedule, ema = trainer.config, trainer.optimizer, trainer.schedule, trainer.ema
-        health = Health(ranks.device, config.on_nan, journal.last_words, alone=ranks.world == 1)
-        batches = stack.enter_context(trainer.batches(progress))
+        nan_guard = NaNGuard(
+            distributed.device, config.on_nan, logger.describe_nan, single_process=distributed.world_size == 1
+        )
+        batches = stack.enter_context(trainer.training_loader(progress))
         augment = trainer.augmentation(cropped=batches.cropped)
-        trainer.look_ahead()
-        interrupt.listen(journal.display.note, lambda: _left_behind(run, AT_ONCE))  # before, there was nothing to save
-        trainer.stopping = lambda: ranks.anywhere(interrupt.asked is not None)
-        snapshots = Snapshots(run.snapshots, trainer)
+        trainer.check_validation_images()
+        interrupt.install(logger.display.note, lambda: _stop_message(run, BY_SECOND_CTRL_C))
+        trainer.should_stop = lambda: distributed.any(interrupt.stop_requested is not None)
+        snapshots = SnapshotWriter(run.snapshots, trainer)
         stack.callback(snapshots.close)
-        snapshots.begin(progress.step)
-        stopped = _evaluate(trainer, journal, batches, interrupt) if progress.evaluation_due else None
-        stopped = stopped or ("patience" if journal.patience_is_out else None)
+        snapshots.start(progress.step)
+        stop_reason = _evaluate(trainer, logger, batches, interrupt) if progress.evaluation_pending else None
+        stop_reason = stop_reason or ("patience" if logger.out_of_patience else None)
 
-        for batch in () if stopped else batches:
+        for batch in () if stop_reason else batches:
             images, targets = augment(batch)
-            total = ranks.sum(batch.weights.sum())
-            sums = trainer.backward(images, targets, batch.weights, trainer.keys(batch), total)
-            norm = optimizer.clip(config.optim.grad_clip)
+            total = distributed.all_reduce(batch.weights.sum())
+            sums = trainer.backward(images, targets, batch.weights, trainer.sample_seeds(batch), total)
+            norm = optimizer.clip_grad_norm(config.optim.grad_clip)
             progress.step = step = batch.step + 1
-            if health.ok(sums["loss"], norm, batch):
+            if nan_guard.check(sums["loss"], norm, batch):
                 optimizer.step(schedule(batch.step))
                 if ema is not None:
                     ema.update(batch.step)
-                journal.count(sums, batch.weights, norm)
+                logger.add_step(sums, batch.weights, norm)
             else:
-                optimizer.zero()
-                progress.skipped += 1
+                optimizer.zero_grad()
+                progress.skipped_steps += 1
 
-            if trainer.due(step, "log_every"):
-                journal.log(schedule(batch.step))
-            if trainer.due(step, "snapshot_every"):
-                health.settle()
+            if trainer.is_due(step, "log_every"):
+                logger.log_step(schedule(batch.step))
+            if trainer.is_due(step, "snapshot_every"):
+                nan_guard.check_pending()
                 snapshots.take(step)
-            if trainer.due(step, "evaluate_every"):
-                health.settle()
-                stopped = _evaluate(trainer, journal, batches, interrupt)
-                if journal.patience_is_out and step < trainer.total:
-                    stopped = "patience"
-            stopped = _wish(interrupt, journal, batches) or stopped
-            if stopped or trainer.due(step, "checkpoint_every"):
-                health.settle()
+            if trainer.is_due(step, "evaluate_every"):
+                nan_guard.check_pending()
+                stop_reason = _evaluate(trainer, logger, batches, interrupt)
+                if logger.out_of_patience and step < trainer.total_steps:
+                    stop_reason = "patience"
+            stop_reason = _check_stop(interrupt, logger, batches) or stop_reason
+            if stop_reason or trainer.is_due(step, "checkpoint_every"):
+                nan_guard.check_pending()
                 snapshots.wait()
-                journal.checkpoint(batches)
-            if stopped:
+                logger.save_checkpoint(batches)
+            if stop_reason:
                 break
-        if stopped in (None, "patience"):
+        if stop_reason in (None, "patience"):
             snapshots.take(progress.step)
             snapshots.wait()
             with suppress(StopRequested):
-                scores = journal.finish(batches)
-                ended = _wish(interrupt, journal, batches) or stopped
-                return Result(run, trainer.setup, progress, scores, ended, ranks.first, test=journal.test)
-            stopped = _wish(interrupt, journal, batches)
-        return Result(run, trainer.setup, progress, None, stopped, ranks.first, journal.leave())
+                scores = logger.finish(batches)
+                ended = _check_stop(interrupt, logger, batches) or stop_reason
+                return FitResult(
+                    run, trainer.setup, progress, scores, ended, distributed.is_main, test_scores=logger.test_scores
+                )
+            stop_reason = _check_stop(interrupt, logger, batches)
+        return FitResult(run, trainer.setup, progress, None, stop_reason, distributed.is_main, logger.last_saved_step())
 
 
-def _opened(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool) -> tuple[Trainer, Journal]:
-    """Everything that is ready before the first step, to be closed with the stack."""
-    ranks = stack.enter_context(Ranks.start(config.device))
+def _open_run(stack: ExitStack, config: TrainConfig, run: RunFolder, resume: bool) -> tuple[Trainer, RunLogger]:
+    """Create the trainer and the logger, or restore them from a checkpoint; `stack` closes them."""
+    distributed = stack.enter_context(DistributedContext.from_env(config.device))
     stack.enter_context(deterministic(config.deterministic))
-    if len(set(ranks.all_told(resume))) > 1:
-        raise TrainError(f"some processes find a run in {run.path} and some do not: its disk must be one they share.")
+    if len(set(distributed.all_gather_object(resume))) > 1:
+        raise TrainError(
+            f"some processes find a run in {run.path} and some do not; use a folder on a disk that all processes share."
+        )
     with log_on_main_process():
-        if resume and ranks.first and run.started:
-            stack.enter_context(run.held())  # whoever trains there may be about to save once more
-        saved = Checkpoints(run.checkpoints, ranks).latest() if resume else None
+        if resume and distributed.is_main and run.started:
+            stack.enter_context(run.lock())  # another process may still be saving a checkpoint
+        saved = CheckpointManager(run.checkpoints, distributed).latest() if resume else None
         if not resume:
-            run.check_free()
+            run.check_unused()
         elif saved is None and run.finished:
             raise TrainError(
-                f"{run.path} has a finished model and no whole checkpoint: training would begin again and replace it. "
-                f"Start a new run with --out, or remove {run.model} first."
+                f"{run.path} has a finished model but no usable checkpoint: training would start over and replace the "
+                f"model. Start a new run with --out, or remove {run.model} first."
             )
-        trainer = Trainer(prepare(config, ranks, saved=saved and saved[1]), ranks)
+        trainer = Trainer(prepare_run(config, distributed, saved=saved and saved[1]), distributed)
         stack.callback(trainer.close)
-        journal = stack.enter_context(Journal(run, trainer))
+        logger = stack.enter_context(RunLogger(run, trainer))
         if not resume:
-            journal.begin()
-            return trainer, journal
-        before: TrainConfig = ranks.told(run.read_config() if ranks.first else None)
-        warn_once(check_length(before, trainer, saved[1] if saved is not None else Progress()))
-        journal.resume(saved)
-        if ranks.first:
-            run.reopen(extended(before, trainer.config))
-        return trainer, journal
+            logger.start()
+            return trainer, logger
+        before: TrainConfig = distributed.broadcast_object(run.read_config() if distributed.is_main else None)
+        warn_once(check_extension(before, trainer, saved[1] if saved is not None else Progress()))
+        logger.resume(saved)
+        if distributed.is_main:
+            run.reopen(extended_config(before, trainer.config))
+        return trainer, logger
 
 
-def _evaluate(trainer: Trainer, journal: Journal, batches: Loader, interrupt: Interrupt) -> str | None:
-    """The evaluation that is due; one that a signal stops half-way is made when the run goes on. What stops it."""
-    progress = journal.progress
-    progress.evaluation_due = True
+def _evaluate(trainer: Trainer, logger: RunLogger, batches: Loader, interrupt: Interrupt) -> str | None:
+    """Evaluate and log the scores; returns the stop reason if a signal interrupted the evaluation.
+
+    An interrupted evaluation is repeated when the run resumes.
+    """
+    progress = logger.progress
+    progress.evaluation_pending = True
     try:
-        with journal.saved_if_it_fails(batches):
+        with logger.checkpoint_on_error(batches):
             scores = trainer.evaluate()
-        progress.evaluation_due = False
-        journal.evaluated(scores)
+        progress.evaluation_pending = False
+        logger.log_evaluation(scores)
     except StopRequested:
-        return _wish(interrupt, journal, batches)
+        return _check_stop(interrupt, logger, batches)
     return None
 
 
 @contextmanager
-def _last_words(run: RunFolder, interrupt: Interrupt) -> Iterator[None]:
-    """Ctrl-C that ends a run at once says what is left of it."""
+def _explain_interrupt(run: RunFolder, interrupt: Interrupt) -> Iterator[None]:
+    """Add to a KeyboardInterrupt the message about what was saved and how to resume."""
     try:
         yield
     except KeyboardInterrupt as error:
         if error.args:
             raise
-        how = AT_ONCE if interrupt.at_once else "by Ctrl-C"
-        raise KeyboardInterrupt(_left_behind(run, how)) from None
+        how = BY_SECOND_CTRL_C if interrupt.exit_requested else "by Ctrl-C"
+        raise KeyboardInterrupt(_stop_message(run, how)) from None
 
 
-def _left_behind(run: RunFolder, how: str) -> str:
-    """What there is to go on from after a stop that saved nothing more."""
-    if not run.started and run.compared_with is None:
+def _stop_message(run: RunFolder, how: str) -> str:
+    """The message of a run that stops without saving: the last checkpoint and the command that resumes it."""
+    if not run.started and run.main_run is None:
         return f"stopped {how} before the first step; nothing was saved"
-    saved = run.saved
+    saved = run.last_checkpoint_step
     last = "there is no checkpoint yet" if saved is None else f"the last checkpoint is of step {saved}"
-    of = f" of {run.path}" if run.compared_with is not None else ""
-    return f"stopped {how}; {last}{of}; go on with: {run.again()}"
+    of = f" of {run.path}" if run.main_run is not None else ""
+    return f"stopped {how}; {last}{of}; resume with: {run.resume_command()}"
 
 
-def _wish(interrupt: Interrupt, journal: Journal, batches: Loader) -> str | None:
-    """The signal that has asked any of the processes to stop; too many unreadable images end them all."""
-    asked, news = journal.ranks.totals(interrupt.asked is not None, batches.num_unshared_bad)
+def _check_stop(interrupt: Interrupt, logger: RunLogger, batches: Loader) -> str | None:
+    """The signal that requested a stop in any process, or None; raises if too many images are unreadable."""
+    asked, news = logger.distributed.sum_counts(interrupt.stop_requested is not None, batches.num_unshared_bad)
     if batches.too_many_bad(news):
-        journal.gather_bad(batches)
-    return (interrupt.asked or "another process") if asked else None
+        logger.gather_unreadable(batches)
+    return (interrupt.stop_requested or "another process") if asked else None

@@ -1,4 +1,4 @@
-"""What is counted between two logged lines, on the device, so that nobody waits for a number nobody reads yet."""
+"""Running sums of the metrics between two logged steps, kept on the device to avoid synchronization."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ WEIGHT, STEPS, NORM = "weight", "steps", "grad_norm"
 
 
 class Meter:
-    """Sums over this process's samples since the last line."""
+    """Sums over this process's samples since the last logged step."""
 
     def __init__(self, device: torch.device, before: Mapping[str, float] | None = None) -> None:
-        # Apple's GPUs have no float64; float32 sums over a hundred steps lose nothing one would see.
+        # MPS has no float64; float32 is precise enough for sums over a hundred steps.
         self.dtype = torch.float32 if device.type == "mps" else torch.float64
         self.device = device
         self.sums: dict[str, Tensor] = {}
-        self.take(before or {})
+        self.reset(before or {})
 
-    def take(self, values: Mapping[str, float]) -> None:
-        """Begin from these sums."""
+    def reset(self, values: Mapping[str, float]) -> None:
+        """Replace the sums by these."""
         self.sums = {name: torch.tensor(v, dtype=self.dtype, device=self.device) for name, v in values.items()}
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
@@ -29,7 +29,7 @@ class Meter:
             value = value.detach().to(self.dtype)
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def vector(self) -> tuple[list[str], Tensor]:
-        """Names, and the sums as one tensor to be reduced over processes."""
+    def stacked(self) -> tuple[list[str], Tensor]:
+        """Names, and the sums as one tensor, to be reduced over processes."""
         names = sorted(self.sums)
         return names, torch.stack([self.sums[n] for n in names]) if names else torch.zeros(0, dtype=self.dtype)

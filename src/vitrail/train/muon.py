@@ -1,9 +1,9 @@
-"""Muon with matrices of one shape turned together.
+"""Muon that orthogonalizes all matrices of one shape in one batch.
 
-torch.optim.Muon turns one matrix after the other, some twenty small kernels each: for a ViT of 9
-blocks and width 384 on an H200 the optimizer then takes almost as long as the network (46 ms a step
-instead of 26 with AdamW, batch 1024 of 65 tokens). Blocks are alike, so their matrices can be
-stacked: the same arithmetic in a ninth of the launches.
+torch.optim.Muon processes one matrix at a time, with about twenty small kernels each: for a ViT of 9 blocks and width
+384 on an H200 the optimizer then takes almost as long as the network (46 ms per step instead of 26 with AdamW, batch
+1024 of 65 tokens). All blocks have the same shapes, so their matrices are stacked: the same arithmetic in a ninth of
+the kernel launches.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.train.parallel import like, local, part_of, whole
+from vitrail.train.distributed import full_tensor, local_shard, local_tensor, shard_like
 
-BUFFER = "momentum_buffer"
-"""torch's name for what Muon remembers of a matrix."""
+MOMENTUM_BUFFER = "momentum_buffer"
+"""torch's key for Muon's state of a parameter."""
 
 
 class Muon(torch.optim.Muon):
-    """torch's, batched; settings and state are torch's own."""
+    """torch.optim.Muon, batched; same options and same state."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -39,11 +39,11 @@ class Muon(torch.optim.Muon):
         if not matrices:
             return
         lr, momentum = float(group["lr"]), group["momentum"]
-        # Of a sharded matrix each process moves its part; only what is turned has to be whole.
-        parts = [local(p) for p in matrices]
-        gradients = [local(p.grad) for p in matrices if p.grad is not None]
-        memory = [self._memory(p) for p in matrices]
-        near = [local(m) for m in memory]
+        # Each process updates its shard; only the matrices to orthogonalize have to be gathered.
+        parts = [local_tensor(p) for p in matrices]
+        gradients = [local_tensor(p.grad) for p in matrices if p.grad is not None]
+        memory = [self._momentum_buffer(p) for p in matrices]
+        near = [local_tensor(m) for m in memory]
         torch._foreach_lerp_(near, gradients, 1 - momentum)
         updates = torch._foreach_lerp(gradients, near, momentum) if group["nesterov"] else near
         torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
@@ -51,25 +51,25 @@ class Muon(torch.optim.Muon):
         for i, matrix in enumerate(matrices):
             alike[tuple(matrix.shape)].append(i)
         for shape, members in alike.items():
-            stacked = torch.stack([whole(like(memory[i], updates[i])) for i in members])
-            turned = orthogonal(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            moves = [part_of(matrices[i], move) for i, move in zip(members, turned.unbind(), strict=True)]
-            scale = lr * adjusted(shape, group["adjust_lr_fn"])
+            stacked = torch.stack([full_tensor(shard_like(memory[i], updates[i])) for i in members])
+            turned = orthogonalize(stacked, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            moves = [local_shard(matrices[i], move) for i, move in zip(members, turned.unbind(), strict=True)]
+            scale = lr * lr_scale(shape, group["adjust_lr_fn"])
             torch._foreach_add_([parts[i] for i in members], moves, alpha=-scale)
 
-    def _memory(self, matrix: Tensor) -> Tensor:
+    def _momentum_buffer(self, matrix: Tensor) -> Tensor:
         state = self.state[matrix]
-        if BUFFER not in state:
-            state[BUFFER] = torch.zeros_like(matrix, memory_format=torch.preserve_format)
-        found = state[BUFFER]
+        if MOMENTUM_BUFFER not in state:
+            state[MOMENTUM_BUFFER] = torch.zeros_like(matrix, memory_format=torch.preserve_format)
+        found = state[MOMENTUM_BUFFER]
         assert isinstance(found, Tensor)
         return found
 
 
-def orthogonal(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """B m n -> each with its singular values pulled towards 1, by Newton and Schulz's iteration.
+def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Newton-Schulz iteration, B m n -> B m n: moves the singular values of each matrix towards 1.
 
-    In bfloat16 on a GPU, as torch has it; in the matrices' own type on a CPU.
+    In bfloat16 on a GPU, as in torch; in the dtype of the matrices on a CPU.
     """
     a, b, c = coefficients
     x = matrices.to(torch.bfloat16) if matrices.device.type == "cuda" else matrices.clone()
@@ -83,8 +83,8 @@ def orthogonal(matrices: Tensor, coefficients: tuple[float, float, float], steps
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-def adjusted(shape: tuple[int, ...], rule: str | None) -> float:
-    """What the learning rate is multiplied by for a matrix of this shape, as torch's rules say."""
+def lr_scale(shape: tuple[int, ...], rule: str | None) -> float:
+    """The factor of the learning rate for a matrix of this shape, by torch's `adjust_lr_fn`."""
     rows, columns = shape
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))

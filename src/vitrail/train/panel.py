@@ -15,14 +15,14 @@ from rich.segment import Segment
 if TYPE_CHECKING:
     from vitrail.train.display import Display
 
-TWO_COLUMNS = 66
+TWO_COLUMN_WIDTH = 66
 """From this width on the panel has two columns."""
-WIDEST = 96
+MAX_WIDTH = 96
 BORDER = "blue"
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class Drawn:
+class PanelRenderable:
     """The panel, drawn anew from the numbers whenever it is asked for.
 
     Spans of text are laid out by hand: rich's own tables take ten times as long, and every
@@ -33,8 +33,8 @@ class Drawn:
         self.display = display
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, WIDEST)
-        for line in panel(self.display, width):
+        width = min(options.max_width, MAX_WIDTH)
+        for line in panel_lines(self.display, width):
             for text, style in line:
                 yield Segment(text, console.get_style(style) if style else None)
             yield Segment.line()
@@ -47,28 +47,28 @@ Span = tuple[str, str]
 """Text and its style."""
 
 
-def panel(display: Display, width: int) -> list[list[Span]]:
+def panel_lines(display: Display, width: int) -> list[list[Span]]:
     """The whole panel, line by line, exactly `width` columns wide."""
     inside = width - 4
-    lines = [_bar(display, inside), _pace(display, inside), []]
-    results, machinery = _results(display), _machinery(display)
-    if width >= TWO_COLUMNS:
+    lines = [_progress_bar(display, inside), _position_line(display, inside), []]
+    results, machinery = _result_rows(display), _speed_rows(display)
+    if width >= TWO_COLUMN_WIDTH:
         left = inside * 9 // 16
         for i in range(max(len(results), len(machinery))):
             pair = [side[i] if i < len(side) else [] for side in (results, machinery)]
-            lines.append([*fit(pair[0], left - 1), (" ", ""), *fit(pair[1], inside - left)])
+            lines.append([*fit_width(pair[0], left - 1), (" ", ""), *fit_width(pair[1], inside - left)])
     else:
         lines += results + machinery
     title = [("─ ", BORDER), ("vitrail", "bold"), (f" · {display.title}" if display.title else "", ""), (" ", "")]
     footer = [("─ ", BORDER), (f"{display.subtitle} ", "dim")] if display.subtitle else []
     return [
-        [("╭", BORDER), *fit(title, width - 2, "─"), ("╮", BORDER)],
-        *([("│ ", BORDER), *fit(line, inside), (" │", BORDER)] for line in lines),
-        [("╰", BORDER), *fit(footer, width - 2, "─"), ("╯", BORDER)],
+        [("╭", BORDER), *fit_width(title, width - 2, "─"), ("╮", BORDER)],
+        *([("│ ", BORDER), *fit_width(line, inside), (" │", BORDER)] for line in lines),
+        [("╰", BORDER), *fit_width(footer, width - 2, "─"), ("╯", BORDER)],
     ]
 
 
-def fit(line: list[Span], width: int, fill: str = " ") -> list[Span]:
+def fit_width(line: list[Span], width: int, fill: str = " ") -> list[Span]:
     """Cut or filled to so many columns."""
     fitted: list[Span] = []
     for text, style in line:
@@ -79,7 +79,7 @@ def fit(line: list[Span], width: int, fill: str = " ") -> list[Span]:
     return [*fitted, (fill * rest, BORDER if fill != " " else "")] if rest else fitted
 
 
-def _apart(width: int, *parts: list[Span]) -> list[Span]:
+def _justify(width: int, *parts: list[Span]) -> list[Span]:
     """Left, (center,) right."""
     sizes = [sum(cell_len(t) for t, _ in part) for part in parts]
     if len(parts) == 2:
@@ -89,128 +89,132 @@ def _apart(width: int, *parts: list[Span]) -> list[Span]:
     return [*parts[0], (" " * before, ""), *parts[1], (" " * after, ""), *parts[2]]
 
 
-def _bar(display: Display, width: int) -> list[Span]:
-    share = min(display.seen.step / max(display.total, 1), 1.0)
+def _progress_bar(display: Display, width: int) -> list[Span]:
+    share = min(display.state.step / max(display.total_steps, 1), 1.0)
     length = max(width - 7, 1)
     done = int(share * length)
     return [("━" * done, "blue"), ("━" * (length - done), "bright_black"), (f"  {int(100 * share):3d} %", "bold")]
 
 
-def _pace(display: Display, width: int) -> list[Span]:
-    now, left = display.clock() - display.seen.started, display.left
+def _position_line(display: Display, width: int) -> list[Span]:
+    now, left = display.clock() - display.state.started_at, display.seconds_left
     epoch: list[Span] = []
-    if display.epoch is not None and display.epochs is not None and width >= TWO_COLUMNS - 4:
-        epoch = [(f"epoch {display.epoch:.1f}", ""), (f" / {_short(display.epochs)}", "dim")]
-    return _apart(
+    if display.epoch is not None and display.total_epochs is not None and width >= TWO_COLUMN_WIDTH - 4:
+        epoch = [(f"epoch {display.epoch:.1f}", ""), (f" / {_format_count(display.total_epochs)}", "dim")]
+    return _justify(
         width,
-        [(f"step {display.seen.step:,}", ""), (f" / {display.total:,}", "dim")],
+        [(f"step {display.state.step:,}", ""), (f" / {display.total_steps:,}", "dim")],
         epoch,
-        [(f"{clock(now)}  ", "dim"), (f"{clock(left)} left" if left is not None else "", "")],
+        [(f"{format_time(now)}  ", "dim"), (f"{format_time(left)} left" if left is not None else "", "")],
     )
 
 
-def _named(name: str, *spans: Span) -> list[Span]:
+def _row(name: str, *spans: Span) -> list[Span]:
     return [(f"{name:<15}", "dim"), *spans]
 
 
-def _results(display: Display) -> list[list[Span]]:
-    values, seen = display.seen.values, display.seen
-    lines = [_named("loss", (f"{number(values.get('loss')):<10}", "bold"), (sparkline(seen.losses, 16), "blue"))]
+def _result_rows(display: Display) -> list[list[Span]]:
+    values, state = display.state.values, display.state
+    lines = [_row("loss", (f"{format_number(values.get('loss')):<10}", "bold"), (sparkline(state.losses, 16), "blue"))]
     if values.get("accuracy") is not None:
-        lines.append(_named("accuracy", (f"{percent(values['accuracy']):<10}", ""), ("in training", "dim")))
-    if seen.measuring is not None:
-        lines.append(_named("evaluation", (f"{100 * seen.measuring:.0f} % done", "")))
-    if seen.evaluation is not None:
-        lines.append(_named("validation", *_validation(seen.evaluation)))
-        if seen.best is not None:
-            shown = number(seen.best[0]) if seen.evaluation["name"] == "loss" else percent(seen.best[0])
-            lines.append(_named("best so far", (f"{shown:<10}", ""), (f"at step {seen.best[1]:,}", "dim")))
+        lines.append(_row("accuracy", (f"{format_percent(values['accuracy']):<10}", ""), ("in training", "dim")))
+    if state.evaluation_progress is not None:
+        lines.append(_row("evaluation", (f"{100 * state.evaluation_progress:.0f} % done", "")))
+    if state.evaluation is not None:
+        lines.append(_row("validation", *_validation_spans(state.evaluation)))
+        if state.best is not None:
+            shown = (
+                format_number(state.best[0]) if state.evaluation["name"] == "loss" else format_percent(state.best[0])
+            )
+            lines.append(_row("best so far", (f"{shown:<10}", ""), (f"at step {state.best[1]:,}", "dim")))
     return lines
 
 
-def _validation(found: Mapping[str, Any]) -> list[Span]:
+def _validation_spans(found: Mapping[str, Any]) -> list[Span]:
     value = found.get(found["name"])
     if found["name"] == "loss":
-        return [(f"{number(value):<10}", "bold green"), ("loss", "dim")]
+        return [(f"{format_number(value):<10}", "bold green"), ("loss", "dim")]
     if found["name"] == "map":
-        return [(f"{percent(value):<10}", "bold green"), ("mAP", "dim")]
+        return [(f"{format_percent(value):<10}", "bold green"), ("mAP", "dim")]
     interval = f"{100 * found['low']:.2f} to {100 * found['high']:.2f}" if found.get("low") is not None else ""
-    return [(f"{percent(value):<10}", "bold green"), (interval, "dim")]
+    return [(f"{format_percent(value):<10}", "bold green"), (interval, "dim")]
 
 
-def _machinery(display: Display) -> list[list[Span]]:
-    values, rate = display.seen.values, display.rate
+def _speed_rows(display: Display) -> list[list[Span]]:
+    values, rate = display.state.values, display.images_per_s
     lines = [
-        _named("images/s", ("–" if rate is None else f"{rate:,.0f}", "")),
-        _named("learning rate", (number(values.get("lr"), 3), "")),
-        _named("gradient norm", (number(values.get("grad_norm"), 3), "")),
+        _row("images/s", ("–" if rate is None else f"{rate:,.0f}", "")),
+        _row("learning rate", (format_number(values.get("lr"), 3), "")),
+        _row("gradient norm", (format_number(values.get("grad_norm"), 3), "")),
     ]
-    if display.share is not None and display.peak:
-        used = (f"{100 * display.share:.0f} %", ""), (f" of {flops_words(display.peak)}", "dim")
-        lines.insert(1, _named("device", *used))
+    if display.mfu is not None and display.peak_flops:
+        used = (f"{100 * display.mfu:.0f} %", ""), (f" of {format_flops(display.peak_flops)}", "dim")
+        lines.insert(1, _row("device", *used))
     memory = display.memory
     if memory is not None:
-        lines.append(_named("memory", (f"{memory[0]:.1f}", ""), (f" of {memory[1]:.0f} GB", "dim")))
+        lines.append(_row("memory", (f"{memory[0]:.1f}", ""), (f" of {memory[1]:.0f} GB", "dim")))
     return lines
 
 
 def plain_step(display: Display) -> str:
     """One logged step as a line."""
-    values = display.seen.values
+    values = display.state.values
     parts = [
-        _where(display, display.seen.step),
-        f"loss {number(values.get('loss')):>8}",
-        f"accuracy {percent(values['accuracy']):>7}" if values.get("accuracy") is not None else "",
-        f"lr {number(values.get('lr'), 3):>8}",
-        f"grad {number(values.get('grad_norm'), 3):>7}" if values.get("grad_norm") is not None else "",
-        *_speed(display),
+        _format_position(display, display.state.step),
+        f"loss {format_number(values.get('loss')):>8}",
+        f"accuracy {format_percent(values['accuracy']):>7}" if values.get("accuracy") is not None else "",
+        f"lr {format_number(values.get('lr'), 3):>8}",
+        f"grad {format_number(values.get('grad_norm'), 3):>7}" if values.get("grad_norm") is not None else "",
+        *_speed_parts(display),
     ]
     return "  ".join(p for p in parts if p)
 
 
 def plain_progress(display: Display) -> str:
     """A step that is not logged: where the run is, and how fast."""
-    return "  ".join(p for p in (_where(display, display.seen.step), *_speed(display)) if p)
+    return "  ".join(p for p in (_format_position(display, display.state.step), *_speed_parts(display)) if p)
 
 
-def _speed(display: Display) -> tuple[str, ...]:
+def _speed_parts(display: Display) -> tuple[str, ...]:
     return (
-        f"images/s {display.rate:>7,.0f}" if display.rate else "",
-        f"peak {100 * display.share:>3.0f} %" if display.share is not None else "",
-        f"left {clock(display.left)}" if display.left is not None else "",
+        f"images/s {display.images_per_s:>7,.0f}" if display.images_per_s else "",
+        f"peak {100 * display.mfu:>3.0f} %" if display.mfu is not None else "",
+        f"left {format_time(display.seconds_left)}" if display.seconds_left is not None else "",
     )
 
 
-def plain_measuring(display: Display) -> str:
+def plain_evaluation_progress(display: Display) -> str:
     """An evaluation under way."""
-    return f"{_where(display, display.seen.step)}  evaluation {100 * (display.seen.measuring or 0):.0f} % done"
+    done = 100 * (display.state.evaluation_progress or 0)
+    return f"{_format_position(display, display.state.step)}  evaluation {done:.0f} % done"
 
 
 def plain_evaluation(display: Display) -> str:
     """One measurement as a line."""
-    found = display.seen.evaluation
+    found = display.state.evaluation
     assert found is not None
-    parts = [_where(display, found["step"]), "evaluation of the average" if found["ema"] else "evaluation"]
+    parts = [_format_position(display, found["step"]), "evaluation of the average" if found["ema"] else "evaluation"]
     if found.get("map") is not None:
-        parts.append(f"map {percent(found['map'])}")
+        parts.append(f"map {format_percent(found['map'])}")
     if found.get("top1") is not None:
         interval = f" ({100 * found['low']:.2f} to {100 * found['high']:.2f})" if found.get("low") is not None else ""
-        parts.append(f"top1 {percent(found['top1'])}{interval}")
-    if found.get("top5") is not None and (display.classes is None or display.classes > 5):
-        parts.append(f"top5 {percent(found['top5'])}")
-    parts.append(f"loss {number(found.get('loss'))}")
-    if display.seen.best is not None and display.seen.best[1] == found["step"]:
+        parts.append(f"top1 {format_percent(found['top1'])}{interval}")
+    if found.get("top5") is not None and (display.num_classes is None or display.num_classes > 5):
+        parts.append(f"top5 {format_percent(found['top5'])}")
+    parts.append(f"loss {format_number(found.get('loss'))}")
+    if display.state.best is not None and display.state.best[1] == found["step"]:
         parts.append("best")
     return "  ".join(parts)
 
 
-def _where(display: Display, step: int) -> str:
-    width = len(f"{display.total:,}")
-    where = f"step {step:>{width},}/{display.total:,}"
-    if display.epoch_images and display.epochs:
-        whole = len(f"{display.epochs:.0f}") + 2
-        where += f"  epoch {step * display.images / display.epoch_images:>{whole}.1f}/{_short(display.epochs)}"
-    return where
+def _format_position(display: Display, step: int) -> str:
+    width = len(f"{display.total_steps:,}")
+    position = f"step {step:>{width},}/{display.total_steps:,}"
+    if display.images_per_epoch and display.total_epochs:
+        width = len(f"{display.total_epochs:.0f}") + 2
+        epoch = step * display.images_per_step / display.images_per_epoch
+        position += f"  epoch {epoch:>{width}.1f}/{_format_count(display.total_epochs)}"
+    return position
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -225,7 +229,7 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] for m in means)
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def format_number(value: float | None, digits: int = 4) -> str:
     """1.2345, 0.02, 3.1e-05; a dash for none."""
     if value is None:
         return "–"
@@ -234,16 +238,16 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits - 1}e}" if value and not 1e-3 <= abs(value) < 1e5 else f"{value:#.{digits}g}".rstrip(".")
 
 
-def _short(value: float) -> str:
+def _format_count(value: float) -> str:
     """40, 100.7."""
     return f"{value:.1f}".removesuffix(".0")
 
 
-def percent(share: float | None) -> str:
+def format_percent(share: float | None) -> str:
     return "–" if share is None or not math.isfinite(share) else f"{100 * share:.2f} %"
 
 
-def clock(seconds: float | None) -> str:
+def format_time(seconds: float | None) -> str:
     """1:02:03, 4:05."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
@@ -252,7 +256,7 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def flops_words(flops: float) -> str:
+def format_flops(flops: float) -> str:
     """96 GFLOP/s, 793 TFLOP/s."""
     size, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (0.0, "")) if flops >= s)
     return f"{flops / size if size else flops:.3g} {unit}FLOP/s"

@@ -1,8 +1,8 @@
-"""Where processes started by torchrun find each other's addresses, each time anew.
+"""A fresh key-value store for the processes of each start by torchrun, in which they exchange their addresses.
 
-torchrun keeps one store over all its restarts. In it gloo finds the addresses of processes that have died and tries
-to connect to them: about every second restart fails. So the processes of one start agree on a prefix that no other
-start has had. TORCHELASTIC_RESTART_COUNT would not do: it differs between machines of which one alone had a failure.
+torchrun keeps one store over all restarts. In it gloo finds the addresses of dead processes and tries to connect to
+them: about every second restart fails. So the processes of one start agree on a key prefix that no earlier start has
+used. TORCHELASTIC_RESTART_COUNT cannot serve as the prefix: it differs between machines if only one had a failure.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from uuid import uuid4
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-PAUSE = 0.01
-"""Seconds between two looks for processes that have not come yet."""
+POLL_INTERVAL_S = 0.01
+"""Seconds between two checks for processes that have not joined yet."""
 
 
-def new_store(rank: int, world: int, patience: timedelta) -> Store | None:
-    """A store without a past; None where torch makes one for every start anyway."""
+def new_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
+    """A store with a prefix of its own; None if torch creates a new store for every start anyway."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    shared, _, _ = next(rendezvous("env://", rank, world, timeout=patience))
-    return PrefixStore(agreed_prefix(shared, rank, world, patience), shared)
+    shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    return PrefixStore(agree_on_prefix(shared, rank, world_size, timeout), shared)
 
 
-def agreed_prefix(store: Store, rank: int, world: int, patience: timedelta) -> str:
-    """A name that the first process draws, and that all processes of this start have in the end.
+def agree_on_prefix(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A random name chosen by rank 0 and shared with all processes of this start.
 
-    Each of the others asks under a name of its own, so that an answer cannot be that of an earlier start. What is
-    asked may be: the first process answers until everyone has thanked it by the name that it has drawn.
+    Every other rank requests it under a random key of its own, so that a reply cannot be left over from an earlier
+    start. A request can be; rank 0 therefore keeps replying until every rank has acknowledged the new name.
     """
     name = uuid4().hex
     if rank:
-        store.set(f"asks/{rank}", name)
-        name = store.get(f"told/{name}").decode()
-        store.set(f"{name}/knows/{rank}", "")
+        store.set(f"request/{rank}", name)
+        name = store.get(f"reply/{name}").decode()
+        store.set(f"{name}/acknowledged/{rank}", "")
         return name
-    missing, until = set(range(1, world)), time.monotonic() + patience.total_seconds()
+    missing, until = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
     while missing:
-        for other in filter(lambda other: store.check([f"asks/{other}"]), missing):
-            store.set(f"told/{store.get(f'asks/{other}').decode()}", name)
-        missing = {other for other in missing if not store.check([f"{name}/knows/{other}"])}
+        for other in filter(lambda other: store.check([f"request/{other}"]), missing):
+            store.set(f"reply/{store.get(f'request/{other}').decode()}", name)
+        missing = {other for other in missing if not store.check([f"{name}/acknowledged/{other}"])}
         if missing and time.monotonic() > until:
-            raise RuntimeError(f"of {world} processes these did not come: {', '.join(map(str, sorted(missing)))}")
-        time.sleep(PAUSE)
+            raise RuntimeError(f"of {world_size} processes these did not join: {', '.join(map(str, sorted(missing)))}")
+        time.sleep(POLL_INTERVAL_S)
     return name

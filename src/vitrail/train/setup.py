@@ -13,9 +13,9 @@ from vitrail.data.sources.base import Source, Splits
 from vitrail.errors import ConfigError, DataError, TrainError
 from vitrail.models import Net, ViT, build
 from vitrail.runtime import warn_once
-from vitrail.train.parallel import Ranks
-from vitrail.train.same_data import Described, check_data, check_splits, describe_data
-from vitrail.train.state import Progress
+from vitrail.train.checkpointing import Progress
+from vitrail.train.data_fingerprint import DataFingerprint, check_fingerprint, check_splits, fingerprint_data
+from vitrail.train.distributed import DistributedContext
 from vitrail.weights.archive import unmap_weights
 from vitrail.weights.loading import adapt_model, load_checkpoint
 from vitrail.weights.model_info import (
@@ -39,11 +39,11 @@ class Setup:
     net: Net
     info: ModelInfo
     splits: Splits
-    data: Described
+    data_fingerprint: DataFingerprint
     """What a checkpoint keeps of the data, to be compared with when the run goes on."""
 
     @property
-    def counts(self) -> npt.NDArray[np.int64] | None:
+    def class_counts(self) -> npt.NDArray[np.int64] | None:
         """Images of each class, where that is known without reading them all."""
         targets = getattr(self.splits.train, "targets", None)
         if targets is None:
@@ -53,10 +53,10 @@ class Setup:
         return np.bincount(targets[targets >= 0], minlength=len(self.info.labels or ()))
 
 
-def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None) -> Setup:
+def prepare_run(config: TrainConfig, distributed: DistributedContext, *, saved: Progress | None = None) -> Setup:
     """Open the data, build or load the network; `saved` is of a run whose weights come from its checkpoint instead."""
     learns_labels = config.objective != "masked-patch"
-    with ranks.first_alone():  # one download, one index; the others find them
+    with distributed.main_process_first():  # one download, one index; the others find them
         splits = open_data(config.data, require_labels=learns_labels)
     warn_once(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
@@ -66,12 +66,14 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
         raise DataError(f"{config.data.source} has one class, {labels[0]!r}, and there is nothing to tell it from.")
     if learns_labels:
         check_splits(splits, labels, config.data.source)
-    data = describe_data(splits, labels if learns_labels else (), learns_labels and splits.train.multi_label, ranks)
+    data = fingerprint_data(
+        splits, labels if learns_labels else (), learns_labels and splits.train.multi_label, distributed
+    )
     if saved is not None:
-        warn_once(check_data(saved.data, data, config.data.source))
-        warn_once(_changed_since(config) if not saved.data else [])
+        warn_once(check_fingerprint(saved.data_fingerprint, data, config.data.source))
+        warn_once(_describe_old_behavior(config) if not saved.data_fingerprint else [])
     if config.init_from is not None and saved is None:
-        net, info = _started(config, labels if learns_labels else ())
+        net, info = _load_start(config, labels if learns_labels else ())
         config = config.replace(model=net.config)
     else:
         assert config.model is not None
@@ -80,8 +82,8 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
                 f"image_size={config.image_size} is for a checkpoint to start from; set model.image instead."
             )
         config = config.replace(model=_with_classes(config.model, len(labels) if learns_labels else 0))
-        net, info = _fresh(config, labels if learns_labels else ())
-        info = info.replace(**saved.began) if saved is not None else info
+        net, info = _create_network(config, labels if learns_labels else ())
+        info = info.replace(**saved.model_origin) if saved is not None else info
     info = info.replace(name=config.name, multi_label=learns_labels and splits.train.multi_label)
     if config.preprocess is not None:
         info = info.replace(preprocess=config.preprocess)
@@ -89,7 +91,7 @@ def prepare(config: TrainConfig, ranks: Ranks, *, saved: Progress | None = None)
     return Setup(config.replace(preprocess=info.preprocess), net, info, splits, data)
 
 
-def _changed_since(config: TrainConfig) -> list[str]:
+def _describe_old_behavior(config: TrainConfig) -> list[str]:
     """What the same settings meant in the versions whose checkpoints do not describe their data."""
     found = []
     if config.augment.mixes:
@@ -101,10 +103,10 @@ def _changed_since(config: TrainConfig) -> list[str]:
     return [f"older versions trained otherwise: from here on {' and '.join(found)}"] if found else []
 
 
-def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
+def _load_start(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
     """A checkpoint with a new head of zeros, unless it knows these very classes already."""
     assert config.init_from is not None
-    changes = _trained_differently(config.model)
+    changes = _regularization_settings(config.model)
     net, info = load_checkpoint(config.init_from, image_size=config.image_size, overrides=changes)
     unmap_weights(net)  # what is not trained would stay in the file for as long as the run takes
     warn_once(info.notes, about=info.origin or config.init_from)
@@ -114,7 +116,7 @@ def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelIn
         if labels:
             net, info = adapt_model(net, info, num_classes=len(labels))
     if config.model is not None:
-        _check_same(
+        _check_matches_checkpoint(
             config.model if config.image_size is None else config.model.replace(image_size=config.image_size),
             before,
             net.config,
@@ -123,14 +125,14 @@ def _started(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelIn
     return net, info.replace(labels=labels or None, origin=origin, notes=())
 
 
-def _trained_differently(model: AnyConfig | None) -> dict[str, float]:
+def _regularization_settings(model: AnyConfig | None) -> dict[str, float]:
     """What may differ from the checkpoint's own config: chance during training, nothing else."""
     if not isinstance(model, ViTConfig):
         return {}
     return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "drop_path")}
 
 
-def _check_same(asked: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
+def _check_matches_checkpoint(asked: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
     """A setting that the checkpoint cannot follow is not passed over."""
     first, last = before.to_dict(), after.to_dict()
     for name, value in asked.to_dict().items():
@@ -141,13 +143,13 @@ def _check_same(asked: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
             )
 
 
-def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
+def _create_network(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
     assert config.model is not None
     net = build(config.model, config.seed)
     family = "BiT" if isinstance(config.model, BiTConfig) else "DeiT" if config.model.distilled else "ViT"
     info = ModelInfo(
         config=net.config,
-        preprocess=config.preprocess or _usual(config.model),
+        preprocess=config.preprocess or _default_preprocess(config.model),
         labels=labels or None,
         family=family,
         task="classify" if labels else "embed",
@@ -156,7 +158,7 @@ def _fresh(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo
     return net, info
 
 
-def _usual(model: AnyConfig) -> PreprocessConfig:
+def _default_preprocess(model: AnyConfig) -> PreprocessConfig:
     """Antialiased; photographs with a margin around the crop, small images as they are."""
     size = pair(model.image_size)
     usual = PreprocessConfig(image_size=224, resize="short", resize_to=256, interpolation="bicubic")
@@ -187,7 +189,7 @@ def _check_sizes(net: Net, preprocess: PreprocessConfig) -> None:
         )
 
 
-def samples_named(source: Source, indices: npt.NDArray[np.int64], most: int = 10) -> str:
+def format_sample_names(source: Source, indices: npt.NDArray[np.int64], most: int = 10) -> str:
     """The keys of some samples, for a message."""
     key = getattr(source, "key", lambda number: f"number {number} of the stream")
     named = [key(int(i)) for i in indices[:most]]

@@ -1,9 +1,9 @@
-"""Snapshots: the weights as they were at moments of a run, each a model that `vitrail.load` loads.
+"""Snapshots: the weights at intervals during a run, each a model folder that `vitrail.load` reads.
 
     snapshots/00000000/    before the first step: config.json and model.safetensors, as in model/
     snapshots/00000057/    after 57 steps
 
-Unlike checkpoints they all stay, and hold nothing to go on from: they are there to be looked at.
+Unlike checkpoints, all of them are kept, and a run cannot be resumed from one: they serve to see how a model learns.
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ from vitrail.train.trainer import Trainer
 from vitrail.weights import checkpoint
 
 
-class Snapshots:
-    """Takes them where the settings ask for it. Every process calls each method; the first one writes.
+class SnapshotWriter:
+    """Writes snapshots if `snapshot_every` is set, in a background thread.
 
-    In a thread of its own, while training goes on.
+    Every process calls each method; the main process writes.
     """
 
     def __init__(self, folder: Path, trainer: Trainer) -> None:
-        self.folder, self.trainer, self.ranks = folder, trainer, trainer.ranks
+        self.folder, self.trainer, self.distributed = folder, trainer, trainer.distributed
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self.writing: Future[None] | None = None
 
-    def begin(self, step: int) -> None:
-        """A run starts, or goes on from this step: what it will take again is forgotten."""
-        if self.ranks.first:
+    def start(self, step: int) -> None:
+        """Delete the snapshots after this step, which the run will take again, and take the one of step 0."""
+        if self.distributed.is_main:
             for left in self.folder.glob(".*"):
                 shutil.rmtree(left, ignore_errors=True)
-            for later in [path for taken, path in snapshots(self.folder).items() if taken > step or step == 0]:
+            for later in [path for taken, path in find_snapshots(self.folder).items() if taken > step or step == 0]:
                 shutil.rmtree(later, ignore_errors=True)
         if step == 0:
             self.take(0)
 
     def take(self, step: int) -> None:
-        """The weights as they are measured: averaged where they are; unless they are there already."""
+        """Start to write the weights (the EMA, if there is one) unless this step has a snapshot already."""
         self.wait()
-        if self.trainer.config.snapshot_every is None or self.ranks.told(step in snapshots(self.folder)):
+        if self.trainer.config.snapshot_every is None or self.distributed.broadcast_object(
+            step in find_snapshots(self.folder)
+        ):
             return
-        tensors = self.trainer.model_tensors()  # of a sharded learner, gathered by all
-        if self.ranks.first:
-            self.writing = self.pool.submit(self._write, self.trainer.model(tensors), self.folder / f"{step:08d}")
+        tensors = self.trainer.model_weights()  # by all processes, which gather a sharded learner
+        if self.distributed.is_main:
+            self.writing = self.pool.submit(self._write, self.trainer.build_model(tensors), self.folder / f"{step:08d}")
 
     def wait(self) -> None:
-        """Until what was taken is on the disk, or said to have found no room there: training goes on without it.
+        """Wait until the last snapshot is on disk. If it could not be written, training continues without it.
 
-        Before a checkpoint is written, or a run that is killed and goes on from there would leave it out.
+        To be called before a checkpoint is written: a run resumed from it would otherwise skip the snapshot.
         """
         writing, self.writing = self.writing, None
         if writing is None:
@@ -60,7 +62,7 @@ class Snapshots:
         try:
             writing.result()
         except (CheckpointError, OSError) as error:
-            warn_once([f"a snapshot could not be written, training goes on: {error}"])
+            warn_once([f"a snapshot could not be written; training continues: {error}"])
 
     def close(self) -> None:
         self.wait()
@@ -70,7 +72,7 @@ class Snapshots:
         checkpoint.write(net, self.trainer.setup.info.replace(config=net.config), path, overwrite=True)
 
 
-def snapshots(folder: Path) -> dict[int, Path]:
-    """Those that are whole, by their steps, first to last."""
+def find_snapshots(folder: Path) -> dict[int, Path]:
+    """The complete snapshots in a folder by step, in ascending order."""
     names = sorted(path.parent.name for path in folder.glob("*/config.json"))
     return {int(name): folder / name for name in names if name.isdecimal()}

@@ -30,38 +30,48 @@ from vitrail.models.flops import flops, training_flops
 from vitrail.objectives import Distill, make_objective
 from vitrail.runtime import autocast, pick_precision, warn_once
 from vitrail.runtime.peak_flops import slowdown
-from vitrail.train.batch_size import LARGEST, find_batch
-from vitrail.train.ema import EMA, check_names
+from vitrail.train.batch_size_search import MAX_BATCH_SIZE, find_batch_size
+from vitrail.train.checkpointing import Progress, Tensors, add_prefix, select_prefix
+from vitrail.train.distributed import (
+    DistributedContext,
+    copy_into,
+    evaluation_network,
+    full_tensor,
+    gradient_sync,
+    unwrap,
+    wrap,
+)
+from vitrail.train.ema import EMA, check_same_tensors
 from vitrail.train.interrupt import StopRequested
-from vitrail.train.optim import freeze, make_optimizer
-from vitrail.train.parallel import Ranks, copy_into, network, part_of_step, unwrap, whole, wrap
-from vitrail.train.schedule import Schedule
+from vitrail.train.lr_schedule import LRSchedule
+from vitrail.train.optimizer import freeze, make_optimizer
 from vitrail.train.setup import Setup
-from vitrail.train.state import Progress, Tensors, prefixed, under
 from vitrail.weights.archive import align_tensor
 
 # b images of this process, C channels, H W pixels, K classes
 
-EVERY = ("log_every", "evaluate_every", "checkpoint_every", "snapshot_every")
+INTERVALS = ("log_every", "evaluate_every", "checkpoint_every", "snapshot_every")
 
 
 class Trainer:
     """The parts of a run, made from its settings."""
 
-    def __init__(self, setup: Setup, ranks: Ranks) -> None:
+    def __init__(self, setup: Setup, distributed: DistributedContext) -> None:
         config, source = setup.config, setup.splits.train
-        config = config.replace(precision=pick_precision(config.precision, ranks.device))
+        config = config.replace(precision=pick_precision(config.precision, distributed.device))
         setup = replace(setup, config=config)
-        self.setup, self.config, self.ranks, self.device = setup, config, ranks, ranks.device
-        self.arithmetic()  # where it cannot be had, nothing has begun yet
+        self.setup, self.config, self.distributed, self.device = setup, config, distributed, distributed.device
+        self.autocast()  # where it cannot be had, nothing has begun yet
         self._warn_of_slow_precision()
         if config.patience is not None and setup.splits.eval_split == "test":
             warn_once(
                 ["patience stops by the test images, which flatters their score; data.held_out=0.1 holds others out"]
             )
-        self.images = 0  # nobody knows how many a stream has
+        self.num_images = 0  # nobody knows how many a stream has
         if hasattr(source, "__len__"):
-            self.images = len(usable_indices(source, TargetTable(source.targets, source.multi_label, self.labeled)))
+            self.num_images = len(
+                usable_indices(source, TargetTable(source.targets, source.multi_label, self.has_labels))
+            )
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.info.preprocess)
         setup.net.gradient_checkpointing = config.gradient_checkpointing
@@ -70,67 +80,69 @@ class Trainer:
             setup.net.train(),
             setup.info.preprocess,
             multi_label=source.multi_label,
-            class_counts=setup.counts,
+            class_counts=setup.class_counts,
             labels=source.labels,
             device=self.device,
         ).to(self.device, self.dtype)
         freeze(self.learner, config.optim.trainable)
         if config.batch_size == "auto":
-            config = config.replace(batch_size=self._found_batch())
+            config = config.replace(batch_size=self._find_batch_size())
             self.setup, self.config = replace(setup, config=config), config
-        self.batch = _shared(config, ranks.world, self.images)
-        self.total = max(self.steps("duration"), 1)
-        self.every = {name: max(self.steps(name), 1) for name in EVERY if getattr(config, name) is not None}
+        self.batch_size = _check_batch_size(config, distributed.world_size, self.num_images)
+        self.total_steps = max(self.to_steps("duration"), 1)
+        self.intervals = {name: max(self.to_steps(name), 1) for name in INTERVALS if getattr(config, name) is not None}
         graphs = config.compile == "graphs"
         if config.compile and (not graphs or self.device.type == "cuda"):
             self.learner.compile(dynamic=False, mode="reduce-overhead" if graphs else None)
-        self.wrapped = wrap(self.learner, config, ranks)
+        self.wrapped = wrap(self.learner, config, distributed)
         self.optimizer = make_optimizer(self.learner, config.optim)
-        self.schedule = Schedule(config.schedule, total=self.total, batch_size=self.batch, images=self.images)
+        self.schedule = LRSchedule(
+            config.schedule, total_steps=self.total_steps, batch_size=self.batch_size, num_images=self.num_images
+        )
         self.ema = EMA(self.learner, config.ema) if config.ema else None
-        self.stopping: Callable[[], bool] = lambda: False
+        self.should_stop: Callable[[], bool] = lambda: False
         """Whether a measurement is to be given up; all processes get the same answer."""
-        self.watch: Callable[[int, int], None] = lambda done, total: None
+        self.on_evaluation_batch: Callable[[int, int], None] = lambda done, total: None
         """Told of each batch of a measurement how many are done, of how many."""
 
-    def batches(self, progress: Progress) -> Loader:
+    def training_loader(self, progress: Progress) -> Loader:
         """This process's part of each step's images, from the next step on; use it in a `with`."""
-        streams = progress.stream
-        config, ranks = self.config, self.ranks
-        if streams is not None and len(streams) != ranks.world:
+        streams = progress.stream_states
+        config, distributed = self.config, self.distributed
+        if streams is not None and len(streams) != distributed.world_size:
             raise TrainError(
-                f"a stream goes on only as it began, on {len(streams)} processes, and there are {ranks.world}; "
-                "shards: with an index go on on any number."
+                f"a stream can be resumed only on as many processes as before, {len(streams)}, and there are "
+                f"{distributed.world_size}; shards: with an index can be resumed on any number."
             )
         batches = training_batches(
             self.setup.splits.train,
             config=config.data,
             augment=config.augment,
             preprocess=self.setup.info.preprocess,
-            batch_size=self.batch,
+            batch_size=self.batch_size,
             seed=config.seed,
             device=self.device,
-            rank=ranks.rank,
-            world_size=ranks.world,
+            rank=distributed.rank,
+            world_size=distributed.world_size,
             start_step=progress.step,
-            steps=self.total,
-            labeled=self.labeled,
-            state=streams[ranks.rank] if streams is not None else None,
+            steps=self.total_steps,
+            labeled=self.has_labels,
+            state=streams[distributed.rank] if streams is not None else None,
         )
-        batches.merge_bad([progress.unreadable, batches.bad])
+        batches.merge_bad([progress.unreadable_images, batches.bad])
         return batches
 
     def augmentation(self, cropped: bool) -> Augment:
         """For batches whose images the loader's workers have cropped already, or not."""
-        mix_until_step = self.total - self.steps("augment.mix_off")
-        if self.config.augment.mixes and mix_until_step <= 0 and self.ranks.first:
+        mix_until_step = self.total_steps - self.to_steps("augment.mix_off")
+        if self.config.augment.mixes and mix_until_step <= 0 and self.distributed.is_main:
             warn_once([f"augment.mix_off={self.config.augment.mix_off} is the whole run: no images are mixed"])
         return Augment(
             self.config.augment,
             preprocess=self.setup.info.preprocess,
             image_size=pair(self.setup.info.preprocess.image_size),
             num_classes=len(self.setup.splits.train.labels),
-            batch_size=self.batch,
+            batch_size=self.batch_size,
             seed=self.config.seed,
             cropped=cropped,
             mix_until_step=mix_until_step,
@@ -138,7 +150,7 @@ class Trainer:
             compile=bool(self.config.compile) and self.device.type == "cuda",
         )
 
-    def keys(self, batch: Batch) -> Tensor:
+    def sample_seeds(self, batch: Batch) -> Tensor:
         """What chance inside the network is keyed by: b."""
         # Another seed than the augmentation's, or a layer could draw what a crop has drawn.
         keys = chance.keys_of(chance.key_of(self.config.seed, 1), batch.step, batch.slots.cpu().numpy())
@@ -152,11 +164,11 @@ class Trainer:
             torch.compiler.cudagraph_mark_step_begin()
         chunks = zip(*(t.chunk(parts) for t in (images.to(self.dtype), targets, weights, keys)), strict=True)
         for i, chunk in enumerate(chunks):
-            with part_of_step(self.wrapped, last=i == parts - 1):
-                with self.arithmetic():
+            with gradient_sync(self.wrapped, is_last=i == parts - 1):
+                with self.autocast():
                     found = self.wrapped(*chunk)
                 # The mean over all images; DDP and FSDP divide by the number of processes.
-                (found["loss"] * (self.ranks.world / total.clamp(min=1))).backward()
+                (found["loss"] * (self.distributed.world_size / total.clamp(min=1))).backward()
             for name, value in found.items():
                 # Copied, since the next part's CUDA graph writes to the same place.
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
@@ -166,7 +178,7 @@ class Trainer:
         return autocast(self.config.precision, self.device)
 
     def _warn_of_slow_precision(self) -> None:
-        if self.config.precision != "bfloat16" or self.device.type != "cpu" or not self.ranks.first:
+        if self.config.precision != "bfloat16" or self.device.type != "cpu" or not self.distributed.is_main:
             return
         times = slowdown(self.device, torch.bfloat16)
         if times > 1:
@@ -175,106 +187,110 @@ class Trainer:
             )
 
     @property
-    def labeled(self) -> bool:
+    def has_labels(self) -> bool:
         """Whether there are classes to be right or wrong about."""
         return self.config.objective != "masked-patch"
 
     def evaluate(self) -> Scores | MaskedPredictionScores:
         """The weights, or their average where there is one, on the validation images."""
-        return self.scores() if self.labeled else self.guesses()
+        return self.evaluate_classes() if self.has_labels else self.evaluate_masked_patches()
 
-    def scores(self, source: Source | None = None, net: nn.Module | None = None) -> Scores:
+    def evaluate_classes(self, source: Source | None = None, net: nn.Module | None = None) -> Scores:
         """The same of classes; or those of another network, or on other images."""
         source = source or self.setup.splits.validation
-        config, ranks = self.config, self.ranks
+        config, distributed = self.config, self.distributed
         with ExitStack() as stack:
-            found = stack.enter_context(self._measured(source))
+            found = stack.enter_context(self._evaluation_loader(source))
             if net is None:
-                stack.enter_context(self.averaged())
+                stack.enter_context(self.ema_weights())
             scores = measure(
-                network(self.wrapped) if net is None else net.to(self.device, self.dtype),
+                evaluation_network(self.wrapped) if net is None else net.to(self.device, self.dtype),
                 self._until_stopped(found),
                 preprocess=self.preprocess,
                 num_classes=len(source.labels),
                 multi_label=source.multi_label,
                 precision=config.precision,
                 loss=config.classify.loss,
-                reduce=ranks.sum if ranks.world > 1 else None,
-                gather=ranks.gather if ranks.world > 1 else None,
+                reduce=distributed.all_reduce if distributed.world_size > 1 else None,
+                gather=distributed.all_gather_rows if distributed.world_size > 1 else None,
             )
-            found.merge_bad(ranks.all_told(found.bad))
+            found.merge_bad(distributed.all_gather_object(found.bad))
             return scores
 
-    def guesses(self) -> MaskedPredictionScores:
+    def evaluate_masked_patches(self) -> MaskedPredictionScores:
         """The same of corrupted patches."""
-        config, ranks = self.config, self.ranks
+        config, distributed = self.config, self.distributed
         # Not compiled once more, for the sizes of these batches.
-        with self._measured(self.setup.splits.validation) as found, self.averaged(), set_stance("force_eager"):
+        with (
+            self._evaluation_loader(self.setup.splits.validation) as found,
+            self.ema_weights(),
+            set_stance("force_eager"),
+        ):
             guesses = measure_masked_prediction(
                 unwrap(self.wrapped),
                 self._until_stopped(found),
                 preprocess=self.preprocess,
                 seed=chance.key_of(config.seed, 2),  # neither the network's chance nor the augmentation's
                 precision=config.precision,
-                reduce=ranks.sum if ranks.world > 1 else None,
+                reduce=distributed.all_reduce if distributed.world_size > 1 else None,
             )
-            found.merge_bad(ranks.all_told(found.bad))
+            found.merge_bad(distributed.all_gather_object(found.bad))
             return guesses
 
     def _until_stopped(self, batches: Loader) -> Iterator[Batch]:
         total = len(batches)
         for done, batch in enumerate(batches):
-            if self.stopping():
+            if self.should_stop():
                 raise StopRequested
-            self.watch(done, total)
+            self.on_evaluation_batch(done, total)
             yield batch
 
-    def _measured(self, source: Source) -> Loader:
+    def _evaluation_loader(self, source: Source) -> Loader:
         return evaluation_batches(
             source,
             preprocess=self.setup.info.preprocess,
-            batch_size=max(min(self.batch // self.ranks.world, 1024), 1),
+            batch_size=max(min(self.batch_size // self.distributed.world_size, 1024), 1),
             device=self.device,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world,
+            rank=self.distributed.rank,
+            world_size=self.distributed.world_size,
             config=self.config.data,
-            labeled=self.labeled,
+            labeled=self.has_labels,
         )
 
-    def look_ahead(self) -> None:
+    def check_validation_images(self) -> None:
         """Decode the images to measure on, where they are few: one that cannot be read should not end an epoch."""
-        with self._measured(self.setup.splits.validation) as found:
-            found.merge_bad(self.ranks.all_told(found.bad))
+        with self._evaluation_loader(self.setup.splits.validation) as found:
+            found.merge_bad(self.distributed.all_gather_object(found.bad))
 
-    def averaged(self) -> AbstractContextManager[None]:
+    def ema_weights(self) -> AbstractContextManager[None]:
         return self.ema.swap() if self.ema is not None else nullcontext()
 
-    def tensors(self) -> Tensors:
+    def state_tensors(self) -> Tensors:
         """Everything a checkpoint holds of the learner, its average and the optimizer."""
         average = self.ema.state_tensors() if self.ema is not None else {}
         return {
-            **prefixed("learner", self.learner.state_dict()),
-            **prefixed("average", average),
-            **prefixed("optimizer", self.optimizer.state_tensors()),
+            **add_prefix("learner", self.learner.state_dict()),
+            **add_prefix("average", average),
+            **add_prefix("optimizer", self.optimizer.state_tensors()),
         }
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Exactly what `tensors` gave, on this many processes or another number."""
-        mine, saved = self.learner.state_dict(), under("learner", tensors)
-        check_names("the weights", saved, mine)
+        mine, saved = self.learner.state_dict(), select_prefix("learner", tensors)
+        check_same_tensors("the weights", saved, mine)
         for name, tensor in saved.items():
             copy_into(mine[name], tensor)
         if self.ema is not None:
-            self.ema.load_state_tensors(under("average", tensors))
-        self.optimizer.load_state_tensors(under("optimizer", tensors))
+            self.ema.load_state_tensors(select_prefix("average", tensors))
+        self.optimizer.load_state_tensors(select_prefix("optimizer", tensors))
 
-    def model_tensors(self) -> Tensors:
+    def model_weights(self) -> Tensors:
         """The network's weights as they would be used: averaged where they are."""
-        with self.averaged():
+        with self.ema_weights():
             state = self.learner.state_dict()
-            return {n.removeprefix("net."): whole(t).clone() for n, t in state.items() if n.startswith("net.")}
+            return {n.removeprefix("net."): full_tensor(t).clone() for n, t in state.items() if n.startswith("net.")}
 
-    def model(self, tensors: Mapping[str, Tensor]) -> Net:
+    def build_model(self, tensors: Mapping[str, Tensor]) -> Net:
         """A network of its own with these weights, on the CPU in float32."""
         net = build(self.learner.net.config, skeleton=True)
         # Tensors read from a checkpoint are mapped, and lie anywhere.
@@ -287,41 +303,43 @@ class Trainer:
         """Before the group of processes ends: DDP, were it the last to hold on to it, could wait for ever."""
         del self.wrapped
 
-    def steps(self, name: str) -> int:
+    def to_steps(self, name: str) -> int:
         """How many a setting stands for."""
         duration: Duration = attrgetter(name)(self.config)
-        if duration.unit == "epochs" and not self.images:
+        if duration.unit == "epochs" and not self.num_images:
             raise ConfigError(
                 f"{name}={duration} cannot be counted: nobody knows how many images a stream has; "
                 "give it in steps or images."
             )
-        return duration.to_steps(batch_size=self.batch, images=self.images)
+        return duration.to_steps(batch_size=self.batch_size, images=self.num_images)
 
-    def due(self, step: int, name: str) -> bool:
+    def is_due(self, step: int, name: str) -> bool:
         """Whether so many steps complete another `log_every` or the like; the last step completes everything."""
-        return step >= self.total or (name in self.every and step % self.every[name] == 0)
+        return step >= self.total_steps or (name in self.intervals and step % self.intervals[name] == 0)
 
-    def _found_batch(self) -> int:
+    def _find_batch_size(self) -> int:
         """For batch_size=auto: as many images as one process takes at once, for all of them; the first one tries."""
-        shares = self.ranks.world * self.config.grad_accum_steps
+        shares = self.distributed.world_size * self.config.grad_accum_steps
         found = 0
-        if self.ranks.first:
-            images = (self.images or LARGEST * 8 * shares) // shares
+        if self.distributed.is_main:
+            images = (self.num_images or MAX_BATCH_SIZE * 8 * shares) // shares
             several = self.setup.splits.train.multi_label
-            with self.arithmetic():
-                found = find_batch(self.learner, self.learner.net, images, self.device, self.dtype, multi_label=several)
+            with self.autocast():
+                found = find_batch_size(
+                    self.learner, self.learner.net, images, self.device, self.dtype, multi_label=several
+                )
             warn_once([f"batch_size={found * shares} was found for batch_size=auto"])
-        return int(self.ranks.told(found)) * shares
+        return int(self.distributed.broadcast_object(found)) * shares
 
     @property
-    def arithmetic_per_image(self) -> float:
+    def flops_per_image(self) -> float:
         """Operations of one image in training: forward, backward through what learns, and the teacher's."""
         teacher = self.learner.teacher if isinstance(self.learner, Distill) else None
         taught = flops(teacher.net.config, teacher.size) if teacher is not None else 0
         return training_flops(self.learner.net.config, self.config.optim.trainable) + taught
 
 
-def _shared(config: TrainConfig, processes: int, images: int) -> int:
+def _check_batch_size(config: TrainConfig, processes: int, images: int) -> int:
     batch, parts, group = config.batch_size, config.grad_accum_steps, config.augment.mix_group
     assert isinstance(batch, int), "the batch was to be found before"
     shares = processes * parts

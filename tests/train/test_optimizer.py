@@ -19,7 +19,7 @@ from vitrail.errors import ConfigError, TrainError
 from vitrail.models import build
 from vitrail.objectives.base import Objective
 from vitrail.objectives.masked_patch import MaskedPatch
-from vitrail.train.optim import Optimizer, freeze, make_optimizer
+from vitrail.train.optimizer import Optimizer, freeze, make_optimizer
 
 FACTORS = (0.25, 1.0, 0.5, 0.0, 0.1)
 RICH = NET.replace(
@@ -168,7 +168,7 @@ def test_muon_is_torchs_but_for_the_rounding_of_bfloat16() -> None:
 @pytest.mark.parametrize("nesterov", [None, True, False])
 def test_muon_looks_ahead_unless_told_otherwise(nesterov: bool | None) -> None:
     optimizer = make_optimizer(Learner(), OptimConfig(kind="muon", nesterov=nesterov))
-    assert {g["nesterov"] for g in optimizer.rules[0].param_groups} == {nesterov is not False}
+    assert {g["nesterov"] for g in optimizer.optimizers[0].param_groups} == {nesterov is not False}
 
 
 def test_what_a_rule_has_no_use_for_is_refused() -> None:
@@ -182,7 +182,7 @@ def test_what_an_objective_adds_has_its_own_height_and_what_it_froze_stays_froze
     freeze(learner, "all")
     assert not any(p.requires_grad for p in learner.net.pool.parameters())
     optimizer = make_optimizer(learner, OptimConfig(lr=1.0, layer_decay=0.5, head_lr_factor=10.0))
-    speeds = {id(p): g["peak"] for rule in optimizer.rules for g in rule.param_groups for p in g["params"]}
+    speeds = {id(p): g["peak"] for rule in optimizer.optimizers for g in rule.param_groups for p in g["params"]}
     assert speeds[id(learner.mask_token)] == speeds[id(learner.net.patch.weight)] == 0.5 ** (NET.depth + 1)
     assert speeds[id(learner.guess.weight)] == 10.0
 
@@ -263,7 +263,7 @@ def speeds(learner: nn.Module, optimizer: Optimizer) -> dict[str, tuple[float, f
     names = {id(p): n for n, p in learner.named_parameters()}
     return {
         names[id(p)]: (group["peak"], group["weight_decay"])
-        for rule in optimizer.rules
+        for rule in optimizer.optimizers
         for group in rule.param_groups
         for p in group["params"]
     }
@@ -335,18 +335,18 @@ def test_clipping_is_torchs(largest: float | None) -> None:
     for learner in (ours, theirs):
         gradients(learner, 0)
     wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), largest or float("inf"))
-    assert torch.equal(optimizer.clip(largest), wanted)
+    assert torch.equal(optimizer.clip_grad_norm(largest), wanted)
     for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name
-    assert float(optimizer.clip(None)) == pytest.approx(min(largest or 1e9, float(wanted)), rel=1e-4)
+    assert float(optimizer.clip_grad_norm(None)) == pytest.approx(min(largest or 1e9, float(wanted)), rel=1e-4)
 
 
 def test_a_step_without_gradients_can_be_left_out() -> None:
     learner = Learner()
     optimizer, before = make_optimizer(learner, OptimConfig(weight_decay=0.1)), values(learner)
     gradients(learner, 0)
-    optimizer.zero()
-    assert float(optimizer.clip(1.0)) == 0
+    optimizer.zero_grad()
+    assert float(optimizer.clip_grad_norm(1.0)) == 0
     optimizer.step(1.0)
     assert all(np.array_equal(v, before[n]) for n, v in values(learner).items())
 

@@ -23,12 +23,12 @@ from vitrail.data.sources.folder import FolderSource
 from vitrail.data.sources.packed_strings import PackedStrings
 from vitrail.data.sources.subset import Subset
 from vitrail.errors import DataError, TrainError
-from vitrail.train.parallel import Ranks
-from vitrail.train.same_data import changed_classes, check_splits
-from vitrail.train.setup import prepare
+from vitrail.train.data_fingerprint import check_splits, describe_class_changes
+from vitrail.train.distributed import DistributedContext
+from vitrail.train.setup import prepare_run
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
-ALONE = Ranks(torch.device("cpu"))
+ALONE = DistributedContext(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,11 @@ def without_what_is_new(run: Path) -> None:
     """As an older version wrote its checkpoints."""
     for state in (run / "checkpoint").glob("*/state.json"):
         old = json.loads(state.read_text())
-        state.write_text(json.dumps({k: v for k, v in old.items() if k not in ("data", "total", "evaluation_due")}))
+        state.write_text(
+            json.dumps(
+                {k: v for k, v in old.items() if k not in ("data_fingerprint", "total_steps", "evaluation_pending")}
+            )
+        )
 
 
 # Classes
@@ -59,9 +63,9 @@ def test_classes_in_another_order_are_refused_and_the_folder_is_left_alone(album
     with pytest.raises(TrainError) as caught:
         resumed(tmp_path / "run")
     assert str(caught.value) == (
-        f"{album} has other classes than the run began with, and the model's outputs would stand for the wrong ones: "
-        "they were apple, bed, bowl, camel and are bed, bowl, camel, zebra. Put the classes back as they were, or "
-        "start a new run."
+        f"{album} has other classes than at the start of the run, and the model's outputs would stand for the wrong "
+        "ones: they were apple, bed, bowl, camel and are bed, bowl, camel, zebra. Restore the classes, or start a new "
+        "run."
     )
     assert contents(tmp_path / "run") == before
     (album / "zebra").rename(album / "apple")
@@ -95,20 +99,25 @@ def test_how_classes_differ_is_said_in_few_words():
     many = [f"class {i:03d}" for i in range(100)]
 
     def words(then: list[str], now: list[str]) -> str:
-        return changed_classes({"labels": then, "multi_label": False}, {"labels": now, "multi_label": False})
+        return describe_class_changes({"labels": then, "multi_label": False}, {"labels": now, "multi_label": False})
 
     assert words(many, many) == ""
     assert words(["a", "b"], ["a", "b", "c"]) == "they were a, b and are a, b, c"
     assert words(many, many[1:]) == (
-        "there were 100 and are 99; gone: class 000; 99 names at another place, the first: class 0 was class 000, "
-        "is class 001"
+        "there were 100 and are 99; gone: class 000; 99 moved, the first: class 0 was class 000, is class 001"
     )
     assert words(many, [*many[:98], "class 099", "class 098"]) == (
-        "2 names at another place, the first: class 98 was class 098, is class 099"
+        "2 moved, the first: class 98 was class 098, is class 099"
     )
     one = {"labels": many, "multi_label": False}
-    assert changed_classes(one, one | {"multi_label": True}) == "an image had one label and has any number of labels"
-    assert changed_classes(one | {"multi_label": True}, one) == "an image had any number of labels and has one label"
+    assert (
+        describe_class_changes(one, one | {"multi_label": True})
+        == "an image had one label and has any number of labels"
+    )
+    assert (
+        describe_class_changes(one | {"multi_label": True}, one)
+        == "an image had any number of labels and has one label"
+    )
 
 
 def test_classes_to_measure_on_are_those_that_are_learned():
@@ -134,7 +143,7 @@ def test_other_data_to_measure_on_have_the_classes_of_what_is_learned(album: Pat
 def test_a_head_is_kept_only_for_the_same_classes_in_the_same_order(album: Path, tmp_path: Path):
     for name, labels in {"same": ("apple", "bed", "bowl", "camel"), "other": ("bed", "apple", "bowl", "camel")}.items():
         model(small(num_classes=4, image_size=16), labels=labels).save(tmp_path / name)
-        net = prepare(on_photos(album, init_from=str(tmp_path / name), model=None, preprocess=None), ALONE).net
+        net = prepare_run(on_photos(album, init_from=str(tmp_path / name), model=None, preprocess=None), ALONE).net
         assert bool(net.head.weight.any()) == (name == "same")
 
 
@@ -152,8 +161,8 @@ def test_images_that_change_their_label_are_said(album: Path, tmp_path: Path, ca
         "\n".join(["path,label", *(f"{p},{'bed' if p == 'apple/005.jpg' else label}" for p, label in rows)])
     )
     resumed(tmp_path / "run")
-    assert "are not those the run began with (27 as before, with other names or labels)" in caplog.text
-    assert "the order of samples is another" in caplog.text
+    assert "have changed since the start of the run (27 as before, with other names or labels)" in caplog.text
+    assert "the order of samples differs" in caplog.text
     assert "validation images" not in caplog.text
 
 
@@ -166,7 +175,7 @@ def test_nothing_is_said_of_data_that_are_the_same(album: Path, tmp_path: Path, 
     settings["data"]["source"] = str(tmp_path / "moved" / "album")
     (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
     resumed(tmp_path / "run")
-    assert "began with" not in caplog.text
+    assert "since the start of the run" not in caplog.text
     assert same_bits(tmp_path / "run", tmp_path / "whole")
 
 
@@ -194,7 +203,7 @@ def test_a_teacher_with_other_weights_is_said(tmp_path: Path, caplog: pytest.Log
     shutil.rmtree(teacher)
     (tmp_path / "2").rename(teacher)
     resumed(tmp_path / "run")
-    assert f"the teacher {teacher} has other weights than the run began with" in caplog.text
+    assert f"the teacher {teacher} has other weights than at the start of the run" in caplog.text
 
 
 @pytest.mark.parametrize("mixup", [0, 0.2])

@@ -11,37 +11,45 @@ import pytest
 import torch
 
 from vitrail.errors import CheckpointError
-from vitrail.train.parallel import Ranks
-from vitrail.train.state import (
+from vitrail.train.checkpointing import (
     BEST,
     TENSORS,
-    Checkpoints,
+    CheckpointManager,
     Progress,
-    differences,
-    generators,
-    here,
+    current_environment,
+    describe_changes,
     read_progress,
     read_tensors,
-    seed_generators,
-    set_generators,
+    rng_states,
+    seed_rngs,
+    set_rng_states,
 )
+from vitrail.train.distributed import DistributedContext
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoint", Ranks(CPU))
+def checkpoints(tmp_path: Path) -> CheckpointManager:
+    return CheckpointManager(tmp_path / "checkpoint", DistributedContext(CPU))
 
 
-def saved(checkpoints: Checkpoints, step: int, value: float) -> None:
-    checkpoints.save({"learner/w": torch.full((3,), value)}, Progress(step=step, meter={"loss": 0.1 + value}))
+def saved(checkpoints: CheckpointManager, step: int, value: float) -> None:
+    checkpoints.save({"learner/w": torch.full((3,), value)}, Progress(step=step, metric_sums={"loss": 0.1 + value}))
     checkpoints.wait()
 
 
-def test_a_checkpoint_comes_back_as_it_was_saved(checkpoints: Checkpoints):
-    progress = Progress(step=7, best=0.9, best_step=5, stale=1, seconds=1.5, meter={"loss": 1 / 3}, ran_on={"a": 1})
+def test_a_checkpoint_comes_back_as_it_was_saved(checkpoints: CheckpointManager):
+    progress = Progress(
+        step=7,
+        best_score=0.9,
+        best_step=5,
+        evaluations_since_best=1,
+        elapsed_seconds=1.5,
+        metric_sums={"loss": 1 / 3},
+        environment={"a": 1},
+    )
     tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.randn(2, dtype=torch.float64)}
     checkpoints.save(tensors, progress)
     checkpoints.wait()
@@ -52,25 +60,25 @@ def test_a_checkpoint_comes_back_as_it_was_saved(checkpoints: Checkpoints):
     assert all(torch.equal(found[k], v) and found[k].dtype == v.dtype for k, v in tensors.items())
 
 
-def test_what_is_saved_is_what_was_there_when_asked(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
-    go_on, write = threading.Event(), Checkpoints._write
-    monkeypatch.setattr(Checkpoints, "_write", lambda *a: (go_on.wait(5), write(*a)))
+def test_what_is_saved_is_what_was_there_when_asked(checkpoints: CheckpointManager, monkeypatch: pytest.MonkeyPatch):
+    go_on, write = threading.Event(), CheckpointManager._write
+    monkeypatch.setattr(CheckpointManager, "_write", lambda *a: (go_on.wait(5), write(*a)))
     weights = torch.zeros(3)
     checkpoints.save({"w": weights}, Progress(step=1))
     weights += 1  # training goes on before anything is written
     go_on.set()
     checkpoints.wait()
-    assert torch.equal(read_tensors(checkpoints.at(1))["w"], torch.zeros(3))
+    assert torch.equal(read_tensors(checkpoints.path_of(1))["w"], torch.zeros(3))
 
 
-def test_the_last_two_are_kept(checkpoints: Checkpoints):
+def test_the_last_two_are_kept(checkpoints: CheckpointManager):
     for step in (10, 20, 30, 40):
         saved(checkpoints, step, step)
     assert checkpoints.steps() == [30, 40]
     assert {p.name for p in checkpoints.folder.iterdir()} == {"00000030", "00000040"}
 
 
-def test_best_weights_are_no_checkpoint_to_go_on_from(checkpoints: Checkpoints):
+def test_best_weights_are_no_checkpoint_to_go_on_from(checkpoints: CheckpointManager):
     saved(checkpoints, 10, 1)
     checkpoints.save_best({"w": torch.ones(2)}, Progress(step=20))
     checkpoints.wait()
@@ -81,11 +89,11 @@ def test_best_weights_are_no_checkpoint_to_go_on_from(checkpoints: Checkpoints):
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no state"])
 def test_a_damaged_last_checkpoint_gives_way_to_the_one_before(
-    checkpoints: Checkpoints, damage: str, caplog: pytest.LogCaptureFixture
+    checkpoints: CheckpointManager, damage: str, caplog: pytest.LogCaptureFixture
 ):
     saved(checkpoints, 10, 1)
     saved(checkpoints, 20, 2)
-    file = checkpoints.at(20) / TENSORS
+    file = checkpoints.path_of(20) / TENSORS
     content = bytearray(file.read_bytes())
     if damage == "cut":
         file.write_bytes(content[:-3])
@@ -95,19 +103,19 @@ def test_a_damaged_last_checkpoint_gives_way_to_the_one_before(
     elif damage == "gone":
         file.unlink()
     else:
-        (checkpoints.at(20) / "state.json").write_text("{")
+        (checkpoints.path_of(20) / "state.json").write_text("{")
     path, progress = checkpoints.latest() or (None, Progress())
     assert progress.step == 10
     assert "00000020 is damaged" in caplog.text
     assert torch.equal(read_tensors(path)["learner/w"], torch.ones(3))
 
 
-def test_no_checkpoint_is_no_error(checkpoints: Checkpoints):
+def test_no_checkpoint_is_no_error(checkpoints: CheckpointManager):
     assert checkpoints.latest() is None
 
 
 def test_a_failed_write_is_said_and_training_goes_on(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    checkpoints: CheckpointManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     saved(checkpoints, 10, 1)
 
@@ -115,17 +123,17 @@ def test_a_failed_write_is_said_and_training_goes_on(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.train.state.write_safetensors", full)
+        patch.setattr("vitrail.train.checkpointing.write_safetensors", full)
         saved(checkpoints, 20, 2)
     assert "the disk or its quota is full" in caplog.text
-    assert checkpoints.failed is not None
+    assert checkpoints.error is not None
     assert checkpoints.steps() == [10]
     saved(checkpoints, 30, 3)  # there is room again
-    assert checkpoints.failed is None
+    assert checkpoints.error is None
     assert checkpoints.steps() == [10, 30]
 
 
-def test_what_a_killed_writer_left_is_swept_away(checkpoints: Checkpoints):
+def test_what_a_killed_writer_left_is_swept_away(checkpoints: CheckpointManager):
     saved(checkpoints, 10, 1)
     left = checkpoints.folder / ".00000020.abcd.tmp"
     left.mkdir()
@@ -135,33 +143,33 @@ def test_what_a_killed_writer_left_is_swept_away(checkpoints: Checkpoints):
     assert not left.exists()
 
 
-def test_an_unknown_field_is_damage_not_a_crash(checkpoints: Checkpoints):
+def test_an_unknown_field_is_damage_not_a_crash(checkpoints: CheckpointManager):
     saved(checkpoints, 10, 1)
-    (checkpoints.at(10) / "state.json").write_text('{"step": 10, "color": "red"}')
+    (checkpoints.path_of(10) / "state.json").write_text('{"step": 10, "color": "red"}')
     with pytest.raises(CheckpointError, match="damaged"):
-        read_progress(checkpoints.at(10))
+        read_progress(checkpoints.path_of(10))
 
 
 def test_generators_go_on_where_they_were():
     random.gauss(0, 1)
     np.random.normal()
-    states = generators(CPU, Ranks(CPU))
+    states = rng_states(CPU, DistributedContext(CPU))
     expected = random.gauss(0, 1), np.random.normal(), np.random.rand(3).tolist(), torch.rand(3).tolist()
-    set_generators(states, CPU, 0)
+    set_rng_states(states, CPU, 0)
     assert expected == (random.gauss(0, 1), np.random.normal(), np.random.rand(3).tolist(), torch.rand(3).tolist())
 
 
 def test_each_process_and_each_step_seeds_generators_otherwise():
     found = set()
     for key in ((0, 0), (0, 1), (1, 0), (0, 0, 5), (0, 1, 5), (0, 0, 6)):
-        seed_generators(*key)
+        seed_rngs(*key)
         found.add((random.random(), np.random.rand(), float(torch.rand(()))))
     assert len(found) == 6
-    seed_generators(0, 0)
+    seed_rngs(0, 0)
     assert (random.random(), np.random.rand(), float(torch.rand(()))) in found
 
 
 def test_what_a_run_depends_on_is_compared():
-    now = here(CPU, 1)
-    assert differences(now, now) == []
-    assert differences(now | {"threads": 96}, now) == [f"threads was 96 and is {now['threads']}"]
+    now = current_environment(CPU, 1)
+    assert describe_changes(now, now) == []
+    assert describe_changes(now | {"threads": 96}, now) == [f"threads was 96 and is {now['threads']}"]

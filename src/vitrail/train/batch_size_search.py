@@ -1,4 +1,4 @@
-"""batch_size=auto: the largest batch that fits a GPU, or the smallest at which a CPU is as fast as it gets."""
+"""batch_size=auto: the largest batch that fits on a GPU, or the smallest at which a CPU reaches its full speed."""
 
 from __future__ import annotations
 
@@ -12,36 +12,42 @@ from vitrail.config import pair
 from vitrail.errors import TrainError
 from vitrail.models import Net
 
-SMALLEST, LARGEST = 8, 4096
-GAIN = 1.1
-"""How much faster a CPU has to be with a batch twice as large to be given it."""
+MIN_BATCH_SIZE, MAX_BATCH_SIZE = 8, 4096
+MIN_SPEEDUP = 1.1
+"""How many times faster a CPU must be with a batch twice as large for the search to continue."""
 
 
-def find_batch(
-    learner: nn.Module, net: Net, images: int, device: torch.device, dtype: torch.dtype, *, multi_label: bool = False
+def find_batch_size(
+    learner: nn.Module,
+    net: Net,
+    num_images: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    multi_label: bool = False,
 ) -> int:
-    """A power of two, for one process; never more than an eighth of the images: a run needs steps, too.
+    """Batch size for one process: a power of two, at most an eighth of the images, so that a run has enough steps.
 
-    Call it in the precision that steps will have. `several`: images have several labels.
+    Call it in the precision context of the training steps.
     """
-    most = max(min(LARGEST, images // 8), 1)
-    sizes = [n for n in (SMALLEST << i for i in range(10)) if n <= most] or [1 << (most.bit_length() - 1)]
+    most = max(min(MAX_BATCH_SIZE, num_images // 8), 1)
+    sizes = [n for n in (MIN_BATCH_SIZE << i for i in range(10)) if n <= most] or [1 << (most.bit_length() - 1)]
 
     def step(size: int) -> None:
         _step(learner, net, size, device, dtype, multi_label)
 
     if device.type == "cpu":
-        return fastest(sizes, step)
-    # Room for the optimizer's two moments and the average, which are not there yet.
+        return smallest_fast_size(sizes, step)
+    # Room for the optimizer's two moments and the EMA, which are not allocated yet.
     numbers = sum(p.numel() for p in learner.parameters())
     later = torch.empty(3 * numbers, dtype=dtype, device=device)
-    found = largest(sizes, step, _freed)
+    found = largest_that_fits(sizes, step, _free_memory)
     del later
     return found
 
 
-def largest(sizes: list[int], step: Callable[[int], None], freed: Callable[[], None]) -> int:
-    """The last size whose step does not run out of memory."""
+def largest_that_fits(sizes: list[int], step: Callable[[int], None], free_memory: Callable[[], None]) -> int:
+    """The largest of `sizes` whose step does not run out of memory."""
     found = None
     for size in sizes:
         try:
@@ -49,7 +55,7 @@ def largest(sizes: list[int], step: Callable[[int], None], freed: Callable[[], N
         except torch.OutOfMemoryError:
             break
         finally:
-            freed()
+            free_memory()
         found = size
     if found is None:
         raise TrainError(
@@ -59,15 +65,17 @@ def largest(sizes: list[int], step: Callable[[int], None], freed: Callable[[], N
     return found
 
 
-def fastest(sizes: list[int], step: Callable[[int], None], clock: Callable[[], float] = time.perf_counter) -> int:
-    """The first size after which twice as many images at a time are hardly quicker."""
+def smallest_fast_size(
+    sizes: list[int], step: Callable[[int], None], clock: Callable[[], float] = time.perf_counter
+) -> int:
+    """The first size whose double is less than MIN_SPEEDUP times faster, in images per second."""
     found, best = sizes[0], 0.0
     for size in sizes:
         step(size)  # warms up
         start = clock()
         step(size)
         rate = size / max(clock() - start, 1e-9)
-        if rate < best * GAIN:
+        if rate < best * MIN_SPEEDUP:
             break
         found, best = size, rate
     return found
@@ -84,6 +92,6 @@ def _step(learner: nn.Module, net: Net, size: int, device: torch.device, dtype: 
         parameter.grad = None
 
 
-def _freed() -> None:
+def _free_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -7,7 +7,7 @@ import torch
 
 from vitrail.data.batch import Batch
 from vitrail.errors import TrainError
-from vitrail.train.health import Health
+from vitrail.train.nan_guard import NaNGuard
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(1.0), torch.tensor(float("nan"))
@@ -24,29 +24,29 @@ def describe(batch: Batch) -> str:
 
 @pytest.mark.parametrize(("loss", "norm"), [(BAD, GOOD), (GOOD, BAD), (torch.tensor(float("inf")), GOOD)])
 def test_it_stops_before_the_weights_move(loss: torch.Tensor, norm: torch.Tensor):
-    health = Health(CPU, "stop", describe)
-    assert health.ok(GOOD, GOOD, batch(1))
+    nan_guard = NaNGuard(CPU, "stop", describe)
+    assert nan_guard.check(GOOD, GOOD, batch(1))
     with pytest.raises(TrainError, match="step 2"):
-        health.ok(loss, norm, batch(2))
+        nan_guard.check(loss, norm, batch(2))
 
 
 def test_skipping_leaves_the_step_out():
-    health = Health(CPU, "skip", describe)
-    assert not health.ok(BAD, GOOD, batch(3))
-    assert health.ok(GOOD, GOOD, batch(4))
+    nan_guard = NaNGuard(CPU, "skip", describe)
+    assert not nan_guard.check(BAD, GOOD, batch(3))
+    assert nan_guard.check(GOOD, GOOD, batch(4))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_found_one_step_later():
-    health = Health(torch.device("cuda"), "stop", describe)
-    assert health.ok(BAD.cuda(), GOOD.cuda(), batch(5, "cuda"))
+    nan_guard = NaNGuard(torch.device("cuda"), "stop", describe)
+    assert nan_guard.check(BAD.cuda(), GOOD.cuda(), batch(5, "cuda"))
     with pytest.raises(TrainError, match="step 5"):
-        health.ok(GOOD.cuda(), GOOD.cuda(), batch(6, "cuda"))
+        nan_guard.check(GOOD.cuda(), GOOD.cuda(), batch(6, "cuda"))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_found_before_anything_is_saved():
-    health = Health(torch.device("cuda"), "stop", describe)
-    assert health.ok(BAD.cuda(), GOOD.cuda(), batch(5, "cuda"))
+    nan_guard = NaNGuard(torch.device("cuda"), "stop", describe)
+    assert nan_guard.check(BAD.cuda(), GOOD.cuda(), batch(5, "cuda"))
     with pytest.raises(TrainError, match="step 5"):
-        health.settle()
+        nan_guard.check_pending()

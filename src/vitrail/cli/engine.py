@@ -32,7 +32,7 @@ Calibrate = Annotated[
 ]
 
 
-def open_running(
+def open_with_engine(
     model: str | None,
     engine: str | None,
     *,

@@ -21,14 +21,14 @@ from torch.nn.utils import get_total_norm
 from vitrail.config import OptimConfig
 from vitrail.errors import ConfigError
 from vitrail.objectives.base import Objective
-from vitrail.train.ema import check_names
+from vitrail.train.distributed import copy_into, local_tensor
+from vitrail.train.ema import check_same_tensors
 from vitrail.train.muon import Muon
-from vitrail.train.parallel import copy_into, local
 
-HEAD = ("head", "head_distill", "pre_logits")
-TOP = "net.norm.weight"
+HEAD_MODULES = ("head", "head_distill", "pre_logits")
+TOP_PARAMETER = "net.norm.weight"
 """A parameter that stands as high as the head, whether there is one or not."""
-FUSED = {"cpu", "cuda", "mps"}
+FUSED_DEVICES = {"cpu", "cuda", "mps"}
 SGD_MOMENTUM, MUON_MOMENTUM = 0.9, 0.95
 
 
@@ -37,12 +37,12 @@ def freeze(learner: Objective, train: str | int) -> None:
 
     Before `wrap`: DDP waits for every gradient it was promised.
     """
-    names = learning(learner, train)
+    names = trainable_names(learner, train)
     for name, parameter in learner.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name in names)
 
 
-def learning(learner: Objective, train: str | int) -> set[str]:
+def trainable_names(learner: Objective, train: str | int) -> set[str]:
     """Names of the parameters that learn.
 
     "head" is the head (both of them, and a pre-training layer before it); a number adds so many of
@@ -51,11 +51,15 @@ def learning(learner: Objective, train: str | int) -> set[str]:
     names = {name for name, _ in learner.named_parameters()}
     if train == "all":
         return names
-    top = learner.depth_of(TOP)
+    top = learner.depth_of(TOP_PARAMETER)
     if isinstance(train, int) and train >= top:
         raise ConfigError(f"trainable={train} blocks, but the network has {top - 1}; try trainable=all.")
     lowest = top - train if isinstance(train, int) and train > 0 else top + 1
-    return {name for name in names if _is_own(name) or _is_head(name) or learner.depth_of(name) >= lowest}
+    return {
+        name
+        for name in names
+        if _is_objective_parameter(name) or _is_head_parameter(name) or learner.depth_of(name) >= lowest
+    }
 
 
 def make_optimizer(learner: Objective, config: OptimConfig) -> Optimizer:
@@ -67,44 +71,44 @@ class Optimizer:
     """`clip`, then `step(schedule(step))`; or `zero` instead, to leave a step out."""
 
     def __init__(self, learner: Objective, config: OptimConfig) -> None:
-        names = learning(learner, config.trainable)
-        self.all = list(learner.parameters())
+        names = trainable_names(learner, config.trainable)
+        self.all_parameters = list(learner.parameters())
         self.parameters = {n: p for n, p in learner.named_parameters() if n in names and p.requires_grad}
         if not self.parameters:
             raise ConfigError("nothing is left to learn: every parameter is frozen; try optim.trainable=all.")
-        self.rules = _rules(learner, self.parameters, config)
-        for rule in self.rules:
-            _begin(rule)
+        self.optimizers = _make_optimizers(learner, self.parameters, config)
+        for optimizer in self.optimizers:
+            _init_state(optimizer)
 
     def step(self, factor: float) -> None:
         """One step at this share of the highest learning rate; gradients are gone afterwards."""
-        for rule in self.rules:
-            for group in rule.param_groups:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * factor
                 if group["apart"]:  # SGD's own decay would go through the momentum
-                    _shrink(group["params"], group["apart"] * factor)
-            rule.step()
-        self.zero()
+                    _decay_weights(group["params"], group["apart"] * factor)
+            optimizer.step()
+        self.zero_grad()
 
-    def zero(self) -> None:
-        for parameter in self.all:
+    def zero_grad(self) -> None:
+        for parameter in self.all_parameters:
             parameter.grad = None
 
     @torch.no_grad()
-    def clip(self, largest: float | None) -> Tensor:
-        """The norm of the whole gradient, which is scaled down to `largest` where it is more; None only measures.
+    def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+        """The norm of the whole gradient, which is scaled down to `max_norm` where it is more; None only measures.
 
         Nothing waits for a GPU here. Of a sharded gradient each process measures its part.
         """
         found = [p.grad for p in self.parameters.values() if p.grad is not None]
-        grads = [local(g) for g in found]
+        grads = [local_tensor(g) for g in found]
         norm = get_total_norm(grads)
         if found and isinstance(found[0], DTensor):
             square = norm.square()
             dist.all_reduce(square, group=found[0].device_mesh.get_group())
             norm = square.sqrt()
-        if largest is not None and grads:
-            torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+        if max_norm is not None and grads:
+            torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -112,59 +116,63 @@ class Optimizer:
         names = {id(p): name for name, p in self.parameters.items()}
         return {
             f"{kind}/{names[id(parameter)]}": tensor
-            for rule in self.rules
-            for parameter, memory in rule.state.items()
+            for optimizer in self.optimizers
+            for parameter, memory in optimizer.state.items()
             for kind, tensor in memory.items()
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Exactly what `state_tensors` gave, on this many processes or another number."""
         mine = self.state_tensors()
-        check_names("the optimizer's tensors", tensors, mine)
+        check_same_tensors("the optimizer's tensors", tensors, mine)
         for name, tensor in mine.items():
             copy_into(tensor, tensors[name])
 
 
-def _rules(learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[torch.optim.Optimizer]:
-    groups = _groups(learner, parameters, config)
-    turned, others = ([g for g in groups if g["turned"] == which] for which in (True, False))
-    fused = {p.device.type for p in parameters.values()} <= FUSED
-    rules: list[torch.optim.Optimizer] = []
+def _make_optimizers(
+    learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
+) -> list[torch.optim.Optimizer]:
+    groups = _parameter_groups(learner, parameters, config)
+    muon, others = ([g for g in groups if g["turned"] == which] for which in (True, False))
+    fused = {p.device.type for p in parameters.values()} <= FUSED_DEVICES
+    optimizers: list[torch.optim.Optimizer] = []
     if config.kind == "sgd":
         momentum = SGD_MOMENTUM if config.momentum is None else config.momentum
         nesterov = bool(config.nesterov) and momentum > 0
         fused = fused and not any(isinstance(p, DTensor) for p in parameters.values())  # torch has none for shards
         return [torch.optim.SGD(others, momentum=momentum, nesterov=nesterov, fused=fused)]
     if config.kind == "muon":
-        if not turned:
+        if not muon:
             raise ConfigError("optim.kind=muon turns matrices in blocks, and none learns here; try adamw.")
         momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
         # Updates as large as AdamW's, so that one learning rate serves both.
         nesterov = config.nesterov is None or config.nesterov
-        rules.append(Muon(turned, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"))
+        optimizers.append(Muon(muon, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"))
     if others:
-        rules.append(torch.optim.AdamW(others, betas=config.betas, eps=config.eps, fused=fused))
-    return rules
+        optimizers.append(torch.optim.AdamW(others, betas=config.betas, eps=config.eps, fused=fused))
+    return optimizers
 
 
-def _groups(learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
+def _parameter_groups(
+    learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
+) -> list[dict[str, Any]]:
     """Parameters that are stepped alike, with their highest learning rate and their decay."""
-    decayed, top = learner.decayed(), learner.depth_of(TOP)
+    decayed, top = learner.decayed(), learner.depth_of(TOP_PARAMETER)
     alike: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         depth, decays = learner.depth_of(name), name in decayed
-        turned = config.kind == "muon" and decays and parameter.ndim == 2 and 0 < depth < top
+        muon = config.kind == "muon" and decays and parameter.ndim == 2 and 0 < depth < top
         scale = (config.layer_decay or 1.0) ** (top - depth)
-        if depth == top and (_is_own(name) or _is_head(name)):
+        if depth == top and (_is_objective_parameter(name) or _is_head_parameter(name)):
             scale *= config.head_lr_factor
-        alike.setdefault((turned, decays, scale), []).append(parameter)
+        alike.setdefault((muon, decays, scale), []).append(parameter)
     return [
-        {"params": params, "turned": turned, **_speeds(config, config.lr * scale, decays)}
-        for (turned, decays, scale), params in alike.items()
+        {"params": params, "turned": muon, **_lr_and_decay(config, config.lr * scale, decays)}
+        for (muon, decays, scale), params in alike.items()
     ]
 
 
-def _speeds(config: OptimConfig, peak: float, decays: bool) -> dict[str, float]:
+def _lr_and_decay(config: OptimConfig, peak: float, decays: bool) -> dict[str, float]:
     """Learning rate and decay of a group.
 
     torch's rules shrink weights by lr * weight_decay. Decay by the schedule alone is the same with
@@ -177,14 +185,14 @@ def _speeds(config: OptimConfig, peak: float, decays: bool) -> dict[str, float]:
     return {"lr": peak, "peak": peak, "weight_decay": own, "apart": apart}
 
 
-def _begin(rule: torch.optim.Optimizer) -> None:
+def _init_state(optimizer: torch.optim.Optimizer) -> None:
     """Memory for every parameter now, as torch would make it at the first step.
 
     SGD's momentum begins as the first gradient there, which is what zeros lead to.
     """
-    for group in rule.param_groups:
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(rule, torch.optim.AdamW):
+            if isinstance(optimizer, torch.optim.AdamW):
                 count = torch.zeros((), device=parameter.device if group["fused"] else "cpu", dtype=torch.float32)
                 memory = {"step": count}
                 memory |= {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
@@ -192,18 +200,18 @@ def _begin(rule: torch.optim.Optimizer) -> None:
                 memory = {"momentum_buffer": torch.zeros_like(parameter)}
             else:
                 continue
-            rule.state[parameter] = memory
+            optimizer.state[parameter] = memory
 
 
 @torch.no_grad()
-def _shrink(parameters: list[nn.Parameter], share: float) -> None:
-    torch._foreach_mul_([local(p) for p in parameters], 1 - share)
+def _decay_weights(parameters: list[nn.Parameter], share: float) -> None:
+    torch._foreach_mul_([local_tensor(p) for p in parameters], 1 - share)
 
 
-def _is_own(name: str) -> bool:
+def _is_objective_parameter(name: str) -> bool:
     """Whether a parameter is what the objective adds to the network."""
     return not name.startswith("net.")
 
 
-def _is_head(name: str) -> bool:
-    return name.split(".")[1] in HEAD
+def _is_head_parameter(name: str) -> bool:
+    return name.split(".")[1] in HEAD_MODULES

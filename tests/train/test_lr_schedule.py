@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from vitrail.config import ScheduleConfig, epochs, images, steps
 from vitrail.errors import ConfigError
-from vitrail.train.schedule import Schedule
+from vitrail.train.lr_schedule import LRSchedule
 
 BATCH, IMAGES = 10, 100
 
 
-def schedule(total: int, **settings: Any) -> Schedule:
-    return Schedule(ScheduleConfig(**settings), total=total, batch_size=BATCH, images=IMAGES)
+def schedule(total: int, **settings: Any) -> LRSchedule:
+    return LRSchedule(ScheduleConfig(**settings), total_steps=total, batch_size=BATCH, num_images=IMAGES)
 
 
 HALF = 1 / math.sqrt(2)
@@ -128,8 +128,8 @@ def test_it_never_jumps(kind: Any, floor: float) -> None:
 @pytest.mark.parametrize(
     ("total", "settings", "message"),
     [
-        (5, {"warmup": steps(6)}, "a warm-up of 6 steps is 6 steps, and the whole run has 5"),
-        (5, {"warmup": epochs(1)}, "a warm-up of 1 epoch is 10 steps, and the whole run has 5"),
+        (5, {"warmup": steps(6)}, "a warm-up of 6 steps is 6 steps, but the whole run has 5"),
+        (5, {"warmup": epochs(1)}, "a warm-up of 1 epoch is 10 steps, but the whole run has 5"),
         (5, {"warmup": steps(3), "cooldown": steps(3)}, "and a cool-down of 3 steps is 6 steps"),
         (5, {"kind": "rsqrt", "timescale": steps(0)}, "rsqrt needs a timescale longer than 0 steps"),
         (0, {}, "a run of 0 steps"),

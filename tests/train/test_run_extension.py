@@ -25,13 +25,13 @@ from train.small_runs import (
 )
 
 from vitrail import runtime
-from vitrail.api.resuming import keep_shares
-from vitrail.api.resuming import resumed as settings_of
+from vitrail.api.resuming import resume_config as settings_of
+from vitrail.api.resuming import scale_durations
 from vitrail.config import TrainConfig, override, steps
 from vitrail.errors import ConfigError, TrainError
-from vitrail.train.journal import Journal
-from vitrail.train.run import RunFolder
-from vitrail.train.state import TENSORS
+from vitrail.train.checkpointing import TENSORS
+from vitrail.train.run_folder import RunFolder
+from vitrail.train.run_logger import RunLogger
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
 
@@ -98,12 +98,12 @@ def test_an_extended_run_goes_on_to_its_new_end_and_keeps_its_old_model_until_th
     old = weights(tmp_path / "run")
     seen: list[bool] = []
 
-    def look(journal: Journal) -> None:
+    def look(logger: RunLogger) -> None:
         seen.append(all(tensor.equal(old[name]) for name, tensor in weights(tmp_path / "run").items()))
-        stop(journal)
+        stop(logger)
 
     with at_step(15, look):
-        assert trained(constant(20), tmp_path / "run", resume=True).stopped == "SIGTERM"
+        assert trained(constant(20), tmp_path / "run", resume=True).stop_reason == "SIGTERM"
     assert seen == [True]
     assert RunFolder(tmp_path / "run").read_config().duration == steps(20)
     resumed(tmp_path / "run")
@@ -113,7 +113,7 @@ def test_an_extended_run_goes_on_to_its_new_end_and_keeps_its_old_model_until_th
 def test_a_run_whose_patience_is_used_up_is_not_said_to_be_extended(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("vitrail.train.journal._better", lambda found, before: before[0] is None)
+    monkeypatch.setattr("vitrail.train.run_logger._is_better", lambda found, before: before[0] is None)
     stuck = digits(6, patience=2, evaluate_every="1 step")
     assert trained(stuck, tmp_path / "run").progress.step == 3
     assert trained(stuck.replace(duration=steps(8)), tmp_path / "run", resume=True).progress.step == 3
@@ -124,7 +124,7 @@ def test_a_run_whose_patience_is_used_up_is_not_said_to_be_extended(
 def test_a_duration_in_epochs_that_is_another_number_of_steps_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     album = photos(tmp_path / "album", {"a": 16, "b": 16}, side=8)
     config = on_photos(album).replace(duration="3 epochs")
-    total = interrupted(config, tmp_path / "run", 3).progress.total
+    total = interrupted(config, tmp_path / "run", 3).progress.total_steps
     for last in sorted(album.glob("*/*"))[::2]:
         last.unlink()
     resumed(tmp_path / "run")
@@ -155,12 +155,12 @@ def test_a_result_is_gone_before_the_settings_are_those_of_a_longer_run(
 ):
     """Killed in between, the folder must not look like a longer run that is finished."""
     run = RunFolder(tmp_path / "run")
-    run.begin(constant(10))
+    run.create(constant(10))
     run.write_result({})
     monkeypatch.setattr(RunFolder, "write_config", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run.reopen(constant(20))
-    assert run.standing == "unfinished"
+    assert run.status == "unfinished"
     assert run.read_result() is None
 
 
@@ -177,7 +177,7 @@ def test_the_end_keeps_its_share_of_a_longer_run_and_the_start_stays(tmp_path: P
         ["schedule.warmup=2 steps", "schedule.cooldown=4 steps", "augment.mixup=0.2", "augment.mix_off=1 step"],
     )
     run = RunFolder(tmp_path / "run")
-    run.begin(config)
+    run.create(config)
     found = settings_of(run, ["duration=20 steps"], {})
     assert [str(found.schedule.warmup), str(found.schedule.cooldown)] == ["2 steps", "8 steps"]
     assert str(found.augment.mix_off) == "2 steps"
@@ -185,4 +185,4 @@ def test_the_end_keeps_its_share_of_a_longer_run_and_the_start_stays(tmp_path: P
     for refused in (["schedule.cooldown=3 steps"], ["duration=20 steps", "schedule.warmup=3 steps"]):
         with pytest.raises(ConfigError, match=r"schedule\.\w+ is \d steps and cannot change when a run is resumed"):
             settings_of(run, refused, {})
-    assert keep_shares(config, config, ("schedule.cooldown",), set()) == config
+    assert scale_durations(config, config, ("schedule.cooldown",), set()) == config

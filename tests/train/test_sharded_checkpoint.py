@@ -14,8 +14,8 @@ from train.processes import Processes
 from train.small_learner import ALONE, Run, State, close, plain, settings, trained
 
 from vitrail.errors import CheckpointError, TrainError
-from vitrail.train.parallel import Ranks
-from vitrail.train.sharded import load_sharded, save_sharded
+from vitrail.train.distributed import DistributedContext
+from vitrail.train.sharded_checkpoint import load_sharded, save_sharded
 
 HALF, END = 3, 6
 
@@ -28,30 +28,30 @@ def processes() -> Iterator[Processes]:
 
 def save_half(folder: str, parallel: str) -> State:
     """The first half of a run, saved by another thread while this one goes on talking."""
-    with Ranks.start("cpu") as ranks:
-        run = trained(ranks, settings(parallel), range(HALF))
+    with DistributedContext.from_env("cpu") as distributed:
+        run = trained(distributed, settings(parallel), range(HALF))
         kept = {name: t.detach().clone() for name, t in run.tensors().items()}
-        thread = threading.Thread(target=save_sharded, args=(Path(folder), kept, ranks))
+        thread = threading.Thread(target=save_sharded, args=(Path(folder), kept, distributed))
         thread.start()
-        while ranks.anywhere(thread.is_alive()):
+        while distributed.any(thread.is_alive()):
             pass
         thread.join()
         return plain(run.tensors())
 
 
 def second_half(folder: str, parallel: str) -> tuple[State, list[float], State]:
-    with Ranks.start("cpu") as ranks:
-        return resumed(folder, parallel, ranks)
+    with DistributedContext.from_env("cpu") as distributed:
+        return resumed(folder, parallel, distributed)
 
 
-def resumed(folder: str, parallel: str, ranks: Ranks) -> tuple[State, list[float], State]:
+def resumed(folder: str, parallel: str, distributed: DistributedContext) -> tuple[State, list[float], State]:
     loaded: State = {}
 
     def load(run: Run) -> None:
-        load_sharded(Path(folder), run.tensors(), ranks)
+        load_sharded(Path(folder), run.tensors(), distributed)
         loaded.update(plain(run.tensors()))
 
-    run = trained(ranks, settings(parallel), range(HALF, END), begin=load)
+    run = trained(distributed, settings(parallel), range(HALF, END), begin=load)
     return loaded, run.losses, plain(run.tensors())
 
 
@@ -133,8 +133,8 @@ def test_other_tensors_than_those_wanted_are_named(saved: tuple[Path, State]) ->
 
 
 def whole_into_shards(state: State) -> tuple[State, bool, str]:
-    with Ranks.start("cpu") as ranks:
-        run = trained(ranks, settings("fsdp"), range(1))
+    with DistributedContext.from_env("cpu") as distributed:
+        run = trained(distributed, settings("fsdp"), range(1))
         parts: dict[str, State] = {}
         for name, tensor in state.items():
             where, _, rest = name.partition("/")

@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from vitrail.errors import TrainError
-from vitrail.train.log import Metrics, read_metrics
+from vitrail.train.metrics_log import MetricsLog, read_metrics
 
 
 def test_lines_come_back_in_order(tmp_path: Path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = MetricsLog(tmp_path / "metrics.jsonl")
     for step in range(3):
         metrics.write({"step": step, "loss": 1 / (step + 1)})
     assert [line["step"] for line in read_metrics(metrics.path)] == [0, 1, 2]
 
 
 def test_rewinding_drops_later_steps_and_a_half_line(tmp_path: Path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = MetricsLog(tmp_path / "metrics.jsonl")
     for step in (10, 20, 30):
         metrics.write({"step": step})
     with metrics.path.open("a") as file:
@@ -32,7 +32,7 @@ def test_rewinding_drops_later_steps_and_a_half_line(tmp_path: Path):
 
 
 def test_what_is_not_finite_is_null(tmp_path: Path):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = MetricsLog(tmp_path / "metrics.jsonl")
     metrics.write({"step": 1, "loss": math.nan, "evaluation": {"top1": math.inf}})
     assert read_metrics(metrics.path) == [{"step": 1, "loss": None, "evaluation": {"top1": None}}]
 
@@ -40,19 +40,19 @@ def test_what_is_not_finite_is_null(tmp_path: Path):
 def test_lines_wait_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = MetricsLog(tmp_path / "metrics.jsonl")
     metrics.write({"step": 1})
-    append = Metrics._append
+    append = MetricsLog._append
 
-    def full(self: Metrics) -> None:
+    def full(self: MetricsLog) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Metrics, "_append", full)
+    monkeypatch.setattr(MetricsLog, "_append", full)
     metrics.write({"step": 2})
     assert "wait in memory" in caplog.text
     with pytest.raises(TrainError, match=r"1 lines of .* could not be written: No space left"):
         metrics.close()
-    monkeypatch.setattr(Metrics, "_append", append)
+    monkeypatch.setattr(MetricsLog, "_append", append)
     metrics.write({"step": 3})
     assert [line["step"] for line in read_metrics(metrics.path)] == [1, 2, 3]
 
@@ -62,15 +62,15 @@ def test_a_write_that_breaks_off_leaves_no_half_line(tmp_path: Path, monkeypatch
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full here")
-    metrics = Metrics(full)
+    metrics = MetricsLog(full)
     monkeypatch.setattr("os.truncate", lambda path, length: None)
     metrics.write({"step": 1})
-    assert len(metrics.waiting) == 1
+    assert len(metrics.unwritten) == 1
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path):
     board = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = Metrics(tmp_path / "metrics.jsonl", tmp_path / "board")
+    metrics = MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "board")
     metrics.write({"step": 1, "loss": 0.5})
     metrics.write({"step": 2, "evaluation": {"top1": 0.75}})
     metrics.close()

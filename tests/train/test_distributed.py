@@ -31,9 +31,9 @@ from train.small_learner import (
 
 from vitrail.config import AugmentConfig, TrainConfig
 from vitrail.errors import ConfigError, TrainError
-from vitrail.train.optim import freeze
-from vitrail.train.parallel import Ranks, network, unwrap, wrap
-from vitrail.train.trainer import _shared
+from vitrail.train.distributed import DistributedContext, evaluation_network, unwrap, wrap
+from vitrail.train.optimizer import freeze
+from vitrail.train.trainer import _check_batch_size
 
 EXACT, STEPPED = 1e-12, 1e-9
 
@@ -48,17 +48,17 @@ def processes() -> Iterator[Processes]:
 
 
 def gradients(config: TrainConfig, parts: int) -> State:
-    with Ranks.start("cpu") as ranks:
+    with DistributedContext.from_env("cpu") as distributed:
         learner = Learner().double()
         freeze(learner, config.optim.trainable)
         learner.net.gradient_checkpointing = config.gradient_checkpointing
         if config.compile:
             warnings.simplefilter("ignore")  # the compiler looks at gradients that are not there
             learner.compile(backend="aot_eager", dynamic=False)
-        wrapped = wrap(learner, config, ranks)
+        wrapped = wrap(learner, config, distributed)
         for step in range(2):  # the second time hooks and buckets are as they will stay
             learner.zero_grad()
-            backward(wrapped, ranks, step, parts)
+            backward(wrapped, distributed, step, parts)
         return plain({n: p.grad for n, p in learner.named_parameters() if p.grad is not None})
 
 
@@ -71,7 +71,9 @@ def test_gradients_are_those_of_one_process(processes: Processes, parallel: str,
         close(got, wanted, EXACT)
 
 
-@pytest.mark.parametrize("how", [{"recompute": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"gradient_checkpointing": True}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_neither_recomputing_nor_compiling_changes_them(
     processes: Processes, parallel: str, how: dict[str, bool]
@@ -92,16 +94,16 @@ def test_what_is_frozen_has_no_gradient_and_the_rest_has_the_same(
     backward(learner, ALONE, 1)
     wanted = {n: p.grad for n, p in learner.named_parameters() if p.grad is not None}
     assert 0 < len(wanted) < len(list(learner.parameters()))
-    close(processes.run(gradients, settings(parallel, train=train), 1, world=2)[0], wanted, EXACT)
+    close(processes.run(gradients, settings(parallel, trainable=train), 1, world=2)[0], wanted, EXACT)
 
 
 def ten_steps(config: TrainConfig) -> tuple[list[float], State]:
-    with Ranks.start("cpu") as ranks:
-        run = trained(ranks, config, range(10))
+    with DistributedContext.from_env("cpu") as distributed:
+        run = trained(distributed, config, range(10))
         return run.losses, plain(run.tensors())
 
 
-SLOWER = {"layer_decay": 0.7, "decay_by": "schedule", "train": 1}
+SLOWER = {"layer_decay": 0.7, "decay_by": "schedule", "trainable": 1}
 SGD = {"kind": "sgd", "lr": 0.1, "decay_by": "schedule"}
 
 
@@ -131,7 +133,7 @@ def test_ten_steps_agree_on_any_number_of_processes(
 
 def measured(run: Run) -> list[Tensor]:
     """Logits with the run's own weights, with their average, and with its own again."""
-    net, images = network(run.wrapped).eval(), random_images(0)[0]
+    net, images = evaluation_network(run.wrapped).eval(), random_images(0)[0]
     with torch.inference_mode():
         own = net(images).clone()
         with run.ema.swap():
@@ -143,9 +145,9 @@ def measured(run: Run) -> list[Tensor]:
 
 def measured_twice(parallel: str) -> tuple[list[Tensor], list[float], bool]:
     found: list[Tensor] = []
-    with Ranks.start("cpu") as ranks:
+    with DistributedContext.from_env("cpu") as distributed:
         # before the first step too: the network alone must not take itself for the whole
-        run = trained(ranks, settings(parallel), range(3), begin=lambda r: found.extend(measured(r)), decay=0.5)
+        run = trained(distributed, settings(parallel), range(3), begin=lambda r: found.extend(measured(r)), decay=0.5)
         found += measured(run)
         return found, run.losses, any(isinstance(p, DTensor) for p in run.learner.parameters())
 
@@ -167,9 +169,9 @@ def test_the_network_is_measured_between_steps_with_its_own_weights_and_with_the
 
 
 def first_values(config: TrainConfig) -> State:
-    with Ranks.start("cpu") as ranks:
+    with DistributedContext.from_env("cpu") as distributed:
         learner = Learner(seed=3)
-        wrap(learner, config, ranks)
+        wrap(learner, config, distributed)
         return plain(learner.state_dict())
 
 
@@ -191,12 +193,12 @@ class Headless(Learner):
 
 
 def unused(parallel: str) -> State:
-    with Ranks.start("cpu") as ranks:
+    with DistributedContext.from_env("cpu") as distributed:
         learner = Headless().double()
-        wrapped = wrap(learner, settings(parallel), ranks)
+        wrapped = wrap(learner, settings(parallel), distributed)
         for step in range(3):
             learner.zero_grad()
-            backward(wrapped, ranks, step)
+            backward(wrapped, distributed, step)
         return plain({n: p.grad for n, p in learner.named_parameters() if p.grad is not None})
 
 
@@ -212,16 +214,16 @@ def test_an_objective_may_leave_parameters_out(processes: Processes, parallel: s
 
 
 def in_bfloat16(parallel: str) -> tuple[State, set[torch.dtype]]:
-    with Ranks.start("cpu") as ranks:
+    with DistributedContext.from_env("cpu") as distributed:
         learner = Learner()
-        wrapped = wrap(learner, settings(parallel).replace(precision="bfloat16"), ranks)
-        images, targets = random_images(0, ranks.slots(BATCH))
+        wrapped = wrap(learner, settings(parallel).replace(precision="bfloat16"), distributed)
+        images, targets = random_images(0, distributed.slots(BATCH))
         with torch.autocast("cpu", torch.bfloat16):
             loss = wrapped(images.float(), targets)["loss"] / BATCH
-        (loss * ranks.world).backward()
+        (loss * distributed.world_size).backward()
         grads = plain({n: p.grad for n, p in learner.named_parameters()})
         with torch.no_grad():
-            assert network(wrapped)(images.float()).isfinite().all(), "measured in float32 or not"
+            assert evaluation_network(wrapped)(images.float()).isfinite().all(), "measured in float32 or not"
         return grads, {p.dtype for p in learner.parameters()} | {g.dtype for g in grads.values()}
 
 
@@ -258,24 +260,28 @@ KINDS = [
 
 
 def talked() -> dict[str, Any]:
-    with Ranks.start("cpu") as ranks:
-        many = torch.tensor([2**40 + ranks.rank, 1])
-        sums = ranks.reduce_sum({"counts": many, "small": torch.tensor(0.1), "table": torch.eye(3) * ranks.rank})
+    with DistributedContext.from_env("cpu") as distributed:
+        many = torch.tensor([2**40 + distributed.rank, 1])
+        sums = distributed.all_reduce_tensors(
+            {"counts": many, "small": torch.tensor(0.1), "table": torch.eye(3) * distributed.rank}
+        )
         order = []
-        with ranks.first_alone():
+        with distributed.main_process_first():
             order.append(time.monotonic())
-            time.sleep(0.05 * ranks.first)
+            time.sleep(0.05 * distributed.is_main)
             order.append(time.monotonic())
         return {
             "sums": sums,
-            "sum": ranks.sum(torch.tensor([ranks.rank, 1.5])),
-            "rows": [ranks.gather(rows_of(dtype, shape, range(ranks.rank))) for dtype, shape in KINDS],
-            "none": ranks.gather(torch.zeros(0, 3)),
+            "sum": distributed.all_reduce(torch.tensor([distributed.rank, 1.5])),
+            "rows": [
+                distributed.all_gather_rows(rows_of(dtype, shape, range(distributed.rank))) for dtype, shape in KINDS
+            ],
+            "none": distributed.all_gather_rows(torch.zeros(0, 3)),
             "order": order,
-            "stop": (ranks.anywhere(False), ranks.anywhere(ranks.rank == 2)),
-            "told": ranks.told({"folder": f"run-{ranks.rank}"}),
-            "first": ranks.first,
-            "slots": list(ranks.slots(BATCH)),
+            "stop": (distributed.any(False), distributed.any(distributed.rank == 2)),
+            "told": distributed.broadcast_object({"folder": f"run-{distributed.rank}"}),
+            "first": distributed.is_main,
+            "slots": list(distributed.slots(BATCH)),
         }
 
 
@@ -303,46 +309,51 @@ def test_one_process_has_no_group_and_is_told_what_it_says(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("vitrail.runtime._logged", set())  # what was said in another test is said again
-    with Ranks.start("cpu") as ranks:
+    with DistributedContext.from_env("cpu") as distributed:
         assert not torch.distributed.is_initialized()
-        assert (ranks.rank, ranks.world, ranks.first, ranks.saving) == (0, 1, True, None)
-        assert ranks.told("x") == "x"
-        assert ranks.anywhere(True)
-        assert not ranks.anywhere(False)
+        assert (distributed.rank, distributed.world_size, distributed.is_main, distributed.checkpoint_group) == (
+            0,
+            1,
+            True,
+            None,
+        )
+        assert distributed.broadcast_object("x") == "x"
+        assert distributed.any(True)
+        assert not distributed.any(False)
         learner = Learner()
-        assert wrap(learner, settings("fsdp"), ranks) is learner
+        assert wrap(learner, settings("fsdp"), distributed) is learner
         assert "parallel=fsdp shares nothing: this is one process; start several with torchrun" in caplog.text
         assert unwrap(torch.compile(learner, backend="eager")) is learner  # type: ignore[arg-type]
-        assert network(learner) is learner.net
+        assert evaluation_network(learner) is learner.net
         counts = {"n": torch.tensor(3)}
-        assert ranks.reduce_sum(counts)["n"] is not None
+        assert distributed.all_reduce_tensors(counts)["n"] is not None
 
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch_size=10 cannot be shared evenly by 4 processes; try batch_size=12"):
-        Ranks(torch.device("cpu"), rank=1, world=4).slots(10)
+    with pytest.raises(ConfigError, match="batch_size=10 is not a multiple of the 4 processes; try batch_size=12"):
+        DistributedContext(torch.device("cpu"), rank=1, world_size=4).slots(10)
     config = settings("ddp").replace(batch_size=24, augment=AugmentConfig(mixup=0.2).to_dict())
     with pytest.raises(
         ConfigError, match=r"each of 4 processes 6 images, .* try batch_size=32, augment.mix_group=2 or"
     ):
-        _shared(config, processes=4, images=100)
-    assert _shared(config, processes=3, images=100) == 24
-    assert _shared(config.replace(augment=AugmentConfig().to_dict()), processes=4, images=100) == 24
+        _check_batch_size(config, processes=4, images=100)
+    assert _check_batch_size(config, processes=3, images=100) == 24
+    assert _check_batch_size(config.replace(augment=AugmentConfig().to_dict()), processes=4, images=100) == 24
 
 
 def dies(how: str, patience: float) -> None:
     try:
-        with Ranks.start("cpu", patience=timedelta(seconds=patience)) as ranks:
-            wrapped = wrap(Learner().double(), settings("ddp"), ranks)
+        with DistributedContext.from_env("cpu", timeout=timedelta(seconds=patience)) as distributed:
+            wrapped = wrap(Learner().double(), settings("ddp"), distributed)
             for step in range(3):
-                if step == 1 and ranks.rank == 1:
+                if step == 1 and distributed.rank == 1:
                     if how == "killed":
                         os.kill(os.getpid(), 9)
                     if how == "hangs":
                         time.sleep(2 * patience)
                         os._exit(4)
                     raise ValueError("an image is broken")
-                backward(wrapped, ranks, step)
+                backward(wrapped, distributed, step)
     except ValueError:
         os._exit(1)  # as an uncaught error ends a process
 
@@ -358,12 +369,12 @@ def test_when_one_process_goes_the_others_end_with_a_sentence(how: str, patience
         survivor, other = pair.run(dies, how, patience, survivors=True)
         assert time.monotonic() - started < 20
     assert isinstance(survivor, TrainError)
-    assert "process 0 of 2 lost another one, which died or kept it waiting too long" in str(survivor)
+    assert "process 0 of 2 lost the connection to another one, which died or did not respond in time" in str(survivor)
     assert "--resume" in str(survivor)
     assert "pytorch" not in str(survivor), "no places in somebody's source"
     assert other == code
 
 
 def talked_once() -> bool:
-    with Ranks.start("cpu") as ranks:
-        return ranks.anywhere(True)
+    with DistributedContext.from_env("cpu") as distributed:
+        return distributed.any(True)

@@ -36,13 +36,13 @@ from vitrail.chance import key_of
 from vitrail.config.format_version import VERSION, current
 from vitrail.errors import CheckpointError
 from vitrail.runtime import warn_once
-from vitrail.train.parallel import Ranks
-from vitrail.train.sharded import load_sharded, save_sharded, shards_of
+from vitrail.train.distributed import DistributedContext
+from vitrail.train.sharded_checkpoint import load_sharded, save_sharded, shard_files
 from vitrail.weights.writers import fsync, new_folder, report_errors_for, write_json, write_safetensors
 
 Tensors = dict[str, Tensor]
 TENSORS, STATE, SHARDS, BEST, GENERATORS = "tensors.safetensors", "state.json", "shards", "best-", "generators"
-KEPT = 2
+CHECKPOINTS_TO_KEEP = 2
 
 
 @dataclass
@@ -51,41 +51,41 @@ class Progress:
 
     step: int = 0
     """Steps done."""
-    best: float | None = None
+    best_score: float | None = None
     """The best score so far, higher is better."""
     best_loss: float | None = None
     """Of the measurement that gave it: of equal scores the one with the lower loss is the best."""
     best_step: int | None = None
-    stale: int = 0
+    evaluations_since_best: int = 0
     """Evaluations since."""
-    skipped: int = 0
+    skipped_steps: int = 0
     """Steps left out because their loss was not finite."""
-    seconds: float = 0.0
+    elapsed_seconds: float = 0.0
     """Spent so far, over all sittings."""
-    meter: dict[str, float] = field(default_factory=dict)
+    metric_sums: dict[str, float] = field(default_factory=dict)
     """Sums since the last logged line, so that a resumed run logs the same averages."""
-    stream: list[dict[str, Any]] | None = None
+    stream_states: list[dict[str, Any]] | None = None
     """A plain stream's own place in each process; every other source needs none."""
-    unwritten: list[str] = field(default_factory=list)
+    unwritten_metrics: list[str] = field(default_factory=list)
     """Lines of metrics that found no room on the disk yet."""
-    unreadable: dict[str, str] = field(default_factory=dict)
+    unreadable_images: dict[str, str] = field(default_factory=dict)
     """Training images that could not be read, in any process and any sitting, and why."""
-    began: dict[str, str] = field(default_factory=dict)
+    model_origin: dict[str, str] = field(default_factory=dict)
     """The family and origin of the network, which nobody can tell from its weights."""
-    images: int | None = None
+    num_images: int | None = None
     """How many there were to learn from: with another number their order is another."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """The classes and digests of the images, as `same_data.describe_data` gives them; empty in older checkpoints."""
-    teacher: str | None = None
+    data_fingerprint: dict[str, Any] = field(default_factory=dict)
+    """The classes and digests of the images, as `same_data.fingerprint_data` gives them; empty in older checkpoints."""
+    teacher_checksum: str | None = None
     """The checksum of the weights that are learned from, of a run that has a teacher."""
-    total: int | None = None
+    total_steps: int | None = None
     """Steps of the whole run, by its settings at that time."""
-    evaluation_due: bool = False
+    evaluation_pending: bool = False
     """The evaluation of this very step was stopped, and is made first when the run goes on."""
-    ran_on: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
 
 
-def here(device: torch.device, world: int) -> dict[str, Any]:
+def current_environment(device: torch.device, world_size: int) -> dict[str, Any]:
     """What the bits of a run depend on besides its settings."""
     return {
         "torch": torch.__version__,
@@ -95,27 +95,27 @@ def here(device: torch.device, world: int) -> dict[str, Any]:
         "processor": torch.backends.cpu.get_cpu_capability(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
-        "processes": world,
+        "processes": world_size,
     }
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What has changed since a checkpoint was written, in words."""
     return [f"{name} was {then[name]} and is {now[name]}" for name in now if name in then and then[name] != now[name]]
 
 
-class Checkpoints:
+class CheckpointManager:
     """Writes and finds a run's checkpoints. Every process calls each method; the first one writes.
 
     Of a sharded learner each process writes its part, and training waits for it.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
-        self.folder, self.ranks = folder, ranks
+    def __init__(self, folder: Path, distributed: DistributedContext) -> None:
+        self.folder, self.distributed = folder, distributed
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.writing: Future[None] | None = None
-        self.failed: Exception | None = None
-        self.best: tuple[Tensors, dict[str, Any]] | None = None
+        self.error: Exception | None = None
+        self.unwritten_best: tuple[Tensors, dict[str, Any]] | None = None
         """The best weights, until they are written."""
 
     def save(self, tensors: Tensors, progress: Progress) -> None:
@@ -123,15 +123,15 @@ class Checkpoints:
         self.wait()
         if any(isinstance(t, DTensor) for t in tensors.values()):
             self._attempt(lambda: self._write_sharded(tensors, asdict(progress)))
-        elif self.ranks.first:
-            kept, state = _copied(tensors), asdict(progress)
+        elif self.distributed.is_main:
+            kept, state = _cpu_copies(tensors), asdict(progress)
             self.writing = self.pool.submit(self._write_all, kept, state)
 
     def save_best(self, tensors: Tensors, progress: Progress) -> None:
         """The weights that scored best, alone and whole."""
         self.wait()
-        if self.ranks.first:
-            self.best = _copied(tensors), asdict(progress)
+        if self.distributed.is_main:
+            self.unwritten_best = _cpu_copies(tensors), asdict(progress)
             self.writing = self.pool.submit(self._write_best)
 
     def wait(self) -> None:
@@ -143,10 +143,10 @@ class Checkpoints:
     def _attempt(self, write: Callable[[], None]) -> None:
         try:
             write()
-            self.failed = None
+            self.error = None
         except (CheckpointError, OSError) as error:
-            self.failed = error
-            if self.ranks.first:
+            self.error = error
+            if self.distributed.is_main:
                 warn_once([f"a checkpoint could not be written, training goes on: {error}"])
 
     def close(self) -> None:
@@ -160,13 +160,15 @@ class Checkpoints:
 
     def latest(self) -> tuple[Path, Progress] | None:
         """The newest one that is whole, as the first process finds; a damaged one is named and passed over."""
-        found: tuple[Path, Progress] | None = self.ranks.told(self._latest() if self.ranks.first else None)
+        found: tuple[Path, Progress] | None = self.distributed.broadcast_object(
+            self._latest() if self.distributed.is_main else None
+        )
         return found
 
     def _latest(self) -> tuple[Path, Progress] | None:
         steps = self.steps()
         while steps:
-            path = self.at(steps.pop())
+            path = self.path_of(steps.pop())
             try:
                 return path, read_progress(path)
             except CheckpointError as error:
@@ -178,17 +180,17 @@ class Checkpoints:
         whole = read_tensors(path)
         if not (path / SHARDS).is_dir():
             return whole
-        load_sharded(path / SHARDS, like, self.ranks)
+        load_sharded(path / SHARDS, like, self.distributed)
         return whole | like
 
     def read_best(self, step: int) -> Tensors | None:
         """The best weights, as the first process has them; None, said aloud, where they are gone or damaged."""
-        return self.ranks.given(self._read_best(step) if self.ranks.first else None)
+        return self.distributed.broadcast_tensors(self._read_best(step) if self.distributed.is_main else None)
 
     def _read_best(self, step: int) -> Tensors | None:
-        if self.best is not None and self.best[1]["step"] == step:
-            return self.best[0]
-        path = self.at(step, BEST)
+        if self.unwritten_best is not None and self.unwritten_best[1]["step"] == step:
+            return self.unwritten_best[0]
+        path = self.path_of(step, BEST)
         try:
             read_progress(path)
             return read_tensors(path)
@@ -196,49 +198,49 @@ class Checkpoints:
             warn_once([f"{error}; the last weights are kept instead"])
             return None
 
-    def at(self, step: int, prefix: str = "") -> Path:
+    def path_of(self, step: int, prefix: str = "") -> Path:
         return self.folder / f"{prefix}{step:08d}"
 
-    def rewind(self, step: int) -> None:
+    def delete_after(self, step: int) -> None:
         """Forget what a run that goes on from this step will save again: it must not push out what is older."""
-        if self.ranks.first:
+        if self.distributed.is_main:
             for prefix in ("", BEST):
                 for later in [s for s in self.steps(prefix) if s > step]:
-                    shutil.rmtree(self.at(later, prefix), ignore_errors=True)
+                    shutil.rmtree(self.path_of(later, prefix), ignore_errors=True)
 
     def _write_all(self, tensors: Tensors, state: dict[str, Any]) -> None:
         self._write(tensors, state)
         self._write_best()
 
     def _write_best(self) -> None:
-        if self.best is not None:
-            self._write(*self.best, BEST)
-            self.best = None
+        if self.unwritten_best is not None:
+            self._write(*self.unwritten_best, BEST)
+            self.unwritten_best = None
 
     def _write(self, tensors: Tensors, state: dict[str, Any], prefix: str = "") -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with new_folder(self.at(state["step"], prefix), overwrite=True) as temporary:
+        with new_folder(self.path_of(state["step"], prefix), overwrite=True) as temporary:
             if tensors:
                 write_safetensors(temporary / TENSORS, tensors)
                 state = state | {"checksums": {TENSORS: checksum(temporary / TENSORS)}}
             write_json(temporary / STATE, {"format_version": VERSION, **state})
-        self._tidy(prefix)
+        self._delete_old(prefix)
 
     def _write_sharded(self, tensors: Tensors, state: dict[str, Any]) -> None:
-        path = self.at(state["step"])
+        path = self.path_of(state["step"])
         temporary = path.with_name(f".{path.name}.tmp")
-        shards, first = temporary / SHARDS, self.ranks.first
+        shards, first = temporary / SHARDS, self.distributed.is_main
         small = {name: t for name, t in tensors.items() if name.startswith(f"{GENERATORS}/")}
         try:
-            with self._together(temporary, path):
+            with self._all_or_none(temporary, path):
                 if first:
                     shutil.rmtree(temporary, ignore_errors=True)
                     shards.mkdir(parents=True)
-            with self._together(temporary, path):
-                save_sharded(shards, {name: t for name, t in tensors.items() if name not in small}, self.ranks)
-                mine = {f"{SHARDS}/{file.name}": checksum(file) for file in shards_of(shards, self.ranks.rank)}
-            sums = {file: crc for part in self.ranks.all_told(mine) for file, crc in part.items()}
-            with self._together(temporary, path):
+            with self._all_or_none(temporary, path):
+                save_sharded(shards, {name: t for name, t in tensors.items() if name not in small}, self.distributed)
+                mine = {f"{SHARDS}/{file.name}": checksum(file) for file in shard_files(shards, self.distributed.rank)}
+            sums = {file: crc for part in self.distributed.all_gather_object(mine) for file, crc in part.items()}
+            with self._all_or_none(temporary, path):
                 if first:
                     write_safetensors(temporary / TENSORS, small)
                     sums[TENSORS] = checksum(temporary / TENSORS)
@@ -248,14 +250,14 @@ class Checkpoints:
                     shutil.rmtree(path, ignore_errors=True)
                     os.replace(temporary, path)
                     fsync(self.folder)
-                    self._tidy()
+                    self._delete_old()
                     self._write_best()
         finally:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
 
     @contextmanager
-    def _together(self, temporary: Path, path: Path) -> Iterator[None]:
+    def _all_or_none(self, temporary: Path, path: Path) -> Iterator[None]:
         """Every process gets through what stands inside, or all of them raise the same error."""
         problem = None
         try:
@@ -263,14 +265,14 @@ class Checkpoints:
                 yield
         except (CheckpointError, OSError) as error:
             problem = str(error)
-        for said in self.ranks.all_told(problem):
+        for said in self.distributed.all_gather_object(problem):
             if said is not None:
                 raise CheckpointError(said)
 
-    def _tidy(self, prefix: str = "") -> None:
+    def _delete_old(self, prefix: str = "") -> None:
         """Away with all but the last two, and with what killed writers left under temporary names."""
-        for old in self.steps(prefix)[:-KEPT]:
-            shutil.rmtree(self.at(old, prefix), ignore_errors=True)
+        for old in self.steps(prefix)[:-CHECKPOINTS_TO_KEEP]:
+            shutil.rmtree(self.path_of(old, prefix), ignore_errors=True)
         for left in self.folder.glob(".*"):
             if left.suffix in (".tmp", ".old"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -309,7 +311,7 @@ def checksum(path: Path) -> str:
     return f"{crc:08x}:{path.stat().st_size}"
 
 
-def seed_generators(seed: int, rank: int, *step: int) -> None:
+def seed_rngs(seed: int, rank: int, *step: int) -> None:
     """The same for every run of this seed at its start, or at a step; each process has its own."""
     own = key_of(seed, rank, *step)
     random.seed(own)
@@ -317,13 +319,13 @@ def seed_generators(seed: int, rank: int, *step: int) -> None:
     torch.manual_seed(own & 0x7FFFFFFFFFFFFFFF)
 
 
-def generators(device: torch.device, ranks: Ranks) -> Tensors:
+def rng_states(device: torch.device, distributed: DistributedContext) -> Tensors:
     """The states of every generator of each process. Only attention's own dropout draws from one of them."""
-    every = enumerate(ranks.all_told(_generators(device)))
+    every = enumerate(distributed.all_gather_object(_local_rng_states(device)))
     return {f"{GENERATORS}/{rank}/{name}": state for rank, states in every for name, state in states.items()}
 
 
-def _generators(device: torch.device) -> Tensors:
+def _local_rng_states(device: torch.device) -> Tensors:
     _, words, *rest = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     found = {
@@ -338,9 +340,9 @@ def _generators(device: torch.device) -> Tensors:
     return found
 
 
-def set_generators(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
+def set_rng_states(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
     """Those of this process, as `generators` gave them."""
-    states = under(f"{GENERATORS}/{rank}", tensors)
+    states = select_prefix(f"{GENERATORS}/{rank}", tensors)
     torch.set_rng_state(states["torch"])
     *words, position, has_gauss = states["numpy"].tolist()
     gauss = states["numpy-gauss"].item()
@@ -351,14 +353,14 @@ def set_generators(tensors: Mapping[str, Tensor], device: torch.device, rank: in
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
-def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+def add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
     return {f"{prefix}/{name}": t for name, t in tensors.items()}
 
 
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
+def select_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
     return {name.removeprefix(f"{prefix}/"): t for name, t in tensors.items() if name.startswith(f"{prefix}/")}
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> Tensors:
+def _cpu_copies(tensors: Mapping[str, Tensor]) -> Tensors:
     """On the CPU, sharing no memory with what training will change."""
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}

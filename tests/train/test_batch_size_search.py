@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vitrail.errors import TrainError
-from vitrail.train.batch_size import fastest, largest
+from vitrail.train.batch_size_search import largest_that_fits, smallest_fast_size
 
 SIZES = [8, 16, 32, 64, 128]
 
@@ -21,12 +21,12 @@ def out_of_memory_above(limit: int):
 
 @pytest.mark.parametrize(("limit", "expected"), [(8, 8), (40, 32), (1000, 128)])
 def test_the_largest_that_fits(limit: int, expected: int):
-    assert largest(SIZES, out_of_memory_above(limit), lambda: None) == expected
+    assert largest_that_fits(SIZES, out_of_memory_above(limit), lambda: None) == expected
 
 
 def test_nothing_fits():
     with pytest.raises(TrainError, match="not even a batch of 8 fits"):
-        largest(SIZES, out_of_memory_above(4), lambda: None)
+        largest_that_fits(SIZES, out_of_memory_above(4), lambda: None)
 
 
 def test_other_errors_are_not_taken_for_memory():
@@ -34,7 +34,7 @@ def test_other_errors_are_not_taken_for_memory():
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError, match="something else"):
-        largest(SIZES, step, lambda: None)
+        largest_that_fits(SIZES, step, lambda: None)
 
 
 def test_a_cpu_gets_the_smallest_that_is_as_fast():
@@ -45,4 +45,4 @@ def test_a_cpu_gets_the_smallest_that_is_as_fast():
         nonlocal now
         now += cost[size]
 
-    assert fastest(SIZES, step, clock=lambda: now) == 32
+    assert smallest_fast_size(SIZES, step, clock=lambda: now) == 32

@@ -40,47 +40,51 @@ from vitrail.train.rendezvous import new_store
 
 # W processes, B images in the global batch, b = B / W of them here
 
-PIECES = (Block, BiTUnit, StemUnit)
+FSDP_UNITS = (Block, BiTUnit, StemUnit)
 """What FSDP gathers, computes and drops one at a time."""
-PATIENCE = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a process waits for another that does not come, before the run is given up."""
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """This process among all: `with Ranks.start("auto") as ranks:`."""
+class DistributedContext:
+    """This process among all: `with DistributedContext.from_env("auto") as distributed:`."""
 
     device: torch.device
     rank: int = 0
-    world: int = 1
-    local: int = 0
+    world_size: int = 1
+    local_rank: int = 0
     """Its number on this machine."""
-    saving: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    checkpoint_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     """A group of its own for checkpoints, which another thread may be writing meanwhile."""
 
     @classmethod
-    def start(cls, device: str | torch.device = "auto", *, patience: timedelta = PATIENCE) -> Ranks:
+    def from_env(
+        cls, device: str | torch.device = "auto", *, timeout: timedelta = COLLECTIVE_TIMEOUT
+    ) -> DistributedContext:
         """From torchrun's environment; without it, one process and no group."""
         if "RANK" not in os.environ:
             return cls(pick_device(device))
-        rank, world = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        chosen = _own_device(device, local)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        chosen = _local_device(device, local_rank)
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         try:
-            store = new_store(rank, world, patience)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
-            saving = dist.new_group(backend="gloo", timeout=patience)
+            store = new_store(rank, world_size, timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+            checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError) as error:
-            raise TrainError(f"process {rank} of {world} could not reach the others: {reason_of(error)}.") from error
-        return cls(chosen, rank, world, local, saving)
+            raise TrainError(
+                f"process {rank} of {world_size} could not reach the others: {first_sentence(error)}."
+            ) from error
+        return cls(chosen, rank, world_size, local_rank, checkpoint_group)
 
     def close(self) -> None:
         """Leave the group, as a process should before it ends."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> DistributedContext:
         return self
 
     def __exit__(
@@ -89,93 +93,93 @@ class Ranks:
         try:
             self.close()
         finally:
-            if isinstance(error, Exception) and is_lost(error):
+            if isinstance(error, Exception) and is_peer_failure(error):
                 raise TrainError(
-                    f"process {self.rank} of {self.world} lost another one, which died or kept it waiting too long "
-                    f"({reason_of(error)}); its own last words say why. Go on with --resume."
+                    f"process {self.rank} of {self.world_size} lost the connection to another one, which died or did "
+                    f"not respond in time ({first_sentence(error)}); its own error message says why. Use --resume."
                 ) from error
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process is the one that writes and speaks."""
         return self.rank == 0
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.device.type, (self.world,))
+        return init_device_mesh(self.device.type, (self.world_size,))
 
     def slots(self, batch_size: int) -> range:
         """This process's places in a global batch: one run of them, in the order of ranks."""
-        if batch_size % self.world:
-            above = -(-batch_size // self.world) * self.world
+        if batch_size % self.world_size:
+            above = -(-batch_size // self.world_size) * self.world_size
             raise ConfigError(
-                f"batch_size={batch_size} cannot be shared evenly by {self.world} processes; try batch_size={above}."
+                f"batch_size={batch_size} is not a multiple of the {self.world_size} processes; try batch_size={above}."
             )
-        share = batch_size // self.world
+        share = batch_size // self.world_size
         return range(self.rank * share, (self.rank + 1) * share)
 
     def barrier(self) -> None:
         """Wait until everyone is here."""
-        self.anywhere(False)
+        self.any(False)
 
-    def anywhere(self, flag: bool) -> bool:
+    def any(self, flag: bool) -> bool:
         """Whether any process says yes: how all of them stop at the same step. On the CPU: no GPU waits."""
-        return self.totals(flag)[0] > 0
+        return self.sum_counts(flag)[0] > 0
 
-    def totals(self, *counts: int) -> list[int]:
+    def sum_counts(self, *counts: int) -> list[int]:
         """Each count summed over all processes, in one exchange on the CPU: no GPU waits."""
         votes = torch.tensor([int(count) for count in counts])
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(votes)
         return [int(vote) for vote in votes]
 
-    def told(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """What the first process says, whatever the others would."""
-        if self.world == 1:
+        if self.world_size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
         return box[0]
 
-    def all_told(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """What each process says, in the order of ranks."""
-        said: list[Any] = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(said, value, group=self.saving)
+        said: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(said, value, group=self.checkpoint_group)
         return said
 
-    def given(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
         """The first process's tensors, on the CPU; None where it has none, whatever the others have."""
         mine = None if tensors is None else {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-        if self.world == 1:
+        if self.world_size == 1:
             return mine
-        kinds = self.told(mine and [(name, t.shape, t.dtype) for name, t in mine.items()])
+        kinds = self.broadcast_object(mine and [(name, t.shape, t.dtype) for name, t in mine.items()])
         if kinds is None:
             return None
-        found = mine if self.first and mine else {name: torch.empty(shape, dtype=kind) for name, shape, kind in kinds}
+        found = mine if self.is_main and mine else {name: torch.empty(shape, dtype=kind) for name, shape, kind in kinds}
         for tensor in found.values():
             dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # bytes: any dtype travels
         return found
 
-    def reduce_sum(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def all_reduce_tensors(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sums over all processes, in one exchange, added in float64 and returned as they came."""
         found = {name: value.detach() for name, value in values.items()}
-        if self.world == 1 or not found:
+        if self.world_size == 1 or not found:
             return found
         packed = torch.cat([v.reshape(-1).to(self.device, torch.float64) for v in found.values()])
         dist.all_reduce(packed)
         parts = packed.split([v.numel() for v in found.values()])
         return {name: p.view(v.shape).to(v.dtype) for (name, v), p in zip(found.items(), parts, strict=True)}
 
-    def sum(self, value: Tensor) -> Tensor:
+    def all_reduce(self, value: Tensor) -> Tensor:
         """One tensor's sum over all processes."""
-        return self.reduce_sum({"value": value})["value"]
+        return self.all_reduce_tensors({"value": value})["value"]
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def all_gather_rows(self, rows: Tensor) -> Tensor:
         """The rows of all processes, in the order of ranks; they may have different numbers of them."""
-        if self.world == 1:
+        if self.world_size == 1:
             return rows
-        counts = torch.zeros(self.world, dtype=torch.int64)
+        counts = torch.zeros(self.world_size, dtype=torch.int64)
         counts[self.rank] = len(rows)
         dist.all_reduce(counts)
         most = int(counts.max())
@@ -183,55 +187,57 @@ class Ranks:
         padded[: len(rows)] = rows
         # As bytes, on the CPU: any type travels, and these are results, not a step's business.
         sent = padded.cpu().contiguous().view(torch.uint8) if rows.ndim else padded.cpu()
-        got = [torch.empty_like(sent) for _ in range(self.world)]
+        got = [torch.empty_like(sent) for _ in range(self.world_size)]
         dist.all_gather(got, sent)
-        parts = [got[r].view(rows.dtype).view(most, *rows.shape[1:])[: int(counts[r])] for r in range(self.world)]
+        parts = [got[r].view(rows.dtype).view(most, *rows.shape[1:])[: int(counts[r])] for r in range(self.world_size)]
         return torch.cat(parts).to(rows.device)
 
     @contextmanager
-    def first_alone(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """The first process goes ahead, the others follow when it is done: one download serves all."""
-        if not self.first:
+        if not self.is_main:
             self.barrier()
         yield
-        if self.first:
+        if self.is_main:
             self.barrier()
 
 
-def wrap(learner: nn.Module, config: TrainConfig, ranks: Ranks) -> nn.Module:
+def wrap(learner: nn.Module, config: TrainConfig, distributed: DistributedContext) -> nn.Module:
     """The learner over all devices; itself where there is one.
 
-    Gradients come out as the mean over processes, so each multiplies its loss by `ranks.world`. What
+    Gradients come out as the mean over processes, so each multiplies its loss by `distributed.world_size`. What
     is frozen must be so already, and the optimizer comes after: sharding replaces the parameters by
     shards of them. Every process builds the same learner from the seed and keeps its part of it, so
     first values do not depend on how many there are.
     """
-    if ranks.saving is None:
+    if distributed.checkpoint_group is None:
         if config.parallel != "auto":
             warn_once([f"parallel={config.parallel} shares nothing: this is one process; start several with torchrun"])
         return learner
     if config.parallel == "fsdp":
-        return _sharded(learner, ranks, bfloat16=config.precision == "bfloat16")
+        return _shard(learner, distributed, bfloat16=config.precision == "bfloat16")
     return DistributedDataParallel(
         learner,
-        device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+        device_ids=[distributed.device.index] if distributed.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
     )
 
 
-def _sharded(learner: nn.Module, ranks: Ranks, bfloat16: bool) -> nn.Module:
+def _shard(learner: nn.Module, distributed: DistributedContext, bfloat16: bool) -> nn.Module:
     """Each piece by itself, then the rest. Between steps all that is registered are shards."""
     # Inside the pieces weights are gathered as bfloat16, in which autocast would compute with them
     # anyway; the rest (positions, tokens, norms, heads) stays whole. Sums are always float32 or more.
     lighter = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     for module in learner.modules():
-        if isinstance(module, PIECES):
-            fully_shard(module, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=lighter if bfloat16 else exact)
-    fully_shard(learner, mesh=ranks.mesh, reshard_after_forward=True, mp_policy=exact)
+        if isinstance(module, FSDP_UNITS):
+            fully_shard(
+                module, mesh=distributed.mesh, reshard_after_forward=True, mp_policy=lighter if bfloat16 else exact
+            )
+    fully_shard(learner, mesh=distributed.mesh, reshard_after_forward=True, mp_policy=exact)
     # Evaluation asks the network alone, which must be gathered as the whole learner is. It computes in
     # what the pieces are gathered as, in whatever precision it is asked.
-    learner.predict = MethodType(_predict_lighter if bfloat16 else _predict, learner)  # type: ignore[assignment]
+    learner.predict = MethodType(_predict_bfloat16 if bfloat16 else _predict, learner)  # type: ignore[assignment]
     register_fsdp_forward_method(learner, "predict")
     return learner
 
@@ -242,12 +248,12 @@ def _predict(learner: nn.Module, images: Tensor) -> Tensor:
     return logits
 
 
-def _predict_lighter(learner: nn.Module, images: Tensor) -> Tensor:
+def _predict_bfloat16(learner: nn.Module, images: Tensor) -> Tensor:
     with torch.autocast(images.device.type, torch.bfloat16):
         return _predict(learner, images)
 
 
-class Gathered(nn.Module):
+class ShardedNetwork(nn.Module):
     """The network of a sharded learner, to measure with: its weights are gathered while it computes.
 
     Never in inference mode, whose tensors the next step could not fill again.
@@ -275,39 +281,39 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inside
 
 
-def network(wrapped: nn.Module) -> nn.Module:
+def evaluation_network(wrapped: nn.Module) -> nn.Module:
     """What evaluation calls with images: the learner's own network, gathered where it is sharded."""
     learner = unwrap(wrapped)
     if isinstance(learner, FSDPModule):
-        return Gathered(learner)
+        return ShardedNetwork(learner)
     assert isinstance(learner.net, nn.Module)
     return learner.net
 
 
-def part_of_step(wrapped: nn.Module, last: bool) -> AbstractContextManager[None]:
+def gradient_sync(wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
     """Around forward and backward of one part of an accumulated batch: only the last one is exchanged.
 
     A sharded learner exchanges every part: what it would keep instead is the whole gradient, which
     is what it was sharded to avoid.
     """
     inside = getattr(wrapped, "_orig_mod", wrapped)
-    if last or not isinstance(inside, DistributedDataParallel):
+    if is_last or not isinstance(inside, DistributedDataParallel):
         return nullcontext()
     return inside.no_sync()
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor; any other as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of a sharded tensor, on every process; any other as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(sharded: Tensor, part: Tensor) -> Tensor:
-    """What `local` undoes: this process's part of a tensor that is sharded as another is."""
+def shard_like(sharded: Tensor, part: Tensor) -> Tensor:
+    """What `local_rank` undoes: this process's part of a tensor that is sharded as another is."""
     if not isinstance(sharded, DTensor):
         return part
     return DTensor.from_local(
@@ -320,7 +326,7 @@ def like(sharded: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def part_of(sharded: Tensor, value: Tensor) -> Tensor:
+def local_shard(sharded: Tensor, value: Tensor) -> Tensor:
     """Of a whole tensor the part that this process has of another; no process asks another for it."""
     if not isinstance(sharded, DTensor):
         return value
@@ -334,28 +340,28 @@ def copy_into(target: Tensor, value: Tensor) -> None:
     if isinstance(value, DTensor):
         target.copy_(value)
     else:
-        local(target).copy_(part_of(target, value))
+        local_tensor(target).copy_(local_shard(target, value))
 
 
-def is_lost(error: Exception) -> bool:
+def is_peer_failure(error: Exception) -> bool:
     """Whether this is a collective's cry that another process is gone or silent."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
-def _own_device(device: str | torch.device, local: int) -> torch.device:
+def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
     chosen = pick_device(device)
     if chosen.type == "mps":
         raise ConfigError("processes cannot share Apple's MPS; run one process, or device=cpu.")
     if chosen.type != "cuda":
         return chosen
     there = torch.cuda.device_count()
-    if local >= there:
-        raise ConfigError(f"process {local} here has no GPU of its own: try --nproc-per-node={there}.")
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
+    if local_rank >= there:
+        raise ConfigError(f"process {local_rank} here has no GPU of its own: try --nproc-per-node={there}.")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
-def reason_of(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     """The first sentence, without the place in somebody's source that gloo begins with."""
     line = (str(error).splitlines() or [""])[0]
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0].rstrip(". ") or type(error).__name__
