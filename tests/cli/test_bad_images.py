@@ -98,8 +98,8 @@ def jpeg(path: Path) -> bytes:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "text.jpg": (lambda p: p.write_text("hello"), "is not an image: it begins with b'hello'"),
-    "page.jpg": (lambda p: p.write_text("<!DOCTYPE html><html>"), "it is a web page, as a failed download leaves"),
+    "text.jpg": (lambda p: p.write_text("hello"), "is not an image: it starts with b'hello'"),
+    "page.jpg": (lambda p: p.write_text("<!DOCTYPE html><html>"), "it is a web page, perhaps from a failed download"),
     "pointer.jpg": (lambda p: p.write_text("version https://git-lfs.github.com/spec/v1"), "run git lfs pull"),
     "empty.jpg": (lambda p: p.touch(), "is empty (0 bytes)"),
     "cut.jpg": (lambda p: p.write_bytes(jpeg(p)[:1500]), "cannot be read: image file is truncated"),

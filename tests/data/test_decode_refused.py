@@ -36,7 +36,7 @@ def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
 
 
 def test_an_address_is_not_a_file() -> None:
-    with pytest.raises(NotFound, match=r"https://example\.org/cat\.jpg is an address, wanted a file"):
+    with pytest.raises(NotFound, match=r"https://example\.org/cat\.jpg is a URL, wanted a file"):
         decode("https://example.org/cat.jpg")
 
 
@@ -64,7 +64,7 @@ def test_a_name_no_file_can_have() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"hello, I am a text file", r"begins with b'hello, I am '; wanted JPEG, PNG"),
+        (b"hello, I am a text file", r"starts with b'hello, I am '; wanted JPEG, PNG"),
         (b"<!DOCTYPE html><html>404", "web page"),
         (b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
@@ -84,7 +84,7 @@ def test_not_an_image_says_what_it_is(data: bytes, reason: str, tmp_path: Path) 
 
 
 def test_a_program_is_not_run() -> None:
-    with pytest.raises(ImageError, match="EPS, a program that draws"):
+    with pytest.raises(ImageError, match="EPS, which is a program"):
         decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
 
 

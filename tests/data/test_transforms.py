@@ -233,7 +233,7 @@ def test_what_cannot_be_read_is_black_and_said_why(photo: np.ndarray, tmp_path: 
         out, errors = read(transform, good, good[:700], b"not an image", tmp_path / "none.jpg", good)
         assert [row for row, _ in errors] == [1, 2, 3]
         assert "truncated" in errors[0][1]
-        assert "begins with b'not an image'" in errors[1][1]
+        assert "starts with b'not an image'" in errors[1][1]
         assert "no file" in errors[2][1]
         assert out[1:4].max() == 0
         assert min(out[0].max(), out[4].max()) > 0

@@ -191,7 +191,7 @@ def _listing(rows: Iterable[Row]) -> Iterator[str]:
 
 def _csv(rows: Iterable[Row], top: int) -> Iterator[str]:
     """Columns: path; label, score and index of each class; error."""
-    from vitrail.data.cells import csv_line
+    from vitrail.data.csv_escape import csv_line
 
     numbers = [""] if top == 1 else [f"_{n}" for n in range(1, top + 1)]
     yield csv_line(["path", *(f"{what}{n}" for n in numbers for what in ("label", "score", "index")), "error"])

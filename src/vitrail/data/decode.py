@@ -1,15 +1,14 @@
-"""From whatever holds an image to pixels: uint8, H W C.
+"""Decodes images (files, bytes, arrays, Pillow images) to uint8 pixels, H W C.
 
-What a person's folder holds comes out as they would see it: transposed upright by its EXIF tag, the
-first frame of an animation, transparency laid on white, 16-bit gray scaled by its full range.
-What cannot be read whole is an `ImageError` that names the file and says why; half an image is
-never returned.
+Images are decoded as a viewer shows them: upright according to the EXIF orientation, the first frame of an
+animation, transparency on white, 16-bit gray scaled by its full range. An image that cannot be decoded
+completely raises an `ImageError` with the file and the reason; partial images are never returned.
 
     decode         any image -> array
-    open_image     the same as a Pillow image, for those who resize with Pillow anyway
-    open_jpeg      a JPEG's size now, its pixels later and, for training, no more of them than needed
+    open_image     any image -> Pillow image, for resizing with Pillow
+    open_jpeg      a JPEG whose size is known at once and whose pixels are decoded later, in part if wanted
 
-JPEGs are read with simplejpeg where that gives Pillow's pixels (jpeg.py), all else with Pillow.
+JPEGs are decoded with simplejpeg if that gives Pillow's pixels (jpeg.py), everything else with Pillow.
 """
 
 from __future__ import annotations
@@ -41,25 +40,28 @@ ImageLike = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, an encoded file's bytes, a Pillow image, an array H W or H W C or a tensor C H W of uint8."""
 
 PILLOW_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's name for an image of so many channels."""
+"""Number of channels -> Pillow mode."""
 
-# Formats Pillow would hand to another program (Ghostscript, Windows) to be run, not read.
+# Formats that are programs, which Pillow would have another program run (Ghostscript, Windows).
 SCRIPT_FORMATS = {"EPS", "WMF"}
 
-# How a file begins -> what it is, the module that teaches Pillow to read it, how to get that.
+# Pattern of a file's first bytes, format, Pillow plugin, package to install.
 PLUGINS = [
     (re.compile(rb"....ftypavi[fs]", re.S), "AVIF", "pillow_avif", "pillow-avif-plugin"),
     (re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.S), "HEIC", "pillow_heif", "pillow-heif"),
     (re.compile(rb"\xff\x0a|\0\0\0\x0cJXL ", re.S), "JPEG XL", "pillow_jxl", "pillow-jxl-plugin"),
 ]
 
-# Files that turn up under an image's name.
+# Pattern of a file's first bytes -> what the file is, for files that are often named like images.
 NOT_IMAGES = [
-    (re.compile(rb"\s*<(!doctype html|html)", re.I), "it is a web page, as a failed download leaves"),
+    (re.compile(rb"\s*<(!doctype html|html)", re.I), "it is a web page, perhaps from a failed download"),
     (re.compile(rb"version https://git-lfs"), "it is a Git LFS pointer: run git lfs pull"),
     (re.compile(rb"\s*<(\?xml|svg)", re.I), "it looks like SVG, a drawing: convert it to PNG"),
     (re.compile(rb"%PDF"), "it is a PDF: convert its page to PNG"),
-    (re.compile(rb"II[*+]\0|MM\0[*+]"), "it is a TIFF, damaged or of a kind Pillow does not read: make it 8 bits"),
+    (
+        re.compile(rb"II[*+]\0|MM\0[*+]"),
+        "it is a TIFF, damaged or of a kind Pillow does not read: convert it to 8 bits",
+    ),
     (re.compile(rb"\xff\xd8|\x89PNG|GIF8|BM|RIFF....WEBP", re.S), "its header is damaged: copy or download it again"),
     (re.compile(rb"....ftyp", re.S), "it looks like a video"),
     (re.compile(rb"\0+$"), "it holds only zeros"),
@@ -67,7 +69,7 @@ NOT_IMAGES = [
 
 
 def decode(image: ImageLike, channels: int = 3) -> Pixels:
-    """Any image as uint8 H W C, C = channels: 1 gray, 3 RGB, 4 RGBA; other counts need an array.
+    """Any image as uint8 H W C, C = channels: 1 gray, 3 RGB, 4 RGBA; other numbers need an array.
 
     An array that already has these channels is returned as it is, not copied.
     """
@@ -75,11 +77,11 @@ def decode(image: ImageLike, channels: int = 3) -> Pixels:
         array = _as_array(image)
         if array.shape[2] == channels:
             return array
-    found = open_jpeg(image) if channels in (1, 3) else None
-    if found is not None and (channels == 3 or found.header.gray):
-        pixels = np.ascontiguousarray(found.pixels())
+    lazy = open_jpeg(image) if channels in (1, 3) else None
+    if lazy is not None and (channels == 3 or lazy.header.gray):
+        pixels = np.ascontiguousarray(lazy.pixels())
         return pixels if pixels.shape[2] == channels else pixels.repeat(3, axis=2)
-    return np.atleast_3d(np.array(open_image(image, channels)))  # a copy: what Pillow lends is read-only
+    return np.atleast_3d(np.array(open_image(image, channels)))  # a copy: Pillow's array is read-only
 
 
 def open_image(image: ImageLike, channels: int = 3) -> Image.Image:
@@ -100,16 +102,16 @@ def open_image(image: ImageLike, channels: int = 3) -> Image.Image:
             "or a uint8 tensor C H W."
         )
     with _open_stream(image) as stream:
-        found = _read_jpeg(stream, name)
-        pixels = None if found is None else jpeg.decode_pixels(found.header)
-        if found is None or pixels is None:
+        lazy = _read_jpeg(stream, name)
+        pixels = None if lazy is None else jpeg.decode_pixels(lazy.header)
+        if lazy is None or pixels is None:
             return _load(_identify(stream, name), channels, name)
-    decoded = Image.fromarray(pixels[:, :, 0] if found.header.gray else pixels)
-    return _to_mode(decoded if found.transpose is None else decoded.transpose(found.transpose), channels, name)
+    decoded = Image.fromarray(pixels[:, :, 0] if lazy.header.gray else pixels)
+    return _to_mode(decoded if lazy.transpose is None else decoded.transpose(lazy.transpose), channels, name)
 
 
 def open_jpeg(image: ImageLike) -> LazyJpeg | None:
-    """A JPEG of a usual kind, not yet decoded; None for everything else."""
+    """A JPEG that is not yet decoded; None for other images and unusual JPEGs."""
     if not isinstance(image, str | Path | bytes):
         return None
     with _open_stream(image) as stream:
@@ -118,51 +120,50 @@ def open_jpeg(image: ImageLike) -> LazyJpeg | None:
 
 @dataclass(frozen=True, slots=True)
 class LazyJpeg:
-    """A JPEG whose size is known and whose pixels are still to be decoded."""
+    """A JPEG whose header has been parsed and whose pixels are decoded on request."""
 
     header: jpeg.JpegHeader
     transpose: Image.Transpose | None
-    """What makes it upright."""
+    """Makes the stored pixels upright."""
     name: str
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width, upright."""
+        """Height and width of the upright image."""
         height, width = self.header.height, self.header.width
         return (width, height) if self.transpose in SWAPS_AXES else (height, width)
 
     def pixels(self, scale: int = 1) -> Pixels:
-        """Upright, 1 or 3 channels, perhaps not contiguous; at a scale of 2, 4 or 8 the sides are
-        divided by it and rounded up."""
+        """Upright pixels, H W C, C = 1 or 3; at scale 2, 4 or 8 the sides are divided by it and rounded up."""
         return transposed(self._decode(scale, None), self.transpose)
 
     def crop(self, box: Box, scale: int = 1) -> Pixels:
-        """What `pixels` has in a box (counted at full size; to the nearest pixel), with as little decoded as can be."""
+        """The part of `pixels(scale)` inside a box (in pixels of the full size), decoding as little as possible."""
         top, left, height, width = stored_box(box, self.header, self.transpose)
-        found = self._decode(scale, top + height)
+        pixels = self._decode(scale, top + height)
         rows, columns = (
             slice(round(first / scale), round((first + length) / scale))
             for first, length in ((top, height), (left, width))
         )
-        return transposed(found[rows, columns], self.transpose)
+        return transposed(pixels[rows, columns], self.transpose)
 
     def _decode(self, scale: int, rows: int | None) -> Pixels:
-        """As stored; below `rows` some may be missing."""
-        found = jpeg.decode_pixels(self.header, scale, rows)
-        if found is None:
+        """Pixels as stored; rows below `rows` may be missing."""
+        pixels = jpeg.decode_pixels(self.header, scale, rows)
+        if pixels is None:
             image = _identify(io.BytesIO(self.header.data), self.name)
             with _image_errors(self.name):
                 if scale > 1:
                     image.draft(image.mode, (self.header.width // scale, self.header.height // scale))
-                found = np.array(image)
-        return np.atleast_3d(found)
+                pixels = np.array(image)
+        return np.atleast_3d(pixels)
 
 
 class _StrictPillow:
-    """While any thread decodes, Pillow's warnings are off and truncated files are errors.
+    """Context in which Pillow gives no warnings and truncated files are errors.
 
-    Both switches belong to the whole process, so the first one in sets them and the last one out
-    restores them: saving and restoring per call would let two threads swap each other's settings.
+    Both settings are global to the process, so the first thread to enter sets them and the last one to leave
+    restores them; with a save and restore per call, threads would restore each other's settings.
     """
 
     def __init__(self) -> None:
@@ -190,7 +191,7 @@ class _StrictPillow:
                 self.filters.__exit__(kind, error, trace)
 
     def reset_after_fork(self) -> None:
-        """As if nobody were inside: in a new process the threads that were do not exist."""
+        """Leave the context in a forked process, which has none of the threads that were inside."""
         self.lock = threading.Lock()
         if self.num_inside:
             self.num_inside = 1
@@ -198,12 +199,12 @@ class _StrictPillow:
 
 
 _strict_pillow = _StrictPillow()
-if hasattr(os, "register_at_fork"):  # another thread may be inside while a process is forked off
+if hasattr(os, "register_at_fork"):  # another thread may be inside at the fork
     os.register_at_fork(after_in_child=_strict_pillow.reset_after_fork)
 
 
 def _read_jpeg(stream: IO[bytes], name: str) -> LazyJpeg | None:
-    """Where it is none, the stream stands at its beginning."""
+    """The JPEG in the stream; None, with the stream at its start, if it is not a supported JPEG."""
     try:
         start = stream.read(2)
         stream.seek(0)
@@ -220,22 +221,22 @@ def _jpeg_transpose(data: bytes) -> Image.Transpose | None:
     with _strict_pillow:
         try:
             return _exif_transpose(Image.open(io.BytesIO(data)))
-        except Exception:  # whatever is wrong comes out when the pixels are read
+        except Exception:  # reported when the pixels are decoded
             return None
 
 
 def _open_stream(image: str | Path | bytes) -> IO[bytes]:
-    """The open file, or an error that says what is there instead."""
+    """Open an image file or bytes; errors say what the path is instead of a file."""
     if isinstance(image, bytes):
         return io.BytesIO(image)
     path = os.fspath(image)
     if ":/" in path and re.match(r"[a-z][a-z0-9+]+:/", path):
-        raise NotFound(f"{image} is an address, wanted a file; download it first.")
+        raise NotFound(f"{image} is a URL, wanted a file; download it first.")
     try:
-        kind = os.stat(path).st_mode
-        if stat.S_ISDIR(kind):
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
             raise ImageError(f"{path} is a folder, wanted an image; try one of the files in it.")
-        if not stat.S_ISREG(kind):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(mode):  # opening a pipe would block
             raise ImageError(f"{path} is not a regular file; read it yourself and pass the bytes.")
         return Path(path).open("rb")
     except (FileNotFoundError, NotADirectoryError):
@@ -247,7 +248,7 @@ def _open_stream(image: str | Path | bytes) -> IO[bytes]:
 
 
 def _identify(stream: IO[bytes], name: str) -> Image.Image:
-    """The header read, the pixels not yet."""
+    """Open the image and read its header, not its pixels."""
     with _image_errors(name):
         start = stream.read(64)
         if not start:
@@ -257,7 +258,7 @@ def _identify(stream: IO[bytes], name: str) -> Image.Image:
         except UnidentifiedImageError:
             raise ImageError(f"{name} is not an image: {_guess_content(start)}.") from None
     if image.format in SCRIPT_FORMATS:
-        raise ImageError(f"{name} is {image.format}, a program that draws; convert it to PNG first.")
+        raise ImageError(f"{name} is {image.format}, which is a program; convert it to PNG first.")
     return image
 
 
@@ -265,12 +266,12 @@ def _open_with_plugins(stream: IO[bytes], start: bytes, name: str) -> Image.Imag
     try:
         return Image.open(stream)
     except UnidentifiedImageError:
-        known = next((rest for begins, *rest in PLUGINS if begins.match(start)), None)
+        known = next((rest for pattern, *rest in PLUGINS if pattern.match(start)), None)
         if known is None:
             raise
         kind, module, package = known
     try:
-        plugin = importlib.import_module(module)  # most register themselves when imported
+        plugin = importlib.import_module(module)  # most register on import
     except ImportError:
         raise ImageError(
             f"{name} is {kind}, which Pillow reads with a plugin that is not installed; try pip install {package}."
@@ -281,23 +282,23 @@ def _open_with_plugins(stream: IO[bytes], start: bytes, name: str) -> Image.Imag
 
 
 def _load(image: Image.Image, channels: int, name: str) -> Image.Image:
-    """Pixels read, transposed upright, in the wanted mode."""
+    """Load the pixels, make them upright and convert them to the mode for `channels`."""
     with _image_errors(name):
         image.load()
-        turn = _exif_transpose(image)
-        return _to_mode(image if turn is None else image.transpose(turn), channels, name)
+        transpose = _exif_transpose(image)
+        return _to_mode(image if transpose is None else image.transpose(transpose), channels, name)
 
 
 def _exif_transpose(image: Image.Image) -> Image.Transpose | None:
-    """How to turn it."""
+    """The transpose that makes the image upright, from its EXIF orientation."""
     try:
         return EXIF_TRANSPOSE.get(image.getexif().get(EXIF_ORIENTATION, 1))
-    except Exception:  # a damaged EXIF block is no reason to refuse the image it came with
+    except Exception:  # an image with damaged EXIF data is still readable
         return None
 
 
 def _to_mode(image: Image.Image, channels: int, name: str) -> Image.Image:
-    """Mode L, RGB or RGBA, from any mode; without an alpha channel to hold it, transparency is white."""
+    """Convert any mode to L, RGB or RGBA; without an alpha channel, transparency becomes white."""
     if min(image.size) < 1:
         raise ImageError(f"{name} has no pixels: {image.width} x {image.height}; wanted at least 1 x 1.")
     if image.mode.startswith("I") or image.mode == "F":
@@ -316,7 +317,7 @@ def _to_mode(image: Image.Image, channels: int, name: str) -> Image.Image:
 
 
 def _to_8_bit(image: Image.Image, name: str) -> Image.Image:
-    """16-bit, 32-bit and float gray -> 8 bits, by the full range of the type, never clipped."""
+    """16-bit, 32-bit and float gray -> 8 bits, scaled by the full range of the type, never clipped."""
     values = np.asarray(image)
     low, high = values.min(), values.max()
     if image.mode == "F":
@@ -329,16 +330,16 @@ def _to_8_bit(image: Image.Image, name: str) -> Image.Image:
     else:
         if low < 0 or high > 65535:
             raise ImageError(f"{name} holds 32-bit values from {low} to {high}, wanted [0, 65535]; scale them first.")
-        gray = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 257 = 65535 / 255: rounded, not cut
-    deep = Image.fromarray(gray)
-    clear = image.info.get("transparency")  # PNG: one gray value that is transparent
-    if isinstance(clear, int):
-        deep.putalpha(Image.fromarray(np.where(values == clear, 0, 255).astype(np.uint8)))
-    return deep
+        gray = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 257 = 65535 / 255; rounded
+    converted = Image.fromarray(gray)
+    transparent = image.info.get("transparency")  # PNG: one gray value that is transparent
+    if isinstance(transparent, int):
+        converted.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return converted
 
 
 def _from_lab(image: Image.Image) -> Image.Image:
-    """Through color profiles: Pillow's own convert() does not know this mode."""
+    """LAB -> RGB with color profiles, since Pillow's convert() does not support LAB."""
     lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
     return ImageCms.buildTransform(lab, srgb, "LAB", "RGB").apply(image)
 
@@ -354,7 +355,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _as_array(image: npt.NDArray[Any] | Tensor) -> Pixels:
-    """uint8 H W C from an array H W or H W C or a tensor C H W; anything else says how to convert."""
+    """uint8 H W C from an array H W or H W C or a tensor C H W; errors say how to convert anything else."""
     tensor = isinstance(image, Tensor)
     name, wanted = _describe(image), "uint8 C H W" if tensor else "uint8 H W or H W C"
     dtype = str(image.dtype).removeprefix("torch.")
@@ -381,19 +382,19 @@ def _to_pillow(array: Pixels, name: str) -> Image.Image:
     channels = array.shape[2]
     if channels not in PILLOW_MODES:
         tensor = name.startswith("tensor")
-        transposed = array.shape[0 if not tensor else 1] in PILLOW_MODES  # the other library's layout
-        turn = ("x.permute(2, 0, 1)" if tensor else "x.transpose(1, 2, 0)") if transposed else ""
+        other_layout = array.shape[0 if not tensor else 1] in PILLOW_MODES
+        remedy = ("x.permute(2, 0, 1)" if tensor else "x.transpose(1, 2, 0)") if other_layout else ""
         layout = "C H W" if tensor else "H W C"
         raise ImageError(
             f"got {name}, which as {layout} has {channels} channels, wanted 1, 3 or 4"
-            + (f"; try {turn}." if turn else ".")
+            + (f"; try {remedy}." if remedy else ".")
         )
     array = np.ascontiguousarray(array)
     return Image.fromarray(array[:, :, 0] if channels == 1 else array)
 
 
 def _describe(image: Any) -> str:
-    """What an error calls this image."""
+    """The image's name in error messages."""
     if isinstance(image, bytes):
         return f"image of {len(image)} bytes"
     if isinstance(image, np.ndarray | Tensor):
@@ -406,7 +407,7 @@ def _describe(image: Any) -> str:
 
 @contextmanager
 def _image_errors(name: str) -> Iterator[None]:
-    """Pillow quiet, and whatever it raises an ImageError: damaged data can make a parser raise anything."""
+    """Turn all of Pillow's exceptions into ImageError: on damaged data its parsers raise any type."""
     with _strict_pillow:
         try:
             yield
@@ -419,10 +420,10 @@ def _image_errors(name: str) -> Iterator[None]:
 
 
 def _guess_content(start: bytes) -> str:
-    for begins, what in NOT_IMAGES:
-        if begins.match(start):
-            return what
-    return f"it begins with {start[:12]!r}; wanted JPEG, PNG, WebP, TIFF, GIF, BMP or another that Pillow reads"
+    for pattern, content in NOT_IMAGES:
+        if pattern.match(start):
+            return content
+    return f"it starts with {start[:12]!r}; wanted JPEG, PNG, WebP, TIFF, GIF, BMP or another format of Pillow's"
 
 
 def _damaged(error: Exception, name: str) -> ImageError:
@@ -431,8 +432,8 @@ def _damaged(error: Exception, name: str) -> ImageError:
 
 def _too_many_pixels(error: Exception, name: str) -> ImageError:
     limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-    found = re.search(r"\((\d+) pixels\)", str(error))
-    size = f"{int(found[1]):,}" if found else "too many"
+    match = re.search(r"\((\d+) pixels\)", str(error))
+    size = f"{int(match[1]):,}" if match else "too many"
     return ImageError(
         f"{name} has {size} pixels, more than the limit of {limit:,}; if you trust it, make a smaller "
         "copy: magick IMAGE -resize 4096x4096 COPY.png (in Python, PIL.Image.MAX_IMAGE_PIXELS = None lifts the limit)."
@@ -440,7 +441,7 @@ def _too_many_pixels(error: Exception, name: str) -> ImageError:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what went wrong, without a full stop."""
+    """The first line of the error message, without the final period."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     if isinstance(error, MemoryError):

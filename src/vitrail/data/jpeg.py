@@ -1,18 +1,18 @@
-"""JPEG files without Pillow: the same pixels sooner, and fewer of them where fewer will do.
+"""JPEG decoding with simplejpeg: Pillow's pixels in less time, and only the needed ones for training.
 
-    header     a file's bytes -> its size and kind, or None where Pillow has to judge
-    pixels     the image as it is stored, whole or at 1/2, 1/4 or 1/8 of its size
-    transposed     pixels made upright;   `stored_box`: a box of the upright image where it is stored
+    parse_header     a file's bytes -> its size and layout, or None if Pillow has to decode it
+    decode_pixels    the image as stored, at full size or at 1/2, 1/4 or 1/8 of it
+    transposed       pixels -> upright pixels
+    stored_box       a box of the upright image -> its position in the stored image
 
-simplejpeg (`pip install vitrail[fast]`) wraps the library that Pillow's own JPEG reader wraps, so
-that whole images have the same pixels; it is used only once it has shown that here. Whatever is
-unusual (CMYK, 12 bits, arithmetic coding, rare chroma layouts), and whatever that library so much
-as warns about, is left to Pillow, which alone decides what can be read.
+simplejpeg (`pip install vitrail[fast]`) wraps the same library as Pillow's JPEG reader, so that full images
+have the same pixels; this is verified before it is used. Unusual files (CMYK, 12 bits, arithmetic coding,
+rare chroma subsampling) and files with any warning are left to Pillow, which decides what can be read.
 
-For training less will do. Smaller sizes are computed in the frequency domain, where most of the
-arithmetic is never done, and unpacking height_offset below the last row that is wanted. What is then decoded
-has the pixels it would have had, and a file that is cut off is still found out. 12 megapixels on one
-core of a Xeon: Pillow 83 ms; simplejpeg whole 55, at 1/8 of the size 29, the upper half of that 16.
+For training, smaller sizes are computed in the frequency domain, which skips most of the arithmetic, and
+entropy decoding stops below the last needed row. The decoded pixels do not change, and truncated files are
+still detected. 12 megapixels on one core of a Xeon: Pillow 83 ms; simplejpeg at full size 55 ms, at 1/8 of
+the size 29 ms, the upper half of that 16 ms.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ Box = tuple[int, int, int, int]
 """Top, left, height, width."""
 
 SCALES = (8, 4, 2)
-"""An image can be decoded at one over these of its size."""
+"""An image can be decoded at 1/8, 1/4 or 1/2 of its size."""
 MCU_ROWS = 16
-"""Rows that are coded together, at most."""
+"""Largest height of a minimum coded unit."""
 MIN_SAVING = 1.05
-"""So many times the rows that are unpacked there must be for stopping to be worth it."""
+"""Decoding stops early only if the image has at least this many times the needed rows."""
 UNREAD_DATA = re.compile(r"Corrupt JPEG data: \d+ extraneous bytes before marker 0xd9")
 MIN_SCALED_SIDE = 64
-"""Images with a shorter side are decoded whole: several scales would give them one size."""
+"""Images with a shorter side are decoded at full size: several scales would give them the same size."""
 
-# What each value of the EXIF orientation tag asks to be done to the stored pixels.
+# EXIF orientation -> transpose that makes the stored pixels upright.
 EXIF_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -59,7 +59,7 @@ EXIF_TRANSPOSE = {
 }
 EXIF_ORIENTATION = 0x0112
 SWAPS_AXES = {EXIF_TRANSPOSE[orientation] for orientation in (5, 6, 7, 8)}
-AXIS_STEPS = {  # which way its rows and columns are read, before rows become columns where it lay sideways
+AXIS_STEPS = {  # step along rows and columns, before the axes are swapped
     Image.Transpose.FLIP_LEFT_RIGHT: (1, -1),
     Image.Transpose.ROTATE_180: (-1, -1),
     Image.Transpose.FLIP_TOP_BOTTOM: (-1, 1),
@@ -71,15 +71,15 @@ AXIS_STEPS = {  # which way its rows and columns are read, before rows become co
 
 START_OF_IMAGE, START_OF_SCAN, RESTART_INTERVAL, EXIF_SEGMENT = 0xD8, 0xDA, 0xDD, 0xE1
 FRAME_MARKERS = range(0xC0, 0xD0)
-NOT_FRAME_MARKERS = (0xC4, 0xC8, 0xCC)  # tables and a reserved marker, numbered among the frames
+NOT_FRAME_MARKERS = (0xC4, 0xC8, 0xCC)  # tables and a reserved marker, in the same range
 SUPPORTED_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive: all Huffman-coded
 PROGRESSIVE = 0xC2
-SUBSAMPLINGS = (0x11, 0x21, 0x22)  # luma samples across and down for one of chroma: 4:4:4, 4:2:2, 4:2:0
+SUBSAMPLINGS = (0x11, 0x21, 0x22)  # luma samples per chroma sample, across and down: 4:4:4, 4:2:2, 4:2:0
 
 
 @dataclass(frozen=True, slots=True)
 class JpegHeader:
-    """What the start of a JPEG file says."""
+    """A JPEG file and what its header states."""
 
     data: bytes
     """The whole file."""
@@ -87,45 +87,44 @@ class JpegHeader:
     width: int
     gray: bool
     has_exif: bool
-    """Whether there is a block that may say which way up it goes."""
+    """Whether there is an EXIF segment, which may hold an orientation."""
     height_offset: int
-    """Where its height stands, if unpacking may stop at another: it has one scan from top to bottom.
-    Else 0."""
+    """Offset of the height in the file, if decoding may stop early (one scan from top to bottom); else 0."""
 
 
 def parse_header(data: bytes) -> JpegHeader | None:
-    """Size and kind of a JPEG that `pixels` can decode; None for any other and for what is no JPEG."""
-    at, has_exif, height_offset, frame = 2, False, 0, None
+    """The header of a JPEG that `decode_pixels` supports; None for any other data."""
+    offset, has_exif, height_offset, frame = 2, False, 0, None
     if data[:2] != b"\xff\xd8":
         return None
-    while at + 4 <= len(data):
-        if data[at] != 0xFF:
+    while offset + 4 <= len(data):
+        if data[offset] != 0xFF:
             return None
-        marker = data[at + 1]
+        marker = data[offset + 1]
         if marker == 0xFF:  # padding
-            at += 1
+            offset += 1
             continue
         if marker == START_OF_SCAN:
             return None if frame is None else JpegHeader(data, *frame, has_exif, max(height_offset, 0))
-        if marker == START_OF_IMAGE or marker < 0xC0 or 0xD0 <= marker <= 0xD9:  # what has no place before the scan
+        if marker == START_OF_IMAGE or marker < 0xC0 or 0xD0 <= marker <= 0xD9:  # not allowed before the scan
             return None
         if marker == EXIF_SEGMENT:
             has_exif = True
-        elif marker == RESTART_INTERVAL:  # in the middle of the data, they hide where those end
+        elif marker == RESTART_INTERVAL:  # restart markers inside the data hide where it ends
             height_offset = -1
         elif marker in FRAME_MARKERS and marker not in NOT_FRAME_MARKERS:
-            frame = _parse_frame(data, at) if frame is None and marker in SUPPORTED_FRAMES else None
+            frame = _parse_frame(data, offset) if frame is None and marker in SUPPORTED_FRAMES else None
             if frame is None:
                 return None
             if marker != PROGRESSIVE and height_offset == 0:
-                height_offset = at + 5
-        at += 2 + (data[at + 2] << 8 | data[at + 3])
+                height_offset = offset + 5
+        offset += 2 + (data[offset + 2] << 8 | data[offset + 3])
     return None
 
 
-def _parse_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
-    """Height, width and whether it is gray, where it is of a usual kind."""
-    frame = data[at + 4 : at + 19]  # bits, height, width, components; for each: its name, layout, table
+def _parse_frame(data: bytes, offset: int) -> tuple[int, int, bool] | None:
+    """Height, width and whether the image is gray; None if the frame is not supported."""
+    frame = data[offset + 4 : offset + 19]  # bits, height, width, components; for each its id, sampling, table
     if len(frame) < 9 or frame[0] != 8:
         return None
     height, width, components = frame[1] << 8 | frame[2], frame[3] << 8 | frame[4], frame[5]
@@ -137,47 +136,45 @@ def _parse_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
     return (height, width, False) if usual else None
 
 
-def decode_pixels(jpeg: JpegHeader, scale: int = 1, rows: int | None = None) -> Pixels | None:
-    """uint8 H W C, C = 1 or 3, as stored: not yet upright. None where Pillow has to try.
+def decode_pixels(header: JpegHeader, scale: int = 1, rows: int | None = None) -> Pixels | None:
+    """uint8 H W C, C = 1 or 3, as stored, not yet upright; None if Pillow has to decode it.
 
-    At a scale of 2, 4 or 8 the sides are divided by it and rounded up. Below the first `rows`,
-    counted at full size, some may be missing.
+    At scale 2, 4 or 8 the sides are divided by it and rounded up. With `rows` (at full size), rows below
+    them may be missing.
     """
-    library = verified_simplejpeg() if _within_pixel_limit(jpeg) else None
+    library = verified_simplejpeg() if _within_pixel_limit(header) else None
     if library is None:
         return None
-    if (
-        rows is not None
-        and jpeg.height_offset
-        and (first := _decode_first_rows(library, jpeg, scale, rows)) is not None
-    ):
-        return first
-    height, width = (-(-jpeg.height // scale), -(-jpeg.width // scale)) if scale > 1 else (0, 0)
+    if rows is not None and header.height_offset:
+        first_rows = _decode_first_rows(library, header, scale, rows)
+        if first_rows is not None:
+            return first_rows
+    height, width = (-(-header.height // scale), -(-header.width // scale)) if scale > 1 else (0, 0)
     try:
         decoded: Pixels = library.decode_jpeg(
-            jpeg.data, "GRAY" if jpeg.gray else "RGB", min_height=height, min_width=width, strict=True
+            header.data, "GRAY" if header.gray else "RGB", min_height=height, min_width=width, strict=True
         )
-    except ValueError:  # truncated or damaged, if only a little
+    except ValueError:  # truncated or damaged, even slightly
         return None
     return decoded
 
 
-def _decode_first_rows(library: ModuleType, jpeg: JpegHeader, scale: int, rows: int) -> Pixels | None:
-    """The first rows, decoded from a file that says it has no more.
+def _decode_first_rows(library: ModuleType, header: JpegHeader, scale: int, rows: int) -> Pixels | None:
+    """The first rows, decoded from a copy of the file whose header states a smaller height.
 
-    The library then minds that there are data left before the end marker. If that is all it minds
-    (it tells what it came upon first), then all was well up to there, and the end marker is in place.
+    The library then reports unread data before the end marker. It reports the first error only, so if that
+    is the error, the decoded part is undamaged and the end marker is in place.
     """
-    height = (-(-rows // MCU_ROWS) + 1) * MCU_ROWS  # one row of blocks more: its colors reach into the last one
-    if height * MIN_SAVING > jpeg.height:
+    height = (-(-rows // MCU_ROWS) + 1) * MCU_ROWS  # one MCU row more: its chroma is interpolated into the last row
+    if height * MIN_SAVING > header.height:
         return None
-    data = bytearray(jpeg.data)
-    data[jpeg.height_offset : jpeg.height_offset + 2] = height.to_bytes(2, "big")
-    out = np.empty((-(-height // scale), -(-jpeg.width // scale), 1 if jpeg.gray else 3), np.uint8)
+    data = bytearray(header.data)
+    data[header.height_offset : header.height_offset + 2] = height.to_bytes(2, "big")
+    out = np.empty((-(-height // scale), -(-header.width // scale), 1 if header.gray else 3), np.uint8)
     try:
         library.decode_jpeg(
             data,
-            "GRAY" if jpeg.gray else "RGB",
+            "GRAY" if header.gray else "RGB",
             min_height=out.shape[0] if scale > 1 else 0,
             min_width=out.shape[1] if scale > 1 else 0,
             buffer=out,
@@ -188,37 +185,37 @@ def _decode_first_rows(library: ModuleType, jpeg: JpegHeader, scale: int, rows: 
     return None
 
 
-def transposed(pixels: Pixels, turn: Image.Transpose | None) -> Pixels:
-    """Pillow's transpose for an array H W C: a view, nothing is copied."""
-    if turn is None:
+def transposed(pixels: Pixels, transpose: Image.Transpose | None) -> Pixels:
+    """Pillow's transpose for an array H W C, as a view."""
+    if transpose is None:
         return pixels
-    down, right = AXIS_STEPS[turn]
+    down, right = AXIS_STEPS[transpose]
     pixels = pixels[::down, ::right]
-    return pixels.swapaxes(0, 1) if turn in SWAPS_AXES else pixels
+    return pixels.swapaxes(0, 1) if transpose in SWAPS_AXES else pixels
 
 
-def stored_box(box: Box, jpeg: JpegHeader, turn: Image.Transpose | None) -> Box:
-    """Where a box of the upright image lies in the stored one."""
-    if turn is None:
+def stored_box(box: Box, header: JpegHeader, transpose: Image.Transpose | None) -> Box:
+    """A box of the upright image in the coordinates of the stored image."""
+    if transpose is None:
         return box
-    top, left, height, width = (box[1], box[0], box[3], box[2]) if turn in SWAPS_AXES else box
-    down, right = AXIS_STEPS[turn]
+    top, left, height, width = (box[1], box[0], box[3], box[2]) if transpose in SWAPS_AXES else box
+    down, right = AXIS_STEPS[transpose]
     return (
-        top if down > 0 else jpeg.height - top - height,
-        left if right > 0 else jpeg.width - left - width,
+        top if down > 0 else header.height - top - height,
+        left if right > 0 else header.width - left - width,
         height,
         width,
     )
 
 
-def _within_pixel_limit(jpeg: JpegHeader) -> bool:
-    """Pillow refuses twice its limit, with a reason."""
-    return Image.MAX_IMAGE_PIXELS is None or jpeg.height * jpeg.width <= 2 * Image.MAX_IMAGE_PIXELS
+def _within_pixel_limit(header: JpegHeader) -> bool:
+    """Above twice MAX_IMAGE_PIXELS Pillow raises the error."""
+    return Image.MAX_IMAGE_PIXELS is None or header.height * header.width <= 2 * Image.MAX_IMAGE_PIXELS
 
 
 @lru_cache(maxsize=1)
 def verified_simplejpeg() -> ModuleType | None:
-    """simplejpeg, if it is installed and decodes to the very pixels that this Pillow does."""
+    """simplejpeg, if it is installed and gives exactly the pixels of the installed Pillow."""
     if simplejpeg is None:
         return None
     noise = (np.arange(21 * 35 * 3) ** 2 % 251).astype(np.uint8).reshape(21, 35, 3)
@@ -230,7 +227,7 @@ def verified_simplejpeg() -> ModuleType | None:
             for layout in (0, 1, 2)
             for progressive in (False, True)
         )
-    except Exception:  # whatever is the matter: Pillow does without it
+    except Exception:  # then Pillow decodes everything
         return None
     return simplejpeg if agree else None
 

@@ -1,13 +1,12 @@
-"""From an image to what a network was trained on, exactly as the code it came from does it.
+"""Image preprocessing for inference, bit for bit as in the code that each model comes from.
 
-Two halves, because training, export and serving reuse the second one alone:
+It has two parts, because training, export and serving use the second one alone:
 
     pixels       decode, resize, crop             one image -> H W C, values 0 to 255
     normalize    / 255, - mean, / std             B C H W on any device -> float32
 
-With antialias (Pillow's way: timm, torchvision, Hugging Face) the first half is uint8. Without it
-(TensorFlow's way: Google's own code) it is float32, because there the resized values are never
-rounded.
+With antialias (as Pillow resizes: timm, torchvision, Hugging Face) the pixels are uint8. Without it (as
+TensorFlow resizes: Google's code) they are float32, because the resized values are not rounded.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ FILTERS = {
     "lanczos": Image.Resampling.LANCZOS,
 }
 
-# How far each filter reaches, in pixels of whichever image is the coarser.
+# Filter radius, in pixels of the coarser of the two images.
 FILTER_RADIUS = {"nearest": 1, "bilinear": 1, "bicubic": 2, "lanczos": 3}
 
-# An image whose resized whole would have more pixels than this is resized only where the crop
-# needs it: a strip of 20,000 x 1 would otherwise become 4,960,000 x 248, five gigabytes.
+# If the resized image would have more pixels than this, only the part inside the crop is computed:
+# a strip of 20,000 x 1 would otherwise become 4,960,000 x 248, five gigabytes.
 MAX_WHOLE_PIXELS = 2**24
 
 Size = tuple[int, int]
 """Height and width."""
 
 Span = tuple[int, int]
-"""First and last + 1 of some rows or columns."""
+"""Start and end (exclusive) of a range of rows or columns."""
 
 
 class Preprocess:
-    """What turns images into a network's input: `Preprocess(config)(images)`, B C H W.
+    """Turns images into a network's input: `Preprocess(config)(images)` is float32, B C H W.
 
-    The two ways to center a crop differ by one pixel when the excess is 3, 7, 11, ...
+    The two values of `crop_rounding` differ by one pixel when the excess is 3, 7, 11, ...
     """
 
     def __init__(self, config: PreprocessConfig) -> None:
@@ -63,10 +62,10 @@ class Preprocess:
 
     def __call__(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """One image or several -> float32, B C H W."""
-        several: list[ImageLike] = list(images) if is_image_list(images) else [cast(ImageLike, images)]
-        batch = np.empty((len(several), *self.crop, self.config.channels), self.dtype)
-        for slot, image in zip(batch, several, strict=True):
-            slot[:] = self.pixels(image)
+        image_list: list[ImageLike] = list(images) if is_image_list(images) else [cast(ImageLike, images)]
+        batch = np.empty((len(image_list), *self.crop, self.config.channels), self.dtype)
+        for row, image in zip(batch, image_list, strict=True):
+            row[:] = self.pixels(image)
         return self.normalize(torch.from_numpy(batch).permute(0, 3, 1, 2))
 
     def prepare(self, image: ImageLike) -> Tensor:
@@ -75,7 +74,7 @@ class Preprocess:
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]:
-        """Of what `pixels` gives."""
+        """The dtype that `pixels` returns."""
         return np.uint8 if self.config.antialias or self.config.interpolation in ("nearest", "area") else np.float32
 
     def pixels(self, image: ImageLike) -> npt.NDArray[Any]:
@@ -86,7 +85,7 @@ class Preprocess:
         if channels in PILLOW_MODES:
             out = np.array(self._resize_pillow(open_image(image, channels)))
             return out[:, :, None] if out.ndim == 2 else out
-        bands = decode(image, channels)  # Pillow knows no image of so many channels: one at a time
+        bands = decode(image, channels)  # Pillow has no such mode: one channel at a time
         return np.stack(
             [np.asarray(self._resize_pillow(Image.fromarray(bands[:, :, c]))) for c in range(channels)], axis=2
         )
@@ -101,27 +100,27 @@ class Preprocess:
         return scaled.sub_(mean).div_(std)
 
     def _plan(self, height: int, width: int) -> tuple[Size, list[Span]]:
-        """The size to resize to, and for rows and for columns which of them the crop takes."""
+        """The size to resize to, and the rows and columns of the crop."""
         if self.config.resize == "squash":
             size = self._squash_size()
         elif self.config.resize_to is None and self.crop[0] != self.crop[1]:
-            ratio = min(height / self.crop[0], width / self.crop[1])  # the crop is just covered
+            ratio = min(height / self.crop[0], width / self.crop[1])  # the smallest size that covers the crop
             size = round(height / ratio), round(width / ratio)
         else:
             short = self.config.resize_to or self.crop[0]
-            whole = round if self.config.interpolation == "area" else int  # big_vision's way, torchvision's way
-            long = whole(short * max(height, width) / min(height, width))
+            to_int = round if self.config.interpolation == "area" else int  # as big_vision, as torchvision
+            long = to_int(short * max(height, width) / min(height, width))
             size = (long, short) if width <= height else (short, long)
         return size, [self._span(side, crop) for side, crop in zip(size, self.crop, strict=True)]
 
     def _squash_size(self) -> Size:
-        """The crop's size, or that with its short side at `resize_to` (DeiT: 256 x 256, then 224)."""
+        """The crop's size, scaled so that its short side is `resize_to` (DeiT: 256 x 256, then crop 224)."""
         short = min(self.crop)
-        grown = self.config.resize_to or short
-        return self.crop[0] * grown // short, self.crop[1] * grown // short
+        resized = self.config.resize_to or short
+        return self.crop[0] * resized // short, self.crop[1] * resized // short
 
     def _span(self, side: int, crop: int) -> Span:
-        """First and last + 1; what of it lies outside 0 to side is black."""
+        """The crop's range along one side; outside 0 to `side` it is black."""
         if self.config.crop_rounding == "floor":
             first = (side - crop) // 2
         else:
@@ -141,7 +140,7 @@ class Preprocess:
         return image if box == (0, 0, *image.size) else image.crop(box)  # Pillow pads with zeros
 
     def _resize_tensorflow(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """TensorFlow's resize, then the crop; only what the crop shows is computed."""
+        """TensorFlow's resize, then the crop; only pixels inside the crop are computed."""
         size, spans = self._plan(*pixels.shape[:2])
         (rows, row_weights), (columns, column_weights) = (
             _taps(source, side, _clip_span(span, side), self.config.interpolation)
@@ -156,7 +155,7 @@ class Preprocess:
 
 
 def is_image_list(images: ImageLike | Iterable[ImageLike]) -> TypeGuard[Iterable[ImageLike]]:
-    """Strings, bytes, arrays and tensors can be iterated too, but are one image each."""
+    """Whether this is several images; strings, bytes, arrays and tensors are iterable, but one image each."""
     return isinstance(images, Iterable) and not isinstance(
         images, str | Path | bytes | Image.Image | np.ndarray | Tensor
     )
@@ -167,13 +166,13 @@ def _clip_span(span: Span, side: int) -> Span:
 
 
 def _relative_span(span: Span) -> Span:
-    """The span as seen from the part of it that lies inside."""
+    """The span relative to the start of its part inside the image."""
     first = min(span[0], 0)
     return first, first + span[1] - span[0]
 
 
 def _resize_part(image: Image.Image, size: Size, spans: tuple[Span, Span], name: str) -> Image.Image:
-    """Some rows and columns of the image resized to `size`, without making the whole."""
+    """Some rows and columns of the image resized to `size`, without computing the rest."""
     near, box = [], []
     for source, side, (first, last) in zip((image.height, image.width), size, spans, strict=True):
         scale = source / side
@@ -191,16 +190,16 @@ def _resize_part(image: Image.Image, size: Size, spans: tuple[Span, Span], name:
 
 
 def _taps(source: int, side: int, span: Span, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """For some of `side` outputs: which of `source` inputs each mixes, and with what weights.
+    """For some of `side` outputs: the indices of the `source` inputs that each one sums, and their weights.
 
-    Pixel centers lie at halves, the filter is as wide as the input's pixels whatever the scale, and
-    weights that fall outside the image are shared among the rest: tf.image.resize(antialias=False).
+    As tf.image.resize(antialias=False): pixel centers are at halves, the filter has the width of input pixels
+    at any scale, and weights outside the image are redistributed.
     """
     if name == "area":
         return _area_taps(source, side, span)
-    half, reach = np.float32(0.5), FILTER_RADIUS[name]
+    half, radius = np.float32(0.5), FILTER_RADIUS[name]
     center = (np.arange(*span, dtype=np.float32) + half) * np.float32(source / side) - half  # float32, as there
-    index = np.floor(center).astype(np.int64)[:, None] + np.arange(1 - reach, 1 + reach)
+    index = np.floor(center).astype(np.int64)[:, None] + np.arange(1 - radius, 1 + radius)
     weight = _kernel(np.abs(center[:, None] - index), name)
     weight[(index < 0) | (index >= source)] = 0
     weight /= weight.sum(axis=1, keepdims=True)
@@ -208,7 +207,7 @@ def _taps(source: int, side: int, span: Span, name: str) -> tuple[npt.NDArray[np
 
 
 def _area_taps(source: int, side: int, span: Span) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """The same for the mean of all that lies under an output pixel, parts of pixels included."""
+    """`_taps` for the mean over the area of an output pixel, with fractions of input pixels."""
     scale = source / side
     first = np.arange(*span)[:, None] * scale
     index = np.floor(first).astype(np.int64) + np.arange(int(np.ceil(scale)) + 1)
@@ -241,13 +240,13 @@ def _weighted_sum(
 
 
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """C 1 1, made once per device: copying it there anew for each batch would make the host wait."""
-    if torch.compiler.is_compiling():  # a tensor made while tracing must not outlive the trace
+    """C 1 1, cached per device: copying it for each batch would make the host wait."""
+    if torch.compiler.is_compiling():  # a tensor created while tracing must not outlive the trace
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
     return _cached_constant(values, device)
 
 
 @lru_cache(maxsize=64)
 def _cached_constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # else the first caller's mode would decide for all later ones
+    with torch.inference_mode(False):  # the first caller's mode must not decide for later ones
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]

@@ -1,10 +1,10 @@
-"""Small data sets: decoded once, and from then on a tensor of bytes on the device.
+"""Small data sets: decoded once and kept on the device as one uint8 tensor.
 
-    choose      the transform in which a source's images can stay there, or None
-    load        all images through that transform
+    choose_transform    the transform to decode a source's images with, or None if they should not be kept
+    load                decode all images with that transform
 
-Images that are all of one size stay as they are (CIFAR: 32 x 32), and random parts of them are
-taken on the device. Where nothing is cropped from them, they stay as evaluation sees them.
+Images of one size are kept unchanged (CIFAR: 32 x 32), and random crops are taken on the device. Without
+random crops they are kept with evaluation's preprocessing.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from vitrail.errors import ConfigError
 # N images, C channels, H rows, W columns
 
 MEMORY_DIVISOR = 4
-"""At most one part in so many of the free memory is taken without being forced to."""
+"""Unless data.resident=true, at most 1 / MEMORY_DIVISOR of the free memory is used."""
 MAX_DECODED_BYTES = 2 << 30
-"""Bytes that images which are still to be decoded may take: it must not keep anybody waiting."""
+"""Larger data sets are not decoded in advance, because that takes too long."""
 MAX_AREA_RATIO = 4
-"""Images of more than so many times the area that is wanted are not cut up on the device."""
+"""Images with more than this many times the area of the output are not cropped on the device."""
 MAX_CPU_SIDE = 64
-"""On a CPU, neither those nor what is made of them may be wider: above, workers are quicker."""
+"""On a CPU, larger images or outputs are left to workers, which are faster."""
 SIZE_SAMPLES = 32
-"""So many images of one size are taken to mean that all are, until one is found that is not."""
+"""If this many images have one size, all are assumed to have it until one is found that differs."""
 COPY_CHUNK = 4096
 PROGRESS_BAR_AFTER_S = 1.0
-"""Seconds before progress is shown."""
+"""Seconds before a progress bar is shown."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class ResidentImages:
     """All images of a source, on the device."""
 
     images: Tensor
-    """N C H W, uint8, or float32 where the preprocessing never rounds."""
+    """N C H W, uint8, or float32 if the preprocessing does not round."""
     bad: dict[int, str]
-    """Number of an image that could not be read -> why; it is zero."""
+    """Index of each unreadable image -> reason; its pixels are zero."""
 
 
 def choose_transform(
@@ -94,31 +94,31 @@ def _fitting_transform(
     if augment.crop != "resized":
         return EvalTransform(preprocess)
     pixels, wanted = source.pixels, pair(preprocess.image_size)
-    most = MAX_AREA_RATIO * wanted[0] * wanted[1]
-    size = pixels.shape[1:3] if pixels is not None else common_size(source, most)
-    if size is not None and size[0] * size[1] <= most:
-        quick = device.type != "cpu" or max(*size, *wanted) <= MAX_CPU_SIDE
-        if quick or forced:
+    max_pixels = MAX_AREA_RATIO * wanted[0] * wanted[1]
+    size = pixels.shape[1:3] if pixels is not None else common_size(source, max_pixels)
+    if size is not None and size[0] * size[1] <= max_pixels:
+        fast = device.type != "cpu" or max(*size, *wanted) <= MAX_CPU_SIDE
+        if fast or forced:
             return OriginalPixels((*size, preprocess.channels))
     return EvalTransform(preprocess) if forced else None
 
 
-def common_size(source: Source, most: int) -> tuple[int, int] | None:
-    """Height and width of a few of the images, if they are all alike and have at most so many pixels."""
+def common_size(source: Source, max_pixels: int) -> tuple[int, int] | None:
+    """Height and width of a sample of the images, if they all agree and have at most `max_pixels` pixels."""
     size = None
     for index in np.linspace(0, len(source) - 1, min(SIZE_SAMPLES, len(source))).astype(int).tolist():
         with record_error({}, 0):
             image = source[index].image
             jpeg = open_jpeg(image)
-            found = jpeg.size if jpeg is not None else decode(image).shape[:2]
-            if found != (size or found) or found[0] * found[1] > most:
+            image_size = jpeg.size if jpeg is not None else decode(image).shape[:2]
+            if image_size != (size or image_size) or image_size[0] * image_size[1] > max_pixels:
                 return None
-            size = found
+            size = image_size
     return size
 
 
 def num_bytes(transform: Transform, count: int) -> int:
-    """Bytes of so many images."""
+    """Size in bytes of `count` transformed images."""
     return count * int(np.prod(transform.shape)) * np.dtype(transform.dtype).itemsize
 
 
@@ -127,24 +127,24 @@ def format_bytes(size: int) -> str:
 
 
 def load(
-    source: Source, transform: Transform, device: torch.device, workers: int, numbers: npt.NDArray[np.int64]
+    source: Source, transform: Transform, device: torch.device, workers: int, indices: npt.NDArray[np.int64]
 ) -> ResidentImages | None:
-    """These images of a source; None where one turns out to be of another size than the rest."""
+    """Decode these images of a source and copy them to the device; None if their sizes differ."""
     pixels = source.pixels
     if pixels is not None and isinstance(transform, OriginalPixels) and pixels.shape[3] in (1, transform.shape[2]):
-        given = pixels if len(numbers) == len(pixels) else pixels[numbers]
-        return ResidentImages(_to_device(given, transform.shape[2], device), {})
-    read = _decode_all(source, transform, workers, numbers)
-    if read is None:
+        selected = pixels if len(indices) == len(pixels) else pixels[indices]
+        return ResidentImages(_to_device(selected, transform.shape[2], device), {})
+    decoded = _decode_all(source, transform, workers, indices)
+    if decoded is None:
         return None
-    images, bad = read
+    images, bad = decoded
     return ResidentImages(_to_device(images, transform.shape[2], device), bad)
 
 
 def _decode_all(
-    source: Source, transform: Transform, workers: int, numbers: npt.NDArray[np.int64]
+    source: Source, transform: Transform, workers: int, indices: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[Any], dict[int, str]] | None:
-    count, start = len(numbers), time.monotonic()
+    count, start = len(indices), time.monotonic()
     pool = make_pool(
         SampleReader(source, transform),
         rows=count,
@@ -155,36 +155,36 @@ def _decode_all(
     )
     with ExitStack() as stack:
         stack.callback(pool.close)
-        shown, before = None, 0
+        advance, before = None, 0
 
         def progress(done: int) -> None:
-            nonlocal shown, before
-            if shown is None and time.monotonic() - start > PROGRESS_BAR_AFTER_S:
-                shown = stack.enter_context(progress_bar(f"decoding {source.name}", count))
-            if shown is not None:
-                shown(min(done, count) - before)
+            nonlocal advance, before
+            if advance is None and time.monotonic() - start > PROGRESS_BAR_AFTER_S:
+                advance = stack.enter_context(progress_bar(f"decoding {source.name}", count))
+            if advance is not None:
+                advance(min(done, count) - before)
                 before = min(done, count)
 
-        pool.submit(numbers, np.zeros(count, np.uint64))
-        taken = pool.get(progress)
-    if any(reason.startswith(WRONG_SIZE) for _, reason in taken.errors):
+        pool.submit(indices, np.zeros(count, np.uint64))
+        finished = pool.get(progress)
+    if any(reason.startswith(WRONG_SIZE) for _, reason in finished.errors):
         return None
-    return taken.images, {int(numbers[row]): reason for row, reason in taken.errors}
+    return finished.images, {int(indices[row]): reason for row, reason in finished.errors}
 
 
 def _to_device(images: npt.NDArray[Any], channels: int, device: torch.device) -> Tensor:
-    """N H W C in memory -> N C H W on the device; gray is repeated where more channels are wanted."""
+    """N H W C in memory -> N C H W on the device; a single channel is repeated `channels` times."""
     n, height, width, _ = images.shape
     dtype = torch.uint8 if images.dtype == np.uint8 else torch.float32
     out = torch.empty(n, channels, height, width, dtype=dtype, device=device)
     for first in range(0, n, COPY_CHUNK):
-        chunk = np.array(images[first : first + COPY_CHUNK].transpose(0, 3, 1, 2), order="C")  # a copy: writable
+        chunk = np.array(images[first : first + COPY_CHUNK].transpose(0, 3, 1, 2), order="C")  # a writable copy
         out[first : first + COPY_CHUNK] = torch.from_numpy(chunk).to(device)  # broadcast over channels
     return out
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be taken on the device."""
+    """Free memory of the device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     if device.type == "mps":
@@ -203,11 +203,13 @@ def _machine_memory() -> int:
 
 
 def _container_memory() -> int:
-    """What a container's limit leaves; without one, no limit."""
+    """Memory that the container's limit leaves; without a limit, a huge number."""
     try:
-        most, used, stat = (Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current", "stat"))
-        cached = dict(line.split() for line in stat.splitlines()).get("inactive_file", "0")  # given back when needed
-        return max(int(most) - int(used) + int(cached), 0)
+        limit, used, stat = (
+            Path("/sys/fs/cgroup", f"memory.{name}").read_text() for name in ("max", "current", "stat")
+        )
+        cached = dict(line.split() for line in stat.splitlines()).get("inactive_file", "0")  # reclaimed when needed
+        return max(int(limit) - int(used) + int(cached), 0)
     except (OSError, ValueError):  # no such group, or "max"
         return 1 << 62
 
@@ -216,13 +218,13 @@ _cache: dict[int, dict[Any, ResidentImages]] = {}
 
 
 def get_cached(source: Source, key: Any) -> ResidentImages | None:
-    """What `keep` was given for this source, for as long as the source is there."""
+    """The images that `add_cached` stored for this source; dropped with the source."""
     return _cache.get(id(source), {}).get(key)
 
 
-def add_cached(source: Source, key: Any, found: ResidentImages) -> None:
+def add_cached(source: Source, key: Any, images: ResidentImages) -> None:
     try:
         weakref.finalize(source, _cache.pop, id(source), None).atexit = False
-    except TypeError:  # a source that cannot be watched might be gone, and another stand in its place
+    except TypeError:  # without a weak reference, another source could get the same id
         return
-    _cache.setdefault(id(source), {})[key] = found
+    _cache.setdefault(id(source), {})[key] = images
