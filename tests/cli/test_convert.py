@@ -1,4 +1,4 @@
-"""`vitrail convert`: every format, what is refused, and that nothing half-written is ever seen."""
+"""`vitrail convert`: every format, errors, and atomic writes."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_the_help_names_every_format(process):
 
 def test_json_is_alone_on_standard_output(vitrail, weights, tmp_path):
     result = vitrail("convert", weights, tmp_path / "out", "--to", "timm", "--json")
-    said = json.loads(result.out)
-    assert said["format"] == "timm"
-    assert said["identical"] is True
-    assert said["tensors"] == len(package.load(weights).net.state_dict())
-    assert said["drift"] == said["lost"] == []
+    report = json.loads(result.out)
+    assert report["format"] == "timm"
+    assert report["identical"] is True
+    assert report["tensors"] == len(package.load(weights).net.state_dict())
+    assert report["drift"] == report["lost"] == []
 
 
-def test_what_a_format_has_no_place_for_is_refused_by_name(vitrail, tmp_path):
+def test_what_a_format_cannot_express_is_refused_by_name(vitrail, tmp_path):
     model(small(num_registers=4)).save(tmp_path / "registers")
     result = vitrail("convert", tmp_path / "registers", tmp_path / "out.pth", "--to", "torchvision")
     assert (result.status, result.out) == (1, "")
@@ -70,7 +70,7 @@ def test_what_a_format_has_no_place_for_is_refused_by_name(vitrail, tmp_path):
     assert everything(tmp_path) == ["registers", "registers/config.json", "registers/model.safetensors"]
 
 
-def test_small_differences_need_a_word(vitrail, tmp_path):
+def test_small_differences_need_an_option(vitrail, tmp_path):
     model(small(activation="gelu-tanh")).save(tmp_path / "tanh")
     target = tmp_path / "out.pth"
     result = vitrail("convert", tmp_path / "tanh", target, "--to", "torchvision")
@@ -82,14 +82,14 @@ def test_small_differences_need_a_word(vitrail, tmp_path):
     assert any("cannot state the tanh form of GELU" in note for note in result.notes)
 
 
-def test_what_the_file_does_not_tell_its_next_reader_is_said(vitrail, weights, tmp_path):
+def test_settings_the_written_file_does_not_state_are_noted(vitrail, weights, tmp_path):
     result = vitrail("convert", weights, tmp_path / "out.pth", "--to", "torchvision")
     assert any("does not carry class names" in note for note in result.notes)
     assert any("does not carry preprocessing (resize=squash, " in note for note in result.notes)
     assert vitrail("convert", weights, tmp_path / "timm", "--to", "timm").err == ""
 
 
-def test_what_a_bare_file_cannot_tell_can_be_told(vitrail, tmp_path):
+def test_what_a_bare_file_does_not_state_can_be_given(vitrail, tmp_path):
     """A grid that is no square and heads of an unusual width: the tensors have them, the names do not."""
     wide = model(small(image_size=(32, 64), num_heads=4))
     bare = tmp_path / "bare.pth"
@@ -103,7 +103,7 @@ def test_what_a_bare_file_cannot_tell_can_be_told(vitrail, tmp_path):
         assert (again.config.num_heads, again.config.image_size) == (4, (32, 64))
 
 
-def test_heads_a_format_does_not_keep_need_a_word(vitrail, tmp_path):
+def test_heads_a_format_does_not_store_need_an_option(vitrail, tmp_path):
     model(small(width=96, num_heads=4)).save(tmp_path / "odd")
     assert vitrail("convert", tmp_path / "odd", tmp_path / "x.pth", "--to", "facebook").status == 1
     result = vitrail("convert", tmp_path / "odd", tmp_path / "x.pth", "--to", "facebook", "--approximate")
@@ -172,7 +172,7 @@ def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--to", "tim"], "unknown format 'tim'; did you mean 'timm'?"),
         (["--family", "DeiTT"], "no family is called 'DeiTT'; did you mean 'DeiT'?"),
@@ -181,11 +181,11 @@ def test_a_file_can_be_replaced_by_its_own_conversion(vitrail, weights, tmp_path
         (["--section", "teacher"], "it has no section 'teacher'"),
     ],
 )
-def test_wrong_words_are_one_sentence(vitrail, weights, tmp_path, arguments, said):
+def test_wrong_words_are_one_sentence(vitrail, weights, tmp_path, arguments, message):
     result = vitrail("convert", weights, tmp_path / "out", *arguments)
     assert (result.status, result.out) == (1, "")
     assert len(result.problems) == len(result.err.splitlines()) == 1
-    assert said in result.problems[0]
+    assert message in result.problems[0]
     assert everything(tmp_path) == []
 
 

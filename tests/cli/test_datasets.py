@@ -1,4 +1,4 @@
-"""`vitrail datasets`: what is known by name, where it lies, how it is got."""
+"""`vitrail datasets`: the list, details, JSON and downloads."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def address(tmp_path, monkeypatch):
         thread.join()
 
 
-def test_every_data_set_is_listed_with_where_it_lies(vitrail):
+def test_every_data_set_is_listed_with_its_location(vitrail):
     result = vitrail("datasets")
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
@@ -90,7 +90,7 @@ def test_no_line_is_wider_than_the_window(vitrail, monkeypatch, columns):
     assert ("For the URLs, widen the window to 100 columns" in result.out) == (columns < 100)
 
 
-def test_one_is_shown_with_all_that_is_known(vitrail):
+def test_one_data_set_is_shown_in_detail(vitrail):
     result = vitrail("datasets", "CIFAR-100")
     assert "50,000 training, 10,000 test" in result.out
     assert "100: apple, aquarium_fish, baby" in result.out
@@ -107,7 +107,7 @@ def test_json_is_complete_and_alone(vitrail):
     assert rows["cifar10"]["image_shape"] == [32, 32, 3]
 
 
-def test_one_is_got_and_then_lies_in_the_cache(vitrail, address, cache):
+def test_a_data_set_is_downloaded_to_the_cache(vitrail, address, cache):
     assert f"not downloaded (0 MB from {address})" in vitrail("datasets", "mnist").out
     result = vitrail("datasets", "mnist", "--download")
     assert (result.status, result.err) == (0, "")
@@ -117,17 +117,17 @@ def test_one_is_got_and_then_lies_in_the_cache(vitrail, address, cache):
     assert (row["folder"], row["layout"]) == (str(cache / "mnist"), "IDX")
 
 
-def test_a_named_folder_is_looked_in(vitrail, address, tmp_path):
+def test_a_given_root_is_searched(vitrail, address, tmp_path):
     [row] = json.loads(vitrail("datasets", "mnist", "--root", tmp_path / "served", "--json").out)["datasets"]
     assert row["folder"] == str(tmp_path / "served")
 
 
-def test_digits_are_always_here(vitrail):
+def test_digits_are_always_available(vitrail):
     assert vitrail("datasets", "digits", "--download").status == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["mnst"], "no built-in data set 'mnst'; did you mean 'mnist'?"),
         (["--download"], "--download needs the name of a data set, such as vitrail datasets cifar10 --download."),
@@ -137,6 +137,6 @@ def test_digits_are_always_here(vitrail):
         ),
     ],
 )
-def test_an_error_is_one_sentence(vitrail, arguments, said):
+def test_an_error_is_one_sentence(vitrail, arguments, message):
     result = vitrail("datasets", *arguments)
-    assert (result.status, result.out, result.problems) == (1, "", [said])
+    assert (result.status, result.out, result.problems) == (1, "", [message])

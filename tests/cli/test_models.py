@@ -1,4 +1,4 @@
-"""`vitrail models`: the listing for people, for narrow windows and for machines."""
+"""`vitrail models`: the list, narrow windows and JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_pattern_chooses(vitrail, pattern, names):
     assert {m["name"] for m in listed} == names - ({"R50+ViT-L/32@384"} if wild else set())
 
 
-def test_families_say_what_they_were_checked_against(vitrail):
+def test_families_show_what_they_were_compared_with(vitrail):
     result = vitrail("models", "DeiT-*")
     assert "compared with" in result.out
     assert "timm (the authors build on it); transformers" in result.out
@@ -73,24 +73,24 @@ def test_lines_do_not_end_in_spaces(vitrail):
 def test_json_is_complete_and_alone(vitrail):
     result = vitrail("models", "ViT-B/16", "--json")
     assert result.err == ""
-    said = json.loads(result.out)
-    [only] = said["models"]
+    report = json.loads(result.out)
+    [only] = report["models"]
     assert (only["parameters"], only["image_size"], only["family"]) == (86_567_656, [224, 224], "ViT")
     assert only["checkpoint"] == "timm/vit_base_patch16_224.augreg_in21k_ft_in1k"
     assert "google/vit-base-patch16-224" in only["aliases"]
-    assert said["families"]["ViT"]["checked"]
+    assert report["families"]["ViT"]["checked"]
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
         ("ViT-Q/16", "no model matches 'ViT-Q/16'; did you mean 'ViT-"),
         ("zebra", "no model matches 'zebra'; `vitrail models` lists all models."),
         ("Q*", "no model matches 'Q*'; `vitrail models` lists all models."),
     ],
 )
-def test_no_match_is_one_sentence(vitrail, pattern, said):
+def test_no_match_is_one_sentence(vitrail, pattern, message):
     result = vitrail("models", pattern)
     assert (result.status, result.out) == (1, "")
     assert len(result.problems) == len(result.err.splitlines()) == 1
-    assert result.problems[0].startswith(said)
+    assert result.problems[0].startswith(message)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data.sources.conftest import pack
+from data.sources.conftest import tar_bytes
 from images import encoded
 from PIL import Image
 from small_models import model, small
@@ -366,7 +366,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shade = np.random.default_rng([i, *name.encode()]).integers(0, 120, (16, 16, 3)) + 130 * (i % 2)
             image = encoded(Image.fromarray(shade.astype(np.uint8)), "PNG")
             members += [(f"{name}-{i:03d}.png", image), (f"{name}-{i:03d}.cls", b"%d" % (i % 2))]
-        (folder / f"{name}.tar").write_bytes(pack(members))
+        (folder / f"{name}.tar").write_bytes(tar_bytes(members))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Small images, the folders and shards people keep them in, and a server that behaves as it is told."""
+"""Fixtures: small images, folders and shards of them, and a configurable HTTP server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vitrail import runtime
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache: what lies in somebody's own must not decide a test."""
+    """An empty cache folder, so that the user's own cache does not affect a test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("VITRAIL_DATA", str(folder))
     monkeypatch.setattr("vitrail.data.sources.data_cache.SYSTEM_DIR", tmp_path / "usr-share-datasets")
@@ -34,19 +34,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is said aloud."""
+def logged_notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The notes that open_data logs."""
     notes: list[str] = []
-    monkeypatch.setattr("vitrail.data.sources.source_factory.say", lambda given, about="": notes.extend(given))
+    monkeypatch.setattr("vitrail.data.sources.source_factory.warn_once", lambda given, about="": notes.extend(given))
     return notes
 
 
-Draw = Callable[[int], bytes]
+MakePng = Callable[[int], bytes]
 
 
 @pytest.fixture(scope="session")
-def draw() -> Draw:
-    """An image of its own for each number, as the bytes of a PNG."""
+def png_bytes() -> MakePng:
+    """`png_bytes(seed)`: a random image as PNG."""
 
     def make(seed: int, side: int = 6) -> bytes:
         pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
@@ -56,8 +56,8 @@ def draw() -> Draw:
 
 
 @pytest.fixture
-def plant(tmp_path: Path, draw: Draw) -> Callable[..., Path]:
-    """`plant("photos", {"cat": 3, "dog": 2})`: a folder of class folders; keys may have slashes."""
+def make_folder(tmp_path: Path, png_bytes: MakePng) -> Callable[..., Path]:
+    """`make_folder("photos", {"cat": 3, "dog": 2})`: a folder of class folders; keys may have slashes."""
     counter = iter(range(10**6))
 
     def make(name: str, classes: Mapping[str, int]) -> Path:
@@ -65,7 +65,7 @@ def plant(tmp_path: Path, draw: Draw) -> Callable[..., Path]:
         for folder, count in classes.items():
             (root / folder).mkdir(parents=True, exist_ok=True)
             for i in range(count):
-                (root / folder / f"{i:03d}.png").write_bytes(draw(next(counter)))
+                (root / folder / f"{i:03d}.png").write_bytes(png_bytes(next(counter)))
         root.mkdir(exist_ok=True)
         return root
 
@@ -75,7 +75,7 @@ def plant(tmp_path: Path, draw: Draw) -> Callable[..., Path]:
 Members = list[tuple[str, bytes]]
 
 
-def pack(members: Members, **options: Any) -> bytes:
+def tar_bytes(members: Members, **options: Any) -> bytes:
     """The bytes of a tar file, made by Python's own tarfile."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", **options) as archive:
@@ -87,12 +87,12 @@ def pack(members: Members, **options: Any) -> bytes:
 
 
 @pytest.fixture(scope="session")
-def tar_of() -> Callable[..., bytes]:
-    return pack
+def make_tar() -> Callable[..., bytes]:
+    return tar_bytes
 
 
 @pytest.fixture
-def shards(tmp_path: Path, draw: Draw) -> Callable[..., Path]:
+def shards(tmp_path: Path, png_bytes: MakePng) -> Callable[..., Path]:
     """`shards("web", 3, 4)`: a folder with 3 shards of 4 samples each, labeled 0, 1, 2, 0, ... in `.cls` files."""
 
     def make(name: str, count: int, each: int, prefix: str = "train", classes: int = 3) -> Path:
@@ -102,33 +102,33 @@ def shards(tmp_path: Path, draw: Draw) -> Callable[..., Path]:
             members: Members = []
             for i in range(each):
                 number = s * each + i
-                members += [(f"{number:06d}.png", draw(number)), (f"{number:06d}.cls", b"%d" % (number % classes))]
-            (folder / f"{prefix}-{s:03d}.tar").write_bytes(pack(members))
+                members += [(f"{number:06d}.png", png_bytes(number)), (f"{number:06d}.cls", b"%d" % (number % classes))]
+            (folder / f"{prefix}-{s:03d}.tar").write_bytes(tar_bytes(members))
         return folder
 
     return make
 
 
 @dataclass
-class Served:
-    """What the server has, how it behaves, and what it was asked."""
+class FakeServer:
+    """The files of the server, its behavior, and the requests it received."""
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
     ranges: bool = True
     etag: str = "one"
     break_after: list[int] = field(default_factory=list)
-    """Bytes after which the next answers break off, one number for each."""
+    """For each of the next responses, the number of bytes after which the connection is closed."""
     failures: list[int] = field(default_factory=list)
-    """Statuses of the next answers, 0 for none, before it behaves."""
-    asked: list[tuple[str, str, str | None]] = field(default_factory=list)
+    """Error statuses of the next responses; 0: no error."""
+    requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """Method, path, range."""
     sent: int = 0
-    """Bytes of files."""
+    """Bytes of files sent."""
 
 
-class Answer(BaseHTTPRequestHandler):
-    served: Served
+class RequestHandler(BaseHTTPRequestHandler):
+    served: FakeServer
 
     def do_HEAD(self) -> None:
         self.answer()
@@ -142,7 +142,7 @@ class Answer(BaseHTTPRequestHandler):
     def answer(self) -> None:
         path = unquote(urlsplit(self.path).path).lstrip("/")
         wanted = self.headers.get("Range")
-        self.served.asked.append((self.command, path, wanted))
+        self.served.requests.append((self.command, path, wanted))
         if self.command == "GET" and self.served.failures and (status := self.served.failures.pop(0)):
             return self.send_error(status)
         if path not in self.served.files:
@@ -164,19 +164,19 @@ class Answer(BaseHTTPRequestHandler):
             if self.served.break_after:
                 data = data[: self.served.break_after.pop(0)]
                 self.close_connection = True
-            self.served.sent += len(data)  # before: whoever has it all may look at once
+            self.served.sent += len(data)  # before the client can read it
             try:
                 self.wfile.write(data)
-            except ConnectionError:  # whoever asked has heard enough
+            except ConnectionError:  # the client closed the connection
                 self.served.sent -= len(data)
                 self.close_connection = True
         return None
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    served = Served()
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Answer,), {"served": served})) as listening:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    served = FakeServer()
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (RequestHandler,), {"served": served})) as listening:
         served.url = f"http://127.0.0.1:{listening.server_address[1]}"
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setattr("vitrail.data.sources.remote.RETRY_DELAY_S", 0.001)

@@ -1,4 +1,4 @@
-"""Data sets by name: in any layout, from any place, verified by what they hold."""
+"""Built-in data sets: every layout and location, verified by content."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COUNTS = (30, 10)
 
 
 def raw(entry, seed=0):
-    """A small data set of the same kind."""
+    """A small data set of the same shape."""
     chance = np.random.default_rng(seed)
     made = {}
     for part, count in zip(("train", "test"), COUNTS, strict=True):
@@ -150,7 +150,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_layout_holds_the_same(small, tmp_path, way):
+def test_every_layout_has_the_same_content(small, tmp_path, way):
     name, folder, write = WAYS[way]
     entry, made = small(name)
     write(tmp_path / "data" / folder, entry, made)
@@ -166,7 +166,7 @@ def test_every_layout_holds_the_same(small, tmp_path, way):
         assert np.array_equal(pickle.loads(pickle.dumps(source))[3].image, sample.image)
 
 
-def test_svhn_calls_its_zero_ten(small, tmp_path):
+def test_label_ten_of_svhn_is_zero(small, tmp_path):
     _, made = small("svhn")
     for part, (pixels, targets) in made.items():
         labels = np.where(targets == 0, 10, targets)[:, None].astype(np.uint8)
@@ -201,7 +201,7 @@ def test_a_pickle_that_python_3_wrote_is_read(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (
             lambda data: gzip.compress(gzip.decompress(data)[:-5]),
@@ -212,13 +212,13 @@ def test_a_pickle_that_python_3_wrote_is_read(small, tmp_path):
         (lambda data: gzip.compress(gzip.decompress(data)[:-1] + b"?"), r"does not contain mnist as published"),
     ],
 )
-def test_a_damaged_file_is_named(small, tmp_path, spoil, said):
+def test_a_damaged_file_is_named(small, tmp_path, spoil, message):
     _, made = small("mnist")
     made["train"][0].flat[-1] = 0
     write_idx(tmp_path / "mnist", made)
     path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         open_source_splits(DataConfig(source="mnist", root=str(tmp_path)))
 
 
@@ -243,7 +243,7 @@ def test_a_label_or_a_pixel_changes_the_digest():
 # Places
 
 
-def test_the_named_folder_goes_before_the_cache_and_that_before_the_systems(small, tmp_path, cache):
+def test_the_given_root_precedes_the_cache_which_precedes_the_system_folder(small, tmp_path, cache):
     entry, made = small("mnist")
     for folder in (tmp_path / "mine" / "MNIST" / "raw", cache / "mnist", data_cache.SYSTEM_DIR / "mnist"):
         write_idx(folder, made)
@@ -257,7 +257,7 @@ def test_the_named_folder_goes_before_the_cache_and_that_before_the_systems(smal
         builtin.find_dataset(entry, str(tmp_path / "nowhere"))
 
 
-def test_another_data_set_of_the_same_layout_is_passed_over(small, tmp_path, monkeypatch):
+def test_another_data_set_with_the_same_layout_is_skipped(small, tmp_path, monkeypatch):
     _, digits = small("mnist")
     clothes = dataclasses.replace(CATALOG["fashion-mnist"], split_sizes=COUNTS, digest="0" * 64, base_urls=())
     monkeypatch.setitem(CATALOG, "fashion-mnist", clothes)
@@ -266,7 +266,7 @@ def test_another_data_set_of_the_same_layout_is_passed_over(small, tmp_path, mon
         open_source_splits(DataConfig(source="fashion-mnist", root=str(tmp_path)))
 
 
-def test_a_folder_that_bears_no_name_is_told_by_its_content(small, tmp_path, monkeypatch):
+def test_an_unnamed_folder_is_identified_by_its_content(small, tmp_path, monkeypatch):
     entry, made = small("mnist")
     monkeypatch.setitem(CATALOG, "kmnist", dataclasses.replace(CATALOG["kmnist"], split_sizes=COUNTS))
     write_idx(tmp_path / "files", made)
@@ -275,7 +275,7 @@ def test_a_folder_that_bears_no_name_is_told_by_its_content(small, tmp_path, mon
     assert builtin.find_dataset(CATALOG["fashion-mnist"], str(tmp_path / "files")) is None
 
 
-def test_what_takes_long_to_decode_is_decoded_once(small, tmp_path, cache, monkeypatch):
+def test_slow_layouts_are_decoded_once(small, tmp_path, cache, monkeypatch):
     entry, made = small("cifar10")
     write_parquet(tmp_path / "cifar10", entry, made)
     config = DataConfig(source="cifar10", root=str(tmp_path))
@@ -284,11 +284,11 @@ def test_what_takes_long_to_decode_is_decoded_once(small, tmp_path, cache, monke
     assert np.array_equal(open_source_splits(config).train.pixels, made["train"][0])
     assert builtin.find_dataset(entry).layout == "decoded"
     assert np.array_equal(open_source_splits(DataConfig(source="cifar10")).test.pixels, made["test"][0])
-    (cache / "cifar10" / "decoded" / "test-pixels.npy").unlink()  # half a copy is none
+    (cache / "cifar10" / "decoded" / "test-pixels.npy").unlink()  # an incomplete copy is not used
     assert builtin.find_dataset(entry) is None
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(small, tmp_path, monkeypatch):
+def test_a_cache_that_is_not_writable_is_not_used(small, tmp_path, monkeypatch):
     entry, made = small("cifar10")
     write_parquet(tmp_path / "cifar10", entry, made)
     (tmp_path / "file").write_text("in the way")
@@ -296,12 +296,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(small, tmp_path, monkeyp
     assert len(open_source_splits(DataConfig(source="cifar10", root=str(tmp_path))).train) == COUNTS[0]
 
 
-def test_without_a_digest_that_is_said(small, tmp_path, said, monkeypatch):
+def test_without_a_digest_a_note_says_so(small, tmp_path, logged_notes, monkeypatch):
     entry, made = small("kmnist")
     monkeypatch.setitem(CATALOG, "kmnist", dataclasses.replace(entry, digest=""))
     write_idx(tmp_path / "kmnist", made)
     open_data(DataConfig(source="kmnist", root=str(tmp_path)))
-    assert said == [f"the content of {tmp_path / 'kmnist'} could not be verified: no digest of kmnist is known"]
+    assert logged_notes == [f"the content of {tmp_path / 'kmnist'} could not be verified: no digest of kmnist is known"]
 
 
 # What is in them
@@ -325,7 +325,7 @@ def test_digits_are_scikit_learns_in_a_fixed_split():
     assert decoded_cache.content_digest(made) == CATALOG["digits"].digest
 
 
-def test_held_out_is_an_exact_share_of_each_class():
+def test_an_exact_fraction_of_each_class_is_held_out():
     splits = open_data(DataConfig(source="digits", held_out=0.1))
     whole = np.bincount(open_source_splits(DataConfig(source="digits")).train.targets)
     held = np.bincount(splits.validation.targets)
@@ -335,7 +335,7 @@ def test_held_out_is_an_exact_share_of_each_class():
     assert np.array_equal(splits.validation.pixels[5], splits.validation[5].image)
 
 
-def test_classes_may_be_asked_for_in_another_order():
+def test_class_names_may_be_given_in_another_order():
     plain = open_source_splits(DataConfig(source="digits")).train
     turned = open_source_splits(DataConfig(source="digits", class_names=[str(9 - i) for i in range(10)])).train
     assert turned.targets.tolist() == [9 - t for t in plain.targets]
@@ -343,7 +343,7 @@ def test_classes_may_be_asked_for_in_another_order():
         open_source_splits(DataConfig(source="digits", class_names=["0", "1"]))
 
 
-def test_the_catalog_is_whole():
+def test_the_catalog_is_complete():
     for name, entry in CATALOG.items():
         assert entry.name == name
         assert len(set(entry.labels)) == len(entry.labels) == (100 if name == "cifar100" else 10)

@@ -1,4 +1,4 @@
-"""Downloads: whole or not at all, continued where they broke off, verified, and explained where they fail."""
+"""Downloads: atomic, resumed after an interruption, verified, with clear errors."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ def full(server):
     return server
 
 
-def test_a_file_arrives_once(full, tmp_path):
+def test_a_file_is_downloaded_once(full, tmp_path):
     path = get(full, tmp_path)
     assert path.read_bytes() == DATA
     get(full, tmp_path)
-    assert len(full.asked) == 1
+    assert len(full.requests) == 1
     assert {p.name for p in path.parent.iterdir()} <= {"data.bin", ".data.bin.lock"}
 
 
-def test_a_transfer_that_breaks_off_goes_on_from_there(full, tmp_path):
+def test_an_interrupted_download_is_resumed(full, tmp_path):
     full.break_after = [300_000, 200_000]
     assert get(full, tmp_path).read_bytes() == DATA
-    assert [wanted for _, _, wanted in full.asked] == [None, "bytes=300000-", "bytes=500000-"]
+    assert [wanted for _, _, wanted in full.requests] == [None, "bytes=300000-", "bytes=500000-"]
 
 
-def test_a_server_without_ranges_begins_again(full, tmp_path):
+def test_a_server_without_ranges_starts_from_the_beginning(full, tmp_path):
     full.ranges = False
     full.break_after = [300_000]
     assert get(full, tmp_path).read_bytes() == DATA
     assert full.sent == 300_000 + len(DATA)
 
 
-def test_what_was_left_by_an_interrupted_process_is_continued(full, tmp_path):
+def test_the_download_of_an_interrupted_process_is_resumed(full, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "data.bin.part").write_bytes(DATA[:123_456])
     assert get(full, tmp_path).read_bytes() == DATA
     assert full.sent == len(DATA) - 123_456
 
 
-def test_nothing_half_arrived_has_the_files_name(full, tmp_path):
+def test_a_partial_download_does_not_have_the_final_name(full, tmp_path):
     full.break_after, full.failures = [300_000], [0, 404]
     with pytest.raises(download.DownloadError, match="Not Found"):
         get(full, tmp_path)
@@ -75,7 +75,7 @@ def test_a_wrong_checksum_leaves_nothing_behind(full, tmp_path):
     assert get(full, tmp_path).read_bytes() == DATA
 
 
-def test_too_much_left_over_begins_again(full, tmp_path):
+def test_a_partial_download_that_is_too_long_starts_again(full, tmp_path):
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "data.bin.part").write_bytes(DATA + b"more")
     with pytest.raises(download.DownloadError, match="the partial download of 900,004 bytes is longer"):
@@ -83,12 +83,12 @@ def test_too_much_left_over_begins_again(full, tmp_path):
     assert get(full, tmp_path).read_bytes() == DATA
 
 
-def test_the_next_address_is_tried(full, tmp_path):
+def test_the_next_url_is_tried(full, tmp_path):
     addresses = [f"{full.url}/moved/", "http://127.0.0.1:9/", f"{full.url}/"]
     assert get(full, tmp_path, base_urls=addresses).read_bytes() == DATA
 
 
-def test_every_address_that_failed_is_named(full, tmp_path):
+def test_every_url_that_failed_is_named(full, tmp_path):
     with pytest.raises(
         download.DownloadError, match=r"127\.0\.0\.1:\d+/moved/: Not Found; http://127\.0\.0\.1:9/: .*refused"
     ):
@@ -101,7 +101,7 @@ def test_processes_that_want_the_same_file_wait_for_the_first(full, tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(full.asked) == 1
+    assert len(full.requests) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_named(full, tmp_path):
@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_is_named(full, tmp_path):
 
 @pytest.fixture
 def mnist(server, monkeypatch):
-    """A small data set in MNIST's place, at the server."""
+    """A small data set in place of MNIST, on the server."""
     chance = np.random.default_rng(1)
     made, files = {}, []
     for part, word, count in (("train", "train", 20), ("test", "t10k", 10)):
@@ -142,9 +142,9 @@ def test_a_data_set_is_downloaded_once_and_verified(mnist, cache):
     parts = open_source_splits(DataConfig(source="mnist"))
     assert (len(parts.train), len(parts.test), parts.notes) == (20, 10, ())
     assert len(list((cache / "mnist").glob("*.gz"))) == 4
-    mnist.asked.clear()
+    mnist.requests.clear()
     assert len(open_source_splits(DataConfig(source="mnist")).train) == 20
-    assert mnist.asked == []
+    assert mnist.requests == []
 
 
 def test_a_recompressed_archive_verifies_and_another_content_does_not(mnist, cache):

@@ -1,4 +1,4 @@
-"""Folders as people have them: classes, parts, strangers, and what is said of each."""
+"""Folders of images: classes, splits, skipped files and notes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def opened(path, **settings):
     return open_source_splits(DataConfig(source=f"folder:{path}", **settings))
 
 
-def test_classes_are_the_folders_in_order_and_keys_the_paths(plant):
-    parts = opened(plant("photos", {"dog": 2, "cat": 3, "cat/kittens": 1}))
+def test_classes_are_the_folders_in_order_and_keys_the_paths(make_folder):
+    parts = opened(make_folder("photos", {"dog": 2, "cat": 3, "cat/kittens": 1}))
     source = parts.train
     assert source.labels == ("cat", "dog")
     assert [source.key(i) for i in range(6)] == [
@@ -39,15 +39,15 @@ def test_classes_are_the_folders_in_order_and_keys_the_paths(plant):
     assert (source.name, source.multi_label, source.pixels, source.blocks) == ("photos", False, None, None)
 
 
-def test_a_sample_decodes_to_its_image(plant):
-    source = opened(plant("photos", {"cat": 2})).train
+def test_a_sample_decodes_to_its_image(make_folder):
+    source = opened(make_folder("photos", {"cat": 2})).train
     sample = source[1]
     assert (sample.key, sample.target) == ("cat/001.png", 0)
     assert decode(sample.image).shape == (6, 6, 3)
 
 
-def test_a_folder_survives_pickling_another_working_folder_and_threads(plant, monkeypatch, tmp_path):
-    root = plant("photos", {"cat": 20})
+def test_a_folder_survives_pickling_another_working_folder_and_threads(make_folder, monkeypatch, tmp_path):
+    root = make_folder("photos", {"cat": 20})
     monkeypatch.chdir(root.parent)
     source = pickle.loads(pickle.dumps(opened("photos").train))
     monkeypatch.chdir(tmp_path.parent)
@@ -65,8 +65,8 @@ def test_a_folder_survives_pickling_another_working_folder_and_threads(plant, mo
 
 
 @pytest.mark.parametrize("name", ["val", "valid", "validation", "Val"])
-def test_parts_are_recognized_by_their_folders(plant, name):
-    root = plant("photos", {"train/cat": 3, "train/dog": 3, f"{name}/cat": 1, f"{name}/dog": 2, "test/dog": 1})
+def test_splits_are_detected_by_folder_names(make_folder, name):
+    root = make_folder("photos", {"train/cat": 3, "train/dog": 3, f"{name}/cat": 1, f"{name}/dog": 2, "test/dog": 1})
     parts = opened(root)
     assert [len(p) for p in (parts.train, parts.validation, parts.test)] == [6, 3, 1]
     assert parts.validation.key(0) == f"{name}/cat/000.png"
@@ -83,12 +83,12 @@ def test_parts_are_recognized_by_their_folders(plant, name):
         ({"test/a": 2, "val/a": 2}, ("test", "val")),
     ],
 )
-def test_a_class_may_be_called_train(plant, classes, labels):
-    assert opened(plant("photos", classes)).train.labels == labels
+def test_a_class_may_be_called_train(make_folder, classes, labels):
+    assert opened(make_folder("photos", classes)).train.labels == labels
 
 
-def test_what_is_left_out_is_said(plant):
-    root = plant("photos", {"cat": 2, "dog": 2, "empty": 0})
+def test_skipped_files_are_noted(make_folder):
+    root = make_folder("photos", {"cat": 2, "dog": 2, "empty": 0})
     (root / "cat" / "notes.txt").write_text("no image")
     (root / "cat" / ".hidden.png").write_bytes(b"")
     (root / ".git").mkdir()
@@ -103,32 +103,32 @@ def test_what_is_left_out_is_said(plant):
     )
 
 
-def test_folders_beside_the_parts_are_said_to_be_left_out(plant):
-    parts = opened(plant("photos", {"train/cat": 2, "val/cat": 1, "raw/cat": 5, "val/dog": 0}))
+def test_a_note_lists_the_skipped_folders_next_to_the_splits(make_folder):
+    parts = opened(make_folder("photos", {"train/cat": 2, "val/cat": 1, "raw/cat": 5, "val/dog": 0}))
     assert len(parts.train) == 2
     assert parts.notes == ("skipped 1 folder (dog) in val/ without images", "skipped 1 folder (raw) next to train/")
 
 
-def test_an_empty_part_is_none(plant):
-    assert opened(plant("photos", {"train/cat": 2, "test/cat": 0})).test is None
+def test_an_empty_split_is_none(make_folder):
+    assert opened(make_folder("photos", {"train/cat": 2, "test/cat": 0})).test is None
 
 
-def test_given_classes_set_the_order_and_may_be_more(plant):
-    parts = opened(plant("photos", {"cat": 1, "dog": 1}), class_names=["dog", "emu", "cat"])
+def test_given_classes_set_the_order_and_may_be_more(make_folder):
+    parts = opened(make_folder("photos", {"cat": 1, "dog": 1}), class_names=["dog", "emu", "cat"])
     assert parts.train.targets.tolist() == [2, 0]
     assert parts.notes == ("1 class (emu) without training images",)
     with pytest.raises(DataError, match=r"cat/000\.png has the class 'cat', which is not in class_names="):
-        opened(plant("photos", {"cat": 1}), class_names=["dog", "cats"])
+        opened(make_folder("photos", {"cat": 1}), class_names=["dog", "cats"])
 
 
-def test_a_class_that_is_measured_on_must_be_learned(plant):
-    root = plant("photos", {"train/cat": 2, "val/Cat": 1})
+def test_a_class_of_the_validation_split_must_be_a_training_class(make_folder):
+    root = make_folder("photos", {"train/cat": 2, "val/Cat": 1})
     with pytest.raises(DataError, match=r"val/Cat/000\.png has the class 'Cat'.* did you mean 'cat'\?"):
         opened(root)
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         (
             ["a.jpg", "b.jpg"],
@@ -139,18 +139,18 @@ def test_a_class_that_is_measured_on_must_be_learned(plant):
         ([], r"contains no folders with images; wanted one folder per class"),
     ],
 )
-def test_what_cannot_be_learned_from_says_what_is_wanted(tmp_path, files, said):
+def test_a_folder_without_classes_is_an_error_that_says_what_is_wanted(tmp_path, files, message):
     for name in files:
         path = tmp_path / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
     (tmp_path / "photos").mkdir(exist_ok=True)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         opened(tmp_path / "photos")
 
 
-def test_images_anywhere_are_enough_where_no_labels_are_wanted(plant, tmp_path):
-    root = plant("photos", {"": 3, "cat": 2, "dog/old": 1})
+def test_images_may_be_anywhere_if_labels_are_not_required(make_folder, tmp_path):
+    root = make_folder("photos", {"": 3, "cat": 2, "dog/old": 1})
     parts = open_source_splits(DataConfig(source=f"folder:{root}"), require_labels=False)
     source = parts.train
     assert [source.key(i) for i in range(6)] == [
@@ -164,22 +164,24 @@ def test_images_anywhere_are_enough_where_no_labels_are_wanted(plant, tmp_path):
         open_source_splits(DataConfig(source=f"folder:{tmp_path / 'empty'}"), require_labels=False)
 
 
-def test_parts_of_loose_images_are_parts_where_no_labels_are_wanted(plant):
-    config = DataConfig(source=f"folder:{plant('photos', {'train': 4, 'val': 2, 'test': 1})}")
+def test_folders_of_images_are_splits_if_labels_are_not_required(make_folder):
+    config = DataConfig(source=f"folder:{make_folder('photos', {'train': 4, 'val': 2, 'test': 1})}")
     parts = open_source_splits(config, require_labels=False)
     assert [len(part) for part in (parts.train, parts.validation, parts.test)] == [4, 2, 1]
     assert parts.validation.key(0) == "val/000.png"
     assert open_source_splits(config).train.labels == ("test", "train", "val")
 
 
-def test_class_folders_keep_their_labels_where_none_are_wanted(plant):
-    config = DataConfig(source=f"folder:{plant('photos', {'cat': 4, 'dog': 2})}")
+def test_class_folders_keep_their_labels_if_labels_are_not_required(make_folder):
+    config = DataConfig(source=f"folder:{make_folder('photos', {'cat': 4, 'dog': 2})}")
     assert open_source_splits(config, require_labels=False).train.labels == ("cat", "dog")
 
 
-def test_something_is_held_out_of_a_few_images_without_labels(plant):
+def test_something_is_held_out_of_a_few_images_without_labels(make_folder):
     for count in (2, 3, 5):
-        splits = open_data(DataConfig(source=f"folder:{plant(f'photos{count}', {'': count})}"), require_labels=False)
+        splits = open_data(
+            DataConfig(source=f"folder:{make_folder(f'photos{count}', {'': count})}"), require_labels=False
+        )
         assert len(splits.validation) >= 1
         assert len(splits.train) >= 1
 
@@ -189,9 +191,9 @@ def test_no_folder_is_not_found(tmp_path):
         opened(tmp_path / "nothing")
 
 
-def test_links_are_followed_and_those_in_circles_are_not(plant):
-    root = plant("photos", {"cat": 2})
-    other = plant("elsewhere", {"dogs": 3})
+def test_links_are_followed_and_those_in_circles_are_not(make_folder):
+    root = make_folder("photos", {"cat": 2})
+    other = make_folder("elsewhere", {"dogs": 3})
     (root / "dog").symlink_to(other / "dogs")
     (root / "cat" / "again").symlink_to(root / "cat")
     parts = opened(root)
@@ -199,10 +201,10 @@ def test_links_are_followed_and_those_in_circles_are_not(plant):
     assert np.bincount(parts.train.targets).tolist() == [2, 3]
 
 
-def test_an_image_that_is_added_moves_no_other_on_disk(plant, draw):
-    root = plant("photos", {"cat": 60, "dog": 60})
+def test_an_image_that_is_added_moves_no_other_on_disk(make_folder, png_bytes):
+    root = make_folder("photos", {"cat": 60, "dog": 60})
     before = open_data(DataConfig(source=str(root)))
-    (root / "cat" / "new.png").write_bytes(draw(10**5))
+    (root / "cat" / "new.png").write_bytes(png_bytes(10**5))
     after = open_data(DataConfig(source=str(root)))
     held = {before.validation.key(i) for i in range(len(before.validation))}
     now = {after.validation.key(i) for i in range(len(after.validation))}
@@ -210,8 +212,8 @@ def test_an_image_that_is_added_moves_no_other_on_disk(plant, draw):
     assert before.eval_split == "held out"
 
 
-def test_groups_stay_together(plant):
-    root = plant("photos", {f"cat/p{i}": 4 for i in range(12)} | {f"dog/p{i}": 4 for i in range(12)})
+def test_groups_stay_together(make_folder):
+    root = make_folder("photos", {f"cat/p{i}": 4 for i in range(12)} | {f"dog/p{i}": 4 for i in range(12)})
     splits = open_data(DataConfig(source=str(root), groups=r"p\d+", held_out=0.3))
     keys = [[part.key(i) for i in range(len(part))] for part in (splits.train, splits.validation)]
     people = [{key.split("/")[1] for key in part} for part in keys]
@@ -220,35 +222,35 @@ def test_groups_stay_together(plant):
     assert splits.notes[0].endswith("by a hash of their group names")
 
 
-def test_the_same_bytes_on_both_sides_are_reported(plant, said):
-    root = plant("photos", {"train/cat": 3, "val/cat": 2, "test/cat": 2})
+def test_the_same_bytes_on_both_sides_are_reported(make_folder, logged_notes):
+    root = make_folder("photos", {"train/cat": 3, "val/cat": 2, "test/cat": 2})
     (root / "val" / "cat" / "copy.png").write_bytes((root / "train" / "cat" / "001.png").read_bytes())
     (root / "test" / "cat" / "copy.png").write_bytes((root / "train" / "cat" / "002.png").read_bytes())
     open_data(DataConfig(source=str(root)))
-    assert said == [
+    assert logged_notes == [
         "1 validation or test image is also in the training data, byte for byte: val/cat/copy.png = train/cat/001.png",
         "1 validation or test image is also in the training data, byte for byte: test/cat/copy.png = train/cat/002.png",
     ]
 
 
-def test_equal_sizes_and_equal_middles_are_not_enough(tmp_path, said):
+def test_equal_sizes_and_equal_middles_are_not_enough(tmp_path, logged_notes):
     for part, byte in (("train", b"a"), ("val", b"b")):
         folder = tmp_path / "photos" / part / "cat"
         folder.mkdir(parents=True)
         (folder / "x.jpg").write_bytes(byte + bytes(1000))
     open_data(DataConfig(source=str(tmp_path / "photos")))
-    assert said == []
+    assert logged_notes == []
 
 
-def test_too_many_images_are_not_compared_and_that_is_said(plant, said, monkeypatch):
+def test_too_many_images_are_not_compared_and_a_note_says_so(make_folder, logged_notes, monkeypatch):
     monkeypatch.setattr("vitrail.data.sources.duplicates.MAX_COMPARED", 3)
-    open_data(DataConfig(source=str(plant("photos", {"train/cat": 3, "val/cat": 2}))))
-    assert said == ["not searched for duplicates: more than 3 images"]
+    open_data(DataConfig(source=str(make_folder("photos", {"train/cat": 3, "val/cat": 2}))))
+    assert logged_notes == ["not searched for duplicates: more than 3 images"]
 
 
 @pytest.mark.slow
-def test_twenty_thousand_images_open_in_the_time_of_a_few_walks(tmp_path):
-    """A ratio within one run: listing the same folders with os.walk and stat is what it is compared with."""
+def test_twenty_thousand_images_open_in_the_time_of_a_few_directory_walks(tmp_path):
+    """Compared, within one run, with os.walk and os.stat on the same folders."""
     chance = np.random.default_rng(0)
     for c in range(20):
         folder = tmp_path / "photos" / f"class{c:03d}"

@@ -1,4 +1,4 @@
-"""What is held out: stable as data grow, every class on both sides, groups in one piece."""
+"""Held-out images: stable as the data grows, every class in both splits, groups not split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size
 
 @st.composite
 def images(draw, classes: int = 4):
-    """Different keys and a class number for each; small classes are the difficult ones."""
+    """Distinct keys with class indices; small classes are the difficult case."""
     keys = draw(st.lists(NAMES, min_size=1, max_size=40, unique_by=lambda key: hash_names([key])[0]))
     targets = draw(st.lists(st.integers(0, classes - 1), min_size=len(keys), max_size=len(keys)))
     return keys, np.array(targets, np.int64)
@@ -28,12 +28,12 @@ SHARES = st.floats(0.01, 0.9)
 
 
 def by_class(targets, mask):
-    """Class -> (learned from, held out)."""
+    """Class -> (number in training, number held out)."""
     return {c: (int((~mask & (targets == c)).sum()), int((mask & (targets == c)).sum())) for c in set(targets.tolist())}
 
 
 @given(images(), SHARES)
-def test_every_class_of_two_images_is_on_both_sides_and_a_lone_one_is_learned_from(data, share):
+def test_every_class_of_two_images_is_in_both_splits_and_a_single_image_is_used_for_training(data, share):
     keys, targets = data
     mask, notes = hold_out(keys, targets, share)
     sides = by_class(targets, mask)
@@ -55,9 +55,9 @@ def test_an_image_that_is_added_moves_no_other(data, name, number, share):
     limit = int(share * 2**64)
     by_hash = hash_names(keys) < np.uint64(min(limit, 2**64 - 1))
     mine = by_hash[targets == number]
-    if mine.any() and not mine.all():  # the hash alone has given this class both sides
+    if mine.any() and not mine.all():  # the hash alone put this class in both splits
         assert len(moved) == 0
-    else:  # a class that was helped may be helped otherwise
+    else:  # another image may have been moved
         assert len(moved) <= 1
         assert all(targets[moved] == number)
 
@@ -73,7 +73,7 @@ def test_the_order_of_images_does_not_matter(data, share, chance):
 
 
 @given(images(), st.data(), SHARES)
-def test_groups_never_straddle_and_every_class_is_learned_from(data, more, share):
+def test_groups_are_never_split_and_every_class_is_in_training(data, more, share):
     keys, targets = data
     groups = more.draw(st.lists(st.sampled_from("abcdefgh"), min_size=len(keys), max_size=len(keys)))
     mask, notes = hold_out(keys, targets, share, groups=groups)
@@ -88,7 +88,7 @@ def test_groups_never_straddle_and_every_class_is_learned_from(data, more, share
 
 
 @given(images(), st.data(), SHARES)
-def test_images_with_several_labels_leave_something_of_each_to_learn_from(data, more, share):
+def test_every_class_of_multi_label_data_is_in_training(data, more, share):
     keys, _ = data
     rows = st.lists(st.booleans(), min_size=3, max_size=3)
     targets = np.array(more.draw(st.lists(rows, min_size=len(keys), max_size=len(keys))))
@@ -96,27 +96,27 @@ def test_images_with_several_labels_leave_something_of_each_to_learn_from(data, 
     assert all(targets[~mask][:, k].any() for k in range(3) if targets[:, k].any())
 
 
-def test_the_share_is_what_was_asked_for():
+def test_the_held_out_fraction_is_as_requested():
     keys = [f"cat/{i}.jpg" for i in range(20_000)]
     mask, notes = hold_out(keys, np.zeros(len(keys), np.int64), 0.1)
     assert 0.094 < mask.mean() < 0.106  # three standard deviations
     assert notes == []
 
 
-def test_the_hash_is_one_that_anybody_can_compute():
+def test_the_hash_is_reproducible():
     [found] = hash_names(["cat/1.jpg"])
     assert int(found) == int.from_bytes(hashlib.blake2b(b"cat/1.jpg", digest_size=8).digest(), "little")
 
 
-def test_an_accent_hashes_alike_in_both_spellings():
+def test_composed_and_decomposed_accents_have_the_same_hash():
     assert hash_names(["caf\u00e9.jpg"])[0] == hash_names(["cafe\u0301.jpg"])[0]
 
 
-def test_a_name_that_is_no_unicode_hashes():
+def test_a_name_that_is_not_valid_unicode_is_hashed():
     assert len(hash_names(["caf\udce9.jpg"])) == 1
 
 
-def test_the_smallest_hash_is_held_out_where_the_share_holds_none_out():
+def test_the_smallest_hash_is_held_out_if_the_fraction_holds_none_out():
     keys = [f"{i}.jpg" for i in range(5)]
     mask, _ = hold_out(keys, np.zeros(5, np.int64), 1e-9)
     assert np.flatnonzero(mask).tolist() == [int(np.argmin(hash_names(keys)))]
@@ -134,7 +134,7 @@ def test_a_note_names_the_classes_that_have_one_image():
     assert notes[0] == "the classes dog, emu have only one image, used for training"
 
 
-def test_a_note_names_the_classes_that_the_hash_left_on_one_side():
+def test_a_note_names_the_classes_that_the_hash_put_on_one_side():
     keys, targets = [f"{i}.jpg" for i in range(45)], np.repeat([0, 1, 2], [5, 20, 20])
     by_hash = hash_names(keys) < np.uint64(int(0.1 * 2**64))
     helped = [n for n in range(3) if by_hash[targets == n].all() or not by_hash[targets == n].any()]
@@ -166,7 +166,7 @@ def test_a_pattern_names_groups_by_its_match_or_its_first_group(pattern, wanted)
     assert group_names(["patient1/a.png", "b/patient1.png", "patient2.png", "x.png"], pattern) == wanted
 
 
-def test_a_pattern_that_matches_nothing_or_is_none_is_refused():
+def test_a_pattern_that_matches_nothing_or_is_invalid_is_refused():
     with pytest.raises(
         ConfigError, match=r"matches no image's path; wanted a regular expression for paths such as 'cat1'"
     ):

@@ -1,4 +1,4 @@
-"""Data sets on the hub, imitated by a real server on this machine."""
+"""Data sets on the hub, with a local HTTP server in its place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Hub:
         return {line.split("/resolve/")[1].split("/", 1)[1] for line in self.asked if line.startswith("GET /datasets/")}
 
 
-class Answer(BaseHTTPRequestHandler):
+class RequestHandler(BaseHTTPRequestHandler):
     hub: Hub
 
     def do_HEAD(self) -> None:
@@ -105,9 +105,9 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
-    """The imitation, and huggingface_hub turned to it, with an empty cache and no waiting between tries."""
+    """The local server, with huggingface_hub pointed at it, an empty cache and no delay between retries."""
     state = Hub()
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Answer,), {"hub": state})) as listening:
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (RequestHandler,), {"hub": state})) as listening:
         state.url = f"http://127.0.0.1:{listening.server_address[1]}"
         for name, value in {
             "ENDPOINT": state.url,
@@ -128,11 +128,11 @@ def hub(tmp_path, monkeypatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def parquet(draw):
+def parquet(png_bytes):
     """The bytes of a Parquet file with images first..last, in the hub's layout."""
 
     def make(first: int, last: int, column: str = "image") -> bytes:
-        images = [{"bytes": draw(i), "path": None} for i in range(first, last)]
+        images = [{"bytes": png_bytes(i), "path": None} for i in range(first, last)]
         table = pa.table({column: images, "label": [i % 2 for i in range(first, last)]})
         told = {"info": {"features": {"label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}}}
         out = io.BytesIO()
@@ -161,12 +161,12 @@ def opened(spec, **settings):
 @pytest.mark.parametrize(
     "spec", [f"hf:{REPO}", f"hf:{REPO}@main", f"https://huggingface.co/datasets/{REPO}", f"hf:hf://datasets/{REPO}"]
 )
-def test_a_data_set_is_fetched_and_opens(animals, draw, spec):
+def test_a_data_set_is_downloaded_and_opened(animals, png_bytes, spec):
     parts = opened(spec)
     assert animals.downloaded() == {n for n in animals.files[MAIN] if n != "notes.zip"}
     assert (len(parts.train), parts.validation, len(parts.test)) == (7, None, 2)
     assert parts.train.labels == ("cat", "dog")
-    assert [parts.train[i].image for i in range(7)] == [draw(i) for i in range(7)]
+    assert [parts.train[i].image for i in range(7)] == [png_bytes(i) for i in range(7)]
     assert parts.train.name == "animals/train"
     assert open_data(DataConfig(source=spec)).eval_split == "test"
 
@@ -182,7 +182,7 @@ def test_the_second_time_nothing_is_fetched_and_offline_it_still_opens(animals, 
     assert len(opened(f"hf:{REPO}").test) == 2
 
 
-def test_what_another_program_cached_serves_if_it_is_all_there(animals, tmp_path, monkeypatch):
+def test_a_cache_filled_by_another_program_is_used_if_complete(animals, tmp_path, monkeypatch):
     home = tmp_path / "hub" / "datasets--someone--animals"
     folder = home / "snapshots" / MAIN / "data"
     folder.mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_what_another_program_cached_serves_if_it_is_all_there(animals, tmp_path
     assert len(opened(f"hf:{REPO}").train) == 7
 
 
-def test_other_files_are_read_from_the_hubs_own_conversion(hub, parquet):
+def test_other_files_are_read_from_the_hubs_conversion_to_parquet(hub, parquet):
     hub.files[MAIN] = {"images.zip": b"must not be fetched"}
     with pytest.raises(NotFound, match=r"someone/animals has no Parquet files on the hub, and no conversion"):
         opened(f"hf:{REPO}")
@@ -212,7 +212,7 @@ def test_other_files_are_read_from_the_hubs_own_conversion(hub, parquet):
     assert (len(parts.train), len(parts.validation), parts.test) == (4, 2, None)
 
 
-def test_a_configuration_is_chosen_by_its_name(hub, parquet):
+def test_a_configuration_is_selected_by_name(hub, parquet):
     hub.files[MAIN] = {"big/train-0.parquet": parquet(0, 5), "small/train-0.parquet": parquet(0, 2)}
     assert len(opened(f"hf:{REPO}:small").train) == 2
     assert hub.downloaded() == {"small/train-0.parquet"}
@@ -224,7 +224,7 @@ def test_a_configuration_is_chosen_by_its_name(hub, parquet):
         opened(f"hf:{REPO}:smal")
 
 
-def test_the_card_says_which_files_are_which(hub, parquet):
+def test_the_card_assigns_files_to_configurations(hub, parquet):
     hub.files[MAIN] = {
         "README.md": b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: a/*\n"
         b"  - split: validation\n    path: [b.parquet]\n---\n# Animals\n",
@@ -249,7 +249,7 @@ def test_the_card_says_which_files_are_which(hub, parquet):
         (["README.md"], {}),
     ],
 )  # fmt: skip
-def test_files_are_told_apart_by_their_names(names, wanted):
+def test_files_are_assigned_to_splits_by_their_names(names, wanted):
     assert select_files(names, {}, Repository("a/b", None, None)) == wanted
 
 
@@ -262,17 +262,17 @@ def test_files_are_told_apart_by_their_names(names, wanted):
         ("a/b@refs/pr/1:c", ("a/b", "refs/pr/1", "c")),
     ],
 )
-def test_names_of_data_sets(spec, wanted):
+def test_repository_names_are_parsed(spec, wanted):
     assert parse_repository(spec) == Repository(*wanted)
 
 
-def test_what_is_no_name_is_refused():
+def test_invalid_repository_names_are_refused():
     with pytest.raises(NotFound, match="hf:mnist is not a data set name; wanted hf:user/name"):
         parse_repository("mnist")
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "said"),
+    ("status", "code", "message"),
     [
         (
             401,
@@ -285,9 +285,9 @@ def test_what_is_no_name_is_refused():
         (403, "", r"denied access to someone/animals@v9 \(status 403\)"),
     ],
 )
-def test_a_refusal_is_one_sentence(animals, status, code, said):
+def test_an_http_error_is_one_sentence(animals, status, code, message):
     animals.status, animals.code = status, code
-    with pytest.raises(NotFound, match=said):
+    with pytest.raises(NotFound, match=message):
         opened(f"hf:{REPO}@v9")
 
 

@@ -1,4 +1,4 @@
-"""Labels as people write them, to class numbers; against a plain dictionary."""
+"""Encoding of labels as class indices, compared with a plain dictionary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def numbered(values, names=None, **options):
 
 
 @given(st.lists(st.one_of(st.none(), WORDS), min_size=1))
-def test_words_are_numbered_in_their_sorted_order(values):
+def test_strings_are_encoded_in_sorted_order(values):
     found = encode_labels(pa.array(values, pa.string()), None, "t")
     names = sorted({v for v in values if v is not None})
     assert found.labels == tuple(names)
@@ -28,7 +28,7 @@ def test_words_are_numbered_in_their_sorted_order(values):
 
 
 @given(st.lists(st.lists(WORDS, max_size=3), min_size=1))
-def test_lists_are_rows_of_yes_and_no(values):
+def test_lists_are_multi_hot_rows(values):
     found = encode_labels(pa.array(values, pa.list_(pa.string())), None, "t")
     names = sorted({w for row in values for w in row})
     assert found.labels == tuple(names)
@@ -39,7 +39,7 @@ def test_lists_are_rows_of_yes_and_no(values):
 
 
 @given(st.lists(st.integers(-1, 6), min_size=1))
-def test_whole_numbers_are_places_in_the_names_or_names(values):
+def test_integers_are_class_indices_or_class_names(values):
     named = numbered(values, "abcdefg")
     assert named.targets.tolist() == values
     alone = numbered(values)
@@ -49,7 +49,7 @@ def test_whole_numbers_are_places_in_the_names_or_names(values):
 
 
 @pytest.mark.parametrize("values", [["3", "5", "3"], [3, 5, 3], [3.0, 5.0, 3.0], np.array([3, 5, 3], np.uint8)])
-def test_numbers_are_the_same_however_they_are_stored(values):
+def test_numbers_are_encoded_alike_in_every_type(values):
     found = numbered(values)
     assert (found.labels, found.targets.tolist()) == (("3", "5"), [0, 1, 0])
 
@@ -58,7 +58,7 @@ def test_numbers_with_leading_zeros_are_names():
     assert numbered(["007", "08"]).labels == ("007", "08")
 
 
-def test_numbers_that_are_all_names_are_meant_as_names():
+def test_numbers_that_are_all_class_names_are_class_names():
     assert numbered([8, 3], ["3", "8"]).targets.tolist() == [1, 0]
 
 
@@ -70,7 +70,7 @@ def test_dictionaries_booleans_and_missing_values():
     assert numbered([None, None], ["a"]).targets.tolist() == [-1, -1]
 
 
-def test_words_with_a_stroke_between_them_are_several():
+def test_strings_with_a_separator_are_multi_label():
     found = numbered(["cat|dog", "cat", "", None, " dog | cat "])
     assert found.labels == ("cat", "dog")
     assert found.targets.tolist() == [[1, 1], [1, 0], [0, 0], [0, 0], [1, 1]]
@@ -83,7 +83,7 @@ def test_chunks_are_one_column():
 
 
 @pytest.mark.parametrize(
-    ("values", "names", "said"),
+    ("values", "names", "message"),
     [
         (["cat", "dgo"], ["cat", "dog"], "has the label 'dgo', which is not a class; did you mean 'dog'?"),
         ([0, 3], ["cat", "dog"], "has the label 3, but there are 2 classes, counted from 0"),
@@ -91,8 +91,8 @@ def test_chunks_are_one_column():
         ([{"a": 1}], None, "has the type struct"),
     ],
 )
-def test_labels_that_cannot_be_are_refused(values, names, said):
-    with pytest.raises(DataError, match=said.replace("?", r"\?")):
+def test_invalid_labels_are_refused(values, names, message):
+    with pytest.raises(DataError, match=message.replace("?", r"\?")):
         numbered(values, names)
 
 
@@ -102,6 +102,6 @@ def test_class_names_are_read_from_any_json(given):
 
 
 @pytest.mark.parametrize("given", [[], [1], {"0": "cat", "2": "dog"}, "cat", {"a": "b"}])
-def test_other_json_names_no_classes(given):
+def test_other_json_is_not_a_list_of_class_names(given):
     with pytest.raises(DataError, match=r"classes\.json does not contain class names"):
         parse_class_names(given, "classes.json")

@@ -1,4 +1,4 @@
-"""Many strings in one block."""
+"""PackedStrings behaves like a list of strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vitrail.data.sources.packed_strings import PackedStrings
 
 
 @given(st.lists(st.text(st.characters(codec="utf-8"))), st.data())
-def test_strings_are_a_list_that_cannot_change(texts, data):
+def test_packed_strings_are_an_immutable_list(texts, data):
     packed = PackedStrings(texts)
     assert list(packed) == texts
     assert len(packed) == len(texts)
@@ -23,7 +23,7 @@ def test_strings_are_a_list_that_cannot_change(texts, data):
         assert list(packed.take(some)) == [texts[i] for i in some]
 
 
-def test_file_names_that_are_no_unicode_survive():
+def test_file_names_that_are_not_valid_unicode_are_preserved():
     assert PackedStrings(["caf\udce9"])[0] == "caf\udce9"
 
 

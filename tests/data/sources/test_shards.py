@@ -1,4 +1,4 @@
-"""Tar shards through their index, on this machine."""
+"""Local tar shards with an index."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def opened(spec, **settings):
 
 
 @pytest.mark.parametrize("spec", ["{}", "shards:{}", "shards:{}/train-{{000..002}}.tar", "{}/*.tar"])
-def test_every_sample_is_reached_by_its_number(shards, draw, spec):
+def test_every_sample_has_random_access(shards, png_bytes, spec):
     source = opened(spec.format(shards("web", 3, 4))).train
     assert (len(source), source.blocks, source.labels) == (12, (4, 4, 4), ("0", "1", "2"))
     assert source.targets.tolist() == [i % 3 for i in range(12)]
     for i in (11, 0, 6, -1):
         sample = source[i]
-        assert (sample.image, sample.target) == (draw(i % 12), i % 12 % 3)
+        assert (sample.image, sample.target) == (png_bytes(i % 12), i % 12 % 3)
         assert sample.key == source.key(i) == f"train-{i % 12 // 4:03d}/{i % 12:06d}"
     with pytest.raises(IndexError):
         source[12]
 
 
-def test_shards_survive_pickling_and_threads(shards, draw):
+def test_shards_survive_pickling_and_threads(shards, png_bytes):
     source = pickle.loads(pickle.dumps(opened(shards("web", 3, 20)).train))
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda i: source[i].image, range(60))) == [draw(i) for i in range(60)]
+        assert list(pool.map(lambda i: source[i].image, range(60))) == [png_bytes(i) for i in range(60)]
 
 
-def test_parts_are_told_by_the_shards_names(shards):
+def test_splits_are_detected_by_shard_names(shards):
     folder = shards("web", 2, 4)
     shards("web", 1, 3, prefix="val")
     shards("web", 1, 2, prefix="my-test")
@@ -48,7 +48,7 @@ def test_parts_are_told_by_the_shards_names(shards):
     assert parts.validation.name == "web/validation"
 
 
-def test_class_names_lie_beside_the_shards(shards):
+def test_class_names_are_read_next_to_the_shards(shards):
     folder = shards("web", 1, 3)
     (folder / "classes.json").write_text(json.dumps(["ant", "bee", "cow", "dog"]))
     assert opened(folder).train.labels == ("ant", "bee", "cow", "dog")
@@ -57,7 +57,7 @@ def test_class_names_lie_beside_the_shards(shards):
         opened(folder)
 
 
-def test_a_part_knows_what_is_left_of_each_shard(shards):
+def test_a_subset_keeps_the_blocks_of_its_shards(shards):
     splits = open_data(DataConfig(source=str(shards("web", 3, 30)), held_out=0.3))
     assert sum(splits.train.blocks) == len(splits.train)
     first = splits.train.blocks[0]
@@ -78,37 +78,37 @@ LABELS = {
 
 
 @pytest.mark.parametrize("case", LABELS)
-def test_labels_are_found_where_people_put_them(tmp_path, tar_of, case):
+def test_labels_are_found_where_people_put_them(tmp_path, make_tar, case):
     members, settings, wanted = LABELS[case]
-    (tmp_path / "x.tar").write_bytes(tar_of(members))
+    (tmp_path / "x.tar").write_bytes(make_tar(members))
     source = opened(tmp_path / "x.tar", **settings).train
     assert source.labels == (wanted,)
     assert source[0].image == b"x"
 
 
-def test_several_labels_and_none(tmp_path, tar_of):
+def test_multi_label_targets_may_be_empty(tmp_path, make_tar):
     members = [("a.png", b"x"), ("a.json", b'{"labels": ["b", "a"]}'), ("b.png", b"y"), ("b.json", b'{"labels": "a"}')]
-    (tmp_path / "x.tar").write_bytes(tar_of([*members, ("c.png", b"z")]))
+    (tmp_path / "x.tar").write_bytes(make_tar([*members, ("c.png", b"z")]))
     source = opened(tmp_path / "x.tar").train
     assert source.multi_label
     assert source.targets.tolist() == [[1, 1], [1, 0], [0, 0]]
     assert source[0].target == (0, 1)
-    (tmp_path / "y.tar").write_bytes(tar_of([("a.png", b"x"), ("b.png", b"y"), ("b.cls", b"0")]))
+    (tmp_path / "y.tar").write_bytes(make_tar([("a.png", b"x"), ("b.png", b"y"), ("b.cls", b"0")]))
     parts = opened(tmp_path / "y.tar")
     assert parts.train.targets.tolist() == [-1, 0]
     assert parts.notes == ("1 of 2 images of y have no label",)
 
 
-def test_samples_without_an_image_are_left_out_and_said(tmp_path, tar_of):
-    (tmp_path / "x.tar").write_bytes(tar_of([("a.cls", b"0"), ("b.png", b"y"), ("b.cls", b"1")]))
+def test_samples_without_an_image_are_skipped_with_a_note(tmp_path, make_tar):
+    (tmp_path / "x.tar").write_bytes(make_tar([("a.cls", b"0"), ("b.png", b"y"), ("b.cls", b"1")]))
     parts = opened(tmp_path / "x.tar")
     assert (len(parts.train), parts.notes) == (1, ("skipped 1 samples of x without an image",))
     with pytest.raises(DataError, match=r"has no sample with a \.jpg file"):
         opened(tmp_path / "x.tar", image_column="jpg")
 
 
-def test_keys_stay_unique(tmp_path, tar_of):
-    (tmp_path / "x.tar").write_bytes(tar_of([("a.png", b"1"), ("a.png", b"2"), ("b.png", b"3")]))
+def test_keys_stay_unique(tmp_path, make_tar):
+    (tmp_path / "x.tar").write_bytes(make_tar([("a.png", b"1"), ("a.png", b"2"), ("b.png", b"3")]))
     source = opened(tmp_path / "x.tar").train
     assert [source.key(i) for i in range(3)] == ["x/a", "x/a#2", "x/b"]
     assert [source[i].image for i in range(3)] == [b"1", b"2", b"3"]
@@ -117,7 +117,7 @@ def test_keys_stay_unique(tmp_path, tar_of):
 # The index
 
 
-def test_the_index_lies_beside_the_shard_and_is_made_once(shards, monkeypatch):
+def test_the_index_is_next_to_the_shard_and_is_built_once(shards, monkeypatch):
     folder = shards("web", 2, 4)
     first = opened(folder).train
     assert sorted(p.name for p in folder.glob("*.index")) == ["train-000.tar.index", "train-001.tar.index"]
@@ -127,20 +127,20 @@ def test_the_index_lies_beside_the_shard_and_is_made_once(shards, monkeypatch):
     assert second[5].image == first[5].image
 
 
-def test_an_index_is_made_again_when_the_shard_has_changed(shards, tar_of):
+def test_an_index_is_rebuilt_when_the_shard_has_changed(shards, make_tar):
     folder = shards("web", 1, 4)
     assert len(opened(folder).train) == 4
-    (folder / "train-000.tar").write_bytes(tar_of([("z.png", b"new"), ("z.cls", b"9")]))
+    (folder / "train-000.tar").write_bytes(make_tar([("z.png", b"new"), ("z.cls", b"9")]))
     source = opened(folder).train
     assert (len(source), source[0].image, source.labels) == (1, b"new", ("9",))
     before = (folder / "train-000.tar").stat()
-    (folder / "train-000.tar").write_bytes(tar_of([("y.png", b"new"), ("y.cls", b"9")]))  # of the same size
+    (folder / "train-000.tar").write_bytes(make_tar([("y.png", b"new"), ("y.cls", b"9")]))  # of the same size
     os.utime(folder / "train-000.tar", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert opened(folder).train.key(0) == "train-000/y"
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"version": 1}', "null"])
-def test_a_damaged_index_is_made_again(shards, damage):
+def test_a_damaged_index_is_rebuilt(shards, damage):
     folder = shards("web", 1, 4)
     opened(folder)
     (folder / "train-000.tar.index").write_text(damage)
@@ -148,7 +148,7 @@ def test_a_damaged_index_is_made_again(shards, damage):
     assert json.loads((folder / "train-000.tar.index").read_text())["version"] == 1
 
 
-def test_a_folder_that_is_not_to_be_written_has_its_index_in_the_cache(shards, cache):
+def test_a_folder_that_is_not_writable_has_its_index_in_the_cache(shards, cache):
     folder = shards("web", 2, 4)
     folder.chmod(0o555)
     try:
@@ -160,7 +160,7 @@ def test_a_folder_that_is_not_to_be_written_has_its_index_in_the_cache(shards, c
         folder.chmod(0o755)
 
 
-def test_a_cut_shard_is_named(shards):
+def test_a_truncated_shard_is_named(shards):
     folder = shards("web", 2, 4)
     shard = folder / "train-001.tar"
     shard.write_bytes(shard.read_bytes()[:3000])
@@ -192,11 +192,11 @@ def test_a_shard_that_shrank_after_it_was_opened_is_an_unreadable_image(shards):
         ("{2..0}", ["2", "1", "0"]),
     ],
 )
-def test_patterns_are_read_as_shells_read_them(pattern, wanted):
+def test_patterns_are_expanded_as_in_a_shell(pattern, wanted):
     assert list(expand_braces(pattern)) == wanted
 
 
-def test_a_pattern_that_is_none_and_shards_that_are_not_there(tmp_path, shards):
+def test_invalid_patterns_and_missing_shards_are_errors(tmp_path, shards):
     with pytest.raises(DataError, match=r"'\{a\.\.b\}' in .* is not a range"):
         list(expand_braces("x-{a..b}.tar"))
     folder = shards("web", 2, 1)
@@ -206,7 +206,7 @@ def test_a_pattern_that_is_none_and_shards_that_are_not_there(tmp_path, shards):
         opened(f"shards:{tmp_path}/*.tar")
 
 
-def test_shards_of_one_name_in_two_folders_keep_apart():
+def test_shards_with_one_name_in_two_folders_have_different_keys():
     assert short_names(["a/x.tar", "b/x.tar"]) == ["a/x", "b/x"]
     assert short_names(["http://h/x-0.tar?key=1", "http://h/x-1.tar?key=1"]) == ["x-0", "x-1"]
     assert display_name("data/imagenet/train-{000..063}.tar") == "train"

@@ -1,4 +1,4 @@
-"""Which data a name means, and what is measured on."""
+"""Parsing of source names, and the choice of the validation split."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_names_are_parsed(text, wanted):
     assert parse_source(text) == wanted
 
 
-def test_the_home_folder_is_meant_by_its_sign(monkeypatch, tmp_path):
+def test_a_tilde_is_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert parse_source("folder:~/photos") == SourceSpec("folder", f"{tmp_path}/photos")
     assert parse_source("~/t.csv") == SourceSpec("table", f"{tmp_path}/t.csv")
@@ -53,8 +53,8 @@ def test_every_data_set_of_the_catalog_is_known_by_its_name():
     assert canonical_name("./mnist") is None
 
 
-def test_folders_are_recognized_by_what_is_in_them(plant, shards, tmp_path):
-    assert parse_source(str(plant("photos", {"cat": 1}))).kind == "folder"
+def test_the_kind_of_a_folder_is_detected_by_its_contents(make_folder, shards, tmp_path):
+    assert parse_source(str(make_folder("photos", {"cat": 1}))).kind == "folder"
     assert parse_source(str(shards("web", 1, 1))).kind == "shards"
     for name in ("flat", "deep/data"):
         (tmp_path / name).mkdir(parents=True)
@@ -64,7 +64,7 @@ def test_folders_are_recognized_by_what_is_in_them(plant, shards, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "cifr10",
@@ -77,12 +77,12 @@ def test_folders_are_recognized_by_what_is_in_them(plant, shards, tmp_path):
         ("https://host/page.html", r"is not the URL of a tar file"),
     ],
 )
-def test_what_is_not_there_says_what_is_near(text, said):
-    with pytest.raises(NotFound, match=said):
+def test_unknown_sources_are_errors_that_suggest_a_name(text, message):
+    with pytest.raises(NotFound, match=message):
         parse_source(text)
 
 
-def test_a_file_of_another_kind_is_no_data(tmp_path):
+def test_a_file_of_another_kind_is_not_a_data_source(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"")
     with pytest.raises(NotFound, match=r"x\.zip is not a data source; wanted a folder of class folders, \.csv"):
         parse_source(str(tmp_path / "x.zip"))
@@ -95,84 +95,86 @@ def sizes(splits):
     return [len(p) if p is not None else None for p in (splits.train, splits.validation, splits.test)]
 
 
-def test_the_datas_own_validation_part_comes_first(plant):
-    root = plant("photos", {"train/a": 5, "val/a": 2, "test/a": 3})
+def test_the_sources_own_validation_split_comes_first(make_folder):
+    root = make_folder("photos", {"train/a": 5, "val/a": 2, "test/a": 3})
     splits = open_data(DataConfig(source=str(root)))
     assert (sizes(splits), splits.eval_split) == ([5, 2, 3], "validation")
 
 
-def test_then_its_test_part(plant):
-    splits = open_data(DataConfig(source=str(plant("photos", {"train/a": 5, "test/a": 3}))))
+def test_then_its_test_split(make_folder):
+    splits = open_data(DataConfig(source=str(make_folder("photos", {"train/a": 5, "test/a": 3}))))
     assert (sizes(splits), splits.eval_split) == ([5, 3, 3], "test")
     assert splits.test is splits.validation
 
 
-def test_then_a_tenth_which_is_said(plant, said):
-    splits = open_data(DataConfig(source=str(plant("photos", {"a": 40, "b": 40}))))
+def test_then_a_tenth_with_a_note(make_folder, logged_notes):
+    splits = open_data(DataConfig(source=str(make_folder("photos", {"a": 40, "b": 40}))))
     assert splits.eval_split == "held out"
     assert splits.test is None
     assert len(splits.train) + len(splits.validation) == 80
-    assert said == [f"{len(splits.validation)} of 80 images are held out for validation, by a hash of their names"]
-    assert splits.notes == tuple(said)
+    assert logged_notes == [
+        f"{len(splits.validation)} of 80 images are held out for validation, by a hash of their names"
+    ]
+    assert splits.notes == tuple(logged_notes)
 
 
-def test_held_out_keeps_the_test_part_for_the_end(plant):
-    root = plant("photos", {"train/a": 40, "val/a": 2, "test/a": 3})
+def test_held_out_keeps_the_test_split_for_the_final_score(make_folder):
+    root = make_folder("photos", {"train/a": 40, "val/a": 2, "test/a": 3})
     splits = open_data(DataConfig(source=str(root), held_out=0.25))
     assert splits.eval_split == "held out"
     assert len(splits.train) + len(splits.validation) == 40
     assert len(splits.test) == 3
     keys = {s.key(i) for s in (splits.train, splits.validation) for i in range(len(s))}
     assert all(key.startswith("train/") for key in keys)
-    without = plant("others", {"train/a": 40, "val/a": 2})
+    without = make_folder("others", {"train/a": 40, "val/a": 2})
     assert sizes(open_data(DataConfig(source=str(without), held_out=0.25)))[2] == 2
 
 
-def test_another_source_is_measured_on_with_the_same_classes(plant):
-    root = plant("photos", {"a": 4, "b": 4})
-    other = plant("others", {"b": 3})
+def test_a_validation_source_has_the_training_classes(make_folder):
+    root = make_folder("photos", {"a": 4, "b": 4})
+    other = make_folder("others", {"b": 3})
     splits = open_data(DataConfig(source=str(root), validation=str(other)))
     assert (sizes(splits), splits.eval_split) == ([8, 3, None], "validation")
     assert splits.validation.labels == ("a", "b")
     assert splits.validation.targets.tolist() == [1, 1, 1]
-    parted = plant("parted", {"train/a": 9, "val/b": 2, "train/b": 1})
+    parted = make_folder("parted", {"train/a": 9, "val/b": 2, "train/b": 1})
     assert sizes(open_data(DataConfig(source=str(root), validation=str(parted))))[1] == 2
 
 
-def test_two_answers_to_what_is_measured_on_are_one_too_many(plant):
-    root = plant("photos", {"a": 4})
+def test_validation_and_held_out_exclude_each_other(make_folder):
+    root = make_folder("photos", {"a": 4})
     with pytest.raises(ConfigError, match=r"validation='digits' and held_out=0\.1 both define the validation split"):
         open_data(DataConfig(source=str(root), validation="digits", held_out=0.1))
 
 
-def test_another_source_with_other_classes_is_refused(plant):
-    root, other = plant("photos", {"a": 4}), plant("others", {"c": 4})
+def test_a_validation_source_with_other_classes_is_refused(make_folder):
+    root, other = make_folder("photos", {"a": 4}), make_folder("others", {"c": 4})
     with pytest.raises(DataError, match=r"has the class 'c', which is not in class_names="):
         open_data(DataConfig(source=str(root), validation=str(other)))
 
 
-def test_one_label_and_several_do_not_go_together(plant, tmp_path):
-    root = plant("photos", {"a": 4, "b": 1})
+def test_single_label_and_multi_label_sources_cannot_be_combined(make_folder, tmp_path):
+    root = make_folder("photos", {"a": 4, "b": 1})
     (tmp_path / "t.csv").write_text("image,label\nphotos/a/000.png,a|b\n")
     with pytest.raises(DataError, match=r"t\.csv is multi-label and .*photos has one label per image"):
         open_data(DataConfig(source=str(root), validation=str(tmp_path / "t.csv")))
 
 
-def test_one_image_of_each_class_is_not_enough_to_hold_any_out(plant):
-    root = plant("photos", {"a": 1, "b": 1})
+def test_one_image_of_each_class_is_not_enough_to_hold_any_out(make_folder):
+    root = make_folder("photos", {"a": 1, "b": 1})
     with pytest.raises(DataError, match=r"no images of .*photos can be held out: the classes a, b have only one image"):
         open_data(DataConfig(source=str(root)))
 
 
-def test_a_lone_image_of_one_class_is_said_and_learned_from(plant, said):
-    splits = open_data(DataConfig(source=str(plant("photos", {"a": 20, "b": 1}))))
-    assert said[1] == "the class b has only one image, used for training"
+def test_a_single_image_of_a_class_is_noted_and_used_for_training(make_folder, logged_notes):
+    splits = open_data(DataConfig(source=str(make_folder("photos", {"a": 20, "b": 1}))))
+    assert logged_notes[1] == "the class b has only one image, used for training"
     assert 1 in splits.train.targets
     assert 1 not in splits.validation.targets
 
 
-def test_an_evaluation_reads_the_test_part_or_everything(plant):
-    parts = open_source_splits(DataConfig(source=str(plant("photos", {"a": 3, "b": 2}))))
+def test_an_evaluation_reads_the_test_split_or_everything(make_folder):
+    parts = open_source_splits(DataConfig(source=str(make_folder("photos", {"a": 3, "b": 2}))))
     assert len(parts.evaluation_source) == 5
     assert not parts.has_eval_split
     parts = open_source_splits(DataConfig(source="digits"))

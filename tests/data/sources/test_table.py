@@ -1,4 +1,4 @@
-"""CSV, TSV and Parquet: columns found, labels numbered, images reached."""
+"""CSV, TSV and Parquet: columns, labels and images."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def opened(path, **settings):
 
 
 @pytest.fixture
-def images(tmp_path, draw):
+def images(tmp_path, png_bytes):
     """Six images, 0.png to 5.png."""
     for i in range(6):
-        (tmp_path / f"{i}.png").write_bytes(draw(i))
+        (tmp_path / f"{i}.png").write_bytes(png_bytes(i))
     return tmp_path
 
 
@@ -41,7 +41,7 @@ def write(path, header, rows, between=","):
         ("t.csv", ",", ["image", "label"]),
         ("t.csv", ";", ["File Name", "Class"]),
         ("t.tsv", "\t", ["path", "category"]),
-        ("t.csv", ",", ["anything", "target"]),  # found by what it holds
+        ("t.csv", ",", ["anything", "target"]),  # found by its values
     ],
 )
 def test_columns_are_found(images, name, between, header):
@@ -60,7 +60,7 @@ def test_columns_can_be_named(images):
         opened(path, label_column="knd")
 
 
-def test_several_labels(images):
+def test_lists_are_multi_label(images):
     path = write(images / "t.csv", ["image", "tags"], [("0.png", "a|b"), ("1.png", ""), ("2.png", "b")])
     source = opened(path).train
     assert source.multi_label
@@ -68,14 +68,14 @@ def test_several_labels(images):
     assert [source[i].target for i in range(3)] == [(0, 1), (), (1,)]
 
 
-def test_a_byte_order_mark_and_a_quoted_comma_are_no_trouble(images):
+def test_a_byte_order_mark_and_a_quoted_comma_are_read(images):
     (images / "a,b.png").write_bytes(b"x")
     (images / "t.csv").write_bytes('\ufeffimage,label\n"a,b.png",é\n'.encode())
     source = opened(images / "t.csv").train
     assert (source.key(0), source.labels) == ("a,b.png", ("é",))
 
 
-def test_a_split_column_makes_the_parts(images):
+def test_a_split_column_defines_the_splits(images):
     rows = [(f"{i}.png", "ab"[i % 2], ["train", "Train", "val", "val", "test", "train"][i]) for i in range(6)]
     parts = opened(write(images / "t.csv", ["image", "label", "split"], rows))
     assert [[p.key(i) for i in range(len(p))] for p in (parts.train, parts.validation, parts.test)] == [
@@ -90,9 +90,9 @@ def test_a_split_column_makes_the_parts(images):
         opened(write(images / "t.csv", ["image", "label", "split"], [("0.png", "a", "test")]))
 
 
-def test_a_column_of_groups_keeps_them_together(images, draw):
+def test_a_column_of_groups_keeps_them_together(images, png_bytes):
     for i in range(60):
-        (images / f"{i}.png").write_bytes(draw(i))
+        (images / f"{i}.png").write_bytes(png_bytes(i))
     rows = [(f"{i}.png", "ab"[i % 2], f"person {i // 6}") for i in range(60)]
     path = write(images / "t.csv", ["image", "label", "who"], rows)
     splits = open_data(DataConfig(source=str(path), groups="who", held_out=0.3))
@@ -103,16 +103,16 @@ def test_a_column_of_groups_keeps_them_together(images, draw):
         open_data(DataConfig(source=str(path), groups="woh"))
 
 
-def test_images_in_the_one_folder_beside_the_table_are_found(images, draw):
+def test_images_in_the_only_matching_subfolder_are_found(images, png_bytes):
     (images / "pics").mkdir()
-    (images / "pics" / "x.png").write_bytes(draw(0))
+    (images / "pics" / "x.png").write_bytes(png_bytes(0))
     parts = opened(write(images / "t.csv", ["image", "label"], [("x.png", 0)]))
     assert parts.train[0].image == str(images / "pics" / "x.png")
     assert parts.notes == ("the images of t.csv are in pics/",)
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "said"),
+    ("text", "error", "message"),
     [
         (
             "image,label\nnone.png,a\n",
@@ -130,23 +130,23 @@ def test_images_in_the_one_folder_beside_the_table_are_found(images, draw):
         ("", DataError, r"wanted a header line with the column names"),
     ],
 )
-def test_tables_that_cannot_be_used_say_why(images, text, error, said):
+def test_unusable_tables_are_errors_that_say_why(images, text, error, message):
     (images / "t.csv").write_text(text)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         opened(images / "t.csv")
 
 
-def test_a_table_without_labels_will_do_where_none_are_wanted(images, draw):
+def test_a_table_without_labels_opens_if_labels_are_not_required(images, png_bytes):
     path = write(images / "t.csv", ["path"], [(f"{i}.png",) for i in range(6)])
     parts = open_source_splits(DataConfig(source=str(path)), require_labels=False)
     assert (len(parts.train), parts.train.labels, parts.train.targets.tolist()) == (6, (), [-1] * 6)
     assert parts.notes == ("the images have no labels",)
-    pq.write_table(pa.table({"image": [draw(i) for i in range(6)]}), images / "t.parquet")
+    pq.write_table(pa.table({"image": [png_bytes(i) for i in range(6)]}), images / "t.parquet")
     source = open_source_splits(DataConfig(source=str(images / "t.parquet")), require_labels=False).train
-    assert (len(source), source.targets.tolist(), source[4].image) == (6, [-1] * 6, draw(4))
+    assert (len(source), source.targets.tolist(), source[4].image) == (6, [-1] * 6, png_bytes(4))
 
 
-def test_no_table_and_no_text_are_one_sentence(images):
+def test_a_missing_table_and_a_binary_file_are_one_sentence(images):
     with pytest.raises(NotFound, match="no table"):
         opened(images / "none.csv")
     (images / "t.csv").write_bytes(b"image,label\n\xff\xfe")
@@ -157,21 +157,21 @@ def test_no_table_and_no_text_are_one_sentence(images):
         opened(images / "t.parquet")
 
 
-def test_addresses_are_fetched(server, tmp_path, draw):
+def test_urls_are_downloaded(server, tmp_path, png_bytes):
     need_extra("cloud")
-    server.files["a.png"] = draw(7)
+    server.files["a.png"] = png_bytes(7)
     path = write(tmp_path / "t.csv", ["url", "label"], [(f"{server.url}/a.png", "x")])
     sample = opened(path).train[0]
-    assert sample.image == draw(7)
+    assert sample.image == png_bytes(7)
     assert sample.key == f"{server.url}/a.png"
 
 
 @pytest.fixture
-def rows(tmp_path, draw):
-    """`rows("t.parquet", 0, 10)`: a file in the hub's layout, in row groups of four rows, or of as many as asked."""
+def rows(tmp_path, png_bytes):
+    """`rows("t.parquet", 0, 10)`: a file in the hub's layout, in row groups of `group` rows."""
 
     def make(name, first, last, label=lambda i: i % 3, names=("a", "b", "c"), as_bytes=False, group=4):
-        images = [draw(i) if as_bytes else {"bytes": draw(i), "path": f"{i}.png"} for i in range(first, last)]
+        images = [png_bytes(i) if as_bytes else {"bytes": png_bytes(i), "path": f"{i}.png"} for i in range(first, last)]
         table = pa.table({"img": images, "label": [label(i) for i in range(first, last)]})
         if names:
             told = {"info": {"features": {"label": {"names": list(names), "_type": "ClassLabel"}}}}
@@ -184,107 +184,107 @@ def rows(tmp_path, draw):
 
 
 @pytest.mark.parametrize("as_bytes", [False, True])
-def test_parquet_gives_bytes_by_row(rows, draw, as_bytes):
+def test_parquet_gives_bytes_by_row(rows, png_bytes, as_bytes):
     path = rows("t.parquet", 0, 10, as_bytes=as_bytes)
     source = opened(path).train
     assert (source.labels, len(source), source.blocks, source.pixels) == (("a", "b", "c"), 10, None, None)
     for i in (9, 0, 5, -1):
-        assert source[i].image == draw(i % 10)
+        assert source[i].image == png_bytes(i % 10)
         assert source[i].target == i % 10 % 3
         assert source[i].key == source.key(i) == f"t.parquet:{i % 10}"
     with pytest.raises(IndexError):
         source[10]
 
 
-def test_a_folder_of_parquet_files_is_one_table_with_parts(rows, draw, tmp_path):
+def test_a_folder_of_parquet_files_is_one_table_with_splits(rows, png_bytes, tmp_path):
     rows("set/data/train-00000-of-00002.parquet", 0, 6)
     rows("set/data/train-00001-of-00002.parquet", 6, 11)
     rows("set/data/test-00000-of-00001.parquet", 20, 23)
     parts = opened(tmp_path / "set")
     assert (len(parts.train), parts.validation, len(parts.test)) == (11, None, 3)
-    assert [parts.train[i].image for i in range(11)] == [draw(i) for i in range(11)]
+    assert [parts.train[i].image for i in range(11)] == [png_bytes(i) for i in range(11)]
     assert parts.train.key(6) == "train-00001-of-00002.parquet:0"
-    assert parts.test[2].image == draw(22)
+    assert parts.test[2].image == png_bytes(22)
 
 
-def test_large_tables_keep_few_row_groups_and_say_which_rows_lie_together(rows, draw, monkeypatch):
+def test_large_tables_cache_few_row_groups_and_have_blocks(rows, png_bytes, monkeypatch):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 900)  # four images have about 800 bytes
     source = opened(rows("t.parquet", 0, 10)).train
     assert source.blocks == (4, 4, 2)
     reads = []
     whole = pq.ParquetFile.read_row_group
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda self, g, **k: reads.append(g) or whole(self, g, **k))
-    assert [source[i].image for i in (0, 1, 2, 3, 9, 8, 0)] == [draw(i) for i in (0, 1, 2, 3, 9, 8, 0)]
+    assert [source[i].image for i in (0, 1, 2, 3, 9, 8, 0)] == [png_bytes(i) for i in (0, 1, 2, 3, 9, 8, 0)]
     assert reads == [0, 2, 0]
 
 
 def in_turns(source, count):
-    """An order that makes every row group come and go."""
+    """Read in an order that needs every row group repeatedly."""
     return [source[(i * 7) % count].image for i in range(3 * count)]
 
 
-def test_row_groups_that_come_and_go_are_copied_out_once(rows, draw, monkeypatch, cache):
+def test_row_groups_that_are_read_repeatedly_are_copied_once(rows, png_bytes, monkeypatch, cache):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
     path = rows("t.parquet", 0, 40)
     source = opened(path).train
-    assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
+    assert in_turns(source, 40) == [png_bytes(i * 7 % 40) for i in range(120)]
     [copy] = (cache / "parquet").glob("*.bin")
-    assert copy.stat().st_size == sum(len(draw(i)) for i in range(40))
+    assert copy.stat().st_size == sum(len(png_bytes(i)) for i in range(40))
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", lambda *_, **__: pytest.fail("a row group was read"))
-    assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
+    assert in_turns(source, 40) == [png_bytes(i * 7 % 40) for i in range(120)]
     monkeypatch.undo()
 
 
-def test_a_copy_serves_other_processes_until_the_table_changes(rows, draw, monkeypatch, cache):
+def test_a_copy_serves_other_processes_until_the_table_changes(rows, png_bytes, monkeypatch, cache):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
     path = rows("t.parquet", 0, 40)
     in_turns(opened(path).train, 40)
     other = pickle.loads(pickle.dumps(opened(path).train))
-    assert in_turns(other, 40) == [draw(i * 7 % 40) for i in range(120)]
+    assert in_turns(other, 40) == [png_bytes(i * 7 % 40) for i in range(120)]
     assert len(list((cache / "parquet").glob("*.bin"))) == 1
     rows("t.parquet", 1, 41)
-    assert in_turns(opened(path).train, 40) == [draw(1 + i * 7 % 40) for i in range(120)]
+    assert in_turns(opened(path).train, 40) == [png_bytes(1 + i * 7 % 40) for i in range(120)]
     assert len(list((cache / "parquet").glob("*.bin"))) == 2
 
 
-def test_without_room_for_a_copy_more_is_kept_and_that_is_said(rows, draw, monkeypatch, cache):
+def test_without_disk_space_more_is_cached_in_memory_with_a_note(rows, png_bytes, monkeypatch, cache):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
     monkeypatch.setattr("vitrail.data.sources.parquet_cache.FREE_SPACE_FACTOR", 1e18)
     notes = []
     monkeypatch.setattr(parquet, "warn_once", lambda given, about: notes.extend(given))
     source = opened(rows("t.parquet", 0, 40)).train
-    assert in_turns(source, 40) == [draw(i * 7 % 40) for i in range(120)]
+    assert in_turns(source, 40) == [png_bytes(i * 7 % 40) for i in range(120)]
     assert not list((cache / "parquet").glob("*.bin"))
     assert len(notes) == 1
     assert notes[0].startswith("row groups are read repeatedly")
 
 
-def test_reading_in_order_copies_nothing(rows, draw, monkeypatch, cache):
+def test_reading_in_order_copies_nothing(rows, png_bytes, monkeypatch, cache):
     monkeypatch.setattr(parquet, "CACHE_BYTES", 900)
     source = opened(rows("t.parquet", 0, 120, group=30)).train
     assert source.blocks == (30, 30, 30, 30)
     for _ in range(6):
-        assert [source[i].image for i in range(120)] == [draw(i) for i in range(120)]
+        assert [source[i].image for i in range(120)] == [png_bytes(i) for i in range(120)]
     assert not (cache / "parquet").exists()
 
 
-def test_rows_survive_pickling_and_threads(rows, draw):
+def test_rows_survive_pickling_and_threads(rows, png_bytes):
     source = opened(rows("t.parquet", 0, 40)).train
-    assert source[3].image == draw(3)
+    assert source[3].image == png_bytes(3)
     copy = pickle.loads(pickle.dumps(source))
-    assert len(pickle.dumps(source)) < 4000  # what was read does not travel
+    assert len(pickle.dumps(source)) < 4000  # the cached row groups are not pickled
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda i: copy[i % 40].image, range(200)))
-    assert found == [draw(i % 40) for i in range(200)]
+    assert found == [png_bytes(i % 40) for i in range(200)]
 
 
-def test_a_row_without_bytes_is_read_from_its_path(tmp_path, draw):
-    (tmp_path / "x.png").write_bytes(draw(1))
+def test_a_row_without_bytes_is_read_from_its_path(tmp_path, png_bytes):
+    (tmp_path / "x.png").write_bytes(png_bytes(1))
     images = pa.array([{"bytes": None, "path": "x.png"}, {"bytes": None, "path": None}])
     pq.write_table(pa.table({"image": images, "label": [0, 0]}), tmp_path / "t.parquet")
     source = opened(tmp_path / "t.parquet").train
     assert source[0].image == str(tmp_path / "x.png")
-    assert source[1].image == b""  # which the decoder calls empty
+    assert source[1].image == b""  # the decoder reports it as empty
 
 
 def test_parquet_with_paths_lists_and_missing_labels(images):

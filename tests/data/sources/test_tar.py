@@ -1,4 +1,4 @@
-"""Tar headers, against Python's own tarfile."""
+"""Tar headers, compared with Python's tarfile."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def over(data: bytes) -> tar.ReadAt:
     st.lists(st.tuples(PATHS, st.binary(max_size=1500)), min_size=1, max_size=6),
     st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]),
 )
-def test_members_are_those_of_tarfile(tar_of, members, kind):
-    data = tar_of(members, format=kind)
+def test_members_are_those_of_tarfile(make_tar, members, kind):
+    data = make_tar(members, format=kind)
     found = list(tar.iter_members(over(data), "x.tar", len(data)))
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         wanted = [(m.name, m.offset_data, m.size) for m in archive]
@@ -34,7 +34,7 @@ def test_members_are_those_of_tarfile(tar_of, members, kind):
     assert [data[m.offset : m.offset + m.size] for m in found] == [content for _, content in members]
 
 
-def test_folders_links_and_global_records_are_passed_over():
+def test_folders_links_and_global_records_are_skipped():
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "all"}) as archive:
         for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE):
@@ -59,8 +59,8 @@ def test_a_size_beyond_eight_gigabytes_is_read():
 
 
 @given(st.data())
-def test_a_file_that_is_cut_anywhere_inside_its_members_is_named(tar_of, data):
-    whole = tar_of([("a.jpg", b"x" * 700), ("b.jpg", b"y" * 100)])
+def test_a_file_truncated_anywhere_inside_its_members_is_named(make_tar, data):
+    whole = make_tar([("a.jpg", b"x" * 700), ("b.jpg", b"y" * 100)])
     second = 512 + 1024
     cut = data.draw(st.integers(1, second + 512 + 99).filter(lambda n: n not in (second,)))
     with pytest.raises(DataError, match=r"x\.tar is truncated"):
@@ -68,7 +68,7 @@ def test_a_file_that_is_cut_anywhere_inside_its_members_is_named(tar_of, data):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"", "is empty, wanted a tar file"),
         (b"\x1f\x8b" + bytes(2000), "is compressed with gzip; decompress it first"),
@@ -76,28 +76,28 @@ def test_a_file_that_is_cut_anywhere_inside_its_members_is_named(tar_of, data):
         (b"short", "is truncated at byte 5, inside a header"),
     ],
 )
-def test_what_is_no_tar_says_so(data, said):
-    with pytest.raises(DataError, match=rf"x\.tar {said}"):
+def test_a_file_that_is_not_a_tar_file_is_an_error(data, message):
+    with pytest.raises(DataError, match=rf"x\.tar {message}"):
         list(tar.iter_members(over(data), "x.tar", len(data)))
 
 
-def test_damage_between_members_is_named_with_its_place(tar_of):
-    whole = bytearray(tar_of([("a.jpg", b"x" * 700), ("b.jpg", b"y" * 100)]))
+def test_damage_between_members_is_named_with_its_offset(make_tar):
+    whole = bytearray(make_tar([("a.jpg", b"x" * 700), ("b.jpg", b"y" * 100)]))
     whole[1536] ^= 0xFF
     with pytest.raises(DataError, match=r"x\.tar is damaged at byte 1,536"):
         list(tar.iter_members(over(bytes(whole)), "x.tar"))
 
 
 @given(st.integers(0, 5000), st.integers(1, 255), st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT]))
-def test_any_damage_is_either_harmless_or_named(tar_of, place, flip, kind):
-    whole = bytearray(tar_of([("a" * 120 + ".jpg", b"x" * 700), ("b.jpg", b"y" * 100)], format=kind))
+def test_any_damage_is_either_harmless_or_named(make_tar, place, flip, kind):
+    whole = bytearray(make_tar([("a" * 120 + ".jpg", b"x" * 700), ("b.jpg", b"y" * 100)], format=kind))
     whole[place % len(whole)] ^= flip
     with contextlib.suppress(DataError):
         found = list(tar.iter_members(over(bytes(whole)), "x.tar", len(whole)))
         assert all(m.offset + m.size <= len(whole) for m in found)
 
 
-def test_samples_are_neighbors_with_one_key():
+def test_samples_are_consecutive_members_with_one_key():
     names = ["a.jpg", "a.cls", "d/b.seg.png", "d/b.JPG", "._c.jpg", "README", "a.jpg", "a.jpg", "./e.jpg"]
     found = tar.group_samples(tar.Member(name, i, 1) for i, name in enumerate(names))
     assert [(key, {kind: m.offset for kind, m in parts.items()}) for key, parts in found] == [
@@ -120,5 +120,5 @@ def test_samples_are_neighbors_with_one_key():
         (["jpg"], "png", None),
     ],
 )
-def test_the_plainest_image_is_the_image(kinds, given, wanted):
+def test_the_image_extension_with_the_fewest_dots_wins(kinds, given, wanted):
     assert tar.find_image(kinds, frozenset({".jpg", ".png"}), given) == wanted
