@@ -58,7 +58,7 @@ def test_what_was_killed_before_it_had_settings_or_a_checkpoint_begins_again(cap
     assert done.finished
     RunFolder(Path("early")).create(done.config)  # before the first checkpoint
     early = vitrail.train(digits(6), auto_resume=True, out="early", report=False)
-    assert "early has no checkpoint yet: the run starts from its beginning" in caplog.text
+    assert "early has no checkpoint yet: the run starts from the beginning" in caplog.text
     assert same_bits(early.path, done.path)
 
 
@@ -205,6 +205,6 @@ def test_a_folder_whose_settings_are_damaged_is_left_alone():
     folder = RunFolder(Path("runs/small"))
     folder.path.mkdir(parents=True)
     folder.config.write_text("{")
-    with pytest.raises(TrainError, match="does not hold the settings of a run"):
+    with pytest.raises(TrainError, match="is not the config of a run"):
         train()
     assert folder.config.read_text() == "{"

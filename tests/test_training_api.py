@@ -140,7 +140,7 @@ def test_what_is_refused():
     for call, error, words in (
         (lambda: vitrail.train("digit"), NotFound, "no recipe is called 'digit'; did you mean 'digits'"),
         (lambda: vitrail.train(overrides=["lr=1"]), ConfigError, "no setting 'lr'"),
-        (lambda: vitrail.train(resume=True), TrainError, "runs/digits holds no run to resume"),
+        (lambda: vitrail.train(resume=True), TrainError, "there is no run to resume in runs/digits"),
         (lambda: vitrail.finetune("nowhere/x", "digits"), vitrail.VitrailError, "nowhere/x"),
         (lambda: vitrail.finetune("m", "d", recipe="quick"), NotFound, "no way to fine-tune is called 'quick'"),
     ):
@@ -224,8 +224,8 @@ def test_a_run_goes_on_where_it_is(monkeypatch: pytest.MonkeyPatch):
 def test_what_flatters_or_does_nothing_is_said(caplog: pytest.LogCaptureFixture):
     settings = ["patience=3", "augment.mixup=0.2", "augment.mix_off=2 steps"]
     vitrail.train(override(digits(2), settings), report=False)
-    assert "patience stops by the test images, which flatters their score" in caplog.text
-    assert "augment.mix_off=2 steps is the whole run: no images are mixed" in caplog.text
+    assert "early stopping uses the test images, which biases their score" in caplog.text
+    assert "augment.mix_off=2 steps covers the whole run: no images are mixed" in caplog.text
 
 
 def test_settings_count_the_images_that_have_a_label():

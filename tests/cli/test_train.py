@@ -226,8 +226,8 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "compare=('model.posture=none',)"], "no setting 'model.posture'"),
         (["digits", "seed=99999999999999999999"], "seed=99999999999999999999 is too large"),
         (["digits", "keep=both"], "TrainConfig.keep='both' is not one of its values"),
-        (["--resume"], "runs/digits holds no run to resume: there is no config.json in it."),
-        (["--resume", "--out", "nowhere"], "nowhere holds no run to resume"),
+        (["--resume"], "there is no run to resume in runs/digits: it has no config.json."),
+        (["--resume", "--out", "nowhere"], "there is no run to resume in nowhere"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -247,7 +247,7 @@ def test_a_file_that_holds_no_settings(vitrail: Command, content: str):
     Path("mine.json").write_text(content)
     result = vitrail("train", "mine.json")
     assert result.status == 1
-    assert result.problems[0].startswith("mine.json does not hold the settings of a run: ")
+    assert result.problems[0].startswith("mine.json is not the config of a run: ")
 
 
 def test_settings_may_come_in_any_order(vitrail: Command, done: Path):

@@ -45,7 +45,7 @@ def test_one_bad_image_among_many_is_named_and_counts_nothing(
     result = trained(config, tmp_path / "run")
     assert result.progress.step == 25  # an epoch: every image has come by
     assert "train/cat/007.jpg cannot be used" in caplog.text
-    assert "1 image could not be used and counted nothing" in caplog.text
+    assert "1 image could not be read and had no weight in training" in caplog.text
 
 
 def test_too_many_bad_images_stop_with_their_list(album: Path, tmp_path: Path):
@@ -108,7 +108,7 @@ def test_the_list_goes_on_after_a_resume(damaged: Path, tmp_path: Path, caplog: 
     assert 0 < len(stopped.unreadable_images) < 4
     result = resumed(tmp_path / "run")
     assert set(result.unreadable_images) == {f"train/{name}" for name in BAD}
-    assert "4 images could not be used and counted nothing" in caplog.text
+    assert "4 images could not be read and had no weight in training" in caplog.text
 
 
 def test_the_share_goes_on_after_a_resume(damaged: Path, tmp_path: Path):

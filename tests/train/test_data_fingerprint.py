@@ -211,7 +211,7 @@ def test_what_older_versions_did_otherwise_is_said(tmp_path: Path, caplog: pytes
     interrupted(override(digits(4), [f"augment.mixup={mixup}", "classify.class_weights=balanced"]), tmp_path / "run", 2)
     without_what_is_new(tmp_path / "run")
     resumed(tmp_path / "run")
-    words = "older versions trained otherwise: from here on images are mixed within groups of augment.mix_group=8, not "
+    words = "this version trains differently from here on: images are mixed within groups of augment.mix_group=8, not "
     assert (words in caplog.text) == bool(mixup)
 
 

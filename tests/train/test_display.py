@@ -212,7 +212,7 @@ def test_elsewhere_there_are_plain_lines_a_few_seconds_apart():
     assert len(steps) == 5
     assert "\x1b" not in out.getvalue()
     assert re.fullmatch(
-        r"step +10/1,000  epoch +1\.0/100  loss +1\.648  accuracy 50\.00 %  lr +0\.00100  grad +0\.800  "
+        r"step +10/1,000  epoch +1\.0/100  loss +1\.648  accuracy 50\.00 %  lr +0\.00100  grad_norm +0\.800  "
         r"images/s +512  left 2:04",
         steps[0],
     )

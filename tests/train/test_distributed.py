@@ -322,7 +322,7 @@ def test_one_process_has_no_group_and_is_told_what_it_says(
         assert not distributed.any(False)
         learner = Learner()
         assert wrap(learner, settings("fsdp"), distributed) is learner
-        assert "parallel=fsdp shares nothing: this is one process; start several with torchrun" in caplog.text
+        assert "parallel=fsdp has no effect in a single process; start several with torchrun" in caplog.text
         assert unwrap(torch.compile(learner, backend="eager")) is learner  # type: ignore[arg-type]
         assert evaluation_network(learner) is learner.net
         counts = {"n": torch.tensor(3)}

@@ -81,7 +81,7 @@ def test_an_error_inside_gives_the_weights_back() -> None:
 
 def test_it_cannot_be_swapped_in_twice() -> None:
     ema = EMA(Learner(), 0.5)
-    with ema.swap(), pytest.raises(TrainError, match="in use already"):
+    with ema.swap(), pytest.raises(TrainError, match="already in use"):
         ema.swap().__enter__()
 
 
@@ -114,7 +114,7 @@ def test_other_tensors_are_refused_by_name() -> None:
     state = ema.state_tensors()
     with pytest.raises(TrainError, match=r"the averaged weights in the checkpoint lack 'net\.head\.bias'"):
         ema.load_state_tensors({n: t for n, t in state.items() if n != "net.head.bias"})
-    with pytest.raises(TrainError, match="have 'more', which this run does not train"):
+    with pytest.raises(TrainError, match="include 'more', which this run does not train"):
         ema.load_state_tensors(state | {"more": torch.zeros(1)})
     with pytest.raises(TrainError, match=r"have 'scale' as torch.float32 \(2,\), wanted torch.float32 \(1,\)"):
         ema.load_state_tensors(state | {"scale": torch.zeros(2)})

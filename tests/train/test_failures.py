@@ -112,7 +112,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_counted(tmp_path: Path, ca
     assert result.progress.skipped_steps == 2
     assert result.scores is not None
     assert result.progress.step == LENGTH
-    assert "step 6 was left out: its loss is not finite" in caplog.text
+    assert "step 6 was skipped: its loss is not finite" in caplog.text
     found = [line for line in lines(tmp_path / "run") if "loss" in line]
     assert [line["step"] for line in found] == list(range(2, LENGTH + 1, 2))
     assert all(line["loss"] is not None for line in found)
@@ -204,9 +204,9 @@ def test_a_full_disk_loses_no_line_and_no_older_checkpoint(
     ):
         trained(digits(keep="best"), tmp_path / "run")
     assert survived == [4, 8]
-    assert "a checkpoint could not be written, training goes on" in caplog.text
+    assert "a checkpoint could not be written; training continues" in caplog.text
     assert "00000012/tensors.safetensors: the disk or its quota is full" in caplog.text
-    assert "its lines wait in memory" in caplog.text
+    assert "its lines are kept in memory" in caplog.text
     assert saved_steps(tmp_path / "run") == [8, 20]
     assert lines(tmp_path / "run") == lines(whole)
     assert same_bits(tmp_path / "run", whole)
@@ -278,7 +278,7 @@ def test_no_room_for_the_model_is_one_error_and_resume_finishes(commands: Comman
     assert done.status == 1
     assert len(done.problems) == 1
     assert "could not write run/model/model.safetensors: the disk or its quota is full" in done.problems[0]
-    assert "training goes on" in done.err
+    assert "training continues" in done.err
     assert not (tmp_path / "run" / "model").exists()
     again = commands.run("train", "--resume", "--out", "run", "--no-report", folder=tmp_path)
     assert again.status == 0, again.err
@@ -308,7 +308,7 @@ def test_a_disk_that_is_really_full(whole: Path, tiny_disk: Path, caplog: pytest
 
     with at_step(10, fill), at_step(15, lambda _: photographs.unlink()):
         trained(digits(keep="best"), tiny_disk / "run")
-    assert "could not be written, training goes on" in caplog.text
+    assert "could not be written; training continues" in caplog.text
     assert lines(tiny_disk / "run") == lines(whole)
     assert same_bits(tiny_disk / "run", whole)
 
@@ -321,7 +321,7 @@ def test_a_folder_that_vanishes_is_made_again(tmp_path: Path, caplog: pytest.Log
     trained(digits(keep="best"), tmp_path / "whole")
     with at_step(10, lambda _: shutil.rmtree(folder)):
         result = trained(digits(keep="best"), folder)
-    assert "was gone and has been made again" in caplog.text
+    assert "was deleted and has been created again" in caplog.text
     assert RunFolder(folder).read_config() == result.setup.config
     assert saved_steps(folder) == [16, 20]
     kept = [line for line in lines(folder) if line["step"] > 10]
@@ -338,16 +338,16 @@ def test_a_folder_that_becomes_a_file_stops_nothing_but_the_end(tmp_path: Path, 
 
     with at_step(10, replace), pytest.raises((TrainError, CheckpointError), match="run"):
         trained(digits(), folder)
-    assert "is gone and cannot be made again, training goes on" in caplog.text
+    assert "was deleted and cannot be created again; training continues" in caplog.text
 
 
 def test_a_folder_that_may_not_be_written_and_one_that_is_a_file(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(TrainError, match=r"^cannot make the run folder .*file: Not a directory\.$"):
+    with pytest.raises(TrainError, match=r"^cannot create the run folder .*file: Not a directory\.$"):
         trained(digits(), tmp_path / "file")
-    with pytest.raises(TrainError, match=r"file holds no run to resume: there is no config\.json in it\.$"):
+    with pytest.raises(TrainError, match=r"there is no run to resume in .*file: it has no config\.json\.$"):
         resumed(tmp_path / "file")
-    with pytest.raises(TrainError, match=r"^cannot make the run folder /proc/run: "):
+    with pytest.raises(TrainError, match=r"^cannot create the run folder /proc/run: "):
         trained(digits(), Path("/proc/run"))
 
 
@@ -358,7 +358,7 @@ def test_a_folder_of_somebody_else(tmp_path: Path):
         parent.chmod(0o755)
     os.seteuid(65534)
     try:
-        with pytest.raises(TrainError, match=r"cannot make the run folder .*run: Permission denied"):
+        with pytest.raises(TrainError, match=r"cannot create the run folder .*run: Permission denied"):
             trained(digits(), tmp_path / "run")
     finally:
         os.seteuid(0)

@@ -322,7 +322,7 @@ def test_two_interrupts_at_nearly_the_same_time_end_with_one_sentence(commands: 
         os.kill(int(reader), signal.SIGSTOP)
     beside = commands.run("train", "--resume", "--out", "run", folder=tmp_path)
     assert beside.status == 1
-    assert beside.problems == ["another process is training in run; wait for its end, or choose another folder."]
+    assert beside.problems == ["another process is training in run; wait until it ends, or choose another folder."]
     os.kill(running.pid, signal.SIGINT)
     time.sleep(0.02)
     os.kill(running.pid, signal.SIGINT)

@@ -49,7 +49,7 @@ def test_lines_wait_while_the_disk_is_full(
 
     monkeypatch.setattr(MetricsLog, "_append", full)
     metrics.write({"step": 2})
-    assert "wait in memory" in caplog.text
+    assert "kept in memory" in caplog.text
     with pytest.raises(TrainError, match=r"1 lines of .* could not be written: No space left"):
         metrics.close()
     monkeypatch.setattr(MetricsLog, "_append", append)

@@ -182,14 +182,14 @@ def test_what_an_objective_adds_has_its_own_height_and_what_it_froze_stays_froze
     freeze(learner, "all")
     assert not any(p.requires_grad for p in learner.net.pool.parameters())
     optimizer = make_optimizer(learner, OptimConfig(lr=1.0, layer_decay=0.5, head_lr_factor=10.0))
-    speeds = {id(p): g["peak"] for rule in optimizer.optimizers for g in rule.param_groups for p in g["params"]}
+    speeds = {id(p): g["peak_lr"] for rule in optimizer.optimizers for g in rule.param_groups for p in g["params"]}
     assert speeds[id(learner.mask_token)] == speeds[id(learner.net.patch.weight)] == 0.5 ** (NET.depth + 1)
     assert speeds[id(learner.guess.weight)] == 10.0
 
 
 def test_muon_needs_matrices() -> None:
     net = BiTConfig(image_size=32, layers=(1,), width_factor=0.5, num_classes=3)
-    with pytest.raises(ConfigError, match="muon turns matrices in blocks, and none learns here; try adamw"):
+    with pytest.raises(ConfigError, match="muon needs trainable matrices in the blocks, and there are none; try adamw"):
         make_optimizer(Plain(net), OptimConfig(kind="muon"))
 
 
@@ -262,7 +262,7 @@ def test_layer_decay_is_timms_on_the_same_network() -> None:
 def speeds(learner: nn.Module, optimizer: Optimizer) -> dict[str, tuple[float, float]]:
     names = {id(p): n for n, p in learner.named_parameters()}
     return {
-        names[id(p)]: (group["peak"], group["weight_decay"])
+        names[id(p)]: (group["peak_lr"], group["weight_decay"])
         for rule in optimizer.optimizers
         for group in rule.param_groups
         for p in group["params"]
@@ -324,7 +324,7 @@ def test_more_blocks_than_there_are_and_nothing_at_all_are_refused() -> None:
         freeze(Learner(), 3)
     learner = Plain(NET.replace(num_classes=0))
     freeze(learner, "head")
-    with pytest.raises(ConfigError, match="nothing is left to learn"):
+    with pytest.raises(ConfigError, match="every parameter is frozen"):
         make_optimizer(learner, OptimConfig(trainable="head"))
 
 
@@ -404,5 +404,5 @@ def test_memory_of_another_run_is_refused_by_name() -> None:
     state = optimizer.state_tensors()
     with pytest.raises(TrainError, match="the optimizer's tensors in the checkpoint lack 'step/scale'"):
         optimizer.load_state_tensors({n: t for n, t in state.items() if n != "step/scale"})
-    with pytest.raises(TrainError, match="have 'exp_avg/other', which this run does not train"):
+    with pytest.raises(TrainError, match="include 'exp_avg/other', which this run does not train"):
         optimizer.load_state_tensors(state | {"exp_avg/other": torch.zeros(1)})

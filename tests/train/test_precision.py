@@ -48,7 +48,7 @@ def test_bfloat16_on_a_cpu_is_done_and_said_where_it_is_slower(
     monkeypatch.setattr("vitrail.train.trainer.slowdown", lambda device, dtype: times)
     trainer = Trainer(prepare_run(digits(precision="bfloat16"), ALONE), ALONE)
     assert trainer.config.precision == "bfloat16"
-    said = "precision=bfloat16 is slow on this CPU: its products take 6.0 times as long as in float32."
+    said = "precision=bfloat16 is slow on this CPU: matrix products take 6.0 x as long as float32."
     assert (said in caplog.text) == (times > 1)
 
 

@@ -28,7 +28,7 @@ def test_each_start_agrees_on_a_prefix_of_its_own():
 
 def test_a_start_that_failed_half_way_does_not_mislead_the_next():
     store = dist.HashStore()
-    with pytest.raises(RuntimeError, match="of 3 processes these did not come: 1, 2"):
+    with pytest.raises(RuntimeError, match="of 3 processes these did not join: 1, 2"):
         agree_on_prefix(store, 0, 3, timedelta(seconds=0.01))
     for rank in (1, 2):  # which asked, and died
         store.set(f"asks/{rank}", f"dead-{rank}")

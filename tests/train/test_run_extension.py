@@ -137,7 +137,7 @@ def test_a_finished_model_is_not_replaced_by_a_run_from_the_beginning(tmp_path: 
     shutil.rmtree(tmp_path / "run" / "checkpoint")
     before = contents(tmp_path / "run")
     for length in (2, 4):
-        with pytest.raises(TrainError, match="has a finished model and no whole checkpoint"):
+        with pytest.raises(TrainError, match="has a finished model but no usable checkpoint"):
             trained(digits(length), tmp_path / "run", resume=True)
     assert {path: there for path, there in contents(tmp_path / "run").items() if path.name != ".lock"} == before
 

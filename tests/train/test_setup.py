@@ -306,7 +306,7 @@ def test_a_run_killed_before_its_first_checkpoint_still_starts_from_its_checkpoi
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["model.depth=3"], r"model.depth=3, but the checkpoint has 2.*drop_path can change"),
+        (["model.depth=3"], r"model.depth=3, but the checkpoint has 2.*drop_path can be changed"),
         (["image_size=30"], r"30"),
         (["optim.trainable=5"], r"trainable=5 blocks, but the network has 2"),
     ],
@@ -330,10 +330,10 @@ def test_chance_may_change_in_a_checkpoint(start: Path, images: Path):
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        (["image_size=32"], ConfigError, r"image_size=32 is for a checkpoint to start from; set model.image"),
+        (["image_size=32"], ConfigError, r"image_size=32 is only for init_from; set model.image_size"),
         (["model.num_classes=4"], ConfigError, r"got model.num_classes=4, and the data has 10 classes"),
-        (["model.channels=3"], ConfigError, r"gives 1 channels and the network wants 3"),
-        (["model.image_size=16"], ConfigError, r"prepared at .*8.* made for .*16"),
+        (["model.channels=3"], ConfigError, r"gives 1 channels, but the network needs 3"),
+        (["model.image_size=16"], ConfigError, r"preprocess.image_size=.*8.*, but .* model.image_size=16"),
         (["schedule.warmup=30 steps"], ConfigError, r"warm-up of 30 steps is 30 steps, but the whole run has 20"),
         (["data.source=no-such-data"], VitrailError, r"no-such-data"),
         (["data.source=./nowhere/"], VitrailError, r"nowhere"),
@@ -348,7 +348,7 @@ def test_settings_that_cannot_be(tmp_path: Path, settings: list[str], error: typ
 
 def test_one_class_is_nothing_to_learn(tmp_path: Path):
     photos(tmp_path / "photos", {"cat": 8})
-    with pytest.raises(DataError, match="has one class, 'cat'"):
+    with pytest.raises(DataError, match="has only one class, 'cat'"):
         trained(on_photos(tmp_path / "photos"), tmp_path / "run")
 
 
@@ -389,7 +389,9 @@ def test_a_stream_trains_saves_its_place_and_goes_on(web: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["duration", "evaluate_every", "checkpoint_every", "log_every"])
 def test_a_stream_has_no_epochs(web: Path, tmp_path: Path, name: str):
-    with pytest.raises(ConfigError, match=rf"{name}=1 epoch cannot be counted: .* give it in steps or images"):
+    with pytest.raises(
+        ConfigError, match=rf"{name}=1 epoch cannot be converted to steps: .* give it in steps or images"
+    ):
         trained(streaming(web, **{name: "1 epoch"}), tmp_path / "run")
 
 

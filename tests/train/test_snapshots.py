@@ -160,7 +160,7 @@ def test_a_disk_that_is_full_costs_a_snapshot_and_not_the_run(
     result = trained(followed(), tmp_path / "run")
     assert result.run.finished
     assert taken(tmp_path / "run") == [0, 6, 18, 20]
-    assert "a snapshot could not be written, training goes on: could not write" in caplog.text
+    assert "a snapshot could not be written; training continues: could not write" in caplog.text
     assert same_bits(tmp_path / "run", whole)
 
 

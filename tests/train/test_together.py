@@ -158,7 +158,7 @@ def test_one_process_without_room_stops_none(processes: Processes, whole: Path, 
     folder = tmp_path / "run"
     first, other = processes.run(run_without_room, short(parallel="fsdp"), str(folder), rank)
     assert len(first) == 1
-    assert first[0].startswith("a checkpoint could not be written, training goes on: could not write ")
+    assert first[0].startswith("a checkpoint could not be written; training continues: could not write ")
     assert "checkpoint/00000008/shards: the disk or its quota is full" in first[0]
     assert other == []
     assert saved_steps(folder) == [4, LENGTH]
@@ -226,7 +226,7 @@ def test_on_another_number_of_processes_the_masks_are_others_and_that_is_said(
     shutil.copytree(tmp_path / "cut", again)
     found = processes.run(random_here, config, str(tmp_path / "cut"), True, world=after)
     assert [len(said) for said, _ in found] == [2, 0][:after]
-    assert "resumed elsewhere" in found[0][0][0]
+    assert "resumed in another environment" in found[0][0][0]
     assert "attention_dropout draws other masks on another number of processes" in found[0][0][1]
     assert len({drawn for _, drawn in found}) == after
     processes.run(random_here, config, str(again), True, world=after)
@@ -237,7 +237,7 @@ def test_without_attention_dropout_there_is_nothing_to_say_of_masks(processes: P
     processes.run(random_here, short(), str(tmp_path / "cut"), False, 6, world=2)
     [(said, _)] = processes.run(random_here, short(), str(tmp_path / "cut"), True, world=1)
     assert len(said) == 1
-    assert "resumed elsewhere" in said[0]
+    assert "resumed in another environment" in said[0]
 
 
 # The best weights

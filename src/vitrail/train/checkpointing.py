@@ -1,14 +1,13 @@
-"""Checkpoints: everything a run needs to go on, written so that a kill at any instant costs nothing.
+"""Checkpoints: the full training state, written atomically.
 
-    checkpoint/00000500/tensors.safetensors    weights, their average, the optimizer's memory, generators
-    checkpoint/00000500/state.json             step, best so far, what it ran on, checksums of the tensors
-    checkpoint/best-00000400/                  the best weights so far, for the model
+    checkpoint/00000500/tensors.safetensors    weights, EMA, optimizer state, states of the random number generators
+    checkpoint/00000500/state.json             step, best score, software and hardware, checksums of the tensors
+    checkpoint/best-00000400/                  the best weights so far
 
-A checkpoint is filled under another name, flushed to the disk and renamed when it is whole, in a
-thread of its own, while training goes on. The last two are kept: if the newest is damaged, the one
-before it is used. With a sharded model every process writes its part through
-torch.distributed.checkpoint into `shards/`, and any number of processes reads it back; only the
-generators lie in `tensors.safetensors` then.
+A background thread writes a checkpoint under a temporary name, syncs it to disk and renames it. The last two are kept:
+if the newest is damaged, the one before it is used. With a sharded model every process writes its shards through
+torch.distributed.checkpoint into `shards/`, and any number of processes can read them back; `tensors.safetensors` then
+holds only the states of the random number generators.
 """
 
 from __future__ import annotations
@@ -47,46 +46,46 @@ CHECKPOINTS_TO_KEEP = 2
 
 @dataclass
 class Progress:
-    """What a checkpoint knows besides tensors."""
+    """The training state besides tensors, stored in state.json."""
 
     step: int = 0
-    """Steps done."""
+    """Completed steps."""
     best_score: float | None = None
-    """The best score so far, higher is better."""
+    """The best score so far; higher is better."""
     best_loss: float | None = None
-    """Of the measurement that gave it: of equal scores the one with the lower loss is the best."""
+    """The loss of that evaluation, which decides between equal scores."""
     best_step: int | None = None
     evaluations_since_best: int = 0
-    """Evaluations since."""
+    """Evaluations since the best one, for `patience`."""
     skipped_steps: int = 0
-    """Steps left out because their loss was not finite."""
+    """Steps skipped because their loss was not finite."""
     elapsed_seconds: float = 0.0
-    """Spent so far, over all sittings."""
+    """Time spent so far, over all resumptions."""
     metric_sums: dict[str, float] = field(default_factory=dict)
-    """Sums since the last logged line, so that a resumed run logs the same averages."""
+    """Sums since the last logged step, so that a resumed run logs the same averages."""
     stream_states: list[dict[str, Any]] | None = None
-    """A plain stream's own place in each process; every other source needs none."""
+    """Reader state of a plain stream in each process; None for all other sources."""
     unwritten_metrics: list[str] = field(default_factory=list)
-    """Lines of metrics that found no room on the disk yet."""
+    """Lines of metrics.jsonl that could not be written yet because the disk was full."""
     unreadable_images: dict[str, str] = field(default_factory=dict)
-    """Training images that could not be read, in any process and any sitting, and why."""
+    """Training images that could not be read, in any process, with the reason for each."""
     model_origin: dict[str, str] = field(default_factory=dict)
-    """The family and origin of the network, which nobody can tell from its weights."""
+    """The family and origin of the network, for its ModelInfo."""
     num_images: int | None = None
-    """How many there were to learn from: with another number their order is another."""
+    """Number of training images: with another number, their order differs."""
     data_fingerprint: dict[str, Any] = field(default_factory=dict)
-    """The classes and digests of the images, as `same_data.fingerprint_data` gives them; empty in older checkpoints."""
+    """Result of `fingerprint_data`; empty in older checkpoints."""
     teacher_checksum: str | None = None
-    """The checksum of the weights that are learned from, of a run that has a teacher."""
+    """Checksum of the teacher's weights, for distillation."""
     total_steps: int | None = None
-    """Steps of the whole run, by its settings at that time."""
+    """Steps of the whole run, by its config at that time."""
     evaluation_pending: bool = False
-    """The evaluation of this very step was stopped, and is made first when the run goes on."""
+    """Whether the evaluation of this step was interrupted; it is then repeated first when the run resumes."""
     environment: dict[str, Any] = field(default_factory=dict)
 
 
 def current_environment(device: torch.device, world_size: int) -> dict[str, Any]:
-    """What the bits of a run depend on besides its settings."""
+    """The software and hardware that the exact bits of a run depend on, besides its config."""
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -100,14 +99,14 @@ def current_environment(device: torch.device, world_size: int) -> dict[str, Any]
 
 
 def describe_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What has changed since a checkpoint was written, in words."""
+    """A sentence for each entry of the environment that has changed since a checkpoint was written."""
     return [f"{name} was {then[name]} and is {now[name]}" for name in now if name in then and then[name] != now[name]]
 
 
 class CheckpointManager:
-    """Writes and finds a run's checkpoints. Every process calls each method; the first one writes.
+    """Writes and finds a run's checkpoints. Every process calls each method; the main process writes.
 
-    Of a sharded learner each process writes its part, and training waits for it.
+    Of a sharded learner each process writes its shards, and training waits for that.
     """
 
     def __init__(self, folder: Path, distributed: DistributedContext) -> None:
@@ -116,10 +115,10 @@ class CheckpointManager:
         self.writing: Future[None] | None = None
         self.error: Exception | None = None
         self.unwritten_best: tuple[Tensors, dict[str, Any]] | None = None
-        """The best weights, until they are written."""
+        """The best weights until they are on disk."""
 
     def save(self, tensors: Tensors, progress: Progress) -> None:
-        """Begin to write; the tensors are copied first, so that training may go on changing them."""
+        """Start to write a checkpoint in the background, from a copy of the tensors."""
         self.wait()
         if any(isinstance(t, DTensor) for t in tensors.values()):
             self._attempt(lambda: self._write_sharded(tensors, asdict(progress)))
@@ -128,14 +127,14 @@ class CheckpointManager:
             self.writing = self.pool.submit(self._write_all, kept, state)
 
     def save_best(self, tensors: Tensors, progress: Progress) -> None:
-        """The weights that scored best, alone and whole."""
+        """Start to write the best weights; the tensors must not be sharded."""
         self.wait()
         if self.distributed.is_main:
             self.unwritten_best = _cpu_copies(tensors), asdict(progress)
             self.writing = self.pool.submit(self._write_best)
 
     def wait(self) -> None:
-        """Until what is being written is whole. A failure is said and remembered: training goes on without."""
+        """Wait for the background write. A failure is reported and kept in `error`; training continues."""
         writing, self.writing = self.writing, None
         if writing is not None:
             self._attempt(writing.result)
@@ -147,19 +146,19 @@ class CheckpointManager:
         except (CheckpointError, OSError) as error:
             self.error = error
             if self.distributed.is_main:
-                warn_once([f"a checkpoint could not be written, training goes on: {error}"])
+                warn_once([f"a checkpoint could not be written; training continues: {error}"])
 
     def close(self) -> None:
         self.wait()
         self.pool.shutdown()
 
     def steps(self, prefix: str = "") -> list[int]:
-        """Of the checkpoints that are there, oldest first; of the best weights with `prefix=BEST`."""
+        """The steps of the checkpoints on disk, oldest first; with `prefix=BEST`, of the best weights."""
         names = [p.parent.name.removeprefix(prefix) for p in self.folder.glob(f"{prefix}*/{STATE}")]
         return sorted(int(name) for name in names if name.isdecimal())
 
     def latest(self) -> tuple[Path, Progress] | None:
-        """The newest one that is whole, as the first process finds; a damaged one is named and passed over."""
+        """The newest complete checkpoint, as found by the main process; damaged ones are reported and skipped."""
         found: tuple[Path, Progress] | None = self.distributed.broadcast_object(
             self._latest() if self.distributed.is_main else None
         )
@@ -176,7 +175,7 @@ class CheckpointManager:
         return None
 
     def read(self, path: Path, like: Tensors) -> Tensors:
-        """All tensors of a checkpoint; those of a sharded one are filled into `like`."""
+        """All tensors of a checkpoint; those of a sharded one are read into `like`."""
         whole = read_tensors(path)
         if not (path / SHARDS).is_dir():
             return whole
@@ -184,7 +183,7 @@ class CheckpointManager:
         return whole | like
 
     def read_best(self, step: int) -> Tensors | None:
-        """The best weights, as the first process has them; None, said aloud, where they are gone or damaged."""
+        """The best weights, read by the main process; None, with a note, if they are missing or damaged."""
         return self.distributed.broadcast_tensors(self._read_best(step) if self.distributed.is_main else None)
 
     def _read_best(self, step: int) -> Tensors | None:
@@ -195,14 +194,14 @@ class CheckpointManager:
             read_progress(path)
             return read_tensors(path)
         except CheckpointError as error:
-            warn_once([f"{error}; the last weights are kept instead"])
+            warn_once([f"{error}; the last weights are used instead"])
             return None
 
     def path_of(self, step: int, prefix: str = "") -> Path:
         return self.folder / f"{prefix}{step:08d}"
 
     def delete_after(self, step: int) -> None:
-        """Forget what a run that goes on from this step will save again: it must not push out what is older."""
+        """Delete the checkpoints after this step, which a resumed run will write again."""
         if self.distributed.is_main:
             for prefix in ("", BEST):
                 for later in [s for s in self.steps(prefix) if s > step]:
@@ -258,19 +257,19 @@ class CheckpointManager:
 
     @contextmanager
     def _all_or_none(self, temporary: Path, path: Path) -> Iterator[None]:
-        """Every process gets through what stands inside, or all of them raise the same error."""
-        problem = None
+        """If the body fails in any process, raise the same error in all of them."""
+        message = None
         try:
             with report_errors_for(temporary, path):
                 yield
         except (CheckpointError, OSError) as error:
-            problem = str(error)
-        for said in self.distributed.all_gather_object(problem):
-            if said is not None:
-                raise CheckpointError(said)
+            message = str(error)
+        for failure in self.distributed.all_gather_object(message):
+            if failure is not None:
+                raise CheckpointError(failure)
 
     def _delete_old(self, prefix: str = "") -> None:
-        """Away with all but the last two, and with what killed writers left under temporary names."""
+        """Delete all but the last two checkpoints, and the temporary folders of killed processes."""
         for old in self.steps(prefix)[:-CHECKPOINTS_TO_KEEP]:
             shutil.rmtree(self.path_of(old, prefix), ignore_errors=True)
         for left in self.folder.glob(".*"):
@@ -279,7 +278,7 @@ class CheckpointManager:
 
 
 def read_progress(path: Path) -> Progress:
-    """What a checkpoint knows besides tensors, after making sure that its tensors are those it was written with."""
+    """Read state.json and verify the checksums of the tensors; raises CheckpointError if anything is damaged."""
     try:
         state = current("checkpoint", json.loads((path / STATE).read_text(encoding="utf-8")))
         wanted = state.pop("checksums", {})
@@ -290,7 +289,7 @@ def read_progress(path: Path) -> Progress:
     if not wanted:
         raise CheckpointError(f"the checkpoint {path} is damaged: it holds no tensors")
     if not same:
-        raise CheckpointError(f"the checkpoint {path} is damaged: its tensors are not those it was written with")
+        raise CheckpointError(f"the checkpoint {path} is damaged: the checksums of its tensors do not match")
     return progress
 
 
@@ -303,7 +302,7 @@ def read_tensors(path: Path) -> Tensors:
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of a file: enough against damage, and as fast as the disk."""
+    """CRC-32 and size of a file."""
     crc = 0
     with path.open("rb") as file:
         while part := file.read(1 << 22):
@@ -312,7 +311,7 @@ def checksum(path: Path) -> str:
 
 
 def seed_rngs(seed: int, rank: int, *step: int) -> None:
-    """The same for every run of this seed at its start, or at a step; each process has its own."""
+    """Seed the generators of Python, NumPy and torch from (seed, rank) or (seed, rank, step)."""
     own = key_of(seed, rank, *step)
     random.seed(own)
     np.random.seed(own & 0xFFFFFFFF)
@@ -320,7 +319,7 @@ def seed_rngs(seed: int, rank: int, *step: int) -> None:
 
 
 def rng_states(device: torch.device, distributed: DistributedContext) -> Tensors:
-    """The states of every generator of each process. Only attention's own dropout draws from one of them."""
+    """The states of the generators of all processes. Only the dropout inside fused attention draws from them."""
     every = enumerate(distributed.all_gather_object(_local_rng_states(device)))
     return {f"{GENERATORS}/{rank}/{name}": state for rank, states in every for name, state in states.items()}
 
@@ -341,7 +340,7 @@ def _local_rng_states(device: torch.device) -> Tensors:
 
 
 def set_rng_states(tensors: Mapping[str, Tensor], device: torch.device, rank: int) -> None:
-    """Those of this process, as `generators` gave them."""
+    """Restore this process's generators from the result of `rng_states`."""
     states = select_prefix(f"{GENERATORS}/{rank}", tensors)
     torch.set_rng_state(states["torch"])
     *words, position, has_gauss = states["numpy"].tolist()
@@ -362,5 +361,5 @@ def select_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _cpu_copies(tensors: Mapping[str, Tensor]) -> Tensors:
-    """On the CPU, sharing no memory with what training will change."""
+    """Copies on the CPU that share no memory with the training state."""
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}

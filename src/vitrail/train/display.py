@@ -1,9 +1,8 @@
-"""A run as it goes, for whoever watches: a panel in a terminal, plain aligned lines anywhere else.
+"""Shows the progress of a run: a panel in a terminal, plain aligned lines elsewhere.
 
-The training thread only stores numbers, which takes microseconds; a thread of the panel's own draws
-them four times a second. Lines are for logs: one for a logged step, at most one every few seconds, one
-for a step that is not logged where nothing was printed for a while, and one for each evaluation, `name
-value` all along, so that grep and awk find their way.
+The training thread only stores numbers, which takes microseconds; the panel is drawn by its own thread four times a
+second. Plain lines consist of `name value` pairs, for grep and awk: one per logged step, but at most one every few
+seconds; one per evaluation; and one for the position if nothing was printed for a while.
 """
 
 from __future__ import annotations
@@ -28,45 +27,44 @@ from vitrail.runtime.terminal import SafeConsole
 from vitrail.train.panel import PanelRenderable, plain_evaluation, plain_evaluation_progress, plain_progress, plain_step
 
 REFRESHES_PER_S = 4
-"""Drawings a second."""
+"""Redraws of the panel per second."""
 SPEED_HALF_LIFE_S = 5.0
-"""Seconds after which a measured speed is forgotten by half."""
+"""Half-life of the moving average of the speed, in seconds."""
 MIN_LINE_INTERVAL_S = 2.0
-"""Seconds between two plain lines, at least."""
+"""Minimum seconds between the lines of two logged steps."""
 MAX_SILENCE_S = 5.0, 60.0
-"""Seconds without a plain line after which progress is printed: in the first minutes, and from an hour on."""
+"""Seconds without a line after which the position is printed: at the start, and after an hour."""
 MAX_LOSSES = 1024
-"""Losses kept for the sparkline; beyond that every other one goes."""
+"""Maximum number of losses for the sparkline; beyond that every other one is dropped."""
 
 
 @dataclass
 class DisplayState:
-    """Everything the panel shows. Written by the training thread, read by the drawing one."""
+    """What the panel shows. Written by the training thread, read by the drawing thread."""
 
     step: int = 0
     values: dict[str, float | None] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    """Of the whole run, thinned out as it grows."""
+    """Losses of the whole run, subsampled as it grows."""
     evaluation: Mapping[str, Any] | None = None
     best: tuple[float, int] | None = None
     """The best score and its step."""
     started_at: float = 0.0
     start_step: int = 0
-    """The step this sitting started from."""
+    """The step that this process started or resumed from."""
     step_seconds: float | None = None
-    """Of a step, smoothed."""
+    """Moving average of the time per step."""
     paused_seconds: float = 0.0
-    """Seconds spent on evaluations and the like."""
+    """Time spent on evaluations and checkpoints."""
     evaluation_progress: float | None = None
-    """The share of an evaluation that is done, while there is one."""
+    """The fraction of the current evaluation that is done; None if there is none."""
 
 
 class Display:
-    """`with Display(...) as display:`, then `update` each step, `evaluated` and `note` as the run goes on.
+    """`with Display(...) as display:`, then `update` after each step, `show_evaluation` and `note` when needed.
 
-    `flops_per_image` is the arithmetic of one image in training, about three times that of a
-    forward pass; with `peak_flops` (see `runtime.peak`) it tells how much of the device is used.
-    With five `classes` or fewer, top5 is always all of them and not told.
+    `flops_per_image`: FLOPs of training on one image, about three times those of a forward pass; with `peak_flops` (see
+    `runtime.peak_flops`) it gives the MFU. With five classes or fewer, top-5 accuracy is always 1 and is not shown.
     """
 
     def __init__(
@@ -95,10 +93,7 @@ class Display:
         self.state = DisplayState(step=start_step, start_step=start_step)
         self.live: Live | None = None
         self._last_timing = (start_step, 0.0)
-        self._step_printed_at, self._printed_at = (
-            -math.inf,
-            0.0,
-        )  # when a logged step was printed last, when any line was
+        self._step_printed_at, self._printed_at = -math.inf, 0.0  # of the last logged step, and of any line
         self._losses_seen, self._stride, self._speed_updates = 0, 1, 0
 
     def __enter__(self) -> Self:
@@ -122,9 +117,9 @@ class Display:
             log.handlers, log.propagate = self._logger
 
     def update(self, step: int, values: Mapping[str, float | None] | None = None) -> None:
-        """So many steps are done; what was logged of them (loss, accuracy, lr, grad_norm), where something was.
+        """To be called after each step; for a logged step, again with its values (loss, accuracy, lr, grad_norm).
 
-        To be called after each step. Without values a GPU is still computing the last one.
+        Without values, a GPU is assumed to be still computing the last step.
         """
         now = self.clock()
         self.state.step = step
@@ -139,11 +134,11 @@ class Display:
             self._print(plain_step(self), now)
 
     def pause(self) -> None:
-        """All steps so far are done; what follows until `resumed` is no training, and its time does not count."""
+        """Exclude the time until `resume` from the training speed. All steps so far must be done."""
         self._update_speed(self.state.step, self.clock())
 
     def show_evaluation_progress(self, done: int, total: int) -> None:
-        """So many of an evaluation's batches are done; called with 0 first."""
+        """Show how many batches of an evaluation are done; first called with 0."""
         if not done:
             self.pause()
         self.state.evaluation_progress = done / max(total, 1)
@@ -152,9 +147,9 @@ class Display:
     def show_evaluation(
         self, step: int, scores: Scores | Mapping[str, Any], *, ema: bool = False, best: bool | None = None
     ) -> None:
-        """What a measurement found; the time it took is no part of the training speed.
+        """Show the scores of an evaluation; its time is excluded from the training speed.
 
-        best: whether none was better, if somebody knows: a run that goes on has had others before.
+        `best`: whether they are the best of the run; None compares with those shown before.
         """
         found = dict(scores.to_dict() if isinstance(scores, Scores) else scores) | {"step": step, "ema": ema}
         name, better = ("map", 1) if "map" in found else ("top1", 1)
@@ -171,14 +166,14 @@ class Display:
             self._print(plain_evaluation(self), self.clock())
 
     def resume(self) -> None:
-        """Training goes on after something else (an evaluation, a checkpoint) that began with `pause`."""
+        """End a `pause` for an evaluation or a checkpoint."""
         now = self.clock()
         self.state.paused_seconds += now - self._last_timing[1]
         self.state.evaluation_progress = None
         self._last_timing = (self._last_timing[0], now)
 
     def note(self, text: str) -> None:
-        """A line of its own, above the panel."""
+        """Print a line, in a terminal above the panel."""
         with suppress(OSError):
             self.console.print(Text(text, style="dim" if self.live else ""), soft_wrap=True)
 
@@ -192,7 +187,7 @@ class Display:
             self.state.losses, self._stride = self.state.losses[::2], 2 * self._stride
 
     def _update_speed(self, done: int, now: float) -> None:
-        """So many steps are finished by now."""
+        """Update the speed: `done` steps are finished at time `now`."""
         steps, elapsed = done - self._last_timing[0], now - self._last_timing[1]
         if steps > 0 and elapsed > 0:
             self._smooth(elapsed / steps, elapsed)
@@ -200,7 +195,7 @@ class Display:
 
     def _smooth(self, seconds: float, elapsed: float) -> None:
         self._speed_updates += 1
-        # What came first also warmed up and compiled: the second time replaces it.
+        # The first measurement includes warm-up and compilation, so the second replaces it.
         keep = 0.0 if self._speed_updates <= 2 else 0.5 ** (elapsed / SPEED_HALF_LIFE_S)
         self.state.step_seconds = keep * (self.state.step_seconds or 0.0) + (1 - keep) * seconds
 
@@ -211,23 +206,21 @@ class Display:
 
     def _print(self, line: str, now: float) -> None:
         self._printed_at = now
-        with suppress(OSError):  # a log on a full disk, a reader that has gone: no reason to stop
+        with suppress(OSError):  # a full disk or a closed pipe must not stop the run
             self.console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     @property
     def images_per_s(self) -> float | None:
-        """Images a second."""
+        """Training speed, in images per second."""
         return self.images_per_step / self.state.step_seconds if self.state.step_seconds else None
 
     @property
     def mfu(self) -> float | None:
-        """Of the device's peak that training uses; None where it is not known, or the peak is shown to be wrong."""
-        found = (
-            self.images_per_s * self.flops_per_image / self.peak_flops
-            if self.images_per_s and self.flops_per_image and self.peak_flops
-            else None
-        )
-        return None if found is None or found > 1 else found
+        """Model FLOPs utilization: the fraction of the peak FLOP/s in use; None if unknown or implausible (above 1)."""
+        if not (self.images_per_s and self.flops_per_image and self.peak_flops):
+            return None
+        fraction = self.images_per_s * self.flops_per_image / self.peak_flops
+        return None if fraction > 1 else fraction
 
     @property
     def epoch(self) -> float | None:
@@ -239,15 +232,15 @@ class Display:
 
     @property
     def memory(self) -> tuple[float, float] | None:
-        """GB that are taken on the device and that it has; None where that cannot be told."""
+        """Reserved and total memory of the GPU, in GB; None on other devices."""
         if self.device.type != "cuda" or not torch.cuda.is_available():
             return None
-        whole = torch.cuda.get_device_properties(self.device).total_memory
-        return torch.cuda.memory_reserved(self.device) / 1e9, whole / 1e9
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return torch.cuda.memory_reserved(self.device) / 1e9, total / 1e9
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds, if evaluations and the like keep taking the share of the time they have had."""
+        """Estimated remaining time in seconds, if evaluations keep taking the same fraction of the time."""
         state, done = self.state, self.state.step - self.state.start_step
         if not state.step_seconds or done < 1:
             return None
@@ -256,7 +249,7 @@ class Display:
 
 
 class _NoteHandler(logging.Handler):
-    """What is said aloud meanwhile goes above the panel; written straight to the terminal it would tear it."""
+    """Prints log records above the panel, which direct output to the terminal would corrupt."""
 
     def __init__(self, display: Display) -> None:
         super().__init__()

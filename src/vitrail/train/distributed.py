@@ -1,13 +1,8 @@
-"""More than one device: who this process is, what is summed, and how the learner is spread.
+"""Distributed training: rank and world size, collectives, and wrapping the learner with DDP or FSDP2.
 
-Under `torchrun` each process holds one device and its share of every batch. One process alone, the
-usual case, makes no group and talks to nobody: everything here is then the identity.
-
-    Ranks    who this process is, and what it tells the others: sums, rows, a word from the first process
-    wrap     a copy of the learner on each device (DDP), or a shard of it (FSDP2)
-
-Beside NCCL there is always a gloo group for what lies on the CPU, so that small talk about a step
-never makes a GPU wait.
+Under `torchrun` each process has one device and its part of every batch. A single process creates no process group:
+every collective is then the identity. Collectives on CPU tensors use gloo even beside NCCL, so that exchanging small
+values never makes a GPU wait. A learner is an `Objective`: the network together with its loss.
 """
 
 from __future__ import annotations
@@ -41,28 +36,28 @@ from vitrail.train.rendezvous import new_store
 # W processes, B images in the global batch, b = B / W of them here
 
 FSDP_UNITS = (Block, BiTUnit, StemUnit)
-"""What FSDP gathers, computes and drops one at a time."""
+"""The modules that FSDP shards and gathers one at a time."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for another that does not come, before the run is given up."""
+"""How long a collective waits for another process before the run fails."""
 
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process among all: `with DistributedContext.from_env("auto") as distributed:`."""
+    """The process group, seen from this process: `with DistributedContext.from_env("auto") as distributed:`."""
 
     device: torch.device
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Its number on this machine."""
+    """Rank on this machine."""
     checkpoint_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    """A group of its own for checkpoints, which another thread may be writing meanwhile."""
+    """A separate gloo group for checkpoints, which another thread may be writing."""
 
     @classmethod
     def from_env(
         cls, device: str | torch.device = "auto", *, timeout: timedelta = COLLECTIVE_TIMEOUT
     ) -> DistributedContext:
-        """From torchrun's environment; without it, one process and no group."""
+        """Join the process group described by torchrun's environment variables; without them, a single process."""
         if "RANK" not in os.environ:
             return cls(pick_device(device))
         rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
@@ -80,7 +75,7 @@ class DistributedContext:
         return cls(chosen, rank, world_size, local_rank, checkpoint_group)
 
     def close(self) -> None:
-        """Leave the group, as a process should before it ends."""
+        """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -101,7 +96,7 @@ class DistributedContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes and speaks."""
+        """Whether this is the main process (rank 0), which writes files and messages."""
         return self.rank == 0
 
     @cached_property
@@ -109,7 +104,7 @@ class DistributedContext:
         return init_device_mesh(self.device.type, (self.world_size,))
 
     def slots(self, batch_size: int) -> range:
-        """This process's places in a global batch: one run of them, in the order of ranks."""
+        """This process's indices in a global batch, which is split contiguously by rank."""
         if batch_size % self.world_size:
             above = -(-batch_size // self.world_size) * self.world_size
             raise ConfigError(
@@ -119,22 +114,22 @@ class DistributedContext:
         return range(self.rank * share, (self.rank + 1) * share)
 
     def barrier(self) -> None:
-        """Wait until everyone is here."""
+        """Wait until all processes have called this."""
         self.any(False)
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says yes: how all of them stop at the same step. On the CPU: no GPU waits."""
+        """Whether the flag is set in any process. On the CPU: no GPU waits."""
         return self.sum_counts(flag)[0] > 0
 
     def sum_counts(self, *counts: int) -> list[int]:
-        """Each count summed over all processes, in one exchange on the CPU: no GPU waits."""
-        votes = torch.tensor([int(count) for count in counts])
+        """Each count summed over all processes, in one all-reduce on the CPU: no GPU waits."""
+        sums = torch.tensor([int(count) for count in counts])
         if self.world_size > 1:
-            dist.all_reduce(votes)
-        return [int(vote) for vote in votes]
+            dist.all_reduce(sums)
+        return [int(total) for total in sums]
 
     def broadcast_object(self, value: Any) -> Any:
-        """What the first process says, whatever the others would."""
+        """The value of the main process."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -142,14 +137,14 @@ class DistributedContext:
         return box[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """What each process says, in the order of ranks."""
-        said: list[Any] = [value] * self.world_size
+        """The values of all processes, by rank."""
+        values: list[Any] = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(said, value, group=self.checkpoint_group)
-        return said
+            dist.all_gather_object(values, value, group=self.checkpoint_group)
+        return values
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
-        """The first process's tensors, on the CPU; None where it has none, whatever the others have."""
+        """The main process's tensors, on the CPU; None if it passes None."""
         mine = None if tensors is None else {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         if self.world_size == 1:
             return mine
@@ -158,11 +153,11 @@ class DistributedContext:
             return None
         found = mine if self.is_main and mine else {name: torch.empty(shape, dtype=kind) for name, shape, kind in kinds}
         for tensor in found.values():
-            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # bytes: any dtype travels
+            dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)  # as bytes, for any dtype
         return found
 
     def all_reduce_tensors(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sums over all processes, in one exchange, added in float64 and returned as they came."""
+        """Sums over all processes, in one all-reduce, added in float64 and returned in the given dtypes."""
         found = {name: value.detach() for name, value in values.items()}
         if self.world_size == 1 or not found:
             return found
@@ -176,7 +171,7 @@ class DistributedContext:
         return self.all_reduce_tensors({"value": value})["value"]
 
     def all_gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, in the order of ranks; they may have different numbers of them."""
+        """The rows of all processes, concatenated by rank; their numbers of rows may differ."""
         if self.world_size == 1:
             return rows
         counts = torch.zeros(self.world_size, dtype=torch.int64)
@@ -185,7 +180,7 @@ class DistributedContext:
         most = int(counts.max())
         padded = rows.new_zeros(most, *rows.shape[1:])
         padded[: len(rows)] = rows
-        # As bytes, on the CPU: any type travels, and these are results, not a step's business.
+        # As bytes, for any dtype; on the CPU, since this is not part of a training step.
         sent = padded.cpu().contiguous().view(torch.uint8) if rows.ndim else padded.cpu()
         got = [torch.empty_like(sent) for _ in range(self.world_size)]
         dist.all_gather(got, sent)
@@ -194,7 +189,7 @@ class DistributedContext:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The first process goes ahead, the others follow when it is done: one download serves all."""
+        """Context that the main process passes through before the others, for example to download files once."""
         if not self.is_main:
             self.barrier()
         yield
@@ -203,16 +198,15 @@ class DistributedContext:
 
 
 def wrap(learner: nn.Module, config: TrainConfig, distributed: DistributedContext) -> nn.Module:
-    """The learner over all devices; itself where there is one.
+    """The learner wrapped with DDP or FSDP2; the learner itself for a single process.
 
-    Gradients come out as the mean over processes, so each multiplies its loss by `distributed.world_size`. What
-    is frozen must be so already, and the optimizer comes after: sharding replaces the parameters by
-    shards of them. Every process builds the same learner from the seed and keeps its part of it, so
-    first values do not depend on how many there are.
+    Gradients are averaged over processes, so each process multiplies its loss by `distributed.world_size`. Parameters
+    must be frozen before and the optimizer created after, since sharding replaces the parameters. Every process builds
+    the same learner from the seed and keeps its shard, so the initial values do not depend on the number of processes.
     """
     if distributed.checkpoint_group is None:
         if config.parallel != "auto":
-            warn_once([f"parallel={config.parallel} shares nothing: this is one process; start several with torchrun"])
+            warn_once([f"parallel={config.parallel} has no effect in a single process; start several with torchrun"])
         return learner
     if config.parallel == "fsdp":
         return _shard(learner, distributed, bfloat16=config.precision == "bfloat16")
@@ -224,9 +218,9 @@ def wrap(learner: nn.Module, config: TrainConfig, distributed: DistributedContex
 
 
 def _shard(learner: nn.Module, distributed: DistributedContext, bfloat16: bool) -> nn.Module:
-    """Each piece by itself, then the rest. Between steps all that is registered are shards."""
-    # Inside the pieces weights are gathered as bfloat16, in which autocast would compute with them
-    # anyway; the rest (positions, tokens, norms, heads) stays whole. Sums are always float32 or more.
+    """Shard each FSDP unit, then the remaining parameters."""
+    # The units' weights are gathered as bfloat16, the dtype in which autocast computes with them anyway; the other
+    # parameters (positions, tokens, norms, heads) keep their precision. Gradients are reduced in float32 or more.
     lighter = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(cast_forward_inputs=False)
     for module in learner.modules():
@@ -235,8 +229,8 @@ def _shard(learner: nn.Module, distributed: DistributedContext, bfloat16: bool) 
                 module, mesh=distributed.mesh, reshard_after_forward=True, mp_policy=lighter if bfloat16 else exact
             )
     fully_shard(learner, mesh=distributed.mesh, reshard_after_forward=True, mp_policy=exact)
-    # Evaluation asks the network alone, which must be gathered as the whole learner is. It computes in
-    # what the pieces are gathered as, in whatever precision it is asked.
+    # Evaluation calls the network without the loss; FSDP must gather the weights for that call too. It computes in
+    # the dtype in which the units are gathered, in any requested precision.
     learner.predict = MethodType(_predict_bfloat16 if bfloat16 else _predict, learner)  # type: ignore[assignment]
     register_fsdp_forward_method(learner, "predict")
     return learner
@@ -254,9 +248,9 @@ def _predict_bfloat16(learner: nn.Module, images: Tensor) -> Tensor:
 
 
 class ShardedNetwork(nn.Module):
-    """The network of a sharded learner, to measure with: its weights are gathered while it computes.
+    """The network of a sharded learner, for evaluation: FSDP gathers its weights during the forward pass.
 
-    Never in inference mode, whose tensors the next step could not fill again.
+    It never runs in inference mode: the next training step could not write to tensors created there.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -271,7 +265,7 @@ class ShardedNetwork(nn.Module):
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The learner inside `wrap` and `torch.compile`."""
+    """The learner inside DDP and `torch.compile`."""
     while True:
         inside = getattr(module, "_orig_mod", None) or (
             module.module if isinstance(module, DistributedDataParallel) else None
@@ -282,7 +276,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def evaluation_network(wrapped: nn.Module) -> nn.Module:
-    """What evaluation calls with images: the learner's own network, gathered where it is sharded."""
+    """The network to evaluate: the learner's `net`, as a ShardedNetwork if it is sharded."""
     learner = unwrap(wrapped)
     if isinstance(learner, FSDPModule):
         return ShardedNetwork(learner)
@@ -291,10 +285,9 @@ def evaluation_network(wrapped: nn.Module) -> nn.Module:
 
 
 def gradient_sync(wrapped: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-    """Around forward and backward of one part of an accumulated batch: only the last one is exchanged.
+    """Context for one micro-batch of gradient accumulation: DDP reduces gradients only in the last one.
 
-    A sharded learner exchanges every part: what it would keep instead is the whole gradient, which
-    is what it was sharded to avoid.
+    FSDP reduces them in every micro-batch: otherwise each process would have to hold the full gradient.
     """
     inside = getattr(wrapped, "_orig_mod", wrapped)
     if is_last or not isinstance(inside, DistributedDataParallel):
@@ -303,17 +296,17 @@ def gradient_sync(wrapped: nn.Module, is_last: bool) -> AbstractContextManager[N
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; any other as it is."""
+    """This process's shard of a DTensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, on every process; any other as it is."""
+    """A DTensor gathered on every process; any other tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_like(sharded: Tensor, part: Tensor) -> Tensor:
-    """What `local_rank` undoes: this process's part of a tensor that is sharded as another is."""
+    """A DTensor sharded like `sharded` whose local shard is `part`; `part` itself if `sharded` is not a DTensor."""
     if not isinstance(sharded, DTensor):
         return part
     return DTensor.from_local(
@@ -327,7 +320,7 @@ def shard_like(sharded: Tensor, part: Tensor) -> Tensor:
 
 
 def local_shard(sharded: Tensor, value: Tensor) -> Tensor:
-    """Of a whole tensor the part that this process has of another; no process asks another for it."""
+    """This process's shard of the full tensor `value`, sharded like `sharded`; needs no communication."""
     if not isinstance(sharded, DTensor):
         return value
     value = value.to(sharded.device)
@@ -336,7 +329,7 @@ def local_shard(sharded: Tensor, value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """The same numbers: from a whole tensor, each process takes its part."""
+    """Copy `value`, a full tensor or one sharded like `target`, into `target`."""
     if isinstance(value, DTensor):
         target.copy_(value)
     else:
@@ -344,24 +337,26 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Whether this is a collective's cry that another process is gone or silent."""
+    """Whether a collective failed because another process died or did not respond."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def _local_device(device: str | torch.device, local_rank: int) -> torch.device:
     chosen = pick_device(device)
     if chosen.type == "mps":
-        raise ConfigError("processes cannot share Apple's MPS; run one process, or device=cpu.")
+        raise ConfigError("several processes cannot share Apple's MPS; run one process, or use device=cpu.")
     if chosen.type != "cuda":
         return chosen
     there = torch.cuda.device_count()
     if local_rank >= there:
-        raise ConfigError(f"process {local_rank} here has no GPU of its own: try --nproc-per-node={there}.")
+        raise ConfigError(
+            f"there is no GPU for local process {local_rank}, only {there} in all; try --nproc-per-node={there}."
+        )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first sentence, without the place in somebody's source that gloo begins with."""
+    """The first sentence of an error's message, without the source location that gloo puts first."""
     line = (str(error).splitlines() or [""])[0]
     return re.sub(r"^\[[^]]*\.cc:\d+\] ", "", line).split(". ")[0].rstrip(". ") or type(error).__name__

@@ -102,9 +102,7 @@ class Interrupt:
             sigint_times.append(time.monotonic())
         if self.signal is None:
             self.signal = signal.Signals(number).name
-        elif (
-            number == signal.SIGINT and not self.exit_requested
-        ):  # a third would only disturb what the second clears up
+        elif number == signal.SIGINT and not self.exit_requested:  # a third must not disturb the cleanup
             self.exit_requested = True
             raise KeyboardInterrupt
 

@@ -1,10 +1,9 @@
-"""How a step is taken: which parameters learn, how fast each does, what decays, and by which rule.
+"""The optimizer: which parameters are trainable, their learning rates and weight decay, gradient clipping.
 
-Parameters are sorted by name. Kernels decay and nothing else does (`learner.decayed()`); with
-`layer_decay` each layer below the head learns slower than the one above (`learner.depth_of(name)`); the
-head, and what an objective puts beside it, learns `head_lr_factor` times as fast. The rules are
-torch's own. Around them stands one object that keeps their memory by parameter name, complete from
-the start, so that a checkpoint neither depends on the order of groups nor on a first step.
+Weight decay applies to weight matrices only (`learner.decayed()`). With `layer_decay` the learning rate decreases from
+layer to layer below the head (`learner.depth_of(name)`); the head and the parameters of the objective itself have
+`head_lr_factor` times the learning rate. The update rules are torch's. `Optimizer` stores their state by parameter
+name and allocates it at the start, so that a checkpoint does not depend on the order of groups or on a first step.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from vitrail.train.muon import Muon
 
 HEAD_MODULES = ("head", "head_distill", "pre_logits")
 TOP_PARAMETER = "net.norm.weight"
-"""A parameter that stands as high as the head, whether there is one or not."""
+"""A parameter at the depth of the head, also in a network without a head."""
 FUSED_DEVICES = {"cpu", "cuda", "mps"}
 SGD_MOMENTUM, MUON_MOMENTUM = 0.9, 0.95
 
 
 def freeze(learner: Objective, train: str | int) -> None:
-    """Compute gradients only for what learns, and never for what the objective itself has frozen.
+    """Disable gradients for all parameters that are not trainable, in addition to those the objective has frozen.
 
-    Before `wrap`: DDP waits for every gradient it was promised.
+    To be called before `wrap`: DDP waits for the gradients of all parameters that require them.
     """
     names = trainable_names(learner, train)
     for name, parameter in learner.named_parameters():
@@ -43,10 +42,10 @@ def freeze(learner: Objective, train: str | int) -> None:
 
 
 def trainable_names(learner: Objective, train: str | int) -> set[str]:
-    """Names of the parameters that learn.
+    """Names of the trainable parameters.
 
-    "head" is the head (both of them, and a pre-training layer before it); a number adds so many of
-    the last blocks, and with them the final norm and pool. What the objective adds always learns.
+    "head": the head (both heads of a distilled network, and a pre-logits layer); a number N: also the last N blocks,
+    the final norm and the pooling. Parameters of the objective itself are always trainable.
     """
     names = {name for name, _ in learner.named_parameters()}
     if train == "all":
@@ -63,30 +62,30 @@ def trainable_names(learner: Objective, train: str | int) -> set[str]:
 
 
 def make_optimizer(learner: Objective, config: OptimConfig) -> Optimizer:
-    """For what learns of a learner; after `wrap`, whose shards are what is stepped."""
+    """An optimizer for the trainable parameters; to be called after `wrap`, which may shard them."""
     return Optimizer(learner, config)
 
 
 class Optimizer:
-    """`clip`, then `step(schedule(step))`; or `zero` instead, to leave a step out."""
+    """Call `clip_grad_norm`, then `step(schedule(step))`; to skip a step, call `zero_grad` instead."""
 
     def __init__(self, learner: Objective, config: OptimConfig) -> None:
         names = trainable_names(learner, config.trainable)
         self.all_parameters = list(learner.parameters())
         self.parameters = {n: p for n, p in learner.named_parameters() if n in names and p.requires_grad}
         if not self.parameters:
-            raise ConfigError("nothing is left to learn: every parameter is frozen; try optim.trainable=all.")
+            raise ConfigError("every parameter is frozen; try optim.trainable=all.")
         self.optimizers = _make_optimizers(learner, self.parameters, config)
         for optimizer in self.optimizers:
             _init_state(optimizer)
 
     def step(self, factor: float) -> None:
-        """One step at this share of the highest learning rate; gradients are gone afterwards."""
+        """Take one step at `factor` times the peak learning rate, then clear the gradients."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * factor
-                if group["apart"]:  # SGD's own decay would go through the momentum
-                    _decay_weights(group["params"], group["apart"] * factor)
+                group["lr"] = group["peak_lr"] * factor
+                if group["decoupled_decay"]:  # the weight decay of torch's SGD would go through the momentum
+                    _decay_weights(group["params"], group["decoupled_decay"] * factor)
             optimizer.step()
         self.zero_grad()
 
@@ -96,9 +95,9 @@ class Optimizer:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float | None) -> Tensor:
-        """The norm of the whole gradient, which is scaled down to `max_norm` where it is more; None only measures.
+        """Clip the gradients to a total norm of `max_norm` (None: do not clip) and return the norm before clipping.
 
-        Nothing waits for a GPU here. Of a sharded gradient each process measures its part.
+        Does not synchronize with the GPU. For sharded gradients, each process contributes its shards.
         """
         found = [p.grad for p in self.parameters.values() if p.grad is not None]
         grads = [local_tensor(g) for g in found]
@@ -112,17 +111,17 @@ class Optimizer:
         return norm
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All that the rules remember, as "exp_avg/net.blocks.0..."; there before the first step too."""
+        """The optimizer state by name, such as "exp_avg/net.blocks.0..."; complete before the first step."""
         names = {id(p): name for name, p in self.parameters.items()}
         return {
             f"{kind}/{names[id(parameter)]}": tensor
             for optimizer in self.optimizers
-            for parameter, memory in optimizer.state.items()
-            for kind, tensor in memory.items()
+            for parameter, state in optimizer.state.items()
+            for kind, tensor in state.items()
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Exactly what `state_tensors` gave, on this many processes or another number."""
+        """Restore what `state_tensors` returned, on any number of processes."""
         mine = self.state_tensors()
         check_same_tensors("the optimizer's tensors", tensors, mine)
         for name, tensor in mine.items():
@@ -133,19 +132,19 @@ def _make_optimizers(
     learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
 ) -> list[torch.optim.Optimizer]:
     groups = _parameter_groups(learner, parameters, config)
-    muon, others = ([g for g in groups if g["turned"] == which] for which in (True, False))
+    muon, others = ([g for g in groups if g["use_muon"] == which] for which in (True, False))
     fused = {p.device.type for p in parameters.values()} <= FUSED_DEVICES
     optimizers: list[torch.optim.Optimizer] = []
     if config.kind == "sgd":
         momentum = SGD_MOMENTUM if config.momentum is None else config.momentum
         nesterov = bool(config.nesterov) and momentum > 0
-        fused = fused and not any(isinstance(p, DTensor) for p in parameters.values())  # torch has none for shards
+        fused = fused and not any(isinstance(p, DTensor) for p in parameters.values())  # unsupported for DTensor
         return [torch.optim.SGD(others, momentum=momentum, nesterov=nesterov, fused=fused)]
     if config.kind == "muon":
         if not muon:
-            raise ConfigError("optim.kind=muon turns matrices in blocks, and none learns here; try adamw.")
+            raise ConfigError("optim.kind=muon needs trainable matrices in the blocks, and there are none; try adamw.")
         momentum = MUON_MOMENTUM if config.momentum is None else config.momentum
-        # Updates as large as AdamW's, so that one learning rate serves both.
+        # Updates are scaled to the size of AdamW's, so that both use the same learning rate.
         nesterov = config.nesterov is None or config.nesterov
         optimizers.append(Muon(muon, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"))
     if others:
@@ -156,60 +155,61 @@ def _make_optimizers(
 def _parameter_groups(
     learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
 ) -> list[dict[str, Any]]:
-    """Parameters that are stepped alike, with their highest learning rate and their decay."""
+    """torch parameter groups: parameters with the same update rule, peak learning rate and weight decay."""
     decayed, top = learner.decayed(), learner.depth_of(TOP_PARAMETER)
-    alike: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
+    grouped: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         depth, decays = learner.depth_of(name), name in decayed
         muon = config.kind == "muon" and decays and parameter.ndim == 2 and 0 < depth < top
         scale = (config.layer_decay or 1.0) ** (top - depth)
         if depth == top and (_is_objective_parameter(name) or _is_head_parameter(name)):
             scale *= config.head_lr_factor
-        alike.setdefault((muon, decays, scale), []).append(parameter)
+        grouped.setdefault((muon, decays, scale), []).append(parameter)
     return [
-        {"params": params, "turned": muon, **_lr_and_decay(config, config.lr * scale, decays)}
-        for (muon, decays, scale), params in alike.items()
+        {"params": params, "use_muon": muon, **_lr_and_decay(config, config.lr * scale, decays)}
+        for (muon, decays, scale), params in grouped.items()
     ]
 
 
-def _lr_and_decay(config: OptimConfig, peak: float, decays: bool) -> dict[str, float]:
-    """Learning rate and decay of a group.
+def _lr_and_decay(config: OptimConfig, peak_lr: float, decays: bool) -> dict[str, float]:
+    """Learning rate and weight decay of a parameter group.
 
-    torch's rules shrink weights by lr * weight_decay. Decay by the schedule alone is the same with
-    weight_decay / peak, since lr is peak * schedule; SGD's, which is part of the gradient, is done apart.
+    torch's optimizers multiply weights by 1 - lr * weight_decay. With decay_by=schedule the factor is to be 1 -
+    schedule * weight_decay, which is the same with weight_decay / peak_lr, since lr = peak_lr * schedule. SGD's weight
+    decay is part of the gradient, so there the decay is applied separately.
     """
     decay = config.weight_decay if decays else 0.0
     by_schedule = config.decay_by == "schedule"
-    apart = decay if by_schedule and config.kind == "sgd" else 0.0
-    own = 0.0 if apart else decay / peak if by_schedule else decay
-    return {"lr": peak, "peak": peak, "weight_decay": own, "apart": apart}
+    decoupled = decay if by_schedule and config.kind == "sgd" else 0.0
+    coupled = 0.0 if decoupled else decay / peak_lr if by_schedule else decay
+    return {"lr": peak_lr, "peak_lr": peak_lr, "weight_decay": coupled, "decoupled_decay": decoupled}
 
 
 def _init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Memory for every parameter now, as torch would make it at the first step.
+    """Allocate the state of every parameter, which torch does at the first step, with the same result.
 
-    SGD's momentum begins as the first gradient there, which is what zeros lead to.
+    torch initializes SGD's momentum with the first gradient, which is what zeros lead to.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(optimizer, torch.optim.AdamW):
                 count = torch.zeros((), device=parameter.device if group["fused"] else "cpu", dtype=torch.float32)
-                memory = {"step": count}
-                memory |= {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
+                state = {"step": count}
+                state |= {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
             elif group["momentum"]:
-                memory = {"momentum_buffer": torch.zeros_like(parameter)}
+                state = {"momentum_buffer": torch.zeros_like(parameter)}
             else:
                 continue
-            optimizer.state[parameter] = memory
+            optimizer.state[parameter] = state
 
 
 @torch.no_grad()
-def _decay_weights(parameters: list[nn.Parameter], share: float) -> None:
-    torch._foreach_mul_([local_tensor(p) for p in parameters], 1 - share)
+def _decay_weights(parameters: list[nn.Parameter], decay: float) -> None:
+    torch._foreach_mul_([local_tensor(p) for p in parameters], 1 - decay)
 
 
 def _is_objective_parameter(name: str) -> bool:
-    """Whether a parameter is what the objective adds to the network."""
+    """Whether a parameter belongs to the objective itself, not to the network."""
     return not name.startswith("net.")
 
 

@@ -1,4 +1,4 @@
-"""How a run's display looks: the panel, laid out by hand, and the plain lines."""
+"""Renders the display of a run: the terminal panel and the plain lines."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
     from vitrail.train.display import Display
 
 TWO_COLUMN_WIDTH = 66
-"""From this width on the panel has two columns."""
+"""Minimum width at which the panel has two columns."""
 MAX_WIDTH = 96
 BORDER = "blue"
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class PanelRenderable:
-    """The panel, drawn anew from the numbers whenever it is asked for.
+    """The panel as a rich renderable, built from the current state on every redraw.
 
-    Spans of text are laid out by hand: rich's own tables take ten times as long, and every
-    millisecond here is one in which Python does not train.
+    The text is laid out here: rich's tables take ten times as long, during which the training thread cannot run Python.
     """
 
     def __init__(self, display: Display) -> None:
@@ -48,7 +47,7 @@ Span = tuple[str, str]
 
 
 def panel_lines(display: Display, width: int) -> list[list[Span]]:
-    """The whole panel, line by line, exactly `width` columns wide."""
+    """The lines of the panel, each exactly `width` columns wide."""
     inside = width - 4
     lines = [_progress_bar(display, inside), _position_line(display, inside), []]
     results, machinery = _result_rows(display), _speed_rows(display)
@@ -69,7 +68,7 @@ def panel_lines(display: Display, width: int) -> list[list[Span]]:
 
 
 def fit_width(line: list[Span], width: int, fill: str = " ") -> list[Span]:
-    """Cut or filled to so many columns."""
+    """Cut or pad a line to `width` columns."""
     fitted: list[Span] = []
     for text, style in line:
         if (room := width - sum(cell_len(t) for t, _ in fitted)) <= 0:
@@ -80,7 +79,7 @@ def fit_width(line: list[Span], width: int, fill: str = " ") -> list[Span]:
 
 
 def _justify(width: int, *parts: list[Span]) -> list[Span]:
-    """Left, (center,) right."""
+    """Two or three parts: left-aligned, (centered,) right-aligned."""
     sizes = [sum(cell_len(t) for t, _ in part) for part in parts]
     if len(parts) == 2:
         return [*parts[0], (" " * max(width - sum(sizes), 1), ""), *parts[1]]
@@ -149,7 +148,7 @@ def _speed_rows(display: Display) -> list[list[Span]]:
     ]
     if display.mfu is not None and display.peak_flops:
         used = (f"{100 * display.mfu:.0f} %", ""), (f" of {format_flops(display.peak_flops)}", "dim")
-        lines.insert(1, _row("device", *used))
+        lines.insert(1, _row("MFU", *used))
     memory = display.memory
     if memory is not None:
         lines.append(_row("memory", (f"{memory[0]:.1f}", ""), (f" of {memory[1]:.0f} GB", "dim")))
@@ -157,43 +156,43 @@ def _speed_rows(display: Display) -> list[list[Span]]:
 
 
 def plain_step(display: Display) -> str:
-    """One logged step as a line."""
+    """The line of a logged step."""
     values = display.state.values
     parts = [
         _format_position(display, display.state.step),
         f"loss {format_number(values.get('loss')):>8}",
         f"accuracy {format_percent(values['accuracy']):>7}" if values.get("accuracy") is not None else "",
         f"lr {format_number(values.get('lr'), 3):>8}",
-        f"grad {format_number(values.get('grad_norm'), 3):>7}" if values.get("grad_norm") is not None else "",
+        f"grad_norm {format_number(values.get('grad_norm'), 3):>7}" if values.get("grad_norm") is not None else "",
         *_speed_parts(display),
     ]
     return "  ".join(p for p in parts if p)
 
 
 def plain_progress(display: Display) -> str:
-    """A step that is not logged: where the run is, and how fast."""
+    """The line of a step that is not logged: position and speed."""
     return "  ".join(p for p in (_format_position(display, display.state.step), *_speed_parts(display)) if p)
 
 
 def _speed_parts(display: Display) -> tuple[str, ...]:
     return (
         f"images/s {display.images_per_s:>7,.0f}" if display.images_per_s else "",
-        f"peak {100 * display.mfu:>3.0f} %" if display.mfu is not None else "",
+        f"mfu {100 * display.mfu:>3.0f} %" if display.mfu is not None else "",
         f"left {format_time(display.seconds_left)}" if display.seconds_left is not None else "",
     )
 
 
 def plain_evaluation_progress(display: Display) -> str:
-    """An evaluation under way."""
+    """The line of an evaluation in progress."""
     done = 100 * (display.state.evaluation_progress or 0)
     return f"{_format_position(display, display.state.step)}  evaluation {done:.0f} % done"
 
 
 def plain_evaluation(display: Display) -> str:
-    """One measurement as a line."""
+    """The line of a finished evaluation."""
     found = display.state.evaluation
     assert found is not None
-    parts = [_format_position(display, found["step"]), "evaluation of the average" if found["ema"] else "evaluation"]
+    parts = [_format_position(display, found["step"]), "evaluation (EMA)" if found["ema"] else "evaluation"]
     if found.get("map") is not None:
         parts.append(f"map {format_percent(found['map'])}")
     if found.get("top1") is not None:
@@ -218,7 +217,7 @@ def _format_position(display: Display, step: int) -> str:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The whole history in a few characters, each the mean of its share of it."""
+    """`values` as at most `width` block characters, each the mean of a slice."""
     if len(values) < 2:
         return ""
     width = min(width, len(values))
@@ -230,7 +229,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """1.2345, 0.02, 3.1e-05; a dash for none."""
+    """Such as 1.234, 0.0200, 3.100e-05; a dash for None."""
     if value is None:
         return "–"
     if not math.isfinite(value):
@@ -239,7 +238,7 @@ def format_number(value: float | None, digits: int = 4) -> str:
 
 
 def _format_count(value: float) -> str:
-    """40, 100.7."""
+    """Such as 40 or 100.7."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -248,7 +247,7 @@ def format_percent(share: float | None) -> str:
 
 
 def format_time(seconds: float | None) -> str:
-    """1:02:03, 4:05."""
+    """Such as 1:02:03 or 4:05."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     minutes, rest = divmod(round(max(seconds, 0)), 60)
@@ -257,6 +256,6 @@ def format_time(seconds: float | None) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """96 GFLOP/s, 793 TFLOP/s."""
+    """Such as 96 GFLOP/s or 793 TFLOP/s."""
     size, unit = next((s, u) for s, u in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (0.0, "")) if flops >= s)
     return f"{flops / size if size else flops:.3g} {unit}FLOP/s"

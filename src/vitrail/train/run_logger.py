@@ -1,4 +1,4 @@
-"""Everything that leaves the loop: lines of metrics, the display, checkpoints, and the model at the end."""
+"""All output of the training loop: metrics, the display, checkpoints, and the final model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from vitrail.weights import checkpoint
 
 
 class RunLogger:
-    """A run's memory. Only the first process writes and speaks; all of them take part in sums."""
+    """Logs, saves and restores a run. Every process calls each method; the main process writes."""
 
     def __init__(self, run: RunFolder, trainer: Trainer) -> None:
         self.run, self.trainer, self.config, self.distributed = run, trainer, trainer.config, trainer.distributed
@@ -71,7 +71,7 @@ class RunLogger:
         self.stack.close()
 
     def start(self) -> Progress:
-        """A new run: the settings are on disk before anything is computed."""
+        """Start a new run: write its config before anything is computed."""
         if self.distributed.is_main:
             self.stack.enter_context(self.run.lock())
             self.run.create(self.config)
@@ -81,50 +81,44 @@ class RunLogger:
         return self.progress
 
     def resume(self, saved: tuple[Path, Progress] | None) -> Progress:
-        """From the newest checkpoint that is whole; from the beginning where there is none yet."""
+        """Restore the state of a checkpoint; without one, start from the beginning."""
         if self.distributed.is_main:
             self.run.remove_temporary_files()
         if saved is not None:
             path, progress = saved
             changed = describe_changes(progress.environment, self.progress.environment)
             if changed:
-                warn_once([f"resumed elsewhere ({'; '.join(changed)}): the same run, but not to the last bit"])
-            if not progress.data_fingerprint and progress.num_images not in (
-                None,
-                self.progress.num_images,
-            ):  # an older checkpoint
+                warn_once([f"resumed in another environment ({'; '.join(changed)}): the bits of the result may differ"])
+            older = not progress.data_fingerprint
+            if older and progress.num_images not in (None, self.progress.num_images):
                 warn_once([
-                    f"{self.config.data.source} had {progress.num_images:,} images to learn from and has "
-                    f"{self.progress.num_images or 0:,} now: the run goes on, but its result will be another"
+                    f"{self.config.data.source} had {progress.num_images:,} training images and has "
+                    f"{self.progress.num_images or 0:,} now: the run continues, but its result will differ"
                 ])  # fmt: skip
             if progress.teacher_checksum not in (None, self.progress.teacher_checksum):
                 warn_once([f"the teacher {self.config.distill.teacher} has other weights than at the start of the run"])
             tensors = self.checkpoints.read(path, self.trainer.state_tensors())
             self.trainer.load_state_tensors(tensors)
             self._restore_rngs(tensors, progress)
-            progress.environment, progress.num_images = self.progress.environment, self.progress.num_images
-            progress.data_fingerprint, progress.teacher_checksum = (
-                self.progress.data_fingerprint,
-                self.progress.teacher_checksum,
-            )
-            progress.total_steps = self.progress.total_steps
+            for name in ("environment", "num_images", "data_fingerprint", "teacher_checksum", "total_steps"):
+                setattr(progress, name, getattr(self.progress, name))
             self.progress = progress
             self.meter.reset(progress.metric_sums if self.distributed.is_main else {})
         else:
             seed_rngs(self.config.seed, self.distributed.rank)
-            warn_once([f"{self.run.path} has no checkpoint yet: the run starts from its beginning"])
+            warn_once([f"{self.run.path} has no checkpoint yet: the run starts from the beginning"])
         self.checkpoints.delete_after(self.progress.step)
         self._open()
         return self.progress
 
     def _restore_rngs(self, tensors: Tensors, progress: Progress) -> None:
-        """Each process's own go on; on another number of processes there are new ones."""
+        """Restore each process's random generators; on another number of processes, seed new ones."""
         rank, world = self.distributed.rank, self.distributed.world_size
         seed_rngs(self.config.seed, rank, progress.step)
         if progress.environment.get("processes") == world:
             set_rng_states(tensors, self.trainer.device, rank)
         elif any(getattr(module, "attention_dropout", 0) for module in self.trainer.learner.net.modules()):
-            warn_once(["attention_dropout draws other masks on another number of processes, unlike all other chance"])
+            warn_once(["on another number of processes attention_dropout draws other masks than before"])
 
     def _open(self) -> None:
         self.started_at = self.logged_at = time.monotonic()
@@ -138,11 +132,9 @@ class RunLogger:
         self.stack.callback(self.checkpoints.close)
         self.display = self.stack.enter_context(self._display())
         self.trainer.on_evaluation_batch = self.display.show_evaluation_progress
-        if self.progress.best_score is not None and self.progress.best_step is not None:
-            self.display.state.best = (
-                abs(self.progress.best_score),
-                self.progress.best_step,
-            )  # of a loss, it is the negative
+        progress = self.progress
+        if progress.best_score is not None and progress.best_step is not None:
+            self.display.state.best = abs(progress.best_score), progress.best_step  # the score of a loss is negative
 
     def _display(self) -> Display:
         trainer = self.trainer
@@ -163,16 +155,16 @@ class RunLogger:
         )
 
     def add_step(self, sums: Tensors, weights: Tensor, norm: Tensor) -> None:
-        """One more step: into the sums that `log` reads, and onto the display."""
+        """Add the metrics of a step to the sums for `log_step`, and update the display."""
         self.display.update(self.progress.step)
-        whole = norm / self.distributed.world_size  # every process has the same
+        share = norm / self.distributed.world_size  # every process has the same norm, and they are summed
         one = torch.ones((), device=norm.device) / self.distributed.world_size
-        self.meter.add({**sums, WEIGHT: weights.sum(), NORM: whole, STEPS: one})
+        self.meter.add({**sums, WEIGHT: weights.sum(), NORM: share, STEPS: one})
 
     def log_step(self, factor: float) -> None:
-        """A line of metrics, of what was counted since the last one."""
+        """Write the averages since the last logged step; `factor` is that of the learning rate."""
         step, sums = self.progress.step, self._reduced_sums()
-        now = time.monotonic()  # a GPU has been waited for: these steps are done, not only asked for
+        now = time.monotonic()  # after the sums, which wait for the GPU to finish these steps
         self.meter.reset({})
         weight = max(sums.pop(WEIGHT, 0.0), 1e-9)
         steps, norm = max(sums.pop(STEPS, 1.0), 1e-9), sums.pop(NORM, 0.0)
@@ -192,7 +184,7 @@ class RunLogger:
 
     @contextmanager
     def checkpoint_on_error(self, batches: Loader) -> Iterator[None]:
-        """Around a measurement: one that cannot be made costs no step of what was learned before it."""
+        """Context for an evaluation: if it fails, save a checkpoint before raising the error."""
         try:
             yield
         except VitrailError as error:
@@ -206,7 +198,7 @@ class RunLogger:
             ) from error
 
     def log_evaluation(self, scores: Scores | MaskedPredictionScores) -> None:
-        """Note a measurement, and the weights where none was better."""
+        """Write the scores of an evaluation; if they are the best so far, save the weights."""
         step, progress = self.progress.step, self.progress
         if isinstance(scores, Scores):
             self.scores, self.scores_step = scores, step
@@ -228,7 +220,7 @@ class RunLogger:
         return self.config.patience is not None and self.progress.evaluations_since_best >= self.config.patience
 
     def save_checkpoint(self, batches: Loader) -> None:
-        """Everything needed to go on, from this very step; of a stream, its state in each process too."""
+        """Save the full training state, including the loader's state in each process for a stream."""
         self.display.pause()
         self.gather_unreadable(batches)
         stream = batches.state()
@@ -242,18 +234,18 @@ class RunLogger:
         self.display.resume()
 
     def last_saved_step(self) -> int | None:
-        """Before its end, when all that can be saved is; the step from which it can go on."""
+        """Wait for pending writes and return the step of the newest checkpoint."""
         self.checkpoints.wait()
         saved: int | None = self.distributed.broadcast_object(max(self.checkpoints.steps(), default=None))
         return saved
 
     def gather_unreadable(self, batches: Loader) -> None:
-        """What any process could not read, known to all of them; too much of it stops them all."""
+        """Share the unreadable images of all processes; raises in all of them if there are too many."""
         batches.merge_bad(self.distributed.all_gather_object(batches.bad))
         self.progress.unreadable_images = batches.bad
 
     def finish(self, batches: Loader) -> Scores | None:
-        """The model of the best weights, or of the last; measured; written where `vitrail.load` finds it."""
+        """Evaluate the best weights, or the last, and write them as the model folder; returns the validation scores."""
         self.gather_unreadable(batches)
         self._report_unreadable()
         trainer, progress = self.trainer, self.progress
@@ -264,9 +256,8 @@ class RunLogger:
             if found is not None:
                 tensors, chosen = found, progress.best_step
                 if self.distributed.is_main:
-                    warn_once(
-                        [f"the weights of step {chosen:,} were the best and become the model"], about=str(self.run.path)
-                    )
+                    note = f"the weights of step {chosen:,} scored best and become the model"
+                    warn_once([note], about=str(self.run.path))
         net = trainer.build_model(tensors)
         if trainer.has_labels and self.scores_step != chosen:
             self.scores = trainer.evaluate_classes(net=net)
@@ -285,7 +276,7 @@ class RunLogger:
         return self.scores
 
     def describe_nan(self, batch: Batch) -> str:
-        """What to say about a step whose loss is not finite."""
+        """The error message for a step whose loss is not finite."""
         named = format_sample_names(self.trainer.setup.splits.train, batch.indices.numpy())
         self.checkpoints.wait()
         return (
@@ -296,7 +287,7 @@ class RunLogger:
     def _report_unreadable(self) -> None:
         count = len(self.progress.unreadable_images)
         if count and self.distributed.is_main:
-            warn_once([f"{count:,} image{'s' * (count > 1)} could not be used and counted nothing in training"])
+            warn_once([f"{count:,} image{'s' * (count > 1)} could not be read and had no weight in training"])
 
     def _last_checkpoint(self) -> str:
         steps = self.checkpoints.steps()
@@ -332,13 +323,13 @@ class RunLogger:
 
 
 def _is_better(found: tuple[float, float], before: tuple[float | None, float | None]) -> bool:
-    """Of equal scores, which few images give often, the one with the lower loss."""
+    """Compare (score, loss): of equal scores, which are common with few images, the lower loss is better."""
     score, loss = before
     return score is None or found[0] > score or (found[0] == score and found[1] < (math.inf if loss is None else loss))
 
 
 def _selection_score(scores: Scores | MaskedPredictionScores) -> float:
-    """What is compared to find the best: higher is better."""
+    """The score that selects the best weights; higher is better."""
     if isinstance(scores, MaskedPredictionScores):
         return -scores.loss
     found = scores.mean_average_precision

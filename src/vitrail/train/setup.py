@@ -1,4 +1,4 @@
-"""From settings to what they stand for: the data opened, the network built or loaded, every blank filled in."""
+"""Prepares a run: opens the data, builds or loads the network, and resolves the config."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ AnyConfig = ViTConfig | BiTConfig
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that is ready to start."""
+    """The data, the network and the resolved config of a run."""
 
     config: TrainConfig
-    """With every blank filled in: enough to run it again."""
+    """With all defaults resolved: enough to repeat the run."""
     net: Net
     info: ModelInfo
     splits: Splits
     data_fingerprint: DataFingerprint
-    """What a checkpoint keeps of the data, to be compared with when the run goes on."""
+    """Stored in checkpoints and compared when the run is resumed."""
 
     @property
     def class_counts(self) -> npt.NDArray[np.int64] | None:
-        """Images of each class, where that is known without reading them all."""
+        """Number of images of each class; None if it is not known without reading all of them."""
         targets = getattr(self.splits.train, "targets", None)
         if targets is None:
             return None
@@ -54,16 +54,16 @@ class Setup:
 
 
 def prepare_run(config: TrainConfig, distributed: DistributedContext, *, saved: Progress | None = None) -> Setup:
-    """Open the data, build or load the network; `saved` is of a run whose weights come from its checkpoint instead."""
+    """Open the data, build or load the network. `saved`: of a resumed run, whose weights come from its checkpoint."""
     learns_labels = config.objective != "masked-patch"
-    with distributed.main_process_first():  # one download, one index; the others find them
+    with distributed.main_process_first():  # which downloads and indexes for all
         splits = open_data(config.data, require_labels=learns_labels)
     warn_once(splits.notes, about=config.data.source)
     labels = tuple(splits.train.labels)
     if learns_labels and not labels:
-        raise TrainError(f"{config.data.source} has no labels to learn; try objective=masked-patch.")
+        raise TrainError(f"{config.data.source} has no labels; try objective=masked-patch, which needs none.")
     if learns_labels and len(labels) == 1 and not splits.train.multi_label:
-        raise DataError(f"{config.data.source} has one class, {labels[0]!r}, and there is nothing to tell it from.")
+        raise DataError(f"{config.data.source} has only one class, {labels[0]!r}; a classifier needs at least two.")
     if learns_labels:
         check_splits(splits, labels, config.data.source)
     data = fingerprint_data(
@@ -78,9 +78,7 @@ def prepare_run(config: TrainConfig, distributed: DistributedContext, *, saved: 
     else:
         assert config.model is not None
         if config.init_from is None and config.image_size is not None:
-            raise ConfigError(
-                f"image_size={config.image_size} is for a checkpoint to start from; set model.image instead."
-            )
+            raise ConfigError(f"image_size={config.image_size} is only for init_from; set model.image_size instead.")
         config = config.replace(model=_with_classes(config.model, len(labels) if learns_labels else 0))
         net, info = _create_network(config, labels if learns_labels else ())
         info = info.replace(**saved.model_origin) if saved is not None else info
@@ -92,23 +90,23 @@ def prepare_run(config: TrainConfig, distributed: DistributedContext, *, saved: 
 
 
 def _describe_old_behavior(config: TrainConfig) -> list[str]:
-    """What the same settings meant in the versions whose checkpoints do not describe their data."""
+    """Notes about settings that had another meaning in the versions whose checkpoints have no data fingerprint."""
     found = []
     if config.augment.mixes:
         found.append(
             f"images are mixed within groups of augment.mix_group={config.augment.mix_group}, not of the batch"
         )
         if config.classify.class_weights == "balanced":
-            found.append("balanced weights weigh each class's term of a mixed target, not the image")
-    return [f"older versions trained otherwise: from here on {' and '.join(found)}"] if found else []
+            found.append("balanced class weights apply to each class of a mixed target, not to the image")
+    return [f"this version trains differently from here on: {' and '.join(found)}"] if found else []
 
 
 def _load_start(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, ModelInfo]:
-    """A checkpoint with a new head of zeros, unless it knows these very classes already."""
+    """Load the checkpoint `init_from`; unless it has these very classes, its head is replaced by one of zeros."""
     assert config.init_from is not None
     changes = _regularization_settings(config.model)
     net, info = load_checkpoint(config.init_from, image_size=config.image_size, overrides=changes)
-    unmap_weights(net)  # what is not trained would stay in the file for as long as the run takes
+    unmap_weights(net)  # frozen weights would keep the file open for the whole run
     warn_once(info.notes, about=info.origin or config.init_from)
     before = net.config
     if info.labels != labels or info.task != "classify":
@@ -126,20 +124,20 @@ def _load_start(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, Mode
 
 
 def _regularization_settings(model: AnyConfig | None) -> dict[str, float]:
-    """What may differ from the checkpoint's own config: chance during training, nothing else."""
+    """The settings of the network that may differ from the checkpoint's: dropout and stochastic depth."""
     if not isinstance(model, ViTConfig):
         return {}
     return {name: getattr(model, name) for name in ("dropout", "attention_dropout", "drop_path")}
 
 
 def _check_matches_checkpoint(asked: AnyConfig, before: AnyConfig, after: AnyConfig) -> None:
-    """A setting that the checkpoint cannot follow is not passed over."""
+    """Raise if a setting of the network differs from the checkpoint's and cannot be changed."""
     first, last = before.to_dict(), after.to_dict()
     for name, value in asked.to_dict().items():
         if name != "num_classes" and value not in (first.get(name), last.get(name)):
             raise ConfigError(
-                f"model.{name}={value}, but the checkpoint has {last.get(name)}, and training starts from it as it is: "
-                "dropout, attention_dropout and drop_path can change, and its size with image_size=."
+                f"model.{name}={value}, but the checkpoint has {last.get(name)}. Only dropout, attention_dropout and "
+                "drop_path can be changed, and the image size with image_size=."
             )
 
 
@@ -159,7 +157,7 @@ def _create_network(config: TrainConfig, labels: tuple[str, ...]) -> tuple[Net, 
 
 
 def _default_preprocess(model: AnyConfig) -> PreprocessConfig:
-    """Antialiased; photographs with a margin around the crop, small images as they are."""
+    """Antialiased bicubic resizing; from 96 px on with a margin around the center crop."""
     size = pair(model.image_size)
     usual = PreprocessConfig(image_size=224, resize="short", resize_to=256, interpolation="bicubic")
     if min(size) < 96:
@@ -179,18 +177,18 @@ def _with_classes(model: AnyConfig, num_classes: int) -> AnyConfig:
 def _check_sizes(net: Net, preprocess: PreprocessConfig) -> None:
     if preprocess.channels != net.config.channels:
         raise ConfigError(
-            f"the preprocessing gives {preprocess.channels} channels and the network wants {net.config.channels}; "
-            "give preprocess.mean and preprocess.std one number for each channel."
+            f"the preprocessing gives {preprocess.channels} channels, but the network needs {net.config.channels}; "
+            "give preprocess.mean and preprocess.std one number per channel."
         )
     if isinstance(net, ViT) and pair(preprocess.image_size) != pair(net.config.image_size):
         raise ConfigError(
-            f"images are prepared at {preprocess.image_size} and the network's positions are made for "
-            f"{net.config.image_size}; set preprocess.image and model.image to the same size."
+            f"preprocess.image_size={preprocess.image_size}, but the network's position embeddings are for "
+            f"model.image_size={net.config.image_size}; set both to the same size."
         )
 
 
 def format_sample_names(source: Source, indices: npt.NDArray[np.int64], most: int = 10) -> str:
-    """The keys of some samples, for a message."""
+    """The keys of the first `most` samples, for a message."""
     key = getattr(source, "key", lambda number: f"number {number} of the stream")
     named = [key(int(i)) for i in indices[:most]]
     rest = f" and {len(indices) - most} more" if len(indices) > most else ""

@@ -1,4 +1,4 @@
-"""What a run holds while it trains: learner, optimizer, schedule, average, augmentation; and how they are saved."""
+"""The components of a run: learner, optimizer, schedule, EMA, augmentation; their evaluation and their state."""
 
 from __future__ import annotations
 
@@ -54,24 +54,24 @@ INTERVALS = ("log_every", "evaluate_every", "checkpoint_every", "snapshot_every"
 
 
 class Trainer:
-    """The parts of a run, made from its settings."""
+    """The components of a run, built from its config."""
 
     def __init__(self, setup: Setup, distributed: DistributedContext) -> None:
         config, source = setup.config, setup.splits.train
         config = config.replace(precision=pick_precision(config.precision, distributed.device))
         setup = replace(setup, config=config)
         self.setup, self.config, self.distributed, self.device = setup, config, distributed, distributed.device
-        self.autocast()  # where it cannot be had, nothing has begun yet
+        self.autocast()  # fails early if the device does not support the precision
         self._warn_of_slow_precision()
         if config.patience is not None and setup.splits.eval_split == "test":
-            warn_once(
-                ["patience stops by the test images, which flatters their score; data.held_out=0.1 holds others out"]
-            )
-        self.num_images = 0  # nobody knows how many a stream has
+            warn_once([
+                "early stopping uses the test images, which biases their score; "
+                "data.held_out=0.1 holds out validation images"
+            ])  # fmt: skip
+        self.num_images = 0  # unknown for a stream
         if hasattr(source, "__len__"):
-            self.num_images = len(
-                usable_indices(source, TargetTable(source.targets, source.multi_label, self.has_labels))
-            )
+            targets = TargetTable(source.targets, source.multi_label, self.has_labels)
+            self.num_images = len(usable_indices(source, targets))
         self.dtype = torch.float64 if config.precision == "float64" else torch.float32
         self.preprocess = Preprocess(setup.info.preprocess)
         setup.net.gradient_checkpointing = config.gradient_checkpointing
@@ -101,12 +101,12 @@ class Trainer:
         )
         self.ema = EMA(self.learner, config.ema) if config.ema else None
         self.should_stop: Callable[[], bool] = lambda: False
-        """Whether a measurement is to be given up; all processes get the same answer."""
+        """Whether to interrupt an evaluation; the same in all processes."""
         self.on_evaluation_batch: Callable[[int, int], None] = lambda done, total: None
-        """Told of each batch of a measurement how many are done, of how many."""
+        """Called for each batch of an evaluation with the number of batches done and their total."""
 
     def training_loader(self, progress: Progress) -> Loader:
-        """This process's part of each step's images, from the next step on; use it in a `with`."""
+        """This process's part of the training batches, from the next step on; a context manager."""
         streams = progress.stream_states
         config, distributed = self.config, self.distributed
         if streams is not None and len(streams) != distributed.world_size:
@@ -133,10 +133,10 @@ class Trainer:
         return batches
 
     def augmentation(self, cropped: bool) -> Augment:
-        """For batches whose images the loader's workers have cropped already, or not."""
+        """The augmentation of a batch. `cropped`: whether the loader's workers have cropped the images already."""
         mix_until_step = self.total_steps - self.to_steps("augment.mix_off")
         if self.config.augment.mixes and mix_until_step <= 0 and self.distributed.is_main:
-            warn_once([f"augment.mix_off={self.config.augment.mix_off} is the whole run: no images are mixed"])
+            warn_once([f"augment.mix_off={self.config.augment.mix_off} covers the whole run: no images are mixed"])
         return Augment(
             self.config.augment,
             preprocess=self.setup.info.preprocess,
@@ -157,7 +157,10 @@ class Trainer:
         return chance.as_tensor(keys, self.device)
 
     def backward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor, total: Tensor) -> Tensors:
-        """Gradients of the loss over the whole global batch, in as many parts as asked; sums of this process."""
+        """Compute the gradients of the mean loss over the global batch, in `grad_accum_steps` micro-batches.
+
+        `total`: the weight of the global batch. Returns the sums of loss and metrics over this process's images.
+        """
         parts = self.config.grad_accum_steps
         sums: Tensors = {}
         if self.config.compile == "graphs":
@@ -170,7 +173,7 @@ class Trainer:
                 # The mean over all images; DDP and FSDP divide by the number of processes.
                 (found["loss"] * (self.distributed.world_size / total.clamp(min=1))).backward()
             for name, value in found.items():
-                # Copied, since the next part's CUDA graph writes to the same place.
+                # Cloned, since the CUDA graph of the next micro-batch writes to the same memory.
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach().clone()
         return sums
 
@@ -183,20 +186,20 @@ class Trainer:
         times = slowdown(self.device, torch.bfloat16)
         if times > 1:
             warn_once(
-                [f"precision=bfloat16 is slow on this CPU: its products take {times:.1f} times as long as in float32"]
+                [f"precision=bfloat16 is slow on this CPU: matrix products take {times:.1f} x as long as float32"]
             )
 
     @property
     def has_labels(self) -> bool:
-        """Whether there are classes to be right or wrong about."""
+        """Whether the objective uses labels."""
         return self.config.objective != "masked-patch"
 
     def evaluate(self) -> Scores | MaskedPredictionScores:
-        """The weights, or their average where there is one, on the validation images."""
+        """Evaluate the weights, or their EMA if there is one, on the validation images."""
         return self.evaluate_classes() if self.has_labels else self.evaluate_masked_patches()
 
     def evaluate_classes(self, source: Source | None = None, net: nn.Module | None = None) -> Scores:
-        """The same of classes; or those of another network, or on other images."""
+        """Classification scores, on the validation images and with the current weights by default."""
         source = source or self.setup.splits.validation
         config, distributed = self.config, self.distributed
         with ExitStack() as stack:
@@ -218,9 +221,9 @@ class Trainer:
             return scores
 
     def evaluate_masked_patches(self) -> MaskedPredictionScores:
-        """The same of corrupted patches."""
+        """Scores of masked patch prediction on the validation images."""
         config, distributed = self.config, self.distributed
-        # Not compiled once more, for the sizes of these batches.
+        # Eager: compiling again for these batch sizes would take longer.
         with (
             self._evaluation_loader(self.setup.splits.validation) as found,
             self.ema_weights(),
@@ -258,7 +261,7 @@ class Trainer:
         )
 
     def check_validation_images(self) -> None:
-        """Decode the images to measure on, where they are few: one that cannot be read should not end an epoch."""
+        """Decode the validation images if they are kept in memory, so that unreadable ones are found at the start."""
         with self._evaluation_loader(self.setup.splits.validation) as found:
             found.merge_bad(self.distributed.all_gather_object(found.bad))
 
@@ -266,7 +269,7 @@ class Trainer:
         return self.ema.swap() if self.ema is not None else nullcontext()
 
     def state_tensors(self) -> Tensors:
-        """Everything a checkpoint holds of the learner, its average and the optimizer."""
+        """The state of the learner, its EMA and the optimizer, by name."""
         average = self.ema.state_tensors() if self.ema is not None else {}
         return {
             **add_prefix("learner", self.learner.state_dict()),
@@ -275,7 +278,7 @@ class Trainer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Exactly what `tensors` gave, on this many processes or another number."""
+        """Restore what `state_tensors` returned, on any number of processes."""
         mine, saved = self.learner.state_dict(), select_prefix("learner", tensors)
         check_same_tensors("the weights", saved, mine)
         for name, tensor in saved.items():
@@ -285,55 +288,54 @@ class Trainer:
         self.optimizer.load_state_tensors(select_prefix("optimizer", tensors))
 
     def model_weights(self) -> Tensors:
-        """The network's weights as they would be used: averaged where they are."""
+        """The full weights of the network, from the EMA if there is one."""
         with self.ema_weights():
             state = self.learner.state_dict()
             return {n.removeprefix("net."): full_tensor(t).clone() for n, t in state.items() if n.startswith("net.")}
 
     def build_model(self, tensors: Mapping[str, Tensor]) -> Net:
-        """A network of its own with these weights, on the CPU in float32."""
+        """A separate network with these weights, on the CPU in float32."""
         net = build(self.learner.net.config, skeleton=True)
-        # Tensors read from a checkpoint are mapped, and lie anywhere.
-        net.load_state_dict(
-            {name: align_tensor(t.to("cpu", torch.float32)) for name, t in tensors.items()}, assign=True
-        )
+        # Tensors read from a checkpoint are memory-mapped and may be unaligned.
+        weights = {name: align_tensor(t.to("cpu", torch.float32)) for name, t in tensors.items()}
+        net.load_state_dict(weights, assign=True)
         return net.eval()
 
     def close(self) -> None:
-        """Before the group of processes ends: DDP, were it the last to hold on to it, could wait for ever."""
+        """Release DDP before the process group is destroyed, which could otherwise hang."""
         del self.wrapped
 
     def to_steps(self, name: str) -> int:
-        """How many a setting stands for."""
+        """The number of steps of a duration in the config, given by its dotted path."""
         duration: Duration = attrgetter(name)(self.config)
         if duration.unit == "epochs" and not self.num_images:
             raise ConfigError(
-                f"{name}={duration} cannot be counted: nobody knows how many images a stream has; "
+                f"{name}={duration} cannot be converted to steps: a stream has no known number of images; "
                 "give it in steps or images."
             )
         return duration.to_steps(batch_size=self.batch_size, images=self.num_images)
 
     def is_due(self, step: int, name: str) -> bool:
-        """Whether so many steps complete another `log_every` or the like; the last step completes everything."""
+        """Whether an action with this interval (`log_every`, ...) is due after `step` steps; always after the last."""
         return step >= self.total_steps or (name in self.intervals and step % self.intervals[name] == 0)
 
     def _find_batch_size(self) -> int:
-        """For batch_size=auto: as many images as one process takes at once, for all of them; the first one tries."""
+        """The global batch size for batch_size=auto, searched by the main process."""
         shares = self.distributed.world_size * self.config.grad_accum_steps
         found = 0
         if self.distributed.is_main:
             images = (self.num_images or MAX_BATCH_SIZE * 8 * shares) // shares
-            several = self.setup.splits.train.multi_label
+            multi_label = self.setup.splits.train.multi_label
             with self.autocast():
                 found = find_batch_size(
-                    self.learner, self.learner.net, images, self.device, self.dtype, multi_label=several
+                    self.learner, self.learner.net, images, self.device, self.dtype, multi_label=multi_label
                 )
-            warn_once([f"batch_size={found * shares} was found for batch_size=auto"])
+            warn_once([f"batch_size=auto: using batch_size={found * shares}"])
         return int(self.distributed.broadcast_object(found)) * shares
 
     @property
     def flops_per_image(self) -> float:
-        """Operations of one image in training: forward, backward through what learns, and the teacher's."""
+        """FLOPs of training on one image: forward, backward through the trainable part, and the teacher's forward."""
         teacher = self.learner.teacher if isinstance(self.learner, Distill) else None
         taught = flops(teacher.net.config, teacher.size) if teacher is not None else 0
         return training_flops(self.learner.net.config, self.config.optim.trainable) + taught
