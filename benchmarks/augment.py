@@ -26,7 +26,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data.augment import Augment, color
 from vitrail.data.augment.affine import affine, rotation
@@ -93,8 +93,8 @@ def operations(photos: Tensor, side: int) -> list[Row]:
     """Each operation three times over, with the same numbers, and its definition."""
     images, device, count = photos / 255, photos.device, len(photos)
     kornia, vision = peer("kornia"), peer("torchvision.transforms.v2.functional")
-    keys = chance.keys_of(0, 0, np.arange(count))
-    draws = torch.from_numpy(chance.uniform_np(keys, 1, 4)).to(device)
+    keys = rng.sample_seeds(0, 0, np.arange(count))
+    draws = torch.from_numpy(rng.uniform_np(keys, 1, 4)).to(device)
     factor, turn = 0.4 + 1.2 * draws[:, 0], draws[:, 1] - 0.5
     threshold, bits = (256 * draws[:, 2]).floor(), 1 + (7 * draws[:, 3]).floor()
     deviation = 0.1 + 1.9 * draws[:, 1]

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from vitrail.kernels.linear_gelu import linear_gelu_tanh, linear_gelu_tanh_plain
-from vitrail.kernels.packed_attention import packed_attention, packed_attention_plain
+from vitrail.kernels.linear_gelu import linear_gelu_tanh, linear_gelu_tanh_reference
+from vitrail.kernels.packed_attention import packed_attention, packed_attention_reference
 from vitrail.models import drop
 from vitrail.runtime.malloc import tune_malloc
 
@@ -45,7 +45,7 @@ def linear_gelu(batch: int) -> None:
         x, w, b = torch.randn(batch, 197, width), torch.randn(mlp, width) / width**0.5, torch.randn(mlp)
         calls: dict[str, Callable[[], object]] = {
             "product alone": lambda x=x, w=w, b=b: F.linear(x, w, b),
-            "plain": lambda x=x, w=w, b=b: linear_gelu_tanh_plain(x, w, b),
+            "plain": lambda x=x, w=w, b=b: linear_gelu_tanh_reference(x, w, b),
             "fused": lambda x=x, w=w, b=b: linear_gelu_tanh(x, w, b),
         }
         with torch.inference_mode():
@@ -62,7 +62,9 @@ def attention() -> None:
             attend(qkv, heads).backward(grad)
             qkv.grad = None
 
-        times = least({"fused": lambda c=call: c(packed_attention_plain), "packed": lambda c=call: c(packed_attention)})
+        times = least(
+            {"fused": lambda c=call: c(packed_attention_reference), "packed": lambda c=call: c(packed_attention)}
+        )
         show(f"{images} x {tokens}, {heads} heads of {size}", times, "fused", "packed")
 
 

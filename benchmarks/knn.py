@@ -54,9 +54,9 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     tune_malloc()
-    chance = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     bank, queries = (
-        F.normalize(torch.randn(rows, chosen.width, generator=chance), dim=1) for rows in (chosen.bank, chosen.queries)
+        F.normalize(torch.randn(rows, chosen.width, generator=rng), dim=1) for rows in (chosen.bank, chosen.queries)
     )
     size = min(SIZES, key=lambda s: min(seconds(lambda: product(bank, queries, s)) for _ in range(2)))
     plain, exact = [], []

@@ -31,10 +31,10 @@ def prepare(folder: Path) -> dict[str, Path]:
 
     from vitrail.api import Model
     from vitrail.models import build
-    from vitrail.models.variants import config_for
+    from vitrail.models.model_names import config_from_name
     from vitrail.weights.model_info import ModelInfo, default_preprocess
 
-    config = config_for("ViT-B/16", activation="gelu", resample="timm")
+    config = config_from_name("ViT-B/16", activation="gelu", resample="timm")
     net = build(config, seed=0)
     with torch.no_grad():
         net.head.weight.normal_(std=0.02)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vitrail.config import ViTConfig
 from vitrail.models import build
-from vitrail.models.flops import flops
+from vitrail.models.flops import count_flops
 from vitrail.models.layers import attend
 from vitrail.runtime.malloc import tune_malloc
 
@@ -103,7 +103,7 @@ def attention(rounds: int) -> dict[str, tuple[float, float]]:
 
     def call(keep: list[Tensor] | None) -> None:
         q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-        attend(q, k, v, keep=keep).backward(grad)
+        attend(q, k, v, weights_out=keep).backward(grad)
         qkv.grad = None
 
     return in_turn({"fused (SDPA)": lambda: call(None), "written out": lambda: call([])}, rounds)
@@ -151,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     fastest = peak()
-    work = 3 * BATCH * flops(LECTURE)
+    work = 3 * BATCH * count_flops(LECTURE)
     floor = work / fastest
     print(f"the lecture's ViT, batch {BATCH}, float32, {options.threads} threads, torch {torch.__version__}")
     print(f"a step is {work / 1e9:.2f} GFLOP; at {fastest / 1e6:.0f} GFLOP/s that is {floor:.1f} ms")

@@ -23,9 +23,9 @@ TORCHVISION = {"ViT-B/16": "vit_b_16", "ViT-L/16": "vit_l_16", "ViT-H/14": "vit_
 
 def networks(name: str) -> dict[str, Callable[[], nn.Module]]:
     from vitrail.models import build
-    from vitrail.models.variants import config_for
+    from vitrail.models.model_names import config_from_name
 
-    found: dict[str, Callable[[], nn.Module]] = {"vitrail": lambda: build(config_for(name), seed=0)}
+    found: dict[str, Callable[[], nn.Module]] = {"vitrail": lambda: build(config_from_name(name), seed=0)}
     library = torch.library.Library("torchvision", "DEF")
     try:
         import torchvision

@@ -19,7 +19,7 @@ from rich.table import Table
 from sklearn.datasets import load_sample_image
 
 import vitrail
-from vitrail.errors import Inexpressible
+from vitrail.errors import ConversionError
 from vitrail.weights import checkpoint
 
 console = Console(highlight=False)
@@ -59,7 +59,7 @@ def formats_table(vit: vitrail.Model, out: Path) -> Table:
         path = out / f"{name}{suffix.get(name, '')}"
         try:
             vit.save(path, to=name, overwrite=True)
-        except Inexpressible as error:
+        except ConversionError as error:
             table.add_row(name, "refused", str(error).split(";")[0])
             continue
         net, _ = checkpoint.read(path)
@@ -89,7 +89,7 @@ def main() -> None:
     start = time.perf_counter()
     with torch.inference_mode():
         for size in ((224, 224), (384, 288), (160, 320)):
-            out_ = vit.net.features(torch.randn(1, 3, *size), want=("logits", "attention"))
+            out_ = vit.net.features(torch.randn(1, 3, *size), outputs=("logits", "attention"))
             console.print(f"[bold]4. Any size[/]       {size[0]}x{size[1]}: attention {tuple(out_.attention[0].shape)}")
     console.print(f"                   {time.perf_counter() - start:.2f} s for the three, with every attention map")
 

@@ -15,7 +15,7 @@ from small_models import LABELS, gradient, model, small
 
 import vitrail
 from vitrail.config import BiTConfig
-from vitrail.errors import CheckpointError, ConfigError, ImageError, ModelError, NotFound, VitrailError
+from vitrail.errors import CheckpointError, ConfigError, ImageError, ModelError, NotFoundError, VitrailError
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_a_bad_image_in_a_list_is_named(vit, photograph, tmp_path):
     (tmp_path / "bad.jpg").write_bytes(b"not an image")
     with pytest.raises(ImageError, match=r"bad\.jpg is not an image"):
         vit.predict([photograph, tmp_path / "bad.jpg"])
-    with pytest.raises(NotFound, match=r"no file missing\.jpg"):
+    with pytest.raises(NotFoundError, match=r"no file missing\.jpg"):
         vit.predict("missing.jpg")
 
 
@@ -214,7 +214,7 @@ def test_a_fresh_model_has_its_familys_preprocessing(photograph):
     assert len(deit.predict(photograph)) == 3
     assert not deit.net.training
     assert vitrail.create_model("CLIP-B/32", depth=1, image_size=32, width=64, num_heads=1).info.task == "embed"
-    with pytest.raises(NotFound, match="did you mean 'DeiT-S/16'"):
+    with pytest.raises(NotFoundError, match="did you mean 'DeiT-S/16'"):
         vitrail.create_model("DeiT-S16")
 
 

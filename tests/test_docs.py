@@ -14,7 +14,7 @@ from PIL import Image
 
 from vitrail.export import compare as comparison
 from vitrail.models import build
-from vitrail.models.variants import config_for
+from vitrail.models.model_names import config_from_name
 from vitrail.weights import checkpoint, hub
 from vitrail.weights.model_info import ModelInfo, default_preprocess
 
@@ -34,7 +34,7 @@ PAGES = [
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of the size of the one the pages speak of, with random weights."""
-    config = config_for("ViT-Ti/16", activation="gelu", resample="timm")
+    config = config_from_name("ViT-Ti/16", activation="gelu", resample="timm")
     folder = tmp_path_factory.mktemp("hub") / "repository"
     info = ModelInfo(
         config=config,

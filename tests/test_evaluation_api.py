@@ -17,7 +17,7 @@ from small_models import LABELS, gradient, model, small
 from train.processes import Processes
 
 import vitrail
-from vitrail.errors import ConfigError, DataError, ModelError, NotFound
+from vitrail.errors import ConfigError, DataError, ModelError, NotFoundError
 from vitrail.report.evaluation_files import write_evaluation
 
 QUICK: dict[str, Any] = {"device": "cpu", "workers": 0}
@@ -141,7 +141,7 @@ def test_data_that_is_not_there_is_refused_by_all_processes_in_the_same_words(
     vit.save(tmp_path / "model")
     found = processes.run(in_a_process, str(tmp_path / "model"), str(tmp_path / "nowhere"), None, False, survivors=True)
     assert len({str(error) for error in found}) == 1
-    assert all(isinstance(error, NotFound) for error in found)
+    assert all(isinstance(error, NotFoundError) for error in found)
 
 
 def test_every_size_has_its_own_positions_preprocessing_and_difference(vit: vitrail.Model, album: Path):
@@ -260,7 +260,7 @@ def test_real_labels_stand_beside_the_plain_ones(tmp_path: Path, monkeypatch: py
     (tmp_path / "other.json").write_text('{"nobody.jpg": [1]}')
     with pytest.raises(DataError, match="do not go with these images"):
         evaluated(named, tmp_path / "val", real=tmp_path / "other.json")
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         evaluated(named, tmp_path / "val", real=tmp_path / "none.json")
 
 

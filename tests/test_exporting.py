@@ -17,7 +17,7 @@ from vitrail.api.exporting import export, running
 from vitrail.errors import ConfigError, ModelError
 from vitrail.export.engines import open_file
 from vitrail.models import build
-from vitrail.models.variants import config_for
+from vitrail.models.model_names import config_from_name
 
 need_extra("export")
 
@@ -150,7 +150,7 @@ def test_bfloat16_stays_within_half_a_point_of_float32(trained, imagenet_val, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "openvino", "pt2"])
 def test_a_large_network_has_the_same_numbers(tmp_path, to):
-    config = config_for("ViT-B/16")
+    config = config_from_name("ViT-B/16")
     made = export(model_of(config), tmp_path / "b16", to=to)
     assert made.comparison.relative <= 1e-5
 

@@ -19,7 +19,7 @@ STATIONS = (
     "config",
     "recipes",
     "runtime",
-    "chance",
+    "rng",
     "data",
     "kernels",
     "models",

@@ -13,7 +13,7 @@ from small_models import LABELS, gradient, model, small
 
 import vitrail
 from vitrail.config import PreprocessConfig
-from vitrail.errors import CheckpointError, ConfigError, ImageError, NotFound
+from vitrail.errors import CheckpointError, ConfigError, ImageError, NotFoundError
 from vitrail.weights import hub
 from vitrail.weights.locate import ModelLocation, locate
 
@@ -90,7 +90,9 @@ def test_a_name_says_which_checkpoint_it_stands_for(fetched, caplog, name, hub_i
 
 def test_a_name_whose_checkpoint_cannot_be_had_says_what_it_stands_for(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(NotFound, match=r"^DINO-S/8 stands for timm/vit_small_patch8_224\.dino: timm/vit_small_patch8"):
+    with pytest.raises(
+        NotFoundError, match=r"^DINO-S/8 stands for timm/vit_small_patch8_224\.dino: timm/vit_small_patch8"
+    ):
         vitrail.load("DINO-S/8")
 
 
@@ -159,7 +161,7 @@ def test_an_existing_path_comes_before_a_name(fetched, folder, tmp_path, monkeyp
     ],
 )
 def test_a_wrong_name_gets_a_suggestion_and_the_hub_is_not_asked(fetched, name, said):
-    with pytest.raises(NotFound) as caught:
+    with pytest.raises(NotFoundError) as caught:
         vitrail.load(name)
     assert said in str(caught.value)
     assert fetched == []
@@ -170,7 +172,7 @@ def test_a_wrong_name_gets_a_suggestion_and_the_hub_is_not_asked(fetched, name, 
 )
 def test_a_typing_error_in_a_path_stays_a_matter_of_files(fetched, folder, monkeypatch, typo):
     monkeypatch.chdir(folder.parent)
-    with pytest.raises(NotFound, match=r"no such file") as caught:
+    with pytest.raises(NotFoundError, match=r"no such file") as caught:
         vitrail.load(typo)
     assert "hub" not in str(caught.value)
     assert fetched == []
@@ -178,7 +180,7 @@ def test_a_typing_error_in_a_path_stays_a_matter_of_files(fetched, folder, monke
 
 def test_a_near_file_is_suggested(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    with pytest.raises(NotFound, match=r"did you mean 'model\.safetensors'"):
+    with pytest.raises(NotFoundError, match=r"did you mean 'model\.safetensors'"):
         vitrail.load("model.safetensor")
 
 
@@ -198,14 +200,14 @@ def test_only_what_could_be_a_model_is_suggested(tmp_path, monkeypatch, name, sa
         Path("runs", file).touch()
     Path("runs/empty").mkdir()
     for source in (name, Path(name)):
-        with pytest.raises(NotFound) as caught:
+        with pytest.raises(NotFoundError) as caught:
             vitrail.load(source)
         assert str(caught.value).endswith(said)
 
 
 def test_what_may_be_a_path_or_a_hub_id_is_explained_as_both(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(NotFound) as caught:
+    with pytest.raises(NotFoundError) as caught:
         vitrail.load("timm/vit_tiny_patch16_224.augreg_in21k_ft_in2k")
     text = str(caught.value)
     assert text.startswith("there is no file or folder timm/vit_tiny")
@@ -214,7 +216,7 @@ def test_what_may_be_a_path_or_a_hub_id_is_explained_as_both(monkeypatch):
 
 
 def test_a_path_object_is_never_a_name(fetched):
-    with pytest.raises(NotFound, match="no such file"):
+    with pytest.raises(NotFoundError, match="no such file"):
         vitrail.load(Path("ViT-Ti/16"))
     assert fetched == []
 
@@ -302,7 +304,7 @@ def test_the_family_settles_what_a_bare_file_does_not_say(vit, tmp_path):
     assert vitrail.load(tmp_path / "bare.pth").info.family == "ViT"
     deit = vitrail.load(tmp_path / "bare.pth", family="DeiT")
     assert (deit.info.family, deit.info.preprocess.interpolation) == ("DeiT", "bicubic")
-    with pytest.raises(NotFound, match="did you mean 'DeiT'"):
+    with pytest.raises(NotFoundError, match="did you mean 'DeiT'"):
         vitrail.load(tmp_path / "bare.pth", family="DeiTT")
 
 

@@ -69,7 +69,7 @@ def test_another_class_can_be_asked_for_by_name_or_number():
 def test_the_last_attention_of_an_attention_pool_is_the_pools(options: dict[str, Any]):
     vit = model(small(**options))
     images = vit.preprocess(gradient())
-    wanted = vit.net.features(images, want=("pool_attention",)).pool_attention.mean(1)
+    wanted = vit.net.features(images, outputs=("pool_attention",)).pool_attention.mean(1)
     torch.testing.assert_close(last_view(vit.net, images).flatten(1), wanted[:, vit.config.num_prefix_tokens :])
 
 

@@ -83,7 +83,7 @@ def test_a_network_and_a_card_set_later_must_fit_too(vit: vitrail.Model) -> None
     with pytest.raises(ModelError, match="the network has num_classes=5, and its info says num_classes=3"):
         vit.info = other
     assert len(vit.predict(gradient())) == 5
-    again = vit.net.rebuilt(vit.config, {})
+    again = vit.net.rebuild(vit.config, {})
     vit.net = again
     assert vit.net is again
 

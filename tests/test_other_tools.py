@@ -112,7 +112,7 @@ def test_torchvisions_feature_extractor(kind: str) -> None:
     with torch.no_grad():
         found = extractor(images)
         if kind == "bit":
-            wanted = net.features(images, layers=[0]).maps[0]
+            wanted = net.features(images, layers=[0]).feature_maps[0]
         else:
             wanted = net.features(images, layers=[0]).tokens[0]
         assert relative(found["middle"], wanted) <= 1e-5

@@ -15,7 +15,7 @@ import vitrail
 from vitrail.api.training import CHANGEABLE, _apply_overrides, _is_comparison, _resolve_recipe, finetune_config
 from vitrail.config import BiTConfig, StemConfig, TrainConfig, ViTConfig, override
 from vitrail.config.base import hints
-from vitrail.errors import ConfigError, NotFound, TrainError
+from vitrail.errors import ConfigError, NotFoundError, TrainError
 from vitrail.recipes import RECIPES
 from vitrail.recipes.finetune import larger
 from vitrail.report import write_report
@@ -138,11 +138,11 @@ def test_what_may_change_is_there():
 
 def test_what_is_refused():
     for call, error, words in (
-        (lambda: vitrail.train("digit"), NotFound, "no recipe is called 'digit'; did you mean 'digits'"),
+        (lambda: vitrail.train("digit"), NotFoundError, "no recipe is called 'digit'; did you mean 'digits'"),
         (lambda: vitrail.train(overrides=["lr=1"]), ConfigError, "no setting 'lr'"),
         (lambda: vitrail.train(resume=True), TrainError, "there is no run to resume in runs/digits"),
         (lambda: vitrail.finetune("nowhere/x", "digits"), vitrail.VitrailError, "nowhere/x"),
-        (lambda: vitrail.finetune("m", "d", recipe="quick"), NotFound, "no way to fine-tune is called 'quick'"),
+        (lambda: vitrail.finetune("m", "d", recipe="quick"), NotFoundError, "no way to fine-tune is called 'quick'"),
     ):
         with pytest.raises(error, match=words):
             call()

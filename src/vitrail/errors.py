@@ -8,8 +8,8 @@
     ├── TrainError         a run that cannot start, go on or be resumed
     ├── CheckpointError    a file of weights that cannot be read or written
     │   ├── FormatError    tensors of no known layout, leftovers, missing ones, wrong shapes
-    │   └── Inexpressible  the target format has no place for part of this model
-    └── NotFound           no such file, model, label list or hub repository
+    │   └── ConversionError  the target format has no place for part of this model
+    └── NotFoundError           no such file, model, label list or hub repository
 
 Each message is one sentence or two that say what was got, what was wanted and what to try. The
 command line prints it alone; `--debug` adds the traceback.
@@ -53,15 +53,15 @@ class FormatError(CheckpointError):
     """Tensors of no known layout, leftovers, missing ones, wrong shapes."""
 
 
-class Inexpressible(CheckpointError):
+class ConversionError(CheckpointError):
     """The target format has no place for part of this model."""
 
 
-class NotFound(VitrailError, LookupError):
+class NotFoundError(VitrailError, LookupError):
     """No such file, model, label list or hub repository."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?`, or a short list of what there is when nothing is near."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)

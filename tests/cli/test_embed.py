@@ -21,12 +21,12 @@ from vitrail.api import embedding
 @pytest.fixture
 def classes(tmp_path: Path) -> Path:
     """Two classes of images to learn from and to test on."""
-    folder, chance = tmp_path / "data", np.random.default_rng(0)
+    folder, rng = tmp_path / "data", np.random.default_rng(0)
     for split, count in (("train", 7), ("test", 4)):
         for i in range(count):
             path = folder / split / "ab"[i % 2] / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(chance.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
+            Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
     return folder
 
 

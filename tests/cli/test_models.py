@@ -7,7 +7,7 @@ import json
 import pytest
 
 from vitrail.cli.console import out
-from vitrail.models.published import VARIANTS
+from vitrail.models.published_models import PUBLISHED_MODELS
 
 
 def test_every_model_is_listed_with_its_numbers(vitrail):
@@ -16,7 +16,7 @@ def test_every_model_is_listed_with_its_numbers(vitrail):
     assert result.err == ""
     lines = result.out.splitlines()
     assert lines[0].split() == ["model", "parameters", "GFLOPs", "image", "weights"]
-    assert [line.split()[0] for line in lines[1 : len(VARIANTS) + 1]] == [v.name for v in VARIANTS]
+    assert [line.split()[0] for line in lines[1 : len(PUBLISHED_MODELS) + 1]] == [v.name for v in PUBLISHED_MODELS]
     assert "ViT-Ti/16                    5,717,416      2.5    224  timm/vit_tiny_patch16_224.augreg" in result.out
     assert "none public" in result.out
 

@@ -14,13 +14,13 @@ COLORS = {"blue": (20, 40, 230), "green": (30, 220, 40), "red": (230, 30, 20)}
 
 def draw(folder: Path, **counts: int) -> Path:
     """Images whose color is their class."""
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for split, count in counts.items():
         for name, color in COLORS.items():
             for i in range(count):
                 path = folder / split / name / f"{i}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                noise = chance.integers(-20, 20, (32, 32, 3))
+                noise = rng.integers(-20, 20, (32, 32, 3))
                 Image.fromarray(np.clip(np.array(color) + noise, 0, 255).astype(np.uint8)).save(path)
     return folder
 

@@ -21,22 +21,22 @@ from images import encoded
 from PIL import Image, ImageFile
 
 from vitrail.data.decode import decode
-from vitrail.errors import ImageError, NotFound
+from vitrail.errors import ImageError, NotFoundError
 
 # What cannot be read
 
 
 def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
     for name in (tmp_path / "none.jpg", tmp_path / "none" / "x.jpg"):
-        with pytest.raises(NotFound, match=r"no file .*none"):
+        with pytest.raises(NotFoundError, match=r"no file .*none"):
             decode(name)
     (tmp_path / "file").touch()
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         decode(tmp_path / "file" / "below.jpg")
 
 
 def test_an_address_is_not_a_file() -> None:
-    with pytest.raises(NotFound, match=r"https://example\.org/cat\.jpg is a URL, wanted a file"):
+    with pytest.raises(NotFoundError, match=r"https://example\.org/cat\.jpg is a URL, wanted a file"):
         decode("https://example.org/cat.jpg")
 
 
@@ -57,7 +57,7 @@ def test_a_folder_an_empty_file_and_a_pipe_are_named(tmp_path: Path) -> None:
 
 def test_a_name_no_file_can_have() -> None:
     for name in ("a\0b.jpg", "x" * 5000):
-        with pytest.raises((ImageError, NotFound)):
+        with pytest.raises((ImageError, NotFoundError)):
             decode(name)
 
 

@@ -16,7 +16,6 @@ from images import encoded
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from vitrail.chance import keys_of
 from vitrail.config import AugmentConfig, DataConfig, PreprocessConfig
 from vitrail.data.augment.crop import crop_boxes
 from vitrail.data.batch import Batch
@@ -25,6 +24,7 @@ from vitrail.data.loader import Loader, ResidentLoader, WorkerLoader, evaluation
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sampler import Sampler
 from vitrail.errors import ConfigError, DataError
+from vitrail.rng import sample_seeds
 
 SMALL = PreprocessConfig(image_size=32)
 FILES = DataConfig(workers=0, resident=False)
@@ -103,7 +103,7 @@ def test_batches_are_what_the_definition_says(photos: list[Path]) -> None:
         assert np.array_equal(batch.indices, indices)
         assert np.array_equal(batch.targets, indices % 3)
         assert batch.slots.tolist() == list(range(12))
-        keys = keys_of(3, batch.step, np.arange(12))
+        keys = sample_seeds(3, batch.step, np.arange(12))
         for image, index, key in zip(batch.images, indices, keys, strict=True):
             pixels = decode(photos[index])
             top, left, h, w = crop_boxes(np.array([key]), [pixels.shape[:2]], (0.08, 1), (3 / 4, 4 / 3))[0].tolist()

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitrail.chance import keys_of
 from vitrail.data import sampler
 from vitrail.data.sampler import Sampler, permute_each
 from vitrail.errors import ConfigError, DataError
+from vitrail.rng import sample_seeds
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**40)
@@ -149,16 +149,16 @@ def test_blocks_meet_others_in_other_epochs() -> None:
 
 @given(size=sizes, key=seeds)
 def test_shuffled_each_is_a_permutation_for_each_key(size: int, key: int) -> None:
-    places, keys = np.arange(size), np.full(size, keys_of(key, 0, [0])[0])
+    places, keys = np.arange(size), np.full(size, sample_seeds(key, 0, [0])[0])
     assert sorted(permute_each(places, np.full(size, size), keys)) == list(range(size))
 
 
 def test_shuffled_each_mixes_sizes() -> None:
     wanted = np.repeat([1, 2, 3, 64, 65, 1000], 50)
     at = np.arange(300) % wanted
-    got = permute_each(at, wanted, keys_of(0, 0, np.arange(300)))
+    got = permute_each(at, wanted, sample_seeds(0, 0, np.arange(300)))
     assert ((got >= 0) & (got < wanted)).all()
-    alone = [permute_each(at[i : i + 1], wanted[i : i + 1], keys_of(0, 0, [i]))[0] for i in range(300)]
+    alone = [permute_each(at[i : i + 1], wanted[i : i + 1], sample_seeds(0, 0, [i]))[0] for i in range(300)]
     assert np.array_equal(got, alone)
 
 

@@ -18,7 +18,6 @@ from images import encoded
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from vitrail.chance import keys_of
 from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data import jpeg
 from vitrail.data.augment.crop import crop_boxes
@@ -36,6 +35,7 @@ from vitrail.data.transforms import (
     resize,
 )
 from vitrail.errors import DataError
+from vitrail.rng import sample_seeds
 
 GRAY = {"mean": (0.5,), "std": (0.5,)}
 
@@ -48,7 +48,7 @@ def large() -> Image.Image:
 
 def read(transform: Any, *images: Any, keys: Any = None) -> tuple[np.ndarray, list[tuple[int, str]]]:
     out = np.full((len(images), *transform.shape), 77, transform.dtype)
-    keys = keys_of(0, 0, np.arange(len(images))) if keys is None else keys
+    keys = sample_seeds(0, 0, np.arange(len(images))) if keys is None else keys
     return out, SampleReader(Images(images), transform)(np.arange(len(images)), keys, out)
 
 
@@ -74,7 +74,7 @@ def distance(a: np.ndarray, b: np.ndarray) -> int:
 def test_a_crop_has_pillows_values(photo: np.ndarray, kind: str, interpolation: Any) -> None:
     image = photo if kind == "array" else encoded(Image.fromarray(photo), kind)
     augment = AugmentConfig(interpolation=interpolation)
-    keys = keys_of(1, 2, np.arange(12))
+    keys = sample_seeds(1, 2, np.arange(12))
     out, errors = read(RandomResizedCrop(PreprocessConfig(image_size=48), augment), *[image] * 12, keys=keys)
     assert errors == []
     for row, key in zip(out, keys, strict=True):
@@ -88,7 +88,7 @@ def test_a_crop_has_pillows_values(photo: np.ndarray, kind: str, interpolation: 
 def test_gray_and_color_become_each_other(photo: np.ndarray, mode: str, channels: int, kind: str) -> None:
     image = encoded(Image.fromarray(photo).convert(mode), kind)
     config = PreprocessConfig(image_size=48, **(GRAY if channels == 1 else {}))
-    keys = keys_of(0, 0, [5])
+    keys = sample_seeds(0, 0, [5])
     out, errors = read(RandomResizedCrop(config, AugmentConfig()), image, keys=keys)
     assert errors == []
     assert distance(out[0], pillows(image, keys[0], 48, "L" if channels == 1 else "RGB")) <= 1
@@ -99,7 +99,7 @@ def test_the_part_is_taken_of_the_upright_image(large: Image.Image, orientation:
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = encoded(large.resize((160, 107)), "JPEG", exif=exif)
-    keys = keys_of(0, 1, [3])
+    keys = sample_seeds(0, 1, [3])
     out, _ = read(RandomResizedCrop(PreprocessConfig(image_size=64), AugmentConfig()), image, keys=keys)
     assert distance(out[0], pillows(image, keys[0], 64)) <= 1
 
@@ -107,7 +107,7 @@ def test_the_part_is_taken_of_the_upright_image(large: Image.Image, orientation:
 def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(
     large: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image, keys = encoded(large, "JPEG", quality=92), keys_of(0, 0, np.arange(16))
+    image, keys = encoded(large, "JPEG", quality=92), sample_seeds(0, 0, np.arange(16))
     scales: list[int] = []
     whole = jpeg.decode_pixels
     monkeypatch.setattr(

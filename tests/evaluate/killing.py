@@ -29,14 +29,14 @@ CONFIG = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, num_heads=2, 
 
 
 def draw(folder: Path, count: int) -> Path:
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for i in range(count):
         path = folder / "photos" / "abc"[i % 3] / f"{i}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         if i == 17:
             path.write_bytes(b"no image")
         else:
-            Image.fromarray(chance.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
+            Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
     return folder / "photos"
 
 

@@ -18,7 +18,7 @@ from image_source import Images
 from small_models import model, small
 
 from vitrail.config import BiTConfig
-from vitrail.errors import ConfigError, DataError, ModelError, NotFound
+from vitrail.errors import ConfigError, DataError, ModelError, NotFoundError
 from vitrail.evaluate.feature_file import FeatureFile, feature_table, read_features, read_metadata
 from vitrail.evaluate.features import (
     Features,
@@ -63,7 +63,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_default_is_what_the_head_sees(name: str):
     net = randomized(build(CONFIGS[name]))
-    assert torch.equal(features(net), net.features(images(), want="pooled").pooled)
+    assert torch.equal(features(net), net.features(images(), outputs="pooled").pooled)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_default_is_what_the_head_sees(name: str):
 )
 def test_the_last_layer_pooled_as_the_network_does_is_what_the_head_sees(name: str, pool: str):
     net = randomized(build(CONFIGS[name]))
-    wanted = net.features(images(), want="pooled").pooled
+    wanted = net.features(images(), outputs="pooled").pooled
     assert torch.equal(features(net, pool=pool), wanted)
     assert torch.equal(features(net, layers=(2,), pool=pool), wanted)
 
@@ -79,7 +79,7 @@ def test_the_last_layer_pooled_as_the_network_does_is_what_the_head_sees(name: s
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_layer_is_what_leaves_its_block(layer: int):
     net = randomized(build(small(num_registers=2)))
-    tokens = net.features(images(), want="tokens").tokens[layer]
+    tokens = net.features(images(), outputs="tokens").tokens[layer]
     assert torch.equal(features(net, layers=(layer,), pool="token", norm=False), tokens[:, 0])
     assert torch.equal(features(net, layers=(layer,), pool="mean", norm=False), tokens[:, 3:].mean(1))
     assert torch.equal(features(net, layers=(layer,), pool="token"), net.norm(tokens)[:, 0])
@@ -98,9 +98,9 @@ def test_a_layer_without_a_pooling_takes_the_class_token_or_the_mean():
 
 def test_a_bits_stages_are_averaged():
     net = bit()
-    maps = net.features(images(), want="maps").maps
+    maps = net.features(images(), outputs="feature_maps").feature_maps
     assert torch.equal(features(net, layers=(1, 2), pool="mean"), torch.cat([m.mean((2, 3)) for m in maps], 1))
-    assert torch.equal(features(net), net.features(images(), want="pooled").pooled)
+    assert torch.equal(features(net), net.features(images(), outputs="pooled").pooled)
 
 
 def test_a_number_below_zero_counts_from_the_end():
@@ -122,7 +122,7 @@ def test_only_wanted_layers_are_kept_and_none_after_the_last_computed():
 @pytest.mark.parametrize("config", [{"position_at": "layers"}, {"position": "relative"}, {"position": "rope-2d"}])
 def test_layers_are_those_of_a_plain_pass_wherever_positions_enter(config: dict[str, object]):
     net = randomized(build(small(**config)))
-    tokens = net.features(images(), want="tokens").tokens
+    tokens = net.features(images(), outputs="tokens").tokens
     assert torch.equal(
         features(net, layers=(2, 0), norm=False, pool="mean"),
         torch.cat([tokens[n][:, net.config.num_prefix_tokens :].mean(1) for n in (2, 0)], 1),
@@ -237,7 +237,7 @@ def test_features_of_another_model_are_refused(tmp_path):
 
 
 def test_what_is_no_file_of_features_is_refused(tmp_path):
-    with pytest.raises(NotFound, match="make it with vitrail embed"):
+    with pytest.raises(NotFoundError, match="make it with vitrail embed"):
         read_metadata(tmp_path / "none.parquet")
     (tmp_path / "x.parquet").write_bytes(b"something else")
     with pytest.raises(DataError, match="is no file of features"):

@@ -18,10 +18,10 @@ CPU = torch.device("cpu")
 
 def clouds(each: int, classes: int, width: int, seed: int = 0, spread: float = 1.0) -> Features:
     """Classes around points of their own."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     centers = np.random.default_rng(99).normal(size=(classes, width)) * 3
     targets = np.repeat(np.arange(classes), each)
-    values = centers[targets] + spread * chance.normal(size=(len(targets), width))
+    values = centers[targets] + spread * rng.normal(size=(len(targets), width))
     return Features(torch.from_numpy(values), torch.from_numpy(targets), tuple(f"class {i}" for i in range(classes)))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import import_peer
 
-from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.errors import ConfigError, DataError, NotFoundError
 from vitrail.evaluate import SampleResults, synsets
 from vitrail.evaluate.imagenet_real import outputs_by_class, read_real_labels, real_accuracy, valid_outputs
 
@@ -64,7 +64,7 @@ def test_the_published_labels_are_fifty_thousand():
 
 def test_without_a_file_and_without_timm_there_is_nothing_to_measure_by(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("vitrail.evaluate.imagenet_real.timm_real_labels", lambda: None)
-    with pytest.raises(NotFound, match="--real"):
+    with pytest.raises(NotFoundError, match="--real"):
         read_real_labels(None)
 
 
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_json_or_not_there_is_refused(tmp_path: Path):
     (tmp_path / "real.json").write_text("[[1]")
     with pytest.raises(ConfigError, match="is no JSON"):
         read_real_labels(tmp_path / "real.json")
-    with pytest.raises(NotFound, match="cannot be read"):
+    with pytest.raises(NotFoundError, match="cannot be read"):
         read_real_labels(tmp_path / "none.json")
 
 

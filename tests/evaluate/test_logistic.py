@@ -14,10 +14,10 @@ from vitrail.evaluate.logistic import fit, held_out_mask, objective, search_c, s
 
 def overlapping(each: int, classes: int, width: int, seed: int = 0) -> Features:
     """Classes that no line parts, on features of very different sizes."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     centers = np.random.default_rng(99).normal(size=(classes, width))
     targets = np.repeat(np.arange(classes), each)
-    values = (centers[targets] + 1.5 * chance.normal(size=(len(targets), width))) * np.logspace(-2, 2, width) + 5
+    values = (centers[targets] + 1.5 * rng.normal(size=(len(targets), width))) * np.logspace(-2, 2, width) + 5
     labels = tuple(f"class {i}" for i in range(classes))
     return Features(torch.from_numpy(values), torch.from_numpy(targets), labels)
 
@@ -114,8 +114,8 @@ def test_a_best_c_at_the_edge_of_its_range_is_noted(
 
 
 def test_few_noisy_images_want_a_small_c():
-    chance = torch.Generator().manual_seed(0)
-    values, targets = torch.randn(60, 40, generator=chance), torch.arange(60) % 2
+    rng = torch.Generator().manual_seed(0)
+    values, targets = torch.randn(60, 40, generator=rng), torch.arange(60) % 2
     values[:, 0] += targets * 2.0
     assert search_c(Features(values, targets, ("a", "b"))) < 1.0
 

@@ -9,7 +9,7 @@ import pytest
 from image_source import Images
 from PIL import Image
 
-from vitrail.errors import DataError, NotFound
+from vitrail.errors import DataError, NotFoundError
 from vitrail.evaluate.vtab_tasks import (
     GROUPS,
     TASKS,
@@ -40,7 +40,7 @@ def test_tasks_go_by_many_names():
         "smallnorb_azimuth",
     ]
     assert len(select_tasks([])) == 19
-    with pytest.raises(NotFound, match="no task of VTAB is called 'dtt'; did you mean 'dtd'"):
+    with pytest.raises(NotFoundError, match="no task of VTAB is called 'dtt'; did you mean 'dtd'"):
         select_tasks(["dtt"])
 
 
@@ -53,7 +53,7 @@ def test_a_task_is_there_where_its_folder_is(tmp_path):
 
 
 def test_no_folder_is_one_sentence(tmp_path):
-    with pytest.raises(NotFound, match="wanted one that holds a folder for each task"):
+    with pytest.raises(NotFoundError, match="wanted one that holds a folder for each task"):
         locate_tasks(tmp_path / "none", select_tasks([]))
 
 

@@ -55,7 +55,7 @@ def test_a_walk_sees_what_the_network_computes(name: str):
     images = image(config)
     want = ("attention", "logits", *(["pool_attention"] if net.pool is not None else []))
     with torch.no_grad():
-        out = net.features(images, want=want)
+        out = net.features(images, outputs=want)
         plain = net(images)
     walk = Walk(net, images)
     for got, wanted in zip(walk, out.attention, strict=True):
@@ -80,7 +80,7 @@ def test_only_the_layers_asked_for_are_written_out(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(block.attention, "forward", watched)
     (got,) = Walk(net, images, layers=(2,))
     assert seen == [False, False, True, False]
-    torch.testing.assert_close(got, net.features(images, want=("attention",)).attention[2])
+    torch.testing.assert_close(got, net.features(images, outputs=("attention",)).attention[2])
 
 
 def test_a_layer_is_gone_when_the_next_one_is_computed():
@@ -143,7 +143,7 @@ def test_a_patch_is_asked_by_its_row_and_column():
     config = small(num_registers=2)
     net = randomized(build(config)).eval()
     images = image(config)
-    attention = net.features(images, want=("attention",)).attention
+    attention = net.features(images, outputs=("attention",)).attention
     views, special = attention_views(net, images, query=(2, 3))
     token = 3 + 1 * config.grid[1] + 2
     for layer, whole in enumerate(attention):

@@ -46,7 +46,7 @@ def test_every_kind_of_network_can_be_colored(name: str):
 def test_a_layers_features_are_its_patches_without_special_tokens():
     net = randomized(build(small(num_registers=2))).eval()
     images = image(net.config)
-    tokens = net.features(images, want=("tokens",)).tokens
+    tokens = net.features(images, outputs=("tokens",)).tokens
     torch.testing.assert_close(patch_features(net, images, 1).flatten(1, 2), tokens[1][:, 3:])
 
 

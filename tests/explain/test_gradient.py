@@ -18,8 +18,8 @@ from vitrail.models import ViT, build
 def by_definition(net: ViT, images: Tensor, targets: Tensor) -> Tensor:
     """Chefer, Gur and Wolf's recursion R <- R + A' R with every gradient from one backward pass."""
     config, attention, look = net.config, [], []
-    x = net.norm_before(net.encode(*net.embed(images), attention=attention))
-    logits = net.classify(*net.read(x, look if net.pool is not None else None))
+    x = net.norm_before_pool(net.encode(*net.embed(images), attention_out=attention))
+    logits = net.classify(*net.pool_tokens(x, look if net.pool is not None else None))
     grads = torch.autograd.grad(logits.gather(1, targets[:, None]).sum(), [*attention, *look])
     joint = torch.eye(x.shape[1], dtype=images.dtype).expand(len(images), -1, -1)
     for weights, grad in zip(attention, grads[: config.depth], strict=True):

@@ -82,7 +82,7 @@ def test_the_view_is_what_the_head_reads(name: str):
     config = POOLS[name]
     net = randomized(build(config))
     images = torch.randn(2, 3, *config.image_size)
-    out = net.features(images, want=("attention", "pool_attention") if net.pool is not None else ("attention",))
+    out = net.features(images, outputs=("attention", "pool_attention") if net.pool is not None else ("attention",))
     joint, special = rollout(out.attention), config.num_prefix_tokens
     patches = joint[:, special:].mean(1)
     rows = {

@@ -20,7 +20,7 @@ from train.small_runs import digits, one_thread, trained
 
 from vitrail.api.timeline import timeline
 from vitrail.config import BiTConfig, PreprocessConfig, steps
-from vitrail.errors import ConfigError, ModelError, NotFound
+from vitrail.errors import ConfigError, ModelError, NotFoundError
 from vitrail.explain.animation import Film, chosen_moments, draw_animation, draw_strip, maps, save_gif, sheet
 from vitrail.explain.canvas import HEAT
 from vitrail.explain.distance import attention_distance, uniform_distance
@@ -273,13 +273,13 @@ def copied(run: Path, folder: Path, keep: int) -> Path:
 @pytest.mark.parametrize(("keep", "said"), [(0, "has no snapshots"), (1, "has one snapshot only, of step 0")])
 def test_a_run_without_snapshots_is_told_how_to_get_them(run: Path, tmp_path: Path, keep: int, said: str):
     folder = copied(run, tmp_path / "run", keep)
-    with pytest.raises(NotFound, match=f"{said}, and a timeline needs two or more; train with snapshot_every="):
+    with pytest.raises(NotFoundError, match=f"{said}, and a timeline needs two or more; train with snapshot_every="):
         timeline(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path):
-    with pytest.raises(NotFound, match="is no run folder"):
+    with pytest.raises(NotFoundError, match="is no run folder"):
         timeline(tmp_path, tmp_path / "out")
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.config import ViTConfig
 from vitrail.kernels import linear_gelu
-from vitrail.kernels.linear_gelu import can_fuse, linear_gelu_tanh, linear_gelu_tanh_plain
+from vitrail.kernels.linear_gelu import can_fuse_linear_gelu, linear_gelu_tanh, linear_gelu_tanh_reference
 from vitrail.models.layers import MLP
 
 pytestmark = pytest.mark.skipif(not linear_gelu._has_onednn(), reason="this PyTorch has no oneDNN")
@@ -22,32 +22,32 @@ pytestmark = pytest.mark.skipif(not linear_gelu._has_onednn(), reason="this PyTo
 def test_the_twins_agree(batch: list[int], inputs: int, outputs: int, with_bias: bool) -> None:
     x, weight = torch.randn(*batch, inputs), torch.randn(outputs, inputs)
     bias = torch.randn(outputs) if with_bias else None
-    got, wanted = linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_plain(x, weight, bias)
+    got, wanted = linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_reference(x, weight, bias)
     assert got.shape == wanted.shape
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_strided_inputs_agree() -> None:
     x, weight, bias = torch.randn(7, 3, 16).transpose(0, 1)[:, ::2], torch.randn(16, 24).t(), torch.randn(24)
-    assert relative(linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_plain(x, weight, bias)) <= 1e-6
+    assert relative(linear_gelu_tanh(x, weight, bias), linear_gelu_tanh_reference(x, weight, bias)) <= 1e-6
 
 
 def test_it_is_used_exactly_where_nothing_can_tell() -> None:
     layer, x = nn.Linear(16, 24), torch.randn(4, 16)
-    assert not can_fuse(layer, x), "gradients may be wanted"
+    assert not can_fuse_linear_gelu(layer, x), "gradients may be wanted"
     with torch.no_grad():
-        assert can_fuse(layer, x)
-        assert not can_fuse(nn.Linear(16, 24).double(), x.double())
-        assert not can_fuse(nn.Sequential(layer), x), "a wrapped layer"
-        assert not torch.vmap(lambda row: torch.tensor(can_fuse(layer, row)))(x).any()
+        assert can_fuse_linear_gelu(layer, x)
+        assert not can_fuse_linear_gelu(nn.Linear(16, 24).double(), x.double())
+        assert not can_fuse_linear_gelu(nn.Sequential(layer), x), "a wrapped layer"
+        assert not torch.vmap(lambda row: torch.tensor(can_fuse_linear_gelu(layer, row)))(x).any()
         with torch.autocast("cpu", torch.bfloat16):
-            assert not can_fuse(layer, x)
+            assert not can_fuse_linear_gelu(layer, x)
         handle = layer.register_forward_hook(lambda *_: None)
-        assert not can_fuse(layer, x), "somebody listens"
+        assert not can_fuse_linear_gelu(layer, x), "somebody listens"
         handle.remove()
-        assert can_fuse(layer, x)
+        assert can_fuse_linear_gelu(layer, x)
     with torch.inference_mode():
-        assert can_fuse(layer, x)
+        assert can_fuse_linear_gelu(layer, x)
 
 
 @pytest.mark.parametrize("grad", [False, True])

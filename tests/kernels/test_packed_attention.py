@@ -12,7 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.config import ViTConfig
-from vitrail.kernels.packed_attention import MOST_TOKENS, can_pack, packed_attention, packed_attention_plain
+from vitrail.kernels.packed_attention import (
+    MAX_TOKENS,
+    can_pack_attention,
+    packed_attention,
+    packed_attention_reference,
+)
 from vitrail.models import ViT
 
 SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
@@ -27,7 +32,7 @@ def test_the_twins_agree_forward_and_backward(batch: int, tokens: int, heads: in
     if strided:
         grad = torch.randn(tokens, batch, heads * size, dtype=torch.float64).transpose(0, 1)
     found = []
-    for attention in (packed_attention_plain, packed_attention):
+    for attention in (packed_attention_reference, packed_attention):
         out = attention(qkv, heads)
         found.append((out, *torch.autograd.grad(out, qkv, grad)))
     for wanted, got in zip(*found, strict=True):
@@ -49,20 +54,22 @@ def test_large_logits_do_not_overflow() -> None:
 
 def test_it_is_used_exactly_where_nothing_can_tell() -> None:
     qkv = torch.randn(2, 5, 12, requires_grad=True)
-    assert can_pack(qkv)
-    assert not can_pack(qkv.detach()), "no gradients: the fused attention is faster and keeps nothing"
+    assert can_pack_attention(qkv)
+    assert not can_pack_attention(qkv.detach()), "no gradients: the fused attention is faster and keeps nothing"
     with torch.no_grad():
-        assert not can_pack(qkv)
+        assert not can_pack_attention(qkv)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not can_pack(qkv)
+        assert not can_pack_attention(qkv)
     with sdpa_kernel(SDPBackend.MATH):
-        assert not can_pack(qkv), "another kernel is asked for"
+        assert not can_pack_attention(qkv), "another kernel is asked for"
     with FlopCounterMode(display=False):
-        assert not can_pack(qkv)
-    assert not can_pack(torch.randn(1, MOST_TOKENS + 1, 12, requires_grad=True))
-    assert not can_pack(torch.randn(2, 5, 12, dtype=torch.bfloat16, requires_grad=True))
-    torch.func.grad(lambda x: (not can_pack(x)) * x.sum())(qkv.detach())
-    assert torch.func.grad(lambda x: x.sum() * (2 - can_pack(x)))(torch.ones(1, 1, 3)).tolist() == [[[2, 2, 2]]]
+        assert not can_pack_attention(qkv)
+    assert not can_pack_attention(torch.randn(1, MAX_TOKENS + 1, 12, requires_grad=True))
+    assert not can_pack_attention(torch.randn(2, 5, 12, dtype=torch.bfloat16, requires_grad=True))
+    torch.func.grad(lambda x: (not can_pack_attention(x)) * x.sum())(qkv.detach())
+    assert torch.func.grad(lambda x: x.sum() * (2 - can_pack_attention(x)))(torch.ones(1, 1, 3)).tolist() == [
+        [[2, 2, 2]]
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True}, {"position": "rope-2d"}, {"position": "relative"}])

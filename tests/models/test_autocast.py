@@ -20,7 +20,7 @@ VITS = {name: config for name, config in KINDS.items() if isinstance(config, ViT
 def test_tokens_stay_in_bfloat16(config: ViTConfig, train: bool) -> None:
     net, images = randomized(build(config)).train(train), torch.randn(2, 3, 32, 32)
     with torch.autocast("cpu", torch.bfloat16):
-        out = net.features(images, want=("tokens", "logits"))
+        out = net.features(images, outputs=("tokens", "logits"))
     assert {t.dtype for t in out.tokens} == {torch.bfloat16}
     out.logits.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())

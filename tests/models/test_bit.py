@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.config import BiTConfig
 from vitrail.errors import ModelError
-from vitrail.models.bit import BiT, flops, root_pool
+from vitrail.models.bit import BiT, count_flops, root_pool
 from vitrail.models.resnet import StandardizedConv
 
 SMALL = BiTConfig(layers=(1, 2), width_factor=0.5, image_size=32, num_classes=10)
@@ -44,7 +44,7 @@ def loaded(config: BiTConfig, state: dict[str, Tensor]) -> BiT:
 
 
 def kept(net: nn.Module) -> bool:
-    return any(conv._kept for conv in standardized(net))
+    return any(conv._cache for conv in standardized(net))
 
 
 def standardized(net: nn.Module) -> list[StandardizedConv]:
@@ -110,9 +110,9 @@ def test_bit_gives_transformers_logits_and_maps():
     net = loaded(BiTConfig(layers=(1, 2, 1), width_factor=0.5, standardize_eps=1e-8, num_classes=10), state)
     images = torch.randn(2, 3, 65, 64)
     with torch.no_grad():
-        ours, expected = net.features(images, want=("logits", "maps")), theirs(images)
+        ours, expected = net.features(images, outputs=("logits", "maps")), theirs(images)
     assert relative(ours.logits, expected.logits) <= 1e-5
-    for map_, hidden in zip(ours.maps, expected.hidden_states[1:], strict=True):
+    for map_, hidden in zip(ours.feature_maps, expected.hidden_states[1:], strict=True):
         assert relative(map_, hidden) <= 1e-5
 
 
@@ -149,12 +149,12 @@ def test_timm_counts_the_same(name: str):
 def test_features_are_what_the_logits_are_made_of():
     net, images = randomized(BiT(SMALL)), torch.randn(2, 3, 40, 33)
     with torch.no_grad():
-        out = net.features(images, want=("logits", "pooled", "pre_logits", "patches", "maps"))
+        out = net.features(images, outputs=("logits", "pooled", "pre_logits", "patches", "maps"))
         assert torch.equal(out.logits, net(images))
         assert torch.equal(net.head(out.pooled), out.logits)
         assert torch.equal(out.pooled, out.pre_logits)
-        assert torch.equal(out.patches, torch.relu(net.norm(out.maps[-1])).permute(0, 2, 3, 1))
-    assert [tuple(m.shape) for m in out.maps] == [(2, 128, 10, 9), (2, 256, 5, 5)]
+        assert torch.equal(out.patches, torch.relu(net.norm(out.feature_maps[-1])).permute(0, 2, 3, 1))
+    assert [tuple(m.shape) for m in out.feature_maps] == [(2, 128, 10, 9), (2, 256, 5, 5)]
     assert out.attention is None
     assert net.features(images, "pooled").logits is None
 
@@ -162,7 +162,7 @@ def test_features_are_what_the_logits_are_made_of():
 @pytest.mark.parametrize("name", ["attention", "tokens", "class_token", "pool_attention", "heads"])
 def test_what_bit_does_not_have_is_refused(name: str):
     with pytest.raises(ModelError, match=f"cannot give '{name}': BiT "):
-        BiT(SMALL).features(torch.randn(1, 3, 32, 32), want=("logits", name))
+        BiT(SMALL).features(torch.randn(1, 3, 32, 32), outputs=("logits", name))
 
 
 def test_images_of_another_kind_are_refused():
@@ -244,8 +244,8 @@ def test_flops_are_what_torch_counts(size: tuple[int, int]):
         net, images = BiT(config), torch.empty(3, 4, *size)
     with FlopCounterMode(display=False) as counter:
         net(images)
-    assert 3 * flops(config, size) == counter.get_total_flops()
-    assert flops(config) == flops(config, 224)
+    assert 3 * count_flops(config, size) == counter.get_total_flops()
+    assert count_flops(config) == count_flops(config, 224)
 
 
 # Kernels that are kept
@@ -333,7 +333,7 @@ def in_inference_mode(net: BiT) -> None:
 def test_a_changed_weight_is_never_served_stale(change: Callable[[BiT], None]):
     net, images = randomized(BiT(SMALL)), torch.randn(1, 3, 32, 32)
     before = net(images)
-    assert all(conv._kept for conv in standardized(net))
+    assert all(conv._cache for conv in standardized(net))
     change(net)
     after = net(images)
     assert torch.equal(after, loaded(SMALL, net.state_dict())(images))
@@ -401,7 +401,7 @@ def test_a_cuda_graph_neither_keeps_kernels_nor_uses_kept_ones():
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         net(images)  # another stream makes its own
-        assert all(conv._kept.stream == side.cuda_stream for conv in standardized(net))
+        assert all(conv._cache.stream == side.cuda_stream for conv in standardized(net))
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

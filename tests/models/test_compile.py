@@ -10,8 +10,8 @@ from compare import randomized, relative
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
 from vitrail.models import Net, build
-from vitrail.models.published import VARIANTS
-from vitrail.models.variants import parse
+from vitrail.models.model_names import parse_name
+from vitrail.models.published_models import PUBLISHED_MODELS
 
 SMALL = {"image_size": 32, "patch_size": 8, "width": 16, "depth": 1, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
 TWO = SMALL | {"depth": 2}
@@ -38,7 +38,7 @@ KINDS: dict[str, ViTConfig | BiTConfig] = {
 
 def shrunk(name: str) -> ViTConfig | BiTConfig:
     """A published model with all of its options and little of its size."""
-    config = parse(name)
+    config = parse_name(name)
     if isinstance(config, BiTConfig):
         return config.replace(layers=(1,) * len(config.layers), width_factor=0.5, image_size=32, num_classes=5)
     stem = config.stem and config.stem.replace(layers=(1,) * len(config.stem.layers), width_factor=0.5)
@@ -48,7 +48,7 @@ def shrunk(name: str) -> ViTConfig | BiTConfig:
     return small.replace(num_classes=5) if config.num_classes else small
 
 
-PUBLISHED = {shrunk(v.name): v.name for v in VARIANTS}
+PUBLISHED = {shrunk(v.name): v.name for v in PUBLISHED_MODELS}
 """Each combination of options that a published model has, once."""
 
 

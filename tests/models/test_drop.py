@@ -1,4 +1,4 @@
-"""Dropout and stochastic depth: drawn for a sample, whatever surrounds it, from keys that anyone can recompute."""
+"""Dropout and stochastic depth: what is dropped for a sample depends on its seed, not on its batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import BiTConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.models import Net, build, drop
@@ -21,8 +21,8 @@ SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 3, "num_heads"
 RATES = {"dropout": 0.2, "drop_path": 0.5}
 
 
-def keys_for(count: int, step: int = 0) -> Tensor:
-    return chance.as_tensor(chance.keys_of(7, step, np.arange(count)))
+def seeds_for(count: int, step: int = 0) -> Tensor:
+    return rng.seeds_to_tensor(rng.sample_seeds(7, step, np.arange(count)))
 
 
 def training(**options: object) -> Net:
@@ -36,10 +36,13 @@ def random_images(count: int) -> Tensor:
 @settings(max_examples=15)
 @given(st.permutations(range(6)), st.integers(1, 5))
 def test_a_samples_draws_do_not_depend_on_its_batch(order: list[int], first: int) -> None:
-    net, images, keys = training(), random_images(6), keys_for(6)
-    whole = net(images, keys)
+    net, images, sample_seeds = training(), random_images(6), seeds_for(6)
+    whole = net(images, sample_seeds)
     parts = torch.cat(
-        [net(images[order[:first]], keys[order[:first]]), net(images[order[first:]], keys[order[first:]])]
+        [
+            net(images[order[:first]], sample_seeds[order[:first]]),
+            net(images[order[first:]], sample_seeds[order[first:]]),
+        ]
     )
     torch.testing.assert_close(parts, whole[order], rtol=1e-12, atol=1e-12)
 
@@ -47,16 +50,16 @@ def test_a_samples_draws_do_not_depend_on_its_batch(order: list[int], first: int
 @pytest.mark.parametrize("options", [{"drop_path": 0.0}, {"dropout": 0.0}, {}])
 def test_other_keys_give_other_draws_and_the_same_keys_the_same(options: dict[str, float]) -> None:
     net, images = training(**options), random_images(4)
-    one = net(images, keys_for(4))
-    assert torch.equal(net(images, keys_for(4)), one)
-    assert not torch.equal(net(images, keys_for(4, step=1)), one)
-    out = net.features(images, want=("logits", "tokens"), keys=keys_for(4))
+    one = net(images, seeds_for(4))
+    assert torch.equal(net(images, seeds_for(4)), one)
+    assert not torch.equal(net(images, seeds_for(4, step=1)), one)
+    out = net.features(images, outputs=("logits", "tokens"), sample_seeds=seeds_for(4))
     torch.testing.assert_close(out.logits, one)
 
 
 def test_layers_and_places_draw_for_themselves() -> None:
-    x, keys = torch.ones(8, 5, 16), keys_for(8)
-    every = [drop.embedding_seed(keys), *drop.seeds(keys, 3).flatten(0, 1)]
+    x, sample_seeds = torch.ones(8, 5, 16), seeds_for(8)
+    every = [drop.embedding_seeds(sample_seeds), *drop.block_seeds(sample_seeds, 3).flatten(0, 1)]
     assert len(every) == 16
     masks = [drop.dropout(x, 0.5, seed) > 0 for seed in every]
     for i, a in enumerate(masks):
@@ -65,8 +68,8 @@ def test_layers_and_places_draw_for_themselves() -> None:
 
 
 def mixed(x: int) -> int:
-    """chance.with_layer(x, 0) in Python's integers."""
-    return int(chance.with_layer(torch.tensor([x - (1 << 64) * (x >= 1 << 63)]), 0)) % (1 << 64)
+    """rng.fold_in(x, 0) in Python's integers."""
+    return int(rng.fold_in(torch.tensor([x - (1 << 64) * (x >= 1 << 63)]), 0)) % (1 << 64)
 
 
 def dropped_by_hand(x: np.ndarray, rate: float, seeds: list[int]) -> np.ndarray:
@@ -86,7 +89,7 @@ def dropped_by_hand(x: np.ndarray, rate: float, seeds: list[int]) -> np.ndarray:
 @settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 7), st.sampled_from([0.1, 0.5, 0.9, 0.99999]))
 def test_dropout_is_what_its_docstring_says(batch: int, tokens: int, width: int, rate: float) -> None:
-    x, seed = np.random.default_rng(batch).normal(size=(batch, tokens, width)), keys_for(batch)
+    x, seed = np.random.default_rng(batch).normal(size=(batch, tokens, width)), seeds_for(batch)
     got = drop.dropout(torch.from_numpy(x), rate, seed)
     np.testing.assert_allclose(
         got.numpy(), dropped_by_hand(x, rate, [s % (1 << 64) for s in seed.tolist()]), rtol=1e-12
@@ -97,19 +100,19 @@ def test_dropout_is_what_its_docstring_says(batch: int, tokens: int, width: int,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_rates_are_met_and_means_kept(rate: float, dtype: torch.dtype, fresh: bool) -> None:
-    x, seeds = torch.full((64, 50, 64), 1.25, dtype=dtype), drop.seeds(keys_for(64), 1)[0]
+    x, seeds = torch.full((64, 50, 64), 1.25, dtype=dtype), drop.block_seeds(seeds_for(64), 1)[0]
     out = drop.dropout(x, rate, None if fresh else seeds[0])
     share = float((out == 0).double().mean())
     assert share == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / x.numel()))
     assert float(out.double().mean()) == pytest.approx(1.25, rel=0.01)
     many = torch.ones(20_000, 1, 2, dtype=dtype)
-    skipped = drop.skip(many, rate, None if fresh else drop.seeds(keys_for(20_000), 1)[0, 4])
+    skipped = drop.drop_path(many, rate, None if fresh else drop.block_seeds(seeds_for(20_000), 1)[0, 4])
     assert torch.equal(skipped[:, :, 0], skipped[:, :, 1])
     assert float((skipped == 0).double().mean()) == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / 20_000))
 
 
 def test_neighbors_are_not_alike() -> None:
-    u = (drop.draws(torch.zeros(32, 10_000), keys_for(32)).double() + 0.5) / drop.LEVELS
+    u = (drop.random_int16(torch.zeros(32, 10_000), seeds_for(32)).double() + 0.5) / drop.NUM_LEVELS
     noise = 5 / math.sqrt(u.numel()) / 12
     assert float(u.mean()) == pytest.approx(0, abs=5 * math.sqrt(1 / 12 / u.numel()))
     assert float(u.var()) == pytest.approx(1 / 12, rel=0.01)
@@ -137,26 +140,30 @@ def test_without_keys_torchs_own_seed_decides() -> None:
 
 
 def test_nothing_is_drawn_in_evaluation_or_at_rate_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fresh_keys", "draws"):
+    for name in ("random_sample_seeds", "random_int16"):
         monkeypatch.setattr(drop, name, lambda *_: pytest.fail("drawn"))
     images = random_images(2)
     net, other = training(dropout=0.0, drop_path=0.0), training().eval()
     state = torch.get_rng_state()
     assert torch.equal(net(images), net.eval()(images))
-    other(images, keys_for(2))
+    other(images, seeds_for(2))
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("keys", [keys_for(3), None], ids=["keys", "fresh"])
+@pytest.mark.parametrize("sample_seeds", [seeds_for(3), None], ids=["sample_seeds", "fresh"])
 @pytest.mark.parametrize("inside", [False, True])
-def test_gradient_checkpointing_draws_the_same_again(keys: Tensor | None, inside: bool) -> None:
+def test_gradient_checkpointing_draws_the_same_again(sample_seeds: Tensor | None, inside: bool) -> None:
     images = random_images(3)
     found = []
     for on in (False, True):
         net = training()
         net.gradient_checkpointing = on
         torch.manual_seed(0)
-        out = net.encode(*net.embed(images, keys), keys=keys)[:, 0] if inside else net(images, keys)
+        out = (
+            net.encode(*net.embed(images, sample_seeds), sample_seeds=sample_seeds)[:, 0]
+            if inside
+            else net(images, sample_seeds)
+        )
         out.square().sum().backward()
         found.append([p.grad for p in net.parameters() if p.grad is not None])
     for a, b in zip(*found, strict=True):
@@ -171,7 +178,7 @@ def test_a_compiled_network_drops_the_same_and_is_not_compiled_again_each_step(c
     net.gradient_checkpointing = checkpointing
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
     for step in range(3):
-        wanted, got = net(images, keys_for(3, step)), compiled(images, keys_for(3, step))
+        wanted, got = net(images, seeds_for(3, step)), compiled(images, seeds_for(3, step))
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
         got.sum().backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -183,8 +190,8 @@ def test_inductor_drops_the_same() -> None:
     net, images = training(depth=2), random_images(3)
     compiled = torch.compile(net, fullgraph=True)
     for step in range(20):  # what inductor writes past the end of, if it does, shows after a while
-        got = compiled(images, keys_for(3, step))
-        torch.testing.assert_close(got, net(images, keys_for(3, step)), rtol=1e-10, atol=1e-10)
+        got = compiled(images, seeds_for(3, step))
+        torch.testing.assert_close(got, net(images, seeds_for(3, step)), rtol=1e-10, atol=1e-10)
         got.sum().backward()
         compiled(images)
 
@@ -192,11 +199,11 @@ def test_inductor_drops_the_same() -> None:
 def test_a_bit_takes_keys_and_draws_nothing() -> None:
     net = randomized(build(BiTConfig(layers=(1,), width_factor=0.5, num_classes=5, image_size=32))).train()
     images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(net(images, keys_for(2)), net(images))
-    assert net.features(images, want="pooled", keys=keys_for(2)).pooled is not None
+    assert torch.equal(net(images, seeds_for(2)), net(images))
+    assert net.features(images, outputs="pooled", sample_seeds=seeds_for(2)).pooled is not None
 
 
-@pytest.mark.parametrize("keys", [torch.zeros(2, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 1).long()])
-def test_wrong_keys_get_one_clear_sentence(keys: Tensor) -> None:
+@pytest.mark.parametrize("sample_seeds", [torch.zeros(2, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 1).long()])
+def test_wrong_keys_get_one_clear_sentence(sample_seeds: Tensor) -> None:
     with pytest.raises(ModelError, match="one int64 key for each of 3 images"):
-        training()(random_images(3), keys)
+        training()(random_images(3), sample_seeds)

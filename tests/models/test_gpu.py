@@ -9,7 +9,7 @@ from models.test_compile import KINDS
 
 from vitrail.config import ViTConfig
 from vitrail.models import build
-from vitrail.models.variants import config_for
+from vitrail.models.model_names import config_from_name
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ def test_the_same_logits_as_on_the_cpu(kind: str) -> None:
         wanted = net(images)
         cuda = net.cuda()
         assert relative(cuda(images.cuda()).cpu(), wanted) <= 1e-5
-        assert relative(cuda.features(images.cuda(), want="logits").logits.cpu(), wanted) <= 1e-5
+        assert relative(cuda.features(images.cuda(), outputs="logits").logits.cpu(), wanted) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_compiles_with_inductor_for_training_and_evaluation(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "ViT-B/16"])
 def test_bf16_autocast_is_within_a_few_percent_and_attention_agrees(name: str) -> None:
-    net, images = randomized(build(config_for(name))).cuda(), torch.randn(4, 3, 224, 224, device="cuda")
+    net, images = randomized(build(config_from_name(name))).cuda(), torch.randn(4, 3, 224, 224, device="cuda")
     with torch.no_grad():
         wanted = net(images)
         with torch.autocast("cuda", torch.bfloat16):
             assert relative(net(images), wanted) <= 0.03
-        out = net.features(images, want=("logits", "attention"))
+        out = net.features(images, outputs=("logits", "attention"))
         assert relative(out.logits, wanted) <= 1e-5
         assert len(out.attention) == 12
 
@@ -67,7 +67,7 @@ def test_bf16_autocast_is_within_a_few_percent_and_attention_agrees(name: str) -
 def test_tokens_stay_in_bf16_under_autocast(kind: str) -> None:
     net, images = randomized(build(KINDS[kind])).cuda().train(), torch.randn(2, 3, 32, 32, device="cuda")
     with torch.autocast("cuda", torch.bfloat16):
-        out = net.features(images, want=("tokens", "logits"))
+        out = net.features(images, outputs=("tokens", "logits"))
     assert {t.dtype for t in out.tokens} == {torch.bfloat16}
     out.logits.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
@@ -95,7 +95,7 @@ def test_a_sample_drops_the_same_as_on_the_cpu(compiled: bool) -> None:
 
 
 def test_another_size_is_resampled_on_the_device_and_remembered() -> None:
-    net = randomized(build(config_for("ViT-Ti/16"))).cuda()
+    net = randomized(build(config_from_name("ViT-Ti/16"))).cuda()
     images = torch.randn(2, 3, 288, 192, device="cuda")
     with torch.no_grad():
         first = net(images)

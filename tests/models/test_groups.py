@@ -31,17 +31,17 @@ PLAIN = re.compile(
 
 
 def check(config: ViTConfig | BiTConfig) -> None:
-    net = build(config, skeleton=True)
+    net = build(config, meta=True)
     parameters = dict(net.named_parameters())
-    decayed = net.decayed()
+    decayed = net.decayed_parameters()
     top = config.depth + 1 if isinstance(config, ViTConfig) else sum(config.layers) + 1
     assert decayed <= set(parameters)
     for name, parameter in parameters.items():
         assert bool(KERNEL.fullmatch(name)) != bool(PLAIN.fullmatch(name)), f"{name} is of no known kind"
         assert (name in decayed) == bool(KERNEL.fullmatch(name)), name
         assert parameter.ndim > 1 or name not in decayed
-        assert 0 <= net.depth_of(name) <= top
-        assert net.depth_of(name) == wanted_depth(config, name, top), name
+        assert 0 <= net.layer_id(name) <= top
+        assert net.layer_id(name) == wanted_depth(config, name, top), name
 
 
 def wanted_depth(config: ViTConfig | BiTConfig, name: str, top: int) -> int:
@@ -79,13 +79,13 @@ def test_everything_under_the_patches_of_a_hybrid_is_the_stem() -> None:
             image_size=32, patch_size=1, width=16, depth=2, num_heads=2, mlp_dim=24, stem=StemConfig(layers=(1, 1))
         )
     )
-    assert {net.depth_of(n) for n, _ in net.named_parameters() if n.startswith(("stem", "patch"))} == {0}
+    assert {net.layer_id(n) for n, _ in net.named_parameters() if n.startswith(("stem", "patch"))} == {0}
 
 
 def test_a_name_nobody_has_is_refused() -> None:
     for kind in ("plain", "bit"):
         with pytest.raises(ModelError, match=r"no parameter is called 'haed.weight'; did you mean 'head.weight'"):
-            build(KINDS[kind]).depth_of("haed.weight")
+            build(KINDS[kind]).layer_id("haed.weight")
 
 
 @pytest.mark.peer
@@ -94,16 +94,16 @@ def test_timm_decays_the_same_and_counts_the_same_layers(name: str) -> None:
     timm = import_peer("timm")
     from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
-    from vitrail.models.variants import config_for
+    from vitrail.models.model_names import config_from_name
 
     theirs = timm.create_model(name)
-    ours = build(config_for(name), skeleton=True)
+    ours = build(config_from_name(name), meta=True)
     named = {id(p): n for n, p in theirs.named_parameters()}
     groups = param_groups_weight_decay(theirs, 0.1, no_weight_decay_list=theirs.no_weight_decay())
     decayed = sum(p.numel() for g in groups for p in g["params"] if g["weight_decay"])
     sizes = {n: p.numel() for n, p in ours.named_parameters()}
-    assert sum(sizes[n] for n in ours.decayed()) == decayed
-    assert len(ours.decayed()) == sum(len(g["params"]) for g in groups if g["weight_decay"])
+    assert sum(sizes[n] for n in ours.decayed_parameters()) == decayed
+    assert len(ours.decayed_parameters()) == sum(len(g["params"]) for g in groups if g["weight_decay"])
 
     their_heights: dict[int, int] = {}
     layered = param_groups_layer_decay(theirs, 0.1, no_weight_decay_list=theirs.no_weight_decay(), layer_decay=0.5)
@@ -115,5 +115,5 @@ def test_timm_decays_the_same_and_counts_the_same_layers(name: str) -> None:
             their_heights[height] = their_heights.get(height, 0) + parameter.numel()
     our_heights: dict[int, int] = {}
     for n, size in sizes.items():
-        our_heights[ours.depth_of(n)] = our_heights.get(ours.depth_of(n), 0) + size
+        our_heights[ours.layer_id(n)] = our_heights.get(ours.layer_id(n), 0) + size
     assert our_heights == their_heights

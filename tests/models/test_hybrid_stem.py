@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitrail.config import StemConfig
 from vitrail.errors import ConfigError
-from vitrail.models.hybrid import ResNetStem, StemUnit, flops
+from vitrail.models.hybrid import Bottleneck, ResNetStem, count_flops
 from vitrail.models.resnet import max_pool_same, same_padding, standardize
 
 TIMM = {"standardize": "var", "standardize_eps": 1e-8, "norm_eps": 1e-5}
@@ -213,7 +213,7 @@ def test_first_values_are_the_originals():
 
 def test_a_new_unit_is_its_shortcut():
     unit = ResNetStem(SMALL, 3).stages[1][1]
-    assert isinstance(unit, StemUnit)
+    assert isinstance(unit, Bottleneck)
     x = torch.rand(1, 256, 8, 8)
     assert torch.equal(unit(x), x)
 
@@ -257,9 +257,9 @@ def test_flops_are_what_torch_counts(layers: tuple[int, ...], size: tuple[int, i
         stem, images = ResNetStem(config, 4), torch.empty(3, 4, *size)
     with FlopCounterMode(display=False) as counter:
         stem(images)
-    assert 3 * flops(config, size, 4) == counter.get_total_flops()
+    assert 3 * count_flops(config, size, 4) == counter.get_total_flops()
 
 
 def test_a_width_the_groups_do_not_divide_is_refused():
-    with pytest.raises(ConfigError, match=r"do not divide 16 channels; try a width that is a multiple of 0\.5"):
+    with pytest.raises(ConfigError, match=r"do not divide 16 channels; try a width_factor that is a multiple of 0\.5"):
         ResNetStem(StemConfig(width_factor=0.25), 3)

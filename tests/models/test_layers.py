@@ -125,12 +125,12 @@ def test_a_bit_has_stages() -> None:
     net = randomized(build(BiTConfig(layers=(1, 1, 1), width_factor=0.5, num_classes=5, image_size=32)))
     done = counted(net, net.stages)
     with torch.no_grad():
-        whole = net.features(images(), "maps").maps
+        whole = net.features(images(), "feature_maps").feature_maps
         del done[:]
         some = net.features(images(), layers=[1, 0])
         assert done == [0, 1]
-        assert [m.shape for m in some.maps] == [(2, 256, 4, 4), (2, 128, 8, 8)]
-        assert torch.equal(some.maps[0], whole[1])
+        assert [m.shape for m in some.feature_maps] == [(2, 256, 4, 4), (2, 128, 8, 8)]
+        assert torch.equal(some.feature_maps[0], whole[1])
         assert net.features(images(), "patch_maps", layers=[-1]).patch_maps[0].shape == (2, 2, 2, 512)
         both = net.features(images(), ("logits", "maps"), layers=[0])
         assert torch.equal(both.logits, net(images()))
@@ -147,7 +147,7 @@ def test_a_bit_has_stages() -> None:
         ({"layers": 3}, r"layers=3: wanted a list of layers, such as \[3\]"),
         ({"layers": "3"}, "layers=3: wanted a list of layers"),
         ({"layers": [1.5]}, r"layers=\[1.5\]: wanted a list of layers"),
-        ({"layers": [3], "want": "logits"}, "layers chooses among attention, maps, .*; got want=logits"),
+        ({"layers": [3], "outputs": "logits"}, "layers chooses among attention, feature_maps, .*; got outputs=logits"),
         ({"layers": [3], "want": "maps"}, "'patch_maps' has each layer's"),
     ],
 )

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from vitrail.config import ViTConfig
 from vitrail.models import ViT
-from vitrail.models.position import RESAMPLE, Learned2d, Relative, Rope2d, resample, sincos_2d
+from vitrail.models.position import (
+    RESAMPLE_ARGS,
+    LearnedPosition2d,
+    RelativePosition,
+    RotaryPosition2d,
+    resample,
+    sincos_2d,
+)
 
 CONFIG = ViTConfig(image_size=(12, 16), patch_size=4, width=16, depth=2, num_heads=2, mlp_dim=16, num_classes=3)
 
@@ -73,13 +80,13 @@ def test_bicubic_conventions_are_their_definitions(
 
 def test_the_conventions_really_differ() -> None:
     table = torch.randn(14, 14, 32)
-    results = {name: resample(table, (24, 18), name) for name in RESAMPLE}
+    results = {name: resample(table, (24, 18), name) for name in RESAMPLE_ARGS}
     for one in results:
         for other in results:
             assert one == other or relative(results[one], results[other]) > 0.005, (one, other)
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.sampled_from(list(RESAMPLE)))
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.sampled_from(list(RESAMPLE_ARGS)))
 def test_resampling_keeps_a_constant_and_the_same_grid(h: int, w: int, rows: int, columns: int, name: str) -> None:
     flat = torch.ones(h, w, 2)
     assert torch.allclose(resample(flat, (rows, columns), name), torch.ones(rows, columns, 2), atol=1e-5)
@@ -96,7 +103,7 @@ def test_half_precision_tables_are_resampled_in_single() -> None:
 
 
 def test_learned_2d_is_a_row_beside_a_column() -> None:
-    position = randomized(Learned2d(CONFIG))
+    position = randomized(LearnedPosition2d(CONFIG))
     table = position.patches((3, 4), torch.zeros(1)).unflatten(0, (3, 4))
     for y in range(3):
         for x in range(4):
@@ -118,7 +125,7 @@ def test_sincos_is_columns_then_rows() -> None:
 def test_relative_attention_is_its_definition(registers: int, class_token: bool) -> None:
     """Query times the embedding of p_q - p_k joins the logits, between patches only."""
     config = CONFIG.replace(position="relative", num_registers=registers, class_token=class_token, pool="gap")
-    position = randomized(Relative(config))
+    position = randomized(RelativePosition(config))
     special, count, heads, k = config.num_prefix_tokens, 12, 2, 8
     q, keys = torch.randn(1, heads, special + count, k), torch.randn(1, heads, special + count, k)
     q2, k2, bias = position((3, 4), q)(q, keys)
@@ -136,7 +143,7 @@ def test_relative_attention_is_its_definition(registers: int, class_token: bool)
 def test_rope_turns_pairs_by_the_place_of_the_patch() -> None:
     config = CONFIG.replace(position="rope-2d", num_registers=1)
     q, k = torch.randn(1, 2, 2 + 12, 8, dtype=torch.float64), torch.randn(1, 2, 2 + 12, 8, dtype=torch.float64)
-    turned, _, bias = Rope2d(config)((3, 4), q)(q, k)
+    turned, _, bias = RotaryPosition2d(config)((3, 4), q)(q, k)
     assert bias is None
     assert torch.equal(turned[:, :, :2], q[:, :, :2]), "class token and registers have no place"
     for y in range(3):

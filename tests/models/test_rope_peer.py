@@ -12,7 +12,7 @@ from torch import nn
 
 from vitrail.config import ViTConfig
 from vitrail.models import ViT
-from vitrail.models.position import Rope2d
+from vitrail.models.position import RotaryPosition2d
 
 import_peer("transformers")
 dinov3: Any = import_peer("transformers.models.dinov3_vit.modeling_dinov3_vit")
@@ -60,7 +60,7 @@ def ours(registers: int = 2, theta: float = 100.0) -> ViTConfig:
 def test_waves_are_the_same(grid: tuple[int, int], theta: float) -> None:
     images = torch.zeros(1, 3, grid[0] * PATCH, grid[1] * PATCH)
     expected = peer(theta=theta).rope_embeddings(images)
-    found = Rope2d(ours(theta=theta)).waves(grid, images)
+    found = RotaryPosition2d(ours(theta=theta)).cos_sin(grid, images)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 
@@ -70,7 +70,7 @@ def test_queries_and_keys_turn_alike_and_special_tokens_do_not(registers: int) -
     grid, images = (6, 3), torch.zeros(1, 3, 6 * PATCH, 3 * PATCH)
     q, k = torch.randn(2, 2, HEADS, 1 + registers + 18, WIDTH // HEADS)
     expected = dinov3.apply_rotary_pos_emb(q, k, *peer(registers).rope_embeddings(images))
-    turned_q, turned_k, bias = Rope2d(ours(registers)).eval()(grid, images)(q, k)
+    turned_q, turned_k, bias = RotaryPosition2d(ours(registers)).eval()(grid, images)(q, k)
     assert bias is None
     assert relative(turned_q, expected[0]) <= 1e-6
     assert relative(turned_k, expected[1]) <= 1e-6
@@ -84,7 +84,7 @@ def test_a_whole_dinov3_gives_the_same_numbers() -> None:
     copy(model, net)
     images = torch.randn(2, 3, 48, 24)
     expected = model(images, output_attentions=True)
-    found = net.eval().features(images, want=("logits", "patches", "attention"))
+    found = net.eval().features(images, outputs=("logits", "patches", "attention"))
     assert found.logits is not None
     assert found.patches is not None
     assert found.attention is not None

@@ -30,7 +30,7 @@ CONFIG = ViTConfig(
 
 def work(rank: int, rendezvous: str, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    net = build(CONFIG, skeleton=True)
+    net = build(CONFIG, meta=True)
     mesh = init_device_mesh("cpu", (2,))
     for block in net.blocks:
         fully_shard(block, mesh=mesh)

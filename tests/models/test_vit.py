@@ -19,8 +19,8 @@ from vitrail.config import StemConfig, ViTConfig
 from vitrail.errors import ConfigError, ModelError
 from vitrail.models import ViT, build
 from vitrail.models.base import adapt_channels
-from vitrail.models.flops import flops, parameters
-from vitrail.models.layers import PatchProjection
+from vitrail.models.flops import count_flops, count_parameters
+from vitrail.models.layers import PatchEmbed
 
 SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
 ALL = ("logits", "pooled", "pre_logits", "patches", "tokens", "attention")
@@ -77,7 +77,7 @@ def test_every_option_works_with_every_other(config: ViTConfig) -> None:
     images = torch.randn(2, config.channels, *config.image_size)  # type: ignore[misc]
     want = [*ALL, *(["heads"] if config.distilled else []), *(["pool_attention"] if config.pool == "map" else [])]
     with torch.no_grad():
-        out = net.features(images, want=want)
+        out = net.features(images, outputs=want)
         plain = net(images)
     tokens = math.prod(config.grid) + config.num_prefix_tokens
     assert plain.shape == (2, config.num_classes or config.head_width)
@@ -88,12 +88,12 @@ def test_every_option_works_with_every_other(config: ViTConfig) -> None:
         assert attention.shape == (2, 2, tokens, tokens)
         torch.testing.assert_close(attention.sum(-1), torch.ones(2, 2, tokens))
     if config.distilled:
-        assert relative(sum(out.heads) / 2, plain) <= 1e-6
+        assert relative(sum(out.head_logits) / 2, plain) <= 1e-6
     net.train()
     net(images).sum().backward()
     unused = {n for n, p in net.named_parameters() if p.grad is None}
     assert not unused, "every parameter takes part: what DistributedDataParallel wants"
-    assert parameters(config) == sum(p.numel() for p in net.parameters())
+    assert count_parameters(config) == sum(p.numel() for p in net.parameters())
 
 
 @settings(max_examples=20)
@@ -104,7 +104,7 @@ def test_flops_are_torchs_own_count(config: ViTConfig) -> None:
     # The counter knows not every fused kernel; written out, attention is two products.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         net(images)
-    assert counter.get_total_flops() == flops(config)
+    assert counter.get_total_flops() == count_flops(config)
 
 
 @settings(max_examples=30)
@@ -123,7 +123,7 @@ def test_any_size_at_run_time_equals_a_permanent_resize(config: ViTConfig, size:
 
 
 def test_patch_projection_is_the_strided_convolution() -> None:
-    project = randomized(PatchProjection(3, 8, (4, 2)))
+    project = randomized(PatchEmbed(3, 8, (4, 2)))
     images = torch.randn(2, 3, 12, 10)
     wanted = F.conv2d(images, project.weight, project.bias, stride=(4, 2)).permute(0, 2, 3, 1)
     assert relative(project(images), wanted) <= 1e-6
@@ -135,7 +135,7 @@ def test_uncovered_edges_are_left_out_as_a_convolution_does() -> None:
     images = torch.randn(1, 3, 18, 19)
     with torch.no_grad():
         wanted = F.conv2d(images, net.patch.weight, net.patch.bias, stride=4).flatten(2).mT
-        assert relative(net.patch(net.covered(images)).flatten(1, 2), wanted) <= 1e-5
+        assert relative(net.patch(net.crop_to_patches(images)).flatten(1, 2), wanted) <= 1e-5
         assert torch.equal(net(images), net(images[:, :, :16, :16]))
     with pytest.raises(ModelError, match="uncovered"):
         net(torch.zeros(1, 3, 3, 16))
@@ -149,9 +149,9 @@ def test_asking_for_attention_leaves_the_fused_path_to_everybody_else(monkeypatc
     with torch.no_grad():
         net(images)
         assert len(calls) == 2
-        net.features(images, want="tokens")
+        net.features(images, outputs="tokens")
         assert len(calls) == 4
-        net.features(images, want="attention")
+        net.features(images, outputs="attention")
         assert len(calls) == 4
 
 
@@ -257,7 +257,7 @@ def test_a_skeleton_and_a_state_dict_are_a_network() -> None:
         patch_size=1,
     )
     net = randomized(ViT(config))
-    skeleton = build(config, skeleton=True)
+    skeleton = build(config, meta=True)
     assert all(p.is_meta for p in skeleton.parameters())
     assert not list(skeleton.buffers())
     skeleton.load_state_dict(net.state_dict(), assign=True)
@@ -357,7 +357,7 @@ def test_wrong_images_get_one_clear_sentence(images: torch.Tensor, message: str)
 )
 def test_wanting_what_is_not_there(want: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        ViT(small()).features(torch.zeros(1, 3, 16, 16), want=want)
+        ViT(small()).features(torch.zeros(1, 3, 16, 16), outputs=want)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def linear(ours: str, theirs: nn.Module) -> dict[str, Tensor]:
 
 
 def filled(config: ViTConfig, state: dict[str, Tensor]) -> ViT:
-    net = build(config, skeleton=True)
+    net = build(config, meta=True)
     net.load_state_dict(state, assign=True)
     assert isinstance(net, ViT)
     return net.eval()
@@ -118,8 +118,8 @@ def test_the_plain_vit_is_the_same_function_after_the_patches(pool: str, options
         x = theirs.to_patch_embedding(images)
         if net.class_token is not None:
             x = torch.cat([net.class_token.expand(2, 1, -1), x], dim=1)
-        x = net.norm_before(net.encode(net.placed(x, 0, (4, 4)), (4, 4)))
-        assert relative(net.classify(*net.read(x)), theirs(images)) <= 1e-5
+        x = net.norm_before_pool(net.encode(net.add_position(x, 0, (4, 4)), (4, 4)))
+        assert relative(net.classify(*net.pool_tokens(x)), theirs(images)) <= 1e-5
 
 
 def test_attention_is_what_their_recorder_sees() -> None:
@@ -130,9 +130,9 @@ def test_attention_is_what_their_recorder_sees() -> None:
     with torch.no_grad():
         logits, wanted = recorder.Recorder(theirs)(images)  # B depth H T T
         x = torch.cat([net.class_token.expand(2, 1, -1), theirs.to_patch_embedding(images)], dim=1)
-        x = net.norm_before(net.encode(net.placed(x, 0, (4, 4)), (4, 4), attention=seen))
+        x = net.norm_before_pool(net.encode(net.add_position(x, 0, (4, 4)), (4, 4), attention_out=seen))
         assert relative(torch.stack(seen, dim=1), wanted) <= 1e-5
-        assert relative(net.classify(*net.read(x)), logits) <= 1e-5
+        assert relative(net.classify(*net.pool_tokens(x)), logits) <= 1e-5
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7)])

@@ -10,11 +10,11 @@ import torch
 from compare import randomized
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.config.train import ClassifyConfig, DistillConfig, MaskedPatchConfig, TrainConfig
 from vitrail.models import Net, build
-from vitrail.objectives import Distill, Labels, MaskedPatch, Objective, Teacher, make_objective
+from vitrail.objectives import DistillObjective, LabelLoss, MaskedPatchObjective, Objective, Teacher, make_objective
 from vitrail.weights.model_info import ModelInfo
 
 SMALL = {"image_size": 16, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 24, "num_classes": 5}
@@ -25,16 +25,16 @@ def net_of(seed: int = 0, **options: Any) -> Net:
     return randomized(build(ViTConfig(**SMALL | options)), seed).train()
 
 
-def keys_for(count: int, step: int = 0) -> Tensor:
-    return chance.as_tensor(chance.keys_of(3, step, np.arange(count)))
+def seeds_for(count: int, step: int = 0) -> Tensor:
+    return rng.seeds_to_tensor(rng.sample_seeds(3, step, np.arange(count)))
 
 
 def batch(count: int = 6, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images, class numbers, weights with a zero among them, keys."""
+    """Images, class numbers, weights with a zero among them, sample_seeds."""
     images = torch.randn(count, options.get("channels", 3), 16, 16, dtype=dtype)
     weights = torch.ones(count)
     weights[count // 2] = 0
-    return images, torch.randint(5, (count,)), weights, keys_for(count)
+    return images, torch.randint(5, (count,)), weights, seeds_for(count)
 
 
 def teacher_of(net: Net, way: PreprocessConfig = WAY, **options: Any) -> Teacher:
@@ -49,16 +49,16 @@ def classify(loss: str = "softmax", smoothing: float = 0.1, **options: Any) -> O
     return make_objective(config, net_of(**RATES), WAY, class_counts=counts)
 
 
-def masked(target: str = "mean-color", net: Net | None = None, **options: Any) -> MaskedPatch:
-    found = MaskedPatch(net or net_of(**RATES), MaskedPatchConfig(target=target, **options), WAY, seed=0)
+def masked(target: str = "mean-color", net: Net | None = None, **options: Any) -> MaskedPatchObjective:
+    found = MaskedPatchObjective(net or net_of(**RATES), MaskedPatchConfig(target=target, **options), WAY, seed=0)
     torch.nn.init.normal_(found.guess.weight)
     return found
 
 
-def distill(kind: str = "hard", distilled: bool = True) -> Distill:
-    labels = Labels(ClassifyConfig(label_smoothing=0.1), 5)
+def distill(kind: str = "hard", distilled: bool = True) -> DistillObjective:
+    labels = LabelLoss(ClassifyConfig(label_smoothing=0.1), 5)
     net = net_of(distilled=distilled, **RATES)
-    return Distill(net, labels, teacher_of(net_of(1)), DistillConfig(kind=kind, teacher="another"))
+    return DistillObjective(net, labels, teacher_of(net_of(1)), DistillConfig(kind=kind, teacher="another"))
 
 
 RATES = {"dropout": 0.2, "drop_path": 0.3}

@@ -19,12 +19,12 @@ from torch.autograd.functional import hessian, jacobian
 from vitrail.config import ViTConfig
 from vitrail.config.train import ClassifyConfig, TrainConfig
 from vitrail.errors import ConfigError, DataError, ModelError
-from vitrail.objectives import Classify, Labels, make_objective
+from vitrail.objectives import ClassifyObjective, LabelLoss, make_objective
 from vitrail.objectives.classify import balanced_weights
 
 
-def labels(classes: int = 5, several: bool = False, counts: Any = None, **options: Any) -> Labels:
-    return Labels(ClassifyConfig(**options), classes, multi_label=several, class_counts=counts)
+def labels(classes: int = 5, several: bool = False, counts: Any = None, **options: Any) -> LabelLoss:
+    return LabelLoss(ClassifyConfig(**options), classes, multi_label=several, class_counts=counts)
 
 
 def by_hand(logits: Tensor, wanted: Tensor, loss: str, smoothing: float) -> list[float]:
@@ -130,7 +130,7 @@ WEIGHTS = torch.tensor([4.0, 4 / 3, 0.5])
 
 def test_weights_are_those_of_torch() -> None:
     """Class numbers and mixtures, as `F.cross_entropy(weight=)` weighs them."""
-    learner = Classify(net_of(num_classes=3), labels(3, counts=[1, 3, 8], class_weights="balanced")).eval()
+    learner = ClassifyObjective(net_of(num_classes=3), labels(3, counts=[1, 3, 8], class_weights="balanced")).eval()
     images, mixed = torch.randn(3, 3, 16, 16), torch.randn(3, 3).softmax(-1)
     for targets in (torch.tensor([0, 1, 2]), mixed):
         wanted = F.cross_entropy(learner.net(images), targets, weight=WEIGHTS, reduction="sum")
@@ -182,8 +182,8 @@ def test_balanced_classes_are_equally_likely_also_where_images_are_mixed(loss: s
 
 def test_a_distilled_network_is_trained_on_what_it_answers_with() -> None:
     net = net_of(distilled=True)
-    learner, images, targets = Classify(net, labels()), torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
-    one, two = net.features(images, want="heads").heads
+    learner, images, targets = ClassifyObjective(net, labels()), torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
+    one, two = net.features(images, outputs="head_logits").head_logits
     torch.testing.assert_close(
         learner(images, targets, torch.ones(4))["loss"], F.cross_entropy((one + two) / 2, targets, reduction="sum")
     )

@@ -17,9 +17,9 @@ from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.config.train import DistillConfig, TrainConfig
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import ConfigError, NotFound
-from vitrail.objectives import Distill, make_objective
-from vitrail.objectives.distill import taught_loss
+from vitrail.errors import ConfigError, NotFoundError
+from vitrail.objectives import DistillObjective, make_objective
+from vitrail.objectives.distill import distillation_loss
 
 
 def deit(logits: torch.Tensor, taught: torch.Tensor, said: torch.Tensor, targets: torch.Tensor, kind: str) -> Any:
@@ -42,13 +42,13 @@ def test_the_loss_is_deits(kind: str, distilled: bool) -> None:
     found = learner(images, targets, torch.ones(6))
     said = learner.teacher(images)
     if distilled:
-        one, two = learner.net.features(images, want="heads").heads
+        one, two = learner.net.features(images, outputs="head_logits").head_logits
     else:
         one = two = learner.net(images)
     torch.testing.assert_close(found["loss"] / 6, deit(one, two, said, targets, kind), rtol=1e-6, atol=1e-6)
     assert float(found["correct"]) == float((((one + two) / 2).argmax(1) == targets).sum())
     assert float(found["agreed"]) == float((two.argmax(1) == said.argmax(1)).sum())
-    taught = taught_loss(two, said, learner.config).sum()
+    taught = distillation_loss(two, said, learner.config).sum()
     torch.testing.assert_close(found["teacher_loss"], taught)
 
 
@@ -65,7 +65,7 @@ def test_the_share_is_the_teachers() -> None:
 def test_agreeing_with_the_teacher_costs_nothing() -> None:
     said = 50 * torch.eye(5)
     for kind in ("hard", "soft"):
-        assert float(taught_loss(said, said, DistillConfig(kind=kind)).abs().max()) < 1e-6
+        assert float(distillation_loss(said, said, DistillConfig(kind=kind)).abs().max()) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
@@ -75,11 +75,11 @@ def test_balanced_weights_make_the_teachers_classes_equally_likely(kind: str) ->
     weights = torch.tensor([0.525, 10.5, 0.0])
     logits = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     config = DistillConfig(kind=kind, temperature=1.0)
-    loss = taught_loss(logits.expand(105, 3), said, config, weights).sum()
+    loss = distillation_loss(logits.expand(105, 3), said, config, weights).sum()
     (slope,) = torch.autograd.grad(loss, logits)
     assert slope[0].item() == pytest.approx(slope[1].item())
     assert slope[0] < 0 < slope[2]
-    agreed = taught_loss(said, said, config, weights)
+    agreed = distillation_loss(said, said, config, weights)
     assert bool(agreed.isfinite().all())
     assert float(agreed.abs().max()) < 1e-6
 
@@ -89,7 +89,7 @@ def test_labels_and_teacher_are_weighed_each_by_its_own_classes() -> None:
     weights = torch.tensor([2.0, 1.0, 0.5, 0.25, 4.0], dtype=torch.float64)
     learner.labels.class_weights = weights
     images, targets = torch.randn(6, 3, 16, 16, dtype=torch.float64), torch.randint(5, (6,))
-    one, two = learner.net.features(images, want="heads").heads
+    one, two = learner.net.features(images, outputs="head_logits").head_logits
     hard = learner.teacher(images).argmax(1)
     by_labels = (F.cross_entropy(one, targets, reduction="none", label_smoothing=0.1) * weights[targets]).sum()
     wanted = 0.5 * by_labels + 0.5 * F.cross_entropy(two, hard, weights, reduction="sum")
@@ -152,7 +152,7 @@ def test_any_checkpoint_can_teach(tmp_path: Path) -> None:
     net = net_of(1)
     path = saved(net, tmp_path / "teacher", NAMES)
     learner = make_objective(config(path), net_of(), WAY, labels=NAMES)
-    assert isinstance(learner, Distill)
+    assert isinstance(learner, DistillObjective)
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         torch.testing.assert_close(learner.teacher(images), net.eval()(images))
@@ -183,7 +183,7 @@ def test_a_teacher_of_something_else_is_refused(tmp_path: Path) -> None:
     headless = saved(net_of(1, num_classes=0), tmp_path / "features")
     with pytest.raises(ConfigError, match="knows no classes"):
         make_objective(config(headless), net_of(), WAY)
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFoundError):
         make_objective(config(str(tmp_path / "nothing.safetensors")), net_of(), WAY)
 
 

@@ -11,21 +11,21 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objectives.learners import SMALL, WAY, keys_for, masked, net_of
+from objectives.learners import SMALL, WAY, masked, net_of, seeds_for
 from torch import Tensor
 
 from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
 from vitrail.config.train import MaskedPatchConfig, TrainConfig
 from vitrail.errors import ConfigError, ModelError
 from vitrail.models import build
-from vitrail.objectives import MaskedPatch, make_objective
+from vitrail.objectives import MaskedPatchObjective, make_objective
 from vitrail.weights.model_info import preprocess_for_channels
 
 
-def learner(target: str = "mean-color", share: float = 0.5, **options: Any) -> MaskedPatch:
+def learner(target: str = "mean-color", share: float = 0.5, **options: Any) -> MaskedPatchObjective:
     net = net_of(**options).double()
     way = preprocess_for_channels(WAY, net.config.channels)
-    found = MaskedPatch(net, MaskedPatchConfig(target=target, mask_ratio=share), way, seed=0).double()
+    found = MaskedPatchObjective(net, MaskedPatchConfig(target=target, mask_ratio=share), way, seed=0).double()
     torch.nn.init.normal_(found.guess.weight)
     torch.nn.init.normal_(found.guess.bias)
     return found
@@ -52,7 +52,7 @@ def test_colors_are_three_bits_of_the_mean_of_a_patch_or_of_its_sixteenths(
     one = learner(target, channels=channels)
     images = torch.randn(2, channels, *size, dtype=torch.float64)
     grid = (size[0] // 4, size[1] // 4)
-    got = one.miniatures(images, grid)
+    got = one.color_targets(images, grid)
     mean, std = one.mean.numpy(), one.std.numpy()
     for image, colors in zip(images.numpy(), got.tolist(), strict=True):
         for patch, found in zip(cells(image * std + mean, *grid), colors, strict=True):
@@ -62,16 +62,16 @@ def test_colors_are_three_bits_of_the_mean_of_a_patch_or_of_its_sixteenths(
 
 
 def test_known_colors_have_known_numbers() -> None:
-    one = MaskedPatch(net_of(), MaskedPatchConfig(), PreprocessConfig(mean=(0, 0, 0), std=(1, 1, 1)))
+    one = MaskedPatchObjective(net_of(), MaskedPatchConfig(), PreprocessConfig(mean=(0, 0, 0), std=(1, 1, 1)))
     shades = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.5, 0.0], [-0.2, 0.0, 1.3]])
     images = shades[:, :, None, None].expand(-1, -1, 4, 8)
-    assert one.miniatures(images, (1, 2))[:, 0, 0].tolist() == [0, 511, 448, 32, 7]
+    assert one.color_targets(images, (1, 2))[:, 0, 0].tolist() == [0, 511, 448, 32, 7]
 
 
 @settings(max_examples=15)
 @given(st.floats(0.01, 1), st.integers(2, 40))
 def test_exactly_the_share_is_chosen_without_repeats(share: float, patches: int) -> None:
-    chosen = learner(share=share).chosen(keys_for(5), patches)
+    chosen = learner(share=share).choose_patches(seeds_for(5), patches)
     assert chosen.shape == (5, max(round(share * patches), 1))
     assert all(len(set(row)) == len(row) and min(row) >= 0 and max(row) < patches for row in chosen.tolist())
 
@@ -81,10 +81,10 @@ def test_every_patch_is_chosen_equally_often_and_corrupted_as_often_as_told() ->
     with torch.no_grad():
         one.mask_token.fill_(7)
     patches = torch.arange(16.0)[None, :, None].expand(count, -1, 16)
-    chosen = one.chosen(keys_for(count), 16)
+    chosen = one.choose_patches(seeds_for(count), 16)
     often = torch.bincount(chosen.flatten(), minlength=16) / count
     assert ((often - 0.5).abs() < 5 * math.sqrt(0.25 / count)).all()
-    out = one.corrupted(patches, chosen, keys_for(count)).detach()[..., 0]
+    out = one.corrupt(patches, chosen, seeds_for(count)).detach()[..., 0]
     hit = torch.zeros(count, 16, dtype=torch.bool).scatter(1, chosen, True)
     assert torch.equal(out[~hit], patches[..., 0][~hit]), "what is not chosen stays"
     # The mask token is 7, which is also the number of one patch: leave that one out.
@@ -97,12 +97,12 @@ def test_every_patch_is_chosen_equally_often_and_corrupted_as_often_as_told() ->
     assert set((moved % 16).tolist()) == set(range(1, 16)), "any other patch, and never itself"
 
 
-def by_hand(one: MaskedPatch, images: Tensor, keys: Tensor) -> list[float]:
+def by_hand(one: MaskedPatchObjective, images: Tensor, sample_seeds: Tensor) -> list[float]:
     """The loss of each image, one patch at a time."""
     net, found = one.net, []
-    for image, key in zip(images, keys, strict=True):
-        chosen = one.chosen(key[None], math.prod(net.config.grid))
-        x, grid = net.embed(image[None], corrupt=lambda p, c=chosen, k=key: one.corrupted(p, c, k[None]))
+    for image, key in zip(images, sample_seeds, strict=True):
+        chosen = one.choose_patches(key[None], math.prod(net.config.grid))
+        x, grid = net.embed(image[None], corrupt=lambda p, c=chosen, k=key: one.corrupt(p, c, k[None]))
         final = net.norm(net.encode(x, grid))[0, net.config.num_prefix_tokens :]
         shown = cells(image.numpy(), *grid)
         mean, std = (v.numpy() for v in (one.mean, one.std))
@@ -125,11 +125,11 @@ def by_hand(one: MaskedPatch, images: Tensor, keys: Tensor) -> list[float]:
     "options", [{}, {"pool": "map", "class_token": False}, {"position": "rope-2d", "num_registers": 2}]
 )
 def test_the_loss_is_its_definition(target: str, options: dict[str, Any]) -> None:
-    one, keys = learner(target, **options), keys_for(3)
+    one, sample_seeds = learner(target, **options), seeds_for(3)
     images = torch.randn(3, 3, 16, 16, dtype=torch.float64)
-    wanted = by_hand(one, images, keys)
+    wanted = by_hand(one, images, sample_seeds)
     for weights in (torch.ones(3), torch.tensor([1.0, 0.0, 2.0])):
-        got = one(images, torch.zeros(3).long(), weights, keys)
+        got = one(images, torch.zeros(3).long(), weights, sample_seeds)
         assert float(got["loss"].detach()) == pytest.approx(
             sum(w * v for w, v in zip(weights.tolist(), wanted, strict=True)), rel=1e-9
         )
@@ -139,23 +139,23 @@ def test_the_loss_is_its_definition(target: str, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("target", ["mean-color", "downsized"])
 def test_an_oracle_is_always_right(target: str) -> None:
     one, images = learner(target), torch.randn(2, 3, 16, 16, dtype=torch.float64)
-    colors = one.miniatures(images, (4, 4))
+    colors = one.color_targets(images, (4, 4))
     constant = torch.full_like(images, 0.3)
-    wanted = one.miniatures(constant, (4, 4))[0, 0]
+    wanted = one.color_targets(constant, (4, 4))[0, 0]
     torch.nn.init.zeros_(one.guess.weight)
     with torch.no_grad():
         one.guess.bias.copy_(40 * F.one_hot(wanted, 512).flatten())
-    got = one(constant, torch.zeros(2), torch.ones(2), keys_for(2))
+    got = one(constant, torch.zeros(2), torch.ones(2), seeds_for(2))
     assert float(got["correct"]) == 2
     assert float(got["loss"].detach()) == pytest.approx(0, abs=1e-9)
     assert colors.shape == (2, 16, 16 if target == "downsized" else 1)
 
 
 def test_a_fresh_guess_is_uniform() -> None:
-    one = MaskedPatch(net_of().double(), MaskedPatchConfig(), WAY, seed=0)
-    got = one(torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.zeros(4), torch.ones(4), keys_for(4))
+    one = MaskedPatchObjective(net_of().double(), MaskedPatchConfig(), WAY, seed=0)
+    got = one(torch.randn(4, 3, 16, 16, dtype=torch.float64), torch.zeros(4), torch.ones(4), seeds_for(4))
     assert float(got["loss"].detach()) == pytest.approx(4 * math.log(512), rel=1e-12)
-    other = MaskedPatch(net_of().double(), MaskedPatchConfig(), WAY, seed=0)
+    other = MaskedPatchObjective(net_of().double(), MaskedPatchConfig(), WAY, seed=0)
     assert torch.equal(one.mask_token, other.mask_token)
 
 
@@ -175,7 +175,7 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_what_takes_no_part_is_not_waited_for(options: dict[str, Any]) -> None:
     one = masked(net=net_of(**options))
-    one(torch.randn(2, 3, 16, 16), torch.zeros(2), torch.ones(2), keys_for(2))["loss"].backward()
+    one(torch.randn(2, 3, 16, 16), torch.zeros(2), torch.ones(2), seeds_for(2))["loss"].backward()
     unused = [n for n, p in one.named_parameters() if p.requires_grad and p.grad is None]
     frozen = {n for n, p in one.named_parameters() if not p.requires_grad}
     assert not unused
@@ -193,23 +193,23 @@ def test_the_network_given_keeps_its_head() -> None:
 
 def test_other_sizes_and_left_out_edges_are_fine() -> None:
     one = masked(net=net_of())
-    got = one(torch.randn(2, 3, 8, 24), torch.zeros(2), torch.ones(2), keys_for(2))
+    got = one(torch.randn(2, 3, 8, 24), torch.zeros(2), torch.ones(2), seeds_for(2))
     assert got["loss"].isfinite()
     edged = learner("pixels", image_size=18, uncovered="ignore")
-    images, keys = torch.randn(2, 3, 18, 18, dtype=torch.float64), keys_for(2)
-    a, b = (edged(x, torch.zeros(2), torch.ones(2), keys)["loss"] for x in (images, images[:, :, :16, :16]))
+    images, sample_seeds = torch.randn(2, 3, 18, 18, dtype=torch.float64), seeds_for(2)
+    a, b = (edged(x, torch.zeros(2), torch.ones(2), sample_seeds)["loss"] for x in (images, images[:, :, :16, :16]))
     torch.testing.assert_close(a, b)
 
 
 def test_learning_it_works() -> None:
     """A few steps on images of two colors: far better than chance."""
     torch.manual_seed(0)
-    one = MaskedPatch(build(ViTConfig(**SMALL | {"num_classes": 0}), seed=0), MaskedPatchConfig(), WAY, seed=0)
+    one = MaskedPatchObjective(build(ViTConfig(**SMALL | {"num_classes": 0}), seed=0), MaskedPatchConfig(), WAY, seed=0)
     optimizer = torch.optim.AdamW(one.parameters(), lr=5e-3)
     for step in range(40):
         sides = torch.randint(2, (16, 1, 1, 1)) * 2.0 - 1
         images = sides.expand(-1, 3, 16, 16)
-        found = one(images, torch.zeros(16), torch.ones(16), keys_for(16, step))
+        found = one(images, torch.zeros(16), torch.ones(16), seeds_for(16, step))
         (found["loss"] / 16).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -48,15 +48,15 @@ def test_the_order_of_a_batch_changes_nothing(kind: str, order: list[int]) -> No
 
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_an_image_of_weight_zero_adds_nothing(kind: str) -> None:
-    learner, (images, targets, weights, keys) = made(kind), batch(6)
+    learner, (images, targets, weights, sample_seeds) = made(kind), batch(6)
     kept = weights > 0
-    without = learner(images[kept], targets[kept], weights[kept], keys[kept])
+    without = learner(images[kept], targets[kept], weights[kept], sample_seeds[kept])
     without["loss"].backward()
     wanted = [p.grad.clone() for p in learner.parameters()]
     learner.zero_grad()
     images[~kept] = 1e6 * torch.randn_like(images[~kept])
     targets[~kept] = 0
-    found = learner(images, targets, weights, keys)
+    found = learner(images, targets, weights, sample_seeds)
     found["loss"].backward()
     for name, value in without.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
@@ -66,12 +66,12 @@ def test_an_image_of_weight_zero_adds_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_weights_count_images(kind: str) -> None:
-    learner, (images, targets, _, keys) = made(kind), batch(4)
+    learner, (images, targets, _, sample_seeds) = made(kind), batch(4)
     weights = torch.tensor([2.0, 1.0, 1.0, 0.0])
     picked = torch.tensor([0, 0, 1, 2])
     found, wanted = (
-        learner(images, targets, weights, keys),
-        learner(images[picked], targets[picked], torch.ones(4), keys[picked]),
+        learner(images, targets, weights, sample_seeds),
+        learner(images[picked], targets[picked], torch.ones(4), sample_seeds[picked]),
     )
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name], rtol=1e-12, atol=1e-12)
@@ -118,11 +118,13 @@ def test_every_parameter_learns_and_is_saved_and_has_its_place(kind: str) -> Non
     assert all(p.grad is not None for p in parameters.values()), "what DistributedDataParallel waits for"
     assert set(learner.state_dict()) == set(parameters)
     assert {f"net.{name}" for name in learner.net.state_dict()} <= set(parameters)
-    assert {f"net.{name}" for name in learner.net.decayed()} <= learner.decayed() <= set(parameters)
+    assert (
+        {f"net.{name}" for name in learner.net.decayed_parameters()} <= learner.decayed_parameters() <= set(parameters)
+    )
     for name in parameters:
-        assert 0 <= learner.depth_of(name) <= learner.net.config.depth + 1
+        assert 0 <= learner.layer_id(name) <= learner.net.config.depth + 1
         if name.startswith("net."):
-            assert learner.depth_of(name) == learner.net.depth_of(name[4:])
+            assert learner.layer_id(name) == learner.net.layer_id(name[4:])
 
 
 @pytest.mark.parametrize("kind", LEARNERS)

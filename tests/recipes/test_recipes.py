@@ -12,7 +12,7 @@ import pytest
 from vitrail.config import Duration, TrainConfig, epochs
 from vitrail.models import build
 from vitrail.recipes import RECIPES
-from vitrail.recipes.finetune import finetune, only, paper
+from vitrail.recipes.finetune import finetune, finetune_paper, train_only
 from vitrail.train.lr_schedule import LRSchedule
 
 PROMISED = {
@@ -40,7 +40,7 @@ def test_json_and_back_is_the_identity(name: str):
 def test_its_network_can_be_built_and_sees_what_is_prepared(name: str):
     config = RECIPES[name]()
     assert config.model is not None
-    net = build(config.model.replace(num_classes=10), skeleton=True)
+    net = build(config.model.replace(num_classes=10), meta=True)
     assert sum(p.numel() for p in net.parameters()) > 1000
     assert config.preprocess is not None
     assert config.preprocess.image_size == config.model.image_size
@@ -84,7 +84,7 @@ def test_the_readme_has_the_same_accuracy_and_interval(name: str):
 
 
 @pytest.mark.parametrize("images", [1, 5, 20, 100, 3_000, 60_000, 2_000_000])
-@pytest.mark.parametrize("make", [finetune, paper])
+@pytest.mark.parametrize("make", [finetune, finetune_paper])
 def test_fine_tuning_fits_any_number_of_images(make, images: int):
     for device in ("cpu", "cuda"):
         config = make("start", "photos", images=images, device=device)
@@ -96,7 +96,7 @@ def test_fine_tuning_fits_any_number_of_images(make, images: int):
 
 def test_the_papers_settings():
     """Its Table 4 and appendix B.1.1."""
-    config = paper("start", "photos", images=1_281_167)
+    config = finetune_paper("start", "photos", images=1_281_167)
     optim = config.optim
     assert (optim.kind, optim.momentum, optim.grad_clip, optim.weight_decay) == ("sgd", 0.9, 1.0, 0.0)
     assert (config.image_size, config.batch_size, str(config.duration)) == (
@@ -105,15 +105,15 @@ def test_the_papers_settings():
         "20000 steps",
     )  # `larger` has its size
     assert config.schedule.kind == "cosine"
-    assert paper("start", "cifar", images=50_000).duration == Duration(count=10_000, unit="steps")
-    assert paper("start", "pets", images=3_680).duration == Duration(count=500, unit="steps")
+    assert finetune_paper("start", "cifar", images=50_000).duration == Duration(count=10_000, unit="steps")
+    assert finetune_paper("start", "pets", images=3_680).duration == Duration(count=500, unit="steps")
 
 
 def test_less_learns_where_less_is_asked_for():
     config = finetune("start", "photos", images=1000)
     assert config.optim.layer_decay == 0.75
     assert epochs(5).count <= config.duration.count <= 50
-    head = only(config, "head").optim
+    head = train_only(config, "head").optim
     assert (head.trainable, head.layer_decay) == ("head", None)
     assert head.lr > config.optim.lr
-    assert only(config, 2).optim == config.optim.replace(trainable=2)
+    assert train_only(config, 2).optim == config.optim.replace(trainable=2)

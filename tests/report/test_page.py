@@ -31,7 +31,7 @@ from report.run_folders import (
 
 from vitrail.config import BiTConfig, PreprocessConfig
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import NotFound
+from vitrail.errors import NotFoundError
 from vitrail.evaluate import pixel_knn_baseline
 from vitrail.models import Net, build
 from vitrail.report import write_report
@@ -389,5 +389,5 @@ def test_an_image_that_cannot_be_read_any_more_is_left_out(finished: Path, net: 
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, net: Net):
-    with pytest.raises(NotFound, match=r"no config\.json"):
+    with pytest.raises(NotFoundError, match=r"no config\.json"):
         report(tmp_path, net)

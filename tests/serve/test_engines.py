@@ -137,7 +137,7 @@ def test_an_exported_file_of_features_embeds_without_the_hidden_patches(tmp_path
         image = vit.preprocess.prepare(photo())
         image[:, :8] = 0
         with torch.no_grad():
-            wanted = vit.net.features(image[None], want="pooled").pooled
+            wanted = vit.net.features(image[None], outputs="pooled").pooled
         assert hidden.json()["results"][0]["embedding"] == pytest.approx(wanted[0].tolist(), abs=0.02)
         assert hidden.json()["results"][0]["embedding"] != pytest.approx(plain, abs=0.02)
         assert client.get("/v1/model").json()["task"] == "embed"

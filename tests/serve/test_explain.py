@@ -79,7 +79,7 @@ def test_attention_comes_back_row_by_row(client: httpx.Client, vit: vitrail.Mode
     assert found["layers"] == [1, 2]
     assert found["prefix_tokens"] == ["class", "register 1"]
     assert found["grid"] == {"rows": 4, "columns": 6}
-    wanted = vit.net.features(images, want=("attention",)).attention
+    wanted = vit.net.features(images, outputs=("attention",)).attention
     for number, layer in enumerate(found["attention"]):
         assert (layer["layer"], layer["num_heads"], layer["num_tokens"]) == (number + 1, 2, 26)
         peaks = unpacked(layer["row_max"], "<f4").reshape(2, 26, 1)

@@ -122,7 +122,7 @@ def test_features_are_those_of_the_image_without_the_hidden_patches(
             row, column = 8 * (patch // 4), 8 * (patch % 4)
             image[:, row : row + 8, column : column + 8] = instead[:, row : row + 8, column : column + 8]
         with torch.no_grad():
-            wanted = vit.net.features(image[None], want="pooled").pooled[0].numpy()
+            wanted = vit.net.features(image[None], outputs="pooled").pooled[0].numpy()
         got = np.array(found[number]["embedding"])
         assert np.abs(got - wanted).max() < 0.25 * np.abs(whole[number] - wanted).max()  # pixels are rounded to bytes
         assert np.abs(got - wanted).max() < 0.01

@@ -96,12 +96,12 @@ def left_alone(folder: Path, length: int) -> None:
         raise RuntimeError(f"the run failed by itself:\n{(folder.parent / 'log.txt').read_text()}")
 
 
-def killed(folder: Path, length: int, kills: int, chance: random.Random) -> list[int]:
+def killed(folder: Path, length: int, kills: int, rng: random.Random) -> list[int]:
     """The same run, killed so many times; the last steps that were saved before each kill."""
     seen: list[int] = []
     while True:
         child = start(folder, length, resume=RunFolder(folder).started)
-        status = ended(child, 600.0) if len(seen) >= kills else waited(child, folder, chance)
+        status = ended(child, 600.0) if len(seen) >= kills else waited(child, folder, rng)
         if status is None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -114,16 +114,16 @@ def killed(folder: Path, length: int, kills: int, chance: random.Random) -> list
             shutil.rmtree(folder)  # done before its kills were: again from the start
 
 
-def waited(child: int, folder: Path, chance: random.Random) -> int | None:
+def waited(child: int, folder: Path, rng: random.Random) -> int | None:
     """A random moment: while it starts, or from a saved step on; its status if it has ended by then."""
-    if chance.random() < 0.2:
-        return ended(child, chance.uniform(0, START))
+    if rng.random() < 0.2:
+        return ended(child, rng.uniform(0, START))
     before, limit = _steps(folder), time.monotonic() + 60
     while _steps(folder) == before and time.monotonic() < limit:
         status = ended(child, 0.01)
         if status is not None:
             return status
-    return ended(child, chance.uniform(0, SAVED))
+    return ended(child, rng.uniform(0, SAVED))
 
 
 def differences(one: Path, other: Path, length: int) -> list[str]:

@@ -189,7 +189,7 @@ class Headless(Learner):
         self.net.head.requires_grad_(False)
 
     def forward(self, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.net.features(images, want="patches").patches.square().sum() * self.scale.sum()}
+        return {"loss": self.net.features(images, outputs="patches").patches.square().sum() * self.scale.sum()}
 
 
 def unused(parallel: str) -> State:

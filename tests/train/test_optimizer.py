@@ -18,7 +18,7 @@ from vitrail.config.train import MaskedPatchConfig
 from vitrail.errors import ConfigError, TrainError
 from vitrail.models import build
 from vitrail.objectives.base import Objective
-from vitrail.objectives.masked_patch import MaskedPatch
+from vitrail.objectives.masked_patch import MaskedPatchObjective
 from vitrail.train.optimizer import Optimizer, freeze, make_optimizer
 
 FACTORS = (0.25, 1.0, 0.5, 0.0, 0.1)
@@ -74,7 +74,7 @@ def test_adamw_is_its_definition_and_decay_may_follow_the_schedule_alone(
     for t, factor in enumerate(FACTORS, 1):
         for name, g in gradients(learner, t).items():
             inner = name.removeprefix("net.")
-            depth = NET.depth + 1 if name == "scale" else learner.net.depth_of(inner)
+            depth = NET.depth + 1 if name == "scale" else learner.net.layer_id(inner)
             lr = 0.01 * (layer_decay or 1.0) ** (NET.depth + 1 - depth)
             p = wanted[name]
             direction, *memory[name] = adam(p, *memory[name], g, t, config)  # type: ignore[assignment]
@@ -178,7 +178,7 @@ def test_what_a_rule_has_no_use_for_is_refused() -> None:
 
 
 def test_what_an_objective_adds_has_its_own_height_and_what_it_froze_stays_frozen() -> None:
-    learner = MaskedPatch(build(NET.replace(pool="map")), MaskedPatchConfig(), PreprocessConfig(image_size=16))
+    learner = MaskedPatchObjective(build(NET.replace(pool="map")), MaskedPatchConfig(), PreprocessConfig(image_size=16))
     freeze(learner, "all")
     assert not any(p.requires_grad for p in learner.net.pool.parameters())
     optimizer = make_optimizer(learner, OptimConfig(lr=1.0, layer_decay=0.5, head_lr_factor=10.0))

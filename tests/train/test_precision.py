@@ -11,7 +11,7 @@ from train.small_runs import digits, interrupted, resumed
 
 from vitrail.config import TrainConfig
 from vitrail.recipes import RECIPES
-from vitrail.recipes.finetune import finetune, paper
+from vitrail.recipes.finetune import finetune, finetune_paper
 from vitrail.runtime import pick_precision
 from vitrail.train.run_folder import RunFolder
 from vitrail.train.setup import prepare_run
@@ -30,7 +30,10 @@ def test_the_device_decides_unless_it_was_asked_for(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_recipe_asks_for_one():
-    recipes = [*(make() for make in RECIPES.values()), *(make("x", "y", images=99) for make in (finetune, paper))]
+    recipes = [
+        *(make() for make in RECIPES.values()),
+        *(make("x", "y", images=99) for make in (finetune, finetune_paper)),
+    ]
     assert {config.precision for config in recipes} == {TrainConfig.from_dict({"start": "x"}).precision} == {"auto"}
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vitrail.errors import CheckpointError, NotFound
+from vitrail.errors import CheckpointError, NotFoundError
 from vitrail.weights.archive import Archive, LazyTensors, choose_weights_file, open_archive
 from vitrail.weights.pickles import SECTIONS
 
@@ -339,15 +339,15 @@ def test_damage_inside_a_pickle_is_an_error(tmp_path: Path):
 
 
 def test_a_missing_file_is_told_with_its_neighbors(tmp_path: Path):
-    with pytest.raises(NotFound, match="is empty"):
+    with pytest.raises(NotFoundError, match="is empty"):
         open_archive(tmp_path / "model.safetensors")
     save_file(TENSORS, tmp_path / "model.safetensors")
-    with pytest.raises(NotFound, match=r"no such file: .*did you mean 'model\.safetensors'"):
+    with pytest.raises(NotFoundError, match=r"no such file: .*did you mean 'model\.safetensors'"):
         open_archive(tmp_path / "model.safetensor")
-    with pytest.raises(NotFound, match="there is no folder"):
+    with pytest.raises(NotFoundError, match="there is no folder"):
         open_archive(tmp_path / "gone" / "model.safetensors")
     (tmp_path / "link").symlink_to("nowhere")
-    with pytest.raises(NotFound, match="a link to nowhere, which does not exist"):
+    with pytest.raises(NotFoundError, match="a link to nowhere, which does not exist"):
         open_archive(tmp_path / "link")
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitrail.config import BiTConfig, ViTConfig, pair
-from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFound, VitrailError
+from vitrail.errors import CheckpointError, ConfigError, FormatError, NotFoundError, VitrailError
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import LazyTensors, open_archive
@@ -296,9 +296,9 @@ def test_what_is_no_file_of_weights_is_told_for_what_it_is(content: bytes, messa
 
 
 def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="no such file"):
+    with pytest.raises(NotFoundError, match="no such file"):
         checkpoint.read(tmp_path / "model.safetensors")
-    with pytest.raises(NotFound, match="no weights in the folder"):
+    with pytest.raises(NotFoundError, match="no weights in the folder"):
         checkpoint.read(tmp_path)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import vitrail
 from vitrail.config import PreprocessConfig, ViTConfig
-from vitrail.errors import ConfigError, NotFound
+from vitrail.errors import ConfigError, NotFoundError
 from vitrail.models import Net, build
 from vitrail.weights import class_names as module
 from vitrail.weights.class_names import (
@@ -98,9 +98,9 @@ def test_a_wrong_count_says_both_numbers():
 
 def test_a_missing_file_is_told_with_what_is_near(tmp_path: Path):
     (tmp_path / "labels.txt").touch()
-    with pytest.raises(NotFound, match=r"did you mean 'labels\.txt'"):
+    with pytest.raises(NotFoundError, match=r"did you mean 'labels\.txt'"):
         read_labels(tmp_path / "label.txt")
-    with pytest.raises(NotFound, match="did you mean 'imagenet-1k'"):
+    with pytest.raises(NotFoundError, match="did you mean 'imagenet-1k'"):
         read_labels("imagenet1k")
 
 
@@ -152,7 +152,7 @@ def test_the_word_imagenet_1k_stands_for_them():
 def test_without_a_package_there_are_no_names(monkeypatch: pytest.MonkeyPatch):
     packages(monkeypatch)
     assert imagenet_1k() is None
-    with pytest.raises(NotFound, match="pip install timm"):
+    with pytest.raises(NotFoundError, match="pip install timm"):
         read_labels("imagenet-1k")
 
 

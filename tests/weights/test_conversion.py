@@ -14,7 +14,7 @@ import vitrail as package
 from vitrail import runtime
 from vitrail.cli import main
 from vitrail.config import PreprocessConfig
-from vitrail.errors import CheckpointError, Inexpressible, ModelError
+from vitrail.errors import CheckpointError, ConversionError, ModelError
 from vitrail.weights import checkpoint
 from vitrail.weights.conversion import convert, lost_information
 
@@ -87,7 +87,7 @@ def test_the_library_refuses_what_the_command_refuses(
 ) -> None:
     vit = model(small(activation="gelu-quick"))
     vit.save(tmp_path / "source")
-    with pytest.raises(Inexpressible, match=r"cannot state .*approximate=True") as caught:
+    with pytest.raises(ConversionError, match=r"cannot state .*approximate=True") as caught:
         vit.save(tmp_path / FORMATS[to], to=to)
     assert command(tmp_path / "source", tmp_path / FORMATS[to], "--to", to) == [str(caught.value)]
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

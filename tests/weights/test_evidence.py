@@ -33,7 +33,7 @@ from facebook_files import (
 from vitrail.config import pair
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import FormatError, NotFound
+from vitrail.errors import FormatError, NotFoundError
 from vitrail.weights import checkpoint
 
 USUAL = "preprocessing is not in the file; as usual for"
@@ -159,7 +159,7 @@ def test_the_family_can_be_said(tmp_path: Path) -> None:
     assert net.config == info.config
     _, info = read(deit(), tmp_path, family="DeiT")
     assert (info.family, info.config.activation, info.config.resample) == ("DeiT", "gelu", "huggingface")
-    with pytest.raises(NotFound, match="no family is called 'DeiTT'; did you mean 'DeiT'"):
+    with pytest.raises(NotFoundError, match="no family is called 'DeiTT'; did you mean 'DeiT'"):
         read(deit(), tmp_path, family="DeiTT")
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vitrail.errors import CheckpointError, NotFound
+from vitrail.errors import CheckpointError, NotFoundError
 from vitrail.weights.archive import Archive, open_archive
 
 TENSORS = {f"t{i}": torch.full((i + 1,), float(i)) for i in range(5)}
@@ -103,10 +103,10 @@ def test_an_index_of_indices_is_refused(tmp_path: Path):
 
 
 def test_a_folder_without_weights_says_what_was_looked_for(tmp_path: Path):
-    with pytest.raises(NotFound, match=r"holds nothing; looked for model.safetensors, .*pytorch_model.bin"):
+    with pytest.raises(NotFoundError, match=r"holds nothing; looked for model.safetensors, .*pytorch_model.bin"):
         open_archive(tmp_path)
     (tmp_path / "tf_model.h5").touch()
-    with pytest.raises(NotFound, match=r"holds tf_model\.h5"):
+    with pytest.raises(NotFoundError, match=r"holds tf_model\.h5"):
         open_archive(tmp_path)
 
 

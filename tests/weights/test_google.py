@@ -49,7 +49,7 @@ def read(form: Format, values: Arrays) -> tuple[ViT, ModelInfo]:
     found = found.strip_prefix(prefix)
     found = Archive(found.source, found.tensors.rename(form.normalize_name))
     info = form.infer_info(found)
-    net = build(info.config, skeleton=True)
+    net = build(info.config, meta=True)
     net.load_state_dict(form.table(info.config).read(found.tensors, net, info.config), assign=True)
     assert isinstance(net, ViT)
     return net.eval(), info
@@ -80,8 +80,8 @@ def test_outputs_are_the_originals(name: str) -> None:
     wanted = outputs(name)
     images = wanted["images_nhwc"].permute(0, 3, 1, 2)
     with torch.no_grad():
-        given = net.features(images, want=("logits", "pre_logits"))
-        encoded = net.norm_before(net.encode(*net.embed(images)))
+        given = net.features(images, outputs=("logits", "pre_logits"))
+        encoded = net.norm_before_pool(net.encode(*net.embed(images)))
     assert relative(net(images).detach(), wanted["logits"]) <= 1e-5
     assert relative(given.logits, wanted["logits"]) <= 1e-5
     if "encoded" in wanted:
@@ -268,7 +268,7 @@ def test_the_image_tower_of_two_is_read_for_comparing_images(scan: bool) -> None
     assert [f for f in google.FORMATS if f.detect(archive(values)) is not None] == [form]
     net, info = read(form, values)
     assert (info.family, info.task) == ("SigLIP", "embed")
-    given = net.features(outputs("bigvision_map")["images_nhwc"].permute(0, 3, 1, 2), want="pooled")
+    given = net.features(outputs("bigvision_map")["images_nhwc"].permute(0, 3, 1, 2), outputs="pooled")
     assert given.pooled is not None
     assert relative(given.pooled.detach(), outputs("bigvision_map")["pre_logits"]) <= 1e-5
 

@@ -13,7 +13,7 @@ from compare import randomized, relative
 from conftest import golden, import_peer
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.errors import FormatError, Inexpressible
+from vitrail.errors import ConversionError, FormatError
 from vitrail.models import BiT, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint, google_bit
@@ -23,7 +23,7 @@ SMALL = BiTConfig(layers=(1, 2), width_factor=0.5, num_classes=5)
 PADS = {"google": "zero", "big_vision": "none"}
 
 
-def config_for(to: str, **changes: Any) -> BiTConfig:
+def config_from_name(to: str, **changes: Any) -> BiTConfig:
     return SMALL.replace(root_pad=PADS[to], **changes)
 
 
@@ -65,16 +65,16 @@ def test_what_is_written_is_what_was_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", PADS)
 def test_reading_inverts_writing(to: str, tmp_path: Path) -> None:
-    net = written(config_for(to), tmp_path / "net.npz", to)
+    net = written(config_from_name(to), tmp_path / "net.npz", to)
     again, info = checkpoint.read(tmp_path / "net.npz")
     assert info.config == net.config
     same_weights(net, again)
 
 
 def test_between_the_two_formats_only_the_border_of_the_first_pool_differs(tmp_path: Path) -> None:
-    net = written(config_for("google"), tmp_path / "paper.npz", "google")
+    net = written(config_from_name("google"), tmp_path / "paper.npz", "google")
     _, info = checkpoint.read(tmp_path / "paper.npz")
-    with pytest.raises(Inexpressible, match="root_pad='zero'"):
+    with pytest.raises(ConversionError, match="root_pad='zero'"):
         checkpoint.write(net, info, tmp_path / "big.npz", to="big_vision")
     checkpoint.write(net, info, tmp_path / "big.npz", to="big_vision", approximate=True)
     again, info = checkpoint.read(tmp_path / "big.npz")
@@ -86,7 +86,7 @@ def test_between_the_two_formats_only_the_border_of_the_first_pool_differs(tmp_p
 
 
 def test_the_papers_names_and_shapes(tmp_path: Path) -> None:
-    written(config_for("google"), tmp_path / "net.npz", "google")
+    written(config_from_name("google"), tmp_path / "net.npz", "google")
     shapes = {name: array.shape for name, array in np.load(tmp_path / "net.npz").items()}
     wanted = {
         "resnet/root_block/standardized_conv2d/kernel": (7, 7, 3, 32),
@@ -104,7 +104,7 @@ def test_the_papers_names_and_shapes(tmp_path: Path) -> None:
 
 
 def test_convolutions_with_numbers_in_their_names_are_read(tmp_path: Path) -> None:
-    net = written(config_for("google"), tmp_path / "net.npz", "google")
+    net = written(config_from_name("google"), tmp_path / "net.npz", "google")
     odd = {re.sub(r"/([abc])/stand(\w+)/", r"/\1/stand\2_3/", k): v for k, v in np.load(tmp_path / "net.npz").items()}
     assert any("standardized_conv2d_3" in name for name in odd)
     np.savez(tmp_path / "odd.npz", **odd)
@@ -113,7 +113,7 @@ def test_convolutions_with_numbers_in_their_names_are_read(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("to", PADS)
 def test_other_channels_and_no_head(to: str, tmp_path: Path) -> None:
-    net = written(config_for(to, channels=1, num_classes=0), tmp_path / "net.npz", to)
+    net = written(config_from_name(to, channels=1, num_classes=0), tmp_path / "net.npz", to)
     again, info = checkpoint.read(tmp_path / "net.npz")
     assert (info.config, info.task) == (net.config, "embed")
     assert info.preprocess.channels == 1
@@ -121,7 +121,7 @@ def test_other_channels_and_no_head(to: str, tmp_path: Path) -> None:
 
 
 def test_an_optimizer_beside_the_network_is_passed_over(tmp_path: Path) -> None:
-    net = written(config_for("big_vision"), tmp_path / "net.npz", "big_vision")
+    net = written(config_from_name("big_vision"), tmp_path / "net.npz", "big_vision")
     params = dict(np.load(tmp_path / "net.npz"))
     moments = {name.replace("params", "opt/0/mu"): 0 * array for name, array in params.items()}
     np.savez(tmp_path / "all.npz", **params, **moments)
@@ -139,7 +139,7 @@ def test_an_optimizer_beside_the_network_is_passed_over(tmp_path: Path) -> None:
 def test_a_file_that_does_not_fit_is_an_error_that_says_where(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    written(config_for("google"), tmp_path / "net.npz", "google")
+    written(config_from_name("google"), tmp_path / "net.npz", "google")
     values = dict(np.load(tmp_path / "net.npz")) | change
     np.savez(tmp_path / "odd.npz", **{k: v for k, v in values.items() if v is not None})
     with pytest.raises(FormatError, match=message):
@@ -151,7 +151,7 @@ def test_a_file_that_does_not_fit_is_an_error_that_says_where(
 )
 def test_a_convention_the_code_has_fixed_is_said(options: dict[str, Any], part: str) -> None:
     for to, form in [("google", google_bit.BIT_GOOGLE), ("big_vision", google_bit.BIT_BIG_VISION)]:
-        info = ModelInfo(config=config_for(to, **options), preprocess=FAMILIES["BiT"].preprocess)
+        info = ModelInfo(config=config_from_name(to, **options), preprocess=FAMILIES["BiT"].preprocess)
         assert form.inexact_conventions(info) == [part]
         assert form.unsupported_parts(info) == []
 
@@ -169,7 +169,7 @@ def test_a_vision_transformer_is_no_bit() -> None:
 def test_timm_reads_what_is_written(tmp_path: Path) -> None:
     """With timm's epsilon, so that its logits can be compared too."""
     timm = import_peer("timm")
-    config = config_for("google", standardize_eps=1e-8)
+    config = config_from_name("google", standardize_eps=1e-8)
     net, info = randomized(build(config)), ModelInfo(config=config, preprocess=FAMILIES["BiT"].preprocess)
     checkpoint.write(net, info, tmp_path / "net.npz", to="google", approximate=True)
     model = timm.models.ResNetV2(

@@ -13,7 +13,7 @@ from compare import randomized, relative
 from conftest import import_peer
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
-from vitrail.errors import Inexpressible
+from vitrail.errors import ConversionError
 from vitrail.models import ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint, google
@@ -59,7 +59,7 @@ def test_what_a_format_has_no_place_for_is_refused_by_name(
     config = SMALL.replace(**options)
     info = ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess)
     for name in ("google", "big_vision") if to == "both" else (to,):
-        with pytest.raises(Inexpressible, match=re.escape(part)):
+        with pytest.raises(ConversionError, match=re.escape(part)):
             checkpoint.write(build(config), info, tmp_path / "never.npz", to=name)
     assert list(tmp_path.iterdir()) == []
 
@@ -85,7 +85,7 @@ def test_a_convention_the_code_has_fixed_is_written_only_when_told(
 ) -> None:
     config = SMALL.replace(**options)
     info, net = ModelInfo(config=config, preprocess=FAMILIES["ViT"].preprocess), build(config, seed=0)
-    with pytest.raises(Inexpressible, match=re.escape(part)):
+    with pytest.raises(ConversionError, match=re.escape(part)):
         checkpoint.write(net, info, tmp_path / "net.npz", to="google")
     checkpoint.write(net, info, tmp_path / "net.npz", to="google", approximate=True)
     again, _ = checkpoint.read(tmp_path / "net.npz")

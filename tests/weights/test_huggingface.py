@@ -42,7 +42,7 @@ def spelled(archive: Archive) -> Archive:
 def read(source: Path | Archive) -> tuple[Net, ModelInfo]:
     archive = spelled(source if isinstance(source, Archive) else open_archive(source))
     info = HUGGINGFACE.infer_info(archive)
-    net = build(info.config, skeleton=True)
+    net = build(info.config, meta=True)
     net.load_state_dict(HUGGINGFACE.table(info.config).read(archive.tensors, net, info.config), assign=True)
     return net.eval(), info
 
@@ -207,7 +207,7 @@ def test_another_size_and_shape_resamples_as_transformers_does(name: str, tmp_pa
     images = random_images(48, 24)
     asked = {} if name.startswith("dinov2") else {"interpolate_pos_encoding": True}
     expected = model(images, output_hidden_states=True, output_attentions=True, **asked)
-    found = net.features(images, want=("logits", "tokens", "attention"))
+    found = net.features(images, outputs=("logits", "tokens", "attention"))
     assert found.logits is not None
     assert found.tokens is not None
     assert found.attention is not None

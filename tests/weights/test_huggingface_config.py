@@ -15,7 +15,7 @@ from PIL import Image
 
 from vitrail.config import BiTConfig, PreprocessConfig, StemConfig, ViTConfig
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import FormatError, Inexpressible
+from vitrail.errors import ConversionError, FormatError
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import Archive, LazyTensors
 from vitrail.weights.huggingface import HUGGINGFACE
@@ -348,18 +348,18 @@ SIGLIP = PLAIN.replace(class_token=False, pool="map", num_classes=0)
 )
 def test_what_has_no_place_is_refused_by_name(config: ViTConfig, changes: dict[str, Any], phrase: str) -> None:
     HUGGINGFACE.check_writable(ModelInfo(config=config, preprocess=PreprocessConfig()))
-    with pytest.raises(Inexpressible, match=phrase):
+    with pytest.raises(ConversionError, match=phrase):
         HUGGINGFACE.check_writable(ModelInfo(config=config.replace(**changes), preprocess=PreprocessConfig()))
 
 
 def test_names_for_a_projection_have_no_place() -> None:
-    with pytest.raises(Inexpressible, match="names for the outputs"):
+    with pytest.raises(ConversionError, match="names for the outputs"):
         HUGGINGFACE.check_writable(ModelInfo(config=CLIP, preprocess=PreprocessConfig(), labels=tuple("abcde")))
 
 
 def test_conventions_of_the_original_bit_pass_only_when_told() -> None:
     info = ModelInfo(config=BiTConfig(), preprocess=PreprocessConfig(), family="BiT")
-    with pytest.raises(Inexpressible, match="standardization epsilon of 1e-10"):
+    with pytest.raises(ConversionError, match="standardization epsilon of 1e-10"):
         HUGGINGFACE.check_writable(info)
     HUGGINGFACE.check_writable(info, approximate=True)
     HUGGINGFACE.check_writable(info.replace(config=BiTConfig(standardize_eps=1e-8)))

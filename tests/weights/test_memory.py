@@ -41,7 +41,7 @@ def test_reading_takes_no_more_memory_than_the_weights(to: str, tmp_path: Path) 
     if not status.exists() or "VmHWM" not in status.read_text():
         pytest.skip("needs Linux's account of peak memory")
     for name, config in (("small", TINY), ("B", ViTConfig(activation="gelu", depth=4))):
-        net = build(config, skeleton=True).to_empty(device="cpu")
+        net = build(config, meta=True).to_empty(device="cpu")
         for parameter in net.parameters():
             torch.nn.init.ones_(parameter)
         info = ModelInfo(config=config, preprocess=default_preprocess("ViT", config))

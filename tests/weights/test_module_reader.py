@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import vitrail
 from vitrail.config import pair
-from vitrail.errors import CheckpointError, FormatError, NotFound, VitrailError
+from vitrail.errors import CheckpointError, FormatError, NotFoundError, VitrailError
 
 pytestmark = pytest.mark.peer
 
@@ -270,7 +270,7 @@ def test_other_networks_are_refused_by_name() -> None:
             r"timm's test_vit: read as timm, the tensors do not fit: left over head.0.weight, [^;]*$",
         ),
         (quantized, FormatError, "timm's test_vit: .* is a dtype, not a plain tensor; .* before it was quantized"),
-        (model(small()), NotFound, r"got a Model, wanted a file, .* or an nn\.Module"),
+        (model(small()), NotFoundError, r"got a Model, wanted a file, .* or an nn\.Module"),
     ]
     for given, kind, message in refused:
         with pytest.raises(kind, match=message):

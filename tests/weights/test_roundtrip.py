@@ -17,7 +17,7 @@ from strategies import near, vit_configs
 from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
-from vitrail.errors import Inexpressible
+from vitrail.errors import ConversionError
 from vitrail.models import Net, build
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import open_archive
@@ -170,7 +170,7 @@ def model(config: Config) -> tuple[Net, ModelInfo]:
         family=family,
         task="classify" if config.num_classes else "embed",
     )
-    net = randomized(build(config, skeleton=True).to_empty(device="cpu"))
+    net = randomized(build(config, meta=True).to_empty(device="cpu"))
     assert isinstance(net, Net)
     return net, info
 
@@ -227,7 +227,7 @@ def test_a_network_fits_a_format_or_is_refused_by_name(config: Config, marks: st
         if mark == "=":
             continue
         message = named if mark == "." else "Pass --approximate"
-        with pytest.raises(Inexpressible, match=message):
+        with pytest.raises(ConversionError, match=message):
             checkpoint.write(net, info, tmp_path / FORMATS[to], to=to, approximate=mark == ".")
         assert list(tmp_path.iterdir()) == [], to
 
@@ -356,7 +356,7 @@ def test_any_change_of_a_usual_network_fits_or_is_refused(
         form = checkpoint.format_for(to, info)
         if form.unsupported_parts(info):
             event(f"{to}: refused")
-            with pytest.raises(Inexpressible, match=f"{to}'s format has no place for"):
+            with pytest.raises(ConversionError, match=f"{to}'s format has no place for"):
                 checkpoint.write(net, info, folder / "model", to=to, approximate=True)
             assert not (folder / "model").exists()
             continue

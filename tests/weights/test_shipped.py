@@ -19,7 +19,7 @@ from safetensors import safe_open
 from small_models import model, small
 
 import vitrail
-from vitrail.errors import NotFound
+from vitrail.errors import NotFoundError
 from vitrail.evaluate.scores import wilson_interval
 from vitrail.recipes import RECIPES
 from vitrail.weights import checkpoint, shipped
@@ -103,12 +103,12 @@ def test_a_folder_of_that_name_comes_first(tmp_path, monkeypatch):
 
 
 def test_a_path_object_is_never_a_name():
-    with pytest.raises(NotFound, match="no such file"):
+    with pytest.raises(NotFoundError, match="no such file"):
         vitrail.load(Path("vitrail/cifar10"))
 
 
 def test_part_of_the_name_suggests_it():
-    with pytest.raises(NotFound, match="did you mean 'vitrail/cifar10'"):
+    with pytest.raises(NotFoundError, match="did you mean 'vitrail/cifar10'"):
         vitrail.load("cifar10")
 
 

@@ -13,7 +13,7 @@ from compare import randomized, relative
 from recognition_timm import is_read, timm
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
-from vitrail.errors import FormatError, Inexpressible
+from vitrail.errors import ConversionError, FormatError
 from vitrail.models import BiT, ViT, build
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import Archive, LazyTensors
@@ -54,7 +54,7 @@ def test_every_vit_of_timm_is_described_at_its_own_size_as_timm_builds_it() -> N
         for form, archive, family in (("folder", folder, None), ("bare", bare(folder, truth), truth["family"])):
             recognized, archive = checkpoint.detect_format(archive, family)
             config = recognized.infer_info(archive).config
-            recognized.table(config).read(archive.tensors, build(config, skeleton=True), config)
+            recognized.table(config).read(archive.tensors, build(config, meta=True), config)
             if expected(model) != said(config):
                 wrong[case.name, form] = set(expected(model).items()) ^ set(said(config).items())
     assert wrong == {}
@@ -202,7 +202,7 @@ def test_logits_tokens_and_attention_at_224(arch: str, tmp_path: Path) -> None:
     net, _ = checkpoint.read(saved(theirs, tmp_path / "timm"))
     images = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
-        out = net.features(images, want=("logits", "tokens", "attention"))
+        out = net.features(images, outputs=("logits", "tokens", "attention"))
         assert relative(net(images), theirs(images)) <= 1e-5
         assert relative(out.logits, theirs(images)) <= 1e-5
         _, layers = theirs.forward_intermediates(images, output_fmt="NLC", return_prefix_tokens=True)
@@ -339,7 +339,7 @@ def test_what_timm_cannot_express_is_refused_by_name(changes: dict[str, object],
     config = ViTConfig(**TINY | changes)
     net = ViT(config)
     info = ModelInfo(config=config, preprocess=default_preprocess("ViT", config))
-    with pytest.raises(Inexpressible, match=named):
+    with pytest.raises(ConversionError, match=named):
         checkpoint.write(net, info, tmp_path / "out", to="timm")
     assert list(tmp_path.iterdir()) == []
 

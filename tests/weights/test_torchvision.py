@@ -14,7 +14,7 @@ from conftest import import_peer
 from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig
-from vitrail.errors import FormatError, Inexpressible
+from vitrail.errors import ConversionError, FormatError
 from vitrail.models import ViT, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import checkpoint
@@ -139,7 +139,7 @@ def test_attention_is_torchvisions(tmp_path: Path) -> None:
         model(images)
         layer = first.self_attention
         _, weights = layer(seen[0], seen[0], seen[0], need_weights=True, average_attn_weights=False)
-        given = net.features(images, want="attention").attention
+        given = net.features(images, outputs="attention").attention
     assert relative(given[0], weights) <= 1e-5
 
 
@@ -176,7 +176,7 @@ def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_
     net = randomized(build(config))
     checkpoint.write(net, info_of(config), tmp_path / "first.npz", to="google")
     net, info = checkpoint.read(tmp_path / "first.npz")
-    with pytest.raises(Inexpressible, match="the tanh form of GELU"):
+    with pytest.raises(ConversionError, match="the tanh form of GELU"):
         checkpoint.write(net, info, tmp_path / "second.pth", to="torchvision")
     checkpoint.write(net, info, tmp_path / "second.pth", to="torchvision", approximate=True)
     net, info = checkpoint.read(tmp_path / "second.pth")
@@ -190,7 +190,7 @@ def test_googles_file_through_torchvisions_and_back_is_bit_for_bit_the_same(tmp_
 
 def described(config: ViTConfig) -> ModelInfo:
     """What is said of a file of this network, without its numbers."""
-    state = build(config, skeleton=True).state_dict()
+    state = build(config, meta=True).state_dict()
     names = TORCHVISION.table(config).write(state, config)
     return TORCHVISION.infer_info(Archive("memory", LazyTensors.from_tensors(names)))
 
@@ -277,7 +277,7 @@ def test_heads_that_cannot_be_guessed_are_an_error() -> None:
 )
 def test_it_is_refused_by_name(options: dict[str, Any], part: str, tmp_path: Path) -> None:
     config = SMALL.replace(**options)
-    with pytest.raises(Inexpressible, match=re.escape(part)):
+    with pytest.raises(ConversionError, match=re.escape(part)):
         checkpoint.write(build(config), info_of(config), tmp_path / "never.pth", to="torchvision")
     assert list(tmp_path.iterdir()) == []
 
@@ -300,7 +300,7 @@ def test_what_its_code_or_its_files_cannot_state_is_written_only_when_told(
 ) -> None:
     config = SMALL.replace(**options)
     net = build(config)
-    with pytest.raises(Inexpressible, match=re.escape(part)):
+    with pytest.raises(ConversionError, match=re.escape(part)):
         checkpoint.write(net, info_of(config), tmp_path / "net.pth", to="torchvision")
     checkpoint.write(net, info_of(config), tmp_path / "net.pth", to="torchvision", approximate=True)
     assert (tmp_path / "net.pth").exists()

@@ -16,7 +16,7 @@ from sklearn.datasets import load_sample_image
 from vitrail.config import PreprocessConfig, ViTConfig
 from vitrail.data.preprocess import Preprocess
 from vitrail.models import ViT
-from vitrail.models.variants import parse
+from vitrail.models.model_names import parse_name
 from vitrail.weights import checkpoint, timm_config
 from vitrail.weights.model_info import ModelInfo, default_preprocess
 from vitrail.weights.timm import TIMM_FORMAT
@@ -49,7 +49,7 @@ def test_each_family_prepares_images_as_its_own_code_does(family: str, size: int
 
 
 def test_dinov2_is_evaluated_at_224_whatever_its_positions_are_for() -> None:
-    usual = default_preprocess("DINOv2", parse("DINOv2-S/14"))
+    usual = default_preprocess("DINOv2", parse_name("DINOv2-S/14"))
     assert (usual.image_size, usual.resize_to) == ((224, 224), 256)
 
 
@@ -124,7 +124,7 @@ def test_saying_the_family_that_was_found_changes_nothing(tmp_path: Path) -> Non
 
 
 def test_a_fine_tuned_clip_still_has_classes_after_timms_format(tmp_path: Path) -> None:
-    config = parse("CLIP-B/32").replace(
+    config = parse_name("CLIP-B/32").replace(
         width=64, num_heads=1, mlp_dim=64, depth=1, num_classes=3, head_bias=True, image_size=64
     )
     info = ModelInfo(

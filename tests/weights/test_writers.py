@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from vitrail.errors import CheckpointError, Inexpressible
+from vitrail.errors import CheckpointError, ConversionError
 from vitrail.weights.writers import new_folder, write_json, write_npz, write_safetensors, write_torch
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b/c": torch.ones(4, dtype=torch.float16), "file": torch.tensor(3)}
@@ -244,7 +244,7 @@ def test_a_file_or_a_link_in_the_place_of_the_folder_is_kept(tmp_path: Path):
             pytest.fail("the block must not run")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError, Inexpressible])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ValueError, ConversionError])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_any_failure_removes_the_new_folder_and_keeps_the_old(
     tmp_path: Path, error: type[BaseException], overwrite: bool

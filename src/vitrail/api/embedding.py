@@ -22,7 +22,7 @@ from vitrail.data.loader import Loader
 from vitrail.data.sources import open_source_splits
 from vitrail.data.sources.base import Source, SourceSplits
 from vitrail.data.sources.subset import Subset
-from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.errors import ConfigError, DataError, did_you_mean
 from vitrail.evaluate.feature_file import FeatureFile, feature_table
 from vitrail.evaluate.features import FeatureSpec, extract_batches, image_batches, resolve_features, weights_checksum
 from vitrail.runtime import warn_once
@@ -70,7 +70,7 @@ def embed(
     images there are and how many are done already, `advance` of each few more.
     """
     if dtype not in DTYPES:
-        raise ConfigError(f"features cannot be kept as {dtype!r}{nearest(dtype, DTYPES)}")
+        raise ConfigError(f"features cannot be kept as {dtype!r}{did_you_mean(dtype, DTYPES)}")
     config = DataConfig(source=data) if isinstance(data, str) else data
     spec = _resolve_spec(spec or FeatureSpec(), model)
     sources = _select_splits(open_source_splits(config, require_labels=False), config, split)
@@ -127,7 +127,7 @@ def _result(path: Path, spec: FeatureSpec, written: bool) -> EmbedResult:
 def _select_splits(parts: SourceSplits, config: DataConfig, split: str) -> dict[str, Source]:
     """The parts that were asked for, by name."""
     if split not in SPLITS:
-        raise ConfigError(f"no split is called {split!r}{nearest(split, SPLITS)}")
+        raise ConfigError(f"no split is called {split!r}{did_you_mean(split, SPLITS)}")
     if hasattr(parts.train, "samples"):
         raise DataError(f"{config.source} is a stream, whose images have no numbers to go on by; try shards:.")
     warn_once(parts.notes, about=config.source)

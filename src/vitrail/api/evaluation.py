@@ -20,7 +20,7 @@ from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import ShardStream, open_data, open_source_splits
 from vitrail.data.sources.base import Source
 from vitrail.data.sources.source_spec import parse_source
-from vitrail.errors import ConfigError, DataError, ModelError, VitrailError, nearest
+from vitrail.errors import ConfigError, DataError, ModelError, VitrailError, did_you_mean
 from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.calibration import NUM_BINS
 from vitrail.evaluate.class_matching import ClassMatch, MappedSource, labels_for_matching, match_classes
@@ -102,7 +102,7 @@ def evaluate(
     already stays on its device unless another is named.
     """
     if protocol not in PROTOCOLS:
-        raise ConfigError(f"no protocol {protocol!r}{nearest(protocol, PROTOCOLS)}")
+        raise ConfigError(f"no protocol {protocol!r}{did_you_mean(protocol, PROTOCOLS)}")
     if bins < 1 or (batch_size is not None and batch_size < 1):
         raise ConfigError(f"bins={bins}, batch_size={batch_size}: wanted 1 or more.")
     config = DataConfig(source=data, root=root, skip_bad=skip_bad, workers=workers)

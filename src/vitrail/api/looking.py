@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.decode import ImageLike
-from vitrail.errors import ConfigError, ModelError, nearest
+from vitrail.errors import ConfigError, ModelError, did_you_mean
 from vitrail.explain import attention_views, class_view, faithfulness, gradient_view, occlusion
 from vitrail.explain.attention import Query, Walk, attentive, special_names
 from vitrail.explain.faithfulness import Faithfulness
@@ -91,7 +91,7 @@ class Look:
         from vitrail.explain import figures
 
         if kind not in (known := self.figures()):
-            raise ConfigError(f"no figure of this look is called {kind!r}{nearest(kind, known)}")
+            raise ConfigError(f"no figure of this look is called {kind!r}{did_you_mean(kind, known)}")
         if kind == "overview":
             scores = [(p.label, p.score) for p in self.predictions]
             what = f"What {self.model} sees in {self.image}" + (f": {self.target.label}" if self.target else "")
@@ -241,7 +241,7 @@ def class_number(model: Model, target: str | int) -> int:
     starts = [i for i, label in enumerate(plain) if label.split(",")[0] == asked]
     if len(starts) == 1:
         return starts[0]
-    raise ModelError(f"no class is called {target!r}{nearest(target, labels)}")
+    raise ModelError(f"no class is called {target!r}{did_you_mean(target, labels)}")
 
 
 def _chosen(model: Model, methods: Sequence[str] | None) -> tuple[str, ...]:
@@ -250,7 +250,7 @@ def _chosen(model: Model, methods: Sequence[str] | None) -> tuple[str, ...]:
         raise ConfigError(f"no kind of explanation was given; wanted some of {', '.join(METHODS)}.")
     for method in methods or ():
         if method not in METHODS:
-            raise ConfigError(f"no explanation is called {method!r}{nearest(method, METHODS)}")
+            raise ConfigError(f"no explanation is called {method!r}{did_you_mean(method, METHODS)}")
     classes = bool(model.config.num_classes) and model.info.task == "classify"
     if methods is None:
         able = [m for m in METHODS if m == "occlusion" or not isinstance(model.net, BiT)]
@@ -272,9 +272,9 @@ def _classes(
         if target is not None:
             raise ModelError(f"there is no class {target!r} to explain: this model has no classes.")
         return [], None
-    from vitrail.models.base import evaluating
+    from vitrail.models.base import eval_mode
 
-    with torch.no_grad(), evaluating(model.net):
+    with torch.no_grad(), eval_mode(model.net):
         logits = model.net(images).float().cpu()
     ranked = model.top_predictions(logits, model.config.num_classes)[0]
     number = ranked[0].index if target is None else class_number(model, target)

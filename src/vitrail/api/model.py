@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess, is_image_list
-from vitrail.errors import ConfigError, ImageError, ModelError, NotFound, VitrailError
+from vitrail.errors import ConfigError, ImageError, ModelError, NotFoundError, VitrailError
 from vitrail.export.names import is_exported
 from vitrail.models import Net, Output, ViT, build
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 from vitrail.models.families import FAMILIES
-from vitrail.models.output import joined
-from vitrail.models.variants import config_for, find
+from vitrail.models.model_names import config_from_name, find_published
+from vitrail.models.output import concat_outputs
 from vitrail.runtime import pick_device, pick_dtype, warn_once
 from vitrail.runtime.amx import check_bfloat16
 from vitrail.runtime.cores import usable_cores
@@ -147,7 +147,7 @@ class Model:
     def features(
         self,
         images: ImageLike | Iterable[ImageLike],
-        want: str | Sequence[str] | None = None,
+        outputs: str | Sequence[str] | None = None,
         *,
         layers: Sequence[int] | None = None,
         norm: bool = False,
@@ -159,12 +159,12 @@ class Model:
         """
         self.check_has_network()
         _check_batch(batch_size)
-        outputs = []
+        computed = []
         for group in _groups(images if is_image_list(images) else [images], batch_size):  # type: ignore[list-item]
-            with torch.no_grad(), evaluating(self.net):
+            with torch.no_grad(), eval_mode(self.net):
                 batched = self._normalized([self.preprocess.pixels(image) for image in group])
-                outputs.append(self.net.features(batched, want, layers=layers, norm=norm).map(_on_cpu))
-        return joined(outputs)
+                computed.append(self.net.features(batched, outputs, layers=layers, norm=norm).map(_on_cpu))
+        return concat_outputs(computed)
 
     def explain(self, image: ImageLike, **options: Any) -> Look:
         """What happens inside for one image: `look.rollout`, `look.attention`, `look.figure().savefig(...)`.
@@ -229,7 +229,7 @@ class Model:
         """Write in any format that can express this model.
 
         What another library's format does not carry is logged, as `vitrail convert` prints it. Where that
-        library would compute slightly different numbers, Inexpressible is raised unless `approximate` is true.
+        library would compute slightly different numbers, ConversionError is raised unless `approximate` is true.
         """
         info = self.info.replace(config=self.net.config)
         if to == NATIVE.name:  # carries all of it
@@ -251,7 +251,7 @@ class Model:
     def _pixels(self, image: ImageLike) -> Pixels | VitrailError:
         try:
             return self.preprocess.pixels(image)
-        except (ImageError, NotFound) as error:
+        except (ImageError, NotFoundError) as error:
             return error
 
     def _answers(self, prepared: Sequence[Pixels | VitrailError], want: Want) -> Iterator[Tensor | VitrailError]:
@@ -264,8 +264,8 @@ class Model:
     def _run(self, pixels: Sequence[Pixels], want: Want) -> Tensor:
         """B times H W C, 0 to 255 -> B outputs, on the CPU."""
         images = self._normalized(pixels)
-        with evaluating(self.net):
-            result = self.net(images) if want == "logits" else self.net.features(images, want=(want,)).pooled
+        with eval_mode(self.net):
+            result = self.net(images) if want == "logits" else self.net.features(images, outputs=(want,)).pooled
         assert isinstance(result, Tensor)
         if want == "logits" and self.config.num_classes not in (0, result.shape[-1]):
             raise ModelError(
@@ -347,7 +347,7 @@ def load(
     copied, preprocessing and labels are those of its config, and its outputs are compared for two images.
     """
     if not isinstance(source, str | Path | ModelLocation | nn.Module):
-        raise NotFound(
+        raise NotFoundError(
             f"got a {type(source).__name__}, wanted a file, a folder, a model's name, a hub id or an nn.Module."
         )
     size: dict[str, Any] = {"image_size": image_size, "channels": channels, "num_classes": num_classes}
@@ -377,13 +377,13 @@ def load(
 def create(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Net:
     """A fresh network by name, with the paper's first values: `create("ViT-B/16", num_classes=10, image_size=384)`."""
     target = pick_device(device)
-    return build(config_for(name, **changes), seed).to(target)
+    return build(config_from_name(name, **changes), seed).to(target)
 
 
 def create_model(name: str, *, seed: int | None = None, device: str | torch.device = "cpu", **changes: Any) -> Model:
     """An untrained Model by name: `create` with the family's preprocessing."""
     net = create(name, seed=seed, device=device, **changes)
-    variant = find(name)
+    variant = find_published(name)
     family = (variant.name if variant else name).split("+")[-1].split("-")[0]
     known = next(k for k in FAMILIES if k.lower() == family.lower())
     preprocess = default_preprocess(known, net.config)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitrail.config import DataConfig, Pair, ViTConfig, pair
 from vitrail.data.decode import ImageLike
-from vitrail.errors import ConfigError, DataError, ImageError, ModelError, VitrailError, nearest
+from vitrail.errors import ConfigError, DataError, ImageError, ModelError, VitrailError, did_you_mean
 from vitrail.explain import (
     attention_distance,
     class_view,
@@ -108,7 +108,7 @@ class Portrait:
     def draw(self, what: str) -> Drawn:
         """One of FIGURES; ModelError, with the reason, where this model has nothing of the kind."""
         if what not in FIGURES:
-            raise ConfigError(f"no figure is called {what!r}{nearest(what, FIGURES)}")
+            raise ConfigError(f"no figure is called {what!r}{did_you_mean(what, FIGURES)}")
         return FIGURES[what](self)
 
     def save(
@@ -120,7 +120,7 @@ class Portrait:
         check_formats(formats)
         for name in what or ():
             if name not in FIGURES:
-                raise ConfigError(f"no figure is called {name!r}{nearest(name, FIGURES)}")
+                raise ConfigError(f"no figure is called {name!r}{did_you_mean(name, FIGURES)}")
         written, reasons = [], []
         for name in what or FIGURES:
             try:

@@ -18,7 +18,7 @@ from vitrail.data.sources import open_data
 from vitrail.data.sources.base import Source
 from vitrail.data.sources.holdout import hold_out_stratified
 from vitrail.data.sources.subset import Subset
-from vitrail.errors import ConfigError, DataError, nearest
+from vitrail.errors import ConfigError, DataError, did_you_mean
 from vitrail.evaluate import fewshot, knn, logistic
 from vitrail.evaluate.feature_file import read_features
 from vitrail.evaluate.features import Features, FeatureSpec, extract_features, resolve_features
@@ -83,7 +83,7 @@ class ProbeSettings:
     def __post_init__(self) -> None:
         for method in self.methods:
             if method not in METHODS:
-                raise ConfigError(f"no way to probe is called {method!r}{nearest(method, METHODS)}")
+                raise ConfigError(f"no way to probe is called {method!r}{did_you_mean(method, METHODS)}")
         if self.num_seeds < 1:
             raise ConfigError(f"seeds={self.num_seeds}: wanted 1 choice of shots or more.")
         for name, given in (("shots", self.shots), ("k", self.ks)):

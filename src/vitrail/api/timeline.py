@@ -13,7 +13,7 @@ from vitrail.config import pair
 from vitrail.data.decode import ImageLike
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources import open_data
-from vitrail.errors import ModelError, NotFound, TrainError, VitrailError
+from vitrail.errors import ModelError, NotFoundError, TrainError, VitrailError
 from vitrail.explain.animation import NEAR, Film, draw_animation, draw_strip
 from vitrail.explain.canvas import save, save_arrays
 from vitrail.explain.panes import Pixels, shown
@@ -104,7 +104,7 @@ def _taken(run: Path) -> dict[int, Path]:
     found = find_snapshots(RunFolder(run).snapshots)
     if len(found) < 2:
         have = f"has one snapshot only, of step {next(iter(found))}" if found else "has no snapshots"
-        raise NotFound(
+        raise NotFoundError(
             f"{run} {have}, and a timeline needs two or more; train with snapshot_every='1 epoch' "
             "(a run that is resumed takes it too)."
         )

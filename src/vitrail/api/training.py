@@ -16,10 +16,10 @@ from vitrail.config import BiTConfig, DataConfig, TrainConfig, ViTConfig, overri
 from vitrail.data.loader import usable_indices
 from vitrail.data.sources import open_data
 from vitrail.data.transfer import TargetTable
-from vitrail.errors import ConfigError, DataError, NotFound, TrainError, VitrailError, nearest
+from vitrail.errors import ConfigError, DataError, NotFoundError, TrainError, VitrailError, did_you_mean
 from vitrail.evaluate import pixel_knn_applies, pixel_knn_baseline
 from vitrail.evaluate.scores import Scores
-from vitrail.models.variants import config_for
+from vitrail.models.model_names import config_from_name
 from vitrail.recipes import RECIPES
 from vitrail.recipes import finetune as tuning
 from vitrail.report import write_report
@@ -207,7 +207,7 @@ def finetune_config(
     """The settings that `finetune` picks for a model and some images."""
     known = {"finetune": tuning.finetune, "paper": tuning.paper}
     if recipe not in known:
-        raise NotFound(f"no way to fine-tune is called {recipe!r}{nearest(recipe, known)}")
+        raise NotFoundError(f"no way to fine-tune is called {recipe!r}{did_you_mean(recipe, known)}")
     about_data = [o for o in overrides if o.startswith("data.")]
     source = override(DataConfig(source=data), [o.removeprefix("data.") for o in about_data])
     with log_on_main_process():
@@ -369,7 +369,7 @@ def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: s
     elif str(recipe).endswith(".json"):
         config = read_run_config(Path(recipe).expanduser())
     else:
-        raise NotFound(f"no recipe is called {str(recipe)!r}{nearest(str(recipe), RECIPES)}")
+        raise NotFoundError(f"no recipe is called {str(recipe)!r}{did_you_mean(str(recipe), RECIPES)}")
     if data is not None:
         config = config.replace(data=config.data.replace(source=data).to_dict())
     if model is not None:
@@ -380,7 +380,7 @@ def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: s
 def _network_config(name: str, usual: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:
     """A network by name, for the images the recipe has."""
     same: dict[str, Any] = {} if usual is None else {"image_size": usual.image_size, "channels": usual.channels}
-    return config_for(name, num_classes=0, **same)
+    return config_from_name(name, num_classes=0, **same)
 
 
 def _without_head(network: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig | None:

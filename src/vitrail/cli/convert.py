@@ -10,7 +10,7 @@ import typer
 
 from vitrail.cli.console import err, one_line
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings
-from vitrail.errors import CheckpointError, NotFound, nearest
+from vitrail.errors import CheckpointError, NotFoundError, did_you_mean
 
 SourceArgument = Annotated[str, typer.Argument(metavar="SRC", help="A file, a folder, a model name or a hub id.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="A folder or a file, depending on the format.")]
@@ -45,7 +45,7 @@ def convert(
 
     formats = {f.name for f in checkpoint.FORMATS}
     if to not in formats:
-        raise NotFound(f"unknown format {to!r}{nearest(to, formats)}")
+        raise NotFoundError(f"unknown format {to!r}{did_you_mean(to, formats)}")
     if not overwrite and (dst.is_file() or (dst.is_dir() and any(dst.iterdir()))):
         raise CheckpointError(f"{dst} exists already; choose another name, or replace it with --overwrite.")
     given = parse_settings(changes)

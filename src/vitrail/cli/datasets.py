@@ -12,7 +12,7 @@ from rich.text import Text
 
 from vitrail.cli.console import err, out, print_plain
 from vitrail.cli.options import Json
-from vitrail.errors import ConfigError, NotFound, nearest
+from vitrail.errors import ConfigError, NotFoundError, did_you_mean
 
 if TYPE_CHECKING:
     from vitrail.data.sources.catalog import DatasetInfo
@@ -60,7 +60,7 @@ def _dataset(name: str) -> DatasetInfo:
 
     if found := canonical_name(name):
         return CATALOG[found]
-    raise NotFound(f"no built-in data set {name!r}{nearest(name, CATALOG)}")
+    raise NotFoundError(f"no built-in data set {name!r}{did_you_mean(name, CATALOG)}")
 
 
 def _row(dataset: DatasetInfo, root: str | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from vitrail.cli.console import one_line, print_error, progress_bar
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, ModelSpec, open_model
 from vitrail.cli.options import Family, Formats, Json, Section, Settings, parse_list, parse_settings, parse_size
 from vitrail.cli.predict import Images, find_images
-from vitrail.errors import ImageError, NotFound
+from vitrail.errors import ImageError, NotFoundError
 
 if TYPE_CHECKING:
     from vitrail.api.looking import Look
@@ -88,7 +88,7 @@ def explain(
         for path, stem in bar.track([*zip(paths, stems(paths), strict=True)], description="explaining"):
             try:
                 look = vit.explain(path, methods=kinds, target=target, query=parse_query(query), trust=trust)
-            except (ImageError, NotFound) as error:
+            except (ImageError, NotFoundError) as error:
                 print_error(str(error))
                 failed += 1
                 continue

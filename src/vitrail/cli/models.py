@@ -14,15 +14,15 @@ from rich.text import Text
 
 from vitrail.cli.console import err, out, print_plain
 from vitrail.cli.options import Json
-from vitrail.errors import NotFound
+from vitrail.errors import NotFoundError
 
 if TYPE_CHECKING:
     from vitrail.config import BiTConfig, ViTConfig
     from vitrail.models.families import Family
-    from vitrail.models.published import Variant
+    from vitrail.models.published_models import PublishedModel
     from vitrail.weights.shipped import ShippedModel
 
-    Listed = Variant | ShippedModel
+    Listed = PublishedModel | ShippedModel
 
 WIDE = 100
 """Terminal width from which the list includes complete hub ids."""
@@ -50,7 +50,7 @@ def models(
         rows = [_row(v) for v in chosen]
     families = {v.family: FAMILIES[v.family] for v in chosen}
     if as_json:
-        checked = {name: {"title": f.title, "checked": f.checked} for name, f in families.items()}
+        checked = {name: {"title": f.title, "verified_against": f.verified_against} for name, f in families.items()}
         typer.echo(json.dumps({"models": rows, "families": checked}, indent=2))
         return
     wide = out.width >= WIDE or len(rows) == 1
@@ -70,47 +70,47 @@ def models(
 
 def _matching(pattern: str | None) -> list[Listed]:
     """All models, the one with this name, those that match the pattern, or those whose name contains it."""
-    from vitrail.models.published import VARIANTS
-    from vitrail.models.variants import find
+    from vitrail.models.model_names import find_published
+    from vitrail.models.published_models import PUBLISHED_MODELS
     from vitrail.weights.shipped import SHIPPED
 
-    known: list[Listed] = [*VARIANTS, *SHIPPED.values()]
+    known: list[Listed] = [*PUBLISHED_MODELS, *SHIPPED.values()]
     if pattern is None:
         return known
-    if exact := SHIPPED.get(pattern) or find(pattern):
+    if exact := SHIPPED.get(pattern) or find_published(pattern):
         return [exact]
     wild = pattern.lower() if any(c in pattern for c in "*?[") else f"*{pattern.lower()}*"
     chosen = [v for v in known if any(fnmatch.fnmatchcase(n.lower(), wild) for n in _names(v))]
     if not chosen:
         near = difflib.get_close_matches(pattern, sorted(n for v in known for n in _names(v)), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`vitrail models` lists all models."
-        raise NotFound(f"no model matches {pattern!r}; {hint}")
+        raise NotFoundError(f"no model matches {pattern!r}; {hint}")
     return chosen
 
 
 def _names(listed: Listed) -> list[str]:
-    return [n for n in (listed.name, listed.checkpoint, *listed.aliases) if n]
+    return [n for n in (listed.name, listed.hub_id, *listed.aliases) if n]
 
 
 def _config(listed: Listed) -> ViTConfig | BiTConfig:
-    from vitrail.models.variants import parse
+    from vitrail.models.model_names import parse_name
     from vitrail.weights.shipped import ShippedModel
 
-    return listed.info.config if isinstance(listed, ShippedModel) else parse(listed.name)
+    return listed.info.config if isinstance(listed, ShippedModel) else parse_name(listed.name)
 
 
 def _row(listed: Listed) -> dict[str, Any]:
     from vitrail.config import pair
-    from vitrail.models.flops import flops, parameters
+    from vitrail.models.flops import count_flops, count_parameters
 
     config = _config(listed)
     return {
         "name": listed.name,
         "family": listed.family,
-        "parameters": parameters(config),
-        "flops": flops(config),
+        "parameters": count_parameters(config),
+        "flops": count_flops(config),
         "image_size": list(pair(config.image_size)),
-        "checkpoint": listed.checkpoint or listed.elsewhere or None,
+        "checkpoint": listed.hub_id or listed.weights_url or None,
         "aliases": list(listed.aliases),
     }
 
@@ -134,7 +134,9 @@ def _families(families: dict[str, Family]) -> Table:
     table = Table("family", "description", "compared with", box=None, header_style="bold", pad_edge=False)
     for name, family in families.items():
         table.add_row(
-            name, Text(family.title), Text(family.checked) if family.checked else Text("not yet", style="yellow")
+            name,
+            Text(family.title),
+            Text(family.verified_against) if family.verified_against else Text("not yet", style="yellow"),
         )
     return table
 

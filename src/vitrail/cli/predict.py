@@ -17,7 +17,7 @@ from vitrail.cli.console import one_line, print_error, print_note, progress_bar
 from vitrail.cli.engine import Calibrate, Engine, open_with_engine
 from vitrail.cli.model_options import BatchSize, Channels, Device, Dtype, ImageSize, LabelFile, ModelSpec
 from vitrail.cli.options import Family, Json, Section, Settings, parse_settings, parse_size
-from vitrail.errors import ConfigError, NotFound, VitrailError
+from vitrail.errors import ConfigError, NotFoundError, VitrailError
 from vitrail.runtime import escape_control
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def predict(
     as_json: Json = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --json: include the logits.")] = False,
 ) -> None:
-    """Classify images. Prints a list for files, and CSV for a folder or a pattern."""
+    """ClassifyObjective images. Prints a list for files, and CSV for a folder or a pattern."""
     as_json = as_json or (out is not None and out.suffix.lower() == ".json")
     if logits and not as_json:
         raise ConfigError("--logits needs --json.")
@@ -125,7 +125,7 @@ class _Rows:
 def find_images(given: Sequence[str]) -> tuple[list[Path], bool]:
     """The image files in a stable order without duplicates, and whether a folder or a pattern was given.
 
-    A missing file stays in the list and is reported as unreadable later; NotFound if none of them exists.
+    A missing file stays in the list and is reported as unreadable later; NotFoundError if none of them exists.
     """
     found: list[Path] = []
     many = False
@@ -138,7 +138,7 @@ def find_images(given: Sequence[str]) -> tuple[list[Path], bool]:
         else:
             found.append(path)
     if not any(os.path.lexists(path) for path in found):
-        raise NotFound(f"no such image or folder: {', '.join(map(str, found[:3]))} (looked from {Path.cwd()}).")
+        raise NotFoundError(f"no such image or folder: {', '.join(map(str, found[:3]))} (looked from {Path.cwd()}).")
     return list(dict.fromkeys(found)), many
 
 
@@ -153,7 +153,9 @@ def _images_in(folder: Path) -> list[Path]:
         and path.is_file()
     )
     if not found:
-        raise NotFound(f"no images in the folder {folder} or its subfolders (.jpg, .png, .webp and other image files).")
+        raise NotFoundError(
+            f"no images in the folder {folder} or its subfolders (.jpg, .png, .webp and other image files)."
+        )
     return found
 
 
@@ -161,7 +163,9 @@ def _files_matching(pattern: str) -> list[Path]:
     matched = sorted(map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True)))
     files = [path for path in matched if path.is_file()]
     if not files:
-        raise NotFound(f"{pattern!r} matches {'only folders; name one without the pattern' if matched else 'nothing'}.")
+        raise NotFoundError(
+            f"{pattern!r} matches {'only folders; name one without the pattern' if matched else 'nothing'}."
+        )
     return files
 
 

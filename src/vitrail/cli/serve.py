@@ -16,7 +16,7 @@ from vitrail.cli.console import notes_to_stderr, one_line, print_note
 from vitrail.cli.engine import Calibrate
 from vitrail.cli.model_options import Channels, Device, Dtype, ImageSize, LabelFile, open_model
 from vitrail.cli.options import Family, Section, Settings, parse_settings, parse_size
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, did_you_mean
 from vitrail.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def serve(
     if source is not None and model is not None:
         raise ConfigError(f"got {source} and --model {model}, wanted one of them.")
     if engine is not None and engine not in ENGINES:
-        raise ConfigError(f"no engine is called {engine!r}{nearest(engine, ENGINES)}")
+        raise ConfigError(f"no engine is called {engine!r}{did_you_mean(engine, ENGINES)}")
     if engine not in (None, "torch") and dtype != "float32":
         raise ConfigError(f"--dtype {dtype} is supported by torch only; {engine} has its own precision.")
     if calibrate is not None and engine != "auto":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, did_you_mean
 
 Pair = int | tuple[int, int]
 
@@ -57,7 +57,7 @@ class Config:
         known = hints(cls)
         for name in values:
             if name not in known:
-                raise ConfigError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+                raise ConfigError(f"{cls.__name__} has no field {name!r}{did_you_mean(name, known)}")
         return cls(**values)
 
 
@@ -110,7 +110,7 @@ def _changed(config: Config, changes: Iterable[tuple[list[str], Any, str]]) -> C
     for (name, *rest), value, whole in changes:
         if name not in known:
             length = name in ("epochs", "steps") and "duration" in known
-            hint = f"; try duration='{value} {name}'." if length else nearest(name, known)
+            hint = f"; try duration='{value} {name}'." if length else did_you_mean(name, known)
             raise ConfigError(f"no setting {whole!r}: {type(config).__name__} has no {name!r}{hint}")
         part = getattr(config, name)
         if not rest:
@@ -142,7 +142,7 @@ def _checked(cls: type, name: str, kind: Any, value: Any) -> Any:
     if ok:
         return fitted
     if options := _options(kind):
-        hint = nearest(value, options) if isinstance(value, str) else f"; there is {', '.join(options)}."
+        hint = did_you_mean(value, options) if isinstance(value, str) else f"; there is {', '.join(options)}."
         words = [WORDS[a] for a in get_args(kind) if a in WORDS]
         if words and "did you mean" not in hint:
             *most, last = *words, *options

@@ -11,8 +11,10 @@ from vitrail.config.base import Config
 from vitrail.errors import ConfigError
 
 Unit = Literal["steps", "epochs", "images"]
-THOUSANDS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
-SPELLED = re.compile(r"\s*((?:\d+(?:_\d+)*)(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmb]?)\s*(step|epoch|image)s?\s*", re.I)
+MULTIPLIERS = {"": 1, "k": 1_000, "m": 1_000_000, "b": 1_000_000_000}
+DURATION_PATTERN = re.compile(
+    r"\s*((?:\d+(?:_\d+)*)(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmb]?)\s*(step|epoch|image)s?\s*", re.I
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +30,10 @@ class Duration(Config):
 
     @classmethod
     def from_text(cls, text: str) -> Duration:
-        match = SPELLED.fullmatch(text)
+        match = DURATION_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigError(f"got {text!r}, wanted a duration with its unit: 5 epochs, 10k steps or 1.2m images.")
-        count = float(match[1]) * THOUSANDS[match[2].lower()]
+        count = float(match[1]) * MULTIPLIERS[match[2].lower()]
         return cls(count=count, unit=f"{match[3].lower()}s")  # type: ignore[arg-type]
 
     def to_steps(self, *, batch_size: int, images: int) -> int:

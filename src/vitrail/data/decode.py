@@ -34,7 +34,7 @@ from torch import Tensor
 
 from vitrail.data import jpeg
 from vitrail.data.jpeg import EXIF_ORIENTATION, EXIF_TRANSPOSE, SWAPS_AXES, Box, Pixels, stored_box, transposed
-from vitrail.errors import ImageError, NotFound
+from vitrail.errors import ImageError, NotFoundError
 
 ImageLike = str | Path | bytes | Image.Image | np.ndarray[Any, Any] | Tensor
 """A path, an encoded file's bytes, a Pillow image, an array H W or H W C or a tensor C H W of uint8."""
@@ -231,7 +231,7 @@ def _open_stream(image: str | Path | bytes) -> IO[bytes]:
         return io.BytesIO(image)
     path = os.fspath(image)
     if ":/" in path and re.match(r"[a-z][a-z0-9+]+:/", path):
-        raise NotFound(f"{image} is a URL, wanted a file; download it first.")
+        raise NotFoundError(f"{image} is a URL, wanted a file; download it first.")
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
@@ -240,7 +240,7 @@ def _open_stream(image: str | Path | bytes) -> IO[bytes]:
             raise ImageError(f"{path} is not a regular file; read it yourself and pass the bytes.")
         return Path(path).open("rb")
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFound(f"no file {path} (looked from {Path.cwd()}).") from None
+        raise NotFoundError(f"no file {path} (looked from {Path.cwd()}).") from None
     except ImageError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null character in the name

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import DataConfig, PreprocessConfig
 from vitrail.config.data import AugmentConfig
 from vitrail.data import jpeg, resident
@@ -158,7 +158,7 @@ class WorkerLoader(Loader):
         self,
         pool: Pool,
         source: Source,
-        rows_for: Callable[[int], tuple[Indices, chance.Keys]],
+        rows_for: Callable[[int], tuple[Indices, rng.Seeds]],
         target_table: TargetTable,
         on_errors: Callable[[WorkerLoader], None],
         **options: Any,
@@ -245,8 +245,8 @@ class BatchSampler:
             self._planned = self.usable[positions].reshape(-1, self.batch_size)
         return self._planned[step - self._planned_steps.start, self.slot_range.start : self.slot_range.stop]
 
-    def rows(self, step: int) -> tuple[Indices, chance.Keys]:
-        return self.indices(step), chance.keys_of(self.seed, step, self.slots)
+    def rows(self, step: int) -> tuple[Indices, rng.Seeds]:
+        return self.indices(step), rng.sample_seeds(self.seed, step, self.slots)
 
 
 def usable_indices(source: Source, target_table: TargetTable) -> Indices:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import DataConfig
 from vitrail.data.bad_images import BadImages
 from vitrail.data.batch import Batch
@@ -84,7 +84,7 @@ class StreamLoader(Loader):
                 return
             indices = np.arange(self.rows) + self.next_submitted * self.rows
             self.samples.update(zip(indices.tolist(), read.samples, strict=True))
-            self.pool.submit(indices, chance.keys_of(self.seed, self.next_submitted, self.slot_numbers))
+            self.pool.submit(indices, rng.sample_seeds(self.seed, self.next_submitted, self.slot_numbers))
             self.in_flight.append(read)
             self.next_submitted += 1
 

@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from vitrail.chance import Keys
 from vitrail.config import PreprocessConfig, pair
 from vitrail.config.data import AugmentConfig
 from vitrail.data.augment.crop import crop_boxes
@@ -36,6 +35,7 @@ from vitrail.data.sampler import Indices
 from vitrail.data.sources.base import Sample
 from vitrail.data.worker_pool import RowErrorList
 from vitrail.errors import ImageError, VitrailError
+from vitrail.rng import Seeds
 
 # H W C: an image's rows, columns, channels
 
@@ -61,7 +61,7 @@ class Transform(Protocol):
     @property
     def dtype(self) -> type[np.uint8] | type[np.float32]: ...
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], errors: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
         """Fill the rows of `out`; add those that cannot be filled to `errors`."""
 
 
@@ -81,7 +81,7 @@ class RandomResizedCrop:
         self.shape: Shape = (*self.size, self.channels)
         self.scale, self.ratio, self.interpolation = augment.scale, augment.ratio, augment.interpolation
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], errors: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
         jpegs: dict[int, LazyJpeg] = {}
         for row, image in images.items():
             with record_error(errors, row):
@@ -134,7 +134,7 @@ class EvalTransform:
         self.shape: Shape = (*pair(preprocess.image_size), preprocess.channels)
         self.dtype = self.preprocess.dtype
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], errors: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
         for row, image in images.items():
             with record_error(errors, row):
                 out[row] = self.preprocess.pixels(image)
@@ -148,7 +148,7 @@ class OriginalPixels:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
 
-    def __call__(self, images: dict[int, ImageLike], keys: Keys, out: npt.NDArray[Any], errors: RowErrors) -> None:
+    def __call__(self, images: dict[int, ImageLike], keys: Seeds, out: npt.NDArray[Any], errors: RowErrors) -> None:
         height, width, channels = self.shape
         for row, image in images.items():
             with record_error(errors, row):
@@ -170,7 +170,7 @@ class SampleReader:
         self._owner_pid = os.getpid()
         self._threads: ThreadPoolExecutor | None = None
 
-    def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> RowErrorList:
+    def __call__(self, indices: Indices, keys: Seeds, out: npt.NDArray[Any]) -> RowErrorList:
         if os.getpid() != self._owner_pid:
             self.source, self._owner_pid = reopen_after_fork(self.source), os.getpid()
         errors: RowErrors = {}

@@ -40,9 +40,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vitrail.chance import Keys
 from vitrail.data.sampler import Indices
 from vitrail.errors import TrainError
+from vitrail.rng import Seeds
 from vitrail.runtime.malloc import tune_malloc
 
 # n rows of a batch
@@ -62,7 +62,7 @@ MAX_TASK_ROWS = 16
 class FillRows(Protocol):
     """The function that workers run; its result must depend on the arguments alone."""
 
-    def __call__(self, indices: Indices, keys: Keys, out: npt.NDArray[Any]) -> RowErrorList:
+    def __call__(self, indices: Indices, keys: Seeds, out: npt.NDArray[Any]) -> RowErrorList:
         """Fill the rows of `out`, n H W C; rows that cannot be filled are zero and are returned with the reason."""
 
 
@@ -85,14 +85,14 @@ class SharedBuffer:
         self.memory = mmap.mmap(-1, max(count * self.stride, page))
         numbers = mmap.mmap(-1, max(count * rows * 16, page))
         self.indices: Indices = np.ndarray((count, rows), np.int64, numbers)
-        self.keys: Keys = np.ndarray((count, rows), np.uint64, numbers, count * rows * 8)
+        self.keys: Seeds = np.ndarray((count, rows), np.uint64, numbers, count * rows * 8)
         self.lengths = [0] * count
         self.free = deque(range(count))
 
     def images(self, slot: int) -> npt.NDArray[Any]:
         return np.ndarray(self.shape, self.dtype, self.memory, slot * self.stride)
 
-    def acquire(self, indices: Indices, keys: Keys) -> int:
+    def acquire(self, indices: Indices, keys: Seeds) -> int:
         slot, n = self.free.popleft(), len(indices)
         self.lengths[slot], self.indices[slot, :n], self.keys[slot, :n] = n, indices, keys
         return slot
@@ -126,7 +126,7 @@ class Pool(ABC):
     def has_room(self) -> bool:
         return len(self.pending) < self.depth and bool(self.buffer.free)
 
-    def submit(self, indices: Indices, keys: Keys) -> None:
+    def submit(self, indices: Indices, keys: Seeds) -> None:
         """Start to fill a batch."""
         slot = self.buffer.acquire(indices, keys)
         self.pending.append(slot)

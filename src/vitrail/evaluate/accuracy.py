@@ -16,7 +16,7 @@ from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.evaluate.scores import MAX_CONFUSION_CLASSES, SampleResults, Scores, average_precision, wilson_interval
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 from vitrail.runtime import autocast
 
 # b images of a batch, N of this process or of all, K classes
@@ -53,7 +53,7 @@ def measure(
     if multi_label and reduce is not None and gather is None:
         raise ConfigError("several labels on several processes need gather: an average precision has no partial sums.")
     own = _Accumulator(multi_label, loss if not multi_label else "sigmoid")
-    with evaluating(net), torch.no_grad():
+    with eval_mode(net), torch.no_grad():
         dtype = next((p.dtype for p in net.parameters()), torch.float32)
         for batch in batches:
             images = preprocess.normalize(batch.images).to(dtype)

@@ -27,7 +27,7 @@ from torch import Tensor
 from vitrail.data.sources.base import Source
 from vitrail.data.sources.holdout import hold_out
 from vitrail.data.sources.source_factory import DEFAULT_HELD_OUT
-from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.errors import ConfigError, DataError, NotFoundError
 from vitrail.evaluate.features import Features
 from vitrail.runtime import warn_once
 from vitrail.runtime.locks import try_lock
@@ -176,7 +176,7 @@ def _atomic_file(path: Path, folder: Path) -> Iterator[Path]:
 def read_metadata(path: Path) -> dict[str, Any]:
     """What a file of features was made with."""
     if not path.exists():
-        raise NotFound(f"there is no file {path}; make it with vitrail embed.")
+        raise NotFoundError(f"there is no file {path}; make it with vitrail embed.")
     try:
         said = (pq.read_schema(path).metadata or {}).get(METADATA_KEY)
     except (OSError, pa.ArrowInvalid):

@@ -15,9 +15,9 @@ from vitrail.data.batch import Batch
 from vitrail.data.loader import Loader, evaluation_batches
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
-from vitrail.errors import ConfigError, DataError, ModelError, nearest
+from vitrail.errors import ConfigError, DataError, ModelError, did_you_mean
 from vitrail.models import Net, ViT
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 from vitrail.runtime import autocast
 
 # b images of a batch, N of all, T tokens, D features
@@ -41,7 +41,7 @@ class FeatureSpec:
 
     def __post_init__(self) -> None:
         if self.pool not in POOLS:
-            raise ConfigError(f"no pooling is called {self.pool!r}{nearest(self.pool, POOLS)}")
+            raise ConfigError(f"no pooling is called {self.pool!r}{did_you_mean(self.pool, POOLS)}")
 
     def __str__(self) -> str:
         if not self.layers:
@@ -77,11 +77,11 @@ def resolve_features(spec: FeatureSpec, net: Net) -> FeatureSpec:
 def extract(net: Net, images: Tensor, spec: FeatureSpec) -> Tensor:
     """Normalized images, b C H W -> features, b D; `spec` has been settled."""
     if spec.pool == "pooled" and not spec.layers:
-        pooled = net.features(images, want="pooled").pooled
+        pooled = net.features(images, outputs="pooled").pooled
         assert pooled is not None
         return pooled
     if not isinstance(net, ViT):
-        maps = net.features(images, want="maps").maps
+        maps = net.features(images, outputs="feature_maps").feature_maps
         assert maps is not None
         return torch.cat([maps[layer - 1].mean((2, 3)) for layer in spec.layers or (len(maps),)], dim=1)
     layers = spec.layers or (net.config.depth,)
@@ -134,7 +134,7 @@ def extract_batches(
     spec = resolve_features(spec, net)
     dtype = next(p.dtype for p in net.parameters())
     for batch in batches:
-        with evaluating(net), torch.no_grad(), autocast(precision, batch.images.device):
+        with eval_mode(net), torch.no_grad(), autocast(precision, batch.images.device):
             found = extract(net, preprocess.normalize(batch.images).to(dtype), spec)
         kept = (batch.weights > 0).cpu()
         yield batch.indices[kept], found.float().cpu()[kept]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.errors import ConfigError, DataError, NotFoundError
 from vitrail.evaluate.intervals import Estimate, proportion
 from vitrail.evaluate.scores import SampleResults
 from vitrail.evaluate.synsets import IMAGENET_CLASSES, Synsets, labels_are_imagenet_1k, timm_real_labels, timm_synsets
@@ -53,12 +53,14 @@ def read_real_labels(path: str | Path | None) -> RealLabels:
     if path is None:
         text = timm_real_labels()
         if text is None:
-            raise NotFound("ImageNet-ReaL needs its labels: --real real.json, or `pip install timm`, which ships them.")
+            raise NotFoundError(
+                "ImageNet-ReaL needs its labels: --real real.json, or `pip install timm`, which ships them."
+            )
     else:
         try:
             text = Path(path).expanduser().read_text(encoding="utf-8")
         except OSError as error:
-            raise NotFound(f"{path} cannot be read: {error.strerror or error}.") from None
+            raise NotFoundError(f"{path} cannot be read: {error.strerror or error}.") from None
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -105,7 +107,7 @@ def _outputs_by_synset(synsets: Synsets) -> tuple[list[int], str]:
     known, note = timm_synsets(), ""
     if known is None:
         if len(synsets) != IMAGENET_CLASSES:
-            raise NotFound("which outputs are ImageNet-1k's classes, timm's files tell: `pip install timm`.")
+            raise NotFoundError("which outputs are ImageNet-1k's classes, timm's files tell: `pip install timm`.")
         known, note = tuple(sorted(synsets)), "the outputs' 1,000 WordNet numbers are taken for ImageNet-1k's"
     place = {number: k for k, number in enumerate(synsets)}
     if not place.keys() & set(known):

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.batch import Batch
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import DataError
 from vitrail.evaluate.accuracy import Collective
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 from vitrail.runtime import autocast
 
 
@@ -49,13 +49,13 @@ def measure_masked_prediction(
     """
     parts: list[Tensor] = []
     names: list[str] = []
-    with evaluating(learner), torch.no_grad():
+    with eval_mode(learner), torch.no_grad():
         dtype = next(p.dtype for p in learner.parameters())
         for batch in batches:
             images = preprocess.normalize(batch.images).to(dtype)
-            keys = chance.keys_of(seed, 0, batch.indices.clamp(min=0).numpy())
+            keys = rng.sample_seeds(seed, 0, batch.indices.clamp(min=0).numpy())
             with autocast(precision, images.device):
-                found = learner(images, batch.targets, batch.weights, chance.as_tensor(keys, images.device))
+                found = learner(images, batch.targets, batch.weights, rng.seeds_to_tensor(keys, images.device))
             names = list(found)
             parts.append(torch.stack([batch.weights.sum().to(found["loss"]), *found.values()]))
     sums = torch.stack(parts).cpu().double().sum(0)  # only now, so that a GPU is never waited for

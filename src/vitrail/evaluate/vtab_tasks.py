@@ -28,7 +28,7 @@ from vitrail.data.sources.folder import FolderSource
 from vitrail.data.sources.holdout import hash_names
 from vitrail.data.sources.packed_strings import PackedStrings
 from vitrail.data.sources.subset import Subset
-from vitrail.errors import DataError, NotFound, nearest
+from vitrail.errors import DataError, NotFoundError, did_you_mean
 from vitrail.evaluate.intervals import Estimate, mean_of_proportions
 from vitrail.runtime import warn_once
 
@@ -89,7 +89,7 @@ def select_tasks(texts: Sequence[str]) -> tuple[Task, ...]:
     known = {_normalize_name(name): task for task in TASKS.values() for name in (task.name, task.title, *task.aliases)}
     for text in texts:
         if _normalize_name(text) not in known:
-            raise NotFound(f"no task of VTAB is called {text!r}{nearest(text, TASKS)}")
+            raise NotFoundError(f"no task of VTAB is called {text!r}{did_you_mean(text, TASKS)}")
     wanted = {known[_normalize_name(text)].name for text in texts} or set(TASKS)
     return tuple(task for name, task in TASKS.items() if name in wanted)
 
@@ -97,7 +97,7 @@ def select_tasks(texts: Sequence[str]) -> tuple[Task, ...]:
 def locate_tasks(root: Path, tasks: Sequence[Task]) -> dict[str, str]:
     """Task -> where its data is, for those that are there: a folder of `root`, or the catalog's name."""
     if not root.is_dir():
-        raise NotFound(f"there is no folder {root}; wanted one that holds a folder for each task of VTAB.")
+        raise NotFoundError(f"there is no folder {root}; wanted one that holds a folder for each task of VTAB.")
     folders = {
         _normalize_name(path.name): path for path in sorted(root.iterdir()) if path.is_dir() and any(path.iterdir())
     }
@@ -173,7 +173,7 @@ def _open_lists(task: Task, folder: Path) -> TaskData:
 
 def _read_list(path: Path, task: Task) -> list[tuple[str, int]]:
     if not path.exists():
-        raise NotFound(f"{task.title}: {path} is missing; wanted it beside train800.txt.")
+        raise NotFoundError(f"{task.title}: {path} is missing; wanted it beside train800.txt.")
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         name, _, label = line.strip().rpartition(" ")

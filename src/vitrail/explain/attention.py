@@ -17,7 +17,7 @@ from torch import Tensor
 from vitrail.config import ViTConfig
 from vitrail.errors import ModelError
 from vitrail.models import BiT, Net, ViT
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 
 # B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L layers looked at
 
@@ -48,20 +48,20 @@ class Walk:
 
     def __iter__(self) -> Iterator[Tensor]:
         net = self.net
-        with evaluating(net), torch.no_grad():
+        with eval_mode(net), torch.no_grad():
             x, grid = net.embed(self.images)
         place: Any = None
         for i, block in enumerate(net.blocks):
             kept: list[Tensor] = []
-            with evaluating(net), torch.no_grad():  # not while the caller has the word
-                x, place = net.before(i, x, grid, place)
+            with eval_mode(net), torch.no_grad():  # not while the caller has the word
+                x, place = net.apply_position(i, x, grid, place)
                 x = block(x, place, kept if i in self.layers else None)
             if kept:
                 yield single(kept.pop())
-        with evaluating(net), torch.no_grad():
+        with eval_mode(net), torch.no_grad():
             look: list[Tensor] = []
-            self.tokens = net.norm_before(x)
-            self.logits = net.classify(*net.read(self.tokens, look if net.pool is not None else None))
+            self.tokens = net.norm_before_pool(x)
+            self.logits = net.classify(*net.pool_tokens(self.tokens, look if net.pool is not None else None))
             self.pool_attention = single(look[0])[:, :, 0] if look else None
 
     def run(self) -> Walk:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.text import Text
 
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, did_you_mean
 from vitrail.runtime import escape_control, warn_once
 
 # Okabe and Ito's colors, darkened where white paper asks for it: told apart by all eyes.
@@ -88,7 +88,7 @@ def check_formats(formats: Sequence[str]) -> None:
     """Raise ConfigError for an ending that is none."""
     for ending in formats:
         if ending not in FORMATS:
-            raise ConfigError(f"no format {ending!r}{nearest(ending, FORMATS)}")
+            raise ConfigError(f"no format {ending!r}{did_you_mean(ending, FORMATS)}")
     if not formats:
         raise ConfigError(f"no format was given; wanted some of {', '.join(FORMATS)}.")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from vitrail.errors import ModelError
 from vitrail.explain.attention import layer_number
 from vitrail.models import BiT, Net
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 
 # B images, h rows and w columns of patches, D width
 
@@ -22,19 +22,19 @@ def patch_features(net: Net, images: Tensor, layer: int | None = None) -> Tensor
 
     A BiT gives its last stage's map.
     """
-    with evaluating(net):
+    with eval_mode(net):
         if isinstance(net, BiT):
             if layer is not None:
                 raise ModelError("a BiT has stages, not layers; its last map is what can be colored.")
-            maps = net.features(images, want=("maps",)).maps
+            maps = net.features(images, outputs=("feature_maps",)).feature_maps
             assert maps is not None
             return maps[-1].permute(0, 2, 3, 1)
         if layer is None:
-            patches = net.features(images, want=("patches",)).patches
+            patches = net.features(images, outputs=("patches",)).patches
             assert patches is not None
             return patches
         number = layer_number(net, layer)
-        tokens = net.features(images, want=("tokens",)).tokens
+        tokens = net.features(images, outputs=("tokens",)).tokens
         assert tokens is not None
         grid = net.config.grid_of((images.shape[2], images.shape[3]))
         return tokens[number + 1][:, net.config.num_prefix_tokens :].unflatten(1, grid)

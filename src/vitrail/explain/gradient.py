@@ -19,7 +19,7 @@ from torch import Tensor
 from vitrail.errors import ModelError
 from vitrail.explain.attention import attentive, reading
 from vitrail.models import Net, ViT
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 
 # B images, H heads, T tokens (special ones first), N patches in h rows and w columns, D width
 
@@ -29,7 +29,7 @@ def gradient_view(net: Net, images: Tensor, targets: Tensor) -> Tensor:
     net = attentive(net)
     check_targets(net, targets, len(images))
     grid, special = net.config.grid_of((images.shape[2], images.shape[3])), net.config.num_prefix_tokens
-    with evaluating(net), torch.enable_grad():
+    with eval_mode(net), torch.enable_grad():
         entering = _entering(net, images)  # depth + 1 times B T D
         grad, row = _head(net, entering.pop(), targets)
         for i in reversed(range(len(net.blocks))):
@@ -55,7 +55,7 @@ def _entering(net: ViT, images: Tensor) -> list[Tensor]:
     found = []
     for i, block in enumerate(net.blocks):
         found.append(x)
-        x, place = net.before(i, x, grid, place)
+        x, place = net.apply_position(i, x, grid, place)
         x = block(x, place)
     return [*found, x]
 
@@ -64,7 +64,7 @@ def _head(net: ViT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """From the last block's output: the score's gradient there, B T D, and the first row of relevance, B T."""
     x = x.detach().requires_grad_()
     look: list[Tensor] = []
-    logits = net.classify(*net.read(net.norm_before(x), look if net.pool is not None else None))
+    logits = net.classify(*net.pool_tokens(net.norm_before_pool(x), look if net.pool is not None else None))
     score = logits.gather(1, targets[:, None].to(logits.device)).sum()
     if not look:
         (grad,) = torch.autograd.grad(score, x)
@@ -79,7 +79,7 @@ def _back(net: ViT, layer: int, x: Tensor, grid: tuple[int, int], grad: Tensor) 
     x = x.detach().requires_grad_()
     kept: list[Tensor] = []
     # Positions inside the attention are made for each layer anew: they are kept or cheap.
-    y, place = net.before(layer, x, grid, None)
+    y, place = net.apply_position(layer, x, grid, None)
     out = net.blocks[layer](y, place, kept)
     # As one number: given a gradient to start from, torch would first import its machinery of symbolic shapes.
     below, by_weight = torch.autograd.grad((out * grad).sum(), (x, kept[0]))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models import ViT
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 
 # b images at a time, h rows and w columns of patches
 
@@ -49,7 +49,7 @@ def blurred(images: Tensor, sigma: float) -> Tensor:
 
 def seen(net: nn.Module, images: Tensor) -> Tensor:
     """B C H W without the last rows and columns, where no patch covers them: what the grid of patches lies on."""
-    return net.covered(images) if isinstance(net, ViT) and net.stem is None else images
+    return net.crop_to_patches(images) if isinstance(net, ViT) and net.stem is None else images
 
 
 def hidden(image: Tensor, instead: Tensor, masks: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def scores(
     several: classes are no alternatives, each has a yes or no of its own.
     """
     found = []
-    with evaluating(net):
+    with eval_mode(net):
         for group in _groups(images, batch_size):
             logits = net(torch.stack(group)).float()
             chances = logits.sigmoid() if multi_label else logits.softmax(1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from vitrail.config import Pair
 from vitrail.errors import ModelError
 from vitrail.models import BiT, Net, ViT
-from vitrail.models.position import Additive, Relative, Rope2d
+from vitrail.models.position import AdditivePosition, RelativePosition, RotaryPosition2d
 
 # h rows and w columns of patches, N = h w, D width, K width of a head
 
@@ -40,14 +40,14 @@ def position_similarity(net: Net, layer: int = 0, image_size: Pair | None = None
     assert isinstance(net, ViT)
     grid = net.config.grid if image_size is None else net.config.replace(image_size=image_size).grid
     like = next(net.parameters())
-    if isinstance(position, Additive):
-        table = F.normalize(position.patches(grid, like).double(), dim=1)
+    if isinstance(position, AdditivePosition):
+        table = F.normalize(position.patch_table(grid, like).double(), dim=1)
         alike = table @ table.T
-    elif isinstance(position, Rope2d):
-        cos, sin = (w.double() for w in position.waves(grid, like))
+    elif isinstance(position, RotaryPosition2d):
+        cos, sin = (w.double() for w in position.cos_sin(grid, like))
         alike = (cos @ cos.T + sin @ sin.T) / cos.shape[1]
     else:
-        assert isinstance(position, Relative)
+        assert isinstance(position, RelativePosition)
         alike = _offsets(position, grid)
     return alike.reshape(*grid, *grid).cpu().numpy()
 
@@ -63,7 +63,7 @@ def _position(net: Net, layer: int) -> torch.nn.Module:
     return net.positions[layer]
 
 
-def _offsets(position: Relative, grid: tuple[int, int]) -> Tensor:
+def _offsets(position: RelativePosition, grid: tuple[int, int]) -> Tensor:
     """N N."""
     if grid != position.grid:
         raise ModelError("relative positions cannot be resampled: they exist for the size the model was built for.")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from vitrail.errors import ConfigError, ModelError, nearest
+from vitrail.errors import ConfigError, ModelError, did_you_mean
 from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.filters import filters
 from vitrail.explain.positions import position_similarity
@@ -61,7 +61,7 @@ def frames(
     """
     for name in what:
         if name not in SUBJECTS:
-            raise ConfigError(f"no timeline is called {name!r}{nearest(name, SUBJECTS)}")
+            raise ConfigError(f"no timeline is called {name!r}{did_you_mean(name, SUBJECTS)}")
     seen: dict[str, list[Floats]] = {}
     left_out: dict[str, str] = {}
     for net in nets:

@@ -24,14 +24,14 @@ import numpy.typing as npt
 import torch
 
 from vitrail.data.preprocess import Preprocess
-from vitrail.errors import CheckpointError, ConfigError, nearest
+from vitrail.errors import CheckpointError, ConfigError, did_you_mean
 from vitrail.export.compress import group_of
 from vitrail.export.extras import need, quiet
 from vitrail.export.formats import check_graph, first_line, read_program, sheet_of
 from vitrail.export.names import beside, is_exported
 from vitrail.export.sheet import KEY, Sheet
 from vitrail.models import Net
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 from vitrail.runtime import pick_device, warn_once
 from vitrail.runtime.amx import ISA_VARIABLE, WITHOUT_AMX, check_bfloat16, disable_broken_amx
 from vitrail.runtime.cores import usable_cores
@@ -94,7 +94,7 @@ class TorchEngine:
     @torch.no_grad()
     def logits(self, pixels: Pixels) -> Floats:
         batch = torch.from_numpy(pixels).to(self.device).permute(0, 3, 1, 2)
-        with evaluating(self.net):
+        with eval_mode(self.net):
             out: torch.Tensor = self.net(self.preprocess.normalize(batch).to(self.dtype))
         return out.to("cpu", torch.float32).numpy()
 
@@ -170,7 +170,7 @@ def open_engine(
     `options` are those of `load_checkpoint`.
     """
     if engine is not None and engine not in ENGINES:
-        raise ConfigError(f"no engine {engine!r}{nearest(engine, ENGINES)}")
+        raise ConfigError(f"no engine {engine!r}{did_you_mean(engine, ENGINES)}")
     if threads is not None and threads < 1:
         raise ConfigError(f"threads={threads}: wanted 1 or more.")
     if is_exported(source):

@@ -135,7 +135,7 @@ def exact(net: Net) -> Net:
     first = next(net.parameters())
     if first.dtype == torch.float32 and first.device.type == "cpu":
         return net
-    return net.rebuilt(net.config, {}).to("cpu", torch.float32)
+    return net.rebuild(net.config, {}).to("cpu", torch.float32)
 
 
 def prepared(sheet: Sheet, images: Sequence[Any]) -> list[Pixels]:

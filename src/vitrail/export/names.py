@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vitrail.errors import CheckpointError, ConfigError, nearest
+from vitrail.errors import CheckpointError, ConfigError, did_you_mean
 from vitrail.export.extras import installed
 from vitrail.export.quantize import NO_IMAGES
 
@@ -61,9 +61,9 @@ def precision_of(name: str) -> str:
 def refuse(to: str, precision: str) -> None:
     """Raise ConfigError where there is no such format or precision, or one is of no use in the other."""
     if to not in SUFFIXES:
-        raise ConfigError(f"nothing is exported to {to!r}{nearest(to, SUFFIXES)}")
+        raise ConfigError(f"nothing is exported to {to!r}{did_you_mean(to, SUFFIXES)}")
     if precision not in PRECISIONS:
-        raise ConfigError(f"no precision {precision!r} to export in{nearest(precision, PRECISIONS)}")
+        raise ConfigError(f"no precision {precision!r} to export in{did_you_mean(precision, PRECISIONS)}")
     if (to, precision) in REFUSED:
         raise ConfigError(f"{to} is not written in {precision}: {REFUSED[to, precision]}.")
 

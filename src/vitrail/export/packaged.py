@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vitrail.export.extras import quiet
 from vitrail.export.sheet import Sheet
 from vitrail.models import Net
-from vitrail.models.layers import Attention, Place
+from vitrail.models.layers import Attention, QKTransform
 from vitrail.models.resnet import StandardizedConv
 
 # B images, H x W pixels, C channels; N tokens, D width, H heads, K = D // H
@@ -79,7 +79,7 @@ class PlainAttention(Attention):
     """What is left of it."""
 
     def forward(
-        self, x: Tensor, place: Place | None = None, keep: list[Tensor] | None = None, seed: Tensor | None = None
+        self, x: Tensor, place: QKTransform | None = None, keep: list[Tensor] | None = None, seed: Tensor | None = None
     ) -> Tensor:
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         q, k, bias = self.q_norm(q), self.k_norm(k), None  # each B H N K

@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def linear_gelu_tanh_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_gelu_tanh_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """GELU in its tanh form of x weight' + bias."""
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same in one pass, for what `can_fuse` lets through."""
+    """The same in one pass, for what `can_fuse_linear_gelu` lets through."""
     fused: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], "tanh")
     return fused
 
 
-def can_fuse(layer: nn.Module, x: Tensor) -> bool:
+def can_fuse_linear_gelu(layer: nn.Module, x: Tensor) -> bool:
     """A plain linear layer that nobody listens to, float32 on a CPU, no gradients, no tracing, no modes."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(x) is not Tensor:
         return False
@@ -35,10 +35,10 @@ def can_fuse(layer: nn.Module, x: Tensor) -> bool:
         return False
     plain = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
     ours = type(weight) in (Tensor, nn.Parameter)  # no sharded, fake or wrapped ones
-    return plain and ours and _has_onednn() and not watched()
+    return plain and ours and _has_onednn() and not inside_transform()
 
 
-def watched() -> bool:
+def inside_transform() -> bool:
     """Inside torch.func's vmap or a dispatch mode (a FLOP counter), which know nothing of oneDNN's operators."""
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack() > 0
 

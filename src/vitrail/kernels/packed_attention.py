@@ -16,27 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vitrail.kernels.linear_gelu import watched
+from vitrail.kernels.linear_gelu import inside_transform
 
 # B images, N tokens, H heads, K numbers each, D = H K
 
-MOST_TOKENS = 128
+MAX_TOKENS = 128
 """Beyond this the fused attention is as fast, and keeps less."""
 
 
-def packed_attention_plain(qkv: Tensor, heads: int) -> Tensor:
+def packed_attention_reference(qkv: Tensor, heads: int) -> Tensor:
     """softmax(q k' / sqrt(K)) v of B N 3D, heads side by side in each third -> B N D."""
     q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def packed_attention(qkv: Tensor, heads: int) -> Tensor:
-    """The same, for what `can_pack` lets through."""
+    """The same, for what `can_pack_attention` lets through."""
     out: Tensor = _Packed.apply(qkv, heads)  # type: ignore[no-untyped-call]
     return out
 
 
-def can_pack(qkv: Tensor) -> bool:
+def can_pack_attention(qkv: Tensor) -> bool:
     """Few tokens in single or double precision on a CPU, gradients wanted, nobody watching, no kernel asked for."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(qkv) is not Tensor:
         return False
@@ -45,7 +45,7 @@ def can_pack(qkv: Tensor) -> bool:
     plain = qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.float64)
     # `sdpa_kernel` switches this off, for a CPU too, when it asks for another: derivatives of derivatives need that.
     free = torch.backends.cuda.flash_sdp_enabled()
-    return plain and free and 0 < qkv.shape[1] <= MOST_TOKENS and qkv.numel() > 0 and not watched()
+    return plain and free and 0 < qkv.shape[1] <= MAX_TOKENS and qkv.numel() > 0 and not inside_transform()
 
 
 class _Packed(torch.autograd.Function):

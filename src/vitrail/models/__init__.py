@@ -14,10 +14,10 @@ Net = ViT | BiT
 __all__ = ["BiT", "Net", "Output", "ViT", "build"]
 
 
-def build(config: ViTConfig | BiTConfig, seed: int | None = None, *, skeleton: bool = False) -> Net:
+def build(config: ViTConfig | BiTConfig, seed: int | None = None, *, meta: bool = False) -> Net:
     """The network of a config, with first values, or as a skeleton without storage to load into."""
     kind = BiT if isinstance(config, BiTConfig) else ViT
     with torch.device("meta"):
         net: Net = kind(config)  # type: ignore[arg-type]
     # By way of a skeleton, since torch's layers would draw first values of their own before ours.
-    return net if skeleton else net.to_empty(device="cpu").initialize(seed)
+    return net if meta else net.to_empty(device="cpu").initialize(seed)

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from vitrail.errors import ModelError
-from vitrail.models.layers import PatchProjection
+from vitrail.models.layers import PatchEmbed
 from vitrail.models.resnet import StandardizedConv
 
 _LOCK = threading.Lock()
-_EVALUATED: dict[nn.Module, tuple[int, list[nn.Module]]] = {}
-"""Networks inside `evaluating`: how many callers each has, and those of its parts that were in training mode."""
+_IN_EVAL_MODE: dict[nn.Module, tuple[int, list[nn.Module]]] = {}
+"""Networks inside `eval_mode`: how many callers each has, and those of its parts that were in training mode."""
 
-MATRICES = (nn.Linear, PatchProjection, StandardizedConv)
+DECAYED_MODULES = (nn.Linear, PatchEmbed, StandardizedConv)
 """What holds a kernel: a matrix or a convolution."""
 
 
-class Network(nn.Module):
+class BaseNet(nn.Module):
     """Built from `config` alone; its state_dict is all it knows."""
 
     config: Any
@@ -48,7 +48,7 @@ class Network(nn.Module):
     @gradient_checkpointing.setter
     def gradient_checkpointing(self, on: bool) -> None:
         for module in self.modules():
-            if isinstance(module, Network):
+            if isinstance(module, BaseNet):
                 module._recompute = on
 
     @torch.no_grad()
@@ -59,9 +59,9 @@ class Network(nn.Module):
         which rescales every filter, the copy is only a place to start from.
         """
         weight = adapt_channels(self.state_dict()[self.first_kernel], channels)
-        return self.rebuilt(self.config.replace(channels=channels), {self.first_kernel: weight})
+        return self.rebuild(self.config.replace(channels=channels), {self.first_kernel: weight})
 
-    def rebuilt(self, config: Any, changed: dict[str, Tensor], drop: tuple[str, ...] = ()) -> Self:
+    def rebuild(self, config: Any, changed: dict[str, Tensor], drop: tuple[str, ...] = ()) -> Self:
         """A copy of another config, with some parameters changed and those of some prefixes left out."""
         with torch.device("meta"):
             net = type(self)(config)  # type: ignore[call-arg]
@@ -71,18 +71,18 @@ class Network(nn.Module):
         net.gradient_checkpointing = self.gradient_checkpointing
         return net.train(self.training)
 
-    def decayed(self) -> set[str]:
+    def decayed_parameters(self) -> set[str]:
         """Names of the parameters that weight decay is meant for: kernels, and nothing else.
 
         No biases, norms or LayerScale, no tokens and registers, no positions, not the pool's probe.
         """
-        return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, MATRICES)}
+        return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, DECAYED_MODULES)}
 
-    def depth_of(self, name: str) -> int:
+    def layer_id(self, name: str) -> int:
         """How high a parameter stands: 0 for what sees the image first, and the head on top."""
         raise NotImplementedError
 
-    def recomputes(self) -> bool:
+    def is_checkpointing(self) -> bool:
         return self._recompute and self.training and torch.is_grad_enabled()
 
     def check_images(self, images: Tensor) -> None:
@@ -109,25 +109,25 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
 
 
 @contextmanager
-def evaluating(net: nn.Module) -> Iterator[None]:
+def eval_mode(net: nn.Module) -> Iterator[None]:
     """In evaluation mode; afterwards every part is in the mode it was in.
 
     A network that is in evaluation mode is left alone. Threads may share a network: the last of them to
     leave restores the modes.
     """
     with _LOCK:
-        users, before = _EVALUATED.get(net, (0, []))
+        users, before = _IN_EVAL_MODE.get(net, (0, []))
         training = [module for module in net.modules() if module.training]
         if training:
             net.eval()
-        _EVALUATED[net] = users + 1, before + training
+        _IN_EVAL_MODE[net] = users + 1, before + training
     try:
         yield
     finally:
         with _LOCK:
-            users, training = _EVALUATED.pop(net)
+            users, training = _IN_EVAL_MODE.pop(net)
             if users > 1:
-                _EVALUATED[net] = users - 1, training
+                _IN_EVAL_MODE[net] = users - 1, training
             else:
                 for module in training:
                     module.training = True

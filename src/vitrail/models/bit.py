@@ -16,19 +16,19 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.config import BiTConfig, Pair, pair
-from vitrail.errors import ModelError, nearest
+from vitrail.errors import ModelError, did_you_mean
 from vitrail.models import init, resnet
-from vitrail.models.base import Network
-from vitrail.models.output import LAYERED, Output, chosen, wanted
-from vitrail.models.resnet import ROOT, StandardizedConv, Unit, group_norm
+from vitrail.models.base import BaseNet
+from vitrail.models.output import PER_LAYER, Output, resolve_layers, resolve_outputs
+from vitrail.models.resnet import ROOT_KERNEL_SIZE, BottleneckShape, StandardizedConv, group_norm
 
 # B images, C channels, h rows and w columns of a map
 
 
-class BiTUnit(nn.Module):
+class PreActBottleneck(nn.Module):
     """Norm, ReLU, convolution, three times; a shortcut that changes shape starts after the first ReLU."""
 
-    def __init__(self, config: BiTConfig, unit: Unit) -> None:
+    def __init__(self, config: BiTConfig, unit: BottleneckShape) -> None:
         super().__init__()
         conv, norm = partial(_conv, config), partial(group_norm, eps=config.norm_eps)
         self.norm1 = norm(unit.inputs)
@@ -47,10 +47,10 @@ class BiTUnit(nn.Module):
         return shortcut + y
 
 
-class BiT(Network):
-    """`net(images)`: B C H W -> logits. `net.features(images, want=...)`: what happens on the way.
+class BiT(BaseNet):
+    """`net(images)`: B C H W -> logits. `net.features(images, outputs=...)`: what happens on the way.
 
-    Any height and width will do. Nothing in it is drawn: `keys` are taken, as a ViT does, and not used.
+    Any height and width will do. Nothing in it is drawn: `sample_seeds` are taken, as a ViT does, and not used.
     """
 
     first_kernel = "root.weight"
@@ -59,24 +59,25 @@ class BiT(Network):
         super().__init__()
         self.config: BiTConfig = config
         base = _base(config)
-        self.root = _conv(config, config.channels, base, ROOT, 2)
+        self.root = _conv(config, config.channels, base, ROOT_KERNEL_SIZE, 2)
         self.stages = nn.ModuleList(
-            nn.ModuleList(BiTUnit(config, unit) for unit in stage) for stage in resnet.plan(config.layers, base)
+            nn.ModuleList(PreActBottleneck(config, unit) for unit in stage)
+            for stage in resnet.plan_stages(config.layers, base)
         )
         self.norm = group_norm(_width(config), config.norm_eps)
         self.head = nn.Linear(_width(config), config.num_classes) if config.num_classes else nn.Identity()
         if not init.is_meta(self):
             self.initialize(seed)
 
-    def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
-        logits: Tensor = self.head(self.finish(self.encode(images)).mean((2, 3)))
+    def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.head(self.final_norm(self.encode(images)).mean((2, 3)))
         return logits
 
     def features(
         self,
         images: Tensor,
-        want: str | Iterable[str] | None = None,
-        keys: Tensor | None = None,
+        outputs: str | Iterable[str] | None = None,
+        sample_seeds: Tensor | None = None,
         *,
         layers: Iterable[int] | None = None,
         norm: bool = False,
@@ -86,20 +87,20 @@ class BiT(Network):
         `layers` keeps the maps (or patch_maps, B h w C) of these stages alone, counted from 0, negative ones from the
         end; stages after the last of them are not computed unless something else is wanted.
         """
-        names = wanted(want, layers, layered="maps")
+        names = resolve_outputs(outputs, layers, default_layered="feature_maps")
         _check_wanted(names)
         if norm:
             raise ModelError("BiT's final norm fits its last stage alone, not each; 'patches' is that map normalized.")
-        numbers = chosen(layers, len(self.stages))
-        kept = dict.fromkeys(numbers, images) if names & LAYERED else {}
-        x = self.encode(images, kept, max(numbers) + 1 if names <= LAYERED else None)
+        numbers = resolve_layers(layers, len(self.stages))
+        kept = dict.fromkeys(numbers, images) if names & PER_LAYER else {}
+        x = self.encode(images, kept, max(numbers) + 1 if names <= PER_LAYER else None)
         found: dict[str, Any] = {}
         if kept:
-            found["maps"] = tuple(kept[number] for number in numbers)
-            found["patch_maps"] = tuple(m.permute(0, 2, 3, 1) for m in found["maps"])
-        if names <= LAYERED:
+            found["feature_maps"] = tuple(kept[number] for number in numbers)
+            found["patch_maps"] = tuple(m.permute(0, 2, 3, 1) for m in found["feature_maps"])
+        if names <= PER_LAYER:
             return Output(**{name: found[name] for name in names})
-        x = self.finish(x)
+        x = self.final_norm(x)
         pooled = x.mean((2, 3))  # B C
         found |= {
             "pooled": pooled,
@@ -113,7 +114,7 @@ class BiT(Network):
     def encode(self, images: Tensor, maps: dict[int, Tensor] | None = None, stop: int | None = None) -> Tensor:
         """Through all stages, or the first `stop`, B C h w; what leaves the stages that `maps` names is kept in it."""
         self.check_images(images)
-        recompute = self.recomputes()
+        recompute = self.is_checkpointing()
         x = root_pool(self.root(images), self.config.root_pad)
         for i, stage in enumerate(self.stages):
             if i == stop:
@@ -125,7 +126,7 @@ class BiT(Network):
                 maps[i] = x
         return x
 
-    def finish(self, x: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor) -> Tensor:
         """The last stage's map after norm and ReLU."""
         return F.relu(self.norm(x), inplace=True)
 
@@ -140,26 +141,26 @@ class BiT(Network):
 
     def resized(self, image_size: Pair) -> BiT:
         """A copy that is meant for this size; the weights do not depend on it."""
-        return self.rebuilt(self.config.replace(image_size=image_size), {})
+        return self.rebuild(self.config.replace(image_size=image_size), {})
 
     def with_classes(self, num_classes: int) -> BiT:
         """A copy with a new head of zeros, as for fine-tuning."""
         config, like = self.config.replace(num_classes=num_classes), self.norm.weight
         head = {"head.weight": like.new_zeros(num_classes, _width(config)), "head.bias": like.new_zeros(num_classes)}
-        return self.rebuilt(config, head if num_classes else {}, drop=("head.",))
+        return self.rebuild(config, head if num_classes else {}, drop=("head.",))
 
-    def depth_of(self, name: str) -> int:
+    def layer_id(self, name: str) -> int:
         """0 for the root; the units of all stages from 1 on; one more for the norm and the head."""
         part, _, rest = name.partition(".")
         if not hasattr(self, part):
-            raise ModelError(f"no parameter is called {name!r}{nearest(name, dict(self.named_parameters()))}")
+            raise ModelError(f"no parameter is called {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
         if part == "stages":
             stage, unit = map(int, rest.split(".")[:2])
             return sum(self.config.layers[:stage]) + unit + 1
         return sum(self.config.layers) + 1 if part in ("norm", "head") else 0
 
 
-def flops(config: BiTConfig, image_size: Pair | None = None) -> int:
+def count_flops(config: BiTConfig, image_size: Pair | None = None) -> int:
     """2 x multiply-adds of convolutions and head for one image; None is the size it is meant for."""
     size = pair(config.image_size if image_size is None else image_size)
     convolutions = resnet.convolution_flops(config.layers, _base(config), config.channels, size)
@@ -193,7 +194,7 @@ def _base(config: BiTConfig) -> int:
 
 def _width(config: BiTConfig) -> int:
     """Channels of the last map: what the head sees."""
-    return resnet.plan(config.layers, _base(config))[-1][-1].outputs
+    return resnet.plan_stages(config.layers, _base(config))[-1][-1].outputs
 
 
 def _conv(config: BiTConfig, inputs: int, outputs: int, side: int, stride: int = 1) -> StandardizedConv:
@@ -202,11 +203,11 @@ def _conv(config: BiTConfig, inputs: int, outputs: int, side: int, stride: int =
 
 _LACKING = {
     "attention": "BiT has no attention",
-    "tokens": "BiT has no tokens; 'maps' is what leaves each stage",
-    "prefix_tokens": "BiT has no tokens; 'maps' is what leaves each stage",
+    "tokens": "BiT has no tokens; 'feature_maps' is what leaves each stage",
+    "prefix_tokens": "BiT has no tokens; 'feature_maps' is what leaves each stage",
     "class_token": "BiT has no class token; 'pooled' is what its head sees",
     "pool_attention": "BiT pools by the mean, not by attention",
-    "heads": "BiT is not distilled: there is one head",
+    "head_logits": "BiT is not distilled: there is one head",
 }
 
 

@@ -21,20 +21,20 @@ class Family:
     """Conventions that differ from ViTConfig's defaults, and the usual preprocessing."""
 
     title: str
-    options: dict[str, Any] = field(default_factory=dict)
+    config_overrides: dict[str, Any] = field(default_factory=dict)
     preprocess: PreprocessConfig = field(default_factory=PreprocessConfig)
     """At 224 pixels."""
-    crop: Callable[[int], float] | None = None
+    crop_fraction: Callable[[int], float] | None = None
     """Share of the resized short side that the crop keeps, by the image's size; None: no crop."""
-    size: int | None = None
+    eval_image_size: int | None = None
     """Pixels it is evaluated at, where those are not the size of its positions."""
-    checked: str = ""
+    verified_against: str = ""
 
 
 ORIGINAL = PreprocessConfig(antialias=False)
 BIG_VISION = PreprocessConfig(resize="short", resize_to=256, interpolation="area", crop_rounding="floor")
 DEIT = PreprocessConfig(resize="short", resize_to=256, interpolation="bicubic", mean=IMAGENET_MEAN, std=IMAGENET_STD)
-WHOLE = DEIT.replace(resize_to=224)
+DEIT3 = DEIT.replace(resize_to=224)
 CLIP = PreprocessConfig(resize="short", resize_to=224, interpolation="bicubic", mean=CLIP_MEAN, std=CLIP_STD)
 SIGLIP = PreprocessConfig(interpolation="bicubic")
 BIT = PreprocessConfig(antialias=False)
@@ -56,7 +56,7 @@ def _mae(size: int) -> float:
     return 0.875 if size <= 224 else 1.0
 
 
-def timm_crop(size: int) -> float:
+def timm_crop_fraction(size: int) -> float:
     """What timm's own ViTs keep: 0.9 at 224, everything from 384 on."""
     return 0.9 if size < 384 else 1.0
 
@@ -64,58 +64,64 @@ def timm_crop(size: int) -> float:
 TIMM = Family(
     "ViT as timm prepares it",
     preprocess=PreprocessConfig(resize="short", resize_to=248, interpolation="bicubic"),
-    crop=timm_crop,
+    crop_fraction=timm_crop_fraction,
 )
 
 FAMILIES: dict[str, Family] = {
     "ViT": Family(
         "original ViT and augreg (Dosovitskiy et al. 2020, Steiner et al. 2021)",
         preprocess=ORIGINAL,
-        checked="golden outputs of google-research/vision_transformer; timm; transformers; torchvision",
+        verified_against="golden outputs of google-research/vision_transformer; timm; transformers; torchvision",
     ),
     "BV": Family(
         "big_vision's ViT (Beyer et al. 2022: gap, sin-cos positions)",
         {"class_token": False, "pool": "gap", "position": "sincos-2d"},
         preprocess=BIG_VISION,
-        crop=_eighths,
-        checked="golden outputs of google-research/big_vision",
+        crop_fraction=_eighths,
+        verified_against="golden outputs of google-research/big_vision",
     ),
     "DeiT": Family(
         "DeiT, plain and distilled (Touvron et al. 2020)",
         _TORCH,
         preprocess=DEIT,
-        crop=_eighths,
-        checked="timm (the authors build on it); transformers",
+        crop_fraction=_eighths,
+        verified_against="timm (the authors build on it); transformers",
     ),
     "DeiT3": Family(
         "DeiT-III (Touvron et al. 2022)",
         _TORCH | {"layer_scale": 1e-6, "position_on_class": False},
-        preprocess=WHOLE,
-        crop=_all,
-        checked="timm",
+        preprocess=DEIT3,
+        crop_fraction=_all,
+        verified_against="timm",
     ),
     "MAE": Family(
         "masked autoencoders (He et al. 2021)",
         _TORCH | {"num_classes": 0},
         preprocess=DEIT,
-        crop=_mae,
-        checked="timm; transformers",
+        crop_fraction=_mae,
+        verified_against="timm; transformers",
     ),
     "IJEPA": Family(
         "I-JEPA (Assran et al. 2023)",
         _TORCH | {"num_classes": 0, "class_token": False, "pool": "gap"},
         preprocess=DEIT,
-        crop=_eighths,
-        checked="transformers",
+        crop_fraction=_eighths,
+        verified_against="transformers",
     ),
-    "DINO": Family("DINO (Caron et al. 2021)", _DINO, preprocess=DEIT, crop=_eighths, checked="timm; transformers"),
+    "DINO": Family(
+        "DINO (Caron et al. 2021)",
+        _DINO,
+        preprocess=DEIT,
+        crop_fraction=_eighths,
+        verified_against="timm; transformers",
+    ),
     "DINOv2": Family(
         "DINOv2, with and without registers (Oquab et al. 2023, Darcet et al. 2023)",
         _DINO | {"layer_scale": 1e-5},
         preprocess=DEIT,
-        crop=_eighths,
-        size=224,
-        checked="timm; transformers",
+        crop_fraction=_eighths,
+        eval_image_size=224,
+        verified_against="timm; transformers",
     ),
     "CLIP": Family(
         "CLIP's image towers (Radford et al. 2021)",
@@ -128,18 +134,18 @@ FAMILIES: dict[str, Family] = {
             "resample": "timm",
         },
         preprocess=CLIP,
-        crop=_all,
-        checked="golden outputs of openai/CLIP and mlfoundations/open_clip; timm; transformers",
+        crop_fraction=_all,
+        verified_against="golden outputs of openai/CLIP and mlfoundations/open_clip; timm; transformers",
     ),
     "SigLIP": Family(
         "SigLIP's image towers (Zhai et al. 2023)",
         {"class_token": False, "pool": "map", "num_classes": 0, "resample": "timm"},
         preprocess=SIGLIP,
-        checked="timm; transformers",
+        verified_against="timm; transformers",
     ),
     "BiT": Family(
         "BiT's ResNets (Kolesnikov et al. 2019)",
         preprocess=BIT,
-        checked="golden outputs of google-research/big_vision; timm; transformers",
+        verified_against="golden outputs of google-research/big_vision; timm; transformers",
     ),
 }

@@ -8,18 +8,18 @@ from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.models import bit, build, hybrid
 
 
-def flops(config: ViTConfig | BiTConfig, image_size: Pair | None = None) -> int:
+def count_flops(config: ViTConfig | BiTConfig, image_size: Pair | None = None) -> int:
     """Two per multiply-add in products and convolutions, for one image in a forward pass.
 
     Norms, activations and softmax are left out, as torch's own counter does.
     """
     size = pair(image_size if image_size is not None else config.image_size)
     if isinstance(config, BiTConfig):
-        return bit.flops(config, size)
+        return bit.count_flops(config, size)
     patches = prod(config.grid_of(size))
     tokens = patches + config.num_prefix_tokens
     channels = config.stem.channels if config.stem else config.channels
-    total = hybrid.flops(config.stem, size, config.channels) if config.stem else 0
+    total = hybrid.count_flops(config.stem, size, config.channels) if config.stem else 0
     total += 2 * patches * channels * prod(pair(config.patch_size)) * config.width
     total += config.depth * _block(config, tokens, patches)
     if config.pool in ("map", "coca"):
@@ -35,14 +35,14 @@ def training_flops(config: ViTConfig | BiTConfig, train: str | int = "all") -> i
     A backward pass takes two products for each one of the forward pass through what learns: the gradients of its
     weights and of its inputs. What lies below is not gone through. Of a BiT's blocks, which differ, the mean is taken.
     """
-    forward = flops(config)
+    forward = count_flops(config)
     if train == "all":
         return 3 * forward
     last = train if isinstance(train, int) else 0
     if isinstance(config, BiTConfig):
         return forward + 2 * forward * last // sum(config.layers)
     head = 2 * config.head_width * config.num_classes * (1 + config.distilled)
-    return forward + 2 * (head + last * (flops(config.replace(depth=config.depth + 1)) - forward))
+    return forward + 2 * (head + last * (count_flops(config.replace(depth=config.depth + 1)) - forward))
 
 
 def _block(config: ViTConfig, tokens: int, patches: int) -> int:
@@ -65,7 +65,7 @@ def _pool(config: ViTConfig, tokens: int) -> int:
     return query_once_per_batch_and_out + attention + (_mlp(config, 1) if config.pool == "map" else 0)
 
 
-def parameters(config: ViTConfig | BiTConfig) -> int:
+def count_parameters(config: ViTConfig | BiTConfig) -> int:
     """Numbers to learn, counted on skeletons without storage; every block adds the same."""
     if isinstance(config, BiTConfig):
         return _count(config)
@@ -74,4 +74,4 @@ def parameters(config: ViTConfig | BiTConfig) -> int:
 
 
 def _count(config: ViTConfig | BiTConfig) -> int:
-    return sum(p.numel() for p in build(config, skeleton=True).parameters())
+    return sum(p.numel() for p in build(config, meta=True).parameters())

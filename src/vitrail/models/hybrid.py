@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vitrail.config import Pair, StemConfig, pair
 from vitrail.models import init, resnet
-from vitrail.models.base import Network
-from vitrail.models.resnet import ROOT, StandardizedConv, Unit, group_norm
+from vitrail.models.base import BaseNet
+from vitrail.models.resnet import ROOT_KERNEL_SIZE, BottleneckShape, StandardizedConv, group_norm
 
 # B images, C channels, h rows and w columns of a map
 
@@ -35,10 +35,10 @@ class ConvNorm(nn.Module):
         return y
 
 
-class StemUnit(nn.Module):
+class Bottleneck(nn.Module):
     """Convolution, norm, ReLU, three times; the shortcut comes in before the last ReLU."""
 
-    def __init__(self, config: StemConfig, unit: Unit) -> None:
+    def __init__(self, config: StemConfig, unit: BottleneckShape) -> None:
         super().__init__()
         conv, norm = partial(_conv, config), partial(group_norm, eps=config.norm_eps)
         self.project = ConvNorm(config, unit.inputs, unit.outputs, 1, unit.stride) if unit.projects else None
@@ -56,7 +56,7 @@ class StemUnit(nn.Module):
         return F.relu(shortcut + self.norm3(self.conv3(x)), inplace=True)
 
 
-class ResNetStem(Network):
+class ResNetStem(BaseNet):
     """`stem(images)`: B C H W -> B C' h w, with `config.channels` channels and `config.stride` times smaller.
 
     Sides that the stride does not divide are rounded up. Without layers it is the root alone.
@@ -66,15 +66,16 @@ class ResNetStem(Network):
         super().__init__()
         self.config = config
         base = _base(config)
-        self.root = ConvNorm(config, channels, base, ROOT, 2)
+        self.root = ConvNorm(config, channels, base, ROOT_KERNEL_SIZE, 2)
         self.stages = nn.ModuleList(
-            nn.ModuleList(StemUnit(config, unit) for unit in stage) for stage in resnet.plan(config.layers, base)
+            nn.ModuleList(Bottleneck(config, unit) for unit in stage)
+            for stage in resnet.plan_stages(config.layers, base)
         )
         if not init.is_meta(self):
             self.initialize()
 
     def forward(self, images: Tensor) -> Tensor:
-        recompute = self.recomputes()
+        recompute = self.is_checkpointing()
         x = resnet.max_pool_same(F.relu(self.root(images), inplace=True))
         for stage in self.stages:
             assert isinstance(stage, nn.ModuleList)
@@ -87,12 +88,12 @@ class ResNetStem(Network):
         """First values as in the original code: each unit begins as its shortcut, norm3 being zero."""
         resnet.initialize(self, generator)
         for module in self.modules():
-            if isinstance(module, StemUnit):
+            if isinstance(module, Bottleneck):
                 nn.init.zeros_(module.norm3.weight)
         return self
 
 
-def flops(config: StemConfig, image_size: Pair, channels: int = 3) -> int:
+def count_flops(config: StemConfig, image_size: Pair, channels: int = 3) -> int:
     """2 x multiply-adds of the convolutions for one image of this size."""
     return resnet.convolution_flops(config.layers, _base(config), channels, pair(image_size))
 

@@ -9,22 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
-from vitrail.kernels.linear_gelu import can_fuse, linear_gelu_tanh
-from vitrail.kernels.packed_attention import can_pack, packed_attention
+from vitrail.kernels.linear_gelu import can_fuse_linear_gelu, linear_gelu_tanh
+from vitrail.kernels.packed_attention import can_pack_attention, packed_attention
 from vitrail.models import drop
 
 # B images, C channels, N tokens, D width, H heads, K = D // H, M hidden width of the MLP
 
-Place = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+QKTransform = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 """A position that lives in the attention: q, k (B H N K) -> q, k, logits to add or None."""
 
 
-class PatchProjection(nn.Module):
+class PatchEmbed(nn.Module):
     """Each patch flattened and multiplied by one matrix: a convolution whose stride is its size."""
 
-    def __init__(self, channels: int, width: int, patch: tuple[int, int], bias: bool = True) -> None:
+    def __init__(self, in_channels: int, width: int, patch: tuple[int, int], bias: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, channels, *patch))
+        self.weight = nn.Parameter(torch.empty(width, in_channels, *patch))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     def forward(self, images: Tensor) -> Tensor:
@@ -55,19 +55,19 @@ def attend(
     *,
     bias: Tensor | None = None,
     dropout: float = 0.0,
-    keep: list[Tensor] | None = None,
+    weights_out: list[Tensor] | None = None,
 ) -> Tensor:
     """softmax(q k' / sqrt(K) + bias) v, all B H N K.
 
     Fused, unless a list is given to keep the weights (B H N N) in: then the same arithmetic is
     written out, and agrees to rounding.
     """
-    if keep is None:
+    if weights_out is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
     logits = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = (logits if bias is None else logits + bias).softmax(-1)
     del logits
-    keep.append(weights)
+    weights_out.append(weights)
     return F.dropout(weights, dropout, training=dropout > 0) @ v
 
 
@@ -87,20 +87,20 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        place: Place | None = None,
-        keep: list[Tensor] | None = None,
-        seed: Tensor | None = None,
+        qk_transform: QKTransform | None = None,
+        weights_out: list[Tensor] | None = None,
+        dropout_seeds: Tensor | None = None,
     ) -> Tensor:
         qkv, rate = self.qkv(x), self.attention_dropout if self.training else 0.0  # B N 3D
-        if self.bare and place is None and keep is None and not rate and can_pack(qkv):
+        if self.bare and qk_transform is None and weights_out is None and not rate and can_pack_attention(qkv):
             x = packed_attention(qkv, self.heads)
         else:
             q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
             q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
-            if place is not None:
-                q, k, bias = place(q, k)
-            x = attend(q, k, v, bias=bias, dropout=rate, keep=keep).transpose(1, 2).flatten(2)  # B N D
-        return drop.dropout(self.out(x), self.dropout if self.training else 0.0, seed)
+            if qk_transform is not None:
+                q, k, bias = qk_transform(q, k)
+            x = attend(q, k, v, bias=bias, dropout=rate, weights_out=weights_out).transpose(1, 2).flatten(2)  # B N D
+        return drop.dropout(self.out(x), self.dropout if self.training else 0.0, dropout_seeds)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -114,13 +114,13 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def tanh_gelu(x: Tensor) -> Tensor:
+def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu-tanh": tanh_gelu,
+    "gelu-tanh": gelu_tanh,
     "gelu-quick": quick_gelu,
     "swiglu": swiglu,
 }
@@ -136,15 +136,15 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_dim, config.width, bias=config.proj_bias)
         self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
 
-    def forward(self, x: Tensor, hidden: Tensor | None = None, down: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, hidden_seeds: Tensor | None = None, output_seeds: Tensor | None = None) -> Tensor:
         """`hidden` and `down` are the seeds of the two dropouts."""
         rate = self.dropout if self.training else 0.0
-        if self.activation is tanh_gelu and can_fuse(self.up, x):
+        if self.activation is gelu_tanh and can_fuse_linear_gelu(self.up, x):
             x = linear_gelu_tanh(x, self.up.weight, self.up.bias)
         else:
             x = self.activation(self.up(x))
-        x = drop.dropout(x, rate, hidden)
-        return drop.dropout(self.down(x), rate, down)
+        x = drop.dropout(x, rate, hidden_seeds)
+        return drop.dropout(self.down(x), rate, output_seeds)
 
 
 class Block(nn.Module):
@@ -167,20 +167,20 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        place: Place | None = None,
-        keep: list[Tensor] | None = None,
+        qk_transform: QKTransform | None = None,
+        weights_out: list[Tensor] | None = None,
         seeds: Tensor | None = None,
     ) -> Tensor:
         out, hidden, down, skip1, skip2 = (None,) * 5 if seeds is None else seeds.unbind()
-        y = self.attention(self.norm1(x), place, keep, out)
-        x = x + self.branch(y, self.scale1, skip1)
+        y = self.attention(self.norm1(x), qk_transform, weights_out, out)
+        x = x + self.scale_and_drop(y, self.scale1, skip1)
         y = self.mlp(self.norm2(x), hidden, down)
-        return x + self.branch(y, self.scale2, skip2)
+        return x + self.scale_and_drop(y, self.scale2, skip2)
 
-    def branch(self, x: Tensor, scale: Tensor | None, seed: Tensor | None) -> Tensor:
+    def scale_and_drop(self, x: Tensor, scale: Tensor | None, seed: Tensor | None) -> Tensor:
         """Scaled by LayerScale, and skipped for some images by stochastic depth."""
         x = x if scale is None else (x * scale).to(x.dtype)  # autocast would leave float32 to be added
-        return drop.skip(x, self.drop_path if self.training else 0.0, seed)
+        return drop.drop_path(x, self.drop_path if self.training else 0.0, seed)
 
 
 class AttentionPool(nn.Module):
@@ -200,10 +200,10 @@ class AttentionPool(nn.Module):
         self.norm = make_norm(config, width)
         self.mlp = MLP(config.replace(dropout=0.0)) if config.pool == "map" else None
 
-    def forward(self, x: Tensor, keep: list[Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
         """B N D -> B P, where P is D but in CoCa."""
         q = self.q(self.probe).expand(x.shape[0], 1, -1).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # B H 1 K
         k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
-        x = self.out(attend(q, k, v, keep=keep).flatten(1))  # B P
+        x = self.out(attend(q, k, v, weights_out=weights_out).flatten(1))  # B P
         normed: Tensor = self.norm(x)
         return normed if self.mlp is None else x + self.mlp(normed)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import ModelError, nearest
+from vitrail.errors import ModelError, did_you_mean
 
 
 # B images, T tokens (special ones first), N patches in h rows and w columns, D width, H heads
@@ -20,7 +20,7 @@ class Output:
 
     logits: Tensor | None = None
     """B classes: what `net(images)` returns; B D where the network has no head."""
-    heads: tuple[Tensor, Tensor] | None = None
+    head_logits: tuple[Tensor, Tensor] | None = None
     """Distilled networks: logits of the class token's head and of the distillation token's."""
     pooled: Tensor | None = None
     """B D: what the head sees, before the pre-training head's tanh layer."""
@@ -40,13 +40,13 @@ class Output:
     """For each layer, or of `layers`, B H T T: each row sums to 1."""
     pool_attention: Tensor | None = None
     """The attention pool's weights: B H N over the patches (pool='map'), B H T over all tokens (pool='coca')."""
-    maps: tuple[Tensor, ...] | None = None
+    feature_maps: tuple[Tensor, ...] | None = None
     """Convolutional networks: B C h w after each stage, or after those that `layers` names."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Output:
         """With every tensor passed through `change`."""
         changed: dict[str, Any] = {}
-        for name in NAMES:
+        for name in OUTPUT_NAMES:
             if isinstance(value := getattr(self, name), tuple):
                 changed[name] = tuple(map(change, value))
             elif value is not None:
@@ -54,12 +54,12 @@ class Output:
         return Output(**changed)
 
 
-def joined(outputs: Sequence[Output]) -> Output:
+def concat_outputs(outputs: Sequence[Output]) -> Output:
     """Outputs of batches as that of all their images."""
     if not outputs:
         raise ModelError("there are no images to compute features of; wanted at least one.")
     whole: dict[str, Any] = {}
-    for name in NAMES:
+    for name in OUTPUT_NAMES:
         parts = [getattr(output, name) for output in outputs]
         if isinstance(parts[0], tuple):
             whole[name] = tuple(torch.cat(layer) for layer in zip(*parts, strict=True))
@@ -68,27 +68,29 @@ def joined(outputs: Sequence[Output]) -> Output:
     return Output(**whole)
 
 
-NAMES = tuple(f.name for f in fields(Output))
-LAYERED = frozenset({"tokens", "patch_maps", "prefix_tokens", "attention", "maps"})
+OUTPUT_NAMES = tuple(f.name for f in fields(Output))
+PER_LAYER = frozenset({"tokens", "patch_maps", "prefix_tokens", "attention", "feature_maps"})
 """Outputs of which there is one for each layer: `layers` chooses among these."""
 
 
-def wanted(
-    want: str | Iterable[str] | None, layers: Iterable[int] | None = None, layered: str = "tokens"
+def resolve_outputs(
+    outputs: str | Iterable[str] | None, layers: Iterable[int] | None = None, default_layered: str = "tokens"
 ) -> frozenset[str]:
     """The names asked for, checked; None: the logits, or with `layers` the output called `layered`."""
-    if want is None:
-        return frozenset({"logits" if layers is None else layered})
-    names = frozenset((want,) if isinstance(want, str) else want)
+    if outputs is None:
+        return frozenset({"logits" if layers is None else default_layered})
+    names = frozenset((outputs,) if isinstance(outputs, str) else outputs)
     for name in names:
-        if name not in NAMES:
-            raise ModelError(f"no output is called {name!r}{nearest(name, NAMES)}")
-    if layers is not None and not names & LAYERED:
-        raise ModelError(f"layers chooses among {', '.join(sorted(LAYERED))}; got want={', '.join(sorted(names))}.")
+        if name not in OUTPUT_NAMES:
+            raise ModelError(f"no output is called {name!r}{did_you_mean(name, OUTPUT_NAMES)}")
+    if layers is not None and not names & PER_LAYER:
+        raise ModelError(
+            f"layers chooses among {', '.join(sorted(PER_LAYER))}; got outputs={', '.join(sorted(names))}."
+        )
     return names
 
 
-def chosen(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
+def resolve_layers(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
     """Layers counted from 0, negative ones from the end, as 0 ... depth - 1; None: all of them."""
     try:
         asked = tuple(index(layer) for layer in (range(depth) if layers is None else layers))

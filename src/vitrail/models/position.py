@@ -19,14 +19,14 @@ from torch import Tensor, fx, nn
 
 from vitrail.config import ViTConfig
 from vitrail.errors import ModelError
-from vitrail.models.layers import Place
-from vitrail.models.remember import Remembering
+from vitrail.models.cached_module import CachedModule
+from vitrail.models.layers import QKTransform
 
 # h rows and w columns of patches, N = h w, T tokens (P special ones first), D width, H heads, K = D // H
 
 Grid = tuple[int, int]
 
-RESAMPLE: dict[str, dict[str, Any]] = {
+RESAMPLE_ARGS: dict[str, dict[str, Any]] = {
     "google": {"mode": "bilinear", "align_corners": True},  # scipy.ndimage.zoom, order 1
     "timm": {"mode": "bicubic", "antialias": True},  # and DINOv2 with registers
     "timm-npz": {"mode": "bilinear"},  # timm reading Google's files
@@ -43,7 +43,7 @@ def resample(table: Tensor, grid: Grid, convention: str) -> Tensor:
     source = (table.shape[0], table.shape[1])
     if source == grid:
         return table
-    how = dict(RESAMPLE[convention])
+    how = dict(RESAMPLE_ARGS[convention])
     offset = how.pop("offset", 0.0)
     if offset:
         how["scale_factor"] = [(new + offset) / old for new, old in zip(grid, source, strict=True)]
@@ -53,7 +53,7 @@ def resample(table: Tensor, grid: Grid, convention: str) -> Tensor:
     return F.interpolate(exact.permute(2, 0, 1)[None], **how)[0].permute(1, 2, 0).to(table.dtype)
 
 
-def _count(end: int, like: Tensor) -> Tensor:
+def _arange(end: int, like: Tensor) -> Tensor:
     """0 ... end - 1 in at least single precision, where `like` lives."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.arange(end, device=like.device, dtype=dtype)
@@ -62,30 +62,30 @@ def _count(end: int, like: Tensor) -> Tensor:
 @fx.wrap
 def sincos_2d(grid: Grid, width: int, like: Tensor) -> Tensor:
     """N D: sines and cosines of column, then of row, as big_vision has them."""
-    omega = 10_000.0 ** -(_count(width // 4, like) / (width // 4 - 1))
-    y, x = torch.meshgrid(_count(grid[0], like), _count(grid[1], like), indexing="ij")
+    omega = 10_000.0 ** -(_arange(width // 4, like) / (width // 4 - 1))
+    y, x = torch.meshgrid(_arange(grid[0], like), _arange(grid[1], like), indexing="ij")
     angles = [axis.reshape(-1, 1) * omega for axis in (x, y)]
     return torch.cat([f(a) for a in angles for f in (torch.sin, torch.cos)], dim=1)
 
 
 @fx.wrap
-def as_tokens(x: Tensor, like: Tensor) -> Tensor:
+def cast_like(x: Tensor, like: Tensor) -> Tensor:
     """In the dtype of the tokens that it is added to; autocast adds it in single precision."""
     return x if torch.is_autocast_enabled(like.device.type) else x.to(like.dtype)
 
 
 @fx.wrap
-def rotary_waves(grid: Grid, head: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(grid: Grid, head: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, N K: centers of patches in [-1, 1], one period per pair of numbers."""
-    periods = base ** (_count(head // 4, like) * 4 / head)
-    centers = [2 * (_count(n, like) + 0.5) / n - 1 for n in grid]
+    periods = base ** (_arange(head // 4, like) * 4 / head)
+    centers = [2 * (_arange(n, like) + 0.5) / n - 1 for n in grid]
     where = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
     angles = (2 * math.pi * where[:, :, None] / periods).flatten(1).tile(2)  # N K
     return angles.cos(), angles.sin()
 
 
 @fx.wrap
-def offset_index(grid: Grid, built_for: Grid, like: Tensor) -> Tensor:
+def relative_position_index(grid: Grid, built_for: Grid, like: Tensor) -> Tensor:
     """N N: p_q - p_k of the flattened patches, from 0."""
     if grid != built_for:
         raise ModelError(
@@ -96,7 +96,7 @@ def offset_index(grid: Grid, built_for: Grid, like: Tensor) -> Tensor:
     return steps[:, None] - steps[None] + len(steps) - 1
 
 
-class Additive(Remembering):
+class AdditivePosition(CachedModule):
     """A vector for each token; special tokens without a position get zeros."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -108,11 +108,11 @@ class Additive(Remembering):
 
     def forward(self, grid: Grid, like: Tensor) -> Tensor:
         """T D for this grid."""
-        table: Tensor = self.remembered((grid, like.dtype), like.device, lambda: self.assemble(grid, like))
+        table: Tensor = self.cached((grid, like.dtype), like.device, lambda: self.build_table(grid, like))
         return table
 
-    def assemble(self, grid: Grid, like: Tensor) -> Tensor:
-        patches = self.patches(grid, like)
+    def build_table(self, grid: Grid, like: Tensor) -> Tensor:
+        patches = self.patch_table(grid, like)
         parts = [patches]
         if self.zeros:
             parts.insert(0, patches.new_zeros(self.zeros, self.width))
@@ -120,30 +120,30 @@ class Additive(Remembering):
             parts.insert(0, self.prefix)
         return torch.cat(parts) if len(parts) > 1 else patches
 
-    def patches(self, grid: Grid, like: Tensor) -> Tensor:
+    def patch_table(self, grid: Grid, like: Tensor) -> Tensor:
         """N D."""
         raise NotImplementedError
 
-    def at(self, grid: Grid) -> dict[str, Tensor]:
+    def resampled(self, grid: Grid) -> dict[str, Tensor]:
         """The parameters that depend on the grid, for another one."""
         return {}
 
 
-class Learned1d(Additive):
+class LearnedPosition1d(AdditivePosition):
     """A vector for each patch; called 1-D because it knows nothing of rows and columns."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
         self.table = nn.Parameter(torch.empty(*config.grid, config.width))
 
-    def patches(self, grid: Grid, like: Tensor) -> Tensor:
+    def patch_table(self, grid: Grid, like: Tensor) -> Tensor:
         return resample(self.table, grid, self.convention).flatten(0, 1)
 
-    def at(self, grid: Grid) -> dict[str, Tensor]:
+    def resampled(self, grid: Grid) -> dict[str, Tensor]:
         return {"table": resample(self.table, grid, self.convention)}
 
 
-class Learned2d(Additive):
+class LearnedPosition2d(AdditivePosition):
     """Half a vector for each row and half for each column, side by side."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -151,25 +151,25 @@ class Learned2d(Additive):
         self.rows = nn.Parameter(torch.empty(config.grid[0], config.width // 2))
         self.columns = nn.Parameter(torch.empty(config.grid[1], config.width // 2))
 
-    def patches(self, grid: Grid, like: Tensor) -> Tensor:
-        rows, columns = self.at(grid).values()
+    def patch_table(self, grid: Grid, like: Tensor) -> Tensor:
+        rows, columns = self.resampled(grid).values()
         pairs = rows[:, None].expand(*grid, -1), columns[None].expand(*grid, -1)
         return torch.cat(pairs, dim=-1).flatten(0, 1)
 
-    def at(self, grid: Grid) -> dict[str, Tensor]:
+    def resampled(self, grid: Grid) -> dict[str, Tensor]:
         rows = resample(self.rows[:, None], (grid[0], 1), self.convention)[:, 0]
         columns = resample(self.columns[:, None], (grid[1], 1), self.convention)[:, 0]
         return {"rows": rows, "columns": columns}
 
 
-class SinCos2d(Additive):
+class SinCosPosition2d(AdditivePosition):
     """Fixed waves: nothing to learn, any grid."""
 
-    def patches(self, grid: Grid, like: Tensor) -> Tensor:
-        return as_tokens(sincos_2d(grid, self.width, like), like)
+    def patch_table(self, grid: Grid, like: Tensor) -> Tensor:
+        return cast_like(sincos_2d(grid, self.width, like), like)
 
 
-class Rope2d(Remembering):
+class RotaryPosition2d(CachedModule):
     """Queries and keys of patches turned by angles of their place (DINOv3's convention)."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -180,8 +180,8 @@ class Rope2d(Remembering):
             config.num_prefix_tokens,
         )
 
-    def forward(self, grid: Grid, like: Tensor) -> Place:
-        cos, sin = self.remembered((grid, like.dtype), like.device, lambda: self.waves(grid, like))
+    def forward(self, grid: Grid, like: Tensor) -> QKTransform:
+        cos, sin = self.cached((grid, like.dtype), like.device, lambda: self.cos_sin(grid, like))
 
         def turn(x: Tensor) -> Tensor:
             special, patches = x[:, :, : self.special], x[:, :, self.special :]
@@ -191,12 +191,12 @@ class Rope2d(Remembering):
 
         return lambda q, k: (turn(q), turn(k), None)
 
-    def waves(self, grid: Grid, like: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, grid: Grid, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, N K: centers of patches in [-1, 1], one period per pair of numbers."""
-        return rotary_waves(grid, self.head, self.base, like)
+        return rotary_cos_sin(grid, self.head, self.base, like)
 
 
-class Relative(nn.Module):
+class RelativePosition(nn.Module):
     """The query also asks an embedding of each offset along the flattened patches (appendix D.4)."""
 
     def __init__(self, config: ViTConfig) -> None:
@@ -205,8 +205,8 @@ class Relative(nn.Module):
         count = math.prod(config.grid)
         self.offsets = nn.Parameter(torch.empty(2 * count - 1, config.width))
 
-    def forward(self, grid: Grid, like: Tensor) -> Place:
-        index = offset_index(grid, self.grid, like)
+    def forward(self, grid: Grid, like: Tensor) -> QKTransform:
+        index = relative_position_index(grid, self.grid, like)
 
         def add(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             keys = self.offsets.unflatten(1, (self.heads, -1)).permute(1, 2, 0).to(q.dtype)  # H K 2N-1
@@ -217,14 +217,18 @@ class Relative(nn.Module):
         return add
 
 
-ADDITIVE: dict[str, type[Additive]] = {"learned-1d": Learned1d, "learned-2d": Learned2d, "sincos-2d": SinCos2d}
-INSIDE: dict[str, type[nn.Module]] = {"relative": Relative, "rope-2d": Rope2d}
+ADDITIVE: dict[str, type[AdditivePosition]] = {
+    "learned-1d": LearnedPosition1d,
+    "learned-2d": LearnedPosition2d,
+    "sincos-2d": SinCosPosition2d,
+}
+IN_ATTENTION: dict[str, type[nn.Module]] = {"relative": RelativePosition, "rope-2d": RotaryPosition2d}
 
 
 def make_positions(config: ViTConfig) -> nn.ModuleList:
     """One module, or one per layer; empty where there are no positions."""
     if config.position == "none":
         return nn.ModuleList()
-    kind = (ADDITIVE | INSIDE)[config.position]
+    kind = (ADDITIVE | IN_ATTENTION)[config.position]
     own = config.place == "layers" and config.position not in ("sincos-2d", "rope-2d")  # those are the same everywhere
     return nn.ModuleList(kind(config) for _ in range(config.depth if own else 1))

@@ -17,20 +17,20 @@ from torch import Tensor, fx, nn
 
 from vitrail.errors import ConfigError
 from vitrail.models import init
-from vitrail.models.remember import Remembering
+from vitrail.models.cached_module import CachedModule
 
 # B images, I and O channels in and out, k side of a kernel, h rows and w columns of a map
 
-GROUPS = 32
+NUM_GROUPS = 32
 """Groups of every GroupNorm."""
-ROOT = 7
+ROOT_KERNEL_SIZE = 7
 """Side of the first kernel."""
 
-By = Literal["std", "var"]
+Standardization = Literal["std", "var"]
 
 
 @fx.wrap
-def standardize(kernel: Tensor, by: By, eps: float) -> Tensor:
+def standardize(kernel: Tensor, by: Standardization, eps: float) -> Tensor:
     """Mean 0 and spread 1 for each output channel, O I k k.
 
     Divided by sqrt(var + eps) ("var") or by std + eps ("std"); in float32 at least, since eps may
@@ -79,15 +79,15 @@ def conv_same(x: Tensor, kernel: Tensor, stride: int) -> Tensor:
     return F.conv2d(x, kernel, stride=stride, padding=padding)
 
 
-class StandardizedConv(Remembering):
+class StandardizedConv(CachedModule):
     """A convolution without bias whose kernel is standardized before use.
 
     In evaluation without gradients the standardized kernel is kept from call to call, a second copy
-    of the weights in memory; see `Remembering`.
+    of the weights in memory; see `CachedModule`.
     """
 
     def __init__(
-        self, inputs: int, outputs: int, side: int, stride: int = 1, *, same: bool, by: By, eps: float
+        self, inputs: int, outputs: int, side: int, stride: int = 1, *, same: bool, by: Standardization, eps: float
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, side, side))
@@ -101,7 +101,7 @@ class StandardizedConv(Remembering):
 
     def kernel(self) -> Tensor:
         """The standardized weight, O I k k."""
-        kernel: Tensor = self.remembered(None, self.weight.device, lambda: standardize(self.weight, self.by, self.eps))
+        kernel: Tensor = self.cached(None, self.weight.device, lambda: standardize(self.weight, self.by, self.eps))
         return kernel
 
     def extra_repr(self) -> str:
@@ -110,11 +110,12 @@ class StandardizedConv(Remembering):
 
 
 def group_norm(channels: int, eps: float) -> nn.GroupNorm:
-    if channels % GROUPS:
+    if channels % NUM_GROUPS:
         raise ConfigError(
-            f"{GROUPS} groups do not divide {channels} channels; try a width that is a multiple of {GROUPS / 64}."
+            f"{NUM_GROUPS} groups do not divide {channels} channels; try a width_factor that is a multiple of "
+            f"{NUM_GROUPS / 64}."
         )
-    return nn.GroupNorm(GROUPS, channels, eps=eps)
+    return nn.GroupNorm(NUM_GROUPS, channels, eps=eps)
 
 
 @torch.no_grad()
@@ -128,7 +129,7 @@ def initialize(net: nn.Module, generator: torch.Generator | None) -> None:
 
 
 @dataclass(frozen=True)
-class Unit:
+class BottleneckShape:
     """The shape of one bottleneck: 1x1 down to `middle`, 3x3 with the stride, 1x1 up to 4 * `middle`."""
 
     inputs: int
@@ -145,13 +146,13 @@ class Unit:
         return self.inputs != self.outputs or self.stride != 1
 
 
-def plan(layers: tuple[int, ...], base: int) -> list[list[Unit]]:
+def plan_stages(layers: tuple[int, ...], base: int) -> list[list[BottleneckShape]]:
     """The units of each stage; `base` channels come from the root."""
     stages, channels = [], base
     for s, count in enumerate(layers):
         middle, stage = base * 2**s, []
         for u in range(count):
-            stage.append(Unit(channels, middle, 2 if s and not u else 1))
+            stage.append(BottleneckShape(channels, middle, 2 if s and not u else 1))
             channels = 4 * middle
         stages.append(stage)
     return stages
@@ -160,9 +161,9 @@ def plan(layers: tuple[int, ...], base: int) -> list[list[Unit]]:
 def convolution_flops(layers: tuple[int, ...], base: int, channels: int, image_size: tuple[int, int]) -> int:
     """2 x multiply-adds of all convolutions for one image; norms, pools and sums are not counted."""
     height, width = (-(-side // 2) for side in image_size)
-    total = channels * base * ROOT**2 * height * width
+    total = channels * base * ROOT_KERNEL_SIZE**2 * height * width
     height, width = -(-height // 2), -(-width // 2)
-    for stage in plan(layers, base):
+    for stage in plan_stages(layers, base):
         for unit in stage:
             total += unit.inputs * unit.middle * height * width
             height, width = -(-height // unit.stride), -(-width // unit.stride)

@@ -11,23 +11,23 @@ from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
 from vitrail.config import Pair, ViTConfig, pair
-from vitrail.errors import ConfigError, ModelError, nearest
+from vitrail.errors import ConfigError, ModelError, did_you_mean
 from vitrail.models import drop, init
-from vitrail.models.base import Network
+from vitrail.models.base import BaseNet
 from vitrail.models.hybrid import ResNetStem
-from vitrail.models.layers import AttentionPool, Block, PatchProjection, Place, make_norm
-from vitrail.models.output import LAYERED, Output, chosen, wanted
-from vitrail.models.position import Additive, Grid, make_positions
+from vitrail.models.layers import AttentionPool, Block, PatchEmbed, QKTransform, make_norm
+from vitrail.models.output import PER_LAYER, Output, resolve_layers, resolve_outputs
+from vitrail.models.position import AdditivePosition, Grid, make_positions
 
 # B images, C channels, N patches in h rows and w columns, T = N + special tokens, D width, H heads
 
 
-class ViT(Network):
-    """`net(images)`: B C H W -> logits. `net.features(images, want=...)`: what happens on the way.
+class ViT(BaseNet):
+    """`net(images)`: B C H W -> logits. `net.features(images, outputs=...)`: what happens on the way.
 
     Any height and width that the patches divide will do: positions are resampled on the fly.
 
-    In training mode `keys`, an int64 for each image (`vitrail.chance`), decide what dropout and
+    In training mode `sample_seeds`, an int64 for each image (`vitrail.rng`), decide what dropout and
     stochastic depth drop for it, whatever batch it is in; None takes fresh ones from torch's
     generator. Only the dropout of attention weights is drawn by the fused attention itself.
 
@@ -42,7 +42,7 @@ class ViT(Network):
         self.first_kernel = "stem.root.conv.weight" if config.stem else "patch.weight"
         width, channels = config.width, config.channels
         self.stem = ResNetStem(config.stem, channels) if config.stem else None
-        self.patch = PatchProjection(
+        self.patch = PatchEmbed(
             config.stem.channels if config.stem else channels, width, pair(config.patch_size), bias=config.patch_bias
         )
         self.class_token = nn.Parameter(torch.empty(width)) if config.class_token else None
@@ -60,17 +60,17 @@ class ViT(Network):
         if not init.is_meta(self):
             self.initialize(seed)
 
-    def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
-        keys = self.keys_for(images, keys)
-        x, grid = self.embed(images, keys)
-        x = self.norm_before(self.encode(x, grid, keys=keys))
-        return self.classify(*self.read(x))
+    def forward(self, images: Tensor, sample_seeds: Tensor | None = None) -> Tensor:
+        sample_seeds = self.resolve_sample_seeds(images, sample_seeds)
+        x, grid = self.embed(images, sample_seeds)
+        x = self.norm_before_pool(self.encode(x, grid, sample_seeds=sample_seeds))
+        return self.classify(*self.pool_tokens(x))
 
     def features(
         self,
         images: Tensor,
-        want: str | Iterable[str] | None = None,
-        keys: Tensor | None = None,
+        outputs: str | Iterable[str] | None = None,
+        sample_seeds: Tensor | None = None,
         *,
         layers: Iterable[int] | None = None,
         norm: bool = False,
@@ -81,23 +81,23 @@ class ViT(Network):
         counted from 0 as in `net.blocks` and timm, negative ones from the end. Blocks after the last of them are not
         computed unless something else is wanted. `norm` applies the final norm to each layer's tokens.
         """
-        names = wanted(want, layers)
+        names = resolve_outputs(outputs, layers)
         self._check_wanted(names)
         tokens: list[Tensor] | None = [] if names & {"tokens", "patch_maps", "prefix_tokens"} else None
         attention: list[Tensor] | None = [] if "attention" in names else None
         look: list[Tensor] | None = [] if "pool_attention" in names else None
-        numbers = chosen(layers, self.config.depth)
+        numbers = resolve_layers(layers, self.config.depth)
         only = None if layers is None else frozenset(numbers)
-        stop = max(numbers) + 1 if names <= LAYERED else None
+        stop = max(numbers) + 1 if names <= PER_LAYER else None
 
-        keys = self.keys_for(images, keys)
-        x, grid = self.embed(images, keys)
-        x = self.encode(x, grid, tokens, attention, keys, only, stop)
-        found = self._layered(numbers, tokens, attention, grid, norm)
-        if names <= LAYERED:
+        sample_seeds = self.resolve_sample_seeds(images, sample_seeds)
+        x, grid = self.embed(images, sample_seeds)
+        x = self.encode(x, grid, tokens, attention, sample_seeds, only, stop)
+        found = self._select_layers(numbers, tokens, attention, grid, norm)
+        if names <= PER_LAYER:
             return Output(**{name: found[name] for name in names})
-        x = self.norm_before(x)
-        pooled, second = self.read(x, look)
+        x = self.norm_before_pool(x)
+        pooled, second = self.pool_tokens(x, look)
         found |= {
             "pool_attention": look and look[0][:, :, 0],
             "pooled": pooled,
@@ -105,14 +105,14 @@ class ViT(Network):
             "patches": x[:, self.config.num_prefix_tokens :].unflatten(1, grid),
         }
         if "pre_logits" in names:
-            found["pre_logits"] = self.represent(pooled)
+            found["pre_logits"] = self.apply_pre_logits(pooled)
         if "logits" in names:
             found["logits"] = self.classify(pooled, second)
-        if "heads" in names and second is not None:
-            found["heads"] = (self.head(pooled), self.head_distill(second))  # type: ignore[misc]
+        if "head_logits" in names and second is not None:
+            found["head_logits"] = (self.head(pooled), self.head_distill(second))  # type: ignore[misc]
         return Output(**{name: found[name] for name in names})
 
-    def _layered(
+    def _select_layers(
         self,
         numbers: tuple[int, ...],
         tokens: list[Tensor] | None,
@@ -126,7 +126,7 @@ class ViT(Network):
         if attention is not None:
             found["attention"] = tuple(attention[order.index(number)] for number in numbers)
         if tokens is not None:
-            tokens = [self.norm_before(x) for x in tokens] if norm else tokens
+            tokens = [self.norm_before_pool(x) for x in tokens] if norm else tokens
             entering = tokens[: len(tokens) - len(order)]  # the first block, where all layers are kept
             leaving = [tokens[len(entering) + order.index(number)] for number in numbers]
             found["tokens"] = (*entering, *leaving)
@@ -134,16 +134,16 @@ class ViT(Network):
             found["prefix_tokens"] = tuple(x[:, :special] for x in leaving)
         return found
 
-    def keys_for(self, x: Tensor, keys: Tensor | None) -> Tensor | None:
-        """The keys given, or fresh ones; None where nothing is drawn."""
+    def resolve_sample_seeds(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor | None:
+        """The sample_seeds given, or fresh ones; None where nothing is drawn."""
         if not self.training or not (self.config.dropout or self.config.drop_path):
             return None
-        return drop.keys_of(x, keys)
+        return drop.resolve_sample_seeds(x, sample_seeds)
 
     def embed(
         self,
         images: Tensor,
-        keys: Tensor | None = None,
+        sample_seeds: Tensor | None = None,
         corrupt: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Grid]:
         """B C H W -> what enters the first block, B T D, and the grid of patches.
@@ -151,72 +151,77 @@ class ViT(Network):
         `corrupt` changes the patches' embeddings, B N D, before they get tokens and positions.
         """
         self._check_size(images)
-        images = self.covered(images) if self.stem is None else self.stem(images)
+        images = self.crop_to_patches(images) if self.stem is None else self.stem(images)
         x = self.patch(images)  # B h w D
         grid = (x.shape[1], x.shape[2])
         x = x.flatten(1, 2)  # B N D
         if corrupt is not None:
             x = corrupt(x)
-        special = [t.view(-1, x.shape[-1]) for t in self._special_tokens()]
+        special = [t.view(-1, x.shape[-1]) for t in self._prefix_tokens()]
         if special:
             x = torch.cat([torch.cat(special).expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
         if self.config.place == "stem":
-            x = self.placed(x, 0, grid)
+            x = self.add_position(x, 0, grid)
         rate = self.config.dropout if self.training else 0.0
-        x = drop.dropout(x, rate, None if keys is None else drop.embedding_seed(keys))
+        x = drop.dropout(x, rate, None if sample_seeds is None else drop.embedding_seeds(sample_seeds))
         return self.pre_norm(x).to(x.dtype), grid
 
     def encode(
         self,
         x: Tensor,
         grid: Grid,
-        tokens: list[Tensor] | None = None,
-        attention: list[Tensor] | None = None,
-        keys: Tensor | None = None,
-        only: Collection[int] | None = None,
-        stop: int | None = None,
+        tokens_out: list[Tensor] | None = None,
+        attention_out: list[Tensor] | None = None,
+        sample_seeds: Tensor | None = None,
+        keep_layers: Collection[int] | None = None,
+        num_blocks: int | None = None,
     ) -> Tensor:
         """Through all blocks, or the first `stop`; tokens and attention weights are kept in the lists given.
 
         `only`: what leaves these blocks; None: what enters the first, and what leaves each.
         """
-        recompute, keys = self.recomputes() and attention is None, self.keys_for(x, keys)
-        seeds = None if keys is None else drop.seeds(keys, self.config.depth)
-        place: Place | None = None
-        if tokens is not None and only is None:
-            tokens.append(x)
+        recompute, sample_seeds = (
+            self.is_checkpointing() and attention_out is None,
+            self.resolve_sample_seeds(x, sample_seeds),
+        )
+        seeds = None if sample_seeds is None else drop.block_seeds(sample_seeds, self.config.depth)
+        place: QKTransform | None = None
+        if tokens_out is not None and keep_layers is None:
+            tokens_out.append(x)
         for i, block in enumerate(self.blocks):
-            if i == stop:
+            if i == num_blocks:
                 break
-            kept = only is None or i in only
-            x, place = self.before(i, x, grid, place)
+            kept = keep_layers is None or i in keep_layers
+            x, place = self.apply_position(i, x, grid, place)
             drawn = None if seeds is None else seeds[i]
             if recompute:
-                state = self.config.attention_dropout > 0  # the rest is drawn from keys, the same each time
+                state = self.config.attention_dropout > 0  # the rest is drawn from sample_seeds, the same each time
                 x = checkpoint(block, x, place, None, drawn, use_reentrant=False, preserve_rng_state=state)
             else:
-                x = block(x, place, attention if kept else None, drawn)
-            if tokens is not None and kept:
-                tokens.append(x)
+                x = block(x, place, attention_out if kept else None, drawn)
+            if tokens_out is not None and kept:
+                tokens_out.append(x)
         return x
 
-    def before(self, layer: int, x: Tensor, grid: Grid, place: Place | None) -> tuple[Tensor, Place | None]:
+    def apply_position(
+        self, layer: int, x: Tensor, grid: Grid, place: QKTransform | None
+    ) -> tuple[Tensor, QKTransform | None]:
         """What enters a block: tokens with the positions that it adds, and those inside its attention.
 
         `place` is what the block below had.
         """
         if self.config.place != "stem" and self.positions:
-            if isinstance(self._position(layer), Additive):
-                return self.placed(x, layer, grid), place
+            if isinstance(self._position(layer), AdditivePosition):
+                return self.add_position(x, layer, grid), place
             if place is None or len(self.positions) > 1:
                 return x, self._position(layer)(grid, x)
         return x, place
 
-    def placed(self, x: Tensor, layer: int, grid: Grid) -> Tensor:
+    def add_position(self, x: Tensor, layer: int, grid: Grid) -> Tensor:
         """Tokens with this layer's additive positions."""
         return (x + self._position(layer)(grid, x)).to(x.dtype) if self.positions else x
 
-    def read(self, x: Tensor, look: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+    def pool_tokens(self, x: Tensor, attention_out: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """B T D -> what the head sees, B D, and the distillation token where there is one."""
         config = self.config
         patches, second = x[:, config.num_prefix_tokens :], None
@@ -230,22 +235,22 @@ class ViT(Network):
                 pooled = torch.cat([x[:, 0], patches.mean(1)], dim=-1)
             case "map" | "coca":
                 assert self.pool is not None
-                pooled = self.pool(patches if config.pool == "map" else x, look)
+                pooled = self.pool(patches if config.pool == "map" else x, attention_out)
         if config.pool_norm == "after":
             pooled = self.norm(pooled)
             second = None if second is None else self.norm(second)
         return pooled, second
 
-    def norm_before(self, x: Tensor) -> Tensor:
+    def norm_before_pool(self, x: Tensor) -> Tensor:
         return self.norm(x) if self.config.pool_norm == "before" else x
 
-    def represent(self, pooled: Tensor) -> Tensor:
+    def apply_pre_logits(self, pooled: Tensor) -> Tensor:
         """Through the pre-training head's tanh layer, where there is one."""
         return pooled if self.pre_logits is None else torch.tanh(self.pre_logits(pooled))
 
     def classify(self, pooled: Tensor, second: Tensor | None = None) -> Tensor:
         """Logits; the mean of both heads for distilled networks."""
-        logits: Tensor = self.head(self.represent(pooled))
+        logits: Tensor = self.head(self.apply_pre_logits(pooled))
         if second is not None and self.head_distill is not None:
             logits = (logits + self.head_distill(second)) / 2
         return logits
@@ -284,7 +289,7 @@ class ViT(Network):
         """A copy whose own size is `image`, its positions resampled once and for all."""
         config = self.config.replace(image_size=image_size)
         if config.grid == self.config.grid:
-            return self.rebuilt(config, {})
+            return self.rebuild(config, {})
         if self.config.position == "relative":
             raise ModelError(
                 "relative positions cannot be resampled: a model with them keeps the size it was built for."
@@ -292,10 +297,10 @@ class ViT(Network):
         changed = {
             f"positions.{j}.{name}": value
             for j, position in enumerate(self.positions)
-            if isinstance(position, Additive)
-            for name, value in position.at(config.grid).items()
+            if isinstance(position, AdditivePosition)
+            for name, value in position.resampled(config.grid).items()
         }
-        return self.rebuilt(config, changed)
+        return self.rebuild(config, changed)
 
     def with_classes(self, num_classes: int) -> ViT:
         """A copy with a new head of zeros (and without the pre-training layer), as for fine-tuning."""
@@ -306,21 +311,21 @@ class ViT(Network):
                 like = self.patch.weight
                 fresh[f"{head}.weight"] = like.new_zeros(num_classes, config.pooled_width)
                 fresh[f"{head}.bias"] = like.new_full((num_classes,), config.head_bias_init)
-        return self.rebuilt(config, fresh, drop=("head", "pre_logits"))
+        return self.rebuild(config, fresh, drop=("head", "pre_logits"))
 
-    def depth_of(self, name: str) -> int:
+    def layer_id(self, name: str) -> int:
         """0 for the stem, tokens and positions; i + 1 in block i; depth + 1 for what stands above the blocks.
 
         Positions that a layer has for itself count with its block.
         """
         part, _, rest = name.partition(".")
         if not hasattr(self, part):
-            raise ModelError(f"no parameter is called {name!r}{nearest(name, dict(self.named_parameters()))}")
+            raise ModelError(f"no parameter is called {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
         if part == "blocks" or (part == "positions" and self.config.place == "layers"):
             return int(rest.split(".")[0]) + 1
         return self.config.depth + 1 if part in ("norm", "pool", "pre_logits", "head", "head_distill") else 0
 
-    def covered(self, images: Tensor) -> Tensor:
+    def crop_to_patches(self, images: Tensor) -> Tensor:
         """Without the last rows and columns where no patch covers them."""
         if self.config.uncovered == "refuse":
             return images  # there are none: the size has been checked
@@ -330,7 +335,7 @@ class ViT(Network):
     def _position(self, layer: int) -> nn.Module:
         return self.positions[layer if len(self.positions) > 1 else 0]
 
-    def _special_tokens(self) -> list[Tensor]:
+    def _prefix_tokens(self) -> list[Tensor]:
         return [t for t in (self.class_token, self.distill_token, self.registers) if t is not None]
 
     def _check_size(self, images: Tensor) -> None:
@@ -346,17 +351,17 @@ class ViT(Network):
         config = self.config
         lacking = {
             "class_token": not config.class_token,
-            "heads": not config.distilled,
+            "head_logits": not config.distilled,
             "pool_attention": self.pool is None,
             "prefix_tokens": not config.num_prefix_tokens,
-            "maps": True,
+            "feature_maps": True,
         }
         reasons = {
             "class_token": "it has no class token",
-            "heads": "it is not distilled: there is one head",
+            "head_logits": "it is not distilled: there is one head",
             "pool_attention": f"it pools by {config.pool!r}, not by attention",
             "prefix_tokens": "it has no class, distillation or register tokens",
-            "maps": "a ViT has tokens; 'patch_maps' has each layer's as B h w D, 'patches' the final ones",
+            "feature_maps": "a ViT has tokens; 'patch_maps' has each layer's as B h w D, 'patches' the final ones",
         }
         for name in names:
             if lacking.get(name):

@@ -12,11 +12,19 @@ from vitrail.config.train import TrainConfig
 from vitrail.errors import ConfigError
 from vitrail.models import Net
 from vitrail.objectives.base import Objective
-from vitrail.objectives.classify import Classify, Labels
-from vitrail.objectives.distill import Distill, Teacher, load_teacher
-from vitrail.objectives.masked_patch import MaskedPatch
+from vitrail.objectives.classify import ClassifyObjective, LabelLoss
+from vitrail.objectives.distill import DistillObjective, Teacher, load_teacher
+from vitrail.objectives.masked_patch import MaskedPatchObjective
 
-__all__ = ["Classify", "Distill", "Labels", "MaskedPatch", "Objective", "Teacher", "make_objective"]
+__all__ = [
+    "ClassifyObjective",
+    "DistillObjective",
+    "LabelLoss",
+    "MaskedPatchObjective",
+    "Objective",
+    "Teacher",
+    "make_objective",
+]
 
 
 def make_objective(
@@ -36,14 +44,14 @@ def make_objective(
     weights. `labels`: names of the classes, to compare with a teacher's.
     """
     if config.objective == "masked-patch":
-        return MaskedPatch(net, config.masked_patch, preprocess, config.seed).to(device)
-    goal = Labels(config.classify, net.config.num_classes, multi_label=multi_label, class_counts=class_counts)
+        return MaskedPatchObjective(net, config.masked_patch, preprocess, config.seed).to(device)
+    goal = LabelLoss(config.classify, net.config.num_classes, multi_label=multi_label, class_counts=class_counts)
     if config.objective == "classify":
-        return Classify(net, goal).to(device)
+        return ClassifyObjective(net, goal).to(device)
     if multi_label:
         raise ConfigError("a teacher decides for one class: distillation needs one label to an image.")
     dtype = torch.float64 if config.precision == "float64" else torch.float32
     teacher = load_teacher(
         config.distill, net.config.num_classes, preprocess, labels=labels, device=device, dtype=dtype
     )
-    return Distill(net, goal, teacher, config.distill).to(device)
+    return DistillObjective(net, goal, teacher, config.distill).to(device)

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from vitrail.config.train import ClassifyConfig
 from vitrail.errors import ConfigError, DataError, ModelError
 from vitrail.models import Net
-from vitrail.objectives.base import Objective, Sums, exact, summed
+from vitrail.objectives.base import Objective, Sums, at_least_float32, weighted_sums
 
 # b images, K classes
 
 
-class Labels(nn.Module):
+class LabelLoss(nn.Module):
     """How far logits are from labels: one number an image.
 
     softmax: cross-entropy. sigmoid: a binary cross-entropy for each class, summed over the classes
@@ -55,7 +55,7 @@ class Labels(nn.Module):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """b K; b int64 or b K -> b."""
         self._check(logits, targets)
-        logits = exact(logits)
+        logits = at_least_float32(logits)
         sigmoid, weights = self.multi_label or self.config.loss == "sigmoid", self.class_weights
         if weights is not None and (sigmoid or targets.ndim > 1):
             return self._weighted(logits, targets, weights.to(logits.dtype), sigmoid)
@@ -78,7 +78,7 @@ class Labels(nn.Module):
     def smoothed(self, targets: Tensor) -> Tensor:
         """b int64 or b K -> b K, some of it spread over all classes."""
         soft = targets if targets.ndim > 1 else F.one_hot(targets, self.classes)
-        soft, share = exact(soft), self.config.label_smoothing
+        soft, share = at_least_float32(soft), self.config.label_smoothing
         return soft * (1 - share) + share * soft.mean(-1, keepdim=True) if share else soft
 
     def correct(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -100,19 +100,21 @@ class Labels(nn.Module):
             raise ModelError(f"wanted {wanted} for logits of {tuple(logits.shape)}, got {tuple(targets.shape)}.")
 
 
-class Classify(Objective):
+class ClassifyObjective(Objective):
     """A network learns the labels.
 
     A distilled one has two heads; as in timm their mean, which is what it answers with, is trained.
     """
 
-    def __init__(self, net: Net, labels: Labels) -> None:
+    def __init__(self, net: Net, labels: LabelLoss) -> None:
         super().__init__(net)
         self.labels = labels
 
-    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
-        logits = self.net(images, keys)
-        return summed({"loss": self.labels(logits, targets), "correct": self.labels.correct(logits, targets)}, weights)
+    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, sample_seeds: Tensor | None = None) -> Sums:
+        logits = self.net(images, sample_seeds)
+        return weighted_sums(
+            {"loss": self.labels(logits, targets), "correct": self.labels.correct(logits, targets)}, weights
+        )
 
 
 def balanced_weights(class_counts: npt.ArrayLike | None, num_classes: int, multi_label: bool = False) -> Tensor:

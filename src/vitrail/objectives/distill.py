@@ -14,8 +14,8 @@ from vitrail.config import PreprocessConfig, pair
 from vitrail.config.train import DistillConfig
 from vitrail.errors import ConfigError
 from vitrail.models import Net, ViT
-from vitrail.objectives.base import Objective, Sums, exact, summed
-from vitrail.objectives.classify import Labels
+from vitrail.objectives.base import Objective, Sums, at_least_float32, weighted_sums
+from vitrail.objectives.classify import LabelLoss
 from vitrail.runtime import warn_once
 from vitrail.weights import checkpoint
 from vitrail.weights.locate import locate
@@ -74,7 +74,7 @@ class Teacher:
         return self
 
 
-class Distill(Objective):
+class DistillObjective(Objective):
     """Labels for one head, the teacher for the other; both for the one head of a plain network.
 
     hard: cross-entropy with the teacher's decision. soft: the Kullback-Leibler divergence from the
@@ -83,31 +83,33 @@ class Distill(Objective):
     "teacher_loss", and "agreed", the images where student and teacher decide alike.
     """
 
-    def __init__(self, net: Net, labels: Labels, teacher: Teacher, config: DistillConfig) -> None:
+    def __init__(self, net: Net, labels: LabelLoss, teacher: Teacher, config: DistillConfig) -> None:
         super().__init__(net)
         self.labels, self.teacher, self.config = labels, teacher, config
         self.two_heads = isinstance(net, ViT) and net.config.distilled
 
-    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
+    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, sample_seeds: Tensor | None = None) -> Sums:
         said = self.teacher(images)
         if self.two_heads:
-            heads = self.net.features(images, want="heads", keys=keys).heads
+            heads = self.net.features(images, outputs="head_logits", sample_seeds=sample_seeds).head_logits
             assert heads is not None
             first, second = heads
             logits = (first + second) / 2
         else:
-            logits = first = second = self.net(images, keys)
-        taught = taught_loss(second, said, self.config, self.labels.class_weights)
+            logits = first = second = self.net(images, sample_seeds)
+        taught = distillation_loss(second, said, self.config, self.labels.class_weights)
         share = self.config.alpha
         loss = (1 - share) * self.labels(first, targets) + share * taught
         agreed = (second.argmax(-1) == said.argmax(-1)).to(torch.float32)
         correct = self.labels.correct(logits, targets)
-        return summed({"loss": loss, "correct": correct, "teacher_loss": taught, "agreed": agreed}, weights)
+        return weighted_sums({"loss": loss, "correct": correct, "teacher_loss": taught, "agreed": agreed}, weights)
 
 
-def taught_loss(logits: Tensor, said: Tensor, config: DistillConfig, class_weights: Tensor | None = None) -> Tensor:
+def distillation_loss(
+    logits: Tensor, said: Tensor, config: DistillConfig, class_weights: Tensor | None = None
+) -> Tensor:
     """b K, the teacher's b K, K -> b. The teacher's probabilities are weighed before they are softened."""
-    logits, said = exact(logits), exact(said)
+    logits, said = at_least_float32(logits), at_least_float32(said)
     weights = None if class_weights is None else class_weights.to(logits.dtype)
     if config.kind == "hard":
         return F.cross_entropy(logits, said.argmax(-1), weights, reduction="none")

@@ -8,31 +8,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import PreprocessConfig, pair
 from vitrail.config.train import MaskedPatchConfig
 from vitrail.errors import ConfigError, ModelError
-from vitrail.kernels.settle import settled
+from vitrail.kernels.materialize import materialize
 from vitrail.models import Net, ViT, init
-from vitrail.models.drop import check_keys, fresh_keys
+from vitrail.models.drop import check_sample_seeds, random_sample_seeds
 from vitrail.models.position import Grid
-from vitrail.objectives.base import Objective, Sums, exact, summed
+from vitrail.objectives.base import Objective, Sums, at_least_float32, weighted_sums
 
 # b images, C channels, N patches in h rows and w columns, M of them corrupted, D width, p q sides of a
 # patch in pixels, S side of its miniature, Q colors
 
-LEVELS = 8
+COLOR_LEVELS = 8
 """Of brightness in a channel: 3 bits."""
-MINIATURE = 4
-MOST_CHANNELS = 4
+DOWNSIZED_SIDE = 4
+MAX_CHANNELS = 4
 """Beyond this a color has too many classes."""
 
-WHICH = chance.stream("patches to corrupt")
-HOW = chance.stream("how a patch is corrupted")
-OTHER = chance.stream("another patch in its place")
+WHICH = rng.stream_id("patches to corrupt")
+HOW = rng.stream_id("how a patch is corrupted")
+OTHER = rng.stream_id("another patch in its place")
 
 
-class MaskedPatch(Objective):
+class MaskedPatchObjective(Objective):
     """round(share * N) patches of each image, at least one, are corrupted; one linear layer guesses them.
 
     Of these, each is replaced by a learned embedding with chance `masked`, by the embedding of
@@ -59,8 +59,8 @@ class MaskedPatch(Objective):
         _check(net, config)
         super().__init__(_headless(net))
         self.config, like = config, net.patch.weight
-        self.side = MINIATURE if config.target == "downsized" else 1
-        self.colors = LEVELS**net.config.channels
+        self.side = DOWNSIZED_SIDE if config.target == "downsized" else 1
+        self.colors = COLOR_LEVELS**net.config.channels
         self.mask_token = nn.Parameter(like.new_empty(net.config.width))
         pixels = net.config.channels * math.prod(pair(net.config.patch_size))
         outputs = pixels if config.target == "pixels" else self.side**2 * self.colors
@@ -77,37 +77,39 @@ class MaskedPatch(Objective):
         nn.init.zeros_(self.guess.weight)
         nn.init.zeros_(self.guess.bias)
 
-    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor | None = None) -> Sums:
+    def forward(self, images: Tensor, targets: Tensor, weights: Tensor, sample_seeds: Tensor | None = None) -> Sums:
         net = self.net
         assert isinstance(net, ViT)
-        keys = fresh_keys(images) if keys is None else keys
-        check_keys(keys, images)
-        chosen = self.chosen(keys, math.prod(net.config.grid_of((images.shape[2], images.shape[3]))))
-        drawn = net.keys_for(images, keys)
-        x, grid = net.embed(images, drawn, corrupt=lambda patches: self.corrupted(patches, chosen, keys))
-        x = net.encode(x, grid, keys=drawn)
-        said = exact(self.guess(net.norm(_taken(x[:, net.config.num_prefix_tokens :], chosen))))  # b M ...
+        sample_seeds = random_sample_seeds(images) if sample_seeds is None else sample_seeds
+        check_sample_seeds(sample_seeds, images)
+        chosen = self.choose_patches(sample_seeds, math.prod(net.config.grid_of((images.shape[2], images.shape[3]))))
+        drawn = net.resolve_sample_seeds(images, sample_seeds)
+        x, grid = net.embed(images, drawn, corrupt=lambda patches: self.corrupt(patches, chosen, sample_seeds))
+        x = net.encode(x, grid, sample_seeds=drawn)
+        said = at_least_float32(self.guess(net.norm(_taken(x[:, net.config.num_prefix_tokens :], chosen))))  # b M ...
         if self.config.target == "pixels":
-            wanted = _taken(self.pixels(images), chosen)
-            return summed({"loss": (said - wanted).square().mean((1, 2))}, weights)
-        wanted = _taken(self.miniatures(images, grid), chosen)  # b M SS
+            wanted = _taken(self.pixel_targets(images), chosen)
+            return weighted_sums({"loss": (said - wanted).square().mean((1, 2))}, weights)
+        wanted = _taken(self.color_targets(images, grid), chosen)  # b M SS
         said = said.unflatten(-1, (-1, self.colors))  # b M SS Q
         loss = F.cross_entropy(said.flatten(0, 2), wanted.flatten(), reduction="none").view(wanted.shape)
         correct = (said.argmax(-1) == wanted).to(torch.float32)
-        return summed({"loss": loss.mean((1, 2)), "correct": correct.mean((1, 2))}, weights)
+        return weighted_sums({"loss": loss.mean((1, 2)), "correct": correct.mean((1, 2))}, weights)
 
-    def chosen(self, keys: Tensor, patches: int) -> Tensor:
+    def choose_patches(self, sample_seeds: Tensor, patches: int) -> Tensor:
         """Which patches are corrupted, b M: all sets of M are equally likely."""
         if patches < 2:
             raise ModelError("masked patches need two patches or more, got 1; try larger images.")
         count = max(round(self.config.mask_ratio * patches), 1)
-        return chance.bits(keys, WHICH, patches).argsort(1)[:, :count]
+        return rng.bits(sample_seeds, WHICH, patches).argsort(1)[:, :count]
 
-    def corrupted(self, patches: Tensor, chosen: Tensor, keys: Tensor) -> Tensor:
+    def corrupt(self, patches: Tensor, chosen: Tensor, sample_seeds: Tensor) -> Tensor:
         """Embeddings b N D -> the same, the chosen ones corrupted."""
         count = patches.shape[1]
-        how = settled(chance.uniform(keys, HOW, chosen.shape[1]))  # b M in [0, 1)
-        other = settled((chosen + 1 + chance.bits(keys, OTHER, chosen.shape[1]) % (count - 1)) % count)  # but itself
+        how = materialize(rng.uniform(sample_seeds, HOW, chosen.shape[1]))  # b M in [0, 1)
+        other = materialize(
+            (chosen + 1 + rng.bits(sample_seeds, OTHER, chosen.shape[1]) % (count - 1)) % count
+        )  # but itself
         masked, kept = (
             how < self.config.mask_token_prob,
             how >= self.config.mask_token_prob + self.config.random_patch_prob,
@@ -117,31 +119,31 @@ class MaskedPatch(Objective):
         return patches.scatter(1, chosen[..., None].expand_as(new), new)
 
     @torch.no_grad()
-    def miniatures(self, images: Tensor, grid: Grid) -> Tensor:
+    def color_targets(self, images: Tensor, grid: Grid) -> Tensor:
         """b C H W -> the colors of each patch's miniature, row by row, b N SS: numbers from 0 to Q - 1."""
         shown = self._covered(images) * self.std + self.mean  # from 0 to 1
         side = self.side
         small = F.adaptive_avg_pool2d(shown, (grid[0] * side, grid[1] * side))
-        levels = (small * LEVELS).floor().clamp(0, LEVELS - 1).long()  # b C hS wS
+        levels = (small * COLOR_LEVELS).floor().clamp(0, COLOR_LEVELS - 1).long()  # b C hS wS
         colors = levels[:, 0]
         for channel in range(1, levels.shape[1]):
-            colors = colors * LEVELS + levels[:, channel]
+            colors = colors * COLOR_LEVELS + levels[:, channel]
         colors = colors.unflatten(2, (-1, side)).unflatten(1, (-1, side))  # b h S w S
         return colors.transpose(2, 3).flatten(3).flatten(1, 2)
 
     @torch.no_grad()
-    def pixels(self, images: Tensor) -> Tensor:
+    def pixel_targets(self, images: Tensor) -> Tensor:
         """b C H W -> b N Cpq, in the order of the patch projection."""
         height, width = pair(self.net.config.patch_size)  # type: ignore[union-attr]
         x = self._covered(images).unflatten(3, (-1, width)).unflatten(2, (-1, height))  # b C h p w q
         return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
-    def depth_of(self, name: str) -> int:
-        return 0 if name == "mask_token" else super().depth_of(name)
+    def layer_id(self, name: str) -> int:
+        return 0 if name == "mask_token" else super().layer_id(name)
 
     def _covered(self, images: Tensor) -> Tensor:
         assert isinstance(self.net, ViT)
-        return self.net.covered(images)
+        return self.net.crop_to_patches(images)
 
 
 def _taken(x: Tensor, index: Tensor) -> Tensor:
@@ -161,12 +163,12 @@ def _headless(net: ViT) -> ViT:
 def _check(net: ViT, config: MaskedPatchConfig) -> None:
     if net.config.stem is not None:
         raise ConfigError("masked patches need a plain ViT: a hybrid's stem shows each patch to its neighbors first.")
-    if config.target != "pixels" and net.config.channels > MOST_CHANNELS:
+    if config.target != "pixels" and net.config.channels > MAX_CHANNELS:
         raise ConfigError(
             f"{net.config.channels} channels of 3 bits make too many colors; try masked_patch.target=pixels."
         )
-    if config.target == "downsized" and min(pair(net.config.patch_size)) < MINIATURE:
+    if config.target == "downsized" and min(pair(net.config.patch_size)) < DOWNSIZED_SIDE:
         raise ConfigError(
-            f"a {MINIATURE} x {MINIATURE} miniature needs patches at least as large, got {net.config.patch_size}; "
-            "try masked_patch.target=mean-color."
+            f"a {DOWNSIZED_SIDE} x {DOWNSIZED_SIDE} miniature needs patches at least as large, "
+            f"got {net.config.patch_size}; try masked_patch.target=mean-color."
         )

@@ -36,7 +36,7 @@ def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> Tr
     body far enough; many images need fewer epochs.
     """
     batch = _power_of_two(max(images / 16, min(8, images)), 64 if device == "cpu" else 256)
-    duration = epochs(_between(1500 * batch / images / 4, 5, 50))
+    duration = epochs(_clamp(1500 * batch / images / 4, 5, 50))
     return TrainConfig(
         name="finetune",
         init_from=start,
@@ -51,7 +51,7 @@ def finetune(start: str, source: str, *, images: int, device: str = "cpu") -> Tr
     )
 
 
-def paper(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
+def finetune_paper(start: str, source: str, *, images: int, device: str = "cpu") -> TrainConfig:
     """The paper's Table 4: SGD 0.9, cosine, clip 1, no weight decay, a head of zeros; 500 steps for
     a few thousand images, 10,000 for CIFAR, 20,000 for ImageNet, in batches of 512 where there are as
     many. Its resolution is `larger`'s. Its learning rate is the best of four there; try optim.lr=0.001,
@@ -69,7 +69,7 @@ def paper(start: str, source: str, *, images: int, device: str = "cpu") -> Train
     )
 
 
-def larger(network: ViTConfig | BiTConfig) -> int:
+def paper_image_size(network: ViTConfig | BiTConfig) -> int:
     """The paper's 384 px, or what is nearest to it in whole patches; small images are doubled instead."""
     side = max(pair(network.image_size))
     if side < SMALL:
@@ -80,7 +80,7 @@ def larger(network: ViTConfig | BiTConfig) -> int:
     return round(LARGE / step) * step
 
 
-def only(config: TrainConfig, what: str | int) -> TrainConfig:
+def train_only(config: TrainConfig, what: str | int) -> TrainConfig:
     """The same, where less learns: the head alone, or the last so many blocks with it.
 
     A head alone is a linear classifier: it can and must learn faster, and nothing lies below it.
@@ -99,5 +99,5 @@ def _power_of_two(value: float, high: int) -> int:
     return size
 
 
-def _between(value: float, low: int, high: int) -> int:
+def _clamp(value: float, low: int, high: int) -> int:
     return round(min(max(value, low), high))

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from vitrail.data.csv_escape import csv_line
-from vitrail.errors import ConfigError, nearest
+from vitrail.errors import ConfigError, did_you_mean
 from vitrail.evaluate.intervals import Estimate
 from vitrail.evaluate.per_class import confused_pairs, partial_confusion
 from vitrail.evaluate.scores import wilson_interval
@@ -61,7 +61,7 @@ def check_formats(formats: Sequence[str]) -> None:
     """Refuse what figures cannot be written as."""
     for kind in formats:
         if kind not in FORMATS:
-            raise ConfigError(f"no format {kind!r} to draw in{nearest(kind, FORMATS)}")
+            raise ConfigError(f"no format {kind!r} to draw in{did_you_mean(kind, FORMATS)}")
 
 
 def reliability(found: Evaluation) -> FigureData | None:

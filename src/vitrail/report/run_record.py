@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vitrail.config import Duration
 from vitrail.config.format_version import current
-from vitrail.errors import ConfigError, NotFound
+from vitrail.errors import ConfigError, NotFoundError
 from vitrail.train.metrics_log import MetricsLine, read_metrics
 from vitrail.weights.model_info import strip_local_folders
 
@@ -144,7 +144,7 @@ def read_run(path: Path) -> RunRecord:
     try:
         config = current("run", json.loads((path / "config.json").read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise NotFound(f"{path} is no run folder: there is no config.json in it.") from None
+        raise NotFoundError(f"{path} is no run folder: there is no config.json in it.") from None
     except ValueError as error:
         raise ConfigError(f"{path / 'config.json'} cannot be read: {error}") from error
     lines = read_metrics(path / "metrics.jsonl")

@@ -28,7 +28,7 @@ from vitrail.explain.occlusion import grid_of, windows
 from vitrail.explain.panes import enlarged, shown
 from vitrail.explain.positions import MEANING, position_similarity
 from vitrail.models import Net, ViT
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 from vitrail.serve.http_errors import RequestError
 from vitrail.serve.image_decoder import ImageDecoder
 from vitrail.serve.responses import top_predictions
@@ -103,7 +103,7 @@ class Explainer:
         if isinstance(model.net, ViT):
             logits = yield from _collect_attention(model.net, images, layers, answer)
         else:
-            with torch.no_grad(), evaluating(model.net):
+            with torch.no_grad(), eval_mode(model.net):
                 logits = model.net(images)
         yield
         row = logits[0].float().cpu().numpy()

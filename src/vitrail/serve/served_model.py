@@ -16,7 +16,7 @@ from vitrail.explain.attention import special_names
 from vitrail.explain.occlusion import GRID, grid_of
 from vitrail.export.engines import Engine, FileEngine, TorchEngine
 from vitrail.models import BiT, ViT
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 from vitrail.weights.archive import unmap_weights
 
 # B images, H W C pixels
@@ -111,8 +111,8 @@ class ServedModel:
 @torch.no_grad()  # not inference_mode: cached position embeddings must be usable with gradients
 def features(model: Model, pixels: npt.NDArray[Any]) -> Floats:
     """B H W C -> B D: the pooled features before the head."""
-    with evaluating(model.net):
-        pooled = model.net.features(model_input(model, pixels), want=("pooled",)).pooled
+    with eval_mode(model.net):
+        pooled = model.net.features(model_input(model, pixels), outputs=("pooled",)).pooled
     assert pooled is not None
     return np.asarray(pooled.float().cpu().numpy())
 

@@ -31,9 +31,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from vitrail.chance import key_of
 from vitrail.config.format_version import VERSION, current
 from vitrail.errors import CheckpointError
+from vitrail.rng import derive_seed
 from vitrail.runtime import warn_once
 from vitrail.train.distributed import DistributedContext
 from vitrail.train.sharded_checkpoint import load_sharded, save_sharded, shard_files
@@ -312,7 +312,7 @@ def checksum(path: Path) -> str:
 
 def seed_rngs(seed: int, rank: int, *step: int) -> None:
     """Seed the generators of Python, NumPy and torch from (seed, rank) or (seed, rank, step)."""
-    own = key_of(seed, rank, *step)
+    own = derive_seed(seed, rank, *step)
     random.seed(own)
     np.random.seed(own & 0xFFFFFFFF)
     torch.manual_seed(own & 0x7FFFFFFFFFFFFFFF)

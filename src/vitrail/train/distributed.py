@@ -27,15 +27,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitrail.config import TrainConfig
 from vitrail.errors import ConfigError, TrainError
-from vitrail.models.bit import BiTUnit
-from vitrail.models.hybrid import StemUnit
+from vitrail.models.bit import PreActBottleneck
+from vitrail.models.hybrid import Bottleneck
 from vitrail.models.layers import Block
 from vitrail.runtime import pick_device, warn_once
 from vitrail.train.rendezvous import new_store
 
 # W processes, B images in the global batch, b = B / W of them here
 
-FSDP_UNITS = (Block, BiTUnit, StemUnit)
+FSDP_UNITS = (Block, PreActBottleneck, Bottleneck)
 """The modules that FSDP shards and gathers one at a time."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for another process before the run fails."""

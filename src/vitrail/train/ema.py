@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from vitrail.errors import TrainError, nearest
-from vitrail.models.remember import Remembering
+from vitrail.errors import TrainError, did_you_mean
+from vitrail.models.cached_module import CachedModule
 from vitrail.train.distributed import copy_into, local_tensor
 
 
@@ -24,7 +24,7 @@ class EMA:
         self.decay, self.warmup = decay, warmup
         self.weights = {name: p.detach() for name, p in learner.named_parameters() if p.requires_grad}
         self.average = {name: p.clone() for name, p in self.weights.items()}
-        self._remembering = [m for m in learner.modules() if isinstance(m, Remembering)]
+        self._remembering = [m for m in learner.modules() if isinstance(m, CachedModule)]
         self._swapped = False
 
     def decay_at(self, step: int) -> float:
@@ -73,7 +73,7 @@ def check_same_tensors(what: str, got: Mapping[str, Tensor], wanted: Mapping[str
     """Raise TrainError unless both have the same names, shapes and dtypes."""
     for name in sorted(set(got) ^ set(wanted)):
         if name in wanted:
-            raise TrainError(f"{what} in the checkpoint lack {name!r}{nearest(name, got)}")
+            raise TrainError(f"{what} in the checkpoint lack {name!r}{did_you_mean(name, got)}")
         raise TrainError(f"{what} in the checkpoint include {name!r}, which this run does not train.")
     for name, tensor in wanted.items():
         if got[name].shape != tensor.shape or got[name].dtype != tensor.dtype:

@@ -1,7 +1,7 @@
 """The optimizer: which parameters are trainable, their learning rates and weight decay, gradient clipping.
 
 Weight decay applies to weight matrices only (`learner.decayed()`). With `layer_decay` the learning rate decreases from
-layer to layer below the head (`learner.depth_of(name)`); the head and the parameters of the objective itself have
+layer to layer below the head (`learner.layer_id(name)`); the head and the parameters of the objective itself have
 `head_lr_factor` times the learning rate. The update rules are torch's. `Optimizer` stores their state by parameter
 name and allocates it at the start, so that a checkpoint does not depend on the order of groups or on a first step.
 """
@@ -50,14 +50,14 @@ def trainable_names(learner: Objective, train: str | int) -> set[str]:
     names = {name for name, _ in learner.named_parameters()}
     if train == "all":
         return names
-    top = learner.depth_of(TOP_PARAMETER)
+    top = learner.layer_id(TOP_PARAMETER)
     if isinstance(train, int) and train >= top:
         raise ConfigError(f"trainable={train} blocks, but the network has {top - 1}; try trainable=all.")
     lowest = top - train if isinstance(train, int) and train > 0 else top + 1
     return {
         name
         for name in names
-        if _is_objective_parameter(name) or _is_head_parameter(name) or learner.depth_of(name) >= lowest
+        if _is_objective_parameter(name) or _is_head_parameter(name) or learner.layer_id(name) >= lowest
     }
 
 
@@ -156,10 +156,10 @@ def _parameter_groups(
     learner: Objective, parameters: dict[str, nn.Parameter], config: OptimConfig
 ) -> list[dict[str, Any]]:
     """torch parameter groups: parameters with the same update rule, peak learning rate and weight decay."""
-    decayed, top = learner.decayed(), learner.depth_of(TOP_PARAMETER)
+    decayed, top = learner.decayed(), learner.layer_id(TOP_PARAMETER)
     grouped: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        depth, decays = learner.depth_of(name), name in decayed
+        depth, decays = learner.layer_id(name), name in decayed
         muon = config.kind == "muon" and decays and parameter.ndim == 2 and 0 < depth < top
         scale = (config.layer_decay or 1.0) ** (top - depth)
         if depth == top and (_is_objective_parameter(name) or _is_head_parameter(name)):

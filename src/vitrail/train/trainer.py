@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import set_stance
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import Duration, TrainConfig, pair
 from vitrail.data.augment import Augment
 from vitrail.data.batch import Batch
@@ -26,8 +26,8 @@ from vitrail.evaluate.accuracy import measure
 from vitrail.evaluate.masked_prediction import MaskedPredictionScores, measure_masked_prediction
 from vitrail.evaluate.scores import Scores
 from vitrail.models import Net, build
-from vitrail.models.flops import flops, training_flops
-from vitrail.objectives import Distill, make_objective
+from vitrail.models.flops import count_flops, training_flops
+from vitrail.objectives import DistillObjective, make_objective
 from vitrail.runtime import autocast, pick_precision, warn_once
 from vitrail.runtime.peak_flops import slowdown
 from vitrail.train.batch_size_search import MAX_BATCH_SIZE, find_batch_size
@@ -153,8 +153,8 @@ class Trainer:
     def sample_seeds(self, batch: Batch) -> Tensor:
         """What chance inside the network is keyed by: b."""
         # Another seed than the augmentation's, or a layer could draw what a crop has drawn.
-        keys = chance.keys_of(chance.key_of(self.config.seed, 1), batch.step, batch.slots.cpu().numpy())
-        return chance.as_tensor(keys, self.device)
+        keys = rng.sample_seeds(rng.derive_seed(self.config.seed, 1), batch.step, batch.slots.cpu().numpy())
+        return rng.seeds_to_tensor(keys, self.device)
 
     def backward(self, images: Tensor, targets: Tensor, weights: Tensor, keys: Tensor, total: Tensor) -> Tensors:
         """Compute the gradients of the mean loss over the global batch, in `grad_accum_steps` micro-batches.
@@ -233,7 +233,7 @@ class Trainer:
                 unwrap(self.wrapped),
                 self._until_stopped(found),
                 preprocess=self.preprocess,
-                seed=chance.key_of(config.seed, 2),  # neither the network's chance nor the augmentation's
+                seed=rng.derive_seed(config.seed, 2),  # neither the network's chance nor the augmentation's
                 precision=config.precision,
                 reduce=distributed.all_reduce if distributed.world_size > 1 else None,
             )
@@ -295,7 +295,7 @@ class Trainer:
 
     def build_model(self, tensors: Mapping[str, Tensor]) -> Net:
         """A separate network with these weights, on the CPU in float32."""
-        net = build(self.learner.net.config, skeleton=True)
+        net = build(self.learner.net.config, meta=True)
         # Tensors read from a checkpoint are memory-mapped and may be unaligned.
         weights = {name: align_tensor(t.to("cpu", torch.float32)) for name, t in tensors.items()}
         net.load_state_dict(weights, assign=True)
@@ -336,8 +336,8 @@ class Trainer:
     @property
     def flops_per_image(self) -> float:
         """FLOPs of training on one image: forward, backward through the trainable part, and the teacher's forward."""
-        teacher = self.learner.teacher if isinstance(self.learner, Distill) else None
-        taught = flops(teacher.net.config, teacher.size) if teacher is not None else 0
+        teacher = self.learner.teacher if isinstance(self.learner, DistillObjective) else None
+        taught = count_flops(teacher.net.config, teacher.size) if teacher is not None else 0
         return training_flops(self.learner.net.config, self.config.optim.trainable) + taught
 
 

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vitrail.errors import CheckpointError, NotFound, nearest
+from vitrail.errors import CheckpointError, NotFoundError, did_you_mean
 from vitrail.weights.file_type import (
     DOWNLOAD_AGAIN,
     detect_file_type,
@@ -357,7 +357,7 @@ def _weights_of(path: Path) -> tuple[Path, list[str]]:
     if path.is_file():
         return path, []
     if not path.exists():
-        raise NotFound(_missing(path))
+        raise NotFoundError(_missing(path))
     if not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a folder.")
     names = [f.name for f in path.iterdir()]
@@ -370,7 +370,7 @@ def _weights_of(path: Path) -> tuple[Path, list[str]]:
     if (path / "model").is_dir() and choose_weights_file(f.name for f in (path / "model").iterdir()):
         return _weights_of(path / "model")[0], [f"read the model of the run in {path}"]
     looked = ", ".join((*STANDARD_NAMES, "one .safetensors, .npz, .pth, .pt or .bin file"))
-    raise NotFound(
+    raise NotFoundError(
         f"no weights in the folder {path}, which holds {summarize_names(names) or 'nothing'}; looked for {looked}."
     )
 
@@ -382,7 +382,7 @@ def _missing(path: Path) -> str:
     if not parent.is_dir():
         return f"no such file: {path} (there is no folder {parent} either)."
     names = [f.name for f in parent.iterdir()]
-    return f"no such file: {path}{nearest(path.name, names) if names else f'; {parent} is empty.'}"
+    return f"no such file: {path}{did_you_mean(path.name, names) if names else f'; {parent} is empty.'}"
 
 
 def _sidecars(file: Path, whole_folder: bool) -> tuple[dict[str, Any], list[str]]:
@@ -419,7 +419,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise NotFound(f"no such file: {error.filename or path}.") from error
+        raise NotFoundError(f"no such file: {error.filename or path}.") from error
     except PermissionError as error:
         raise CheckpointError(f"no permission to read {error.filename or path}; try `ls -l` on it.") from error
     except OSError as error:

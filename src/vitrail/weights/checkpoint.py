@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import CheckpointError, FormatError, ModelError, NotFound, nearest
+from vitrail.errors import CheckpointError, FormatError, ModelError, NotFoundError, did_you_mean
 from vitrail.models import Net, build
 from vitrail.models.families import FAMILIES
 from vitrail.weights import google, google_bit, open_clip
@@ -133,7 +133,7 @@ def read(
         info = _settled(info, family, overrides or {})
         with _reading(form, archive):
             check_sizes(info, archive.tensors)
-            net = build(info.config, skeleton=True)
+            net = build(info.config, meta=True)
             state = form.table(info.config).read(archive.tensors, net, info.config)
     stored = {t.dtype for t in state.values()}
     if whole := [str(d).removeprefix("torch.") for d in stored if not d.is_floating_point]:
@@ -161,7 +161,7 @@ def write(
     overwrite: bool = False,
     approximate: bool = False,
 ) -> list[str]:
-    """Write in a format by name, or raise Inexpressible before anything is written; what to say aloud comes back."""
+    """Write in a format by name, or raise ConversionError before anything is written; what to say aloud comes back."""
     form = format_for(to, info)
     form.check_writable(info, approximate)
     _check_shapes(net, info)
@@ -176,7 +176,7 @@ def write(
 
 def _check_shapes(net: Net, info: ModelInfo) -> None:
     """Raise ModelError where the network is not what its config says, and so could not be read again."""
-    wanted = build(info.config, skeleton=True).state_dict()
+    wanted = build(info.config, meta=True).state_dict()
     for name, tensor in net.state_dict().items():
         if name in wanted and tensor.shape != wanted[name].shape:
             raise ModelError(
@@ -189,7 +189,7 @@ def format_for(name: str, info: ModelInfo) -> Format:
     """The format of this name; Google's and big_vision's BiT have tables of their own."""
     named = [f for f in FORMATS if f.name == name]
     if not named:
-        raise NotFound(f"no format is called {name!r}{nearest(name, {f.name for f in FORMATS})}")
+        raise NotFoundError(f"no format is called {name!r}{did_you_mean(name, {f.name for f in FORMATS})}")
     return next((f for f in named if not f.unsupported_parts(info)), named[0])
 
 
@@ -227,7 +227,7 @@ def _known(family: str | None) -> str | None:
     """A family as FAMILIES spells it."""
     found = next((known for known in FAMILIES if known.lower() == str(family).lower()), family)
     if found is not None and found not in FAMILIES:
-        raise NotFound(f"no family is called {family!r}{nearest(found, FAMILIES)}")
+        raise NotFoundError(f"no family is called {family!r}{did_you_mean(found, FAMILIES)}")
     return found
 
 

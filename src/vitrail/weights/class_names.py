@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitrail.errors import ConfigError, NotFound, nearest
+from vitrail.errors import ConfigError, NotFoundError, did_you_mean
 
 if TYPE_CHECKING:
     from vitrail.models import Net
@@ -91,7 +91,7 @@ def stated_labels(info: ModelInfo) -> tuple[str, ...] | None:
 def _imagenet_or_complain() -> tuple[str, ...]:
     labels = imagenet_1k()
     if labels is None:
-        raise NotFound(
+        raise NotFoundError(
             "no installed package has ImageNet's class names; try `pip install timm`, or give a file with one name "
             "on each line."
         )
@@ -140,8 +140,8 @@ def _from_file(path: Path) -> tuple[str, ...]:
     except FileNotFoundError:
         folder = path.parent
         names = [f.name for f in folder.iterdir()] if folder.is_dir() else []
-        hint = nearest(path.name, [*names, IMAGENET_1K])
-        raise NotFound(f"no such file of class names: {path}{hint}") from None
+        hint = did_you_mean(path.name, [*names, IMAGENET_1K])
+        raise NotFoundError(f"no such file of class names: {path}{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text; wanted one class name on each line, or JSON.") from None
     except OSError as error:

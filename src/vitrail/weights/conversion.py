@@ -54,7 +54,7 @@ def convert(
 ) -> Conversion:
     """Write a checkpoint, read it back and compare every tensor.
 
-    Inexpressible is raised, before anything is written, where the format has no place for the model, or where
+    ConversionError is raised, before anything is written, where the format has no place for the model, or where
     its library would compute slightly different numbers and `approximate` is false.
     """
     written = checkpoint.write(net, info, path, to=to, overwrite=overwrite, approximate=approximate)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.models.variants import heads_for
+from vitrail.models.model_names import infer_num_heads
 from vitrail.weights import timm
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
@@ -154,7 +154,7 @@ def drift(info: ModelInfo) -> list[str]:
     """What their code has fixed, and what a bare file cannot tell."""
     config = info.config
     assert isinstance(config, ViTConfig)
-    guessed = heads_for(config.width, config.mlp_dim)
+    guessed = infer_num_heads(config.width, config.mlp_dim)
     drifts = []
     if config.activation not in ("gelu", "swiglu"):
         drifts.append(f"{config.activation} (their code computes the exact GELU)")

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail.errors import Inexpressible
+from vitrail.errors import ConversionError
 from vitrail.weights.archive import Archive
 from vitrail.weights.model_info import ModelInfo
 from vitrail.weights.renaming import AnyConfig, RenameTable
@@ -54,13 +54,13 @@ class Format:
     """Applied to their names, after the prefix is gone, before anything else reads them."""
 
     def check_writable(self, info: ModelInfo, approximate: bool = False) -> None:
-        """Raise Inexpressible where this model does not fit; small drifts pass if told so."""
+        """Raise ConversionError where this model does not fit; small drifts pass if told so."""
         if self.write is None:
-            raise Inexpressible(f"{self.name} files can be read, not written.")
+            raise ConversionError(f"{self.name} files can be read, not written.")
         if parts := self.unsupported_parts(info):
-            raise Inexpressible(f"{self.name}'s format has no place for {_and(parts)}.")
+            raise ConversionError(f"{self.name}'s format has no place for {_and(parts)}.")
         if (drifts := self.inexact_conventions(info)) and not approximate:
-            raise Inexpressible(
+            raise ConversionError(
                 f"{self.name}'s format cannot state {_and(drifts)}; its library would compute slightly "
                 "different numbers. Pass --approximate (approximate=True) to write it all the same."
             )

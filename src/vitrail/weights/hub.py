@@ -18,7 +18,7 @@ import huggingface_hub
 from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 from huggingface_hub.utils.tqdm import tqdm
 
-from vitrail.errors import CheckpointError, NotFound, VitrailError
+from vitrail.errors import CheckpointError, NotFoundError, VitrailError
 from vitrail.weights.archive import SIDECARS, choose_weights_file
 from vitrail.weights.file_type import first_line, summarize_names
 
@@ -53,10 +53,12 @@ def fetch(name: str, revision: str | None = None, *, update: bool = False) -> Pa
     """
     parsed = parse_hub_id(name)
     if parsed is None:
-        raise NotFound(f"{name!r} is no hub id; wanted user/model or user/model@revision.")
+        raise NotFoundError(f"{name!r} is no hub id; wanted user/model or user/model@revision.")
     repo, written = parsed
     if revision and written and revision != written:
-        raise NotFound(f"{name!r} names revision {written!r}, and {revision!r} was asked for too; give one of them.")
+        raise NotFoundError(
+            f"{name!r} names revision {written!r}, and {revision!r} was asked for too; give one of them."
+        )
     revision = revision or written
     if not update and (folder := _complete(repo, revision)):
         return folder
@@ -81,7 +83,7 @@ def files_to_download(names: Iterable[str], repo: str) -> list[str]:
     except CheckpointError as error:
         raise CheckpointError(f"{repo}: {error}") from None
     if weights is None:
-        raise NotFound(
+        raise NotFoundError(
             f"no weights that vitrail can read in {repo}, which holds {summarize_names(names) or 'nothing'}."
         )
     chosen = [weights, *(s for s in SIDECARS if s in names)]
@@ -157,18 +159,18 @@ def _explain(error: Exception, repo: str, revision: str | None) -> VitrailError 
     what = f"{repo} at revision {revision!r}" if revision else repo
     token = "give a token that may read it, with `hf auth login` or in HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        return NotFound(f"{repo} is gated: accept its terms at {hub}/{repo}, and {token}.")
+        return NotFoundError(f"{repo} is gated: accept its terms at {hub}/{repo}, and {token}.")
     if isinstance(error, errors.RevisionNotFoundError):
-        return NotFound(f"{repo} has no revision {revision!r}; see {hub}/{repo}/tree/main for those there are.")
+        return NotFoundError(f"{repo} has no revision {revision!r}; see {hub}/{repo}/tree/main for those there are.")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return NotFound(f"no repository {repo} at {hub} for everybody to read; check the name, or {token}.")
+        return NotFoundError(f"no repository {repo} at {hub} for everybody to read; check the name, or {token}.")
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status in (401, 403):
-            return NotFound(f"{hub} did not let us read {repo} (status {status}); {token}.")
+            return NotFoundError(f"{hub} did not let us read {repo} (status {status}); {token}.")
         return CheckpointError(f"{hub} answered {status} when asked for {what}; try again later.")
     if constants.HF_HUB_OFFLINE and isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
-        return NotFound(
+        return NotFoundError(
             f"{what} is not in the cache {cache}, or not all of it, and HF_HUB_OFFLINE forbids to download it; "
             "unset that, or copy the repository there."
         )

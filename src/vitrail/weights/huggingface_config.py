@@ -14,7 +14,7 @@ from typing import Any
 
 from vitrail.config import BiTConfig, Pair, ViTConfig, pair
 from vitrail.errors import ConfigError, FormatError
-from vitrail.models.variants import heads_for
+from vitrail.models.model_names import infer_num_heads
 from vitrail.weights.archive import Archive
 from vitrail.weights.class_names import from_id2label
 from vitrail.weights.model_info import ModelInfo
@@ -190,7 +190,7 @@ class Said:
         stated = self.told.get("num_heads") or self.get("num_attention_heads", default=usual)
         if stated is not None:
             return int(stated), ""
-        heads = heads_for(width, mlp)
+        heads = infer_num_heads(width, mlp)
         if heads is None:
             raise FormatError(
                 f"there is no config.json to say how many heads share width {width}; put it beside the weights, "

@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitrail.errors import NotFound, VitrailError
-from vitrail.models.published import VARIANTS, Variant
-from vitrail.models.variants import find, parse
+from vitrail.errors import NotFoundError, VitrailError
+from vitrail.models.model_names import find_published, parse_name
+from vitrail.models.published_models import PUBLISHED_MODELS, PublishedModel
 from vitrail.weights.file_type import summarize_names
 from vitrail.weights.shipped import SHIPPED
 
@@ -36,18 +36,18 @@ def locate(source: str | Path | ModelLocation) -> ModelLocation:
         return source
     text, path = str(source), Path(source).expanduser()
     if not text.strip():
-        raise NotFound("got an empty name, wanted a file, a folder, a model's name or a hub id.")
+        raise NotFoundError("got an empty name, wanted a file, a folder, a model's name or a hub id.")
     if _exists(path):
         return ModelLocation(_model_of(path))
     if isinstance(source, Path):
         return _missing(path)
     if text in SHIPPED:
         return ModelLocation(SHIPPED[text].path, text)
-    variant = find(text)
+    variant = find_published(text)
     if variant is not None and _stands_for(text, variant):
         return _published(text, variant)
     if re.fullmatch(r"[^/]+/\d+(-\w+)?(@\w+)?", text):  # ViT-B/16: no hub id ends in a bare number
-        raise NotFound(_unpublished(text))
+        raise NotFoundError(_unpublished(text))
     from vitrail.weights import hub  # huggingface_hub takes a while to import
 
     if hub.HUB_PREFIX.match(text):
@@ -57,12 +57,12 @@ def locate(source: str | Path | ModelLocation) -> ModelLocation:
     if _looks_like_path(text, path):
         return _missing(path)
     if hub.parse_hub_id(text) is None:
-        raise NotFound(f"no file, folder or model is called {text!r}{_suggestion(text)}")
+        raise NotFoundError(f"no file, folder or model is called {text!r}{_suggestion(text)}")
     try:
         return ModelLocation(hub.fetch(text), text)
     except VitrailError as error:
-        near = difflib.get_close_matches(text, [*SHIPPED, *(v.checkpoint for v in VARIANTS)], n=1, cutoff=0.85)
-        hint = f" Did you mean {near[0]}?" if near and near[0] != text and find(text) is None else ""
+        near = difflib.get_close_matches(text, [*SHIPPED, *(v.hub_id for v in PUBLISHED_MODELS)], n=1, cutoff=0.85)
+        hint = f" Did you mean {near[0]}?" if near and near[0] != text and find_published(text) is None else ""
         raise type(error)(f"there is no file or folder {text}, and as a hub id: {error}{hint}") from error
 
 
@@ -72,22 +72,22 @@ def _model_of(path: Path) -> Path:
         return path
     if not (path / "model").is_dir():
         resume = f"vitrail train --resume --out {shlex.quote(str(path))}"
-        raise NotFound(f"the run in {path} is not finished and has no model yet; go on with {resume}.")
+        raise NotFoundError(f"the run in {path} is not finished and has no model yet; go on with {resume}.")
     return path / "model"
 
 
 def _missing(path: Path) -> ModelLocation:
-    """Raise NotFound with the models that lie beside it; without a folder to look in, opening says what is wrong."""
+    """Raise NotFoundError with the models beside it; without a folder to look in, opening says what is wrong."""
     folder = path.parent
     if os.path.islink(path) or not os.access(folder, os.R_OK | os.X_OK) or not folder.is_dir():
         return ModelLocation(path)
     names = _models_in(folder)
     near = difflib.get_close_matches(path.name, names, n=1)
     if near:
-        raise NotFound(f"no such file: {path}; did you mean {str(folder / near[0])!r}?")
+        raise NotFoundError(f"no such file: {path}; did you mean {str(folder / near[0])!r}?")
     if not names:
-        raise NotFound(f"no such file: {path}, and no model in {folder} either.")
-    raise NotFound(f"no such file: {path}; there is {summarize_names(str(folder / name) for name in names)}.")
+        raise NotFoundError(f"no such file: {path}, and no model in {folder} either.")
+    raise NotFoundError(f"no such file: {path}; there is {summarize_names(str(folder / name) for name in names)}.")
 
 
 def _models_in(folder: Path) -> list[str]:
@@ -106,20 +106,24 @@ def _may_be_model(path: Path) -> bool:
         return False
 
 
-def _stands_for(text: str, variant: Variant) -> bool:
+def _stands_for(text: str, variant: PublishedModel) -> bool:
     """Whether this is a name, and not the hub id of another copy of the same model."""
     return text.lower() == variant.name.lower() or "/" not in text.removeprefix("timm/")
 
 
-def _published(text: str, variant: Variant) -> ModelLocation:
+def _published(text: str, variant: PublishedModel) -> ModelLocation:
     from vitrail.weights import hub  # huggingface_hub takes a while to import
 
-    if not variant.checkpoint:
-        where = f"lie at {variant.elsewhere}: fetch that file and load it" if variant.elsewhere else "are not public"
-        raise NotFound(f"the weights of {variant.name} {where}; vitrail.create({variant.name!r}) builds it untrained.")
-    said = "" if text == variant.checkpoint else f"{text} stands for {variant.checkpoint}"
+    if not variant.hub_id:
+        where = (
+            f"lie at {variant.weights_url}: fetch that file and load it" if variant.weights_url else "are not public"
+        )
+        raise NotFoundError(
+            f"the weights of {variant.name} {where}; vitrail.create({variant.name!r}) builds it untrained."
+        )
+    said = "" if text == variant.hub_id else f"{text} stands for {variant.hub_id}"
     try:
-        return ModelLocation(hub.fetch(variant.checkpoint), variant.checkpoint, (said,) if said else ())
+        return ModelLocation(hub.fetch(variant.hub_id), variant.hub_id, (said,) if said else ())
     except VitrailError as error:
         raise type(error)(f"{said}: {error}" if said else str(error)) from error
 
@@ -127,12 +131,12 @@ def _published(text: str, variant: Variant) -> ModelLocation:
 def _unpublished(text: str) -> str:
     """Why a name of our grammar cannot be loaded."""
     try:
-        parse(text)
-    except NotFound as error:
+        parse_name(text)
+    except NotFoundError as error:
         return str(error)
     base, _, image = text.partition("@")
-    known = find(base)
-    if image and known is not None and known.checkpoint:
+    known = find_published(base)
+    if image and known is not None and known.hub_id:
         return (
             f"{text} has no public weights of its own; load {base} with image_size={image}, "
             "which resamples its positions."
@@ -159,7 +163,7 @@ def _exists(path: Path) -> bool:
 
 
 def _suggestion(text: str) -> str:
-    known = {name for v in VARIANTS for name in (v.name, *v.aliases)} | set(SHIPPED)
+    known = {name for v in PUBLISHED_MODELS for name in (v.name, *v.aliases)} | set(SHIPPED)
     near = difflib.get_close_matches(text, sorted(known | set(_models_in(Path()))), n=1)
     if near:
         return f"; did you mean {near[0]!r}?"

@@ -129,7 +129,7 @@ def family_conventions(family: str, config: ViTConfig | BiTConfig) -> dict[str, 
     """What the family's own code has fixed and no tensor shows: which GELU, which epsilon, how positions resize."""
     if isinstance(config, BiTConfig):
         return {}
-    options = FAMILIES[family].options
+    options = FAMILIES[family].config_overrides
     fixed: dict[str, Any] = {name: options[name] for name in ("activation", "norm_eps", "resample") if name in options}
     if config.activation == "swiglu":  # tensors do show that
         fixed.pop("activation", None)
@@ -142,9 +142,13 @@ def default_preprocess(family: str, config: ViTConfig | BiTConfig, library: str 
     """How a family's images are prepared where the checkpoint does not say; timm has its own way with ViT."""
     known = TIMM if library == "timm" and family == "ViT" else FAMILIES[family]
     size = pair(config.image_size)
-    if known.size and isinstance(config, ViTConfig) and not any(known.size % side for side in pair(config.patch_size)):
-        size = pair(known.size)
-    return preprocess_for_size(known.preprocess, size, config.channels, known.crop)
+    if (
+        known.eval_image_size
+        and isinstance(config, ViTConfig)
+        and not any(known.eval_image_size % side for side in pair(config.patch_size))
+    ):
+        size = pair(known.eval_image_size)
+    return preprocess_for_size(known.preprocess, size, config.channels, known.crop_fraction)
 
 
 def preprocess_for_size(

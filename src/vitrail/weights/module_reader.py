@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from vitrail.config import pair
 from vitrail.errors import CheckpointError, FormatError
 from vitrail.models import Net, ViT
-from vitrail.models.base import Network, evaluating
+from vitrail.models.base import BaseNet, eval_mode
 from vitrail.weights import checkpoint
 from vitrail.weights.archive import Archive, LazyTensors
 from vitrail.weights.model_info import ModelInfo, preprocess_for_size
@@ -40,14 +40,14 @@ CLOSE = 1e-4
 
 
 def read_module(module: nn.Module, *, overrides: Mapping[str, Any], **options: Any) -> tuple[Net, ModelInfo]:
-    """Network (in evaluation mode) and info of a module; the weights are copies.
+    """BaseNet (in evaluation mode) and info of a module; the weights are copies.
 
     Modules of timm, transformers, torchvision and open_clip are read, and others with the tensors of a known format.
     FormatError is raised where the module computes something else than the network that its tensors stand for.
     Options are those of `checkpoint.read`.
     """
     module = _unwrapped(module)
-    if isinstance(module, Network):
+    if isinstance(module, BaseNet):
         raise FormatError("this is a network of vitrail; vitrail.Model(net, info) gives it preprocessing and labels.")
     archive = _archive(module)
     if not any(form.detect(archive) is not None for form in checkpoint.FORMATS):
@@ -239,7 +239,7 @@ def _outputs(module: nn.Module, images: Tensor) -> dict[str, Tensor]:
         theirs = _exact(module)
         # A model of two towers wants texts too.
         run = getattr(theirs, "get_image_features", _tower(theirs))
-        with evaluating(theirs):
+        with eval_mode(theirs):
             found = run(images.to(next(theirs.parameters()).dtype))
     except Exception:
         return {}

@@ -41,7 +41,7 @@ def infer_info(archive: Archive) -> ModelInfo:
 
 def table(config: AnyConfig) -> RenameTable:
     """Every name is its own."""
-    return RenameTable("vitrail", [Rule(name, name) for name in build(config, skeleton=True).state_dict()])
+    return RenameTable("vitrail", [Rule(name, name) for name in build(config, meta=True).state_dict()])
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], info: ModelInfo, overwrite: bool) -> None:

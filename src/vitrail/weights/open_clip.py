@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.config import PreprocessConfig, ViTConfig, pair
-from vitrail.errors import FormatError, Inexpressible
-from vitrail.models.variants import heads_for
+from vitrail.errors import ConversionError, FormatError
+from vitrail.models.model_names import infer_num_heads
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.model_info import ModelInfo, default_preprocess
@@ -88,7 +88,7 @@ def _first_query(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
 
 
 def _unwritten(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
-    raise Inexpressible("open_clip files can be read, not written.")
+    raise ConversionError("open_clip files can be read, not written.")
 
 
 SPLIT = Transform(lambda t, _: t[0].tensor_split([len(t[0]) // 3]), lambda t, _: [torch.cat(list(t))])
@@ -276,7 +276,7 @@ def _heads(archive: Archive, stated: Stated, openai: bool, size: tuple[int, int]
         return width // int(stated.vision.get("head_width", 64))
     if f"{FIRST}attn.ln_q.weight" in archive.tensors:
         return width // archive.shape(f"{FIRST}attn.ln_q.weight")[0]
-    heads = heads_for(*size)
+    heads = infer_num_heads(*size)
     if heads is None:
         raise FormatError(f"the file does not say how many heads share width {width}; pass num_heads=...")
     notes.append(

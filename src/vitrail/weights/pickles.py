@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitrail.errors import CheckpointError, nearest
+from vitrail.errors import CheckpointError, did_you_mean
 from vitrail.weights.file_type import DOWNLOAD_AGAIN, first_line, refuse_code, summarize_names
 
 # Where a pickle keeps the weights, best first. Averaged weights go before raw ones, as in timm;
@@ -122,7 +122,7 @@ def _choose_section(node: Mapping[Any, Any], inner: list[str], asked: str | None
     """The key to go into, or None where the tensors are in `node` itself."""
     if asked is not None:
         if asked not in inner:
-            raise CheckpointError(f"{path} has no section {asked!r}{nearest(asked, inner) if inner else '.'}")
+            raise CheckpointError(f"{path} has no section {asked!r}{did_you_mean(asked, inner) if inner else '.'}")
         return asked
     for name in SECTIONS:
         if name in inner:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.errors import FormatError, Inexpressible
+from vitrail.errors import ConversionError, FormatError
 from vitrail.weights.file_type import summarize_names
 
 AnyConfig = ViTConfig | BiTConfig
@@ -149,7 +149,7 @@ class RenameTable:
             result.update(zip(rule.theirs, tensors, strict=True))
             used.update(rule.ours)
         if left := [n for n in ours if n not in used]:
-            raise Inexpressible(f"{self.name}'s format has no name for {summarize_names(left, limit=8)}.")
+            raise ConversionError(f"{self.name}'s format has no name for {summarize_names(left, limit=8)}.")
         return result
 
     def bind(self, config: AnyConfig, ours: Iterable[str]) -> Iterator[BoundRule]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import FormatError
-from vitrail.models.variants import CLIP_OUT
+from vitrail.models.model_names import CLIP_EMBED_DIM
 from vitrail.weights import timm_config
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format, header_metadata
@@ -183,7 +183,9 @@ def describe(archive: Archive) -> ModelInfo:
             "If it is of another, pass --family NAME (family=... in Python)."
         )
     labels = said.labels(config.num_classes)
-    projects = family == "CLIP" and config.num_classes in CLIP_OUT.values() and not labels and not said.tag_has("ft")
+    projects = (
+        family == "CLIP" and config.num_classes in CLIP_EMBED_DIM.values() and not labels and not said.tag_has("ft")
+    )
     embeds = not config.num_classes or projects
     return ModelInfo(
         config=config,

@@ -13,8 +13,8 @@ from typing import Any
 
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, pair
 from vitrail.errors import FormatError
-from vitrail.models.published import VARIANTS
-from vitrail.models.variants import BIT_LAYERS, heads_for, is_published, parse
+from vitrail.models.model_names import BIT_LAYERS, infer_num_heads, is_published_size, parse_name
+from vitrail.models.published_models import PUBLISHED_MODELS
 from vitrail.weights.archive import Archive
 from vitrail.weights.class_names import imagenet_1k
 from vitrail.weights.model_info import ModelInfo, preprocess_for_channels
@@ -204,7 +204,7 @@ class Said:
         wide, heads = self._size
         if heads and (wide == width or "embed_dim" in self.args):
             return heads, ""
-        heads = heads_for(width, mlp)
+        heads = infer_num_heads(width, mlp)
         if heads is None or heads == 1:  # timm's test_vit has two of 32
             raise FormatError(f"the file does not say how many heads share width {width}; pass num_heads=...")
         if looks == "SigLIP" and width == 768 and "attn_pool.latent" not in archive.tensors:
@@ -212,7 +212,7 @@ class Said:
                 "the file does not say how many heads share width 768: pass num_heads=16 for timm's "
                 "vit_base_patch16_gap_224, num_heads=12 for the others."
             )
-        if is_published(width, mlp) and width // heads == 64:
+        if is_published_size(width, mlp) and width // heads == 64:
             return heads, ""
         return heads, f"{heads} heads of {width // heads} are assumed; pass num_heads=... if there are others."
 
@@ -331,9 +331,9 @@ def architecture(config: ViTConfig | BiTConfig) -> str:
         return "vit_giant_patch14_dinov2"
     if config.norm_eps == 1e-5:
         return "vit_base_patch16_clip_224"
-    for variant in VARIANTS:
+    for variant in PUBLISHED_MODELS:
         for alias in variant.aliases:
-            if alias.startswith("vit_") and "_patch" in alias and _same_sizes(parse(variant.name), config):
+            if alias.startswith("vit_") and "_patch" in alias and _same_sizes(parse_name(variant.name), config):
                 return alias
     return "vit_base_patch16_224"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitrail.config import BiTConfig, Pair, PreprocessConfig, ViTConfig, pair
 from vitrail.config.image import IMAGENET_MEAN, IMAGENET_STD
 from vitrail.errors import FormatError
-from vitrail.models.variants import heads_for
+from vitrail.models.model_names import infer_num_heads
 from vitrail.weights.archive import Archive
 from vitrail.weights.format import Format
 from vitrail.weights.google import EDGE, GELUS, beyond_original
@@ -83,7 +83,7 @@ def describe(archive: Archive) -> ModelInfo:
     depth = 1 + max(int(m[1]) for m in numbers if m)
     hidden = shape(f"{FIRST}mlp.0.weight")[0]
     told = archive.hints.get("num_heads")
-    heads = told or heads_for(width, hidden)
+    heads = told or infer_num_heads(width, hidden)
     if heads is None:
         raise FormatError(
             f"read as torchvision: how many heads share a width of {width} is not stored and cannot be guessed; "
@@ -168,7 +168,7 @@ def drift(info: ModelInfo) -> list[str]:
     """What torchvision's code has fixed, and what its files cannot tell."""
     config = info.config
     assert isinstance(config, ViTConfig)
-    guessed = heads_for(config.width, config.mlp_dim)
+    guessed = infer_num_heads(config.width, config.mlp_dim)
     parts = {
         GELUS.get(config.activation, ""): config.activation != "gelu",
         f"norm_eps={config.norm_eps}": config.norm_eps != 1e-6,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate, one_hot
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data.augment import Augment, compose, crop_boxes
 from vitrail.data.augment.rand_augment import COLOR_OPERATIONS, RandAugment
@@ -135,7 +135,7 @@ def test_an_image_has_the_same_bits_in_any_company(photos: Tensor, name: str):
 def test_the_device_takes_the_part_that_a_worker_would(photos: Tensor):
     images, _ = augmentation((32, 32), flip=0.0)(batch_of(photos, step=5))
     config = AugmentConfig()
-    boxes = crop_boxes(chance.keys_of(1, 5, np.arange(16)), np.tile((40, 56), (16, 1)), config.scale, config.ratio)
+    boxes = crop_boxes(rng.sample_seeds(1, 5, np.arange(16)), np.tile((40, 56), (16, 1)), config.scale, config.ratio)
     for image, (top, left, height, width), got in zip(photos, boxes, images, strict=True):
         part = image[None, :, top : top + height, left : left + width] / 255
         wanted = interpolate(part, (32, 32), mode="bilinear", antialias=True)[0]

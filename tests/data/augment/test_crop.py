@@ -15,15 +15,15 @@ from scipy import stats
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment.crop import CROP, crop_boxes, flip, resized_crop, sample_flips, sample_shifts, shift
 
 UNLIKELY = 1e-4
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 
-def keys(count: int, step: int = 0) -> chance.Keys:
-    return chance.keys_of(3, step, np.arange(count))
+def keys(count: int, step: int = 0) -> rng.Seeds:
+    return rng.sample_seeds(3, step, np.arange(count))
 
 
 def boxes_of(size: tuple[int, int], count: int, scale=SCALE, ratio=RATIO) -> np.ndarray:
@@ -32,7 +32,7 @@ def boxes_of(size: tuple[int, int], count: int, scale=SCALE, ratio=RATIO) -> np.
 
 def slow_box(key: np.uint64, height: int, width: int, scale, ratio) -> tuple[int, int, int, int]:
     """torchvision's loop, one photo at a time, fed with our draws; but no box is empty, as its own may be."""
-    draws = [float(u) for u in chance.uniform_np(np.array([key]), CROP, 22)[0]]
+    draws = [float(u) for u in rng.uniform_np(np.array([key]), CROP, 22)[0]]
     for area_draw, ratio_draw in zip(draws[:10], draws[10:20], strict=True):
         area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
         shape = math.exp(math.log(ratio[0]) + (math.log(ratio[1]) - math.log(ratio[0])) * ratio_draw)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment.mix import (
     MixupCutMix,
     beta_quantile,
@@ -26,8 +26,8 @@ UNLIKELY = 1e-4
 SIZE = (40, 56)
 
 
-def keys(count: int, step: int = 0) -> chance.Keys:
-    return chance.keys_of(5, step, np.arange(count))
+def keys(count: int, step: int = 0) -> rng.Seeds:
+    return rng.sample_seeds(5, step, np.arange(count))
 
 
 def here(drawn: HostParams) -> DeviceParams:
@@ -105,7 +105,7 @@ def test_kinds_and_chance_are_as_asked_for():
 
 def test_cut_boxes_are_the_papers():
     drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(5000))
-    draws = chance.uniform_np(keys(5000), chance.stream("mix"), 5).astype(np.float64)
+    draws = rng.uniform_np(keys(5000), rng.stream_id("mix"), 5).astype(np.float64)
     for (top, left, height, width), draw, own in zip(drawn["boxes"], draws, drawn["own"], strict=True):
         side = np.sqrt(1 - draw[2])  # Beta(1, 1) is uniform
         cut_h, cut_w = int(40 * side), int(56 * side)

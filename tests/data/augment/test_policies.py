@@ -13,7 +13,7 @@ from PIL import Image
 from scipy import ndimage, stats
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment import color
 from vitrail.data.augment.color_jitter import JITTER_OPERATIONS, ColorJitter
 from vitrail.data.augment.params import DeviceParams, HostParams, to_device
@@ -25,8 +25,8 @@ SIZE = (40, 56)
 MEAN = (0.485, 0.456, 0.406)
 
 
-def keys(count: int, step: int = 0) -> chance.Keys:
-    return chance.keys_of(5, step, np.arange(count))
+def keys(count: int, step: int = 0) -> rng.Seeds:
+    return rng.sample_seeds(5, step, np.arange(count))
 
 
 def here(drawn: HostParams, *, static_shapes: bool = False) -> DeviceParams:

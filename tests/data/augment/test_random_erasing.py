@@ -9,7 +9,7 @@ from conftest import import_peer
 from scipy import stats
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment.params import to_device
 from vitrail.data.augment.random_erasing import RandomErasing, erase
 
@@ -18,13 +18,13 @@ SCALE = (0.02, 1 / 3)
 SIZE = (40, 56)
 
 
-def keys(count: int, step: int = 0) -> chance.Keys:
-    return chance.keys_of(5, step, np.arange(count))
+def keys(count: int, step: int = 0) -> rng.Seeds:
+    return rng.sample_seeds(5, step, np.arange(count))
 
 
-def erased(images: Tensor, part: RandomErasing, keys: chance.Keys, *, static_shapes: bool = False) -> Tensor:
+def erased(images: Tensor, part: RandomErasing, keys: rng.Seeds, *, static_shapes: bool = False) -> Tensor:
     drawn = to_device({"erase": part.draw(keys)}, torch.device("cpu"), static_shapes)["erase"]
-    drawn["quantiles"] = chance.quantiles(torch.device("cpu"))
+    drawn["quantiles"] = rng.normal_quantiles(torch.device("cpu"))
     return part.apply(images.clone(), drawn)
 
 

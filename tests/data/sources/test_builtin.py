@@ -22,18 +22,18 @@ from sklearn.datasets import load_digits
 from vitrail.config import DataConfig
 from vitrail.data.sources import builtin, data_cache, decoded_cache, layouts, open_data, open_source_splits
 from vitrail.data.sources.catalog import CATALOG
-from vitrail.errors import DataError, NotFound
+from vitrail.errors import DataError, NotFoundError
 
 COUNTS = (30, 10)
 
 
 def raw(entry, seed=0):
     """A small data set of the same shape."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     made = {}
     for part, count in zip(("train", "test"), COUNTS, strict=True):
         targets = np.arange(count) % len(entry.labels)
-        made[part] = chance.integers(0, 256, (count, *entry.shape), dtype=np.uint8), targets.astype(np.int64)
+        made[part] = rng.integers(0, 256, (count, *entry.shape), dtype=np.uint8), targets.astype(np.int64)
     return made
 
 
@@ -253,7 +253,7 @@ def test_the_given_root_precedes_the_cache_which_precedes_the_system_folder(smal
         path.unlink()
     assert builtin.find_dataset(entry).folder == data_cache.SYSTEM_DIR / "mnist"
     assert builtin.find_dataset(entry, str(tmp_path)).folder == data_cache.SYSTEM_DIR / "mnist"
-    with pytest.raises(NotFound, match=r"root=.*nowhere is not a folder; wanted one that contains mnist"):
+    with pytest.raises(NotFoundError, match=r"root=.*nowhere is not a folder; wanted one that contains mnist"):
         builtin.find_dataset(entry, str(tmp_path / "nowhere"))
 
 
@@ -262,7 +262,7 @@ def test_another_data_set_with_the_same_layout_is_skipped(small, tmp_path, monke
     clothes = dataclasses.replace(CATALOG["fashion-mnist"], split_sizes=COUNTS, digest="0" * 64, base_urls=())
     monkeypatch.setitem(CATALOG, "fashion-mnist", clothes)
     write_idx(tmp_path, digits)
-    with pytest.raises(NotFound, match=r"fashion-mnist is not on this machine.*apt install dataset-fashion-mnist"):
+    with pytest.raises(NotFoundError, match=r"fashion-mnist is not on this machine.*apt install dataset-fashion-mnist"):
         open_source_splits(DataConfig(source="fashion-mnist", root=str(tmp_path)))
 
 

@@ -14,7 +14,7 @@ import pytest
 from vitrail.config import DataConfig
 from vitrail.data.sources import decoded_cache, download, open_source_splits
 from vitrail.data.sources.catalog import CATALOG, PublishedFile
-from vitrail.errors import DataError, NotFound
+from vitrail.errors import DataError, NotFoundError
 
 DATA = np.random.default_rng(0).bytes(900_000)
 FILE = PublishedFile("data.bin", len(DATA), hashlib.md5(DATA).hexdigest())
@@ -116,10 +116,10 @@ def test_a_folder_that_cannot_be_written_is_named(full, tmp_path):
 @pytest.fixture
 def mnist(server, monkeypatch):
     """A small data set in place of MNIST, on the server."""
-    chance = np.random.default_rng(1)
+    rng = np.random.default_rng(1)
     made, files = {}, []
     for part, word, count in (("train", "train", 20), ("test", "t10k", 10)):
-        pixels = chance.integers(0, 256, (count, 28, 28), dtype=np.uint8)
+        pixels = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         targets = np.arange(count, dtype=np.uint8) % 10
         made[part] = pixels[..., None], targets.astype(np.int64)
         for name, array in ((f"{word}-images-idx3", pixels), (f"{word}-labels-idx1", targets)):
@@ -167,7 +167,7 @@ def test_without_a_digest_the_files_md5_decides(mnist, monkeypatch):
     name = "t10k-labels-idx1-ubyte.gz"
     whole = mnist.files[name]
     mnist.files[name] = gzip.compress(gzip.decompress(whole), 1, mtime=5)
-    with pytest.raises(NotFound, match="its MD5 is"):
+    with pytest.raises(NotFoundError, match="its MD5 is"):
         open_source_splits(DataConfig(source="mnist"))
     mnist.files[name] = whole
     assert open_source_splits(DataConfig(source="mnist")).notes == ()
@@ -180,7 +180,7 @@ def test_no_network_says_where_to_put_the_files(mnist, cache, monkeypatch):
     monkeypatch.setitem(
         CATALOG, "mnist", dataclasses.replace(CATALOG["mnist"], base_urls=("http://127.0.0.1:9/mnist/",))
     )
-    with pytest.raises(NotFound) as error:
+    with pytest.raises(NotFoundError) as error:
         open_source_splits(DataConfig(source="mnist"))
     message = str(error.value)
     assert message.startswith("mnist is not on this machine and could not be downloaded (http://127.0.0.1:9/mnist/: ")

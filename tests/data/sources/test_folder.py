@@ -14,7 +14,7 @@ import pytest
 from vitrail.config import DataConfig
 from vitrail.data import decode
 from vitrail.data.sources import open_data, open_source_splits
-from vitrail.errors import DataError, NotFound
+from vitrail.errors import DataError, NotFoundError
 
 
 def opened(path, **settings):
@@ -187,7 +187,7 @@ def test_something_is_held_out_of_a_few_images_without_labels(make_folder):
 
 
 def test_no_folder_is_not_found(tmp_path):
-    with pytest.raises(NotFound, match=r"no folder .*nothing"):
+    with pytest.raises(NotFoundError, match=r"no folder .*nothing"):
         opened(tmp_path / "nothing")
 
 
@@ -251,12 +251,12 @@ def test_too_many_images_are_not_compared_and_a_note_says_so(make_folder, logged
 @pytest.mark.slow
 def test_twenty_thousand_images_open_in_the_time_of_a_few_directory_walks(tmp_path):
     """Compared, within one run, with os.walk and os.stat on the same folders."""
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for c in range(20):
         folder = tmp_path / "photos" / f"class{c:03d}"
         folder.mkdir(parents=True)
         for i in range(1000):
-            (folder / f"{i:05d}.jpg").write_bytes(chance.bytes(int(chance.integers(100, 3000))))
+            (folder / f"{i:05d}.jpg").write_bytes(rng.bytes(int(rng.integers(100, 3000))))
 
     def walk():
         for folder, _, names in os.walk(tmp_path / "photos"):

@@ -63,10 +63,10 @@ def test_an_image_that_is_added_moves_no_other(data, name, number, share):
 
 
 @given(images(), SHARES, st.randoms())
-def test_the_order_of_images_does_not_matter(data, share, chance):
+def test_the_order_of_images_does_not_matter(data, share, rng):
     keys, targets = data
     order = list(range(len(keys)))
-    chance.shuffle(order)
+    rng.shuffle(order)
     mask, _ = hold_out(keys, targets, share)
     other, _ = hold_out([keys[i] for i in order], targets[order], share)
     assert np.array_equal(mask[order], other)

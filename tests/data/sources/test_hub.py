@@ -21,7 +21,7 @@ from huggingface_hub.utils import _http
 from vitrail.config import DataConfig
 from vitrail.data.sources import open_data, open_source_splits
 from vitrail.data.sources.hub import PARQUET_BRANCH, Repository, parse_repository, select_files
-from vitrail.errors import DataError, NotFound
+from vitrail.errors import DataError, NotFoundError
 
 REPO = "someone/animals"
 MAIN, CONVERSION = "a" * 40, "c" * 40
@@ -191,7 +191,9 @@ def test_a_cache_filled_by_another_program_is_used_if_complete(animals, tmp_path
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("train-00000-of-00002.parquet", "test-00000-of-00001.parquet"):
         (folder / name).write_bytes(animals.files[MAIN][f"data/{name}"])
-    with pytest.raises(NotFound, match=r"has 1 of 2 files of someone/animals like data/train-00000-of-00002\.parquet"):
+    with pytest.raises(
+        NotFoundError, match=r"has 1 of 2 files of someone/animals like data/train-00000-of-00002\.parquet"
+    ):
         opened(f"hf:{REPO}")
     name = "train-00001-of-00002.parquet"
     (folder / name).write_bytes(animals.files[MAIN][f"data/{name}"])
@@ -200,7 +202,7 @@ def test_a_cache_filled_by_another_program_is_used_if_complete(animals, tmp_path
 
 def test_other_files_are_read_from_the_hubs_conversion_to_parquet(hub, parquet):
     hub.files[MAIN] = {"images.zip": b"must not be fetched"}
-    with pytest.raises(NotFound, match=r"someone/animals has no Parquet files on the hub, and no conversion"):
+    with pytest.raises(NotFoundError, match=r"someone/animals has no Parquet files on the hub, and no conversion"):
         opened(f"hf:{REPO}")
     hub.commits[PARQUET_BRANCH] = CONVERSION
     hub.files[CONVERSION] = {
@@ -220,7 +222,7 @@ def test_a_configuration_is_selected_by_name(hub, parquet):
         DataError, match=r"has several configurations \(big, small\); choose one: hf:someone/animals:big"
     ):
         opened(f"hf:{REPO}")
-    with pytest.raises(NotFound, match=r"has no configuration 'smal'; did you mean 'small'\?"):
+    with pytest.raises(NotFoundError, match=r"has no configuration 'smal'; did you mean 'small'\?"):
         opened(f"hf:{REPO}:smal")
 
 
@@ -267,7 +269,7 @@ def test_repository_names_are_parsed(spec, wanted):
 
 
 def test_invalid_repository_names_are_refused():
-    with pytest.raises(NotFound, match="hf:mnist is not a data set name; wanted hf:user/name"):
+    with pytest.raises(NotFoundError, match="hf:mnist is not a data set name; wanted hf:user/name"):
         parse_repository("mnist")
 
 
@@ -287,16 +289,16 @@ def test_invalid_repository_names_are_refused():
 )
 def test_an_http_error_is_one_sentence(animals, status, code, message):
     animals.status, animals.code = status, code
-    with pytest.raises(NotFound, match=message):
+    with pytest.raises(NotFoundError, match=message):
         opened(f"hf:{REPO}@v9")
 
 
 def test_no_network_and_offline_are_one_sentence(animals, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        NotFound, match=r"cannot download someone/animals from http://127\.0\.0\.1:9 .*check the connection"
+        NotFoundError, match=r"cannot download someone/animals from http://127\.0\.0\.1:9 .*check the connection"
     ):
         opened(f"hf:{REPO}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(NotFound, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(NotFoundError, match="HF_HUB_OFFLINE is set"):
         opened(f"hf:{REPO}")

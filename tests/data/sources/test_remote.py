@@ -16,7 +16,7 @@ from conftest import need_extra
 
 from vitrail.config import DataConfig
 from vitrail.data.sources import open_source_splits, remote, shard_index
-from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.errors import ConfigError, DataError, NotFoundError
 
 need_extra("cloud")
 
@@ -92,7 +92,7 @@ def test_temporary_errors_are_retried_and_permanent_ones_are_named(web):
 
 
 def test_missing_and_truncated_shards_are_named(web):
-    with pytest.raises(NotFound, match=rf"{web.url}/set/train-7\.tar does not exist"):
+    with pytest.raises(NotFoundError, match=rf"{web.url}/set/train-7\.tar does not exist"):
         opened(f"{web.url}/set/train-7.tar")
     web.files["set/train-0.tar"] = web.files["set/train-0.tar"][:-90_000]
     with pytest.raises(DataError, match=r"set/train-0\.tar is truncated"):
@@ -176,5 +176,5 @@ def test_s3_is_read_by_ranges(bucket, make_tar, png_bytes):
         assert (len(source), source.labels) == (6, ("cat", "dog"))
         assert source[4].image == png_bytes(4, 60)
         assert source[4].target == 0
-    with pytest.raises(NotFound, match=r"s3://images/set/train-9\.tar does not exist"):
+    with pytest.raises(NotFoundError, match=r"s3://images/set/train-9\.tar does not exist"):
         opened("s3://images/set/train-9.tar")

@@ -13,7 +13,7 @@ from vitrail.config import DataConfig
 from vitrail.data import decode
 from vitrail.data.sources import open_data, open_source_splits, shard_index
 from vitrail.data.sources.shards import display_name, expand_braces, short_names
-from vitrail.errors import DataError, ImageError, NotFound
+from vitrail.errors import DataError, ImageError, NotFoundError
 
 
 def opened(spec, **settings):
@@ -200,9 +200,9 @@ def test_invalid_patterns_and_missing_shards_are_errors(tmp_path, shards):
     with pytest.raises(DataError, match=r"'\{a\.\.b\}' in .* is not a range"):
         list(expand_braces("x-{a..b}.tar"))
     folder = shards("web", 2, 1)
-    with pytest.raises(NotFound, match=r"no shard .*train-002\.tar; did you mean 'train-00[01]\.tar'\?"):
+    with pytest.raises(NotFoundError, match=r"no shard .*train-002\.tar; did you mean 'train-00[01]\.tar'\?"):
         opened(folder / "train-{000..002}.tar")
-    with pytest.raises(NotFound, match="no shards match"):
+    with pytest.raises(NotFoundError, match="no shards match"):
         opened(f"shards:{tmp_path}/*.tar")
 
 

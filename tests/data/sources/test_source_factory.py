@@ -12,7 +12,7 @@ from vitrail.config import DataConfig
 from vitrail.data.sources import open_data, open_source_splits
 from vitrail.data.sources.catalog import CATALOG
 from vitrail.data.sources.source_spec import SourceSpec, canonical_name, parse_source
-from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.errors import ConfigError, DataError, NotFoundError
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_the_kind_of_a_folder_is_detected_by_its_contents(make_folder, shards, t
     ],
 )
 def test_unknown_sources_are_errors_that_suggest_a_name(text, message):
-    with pytest.raises(NotFound, match=message):
+    with pytest.raises(NotFoundError, match=message):
         parse_source(text)
 
 
 def test_a_file_of_another_kind_is_not_a_data_source(tmp_path):
     (tmp_path / "x.zip").write_bytes(b"")
-    with pytest.raises(NotFound, match=r"x\.zip is not a data source; wanted a folder of class folders, \.csv"):
+    with pytest.raises(NotFoundError, match=r"x\.zip is not a data source; wanted a folder of class folders, \.csv"):
         parse_source(str(tmp_path / "x.zip"))
 
 
@@ -186,7 +186,7 @@ def test_several_tables_of_text_are_refused(tmp_path):
         (tmp_path / name).write_text("image,label\nx.png,1\n")
     with pytest.raises(DataError, match="matches several text tables; join them into one"):
         open_data(DataConfig(source=f"table:{tmp_path}{os.sep}*.csv"))
-    with pytest.raises(NotFound, match="contains no tables"):
+    with pytest.raises(NotFoundError, match="contains no tables"):
         open_data(DataConfig(source=f"table:{tmp_path}"))
     with pytest.raises(DataError, match="is not a table; wanted a name that ends in"):
         open_data(DataConfig(source="table:x.txt"))

@@ -14,7 +14,7 @@ from conftest import need_extra
 from vitrail.config import DataConfig
 from vitrail.data import decode
 from vitrail.data.sources import open_data, open_source_splits, parquet
-from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.errors import ConfigError, DataError, NotFoundError
 
 
 def opened(path, **settings):
@@ -116,7 +116,7 @@ def test_images_in_the_only_matching_subfolder_are_found(images, png_bytes):
     [
         (
             "image,label\nnone.png,a\n",
-            NotFound,
+            NotFoundError,
             r"none of the first 1 images of .* exists, such as .*none\.png",
         ),
         ("0.png,cat\n1.png,dog\n", DataError, r"begins with '0\.png,cat'; wanted a header line with the column names"),
@@ -147,7 +147,7 @@ def test_a_table_without_labels_opens_if_labels_are_not_required(images, png_byt
 
 
 def test_a_missing_table_and_a_binary_file_are_one_sentence(images):
-    with pytest.raises(NotFound, match="no table"):
+    with pytest.raises(NotFoundError, match="no table"):
         opened(images / "none.csv")
     (images / "t.csv").write_bytes(b"image,label\n\xff\xfe")
     with pytest.raises(DataError, match=r"wanted UTF-8|is not the table"):

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment import color
 from vitrail.data.augment.params import DeviceParams, HostParams, apply_to_subset
 
-JITTER = chance.stream("jitter")
+JITTER = rng.stream_id("jitter")
 
 JITTER_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "brightness": color.brightness,
@@ -32,10 +32,10 @@ class ColorJitter:
         named = zip(JITTER_OPERATIONS, strengths, strict=True)
         self.strengths = {name: strength for name, strength in named if strength > 0}
 
-    def draw(self, keys: chance.Keys) -> HostParams:
+    def draw(self, keys: rng.Seeds) -> HostParams:
         """A number for each change, and for each of its possible places in the order whether it is there."""
         count = len(JITTER_OPERATIONS)
-        draws = chance.uniform_np(keys, JITTER, 2 * count).astype(np.float64)
+        draws = rng.uniform_np(keys, JITTER, 2 * count).astype(np.float64)
         amounts = dict(zip(JITTER_OPERATIONS, draws[:, :count].T, strict=True))
         places = dict(zip(JITTER_OPERATIONS, draws[:, count:].T, strict=True))
         order = np.argsort(np.stack([places[name] for name in self.strengths], axis=1), axis=1, kind="stable")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data.augment.color_jitter import ColorJitter
 from vitrail.data.augment.crop import crop_boxes, flip, resized_crop, sample_flips, sample_shifts, shift
@@ -101,7 +101,7 @@ class Augment:
 
     def draw(self, step: int, slots: Slots, size: tuple[int, int]) -> dict[str, HostParams]:
         """Everything random about these places in the global batch; images are of `size`."""
-        config, keys = self.config, chance.keys_of(self.seed, step, slots)
+        config, keys = self.config, rng.sample_seeds(self.seed, step, slots)
         drawn: dict[str, HostParams] = {"view": {}}
         if self.resizes:
             drawn["view"]["boxes"] = crop_boxes(keys, np.tile(size, (len(keys), 1)), config.scale, config.ratio)
@@ -128,7 +128,7 @@ class Augment:
             self._normalization |= {device: to_device({"normalize": arrays}, device, self.static_shapes)}
         parameters = to_device(drawn, device, self.static_shapes) | self._normalization[device]
         if self.erase is not None:
-            parameters["erase"]["quantiles"] = chance.quantiles(device)
+            parameters["erase"]["quantiles"] = rng.normal_quantiles(device)
         return self._transform(images, parameters, out)
 
     def _transform_in_chunks(self, images: Tensor, drawn: dict[str, HostParams]) -> Tensor:

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 
 # b images, C channels, H W pixels of the input, h w of the output, T inputs that one output mixes
 
-CROP, SHIFT, FLIP = (chance.stream(name) for name in ("crop", "shift", "flip"))
+CROP, SHIFT, FLIP = (rng.stream_id(name) for name in ("crop", "shift", "flip"))
 MAX_TRIES = 10
 
 Boxes = npt.NDArray[np.int64]
@@ -32,9 +32,7 @@ Interpolation = Literal["bilinear", "bicubic"]
 FILTER_RADIUS = {"bilinear": 1, "bicubic": 2}
 
 
-def crop_boxes(
-    keys: chance.Keys, sizes: npt.ArrayLike, scale: tuple[float, float], ratio: tuple[float, float]
-) -> Boxes:
+def crop_boxes(keys: rng.Seeds, sizes: npt.ArrayLike, scale: tuple[float, float], ratio: tuple[float, float]) -> Boxes:
     """A random part of each image: keys (n), sizes (n 2: height, width) -> n 4: top, left, height, width.
 
     torchvision's RandomResizedCrop: an area uniform in `scale` and a width over height log-uniform
@@ -47,7 +45,7 @@ def crop_boxes(
 
 
 def sample_boxes(
-    keys: chance.Keys,
+    keys: rng.Seeds,
     stream: int,
     sizes: npt.NDArray[np.int64],
     scale: tuple[float, float],
@@ -57,7 +55,7 @@ def sample_boxes(
 ) -> tuple[Boxes, npt.NDArray[np.bool_]]:
     """Boxes of random area, shape and place, and whether one of ten tries fitted, with `margin` to spare."""
     height, width = sizes.T
-    draws = chance.uniform_np(keys, stream, 2 * MAX_TRIES + 2).astype(np.float64)  # exact, and 1 is never reached
+    draws = rng.uniform_np(keys, stream, 2 * MAX_TRIES + 2).astype(np.float64)  # exact, and 1 is never reached
     areas = (height * width)[:, None] * (scale[0] + (scale[1] - scale[0]) * draws[:, :MAX_TRIES])  # n MAX_TRIES
     low, high = np.log(ratio)
     ratios = np.exp(low + (high - low) * draws[:, MAX_TRIES : 2 * MAX_TRIES])
@@ -78,14 +76,14 @@ def _largest_centered(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) 
     return np.stack([(height - h) // 2, (width - w) // 2, h, w], axis=1)
 
 
-def sample_shifts(keys: chance.Keys, pad: int) -> npt.NDArray[np.int64]:
+def sample_shifts(keys: rng.Seeds, pad: int) -> npt.NDArray[np.int64]:
     """n 2: down and right, each of -pad to pad alike."""
-    return (chance.uniform_np(keys, SHIFT, 2).astype(np.float64) * (2 * pad + 1)).astype(np.int64) - pad
+    return (rng.uniform_np(keys, SHIFT, 2).astype(np.float64) * (2 * pad + 1)).astype(np.int64) - pad
 
 
-def sample_flips(keys: chance.Keys, prob: float) -> npt.NDArray[np.bool_]:
+def sample_flips(keys: rng.Seeds, prob: float) -> npt.NDArray[np.bool_]:
     """n: whether an image is mirrored."""
-    return chance.uniform_np(keys, FLIP, 1)[:, 0] < prob
+    return rng.uniform_np(keys, FLIP, 1)[:, 0] < prob
 
 
 def flip(images: Tensor) -> Tensor:

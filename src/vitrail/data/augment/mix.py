@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment.params import DeviceParams, HostParams, per_image
 from vitrail.data.augment.random_erasing import box_mask
 
@@ -21,7 +21,7 @@ from vitrail.data.augment.random_erasing import box_mask
 
 Slots = npt.NDArray[np.int64]
 """Places in the global batch."""
-MIX, PARTNERS = chance.stream("mix"), chance.stream("partners")
+MIX, PARTNERS = rng.stream_id("mix"), rng.stream_id("partners")
 
 
 def mix_groups(slots: Slots, batch_size: int, group_size: int) -> Slots:
@@ -39,7 +39,7 @@ def mix_partners(seed: int, step: int, slots: Slots, *, batch_size: int, group_s
     group = mix_groups(slots, batch_size, group_size)
     places = step * batch_size + slots
     first = np.maximum(slots - places % repeats, group * group_size)  # the slot of the first copy in this group
-    draws = chance.bits_np(chance.keys_of(seed, step, first), PARTNERS, 1)[:, 0]
+    draws = rng.bits_np(rng.sample_seeds(seed, step, first), PARTNERS, 1)[:, 0]
     circle = np.lexsort((draws, slots - first, group))  # group by group
     starts = np.flatnonzero(np.diff(group[circle], prepend=-1))
     following = np.arange(1, len(slots) + 1)
@@ -64,12 +64,12 @@ class MixupCutMix:
     def __init__(self, mixup: float, cutmix: float, prob: float, size: tuple[int, int]) -> None:
         self.mixup, self.cutmix, self.prob, self.size = mixup, cutmix, prob, size
 
-    def draw(self, keys: chance.Keys, *, disabled: bool = False) -> HostParams:
+    def draw(self, keys: rng.Seeds, *, disabled: bool = False) -> HostParams:
         """`own`: what an image keeps of itself; `boxes`: what is cut out of it, 0 by 0 for mixup.
 
         While it `disabled`, every image is left whole.
         """
-        draws = chance.uniform_np(keys, MIX, 5).astype(np.float64)
+        draws = rng.uniform_np(keys, MIX, 5).astype(np.float64)
         mixed = draws[:, 0] < (0 if disabled else self.prob)
         cut = mixed & (draws[:, 1] >= (0.5 if self.mixup and self.cutmix else 0.0 if self.cutmix else 1.0))
         blended = mixed & ~cut

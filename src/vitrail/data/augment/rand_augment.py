@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment import color
 from vitrail.data.augment.affine import affine, identity, rotation, shear, translation
 from vitrail.data.augment.params import DeviceParams, HostParams, apply_to_subset
 
-RAND, STRENGTH = chance.stream("rand"), chance.stream("strength")
+RAND, STRENGTH = rng.stream_id("rand"), rng.stream_id("strength")
 APPLY_PROB = 0.5
 
 Amount = npt.NDArray[np.float64]
@@ -77,9 +77,9 @@ class RandAugment:
         self.layers, self.magnitude, self.magnitude_std, self.size = layers, magnitude, magnitude_std, size
         self.fill = np.array(fill, np.float32)
 
-    def draw(self, keys: chance.Keys) -> HostParams:
-        draws = chance.uniform_np(keys, RAND, 3 * self.layers).astype(np.float64).reshape(len(keys), -1, 3)
-        spread = chance.normal_np(keys, STRENGTH, self.layers)
+    def draw(self, keys: rng.Seeds) -> HostParams:
+        draws = rng.uniform_np(keys, RAND, 3 * self.layers).astype(np.float64).reshape(len(keys), -1, 3)
+        spread = rng.normal_np(keys, STRENGTH, self.layers)
         strength = np.clip(self.magnitude + self.magnitude_std * spread.astype(np.float64), 0, 10) / 10
         drawn: HostParams = {"fill": self.fill_for(len(keys))}
         for layer in range(self.layers):

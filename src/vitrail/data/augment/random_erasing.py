@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment.crop import sample_boxes
 from vitrail.data.augment.params import DeviceParams, HostParams, apply_to_subset
 
-ERASE, WHERE, NOISE = (chance.stream(name) for name in ("erase", "erase where", "erase noise"))
+ERASE, WHERE, NOISE = (rng.stream_id(name) for name in ("erase", "erase where", "erase noise"))
 RATIO = (0.3, 1 / 0.3)
 
 
@@ -24,15 +24,15 @@ class RandomErasing:
     def __init__(self, prob: float, scale: tuple[float, float], size: tuple[int, int]) -> None:
         self.prob, self.scale, self.size = prob, scale, size
 
-    def draw(self, keys: chance.Keys) -> HostParams:
+    def draw(self, keys: rng.Seeds) -> HostParams:
         sizes = np.tile(np.array(self.size, np.int64), (len(keys), 1))
         boxes, fits = sample_boxes(keys, WHERE, sizes, self.scale, RATIO, margin=1)
-        chosen = chance.uniform_np(keys, ERASE, 1)[:, 0] < self.prob
+        chosen = rng.uniform_np(keys, ERASE, 1)[:, 0] < self.prob
         return {"which": chosen & fits, "boxes": boxes, "keys": keys.view(np.int64)}
 
     def apply(self, images: Tensor, drawn: DeviceParams) -> Tensor:
         def noisy(images: Tensor, boxes: Tensor, keys: Tensor) -> Tensor:
-            noise = chance.normal(keys, NOISE, images[0].numel(), drawn["quantiles"])
+            noise = rng.normal(keys, NOISE, images[0].numel(), drawn["quantiles"])
             return erase(images, boxes, noise.view_as(images))
 
         return apply_to_subset(drawn["which"], images, noisy, drawn["boxes"], drawn["keys"])

@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from vitrail import chance
+from vitrail import rng
 from vitrail.data.augment import color
 from vitrail.data.augment.params import DeviceParams, HostParams, apply_to_subset
 
-THREE = chance.stream("three")
+THREE = rng.stream_id("three")
 SOLARIZE_THRESHOLD = 128.0
 BLUR_STD = (0.1, 2.0)
 BLUR_RADIUS = 6
 
 
 class ThreeAugment:
-    def draw(self, keys: chance.Keys) -> HostParams:
-        draws = chance.uniform_np(keys, THREE, 2).astype(np.float64)
+    def draw(self, keys: rng.Seeds) -> HostParams:
+        draws = rng.uniform_np(keys, THREE, 2).astype(np.float64)
         choice = (3 * draws[:, 0]).astype(np.int64)
         return {
             "gray": choice == 0,

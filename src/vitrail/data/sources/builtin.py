@@ -20,7 +20,7 @@ from vitrail.data.sources.catalog import CATALOG, DatasetInfo
 from vitrail.data.sources.download import DownloadError, download, matches_md5
 from vitrail.data.sources.holdout import hold_out_stratified
 from vitrail.data.sources.layouts import SLOW_LAYOUTS, LabeledPixels, detect_layout, read_layout
-from vitrail.errors import DataError, NotFound
+from vitrail.errors import DataError, NotFoundError
 
 DIGITS_TEST_FRACTION = 0.2
 """Fraction of scikit-learn's digits in the test split."""
@@ -71,7 +71,7 @@ def _candidates(dataset: DatasetInfo, root: str | None) -> Iterator[DatasetLocat
     if root is not None:
         given = Path(root).expanduser()
         if not given.is_dir():
-            raise NotFound(f"root={root} is not a folder; wanted one that contains {dataset.name}.")
+            raise NotFoundError(f"root={root} is not a folder; wanted one that contains {dataset.name}.")
         yield from _candidates_in(given, dataset)
         if layout := detect_layout(given, dataset):
             yield DatasetLocation(given, layout, unambiguous=layout != "IDX")
@@ -136,7 +136,7 @@ def _download(dataset: DatasetInfo) -> DatasetLocation:
     except DownloadError as error:
         names = ", ".join(file.name for file in dataset.files)
         debian = f" (on Debian and Ubuntu: apt install {dataset.debian_package})" if dataset.debian_package else ""
-        raise NotFound(
+        raise NotFoundError(
             f"{dataset.name} is not on this machine and could not be downloaded ({error}); put {names} into "
             f"{data_cache.display_path(folder)}, or give the folder that has them with root={debian}."
         ) from error

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vitrail.config import DataConfig
 from vitrail.data.sources.base import IMAGE_EXTENSIONS, Sample, SourceSplits
 from vitrail.data.sources.packed_strings import PackedStrings
-from vitrail.errors import DataError, NotFound, nearest
+from vitrail.errors import DataError, NotFoundError, did_you_mean
 
 SPLIT_NAMES = {
     "train": "train",
@@ -86,7 +86,7 @@ class FolderScan:
 def open_folder(path: Path, config: DataConfig, *, require_labels: bool = True) -> SourceSplits:
     """Open the splits of a folder of class folders; if not require_labels, also a folder without any."""
     if not path.is_dir():
-        raise NotFound(f"{path} is a file, wanted a folder." if path.exists() else f"no folder {path}.")
+        raise NotFoundError(f"{path} is a file, wanted a folder." if path.exists() else f"no folder {path}.")
     path = Path(os.path.abspath(path))  # the working directory may change; symbolic links are not resolved
     layout = detect_splits(path, require_labels)
     scans = {split: scan(path, folder) for split, folder in layout.items()} or {"train": scan(path, "")}
@@ -209,7 +209,7 @@ def _resolve_labels(
         for name, paths in found.classes.items():
             if paths and name not in labels:
                 known = "in class_names=" if given is not None else "among the training classes"
-                raise DataError(f"{paths[0]} has the class {name!r}, which is not {known}{nearest(name, labels)}")
+                raise DataError(f"{paths[0]} has the class {name!r}, which is not {known}{did_you_mean(name, labels)}")
     absent = [name for name in labels if name not in present]
     return labels, [f"{_format_examples(absent, 'class')} without training images"] if absent else []
 

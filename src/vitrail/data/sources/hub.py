@@ -26,7 +26,7 @@ from vitrail.config import DataConfig
 from vitrail.data.sources.base import SourceSplits
 from vitrail.data.sources.source_spec import HUB_URL
 from vitrail.data.sources.table import open_table, split_from_name
-from vitrail.errors import DataError, NotFound, VitrailError, nearest
+from vitrail.errors import DataError, NotFoundError, VitrailError, did_you_mean
 
 REPOSITORY_PATTERN = re.compile(r"([\w.\-]+/[\w.\-]+)(?:@([^:]+))?(?::(.+))?", re.ASCII)
 PARQUET_BRANCH = "refs/convert/parquet"
@@ -58,7 +58,9 @@ class Repository:
 def parse_repository(spec: str) -> Repository:
     match = REPOSITORY_PATTERN.fullmatch(HUB_URL.sub("", spec.strip()).rstrip("/"))
     if match is None:
-        raise NotFound(f"hf:{spec} is not a data set name; wanted hf:user/name, optionally with @revision or :config.")
+        raise NotFoundError(
+            f"hf:{spec} is not a data set name; wanted hf:user/name, optionally with @revision or :config."
+        )
     return Repository(*match.groups())
 
 
@@ -92,7 +94,7 @@ def select_files(names: Sequence[str], card: dict[str, Any], repository: Reposit
         )
     wanted = wanted if wanted is not None else next(iter(configs))
     if wanted not in configs:
-        raise NotFound(f"{repository} has no configuration {wanted!r}{nearest(wanted, configs)}")
+        raise NotFoundError(f"{repository} has no configuration {wanted!r}{did_you_mean(wanted, configs)}")
     splits: dict[str, list[str]] = {}
     for split, files in configs[wanted].items():
         splits.setdefault(split_from_name(split) or split, []).extend(files)
@@ -151,7 +153,7 @@ def _fetch(repository: Repository) -> tuple[Path, dict[str, list[str]]]:
             return _download(repository.name, revision, wanted, local=not online), files
     if unreachable is not None:
         raise unreachable
-    raise NotFound(
+    raise NotFoundError(
         f"{repository} has no Parquet files on the hub, and no conversion to Parquet; download its files yourself."
     )
 
@@ -214,12 +216,12 @@ def _read_card(name: str, revision: str | None, names: Sequence[str], online: bo
 
 
 def _check_complete(files: Sequence[str], repository: Repository) -> None:
-    """Raise NotFound if a numbered file (train-00000-of-00002) is missing from the cache."""
+    """Raise NotFoundError if a numbered file (train-00000-of-00002) is missing from the cache."""
     for name in files:
         match = SHARD_COUNT.search(name)
         count = len(fnmatch.filter(files, SHARD_COUNT.sub("-*-of-*", name))) if match else 0
         if match and count != int(match[2]):
-            raise NotFound(
+            raise NotFoundError(
                 f"the cache {constants.HF_HUB_CACHE} has {count} of {int(match[2])} files of {repository} like {name}, "
                 "and the hub cannot be reached; connect to the network and try again."
             )
@@ -238,21 +240,21 @@ def _translate_error(error: Exception, repository: Repository) -> VitrailError |
     page = f"{hub}/datasets/{repository.name}"
     token = "use a token with access to it (`hf auth login`, or HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
-        return NotFound(f"{repository} is gated: accept its terms at {page}, and {token}.")
+        return NotFoundError(f"{repository} is gated: accept its terms at {page}, and {token}.")
     if isinstance(error, errors.RevisionNotFoundError):
-        return NotFound(f"{repository.name} has no revision {repository.revision!r}; see {page}/tree/main.")
+        return NotFoundError(f"{repository.name} has no revision {repository.revision!r}; see {page}/tree/main.")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return NotFound(f"no public data set {repository.name} at {hub}; check the name, or {token}.")
+        return NotFoundError(f"no public data set {repository.name} at {hub}; check the name, or {token}.")
     if _is_unreachable(error):
         reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         if constants.HF_HUB_OFFLINE:
             reason = "HF_HUB_OFFLINE is set"
-        return NotFound(
+        return NotFoundError(
             f"cannot download {repository} from {hub} ({reason}), and it is not in the cache {cache}; "
             "check the connection and try again."
         )
     if isinstance(error, errors.HfHubHTTPError):
-        return NotFound(f"{hub} denied access to {repository} (status {error.response.status_code}); {token}.")
+        return NotFoundError(f"{hub} denied access to {repository} (status {error.response.status_code}); {token}.")
     if isinstance(error, OSError):
         return DataError(f"cannot write {repository} to the cache {cache}: {error}.")
     return None

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from vitrail.data.sources.base import Targets
-from vitrail.errors import DataError, nearest
+from vitrail.errors import DataError, did_you_mean
 
 LABEL_SEPARATOR = "|"
 """Separates the labels of one image in a string."""
@@ -139,7 +139,7 @@ def _encode(column: Any, names: Sequence[str] | None, where: str) -> tuple[Codes
         class_index = {name: i for i, name in enumerate(labels)}
         for value in values:
             if value not in class_index:
-                raise DataError(f"{where} has the label {value!r}, which is not a class{nearest(value, labels)}")
+                raise DataError(f"{where} has the label {value!r}, which is not a class{did_you_mean(value, labels)}")
         codes = [class_index[value] for value in values]
     table = np.array([*codes, -1], np.int64)  # the last entry: no label
     indices = pc.fill_null(encoded.indices, len(codes)).to_numpy(zero_copy_only=False)
@@ -165,7 +165,7 @@ def find_name(names: Sequence[str], known: Sequence[str], given: str | None, wha
     """The given name, else the first of the usual names that is present, ignoring case and separators; else None."""
     if given is not None:
         if given not in names:
-            raise DataError(f"{where} has no {what} {given!r}{nearest(given, names)}")
+            raise DataError(f"{where} has no {what} {given!r}{did_you_mean(given, names)}")
         return given
     normalized = {re.sub(r"[\s_\-]+", "_", name.lower()): name for name in reversed(names)}
     return next((normalized[name] for name in known if name in normalized), None)

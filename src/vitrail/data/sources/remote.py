@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
-from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.errors import ConfigError, DataError, NotFoundError
 
 URL_PREFIX = re.compile(r"[a-z][a-z0-9+.\-]*://", re.I)
 MAX_ATTEMPTS = 4
@@ -103,9 +103,9 @@ def _with_retries(url: str, do: Callable[[Any, str], T]) -> T:
             package = re.search(r"[Ii]nstall (\w+)", str(error))
             raise ConfigError(MISSING_PACKAGE.format(url, package[1] if package else error)) from None
         except FileNotFoundError:
-            raise NotFound(f"{url} does not exist, or is not public.") from None
+            raise NotFoundError(f"{url} does not exist, or is not public.") from None
         except PermissionError as error:
-            raise NotFound(f"no permission to read {url} ({error}); check the credentials.") from None
+            raise NotFoundError(f"no permission to read {url} ({error}); check the credentials.") from None
         except ValueError as error:
             raise DataError(f"cannot read {url}: {error}.") from error
         except Exception as error:  # each file system has its own error classes

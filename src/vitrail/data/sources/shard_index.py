@@ -20,7 +20,7 @@ from typing import Any
 
 from vitrail.data.sources import data_cache, remote, tar
 from vitrail.data.sources.progress import progress_bar
-from vitrail.errors import DataError, NotFound
+from vitrail.errors import DataError, NotFoundError
 
 VERSION = 1
 LABEL_EXTENSIONS = ("cls", "txt", "json", "label", "labels")
@@ -171,7 +171,7 @@ def _file_info(shard: str) -> remote.FileInfo:
     try:
         status = os.stat(shard)
     except OSError:
-        raise NotFound(f"no shard {shard}.") from None
+        raise NotFoundError(f"no shard {shard}.") from None
     return remote.FileInfo(status.st_size, str(status.st_mtime_ns))
 
 

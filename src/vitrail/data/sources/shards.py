@@ -25,7 +25,7 @@ from vitrail.data.sources.label_encoding import LABEL_SEPARATOR, encode_labels, 
 from vitrail.data.sources.packed_strings import PackedStrings
 from vitrail.data.sources.shard_index import LabelValue, ShardIndex, load_indexes
 from vitrail.data.sources.table import LABEL_COLUMNS, split_from_name
-from vitrail.errors import DataError, ImageError, NotFound, nearest
+from vitrail.errors import DataError, ImageError, NotFoundError, did_you_mean
 
 CLASS_NAMES_FILE = "classes.json"
 TAR_EXTENSIONS = (".tar", ".tar.gz", ".tgz")
@@ -128,9 +128,11 @@ def find_shards(spec: str) -> list[str]:
         else:
             folder = os.path.dirname(each) or "."
             near = [n for n in os.listdir(folder) if _is_tar(n)] if os.path.isdir(folder) else []
-            raise NotFound(f"no shard {each}" + (nearest(os.path.basename(each), near) if near else "."))
+            raise NotFoundError(f"no shard {each}" + (did_you_mean(os.path.basename(each), near) if near else "."))
     if not found:
-        raise NotFound(f"no shards match {spec!r}; try shards:train-{{00000..00063}}.tar, or the folder of the shards.")
+        raise NotFoundError(
+            f"no shards match {spec!r}; try shards:train-{{00000..00063}}.tar, or the folder of the shards."
+        )
     return found
 
 
@@ -171,7 +173,7 @@ def read_class_names(shard: str) -> tuple[str, ...] | None:
     path = f"{folder}{slash}{CLASS_NAMES_FILE}"
     try:
         text = remote.fetch(path) if remote.is_remote(path) else Path(path).read_bytes()
-    except (FileNotFoundError, NotFound):
+    except (FileNotFoundError, NotFoundError):
         return None
     try:
         return parse_class_names(json.loads(text), path)

@@ -20,7 +20,7 @@ from vitrail.data.sources.source_spec import TABLE_EXTENSIONS, parse_source
 from vitrail.data.sources.stream import LIMITATIONS, ShardStream
 from vitrail.data.sources.subset import Subset
 from vitrail.data.sources.table import PathSource, find_parquet_files, open_table, order_splits, split_from_name
-from vitrail.errors import ConfigError, DataError, NotFound
+from vitrail.errors import ConfigError, DataError, NotFoundError
 from vitrail.runtime import warn_once
 
 DEFAULT_HELD_OUT = 0.1
@@ -160,7 +160,7 @@ def _find_tables(location: str) -> dict[str, list[Path]]:
     else:
         splits = {"train": [path]}
     if not splits.get("train"):
-        raise NotFound(f"{location} contains no tables; wanted {', '.join(TABLE_EXTENSIONS[:3])}.")
+        raise NotFoundError(f"{location} contains no tables; wanted {', '.join(TABLE_EXTENSIONS[:3])}.")
     extensions = {file.suffix.lower() for files in splits.values() for file in files}
     if not extensions <= set(TABLE_EXTENSIONS):
         raise DataError(f"{location} is not a table; wanted a name that ends in {', '.join(TABLE_EXTENSIONS[:3])}.")

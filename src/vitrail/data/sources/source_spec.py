@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vitrail.data.sources import remote
 from vitrail.data.sources.catalog import CATALOG
-from vitrail.errors import NotFound, nearest
+from vitrail.errors import NotFoundError, did_you_mean
 
 KINDS = ("folder", "table", "shards", "stream", "hf", "builtin")
 TABLE_EXTENSIONS = (".csv", ".tsv", ".parquet", ".pq")
@@ -43,7 +43,7 @@ def parse_source(text: str) -> SourceSpec:
     kind, colon, rest = text.partition(":")
     if colon and kind.lower() in KINDS:
         if not rest.strip():
-            raise NotFound(f"{text!r} has nothing after the colon; try {kind}:{EXAMPLES[kind.lower()]}.")
+            raise NotFoundError(f"{text!r} has nothing after the colon; try {kind}:{EXAMPLES[kind.lower()]}.")
         return _with_kind(kind.lower(), os.path.expanduser(rest.strip()))
     if HUB_URL.match(text):
         return SourceSpec("hf", text)
@@ -64,7 +64,7 @@ def _with_kind(kind: str, location: str) -> SourceSpec:
         return SourceSpec(kind, location)
     if name := canonical_name(location):
         return SourceSpec(kind, name)
-    raise NotFound(f"no built-in data set {location!r}{nearest(location, CATALOG)}")
+    raise NotFoundError(f"no built-in data set {location!r}{did_you_mean(location, CATALOG)}")
 
 
 def _detect(text: str) -> SourceSpec:
@@ -73,23 +73,23 @@ def _detect(text: str) -> SourceSpec:
     if TAR_NAME.search(path.split("?")[0]):
         return SourceSpec("shards", path)
     if remote.is_remote(text):
-        raise NotFound(f"{text} is not the URL of a tar file; wanted shards:, hf:user/name or a local path.")
+        raise NotFoundError(f"{text} is not the URL of a tar file; wanted shards:, hf:user/name or a local path.")
     if path.lower().endswith(TABLE_EXTENSIONS):
         return SourceSpec("table", path)
     if os.path.isdir(path):
         return SourceSpec(_detect_folder_kind(Path(path)), path)
     if os.path.exists(path):
-        raise NotFound(
+        raise NotFoundError(
             f"{path} is not a data source; wanted a folder of class folders, {', '.join(TABLE_EXTENSIONS[:3])} or .tar."
         )
     kind, colon, _ = text.partition(":")
     if colon and len(kind) > 1 and "/" not in kind and "\\" not in kind:
-        raise NotFound(f"unknown kind of data source {kind!r} in {text!r}{nearest(kind, KINDS)}")
+        raise NotFoundError(f"unknown kind of data source {kind!r} in {text!r}{did_you_mean(kind, KINDS)}")
     if "/" in text or "\\" in text:
-        raise NotFound(f"no file or folder {path} (relative to {Path.cwd()}).")
-    raise NotFound(
+        raise NotFoundError(f"no file or folder {path} (relative to {Path.cwd()}).")
+    raise NotFoundError(
         f"no data source {text!r}: not a built-in data set, and not a file or folder in {Path.cwd()}"
-        f"{nearest(text, CATALOG)}"
+        f"{did_you_mean(text, CATALOG)}"
     )
 
 

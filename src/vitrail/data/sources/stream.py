@@ -1,15 +1,15 @@
 """Tar shards read sequentially, without an index; for shards too many or too remote to index.
 
-A stream guarantees less than other sources. The order depends on the number of ranks and workers,
+A stream_id guarantees less than other sources. The order depends on the number of ranks and workers,
 so a run resumes exactly only with the same numbers. The number of images is unknown. No images can
 be held out, because there is no random access. In return, nothing is read before it is used.
 
     ShardStream    the shards, and how their labels are encoded
     StreamReader   an endless iterator over one worker's samples, with a state to resume from
 
-In each epoch the shards are shuffled, and each of the n workers of all ranks reads every n-th one.
+In each epoch the shards are permute_indices, and each of the n workers of all ranks reads every n-th one.
 With fewer shards than workers, each worker reads all shards and takes every n-th sample. Samples are
-shuffled within a buffer, which is refilled from the next samples while it is emptied. The state is
+permute_indices within a buffer, which is refilled from the next samples while it is emptied. The state is
 therefore a position and a count: {"epoch": 2, "shard": 5, "member": 812, "drawn": 77, ...}.
 """
 
@@ -23,22 +23,22 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from vitrail.chance import key_of, shuffled, stream
 from vitrail.config import DataConfig
 from vitrail.data.sources import remote, tar
 from vitrail.data.sources.base import IMAGE_EXTENSIONS, Sample
 from vitrail.data.sources.label_encoding import LABEL_SEPARATOR
 from vitrail.data.sources.shard_index import LABEL_EXTENSIONS, LabelValue, parse_label_file
 from vitrail.data.sources.shards import find_label, short_names
-from vitrail.errors import DataError, TrainError, nearest
+from vitrail.errors import DataError, TrainError, did_you_mean
+from vitrail.rng import derive_seed, permute_indices, stream_id
 
-SHUFFLE = stream("stream of shards")
+SHUFFLE = stream_id("stream_id of shards")
 BUFFER_SIZE = 1000
 """Samples in each worker's shuffle buffer."""
 NUM_SAMPLES_CHECKED = 16
 """Samples read to detect multi-label data."""
 LIMITATIONS = (
-    "a stream has no index: the order of samples depends on the number of ranks and workers, "
+    "a stream_id has no index: the order of samples depends on the number of ranks and workers, "
     "and a run resumes exactly only with the same numbers"
 )
 
@@ -107,7 +107,7 @@ class ShardStream:
         try:
             number = int(word or -1)
         except ValueError:
-            near = nearest(word, self.labels)
+            near = did_you_mean(word, self.labels)
             raise DataError(f"{key} has the label {word!r}, which is not a class{near}") from None
         if number >= len(self.labels):
             raise DataError(f"{key} has the label {number}, but there are {len(self.labels)} classes, counted from 0.")
@@ -129,11 +129,17 @@ class StreamReader:
     """
 
     def __init__(
-        self, stream: ShardStream, worker: int, num_workers: int, seed: int, buffer: int, state: dict[str, Any] | None
+        self,
+        stream_id: ShardStream,
+        worker: int,
+        num_workers: int,
+        seed: int,
+        buffer: int,
+        state: dict[str, Any] | None,
     ) -> None:
-        self.stream, self.worker, self.num_workers = stream, worker, num_workers
+        self.stream, self.worker, self.num_workers = stream_id, worker, num_workers
         self.seed, self.buffer = seed, max(buffer, 1)
-        self.shard_names = dict(zip(stream.shards, short_names(stream.shards), strict=True))
+        self.shard_names = dict(zip(stream_id.shards, short_names(stream_id.shards), strict=True))
         start, drawn = StreamPosition(0, 0, 0), 0
         if state is not None:
             start, drawn = self._parse_state(state)
@@ -187,9 +193,9 @@ class StreamReader:
         for field, current in self._identity().items():
             if state.get(field) != current:
                 raise TrainError(
-                    f"{self.stream.name}: the saved state of the stream is for {descriptions[field]} "
-                    f"({state.get(field)}, now {current}), and a stream resumes only with the same settings; "
-                    "use shards: instead of stream: to resume with others."
+                    f"{self.stream.name}: the saved state of the stream_id is for {descriptions[field]} "
+                    f"({state.get(field)}, now {current}), and a stream_id resumes only with the same settings; "
+                    "use shards: instead of stream_id: to resume with others."
                 )
         return StreamPosition(state["epoch"], state["shard"], state["member"]), state["drawn"]
 
@@ -198,8 +204,8 @@ class StreamReader:
         self._fill(self.buffer)
         self.start = self._read_ahead[0][0]
         self._block = [sample for _, sample in self._read_ahead]
-        key = key_of(self.seed, SHUFFLE, self.worker, self.num_workers, *self.start)
-        self._order = shuffled(np.arange(len(self._block)), len(self._block), key).tolist()
+        key = derive_seed(self.seed, SHUFFLE, self.worker, self.num_workers, *self.start)
+        self._order = permute_indices(np.arange(len(self._block)), len(self._block), key).tolist()
         self._read_ahead, self.drawn = [], 0
 
     def _fill(self, wanted: int) -> None:
@@ -231,7 +237,7 @@ class StreamReader:
 
     def _shards(self, epoch: int) -> list[str]:
         count = len(self.stream.shards)
-        order = shuffled(np.arange(count), count, key_of(self.seed, SHUFFLE, epoch)).tolist()
+        order = permute_indices(np.arange(count), count, derive_seed(self.seed, SHUFFLE, epoch)).tolist()
         own = order[self.worker :: self.num_workers] if self._splits_shards else order
         return [self.stream.shards[i] for i in own]
 

@@ -29,7 +29,7 @@ from vitrail.data.sources.packed_strings import PackedStrings
 from vitrail.data.sources.parquet import ParquetSource, read_columns, read_schema
 from vitrail.data.sources.remote import fetch, is_remote
 from vitrail.data.sources.subset import Subset
-from vitrail.errors import DataError, NotFound
+from vitrail.errors import DataError, NotFoundError
 
 _IMAGE = """image img picture photo pixel_values image_path img_path image_file file_path filepath path file_name
     filename file image_id bytes image_bytes jpg jpeg png webp url image_url"""
@@ -92,7 +92,7 @@ def open_table(
     for split, paths in files.items():
         for path in paths:
             if not path.is_file():
-                raise NotFound(f"{path} is a folder, wanted a table." if path.is_dir() else f"no table {path}.")
+                raise NotFoundError(f"{path} is a folder, wanted a table." if path.is_dir() else f"no table {path}.")
         split_name = f"{name}/{split}" if len(files) > 1 else name
         found = _open_split(paths, config, split_name, names, multi_label, require_labels)
         names, multi_label = found.source.labels, found.source.multi_label
@@ -244,7 +244,7 @@ def _find_root(table: Path, paths: PackedStrings) -> tuple[Path, list[str]]:
     subfolders = [f for f in sorted(root.iterdir()) if f.is_dir() and (f / checked[0]).is_file()]
     if len(subfolders) == 1:
         return subfolders[0], [f"the images of {table.name} are in {subfolders[0].name}/"]
-    raise NotFound(
+    raise NotFoundError(
         f"none of the first {len(checked)} images of {table} exists, such as {root / checked[0]}; "
         "wanted paths relative to the table's folder."
     )

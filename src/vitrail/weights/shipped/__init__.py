@@ -26,10 +26,10 @@ class ShippedModel:
     """What it is and has shown, in a few words."""
     family: str = "ViT"
     aliases: tuple[str, ...] = ()
-    elsewhere: str = ""
+    weights_url: str = ""
 
     @property
-    def checkpoint(self) -> str:
+    def hub_id(self) -> str:
         """What `vitrail.load(name)` stands for; like a published model, of which it has all fields."""
         return self.name
 

@@ -22,7 +22,7 @@ from vitrail.api.probing import ProbeSettings, probe
 from vitrail.config import BiTConfig, DataConfig
 from vitrail.errors import ModelError
 from vitrail.export.engines import TorchEngine
-from vitrail.models.base import evaluating
+from vitrail.models.base import eval_mode
 from vitrail.serve.served_model import features
 
 
@@ -93,14 +93,14 @@ def test_measuring_in_training_mode_gives_the_same_and_changes_no_mode(tmp_path:
 
 def test_an_exception_restores_the_modes_too() -> None:
     vit = learning()
-    with unchanged(vit.net), pytest.raises(ModelError, match="wanted images"), evaluating(vit.net):
+    with unchanged(vit.net), pytest.raises(ModelError, match="wanted images"), eval_mode(vit.net):
         vit.net(torch.zeros(1))
 
 
 def test_one_inside_the_other_the_outer_restores() -> None:
     vit = learning()
-    with unchanged(vit.net), evaluating(vit.net):
-        with evaluating(vit.net):
+    with unchanged(vit.net), eval_mode(vit.net):
+        with eval_mode(vit.net):
             pass
         assert not any(modes(vit.net).values())
 
@@ -111,12 +111,12 @@ def test_threads_that_share_a_network_all_evaluate() -> None:
     left = threading.Event()
 
     def first() -> None:
-        with evaluating(vit.net):
+        with eval_mode(vit.net):
             inside.wait()
         left.set()
 
     def second() -> None:
-        with evaluating(vit.net):
+        with eval_mode(vit.net):
             inside.wait()
             assert left.wait(60)
             seen.append(any(modes(vit.net).values()))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitrail import chance
+from vitrail import rng
 
 GOLDEN_KEYS = ["0x4fb031b1cf6dbdc4", "0x95f8482444218bd2", "0xefade5d8057c8a22"]
 GOLDEN_BITS = ["0x9d5a0d08fd4a72e7", "0xe290d6ed191d4d81", "0xfd1ae57233d87ea7"]
@@ -28,8 +28,8 @@ words = st.integers(0, 2**64 - 1)
 streams = st.integers(0, 2**32 - 1)
 
 
-def keys(count: int, seed: int = 7, step: int = 11) -> chance.Keys:
-    return chance.keys_of(seed, step, np.arange(count))
+def seeds(count: int, seed: int = 7, step: int = 11) -> rng.Seeds:
+    return rng.sample_seeds(seed, step, np.arange(count))
 
 
 def looks_uniform(values: np.ndarray) -> bool:
@@ -46,26 +46,26 @@ def look_unrelated(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def test_keys_are_what_they_always_were():
-    assert chance.stream("crop") == 0xEDC23D9B
-    assert chance.key_of() == 0
-    assert chance.key_of(0) == 0xE220A8397B1DCDAF
-    assert chance.key_of(1, 2, 3) == 0x8625F9D797218542
-    assert chance.key_of(-1) == chance.key_of(2**64 - 1)
-    assert [hex(key) for key in chance.keys_of(0, 1, [0, 1, 4095])] == GOLDEN_KEYS
+    assert rng.stream_id("crop") == 0xEDC23D9B
+    assert rng.derive_seed() == 0
+    assert rng.derive_seed(0) == 0xE220A8397B1DCDAF
+    assert rng.derive_seed(1, 2, 3) == 0x8625F9D797218542
+    assert rng.derive_seed(-1) == rng.derive_seed(2**64 - 1)
+    assert [hex(key) for key in rng.sample_seeds(0, 1, [0, 1, 4095])] == GOLDEN_KEYS
 
 
 def test_draws_are_what_they_always_were():
-    drawn = chance.bits_np(chance.keys_of(0, 1, [5]), chance.stream("crop"), 3)
+    drawn = rng.bits_np(rng.sample_seeds(0, 1, [5]), rng.stream_id("crop"), 3)
     assert [hex(word) for word in drawn[0]] == GOLDEN_BITS
-    uniform = chance.uniform_np(chance.keys_of(0, 1, [5]), chance.stream("crop"), 3)
+    uniform = rng.uniform_np(rng.sample_seeds(0, 1, [5]), rng.stream_id("crop"), 3)
     np.testing.assert_array_equal(uniform, np.array([GOLDEN_UNIFORM]) / 2**24)
-    normal = chance.normal_np(chance.keys_of(0, 1, [5]), chance.stream("crop"), 5)
+    normal = rng.normal_np(rng.sample_seeds(0, 1, [5]), rng.stream_id("crop"), 5)
     np.testing.assert_allclose(normal[0], GOLDEN_NORMAL, rtol=0, atol=1e-6)
 
 
 def test_permutations_are_what_they_always_were():
-    assert chance.shuffled(np.arange(8), 8, 3).tolist() == GOLDEN_FEW
-    assert chance.shuffled(np.arange(8), 50_000, 3).tolist() == GOLDEN_MANY
+    assert rng.permute_indices(np.arange(8), 8, 3).tolist() == GOLDEN_FEW
+    assert rng.permute_indices(np.arange(8), 50_000, 3).tolist() == GOLDEN_MANY
 
 
 def test_the_mixing_is_splitmix64():
@@ -73,8 +73,8 @@ def test_the_mixing_is_splitmix64():
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     state = np.uint64(1234567)
     with np.errstate(over="ignore"):
-        assert [int(chance._mix_np(state + np.uint64(i) * np.uint64(chance.GOLDEN))) for i in range(1, 5)] == published
-    assert [chance._mix_int((1234567 + i * chance.GOLDEN) & chance.MASK) for i in range(1, 5)] == published
+        assert [int(rng._mix_np(state + np.uint64(i) * np.uint64(rng.GOLDEN))) for i in range(1, 5)] == published
+    assert [rng._mix_int((1234567 + i * rng.GOLDEN) & rng.MASK) for i in range(1, 5)] == published
 
 
 # Twins.
@@ -83,11 +83,11 @@ def test_the_mixing_is_splitmix64():
 @given(st.lists(words, min_size=1, max_size=20), streams, st.integers(1, 30))
 def test_twins_agree_to_the_bit(words: list[int], stream: int, count: int):
     array = np.array(words, np.uint64)
-    tensor = chance.as_tensor(array)
+    tensor = rng.seeds_to_tensor(array)
     np.testing.assert_array_equal(
-        chance.bits_np(array, stream, count), chance.bits(tensor, stream, count).numpy().view(np.uint64)
+        rng.bits_np(array, stream, count), rng.bits(tensor, stream, count).numpy().view(np.uint64)
     )
-    for here, there in ((chance.uniform_np, chance.uniform), (chance.normal_np, chance.normal)):
+    for here, there in ((rng.uniform_np, rng.uniform), (rng.normal_np, rng.normal)):
         ours, theirs = here(array, stream, count), there(tensor, stream, count)
         assert theirs.dtype == torch.float32
         np.testing.assert_array_equal(ours, theirs.numpy())
@@ -95,13 +95,13 @@ def test_twins_agree_to_the_bit(words: list[int], stream: int, count: int):
 
 @given(words, st.integers(0, 2**40), st.integers(0, 2**20))
 def test_keys_of_many_slots_are_key_of_each(seed: int, step: int, slot: int):
-    assert int(chance.keys_of(seed, step, [slot])[0]) == chance.key_of(seed, step, slot)
+    assert int(rng.sample_seeds(seed, step, [slot])[0]) == rng.derive_seed(seed, step, slot)
 
 
 def test_the_first_draws_do_not_depend_on_how_many_follow():
-    few, many = (chance.uniform_np(keys(9), 5, count) for count in (3, 40))
+    few, many = (rng.uniform_np(seeds(9), 5, count) for count in (3, 40))
     np.testing.assert_array_equal(few, many[:, :3])
-    few, many = (chance.normal_np(keys(9), 5, count) for count in (3, 40))
+    few, many = (rng.normal_np(seeds(9), 5, count) for count in (3, 40))
     np.testing.assert_array_equal(few, many[:, :3])
 
 
@@ -109,31 +109,31 @@ def test_the_first_draws_do_not_depend_on_how_many_follow():
 
 
 def test_draws_are_uniform_over_samples_steps_seeds_streams_and_in_a_row():
-    assert looks_uniform(chance.uniform_np(keys(200_000), 1, 1))
-    assert looks_uniform(np.stack([chance.uniform_np(keys(8, step=step), 1, 1) for step in range(5_000)]))
-    assert looks_uniform(np.stack([chance.uniform_np(keys(8, seed=seed), 1, 1) for seed in range(5_000)]))
-    assert looks_uniform(np.stack([chance.uniform_np(keys(8), stream, 1) for stream in range(5_000)]))
-    assert looks_uniform(chance.uniform_np(keys(4), 1, 50_000))
+    assert looks_uniform(rng.uniform_np(seeds(200_000), 1, 1))
+    assert looks_uniform(np.stack([rng.uniform_np(seeds(8, step=step), 1, 1) for step in range(5_000)]))
+    assert looks_uniform(np.stack([rng.uniform_np(seeds(8, seed=seed), 1, 1) for seed in range(5_000)]))
+    assert looks_uniform(np.stack([rng.uniform_np(seeds(8), stream, 1) for stream in range(5_000)]))
+    assert looks_uniform(rng.uniform_np(seeds(4), 1, 50_000))
 
 
 def test_draws_reach_zero_but_not_one():
-    drawn = chance.uniform_np(keys(100), 1, 100_000)
+    drawn = rng.uniform_np(seeds(100), 1, 100_000)
     assert drawn.min() < 2**-20
     assert 1 - 2**-20 < drawn.max() < 1
 
 
 def test_every_byte_of_the_bits_is_uniform():
-    drawn = chance.bits_np(keys(100_000), 3, 1).view(np.uint8).reshape(-1, 8)
+    drawn = rng.bits_np(seeds(100_000), 3, 1).view(np.uint8).reshape(-1, 8)
     for byte in drawn.T:
         assert stats.chisquare(np.bincount(byte, minlength=256)).pvalue > UNLIKELY
 
 
 def test_normal_draws_are_normal():
-    drawn = chance.normal_np(keys(1_000), 1, 200).ravel()
+    drawn = rng.normal_np(seeds(1_000), 1, 200).ravel()
     assert stats.kstest(drawn, "norm").pvalue > UNLIKELY
     assert abs(drawn.var() - 1) < 0.02
     assert 4 < np.abs(drawn).max() < 4.34
-    quarters = stats.norm.cdf(chance.normal_np(keys(50_000), 1, 4))  # four of one word
+    quarters = stats.norm.cdf(rng.normal_np(seeds(50_000), 1, 4))  # four of one word
     for a, b in itertools.combinations(quarters.T, 2):
         assert look_unrelated(a, b)
 
@@ -142,33 +142,33 @@ def test_normal_draws_are_normal():
 
 
 def test_neighbors_in_every_direction_are_unrelated():
-    drawn = chance.uniform_np(keys(100_001), 1, 2)
+    drawn = rng.uniform_np(seeds(100_001), 1, 2)
     assert look_unrelated(drawn[:-1, 0], drawn[1:, 0])  # slots
     assert look_unrelated(drawn[:, 0], drawn[:, 1])  # draws
     first = drawn[:100_000, :1]
-    assert look_unrelated(first, chance.uniform_np(keys(100_000), 2, 1))  # streams
-    assert look_unrelated(first, chance.uniform_np(keys(100_000, step=12), 1, 1))
-    assert look_unrelated(first, chance.uniform_np(keys(100_000, seed=8), 1, 1))
+    assert look_unrelated(first, rng.uniform_np(seeds(100_000), 2, 1))  # streams
+    assert look_unrelated(first, rng.uniform_np(seeds(100_000, step=12), 1, 1))
+    assert look_unrelated(first, rng.uniform_np(seeds(100_000, seed=8), 1, 1))
 
 
 def test_layers_have_unrelated_keys():
-    samples = chance.as_tensor(keys(100_000))
-    drawn = [chance.uniform(chance.with_layer(samples, layer), 1, 1).numpy() for layer in range(3)]
-    for a, b in itertools.combinations([chance.uniform(samples, 1, 1).numpy(), *drawn], 2):
+    samples = rng.seeds_to_tensor(seeds(100_000))
+    drawn = [rng.uniform(rng.fold_in(samples, layer), 1, 1).numpy() for layer in range(3)]
+    for a, b in itertools.combinations([rng.uniform(samples, 1, 1).numpy(), *drawn], 2):
         assert look_unrelated(a, b)
 
 
 @pytest.mark.parametrize("bit", [0, 1, 20, 40])
 def test_one_bit_of_a_slot_turns_half_the_bits_of_its_key(bit: int):
     slots = np.arange(10_000)
-    turned = chance.keys_of(0, 0, slots) ^ chance.keys_of(0, 0, slots ^ (1 << bit))
+    turned = rng.sample_seeds(0, 0, slots) ^ rng.sample_seeds(0, 0, slots ^ (1 << bit))
     ones = np.unpackbits(turned.view(np.uint8)).reshape(-1, 64)
     assert abs(ones.sum(1).mean() - 32) < 0.2
     assert np.all(np.abs(ones.mean(0) - 0.5) < 0.03)
 
 
 def test_keys_do_not_collide():
-    made = np.concatenate([chance.keys_of(seed, step, np.arange(4096)) for seed in range(8) for step in range(32)])
+    made = np.concatenate([rng.sample_seeds(seed, step, np.arange(4096)) for seed in range(8) for step in range(32)])
     assert len(np.unique(made)) == len(made)
 
 
@@ -177,12 +177,12 @@ def test_keys_do_not_collide():
 
 @given(st.integers(1, 3_000), words)
 def test_shuffled_is_a_bijection(size: int, key: int):
-    assert sorted(chance.shuffled(np.arange(size), size, key)) == list(range(size))
+    assert sorted(rng.permute_indices(np.arange(size), size, key)) == list(range(size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 1024, 1025, 4096, 4097, 65_536, 65_537, 262_145, 999_983, 1_000_000])
 def test_shuffled_is_a_bijection_of_large_sizes_too(size: int):
-    seen = np.bincount(chance.shuffled(np.arange(size), size, 5), minlength=size)
+    seen = np.bincount(rng.permute_indices(np.arange(size), size, 5), minlength=size)
     assert seen.shape == (size,)
     assert np.all(seen == 1)
 
@@ -190,28 +190,30 @@ def test_shuffled_is_a_bijection_of_large_sizes_too(size: int):
 @given(st.integers(1, 10**9), words, st.data())
 def test_a_place_goes_where_it_goes_among_others(size: int, key: int, data: st.DataObject):
     places = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=10))
-    together = chance.shuffled(places, size, key)
-    assert together.tolist() == [int(chance.shuffled([place], size, key)[0]) for place in places]
+    together = rng.permute_indices(places, size, key)
+    assert together.tolist() == [int(rng.permute_indices([place], size, key)[0]) for place in places]
     assert np.all((together >= 0) & (together < size))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
 def test_all_permutations_of_a_few_are_alike(size: int):
     rounds = 30 * math.factorial(size)
-    seen = Counter(tuple(chance.shuffled(np.arange(size), size, chance.key_of(1, i)).tolist()) for i in range(rounds))
+    seen = Counter(
+        tuple(rng.permute_indices(np.arange(size), size, rng.derive_seed(1, i)).tolist()) for i in range(rounds)
+    )
     counts = [seen[order] for order in itertools.permutations(range(size))]
     assert stats.chisquare(counts).pvalue > UNLIKELY
 
 
 @pytest.mark.parametrize("size", [900, 1_100, 5_000])
 def test_a_place_goes_anywhere_alike(size: int):
-    goes = np.array([chance.shuffled([0, 1], size, chance.key_of(2, i)) for i in range(4_000)]) / size
+    goes = np.array([rng.permute_indices([0, 1], size, rng.derive_seed(2, i)) for i in range(4_000)]) / size
     assert looks_uniform(goes[:, 0])
     assert look_unrelated(goes[:, 0], goes[:, 1])
 
 
 def test_a_permutation_keeps_no_order():
-    goes = chance.shuffled(np.arange(100_000), 100_000, 4) / 100_000
+    goes = rng.permute_indices(np.arange(100_000), 100_000, 4) / 100_000
     assert abs(stats.spearmanr(np.arange(100_000), goes).statistic) < 0.01
     assert look_unrelated(goes[:-1], goes[1:])
 
@@ -219,4 +221,4 @@ def test_a_permutation_keeps_no_order():
 @pytest.mark.parametrize(("places", "size"), [([5], 5), ([0], 0), ([3, 9], 8)])
 def test_a_place_outside_is_refused(places: list[int], size: int):
     with pytest.raises(IndexError, match=f"permutation of {size}"):
-        chance.shuffled(places, size, 0)
+        rng.permute_indices(places, size, 0)

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 
-def settled(x: Tensor) -> Tensor:
+def materialize(x: Tensor) -> Tensor:
     """The same numbers; in a compiled graph they are in memory from here on."""
     if not torch.compiler.is_compiling():
         return x
-    found: Tensor = torch.ops.vitrail.settled(x)
+    found: Tensor = torch.ops.vitrail.materialize(x)
     return found
 
 
-@torch.library.custom_op("vitrail::settled", mutates_args=(), schema="(Tensor x) -> Tensor")
+@torch.library.custom_op("vitrail::materialize", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _copied(x: Tensor) -> Tensor:
     return x.clone()
 

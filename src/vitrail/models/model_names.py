@@ -1,7 +1,7 @@
 """Every published size by the paper's name, and what other libraries call it.
 
 A name is `[STEM+]FAMILY-SIZE/PATCH[-OPTION][@IMAGE]`: ViT-B/16, ViT-L/16@384, R50+ViT-B/16,
-DeiT-S/16-distilled, DINOv2-B/14-reg, BiT-R50x1. Any size, patch and image combine; `published.py`
+DeiT-S/16-distilled, DINOv2-B/14-reg, BiT-R50x1. Any size, patch and image combine; `published_models.py`
 lists those with public weights.
 """
 
@@ -12,9 +12,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig, pair
-from vitrail.errors import NotFound, nearest
+from vitrail.errors import NotFoundError, did_you_mean
 from vitrail.models.families import FAMILIES
-from vitrail.models.published import VARIANTS, Variant
+from vitrail.models.published_models import PUBLISHED_MODELS, PublishedModel
 
 
 class Size(NamedTuple):
@@ -43,12 +43,12 @@ SIGLIP2_G = Size(1536, 40, 16, 6144)
 _PUBLISHED = {(size.width, size.mlp_dim): size.num_heads for size in (SIGLIP2_G, DINOV2_G, *SIZES.values())}
 
 
-def heads_for(width: int, mlp: int) -> int | None:
+def infer_num_heads(width: int, mlp: int) -> int | None:
     """Heads of a network whose file does not say: a published size's at any depth, else 64 numbers each."""
     return _PUBLISHED.get((width, mlp)) or (width // 64 if width % 64 == 0 else None)
 
 
-def is_published(width: int, mlp: int) -> bool:
+def is_published_size(width: int, mlp: int) -> bool:
     return (width, mlp) in _PUBLISHED
 
 
@@ -61,7 +61,7 @@ STEMS = {
 """Stem and the number after the slash -> units per stage and patch on the map."""
 
 BIT_LAYERS = {"R50": (3, 4, 6, 3), "R101": (3, 4, 23, 3), "R152": (3, 8, 36, 3)}
-CLIP_OUT = {"B": 512, "B+": 640, "L": 768, "H": 1024, "g": 1024, "G": 1280}
+CLIP_EMBED_DIM = {"B": 512, "B+": 640, "L": 768, "H": 1024, "g": 1024, "G": 1280}
 """Width of the space CLIP's image and text meet in."""
 
 NAME = re.compile(
@@ -72,30 +72,30 @@ NAME = re.compile(
 BIT_NAME = re.compile(r"BiT-(?P<depth>R\d+)x(?P<width>\d+)(?:@(?P<image>\d+(?:x\d+)?))?", re.IGNORECASE)
 
 
-def config_for(name: str, **changes: Any) -> ViTConfig | BiTConfig:
+def config_from_name(name: str, **changes: Any) -> ViTConfig | BiTConfig:
     """The config a name stands for, ours or another library's, with fields changed.
 
     Conventions (which GELU, which epsilon) are the family's own, whichever library's name is used.
     """
-    variant = find(name)
-    config = parse(variant.name if variant else name)
+    variant = find_published(name)
+    config = parse_name(variant.name if variant else name)
     return config.replace(**changes) if changes else config
 
 
-def find(name: str) -> Variant | None:
+def find_published(name: str) -> PublishedModel | None:
     """The listed variant of this name or alias, if there is one."""
     name = name.removeprefix("timm/")
     return _index().get(name) or _index().get(name.lower())  # only g and G need their case
 
 
-def parse(name: str) -> ViTConfig | BiTConfig:
+def parse_name(name: str) -> ViTConfig | BiTConfig:
     """A name of the grammar above -> config."""
     if match := BIT_NAME.fullmatch(name):
         return _bit(match)
     match = NAME.fullmatch(name)
     family = match and _key(FAMILIES, match["family"])
     if not match or not family or family == "BiT":
-        raise NotFound(f"no model is called {name!r}{nearest(name, [v.name for v in VARIANTS])}")
+        raise NotFoundError(f"no model is called {name!r}{did_you_mean(name, [v.name for v in PUBLISHED_MODELS])}")
     return _vit(match, family)
 
 
@@ -103,15 +103,15 @@ def _vit(match: re.Match[str], family: str) -> ViTConfig:
     known = SIZES if match["size"] not in ("g", "G") else {match["size"]: SIZES[match["size"]]}
     letter = _key(known, match["size"])
     if not letter:
-        raise NotFound(f"{match[0]}: there is no size {match['size']!r}; the sizes are {', '.join(SIZES)}.")
+        raise NotFoundError(f"{match[0]}: there is no size {match['size']!r}; the sizes are {', '.join(SIZES)}.")
     size = DINOV2_G if (family, letter) == ("DINOv2", "g") else SIZES[letter]
     image = _image(match["image"]) or (518 if family == "DINOv2" else 224)
     options: dict[str, Any] = {"image_size": image, "patch_size": int(match["patch"]), **size._asdict()}
-    options |= FAMILIES[family].options
+    options |= FAMILIES[family].config_overrides
     if size is DINOV2_G:
         options["activation"] = "swiglu"
     if family == "CLIP":
-        options["num_classes"] = CLIP_OUT.get(letter, size.width)
+        options["num_classes"] = CLIP_EMBED_DIM.get(letter, size.width)
     if family == "BV":  # big_vision: its tanh layer is as wide as a token, its positions 1 / sqrt(width)
         options |= {"pre_logits": size.width, "position_init_std": size.width**-0.5}
     if family == "SigLIP" and any(side % int(match["patch"]) for side in pair(image)):
@@ -140,7 +140,7 @@ def _hybrid(match: re.Match[str]) -> dict[str, Any]:
     stem, number = match["stem"].upper(), int(match["patch"])
     if (stem, number) not in STEMS:
         known = ", ".join(f"{s}+ViT-B/{n}" for s, n in STEMS)
-        raise NotFound(f"{match[0]}: no such hybrid; there is {known}, in any size.")
+        raise NotFoundError(f"{match[0]}: no such hybrid; there is {known}, in any size.")
     layers, patch = STEMS[stem, number]
     return {"stem": StemConfig(layers=layers), "patch_size": patch}
 
@@ -148,7 +148,7 @@ def _hybrid(match: re.Match[str]) -> dict[str, Any]:
 def _bit(match: re.Match[str]) -> BiTConfig:
     depth = match["depth"].upper()
     if depth not in BIT_LAYERS:
-        raise NotFound(f"{match[0]}: BiT comes as {', '.join(BIT_LAYERS)}, not {depth}.")
+        raise NotFoundError(f"{match[0]}: BiT comes as {', '.join(BIT_LAYERS)}, not {depth}.")
     return BiTConfig(
         layers=BIT_LAYERS[depth], width_factor=float(match["width"]), image_size=_image(match["image"]) or 224
     )
@@ -167,9 +167,9 @@ def _key(table: dict[str, Any], name: str) -> str | None:
 
 
 @cache
-def _index() -> dict[str, Variant]:
-    names: dict[str, Variant] = {}
-    for variant in VARIANTS:
-        for alias in filter(None, (variant.name, variant.checkpoint, *variant.aliases)):
+def _index() -> dict[str, PublishedModel]:
+    names: dict[str, PublishedModel] = {}
+    for variant in PUBLISHED_MODELS:
+        for alias in filter(None, (variant.name, variant.hub_id, *variant.aliases)):
             names[alias.removeprefix("timm/")] = variant
     return {name.lower(): variant for name, variant in names.items()} | names

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Variant:
+class PublishedModel:
     """One published model."""
 
     name: str
-    checkpoint: str = ""
+    hub_id: str = ""
     """The hub id that `vitrail.load(name)` stands for; empty where no public weights exist."""
     aliases: tuple[str, ...] = ()
     """What timm and Hugging Face call it."""
-    elsewhere: str = ""
+    weights_url: str = ""
     """Where else public weights lie, to be fetched by hand and loaded as a file."""
 
     @property
@@ -22,14 +22,14 @@ class Variant:
         return self.name.split("+")[-1].split("-")[0]
 
 
-def _timm(name: str, arch: str, tag: str, *aliases: str) -> Variant:
-    return Variant(name, f"timm/{arch}.{tag}", (arch, *aliases))
+def _timm(name: str, arch: str, tag: str, *aliases: str) -> PublishedModel:
+    return PublishedModel(name, f"timm/{arch}.{tag}", (arch, *aliases))
 
 
 _FT = "augreg_in21k_ft_in1k"
 
 # fmt: off
-VARIANTS: tuple[Variant, ...] = (
+PUBLISHED_MODELS: tuple[PublishedModel, ...] = (
     _timm("ViT-Ti/16", "vit_tiny_patch16_224", _FT, "WinKawaks/vit-tiny-patch16-224"),
     _timm("ViT-Ti/16@384", "vit_tiny_patch16_384", _FT),
     _timm("ViT-S/32", "vit_small_patch32_224", _FT),
@@ -46,18 +46,18 @@ VARIANTS: tuple[Variant, ...] = (
     _timm("ViT-L/16", "vit_large_patch16_224", _FT, "google/vit-large-patch16-224", "vit_l_16"),
     _timm("ViT-L/16@384", "vit_large_patch16_384", _FT, "google/vit-large-patch16-384"),
     _timm("ViT-H/14", "vit_huge_patch14_224", "orig_in21k", "google/vit-huge-patch14-224-in21k", "vit_h_14"),
-    Variant("ViT-g/14", aliases=("vit_giant_patch14_224",)),
-    Variant("ViT-G/14", aliases=("vit_gigantic_patch14_224",)),
+    PublishedModel("ViT-g/14", aliases=("vit_giant_patch14_224",)),
+    PublishedModel("ViT-G/14", aliases=("vit_gigantic_patch14_224",)),
     _timm("R+ViT-Ti/16", "vit_tiny_r_s16_p8_224", _FT),
     _timm("R26+ViT-S/32", "vit_small_r26_s32_224", _FT),
     _timm("R26+ViT-S/32@384", "vit_small_r26_s32_384", _FT),
-    Variant("R26+ViT-B/32", aliases=("vit_base_r26_s32_224",)),
+    PublishedModel("R26+ViT-B/32", aliases=("vit_base_r26_s32_224",)),
     _timm("R50+ViT-B/16", "vit_base_r50_s16_224", "orig_in21k"),
     _timm("R50+ViT-B/16@384", "vit_base_r50_s16_384", "orig_in21k_ft_in1k", "google/vit-hybrid-base-bit-384"),
     _timm("R50+ViT-L/32", "vit_large_r50_s32_224", _FT),
     _timm("R50+ViT-L/32@384", "vit_large_r50_s32_384", _FT),
-    Variant("BV-S/16", elsewhere="gs://big_vision/vit_s16_i1k_300ep.npz"),
-    Variant("BV-B/16"),
+    PublishedModel("BV-S/16", weights_url="gs://big_vision/vit_s16_i1k_300ep.npz"),
+    PublishedModel("BV-B/16"),
     _timm("DeiT-Ti/16", "deit_tiny_patch16_224", "fb_in1k", "facebook/deit-tiny-patch16-224"),
     _timm("DeiT-S/16", "deit_small_patch16_224", "fb_in1k", "facebook/deit-small-patch16-224"),
     _timm("DeiT-B/16", "deit_base_patch16_224", "fb_in1k", "facebook/deit-base-patch16-224"),
@@ -73,13 +73,13 @@ VARIANTS: tuple[Variant, ...] = (
     _timm("DeiT3-L/16", "deit3_large_patch16_224", "fb_in22k_ft_in1k"),
     _timm("DeiT3-L/16@384", "deit3_large_patch16_384", "fb_in22k_ft_in1k"),
     _timm("DeiT3-H/14", "deit3_huge_patch14_224", "fb_in22k_ft_in1k"),
-    Variant("MAE-B/16", "timm/vit_base_patch16_224.mae", ("facebook/vit-mae-base",)),
-    Variant("MAE-L/16", "timm/vit_large_patch16_224.mae", ("facebook/vit-mae-large",)),
-    Variant("MAE-H/14", "timm/vit_huge_patch14_224.mae", ("facebook/vit-mae-huge",)),
-    Variant("DINO-S/16", "timm/vit_small_patch16_224.dino", ("facebook/dino-vits16", "dino_vits16")),
-    Variant("DINO-S/8", "timm/vit_small_patch8_224.dino", ("facebook/dino-vits8", "dino_vits8")),
-    Variant("DINO-B/16", "timm/vit_base_patch16_224.dino", ("facebook/dino-vitb16", "dino_vitb16")),
-    Variant("DINO-B/8", "timm/vit_base_patch8_224.dino", ("facebook/dino-vitb8", "dino_vitb8")),
+    PublishedModel("MAE-B/16", "timm/vit_base_patch16_224.mae", ("facebook/vit-mae-base",)),
+    PublishedModel("MAE-L/16", "timm/vit_large_patch16_224.mae", ("facebook/vit-mae-large",)),
+    PublishedModel("MAE-H/14", "timm/vit_huge_patch14_224.mae", ("facebook/vit-mae-huge",)),
+    PublishedModel("DINO-S/16", "timm/vit_small_patch16_224.dino", ("facebook/dino-vits16", "dino_vits16")),
+    PublishedModel("DINO-S/8", "timm/vit_small_patch8_224.dino", ("facebook/dino-vits8", "dino_vits8")),
+    PublishedModel("DINO-B/16", "timm/vit_base_patch16_224.dino", ("facebook/dino-vitb16", "dino_vitb16")),
+    PublishedModel("DINO-B/8", "timm/vit_base_patch8_224.dino", ("facebook/dino-vitb8", "dino_vitb8")),
     _timm("DINOv2-S/14", "vit_small_patch14_dinov2", "lvd142m", "facebook/dinov2-small", "dinov2_vits14"),
     _timm("DINOv2-B/14", "vit_base_patch14_dinov2", "lvd142m", "facebook/dinov2-base", "dinov2_vitb14"),
     _timm("DINOv2-L/14", "vit_large_patch14_dinov2", "lvd142m", "facebook/dinov2-large", "dinov2_vitl14"),
@@ -88,18 +88,18 @@ VARIANTS: tuple[Variant, ...] = (
     _timm("DINOv2-B/14-reg", "vit_base_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-base", "dinov2_vitb14_reg"),
     _timm("DINOv2-L/14-reg", "vit_large_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-large", "dinov2_vitl14_reg"),
     _timm("DINOv2-g/14-reg", "vit_giant_patch14_reg4_dinov2", "lvd142m", "facebook/dinov2-with-registers-giant", "dinov2_vitg14_reg"),
-    Variant("CLIP-B/32", "openai/clip-vit-base-patch32", ("vit_base_patch32_clip_quickgelu_224", "timm/vit_base_patch32_clip_224.openai")),
-    Variant("CLIP-B/16", "openai/clip-vit-base-patch16", ("vit_base_patch16_clip_quickgelu_224", "timm/vit_base_patch16_clip_224.openai")),
-    Variant("CLIP-L/14", "openai/clip-vit-large-patch14", ("vit_large_patch14_clip_quickgelu_224", "timm/vit_large_patch14_clip_224.openai")),
-    Variant("CLIP-L/14@336", "openai/clip-vit-large-patch14-336", ("vit_large_patch14_clip_quickgelu_336", "timm/vit_large_patch14_clip_336.openai")),
-    Variant("SigLIP-B/16", "google/siglip-base-patch16-224", ("vit_base_patch16_siglip_224", "timm/vit_base_patch16_siglip_224.webli")),
-    Variant("SigLIP-B/16@256", "google/siglip-base-patch16-256", ("vit_base_patch16_siglip_256", "timm/vit_base_patch16_siglip_256.webli")),
-    Variant("SigLIP-B/16@384", "google/siglip-base-patch16-384", ("vit_base_patch16_siglip_384", "timm/vit_base_patch16_siglip_384.webli")),
-    Variant("SigLIP-B/16@512", "google/siglip-base-patch16-512", ("vit_base_patch16_siglip_512", "timm/vit_base_patch16_siglip_512.webli")),
-    Variant("SigLIP-L/16@256", "google/siglip-large-patch16-256", ("vit_large_patch16_siglip_256", "timm/vit_large_patch16_siglip_256.webli")),
-    Variant("SigLIP-L/16@384", "google/siglip-large-patch16-384", ("vit_large_patch16_siglip_384", "timm/vit_large_patch16_siglip_384.webli")),
-    Variant("SigLIP-SO400M/14@384", "google/siglip-so400m-patch14-384", ("vit_so400m_patch14_siglip_384", "timm/vit_so400m_patch14_siglip_384.webli")),
-    Variant("SigLIP-SO400M/14", "google/siglip-so400m-patch14-224", ("vit_so400m_patch14_siglip_224", "timm/vit_so400m_patch14_siglip_224.webli")),
+    PublishedModel("CLIP-B/32", "openai/clip-vit-base-patch32", ("vit_base_patch32_clip_quickgelu_224", "timm/vit_base_patch32_clip_224.openai")),
+    PublishedModel("CLIP-B/16", "openai/clip-vit-base-patch16", ("vit_base_patch16_clip_quickgelu_224", "timm/vit_base_patch16_clip_224.openai")),
+    PublishedModel("CLIP-L/14", "openai/clip-vit-large-patch14", ("vit_large_patch14_clip_quickgelu_224", "timm/vit_large_patch14_clip_224.openai")),
+    PublishedModel("CLIP-L/14@336", "openai/clip-vit-large-patch14-336", ("vit_large_patch14_clip_quickgelu_336", "timm/vit_large_patch14_clip_336.openai")),
+    PublishedModel("SigLIP-B/16", "google/siglip-base-patch16-224", ("vit_base_patch16_siglip_224", "timm/vit_base_patch16_siglip_224.webli")),
+    PublishedModel("SigLIP-B/16@256", "google/siglip-base-patch16-256", ("vit_base_patch16_siglip_256", "timm/vit_base_patch16_siglip_256.webli")),
+    PublishedModel("SigLIP-B/16@384", "google/siglip-base-patch16-384", ("vit_base_patch16_siglip_384", "timm/vit_base_patch16_siglip_384.webli")),
+    PublishedModel("SigLIP-B/16@512", "google/siglip-base-patch16-512", ("vit_base_patch16_siglip_512", "timm/vit_base_patch16_siglip_512.webli")),
+    PublishedModel("SigLIP-L/16@256", "google/siglip-large-patch16-256", ("vit_large_patch16_siglip_256", "timm/vit_large_patch16_siglip_256.webli")),
+    PublishedModel("SigLIP-L/16@384", "google/siglip-large-patch16-384", ("vit_large_patch16_siglip_384", "timm/vit_large_patch16_siglip_384.webli")),
+    PublishedModel("SigLIP-SO400M/14@384", "google/siglip-so400m-patch14-384", ("vit_so400m_patch14_siglip_384", "timm/vit_so400m_patch14_siglip_384.webli")),
+    PublishedModel("SigLIP-SO400M/14", "google/siglip-so400m-patch14-224", ("vit_so400m_patch14_siglip_224", "timm/vit_so400m_patch14_siglip_224.webli")),
     _timm("BiT-R50x1", "resnetv2_50x1_bit", "goog_in21k_ft_in1k", "google/bit-50"),
     _timm("BiT-R50x3", "resnetv2_50x3_bit", "goog_in21k_ft_in1k"),
     _timm("BiT-R101x1", "resnetv2_101x1_bit", "goog_in21k_ft_in1k"),

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from vitrail.kernels.settle import settled
+from vitrail.kernels.materialize import materialize
 
 
 def test_outside_a_graph_it_is_the_tensor_itself() -> None:
     x = torch.arange(3)
-    assert settled(x) is x
+    assert materialize(x) is x
 
 
 def spread(x: Tensor, wide: Tensor) -> Tensor:
-    return wide * settled((x * 7 + 3) ^ (x >> 2))[:, None]
+    return wide * materialize((x * 7 + 3) ^ (x >> 2))[:, None]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

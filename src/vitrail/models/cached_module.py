@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 
-class Kept(NamedTuple):
+class CacheEntry(NamedTuple):
     """A result, and the state of everything it was made from."""
 
     key: Hashable
@@ -20,7 +20,7 @@ class Kept(NamedTuple):
     stream: int
     value: Any
 
-    def fits(self, key: Hashable, weights: tuple[Tensor, ...], stream: int) -> bool:
+    def is_valid_for(self, key: Hashable, weights: tuple[Tensor, ...], stream: int) -> bool:
         return (
             self.key == key
             and self.stream == stream
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
         )
 
 
-class Remembering(nn.Module):
+class CachedModule(nn.Module):
     """A module that keeps its last result in evaluation without gradients.
 
     It is made anew when a weight changes, moves or is replaced, when gradients are wanted, and after
@@ -42,43 +42,43 @@ class Remembering(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kept: Kept | None = None
+        self._cache: CacheEntry | None = None
 
-    def remembered(self, key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
         """`make()`, or what it gave last time for this key and these parameters."""
         if torch.compiler.is_compiling() or isinstance(device, Proxy):
             return make()
         weights = tuple(self.parameters())
         # None of these modules has a buffer of its own: one is the mask of torch.nn.utils.prune.
-        if self.training or self._buffers or not _may_keep(weights, device):
-            self._kept = None
+        if self.training or self._buffers or not _is_cacheable(weights, device):
+            self._cache = None
             return make()
-        key, stream = (key, device, torch.is_inference_mode_enabled()), _stream(device)
-        kept = self._kept  # another thread may replace it meanwhile
-        if kept is None or not kept.fits(key, weights, stream):
+        key, stream = (key, device, torch.is_inference_mode_enabled()), _cuda_stream(device)
+        kept = self._cache  # another thread may replace it meanwhile
+        if kept is None or not kept.is_valid_for(key, weights, stream):
             value = make()
             parts = value if isinstance(value, tuple) else (value,)
             if any(type(part) is not Tensor for part in parts):  # a tracer's stand-in
                 return value
             aliases, versions = tuple(w.detach() for w in weights), tuple(w._version for w in weights)
-            kept = Kept(key, weights, aliases, versions, stream, value)
-            self._kept = kept
+            kept = CacheEntry(key, weights, aliases, versions, stream, value)
+            self._cache = kept
         return kept.value
 
     def train(self, mode: bool = True) -> Self:
-        self._kept = None
+        self._cache = None
         return super().train(mode)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self._kept = None  # else memory stays taken on the device that the weights leave
+        self._cache = None  # else memory stays taken on the device that the weights leave
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": None}
+        return self.__dict__ | {"_cache": None}
 
 
-def _may_keep(weights: tuple[Tensor, ...], device: torch.device) -> bool:
+def _is_cacheable(weights: tuple[Tensor, ...], device: torch.device) -> bool:
     """Only from plain parameters, computed with for real, when no gradient is to flow through them."""
     if weights and torch.is_grad_enabled():
         return False
@@ -87,6 +87,6 @@ def _may_keep(weights: tuple[Tensor, ...], device: torch.device) -> bool:
     return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def _stream(device: torch.device) -> int:
+def _cuda_stream(device: torch.device) -> int:
     """Another stream may not see the result finished."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

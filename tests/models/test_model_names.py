@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitrail.config import BiTConfig, ViTConfig, pair
-from vitrail.errors import NotFound
+from vitrail.errors import NotFoundError
 from vitrail.models import build
 from vitrail.models.families import FAMILIES
-from vitrail.models.flops import flops, parameters
-from vitrail.models.published import VARIANTS, Variant
-from vitrail.models.variants import SIZES, config_for, find, heads_for, parse
+from vitrail.models.flops import count_flops, count_parameters
+from vitrail.models.model_names import SIZES, config_from_name, find_published, infer_num_heads, parse_name
+from vitrail.models.published_models import PUBLISHED_MODELS, PublishedModel
 
 # Parameters, and GFLOPs of one image at the model's own size. The counts of the sizes at 1000
 # classes are those of the paper's code; the test below holds most of them against timm.
@@ -101,34 +101,34 @@ COUNTS = {
 
 
 def test_every_variant_has_a_golden_count() -> None:
-    assert set(COUNTS) == {v.name for v in VARIANTS}
+    assert set(COUNTS) == {v.name for v in PUBLISHED_MODELS}
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_are_golden(name: str) -> None:
-    config = parse(name)
+    config = parse_name(name)
     count, giga = COUNTS[name]
-    assert parameters(config) == count
-    assert flops(config) / 1e9 == pytest.approx(giga, abs=0.005)
+    assert count_parameters(config) == count
+    assert count_flops(config) / 1e9 == pytest.approx(giga, abs=0.005)
 
 
 IN_TIMM = {
     v.name: name
-    for v in VARIANTS
-    for name in (v.checkpoint.removeprefix("timm/"), *v.aliases)
+    for v in PUBLISHED_MODELS
+    for name in (v.hub_id.removeprefix("timm/"), *v.aliases)
     if "/" not in name and re.match(r"vit_\w+_(patch|r)|deit|resnetv2", name)
 }
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in IN_TIMM], ids=lambda v: v.name)
-def test_timms_network_of_this_name_has_this_size(variant: Variant) -> None:
+@pytest.mark.parametrize("variant", [v for v in PUBLISHED_MODELS if v.name in IN_TIMM], ids=lambda v: v.name)
+def test_timms_network_of_this_name_has_this_size(variant: PublishedModel) -> None:
     timm = import_peer("timm")
     name = IN_TIMM[variant.name]
-    if variant.checkpoint.startswith("timm/"):
-        checkpoint = variant.checkpoint.removeprefix("timm/")
+    if variant.hub_id.startswith("timm/"):
+        checkpoint = variant.hub_id.removeprefix("timm/")
         assert checkpoint in timm.list_pretrained(checkpoint.partition(".")[0] + "*")
-    config = parse(variant.name)
+    config = parse_name(variant.name)
     with torch.device("meta"):
         theirs = timm.create_model(name, num_classes=config.num_classes)
     count = sum(p.numel() for p in theirs.parameters())
@@ -136,29 +136,29 @@ def test_timms_network_of_this_name_has_this_size(variant: Variant) -> None:
         count += config.width  # timm folds the class token's position into the token
     if variant.name.startswith("CLIP"):
         count -= config.num_classes  # timm's projection has a bias, of zeros
-    assert parameters(config) == count
+    assert count_parameters(config) == count
 
 
 @pytest.mark.peer
 def test_every_alias_that_looks_like_timms_is_timms() -> None:
     timm = import_peer("timm")
-    names = [a for v in VARIANTS for a in v.aliases if "_patch" in a and "/" not in a]
+    names = [a for v in PUBLISHED_MODELS for a in v.aliases if "_patch" in a and "/" not in a]
     assert len(names) > 30
     assert [n for n in names if not timm.is_model(n)] == []
 
 
 def test_names_are_understood_in_any_spelling() -> None:
-    assert parse("vit-b/16") == parse("ViT-B/16")
-    assert parse("ViT-g/14").width == 1408
-    assert parse("ViT-G/14").width == 1664
-    assert parse("dinov2-g/14").width == 1536
-    assert config_for("vit_base_patch16_224") == parse("ViT-B/16")
-    assert config_for("timm/vit_base_patch16_224.augreg_in21k_ft_in1k") == parse("ViT-B/16")
-    assert config_for("google/vit-base-patch16-384") == parse("ViT-B/16@384")
-    assert find("dinov2_vits14_reg").name == "DINOv2-S/14-reg"
-    assert config_for("ViT-S/8@96x64", num_classes=10).grid == (12, 8)
-    assert config_for("BV-S/16-tok").placed_prefix == 0
-    assert config_for("R50+ViT-L/32").stem.layers == (3, 4, 6, 3)
+    assert parse_name("vit-b/16") == parse_name("ViT-B/16")
+    assert parse_name("ViT-g/14").width == 1408
+    assert parse_name("ViT-G/14").width == 1664
+    assert parse_name("dinov2-g/14").width == 1536
+    assert config_from_name("vit_base_patch16_224") == parse_name("ViT-B/16")
+    assert config_from_name("timm/vit_base_patch16_224.augreg_in21k_ft_in1k") == parse_name("ViT-B/16")
+    assert config_from_name("google/vit-base-patch16-384") == parse_name("ViT-B/16@384")
+    assert find_published("dinov2_vits14_reg").name == "DINOv2-S/14-reg"
+    assert config_from_name("ViT-S/8@96x64", num_classes=10).grid == (12, 8)
+    assert config_from_name("BV-S/16-tok").placed_prefix == 0
+    assert config_from_name("R50+ViT-L/32").stem.layers == (3, 4, 6, 3)
 
 
 @given(
@@ -168,10 +168,10 @@ def test_names_are_understood_in_any_spelling() -> None:
     st.sampled_from(["ViT", "DeiT", "DINO"]),
 )
 def test_any_size_patch_and_image_combine(size: str, patch: int, times: int, family: str) -> None:
-    config = parse(f"{family}-{size}/{patch}@{patch * times}")
+    config = parse_name(f"{family}-{size}/{patch}@{patch * times}")
     assert isinstance(config, ViTConfig)
     assert (config.width, config.grid) == (SIZES[size].width, (times, times))
-    assert heads_for(config.width, config.mlp_dim) == config.num_heads
+    assert infer_num_heads(config.width, config.mlp_dim) == config.num_heads
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,15 @@ def test_any_size_patch_and_image_combine(size: str, patch: int, times: int, fam
     ],
 )
 def test_unknown_names_are_answered_with_known_ones(name: str, message: str) -> None:
-    with pytest.raises(NotFound, match=message):
-        config_for(name)
+    with pytest.raises(NotFoundError, match=message):
+        config_from_name(name)
 
 
 def test_a_name_has_one_meaning() -> None:
-    names = [n.lower() for v in VARIANTS for n in {v.name, v.checkpoint.removeprefix("timm/"), *v.aliases} if n]
+    names = [n.lower() for v in PUBLISHED_MODELS for n in {v.name, v.hub_id.removeprefix("timm/"), *v.aliases} if n]
     assert {n for n in names if names.count(n) > 1} == {"vit-g/14"}, "the letter's case tells g from G"
-    assert find("ViT-G/14").name == "ViT-G/14"
-    assert find("ViT-g/14").name == "ViT-g/14"
+    assert find_published("ViT-G/14").name == "ViT-G/14"
+    assert find_published("ViT-g/14").name == "ViT-g/14"
 
 
 W = "tests/weights"
@@ -237,9 +237,11 @@ PROOF = {
 
 
 def test_what_a_family_says_it_was_checked_against_is_tested() -> None:
-    assert {v.family for v in VARIANTS} | {"IJEPA"} == set(FAMILIES) == set(PROOF), "I-JEPA's files are read by path"
+    assert {v.family for v in PUBLISHED_MODELS} | {"IJEPA"} == set(FAMILIES) == set(PROOF), (
+        "I-JEPA's files are read by path"
+    )
     for name, family in FAMILIES.items():
-        said = {claim.split()[0] for claim in family.checked.split("; ")}
+        said = {claim.split()[0] for claim in family.verified_against.split("; ")}
         assert said == set(PROOF[name]), name
         for proof in PROOF[name].values():
             path, _, word = proof.partition("::")
@@ -248,7 +250,7 @@ def test_what_a_family_says_it_was_checked_against_is_tested() -> None:
 
 @pytest.mark.parametrize("name", ["ViT-Ti/16", "R26+ViT-S/32", "DeiT-Ti/16-distilled", "SigLIP-B/16", "BiT-R50x1"])
 def test_a_published_model_runs(name: str) -> None:
-    config = parse(name)
+    config = parse_name(name)
     net = build(config.replace(depth=1) if isinstance(config, ViTConfig) else config, seed=0).eval()
     size = (64, 64) if isinstance(config, BiTConfig) else pair(config.image_size)
     with torch.no_grad():

@@ -6,10 +6,10 @@ sample's place in the global batch; a *stream* numbers what is drawn for (a crop
 dropout); draw i of a stream is splitmix64's i-th output. So any process can compute any sample's
 draws, in any order, and gets the same bits on a CPU, a GPU or in NumPy.
 
-    key_of        integers -> one key, in Python
-    keys_of       seed, step, slots -> a key per sample, NumPy or torch alike
-    uniform       keys, stream -> B n numbers in [0, 1), multiples of 2**-24
-    normal        keys, stream -> B n numbers of a bell curve, from 2**16 of its quantiles
+    derive_seed        integers -> one key, in Python
+    sample_seeds       seed, step, slots -> a key per sample, NumPy or torch alike
+    uniform       seeds, stream -> B n numbers in [0, 1), multiples of 2**-24
+    normal        seeds, stream -> B n numbers of a bell curve, from 2**16 of its quantiles
     shuffled      places in a permutation of any size, without making it
 
 The twins for tensors (`uniform`) and for arrays (`uniform_np`) agree to the bit. So that `normal`
@@ -28,102 +28,102 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Keys = npt.NDArray[np.uint64]
+Seeds = npt.NDArray[np.uint64]
 
 GOLDEN = 0x9E3779B97F4A7C15
-UNGOLDEN = pow(GOLDEN, -1, 1 << 64)
+GOLDEN_INVERSE = pow(GOLDEN, -1, 1 << 64)
 MIX1, MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = (1 << 64) - 1
-FEW = 1024  # up to here a permutation is made whole
+MAX_SORTED_SIZE = 1024  # up to here a permutation is made whole
 
 
-def stream(name: str) -> int:
+def stream_id(name: str) -> int:
     """The number of a named stream: `CROP = stream("crop")`. Layers add their index to the key instead."""
     return zlib.crc32(name.encode())
 
 
-def key_of(*parts: int) -> int:
-    """Integers in, 64 well-mixed bits out: `key_of(seed, step)`."""
+def derive_seed(*parts: int) -> int:
+    """Integers in, 64 well-mixed bits out: `derive_seed(seed, step)`."""
     key = 0
     for part in parts:
         key = _mix_int((key + GOLDEN + _mix_int(part & MASK)) & MASK)
     return key
 
 
-def keys_of(seed: int, step: int, slots: npt.ArrayLike) -> Keys:
+def sample_seeds(seed: int, step: int, slots: npt.ArrayLike) -> Seeds:
     """One key for each place in the global batch of a step."""
-    base = np.uint64(key_of(seed, step))
+    base = np.uint64(derive_seed(seed, step))
     with np.errstate(over="ignore"):
         return _mix_np(base + np.uint64(GOLDEN) + _mix_np(np.asarray(slots, dtype=np.uint64)))
 
 
-def as_tensor(keys: Keys, device: torch.device | str = "cpu") -> Tensor:
+def seeds_to_tensor(seeds: Seeds, device: torch.device | str = "cpu") -> Tensor:
     """The same bits as int64, which is what torch multiplies."""
-    return torch.from_numpy(keys.view(np.int64)).to(device, non_blocking=True)
+    return torch.from_numpy(seeds.view(np.int64)).to(device, non_blocking=True)
 
 
-def with_layer(keys: Tensor, layer: int) -> Tensor:
+def fold_in(seeds: Tensor, layer: int) -> Tensor:
     """Keys of the same samples for another part of a network."""
-    return _mix(keys + _signed(key_of(layer)))
+    return _mix(seeds + _signed(derive_seed(layer)))
 
 
-def bits_np(keys: Keys, stream: int, count: int) -> Keys:
+def bits_np(seeds: Seeds, stream: int, count: int) -> Seeds:
     """B -> B count, 64 bits each."""
     with np.errstate(over="ignore"):
-        base = _mix_np(keys ^ np.uint64(_mix_int(stream)))
+        base = _mix_np(seeds ^ np.uint64(_mix_int(stream)))
         places = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
         return _mix_np(base[:, None] + places)
 
 
-def uniform_np(keys: Keys, stream: int, count: int) -> npt.NDArray[np.float32]:
+def uniform_np(seeds: Seeds, stream: int, count: int) -> npt.NDArray[np.float32]:
     """B -> B count in [0, 1), multiples of 2**-24."""
-    return (bits_np(keys, stream, count) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+    return (bits_np(seeds, stream, count) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
-def normal_np(keys: Keys, stream: int, count: int) -> npt.NDArray[np.float32]:
+def normal_np(seeds: Seeds, stream: int, count: int) -> npt.NDArray[np.float32]:
     """B -> B count with mean 0 and deviation 1, none beyond 4.33: four from each 64 bits."""
-    quarters = bits_np(keys, stream, -(-count // 4)).view(np.int16)[:, :count]
-    return quantiles(torch.device("cpu")).numpy()[quarters.astype(np.int32) + 2**15]
+    quarters = bits_np(seeds, stream, -(-count // 4)).view(np.int16)[:, :count]
+    return normal_quantiles(torch.device("cpu")).numpy()[quarters.astype(np.int32) + 2**15]
 
 
-def bits(keys: Tensor, stream: int, count: int) -> Tensor:
+def bits(seeds: Tensor, stream: int, count: int) -> Tensor:
     """B -> B count, 64 bits each, as int64."""
     # base + place * GOLDEN, with GOLDEN taken out of both: a compiler may keep places in 32 bits, which
     # a product with so large a constant would overflow.
-    base = _mix(keys ^ _signed(_mix_int(stream))) * _signed(UNGOLDEN)
-    places = torch.arange(1, count + 1, device=keys.device)
+    base = _mix(seeds ^ _signed(_mix_int(stream))) * _signed(GOLDEN_INVERSE)
+    places = torch.arange(1, count + 1, device=seeds.device)
     return _mix((base[:, None] + places) * _signed(GOLDEN))
 
 
-def uniform(keys: Tensor, stream: int, count: int) -> Tensor:
+def uniform(seeds: Tensor, stream: int, count: int) -> Tensor:
     """B -> B count in [0, 1), multiples of 2**-24, float32."""
-    return _shift(bits(keys, stream, count), 40).to(torch.float32) * 2**-24
+    return _shift(bits(seeds, stream, count), 40).to(torch.float32) * 2**-24
 
 
-def normal(keys: Tensor, stream: int, count: int, table: Tensor | None = None) -> Tensor:
+def normal(seeds: Tensor, stream: int, count: int, table: Tensor | None = None) -> Tensor:
     """B -> B count with mean 0 and deviation 1, none beyond 4.33: four from each 64 bits.
 
     `table` is `quantiles`, for a caller whom torch.compile forbids to fetch it here.
     """
-    quarters = bits(keys, stream, -(-count // 4)).view(torch.int16)[:, :count]
-    return (quantiles(keys.device) if table is None else table)[quarters.to(torch.int32) + 2**15]
+    quarters = bits(seeds, stream, -(-count // 4)).view(torch.int16)[:, :count]
+    return (normal_quantiles(seeds.device) if table is None else table)[quarters.to(torch.int32) + 2**15]
 
 
-def shuffled(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64]:
+def permute_indices(indices: npt.ArrayLike, size: int, seed: int) -> npt.NDArray[np.int64]:
     """Where a random permutation of `size` things sends these places; a bijection on range(size).
 
     A Feistel network permutes the next power of four; places that land outside are sent on until
     they land inside. Costs the same for the first place and the billionth, and no memory. Of few
     things it would favor some permutations over others, so these are sorted by random numbers.
     """
-    at = np.asarray(places, dtype=np.uint64)
+    at = np.asarray(indices, dtype=np.uint64)
     if size < 1 or (at.size and int(at.max()) >= size):
         raise IndexError(f"a place is outside the permutation of {size}")
-    if size <= FEW:
-        order = np.argsort(bits_np(np.array([key & MASK], np.uint64), stream("shuffled"), size)[0], kind="stable")
+    if size <= MAX_SORTED_SIZE:
+        order = np.argsort(bits_np(np.array([seed & MASK], np.uint64), stream_id("shuffled"), size)[0], kind="stable")
         return order.astype(np.int64, copy=False)[at.astype(np.int64)]
     half = max((int(size - 1).bit_length() + 1) // 2, 1)
-    rounds = [np.uint64(key_of(key, r)) for r in range(6)]
+    rounds = [np.uint64(derive_seed(seed, r)) for r in range(6)]
     at = _feistel(at, half, rounds)
     while (outside := at >= size).any():
         at[outside] = _feistel(at[outside], half, rounds)
@@ -131,14 +131,14 @@ def shuffled(places: npt.ArrayLike, size: int, key: int) -> npt.NDArray[np.int64
 
 
 @lru_cache(maxsize=16)
-def quantiles(device: torch.device) -> Tensor:
+def normal_quantiles(device: torch.device) -> Tensor:
     """Of the normal distribution, at the middles of 2**16 equal shares, smallest first."""
     with torch.inference_mode(False):
         middles = (torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16
         return torch.special.ndtri(middles).to(torch.float32).to(device, non_blocking=True)
 
 
-def _feistel(at: Keys, half: int, rounds: list[np.uint64]) -> Keys:
+def _feistel(at: Seeds, half: int, rounds: list[np.uint64]) -> Seeds:
     width, low = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = at >> width, at & low
     with np.errstate(over="ignore"):
