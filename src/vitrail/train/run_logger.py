@@ -19,7 +19,7 @@ from vitrail.data.loader import Loader
 from vitrail.errors import DataError, VitrailError
 from vitrail.evaluate.masked_prediction import MaskedPredictionScores
 from vitrail.evaluate.scores import Scores
-from vitrail.objectives import Distill
+from vitrail.objectives import DistillObjective
 from vitrail.runtime import warn_once
 from vitrail.runtime.peak_flops import measure_peak_flops
 from vitrail.train.checkpointing import (
@@ -52,7 +52,7 @@ class RunLogger:
             model_origin={"family": info.family, "origin": info.origin},
             num_images=trainer.num_images or None,
             data_fingerprint=trainer.setup.data_fingerprint,
-            teacher_checksum=trainer.learner.teacher.checksum if isinstance(trainer.learner, Distill) else None,
+            teacher_checksum=trainer.learner.teacher.checksum if isinstance(trainer.learner, DistillObjective) else None,
             total_steps=trainer.total_steps,
         )
         self.checkpoints = CheckpointManager(run.checkpoints, trainer.distributed)
