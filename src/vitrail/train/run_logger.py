@@ -52,7 +52,9 @@ class RunLogger:
             model_origin={"family": info.family, "origin": info.origin},
             num_images=trainer.num_images or None,
             data_fingerprint=trainer.setup.data_fingerprint,
-            teacher_checksum=trainer.learner.teacher.checksum if isinstance(trainer.learner, DistillObjective) else None,
+            teacher_checksum=trainer.learner.teacher.checksum
+            if isinstance(trainer.learner, DistillObjective)
+            else None,
             total_steps=trainer.total_steps,
         )
         self.checkpoints = CheckpointManager(run.checkpoints, trainer.distributed)
