@@ -35,7 +35,7 @@ JPEG = {"content-type": "image/jpeg"}
 QUICK = BatchingConfig(batch_size=4, engine_threads=1, intra_op_threads=1, decode_threads=2)
 
 
-class Held(TorchEngine):
+class BlockingEngine(TorchEngine):
     """Runs a network when told to, and remembers the batches it was given."""
 
     def __init__(self, vit: vitrail.Model) -> None:
@@ -52,11 +52,11 @@ class Held(TorchEngine):
 
 def served(vit: vitrail.Model | None = None) -> ServedModel:
     vit = vit or model(small())
-    return ServedModel(Held(vit), vit, name="small")
+    return ServedModel(BlockingEngine(vit), vit, name="small")
 
 
 @contextmanager
-def running(
+def run_server(
     what: ServedModel,
     limits: Limits | None = None,
     batching: BatchingConfig = QUICK,
@@ -72,12 +72,12 @@ def running(
         until(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
         until(lambda: app.state.service.batcher.ready)
-        if isinstance(what.engine, Held):
+        if isinstance(what.engine, BlockingEngine):
             what.engine.batches.clear()
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
             yield client, app.state.service
     finally:
-        if isinstance(what.engine, Held):
+        if isinstance(what.engine, BlockingEngine):
             what.engine.go.set()
         server.should_exit = True
         thread.join(20)
@@ -90,12 +90,12 @@ def other_client(client: httpx.Client) -> httpx.Client:
     return httpx.Client(base_url=client.base_url, timeout=20, transport=transport)
 
 
-class Busy:
+class BusyServer:
     """A server whose engine is held with one image in it."""
 
     def __init__(self, client: httpx.Client, service: Service, pool: ThreadPoolExecutor) -> None:
         self.client, self.service, self.pool = client, service, pool
-        self.engine: Held = service.served.engine  # type: ignore[assignment]
+        self.engine: BlockingEngine = service.served.engine  # type: ignore[assignment]
         self.engine.go.clear()
         self.first = self.send(0)
         until(lambda: self.engine.batches == [1])

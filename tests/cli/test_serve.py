@@ -82,7 +82,7 @@ def test_the_model_is_opened_with_its_options(vitrail, weights, started, tmp_pat
     assert (served.engine.name, served.parallel_batches, served.model is not None) == ("torch", True, True)
 
 
-def test_without_a_model_the_one_that_ships_is_served(vitrail, started):
+def test_without_a_model_the_bundled_one_is_served(vitrail, started):
     vitrail("serve", "--port", 0)
     served = started["opener"]()
     assert served.name == "vitrail/cifar10"
@@ -94,7 +94,7 @@ def test_a_model_without_classes_is_served(vitrail, headless, started):
     assert (served.classifies, served.has_features) == (False, True)
 
 
-def test_reached_from_elsewhere_without_a_token_is_worth_a_note(vitrail, weights, started):
+def test_listening_on_all_interfaces_without_a_token_prints_a_note(vitrail, weights, started):
     result = vitrail("serve", weights, "--port", 0, "--host", "0.0.0.0")
     assert [note for note in result.notes if "everyone who can reach 0.0.0.0 can use this server; pass --token" in note]
     assert not [note for note in vitrail("serve", weights, "--port", 0).notes if "everyone" in note]
@@ -114,7 +114,7 @@ def test_reached_from_elsewhere_without_a_token_is_worth_a_note(vitrail, weights
         (["--host", "0.0.0.0", "--allow-host", "a.example"], ("a.example",)),
     ],
 )
-def test_on_loopback_only_its_own_names_are_answered_to(vitrail, weights, started, options, hosts):
+def test_on_loopback_only_loopback_names_are_accepted(vitrail, weights, started, options, hosts):
     assert vitrail("serve", weights, "--port", 0, *options).status == 0
     assert started["settings"].hosts == hosts
 
@@ -155,14 +155,14 @@ def test_images_to_calibrate_on_reach_the_engine(vitrail, weights, started, monk
         (["--workers", "0"], "workers"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence_at_once(vitrail, options, words):
+def test_invalid_options_are_one_sentence_errors(vitrail, options, words):
     result = vitrail("serve", *options)
     assert result.status in (1, 2)
     assert len(result.problems) == 1
     assert words in result.problems[0]
 
 
-def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(vitrail):
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(vitrail):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -197,7 +197,7 @@ def test_an_exported_file_is_served_by_its_own_engine(
     assert vitrail("serve", path, "--port", 0).status == 0
     served = started["opener"]()
     assert (served.engine.name, served.parallel_batches, served.model, served.name) == (runs, alone, None, "small")
-    assert (served.classifies, served.has_features, served.methods) == (True, False, ())
+    assert (served.classifies, served.has_features, served.explain_methods) == (True, False, ())
     (tmp_path / "labels.txt").write_text("a\nb\nc\nd\ne\n")
     result = vitrail("serve", path, "--port", 0, "--labels", tmp_path / "labels.txt", "--device", "cpu")
     assert started["opener"]().info.labels == ("a", "b", "c", "d", "e")
@@ -213,7 +213,7 @@ def test_an_exported_file_is_served_by_its_own_engine(
         (["--dtype", "bfloat16"], "has a fixed precision; for bfloat16, export it again or serve the checkpoint"),
     ],
 )
-def test_what_comes_too_late_for_an_exported_file_is_refused(vitrail, started, tmp_path, options, words):
+def test_options_that_cannot_change_an_exported_file_are_rejected(vitrail, started, tmp_path, options, words):
     path = tmp_path / "small.onnx"
     path.write_bytes(b"it is not opened")
     vitrail("serve", path, "--port", 0, *options)

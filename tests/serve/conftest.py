@@ -22,7 +22,7 @@ FLAGS = [
 Opened = Callable[..., Any]
 
 
-class FileOfServe(pytest.Module):
+class ServeTestModule(pytest.Module):
     """A file of this folder: skipped, before its imports fail, where the extra is not installed."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
@@ -32,7 +32,7 @@ class FileOfServe(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
-    return FileOfServe.from_parent(parent, path=module_path)
+    return ServeTestModule.from_parent(parent, path=module_path)
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ def cifar10() -> vitrail.Model:
 @pytest.fixture(scope="module")
 def site(cifar10: vitrail.Model) -> Iterator[Any]:
     """A client of a server with the model that ships."""
-    from serving import running, served
+    from serving import run_server, served
 
-    with running(served(cifar10)) as (client, _):
+    with run_server(served(cifar10)) as (client, _):
         yield client
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from serving import JPEG, QUICK, Busy, other_client, photo, running, served, until
+from serving import JPEG, QUICK, BusyServer, other_client, photo, run_server, served, until
 from small_models import model, small
 
 import vitrail
@@ -32,8 +32,8 @@ def vit() -> vitrail.Model:
 
 
 def test_requests_at_one_time_share_a_batch_and_get_their_own_answers(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit)) as (client, service):
-        busy = Busy(client, service, senders)
+    with run_server(served(vit)) as (client, service):
+        busy = BusyServer(client, service, senders)
         answers = [busy.send(i) for i in range(1, 7)]
         busy.waiting(6)
         busy.engine.go.set()
@@ -45,15 +45,15 @@ def test_requests_at_one_time_share_a_batch_and_get_their_own_answers(vit: vitra
         assert busy.engine.batches == [1, 4, 2]  # batches of at most four
 
 
-def test_a_lone_request_does_not_wait_for_company(vit: vitrail.Model) -> None:
-    with running(served(vit), batching=replace(QUICK, batch_delay=1.0)) as (client, _):
+def test_a_single_request_is_not_delayed(vit: vitrail.Model) -> None:
+    with run_server(served(vit), batching=replace(QUICK, batch_delay=1.0)) as (client, _):
         start = time.monotonic()
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
         assert time.monotonic() - start < 0.8
 
 
 def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
-    with running(served(vit), batching=replace(QUICK, batch_delay=1.0)) as (client, service):
+    with run_server(served(vit), batching=replace(QUICK, batch_delay=1.0)) as (client, service):
         decode, batches = service.image_decoder.decode, service.served.engine.batches  # type: ignore[attr-defined]
 
         def unpack(opened: InspectedImage) -> Any:
@@ -67,9 +67,9 @@ def test_a_batch_waits_for_what_is_being_decoded(vit: vitrail.Model) -> None:
         assert batches == [2]
 
 
-def test_past_the_queue_the_answer_is_503_with_when_to_come_back(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), batching=replace(QUICK, max_queue=3)) as (client, service):
-        busy = Busy(client, service, senders)
+def test_a_full_queue_gives_503_with_retry_after(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit), batching=replace(QUICK, max_queue=3)) as (client, service):
+        busy = BusyServer(client, service, senders)
         more = [busy.send(1), busy.send(2)]
         busy.waiting(2)
         for path in ("predict", "embed", "explain"):
@@ -82,18 +82,21 @@ def test_past_the_queue_the_answer_is_503_with_when_to_come_back(vit: vitrail.Mo
         assert busy.send(3).result().status_code == 200
 
 
-def test_a_request_larger_than_what_is_free_is_refused_whole(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), batching=replace(QUICK, max_queue=3)) as (client, service):
-        Busy(client, service, senders)
+def test_a_request_that_exceeds_the_queue_is_rejected_as_a_whole(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit), batching=replace(QUICK, max_queue=3)) as (client, service):
+        BusyServer(client, service, senders)
         three = client.post("/v1/predict", files=[("images", photo(i)) for i in range(3)])
         assert three.status_code == 503
         assert client.post("/v1/predict", content=b"bad", headers=JPEG).status_code == 400
         assert service.batcher.image_quota.used == 1
 
 
-def test_bytes_in_line_are_bounded_too(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), batching=replace(QUICK, max_queue_bytes=4 * len(photo()) // 3 + 10)) as (client, service):
-        busy = Busy(client, service, senders)
+def test_the_bytes_of_queued_bodies_are_limited(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit), batching=replace(QUICK, max_queue_bytes=4 * len(photo()) // 3 + 10)) as (
+        client,
+        service,
+    ):
+        busy = BusyServer(client, service, senders)
         assert busy.send().result().status_code == 503
         busy.engine.go.set()
         assert busy.first.result().status_code == 200
@@ -101,8 +104,8 @@ def test_bytes_in_line_are_bounded_too(vit: vitrail.Model, senders: Any) -> None
         assert busy.send().result().status_code == 200
 
 
-def test_bodies_that_are_read_at_a_time_are_bounded(vit: vitrail.Model) -> None:
-    with running(served(vit), batching=replace(QUICK, max_uploads=1)) as (client, service):
+def test_the_number_of_bodies_being_read_is_limited(vit: vitrail.Model) -> None:
+    with run_server(served(vit), batching=replace(QUICK, max_uploads=1)) as (client, service):
         with socket.create_connection((client.base_url.host, client.base_url.port)) as slow:
             slow.sendall(
                 b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 9\r\n\r\n"
@@ -113,9 +116,9 @@ def test_bodies_that_are_read_at_a_time_are_bounded(vit: vitrail.Model) -> None:
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
-def test_refused_bodies_are_not_counted_among_those_that_are_read(vit: vitrail.Model) -> None:
+def test_rejected_bodies_do_not_count_as_being_read(vit: vitrail.Model) -> None:
     head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/png\r\nContent-Length: 9\r\n\r\n"
-    with running(served(vit), batching=replace(QUICK, max_uploads=1)) as (client, service), ExitStack() as stack:
+    with run_server(served(vit), batching=replace(QUICK, max_uploads=1)) as (client, service), ExitStack() as stack:
         where = (client.base_url.host, client.base_url.port)
         slow, *others = [stack.enter_context(socket.create_connection(where)) for _ in range(4)]
         slow.sendall(head)
@@ -130,12 +133,12 @@ def test_refused_bodies_are_not_counted_among_those_that_are_read(vit: vitrail.M
 
 
 @pytest.mark.parametrize("kind", ["image/jpeg", "application/json", "multipart/form-data; boundary=x"])
-def test_bytes_of_bodies_that_are_half_read_are_bounded_together(vit: vitrail.Model, kind: str) -> None:
+def test_the_bytes_of_incomplete_bodies_are_limited(vit: vitrail.Model, kind: str) -> None:
     starts = {"i": b"", "a": b'{"image": "', "m": b"--x\r\nContent-Disposition: form-data; name=image\r\n\r\n"}
     start = starts[kind[0]]
     head = f"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: {kind}\r\nContent-Length: 90000\r\n\r\n".encode()
     with (
-        running(served(vit), batching=replace(QUICK, max_queue_bytes=105_000)) as (client, service),
+        run_server(served(vit), batching=replace(QUICK, max_queue_bytes=105_000)) as (client, service),
         ExitStack() as stack,
     ):
         where = (client.base_url.host, client.base_url.port)
@@ -158,8 +161,8 @@ def test_bytes_of_bodies_that_are_half_read_are_bounded_together(vit: vitrail.Mo
 
 
 def test_a_deadline_passes_and_the_image_never_reaches_the_engine(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit)) as (client, service):
-        busy = Busy(client, service, senders)
+    with run_server(served(vit)) as (client, service):
+        busy = BusyServer(client, service, senders)
         start = time.monotonic()
         late = busy.send(1, **{"x-deadline-ms": "150"}).result()
         assert late.status_code == 504
@@ -172,9 +175,9 @@ def test_a_deadline_passes_and_the_image_never_reaches_the_engine(vit: vitrail.M
         assert busy.engine.batches == [1, 1]
 
 
-def test_a_client_that_hangs_up_costs_nothing_more(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit)) as (client, service):
-        busy = Busy(client, service, senders)
+def test_the_work_of_a_client_that_disconnects_is_dropped(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit)) as (client, service):
+        busy = BusyServer(client, service, senders)
         data = photo(1)
         with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
             head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: %d\r\n\r\n"
@@ -188,8 +191,8 @@ def test_a_client_that_hangs_up_costs_nothing_more(vit: vitrail.Model, senders: 
         assert "vitrail_client_disconnects_total 1.0" in client.get("/metrics").text
 
 
-def test_an_image_nobody_waits_for_is_not_decoded(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), batching=replace(QUICK, decode_threads=1)) as (client, service):
+def test_an_image_of_a_disconnected_client_is_not_decoded(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit), batching=replace(QUICK, decode_threads=1)) as (client, service):
         decoders = Decoders(service)
         seen, go = decoders.seen, decoders.go
         first = senders.submit(client.post, "/v1/predict", content=photo(0), headers=JPEG)
@@ -222,10 +225,10 @@ def memory() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not say what a process holds")
 @pytest.mark.parametrize("path", ["predict", "explain"])
-def test_clients_that_hang_up_leave_nothing_behind_while_decoders_are_busy(
+def test_disconnected_clients_leave_nothing_behind_while_decoders_are_busy(
     vit: vitrail.Model, senders: Any, path: str
 ) -> None:
-    with running(served(vit), batching=replace(QUICK, decode_threads=1)) as (client, service):
+    with run_server(served(vit), batching=replace(QUICK, decode_threads=1)) as (client, service):
         decoders = Decoders(service)
         first = senders.submit(client.post, "/v1/predict", content=photo(), headers=JPEG)
         until(lambda: len(decoders.seen) == 1)
@@ -245,9 +248,9 @@ def test_clients_that_hang_up_leave_nothing_behind_while_decoders_are_busy(
         assert decoders.seen == [len(photo()), len(photo(2))]
 
 
-def test_pixels_of_a_client_that_hung_up_do_not_wait_for_the_engine(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit)) as (client, service):
-        busy = Busy(client, service, senders)
+def test_pixels_of_a_disconnected_client_are_dropped(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit)) as (client, service):
+        busy = BusyServer(client, service, senders)
         late = busy.send(1, **{"x-deadline-ms": "500"})
         busy.waiting(1)
         (((_, _, (ticket, number)),),) = service.batcher._image_queue._clients.values()
@@ -259,8 +262,8 @@ def test_pixels_of_a_client_that_hung_up_do_not_wait_for_the_engine(vit: vitrail
         assert busy.first.result().status_code == 200
 
 
-def test_explanations_are_bounded_from_when_their_images_come(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), batching=replace(QUICK, max_explanations=2, decode_threads=1)) as (client, service):
+def test_the_number_of_explanations_is_limited_including_queued_ones(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit), batching=replace(QUICK, max_explanations=2, decode_threads=1)) as (client, service):
         decoders = Decoders(service)
         service.batcher.explain_seconds = 6.0
         looks = [senders.submit(client.post, "/v1/explain", content=photo(), headers=JPEG) for _ in range(2)]
@@ -279,22 +282,22 @@ def test_explanations_are_bounded_from_when_their_images_come(vit: vitrail.Model
         assert client.post("/v1/explain", content=photo(), headers=JPEG).status_code == 200
 
 
-def test_more_images_than_may_ever_wait_are_too_many_not_too_early(vit: vitrail.Model) -> None:
-    with running(served(vit), batching=replace(QUICK, max_queue=2)) as (client, _):
+def test_more_images_than_fit_into_the_queue_are_rejected_with_413(vit: vitrail.Model) -> None:
+    with run_server(served(vit), batching=replace(QUICK, max_queue=2)) as (client, _):
         answer = client.post("/v1/predict", files=[("images", photo(i)) for i in range(3)])
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_images")
         assert "at most 2" in answer.json()["error"]["message"]
         assert client.get("/v1/model").json()["limits"]["max_images"] == 2
         assert client.post("/v1/predict", files=[("images", photo(i)) for i in range(2)]).status_code == 200
-    with running(served(vit), batching=replace(QUICK, max_queue_bytes=114)) as (client, _):
+    with run_server(served(vit), batching=replace(QUICK, max_queue_bytes=114)) as (client, _):
         answer = client.post("/v1/predict", content=photo(), headers=JPEG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
         assert client.get("/v1/model").json()["limits"]["max_bytes"] == 100
 
 
 def test_explanations_and_predictions_take_turns(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), batching=replace(QUICK, batch_size=1)) as (client, service):
-        busy = Busy(client, service, senders)
+    with run_server(served(vit), batching=replace(QUICK, batch_size=1)) as (client, service):
+        busy = BusyServer(client, service, senders)
         order: list[str] = []
         step, run = service.batcher._run_explain_step, service.batcher._run_batch
         service.batcher._run_explain_step = lambda *a: (order.append("look"), step(*a))[1]  # type: ignore[method-assign]
@@ -310,9 +313,9 @@ def test_explanations_and_predictions_take_turns(vit: vitrail.Model, senders: An
         assert order.count("look") > 4
 
 
-def test_features_and_classes_go_in_batches_of_their_own(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit)) as (client, service):
-        busy = Busy(client, service, senders)
+def test_features_and_logits_are_computed_in_separate_batches(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit)) as (client, service):
+        busy = BusyServer(client, service, senders)
         answers = [busy.send(1), busy.send(2, "embed"), busy.send(3)]
         busy.waiting(3)
         busy.engine.go.set()
@@ -321,7 +324,7 @@ def test_features_and_classes_go_in_batches_of_their_own(vit: vitrail.Model, sen
 
 
 def test_an_engine_that_fails_is_a_500_without_details_and_the_next_request_is_answered(vit: vitrail.Model) -> None:
-    with running(served(vit)) as (client, service):
+    with run_server(served(vit)) as (client, service):
         engine: Any = service.served.engine
         whole = engine.logits
 
@@ -338,14 +341,14 @@ def test_an_engine_that_fails_is_a_500_without_details_and_the_next_request_is_a
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200
 
 
-def test_several_lanes_give_the_same_answers(vit: vitrail.Model, senders: Any) -> None:
+def test_several_engine_threads_give_the_same_results(vit: vitrail.Model, senders: Any) -> None:
     config = divide_cores(2, parallel_batches=True, batch_size=2)
     assert (config.engine_threads, config.intra_op_threads, config.decode_threads) == (2, 1, 2)
     assert (
         divide_cores(2, parallel_batches=False).engine_threads,
         divide_cores(2, parallel_batches=False).intra_op_threads,
     ) == (1, 2)
-    with running(served(vit), batching=config) as (client, _):
+    with run_server(served(vit), batching=config) as (client, _):
         answers = [senders.submit(client.post, "/v1/predict", content=photo(i), headers=JPEG) for i in range(24)]
         for number, answer in enumerate(answers):
             [best, *_] = answer.result().json()["results"][0]["predictions"]
@@ -354,13 +357,13 @@ def test_several_lanes_give_the_same_answers(vit: vitrail.Model, senders: Any) -
 
 
 @pytest.mark.parametrize("where", ["submit", "metrics", "decode"])
-def test_whatever_fails_before_the_line_is_a_500_and_the_server_still_stops(
+def test_an_error_before_the_queue_is_a_500_and_the_server_still_stops(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("no more")
 
-    with running(served(vit)) as (client, service):
+    with run_server(served(vit)) as (client, service):
         with monkeypatch.context() as patched:
             parts = {
                 "submit": (service.batcher.decode_pool, "submit"),
@@ -396,8 +399,8 @@ def test_speed_counts_batches_that_run_side_by_side_and_no_others(
         assert batcher._running_batches == beside
 
 
-def test_ready_only_after_the_first_answer_and_not_while_draining(vit: vitrail.Model) -> None:
-    with running(served(vit)) as (client, service):
+def test_ready_only_after_the_warm_up_and_not_while_draining(vit: vitrail.Model) -> None:
+    with run_server(served(vit)) as (client, service):
         assert client.get("/readyz").json() == {"status": "ready"}
         service.batcher.ready = False
         assert client.get("/readyz").status_code == 503

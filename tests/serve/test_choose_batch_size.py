@@ -60,7 +60,7 @@ SLOWER_PAST_8 = {1: 24.1, 2: 21.9, 4: 20.5, 8: 19.7, 16: 21.5, 32: 23.8}
         (lambda size: size * (1 if size < 4 else 0.99), 1),  # 1 per cent is not
     ],
 )
-def test_the_batch_is_the_smallest_that_no_other_beats(
+def test_the_batch_size_is_the_smallest_with_nearly_the_best_throughput(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], best: int
 ) -> None:
     assert Timed(seconds, vit).best(monkeypatch) == best
@@ -83,7 +83,7 @@ def test_a_short_batch_takes_little_time_where_it_can(
     assert Timed(seconds, vit).both(monkeypatch) == both
 
 
-def test_trying_batches_ends_in_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choosing_a_batch_size_has_a_time_limit(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Timed(lambda size: 0.1, vit)
     assert slow.best(monkeypatch, seconds=0.25) == 2
     assert slow.batches == [1, 1, 2]  # once to get warm

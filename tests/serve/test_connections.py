@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 from fastapi.responses import Response
-from serving import photo, running, served, until
+from serving import photo, run_server, served, until
 
 from vitrail.errors import ConfigError
 from vitrail.serve import connections, static_files
@@ -28,7 +28,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     found = pytest.importorskip(f"uvicorn.protocols.http.{module}_impl")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(connections, "AutoHTTPProtocol", getattr(found, name))
-        with running(served(), SHORT) as (client, _):
+        with run_server(served(), SHORT) as (client, _):
             yield client
 
 
@@ -54,7 +54,7 @@ def rest(sock: socket.socket) -> bytes:
     return found
 
 
-def test_headers_without_end_are_not_kept(client: httpx.Client) -> None:
+def test_endless_headers_are_not_kept(client: httpx.Client) -> None:
     with connected(client) as sock:
         sock.sendall(b"GET /healthz HTTP/1.1\r\nhost: here\r\nx: ")
         sent = 0
@@ -68,7 +68,7 @@ def test_headers_without_end_are_not_kept(client: httpx.Client) -> None:
     assert answer[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")  # who still sends may not hear it
 
 
-def test_long_bodies_and_requests_behind_them_are_no_headers(client: httpx.Client) -> None:
+def test_long_bodies_and_pipelined_requests_do_not_count_as_headers(client: httpx.Client) -> None:
     body = bytes(300_000)
     head = b"POST /v1/predict HTTP/1.1\r\nhost: here\r\ncontent-type: image/png\r\ncontent-length: %d\r\n\r\n"
     with connected(client) as sock:
@@ -103,13 +103,13 @@ def test_a_malformed_request_is_refused_as_every_other(client: httpx.Client, nam
     assert (error["code"], set(error)) == ("bad_request", {"code", "message"})
 
 
-def test_a_request_of_the_first_version_needs_no_host(client: httpx.Client) -> None:
+def test_an_http_1_0_request_needs_no_host(client: httpx.Client) -> None:
     with connected(client) as sock:
         sock.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         assert rest(sock).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_a_client_of_the_first_version_gets_its_answer_in_one_piece(client: httpx.Client) -> None:
+def test_an_http_1_0_client_gets_a_single_json_response(client: httpx.Client) -> None:
     data = photo()
     with connected(client) as sock:
         head = "POST /v1/explain HTTP/1.0\r\naccept: application/x-ndjson\r\ncontent-type: image/jpeg"
@@ -166,14 +166,14 @@ def test_headers_that_come_a_byte_at_a_time_are_answered_408_and_closed(client: 
     }
 
 
-def test_a_connection_that_says_nothing_is_closed_without_a_word(client: httpx.Client) -> None:
+def test_a_silent_connection_is_closed_without_a_response(client: httpx.Client) -> None:
     with connected(client) as sock:
         start = time.monotonic()
         assert rest(sock) == b""
         assert 0.3 < time.monotonic() - start < 3
 
 
-def test_a_second_request_may_not_be_slow_either(client: httpx.Client) -> None:
+def test_a_second_request_has_the_same_header_timeout(client: httpx.Client) -> None:
     with connected(client) as sock:
         sock.sendall(GET)
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
@@ -208,13 +208,13 @@ def test_headers_in_two_pieces_and_a_body_that_takes_longer_are_answered(client:
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_a_client_that_does_not_read_is_left(client: httpx.Client) -> None:
+def test_a_client_that_stops_reading_is_disconnected(client: httpx.Client) -> None:
     with connected(client, SO_RCVBUF=4096) as sock:
         until(lambda: not taken(sock, 20 * b"GET /openapi.json HTTP/1.1\r\nhost: here\r\n\r\n"))
     assert client.get("/healthz").status_code == 200
 
 
-def test_a_client_that_reads_slowly_gets_its_whole_answer(
+def test_a_client_that_reads_slowly_gets_its_complete_response(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = b"x" * 3_000_000
@@ -248,17 +248,17 @@ def test_a_few_requests_at_once_are_answered_in_order(client: httpx.Client) -> N
         assert rest(sock).count(b"HTTP/1.1 200 OK") == 11
 
 
-def test_thousands_of_requests_at_once_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_pipelined_requests_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     tools = pytest.importorskip("uvicorn.protocols.http.httptools_impl")  # h11 reads no further than one of them
     monkeypatch.setattr(connections, "AutoHTTPProtocol", tools.HttpToolsProtocol)
-    with running(served(), SHORT) as (client, _):
+    with run_server(served(), SHORT) as (client, _):
         with connected(client) as sock:
             sock.sendall(3000 * GET)
             assert 1 <= rest(sock).count(b"HTTP/1.1 200 OK") < 100
         assert client.get("/healthz").status_code == 200
 
 
-def test_too_many_connections_cost_the_idlest_its_own_and_no_request(client: httpx.Client) -> None:
+def test_too_many_connections_close_the_idlest_and_no_busy_one(client: httpx.Client) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(connected(client))
         first.sendall(GET)
@@ -272,9 +272,9 @@ def test_too_many_connections_cost_the_idlest_its_own_and_no_request(client: htt
         assert sock.recv(4096).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_where_all_are_busy_another_is_answered_503() -> None:
+def test_a_connection_is_answered_503_if_all_are_busy() -> None:
     what = served()
-    with running(what, Limits(max_connections=3)) as (client, service), ExitStack() as stack:
+    with run_server(what, Limits(max_connections=3)) as (client, service), ExitStack() as stack:
         client.get("/healthz", headers={"connection": "close"})
         what.engine.go.clear()
         data = photo()
@@ -321,6 +321,6 @@ def test_one_client_cannot_have_all_connections(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("name", ["header_timeout", "max_connections"])
-def test_a_limit_of_nothing_is_refused(name: str) -> None:
+def test_a_limit_of_zero_is_rejected(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         Limits(**{name: 0})

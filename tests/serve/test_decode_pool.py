@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from serving import QUICK, photo, png_of, running, served, until
+from serving import QUICK, photo, png_of, run_server, served, until
 from small_models import model, small
 
 import vitrail
@@ -130,7 +130,7 @@ def test_what_an_image_costs_follows_from_its_header(
         pytest.param(with_chunks(3, b"iCCP", b"a\0\0" + zlib.compress(bytes(2**20))), id="a PNG with 3 profiles"),
     ],
 )
-def test_what_takes_time_to_look_at_is_large_unseen(
+def test_an_image_with_a_slow_header_counts_as_large(
     vit: vitrail.Model, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = reader(vit).inspect(data)
@@ -141,7 +141,7 @@ def test_what_takes_time_to_look_at_is_large_unseen(
         assert reader(vit).inspect(data).pixels == Limits().max_pixels
 
 
-def test_usual_files_are_quick() -> None:
+def test_headers_of_common_files_are_quick() -> None:
     for kind in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"):
         assert is_quick_header(photo(kind=kind)), kind
     assert is_quick_header(with_chunks(50))
@@ -151,7 +151,7 @@ def test_usual_files_are_quick() -> None:
 
 
 @pytest.mark.parametrize("data", [with_chunks(100), b"\xff\xd8" + b"\xff\xe9\0\x02" * 2000 + photo()[2:]])
-def test_what_is_not_judged_at_once_is_judged_when_it_is_decoded(vit: vitrail.Model, data: bytes) -> None:
+def test_a_slow_header_is_checked_during_decoding(vit: vitrail.Model, data: bytes) -> None:
     opened = reader(vit).inspect(data)
     assert (opened.source, opened.cost) == (None, Limits().max_pixels // image_decoder.UNREAD_HEADER_DIVISOR)
     assert np.array_equal(
@@ -190,7 +190,7 @@ def test_a_large_image_has_the_same_pixels_from_the_process(
         assert np.array_equal(found, reader(vit).decode_bytes(data))
 
 
-def test_what_is_refused_is_refused_with_the_same_words(vit: vitrail.Model, process: DecodeProcess) -> None:
+def test_errors_are_the_same_with_json_lines(vit: vitrail.Model, process: DecodeProcess) -> None:
     for data in (png_of(60_000, 60_000, bytes(100)), png_of(2000, 1000, bytes(10)), b"P3\n4 4\n255\n" + b"9 " * 48):
         with pytest.raises(RequestError) as here:
             reader(vit).decode_bytes(data)
@@ -200,7 +200,7 @@ def test_what_is_refused_is_refused_with_the_same_words(vit: vitrail.Model, proc
         assert there.value.status == here.value.status
 
 
-def test_the_process_is_polite_and_not_ended_by_a_signal_to_all(process: DecodeProcess) -> None:
+def test_the_process_has_low_priority_and_ignores_group_signals(process: DecodeProcess) -> None:
     assert process.decode(photo(), wanted) is not None
     pid = process._pid
     assert pid is not None
@@ -227,7 +227,7 @@ def test_work_that_is_no_longer_wanted_is_killed_and_the_next_image_decoded(
     ("sig", "message"),
     [(signal.SIGPROF, "takes more than 20 s"), (signal.SIGSEGV, "decoding it failed"), (signal.SIGKILL, "it failed")],
 )
-def test_a_process_that_dies_costs_its_image_and_no_other(
+def test_a_decode_process_that_dies_fails_only_its_image(
     process: DecodeProcess, sig: signal.Signals, message: str
 ) -> None:
     assert process.decode(photo(), wanted) is not None
@@ -274,7 +274,7 @@ def sending() -> Iterator[Callable[[httpx.Client], Senders]]:
         yield lambda client: Senders(client, pool)
 
 
-class Elsewhere:
+class BlockingDecodeProcess:
     """Stands in for the process: each image waits until it is let go."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ class Elsewhere:
 
 
 def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: bytes) -> None:
-    with running(served(vit)) as (client, service):
+    with run_server(served(vit)) as (client, service):
         answer = client.post("/v1/predict", files=[("images", photo()), ("images", large)])
         results = answer.json()["results"]
         for result, data in zip(results, (photo(), large), strict=True):
@@ -309,8 +309,8 @@ def test_a_large_image_is_answered_like_any_other(vit: vitrail.Model, large: byt
 def test_small_images_do_not_wait_for_large_ones(
     vit: vitrail.Model, large: bytes, sending: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(served(vit)) as (client, service):
-        elsewhere, senders = Elsewhere(service, monkeypatch), sending(client)
+    with run_server(served(vit)) as (client, service):
+        elsewhere, senders = BlockingDecodeProcess(service, monkeypatch), sending(client)
         waiting = [senders.send(large, large, large) for _ in range(3)]
         until(lambda: len(elsewhere.seen) == QUICK.decode_threads)
         until(lambda: service.batcher.decode_pool.small_pending == 0)  # a batch waits for none of them
@@ -323,7 +323,7 @@ def test_what_a_request_costs_is_counted_before_anything_is_decoded(
     vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = saved(Image.new("I;16", (50, 40)), "PNG")  # 2,000 pixels that count for 8,000
-    with running(served(vit), Limits(max_pixels=5000)) as (client, service):
+    with run_server(served(vit), Limits(max_pixels=5000)) as (client, service):
         monkeypatch.setattr(service.image_decoder, "decode", None)
         answer = client.post("/v1/predict", files=[("images", deep)] * 3)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_pixels")
@@ -337,8 +337,8 @@ def test_what_a_request_costs_is_counted_before_anything_is_decoded(
 def test_one_client_may_have_so_many_large_images_waiting(
     vit: vitrail.Model, sending: Any, large: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(served(vit), Limits(max_pixels=5_000_000)) as (client, service):
-        elsewhere, senders = Elsewhere(service, monkeypatch), sending(client)
+    with run_server(served(vit), Limits(max_pixels=5_000_000)) as (client, service):
+        elsewhere, senders = BlockingDecodeProcess(service, monkeypatch), sending(client)
         held = [senders.send(*[large] * 4) for _ in range(2)]
         quota = service.batcher.decode_pool.large_pixel_quota
         until(lambda: quota.used == 40_000_000)
@@ -357,18 +357,18 @@ def test_one_client_may_have_so_many_large_images_waiting(
         until(lambda: quota.used == 0)
 
 
-def test_one_process_is_left_to_others_while_there_are_any(
+def test_one_process_is_reserved_for_other_clients(
     vit: vitrail.Model, sending: Any, large: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fair_queue, "CONTENTION_WINDOW_S", 60)
     transport = httpx.HTTPTransport(local_address="127.0.0.2")
     with (
-        running(served(vit)) as (client, service),
+        run_server(served(vit)) as (client, service),
         httpx.Client(base_url=client.base_url, transport=transport) as other,
     ):
         assert other.post("/v1/predict", content=photo(), headers={"content-type": "image/jpeg"}).status_code == 200
         elsewhere, senders, jobs = (
-            Elsewhere(service, monkeypatch),
+            BlockingDecodeProcess(service, monkeypatch),
             sending(client),
             service.batcher.decode_pool._large_jobs,
         )
@@ -385,8 +385,8 @@ def test_one_process_is_left_to_others_while_there_are_any(
 def test_large_images_of_a_client_that_left_are_dropped(
     vit: vitrail.Model, large: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(served(vit)) as (client, service):
-        elsewhere = Elsewhere(service, monkeypatch)
+    with run_server(served(vit)) as (client, service):
+        elsewhere = BlockingDecodeProcess(service, monkeypatch)
         request = client.build_request("POST", "/v1/predict", files=[("images", large)] * 5)
         body = request.read()
         head = "".join(f"{name}: {value}\r\n" for name, value in request.headers.items())
@@ -400,7 +400,7 @@ def test_large_images_of_a_client_that_left_are_dropped(
         assert service.batcher.image_quota.used == 0
 
 
-def test_only_so_many_pixels_are_decoded_at_a_time(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_pixels_decoded_at_a_time_is_limited(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_pool, "PIXELS_PER_EXTRA_PROCESS", 10)
     lock, now, most = threading.Lock(), 0, 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import running, served
+from serving import run_server, served
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_nothing_is_wider_than_the_window(opened: Any, width: int) -> None:
 
 
 def test_with_a_token_it_asks_for_it_as_the_explorer_does(opened: Any, cifar10: Any) -> None:
-    with running(served(cifar10), token="open-sesame") as (client, _):
+    with run_server(served(cifar10), token="open-sesame") as (client, _):
         page = opened("docs", at=str(client.base_url), allowed="401")
         page.wait_for_selector("#token-box[open]")
         page.fill("#token", "wrong")

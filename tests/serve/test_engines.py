@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import need_extra
 from exports import export_quickly
-from serving import photo, running
+from serving import photo, run_server
 from small_models import gradient, model, small
 
 import vitrail
@@ -88,7 +88,7 @@ def test_a_served_model_does_not_change_with_its_file(
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "openvino"])
 def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, exported: Path, engine: str) -> None:
-    with running(ServedModel(open_engine(exported, engine, threads=1), name="small")) as (client, _):
+    with run_server(ServedModel(open_engine(exported, engine, threads=1), name="small")) as (client, _):
         about = client.get("/v1/model").json()
         assert (about["engine"], about["has_attention"], about["methods"]) == (engine, False, [])
         assert about["grid"] == {"rows": 4, "columns": 4}
@@ -110,7 +110,7 @@ def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, e
 
 
 def test_another_engine_beside_the_network_explains_too(vit: vitrail.Model, exported: Path) -> None:
-    with running(ServedModel(open_engine(exported, threads=1), vit, name="small")) as (client, _):
+    with run_server(ServedModel(open_engine(exported, threads=1), vit, name="small")) as (client, _):
         assert client.get("/v1/model").json()["engine"] == "onnxruntime"
         found = client.post("/v1/explain", files={"image": photo()})
         assert found.status_code == 200
@@ -118,7 +118,7 @@ def test_another_engine_beside_the_network_explains_too(vit: vitrail.Model, expo
         assert client.post("/v1/embed", files={"image": photo()}).json()["dimension"] == 128
 
 
-def test_a_file_that_was_written_before_parameters_were_kept_is_served(exported: Path) -> None:
+def test_an_exported_file_without_a_parameter_count_is_served(exported: Path) -> None:
     engine = open_engine(exported, threads=1)
     assert isinstance(engine, FileEngine)
     sheet = engine.sheet.to_dict()
@@ -130,7 +130,7 @@ def test_a_file_that_was_written_before_parameters_were_kept_is_served(exported:
 def test_an_exported_file_of_features_embeds_without_the_hidden_patches(tmp_path: Path) -> None:
     vit = model(small(num_classes=0), task="embed")
     path = export(vit, tmp_path / "features.pt2", to="pt2").path
-    with running(ServedModel(open_engine(path, threads=1), name="small")) as (client, _):
+    with run_server(ServedModel(open_engine(path, threads=1), name="small")) as (client, _):
         plain = client.post("/v1/embed", files={"image": photo()}).json()["results"][0]["embedding"]
         assert plain == pytest.approx(vit.embed(photo())[0].tolist(), abs=1e-4)
         hidden = client.post("/v1/embed", files={"image": photo()}, data={"hide": "[0,1,2,3]", "fill": "zero"})

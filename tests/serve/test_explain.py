@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
-from serving import QUICK, photo, running, served, until
+from serving import QUICK, photo, run_server, served, until
 from small_models import model, small
 
 import vitrail
@@ -51,7 +51,7 @@ def vit() -> vitrail.Model:
 
 @pytest.fixture(scope="module")
 def client(vit: vitrail.Model) -> Iterator[httpx.Client]:
-    with running(served(vit)) as (client, _):
+    with run_server(served(vit)) as (client, _):
         yield client
 
 
@@ -116,7 +116,7 @@ def test_occlusion_is_done_a_few_squares_at_a_time(vit: vitrail.Model, monkeypat
 
 def test_occlusion_of_a_model_with_several_classes_to_an_image(vit: vitrail.Model, images: torch.Tensor) -> None:
     several = vitrail.Model(vit.net, vit.info.replace(multi_label=True))
-    with running(served(several)) as (client, _):
+    with run_server(served(several)) as (client, _):
         found = explained(client, methods='["occlusion"]', target="bird")
     wanted = occlusion(vit.net, images, torch.tensor([2]), stride=2, multi_label=True)[0].numpy()
     assert np.allclose(map_of(found["maps"]["occlusion"], (4, 6)), wanted, atol=np.ptp(wanted) / 255)
@@ -158,7 +158,7 @@ def test_occlusion_in_steps_is_occlusion(
 def test_predictions_have_their_turn_within_an_occlusion(vit: vitrail.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain_requests, "STEP_S", 0.0)
     with (
-        running(served(vit), batching=replace(QUICK, batch_size=1)) as (client, service),
+        run_server(served(vit), batching=replace(QUICK, batch_size=1)) as (client, service),
         ThreadPoolExecutor(2) as pool,
     ):
         order: list[str] = []
@@ -224,10 +224,10 @@ def test_positions_are_similarities_of_every_pair(client: httpx.Client, vit: vit
 
 
 def test_a_model_without_positions_says_why() -> None:
-    with running(served(model(small(position="none")))) as (client, _):
+    with run_server(served(model(small(position="none")))) as (client, _):
         answer = client.get("/v1/positions")
         assert answer.status_code == 404
-        assert "no position embeddings" in answer.json()["error"]["message"]
+        assert "no position" in answer.json()["error"]["message"]
 
 
 def test_a_deadline_ends_an_explanation_too(client: httpx.Client) -> None:
@@ -236,14 +236,14 @@ def test_a_deadline_ends_an_explanation_too(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("most", "layers"), [(10**9, [1, 2]), (10, [2])])
-def test_a_large_network_sends_its_last_layer_unasked(
+def test_a_large_network_sends_its_last_layer_by_default(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch, most: int, layers: list[int]
 ) -> None:
     monkeypatch.setattr(explain_requests, "MAX_DEFAULT_ATTENTION", most)
     assert explained(client)["layers"] == layers
 
 
-def test_more_attention_than_can_be_sent_is_refused(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_attention_for_one_response_is_rejected(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain_requests, "MAX_ATTENTION", 2 * 26 * 26)
     assert client.post("/v1/explain", params={"layers": "[1]"}, content=photo(), headers=JPEG).status_code == 200
     answer = client.post("/v1/explain", params={"layers": "[1,2]"}, content=photo(), headers=JPEG)
@@ -264,7 +264,7 @@ def test_a_map_is_within_half_a_step_of_its_range(values: np.ndarray) -> None:
     assert np.abs(map_of(found, (3, 4)) - values).max() <= (found["max"] - found["min"]) / 510 * 1.01 + 1e-6
 
 
-def test_an_exported_graph_cannot_be_looked_into(vit: vitrail.Model) -> None:
+def test_an_exported_file_has_no_explanations(vit: vitrail.Model) -> None:
     alone = ServedModel(served(vit).engine)
     looker = Explainer(alone, ImageDecoder(alone.preprocess, Limits(), alone.grid))
     with pytest.raises(RequestError, match="has no explanations") as refused:
@@ -328,7 +328,9 @@ def test_occlusion_fills_in_line_by_line(client: httpx.Client, slowly: Callable[
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 5), (1, 6)])
-def test_a_partial_map_has_only_values_that_stay(grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_marked_final_in_a_partial_map_do_not_change(
+    grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(explain_requests, "MAX_OCCLUSION_BATCH", 1)
     torch.manual_seed(1)
     image = (8 * grid[0], 8 * grid[1])
@@ -361,7 +363,7 @@ def test_an_answer_without_partial_results_is_one_line(client: httpx.Client) -> 
     assert {**only, "ms": 0} == {**explained(client, methods='["rollout"]'), "ms": 0}
 
 
-def test_what_is_refused_before_the_first_line_has_its_own_status(client: httpx.Client) -> None:
+def test_an_error_before_the_first_line_has_its_own_status(client: httpx.Client) -> None:
     for values, content, headers, status in (
         ({"methods": '["magic"]'}, photo(), {}, 400),
         ({}, b"not an image", {}, 400),
@@ -378,11 +380,11 @@ def test_what_is_refused_before_the_first_line_has_its_own_status(client: httpx.
     [(partial(time.sleep, 0.5), "deadline_exceeded"), (broken, "internal_error")],
     ids=["late", "broken"],
 )
-def test_what_fails_after_the_first_line_is_the_last_line(
+def test_an_error_after_the_first_line_is_the_last_line(
     vit: vitrail.Model, slowly: Callable[..., list[int]], then: Callable[[], None], code: str
 ) -> None:
     slowly(0.03, then)
-    with running(served(vit)) as (client, service):
+    with run_server(served(vit)) as (client, service):
         *parts, last = lines_of(client, LINES | {"x-deadline-ms": "500"}, methods='["occlusion"]')
         assert parts
         assert last["error"]["code"] == code
@@ -391,11 +393,9 @@ def test_what_fails_after_the_first_line_is_the_last_line(
         assert service.batcher.explain_quota.used == 0
 
 
-def test_a_client_that_hangs_up_between_lines_ends_the_work(
-    vit: vitrail.Model, slowly: Callable[..., list[int]]
-) -> None:
+def test_a_disconnect_between_lines_ends_the_work(vit: vitrail.Model, slowly: Callable[..., list[int]]) -> None:
     calls = slowly(0.1)
-    with running(served(vit)) as (client, service):
+    with run_server(served(vit)) as (client, service):
         values = {"methods": '["occlusion"]'}
         with client.stream("POST", "/v1/explain", params=values, content=photo(), headers=JPEG | LINES) as answer:
             next(answer.iter_lines())

@@ -52,7 +52,7 @@ def test_many_requests_with_many_images_hardly_delay_one_of_the_same_client() ->
     assert queue.get() == ("a", "x", 1)
 
 
-def test_a_request_with_many_images_is_not_passed_by_for_ever() -> None:
+def test_a_request_with_many_images_is_not_starved() -> None:
     clock = Clock()
     queue = filled(*images("a", "many", 16), clock=clock)
     served, clock.now = 0, 0.1
@@ -64,7 +64,7 @@ def test_a_request_with_many_images_is_not_passed_by_for_ever() -> None:
     assert 15 <= clock.now < 15.5
 
 
-def test_what_is_not_wanted_keeps_its_place() -> None:
+def test_items_that_do_not_match_keep_their_position() -> None:
     queue = filled(("a", "x", 0), ("a", "y", 1), ("b", "z", 0))
     assert queue.get(lambda item: item[2] == 1) == ("a", "y", 1)
     assert queue.get(lambda item: item[2] == 1) is None

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from serving import JPEG, QUICK, Busy, other_client, photo, running, served, until
+from serving import JPEG, QUICK, BusyServer, other_client, photo, run_server, served, until
 from small_models import model, small
 
 import vitrail
@@ -26,9 +26,9 @@ def vit() -> vitrail.Model:
 def test_batches_are_short_while_another_client_is_served(
     vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(served(vit)) as (client, service), other_client(client) as other:
+    with run_server(served(vit)) as (client, service), other_client(client) as other:
         service.batcher.shared_batch_size = 2
-        busy = Busy(client, service, senders)
+        busy = BusyServer(client, service, senders)
         many = [busy.send(i) for i in range(8)]
         busy.waiting(8)
         one = senders.submit(other.post, "/v1/predict", content=photo(9), headers=JPEG)
@@ -48,8 +48,8 @@ def test_batches_are_short_while_another_client_is_served(
         assert busy.engine.batches == [1, 4]
 
 
-def test_clients_take_turns_in_being_explained(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit)) as (client, service), other_client(client) as other:
+def test_clients_take_turns_with_explanations(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit)) as (client, service), other_client(client) as other:
         done: list[str] = []
 
         def explain(sender: httpx.Client, name: str) -> int:
@@ -58,7 +58,7 @@ def test_clients_take_turns_in_being_explained(vit: vitrail.Model, senders: Any)
             done.append(name)
             return answer.status_code
 
-        busy = Busy(client, service, senders)
+        busy = BusyServer(client, service, senders)
         answers = [senders.submit(explain, client, "many") for _ in range(6)]
         until(lambda: len(service.batcher._explain_queue) == 6)
         answers.append(senders.submit(explain, other, "one"))
@@ -68,15 +68,15 @@ def test_clients_take_turns_in_being_explained(vit: vitrail.Model, senders: Any)
         assert "one" in done[:2]
 
 
-def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
+def test_one_of_two_engine_threads_is_reserved_for_other_clients(
     vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fair_queue, "CONTENTION_WINDOW_S", 60)
     batching = replace(QUICK, engine_threads=2, batch_size=2)
-    with running(served(vit), batching=batching) as (client, service), other_client(client) as other:
+    with run_server(served(vit), batching=batching) as (client, service), other_client(client) as other:
         assert other.post("/v1/predict", content=photo(7), headers=JPEG).status_code == 200
         service.served.engine.batches.clear()  # type: ignore[attr-defined]
-        busy = Busy(client, service, senders)
+        busy = BusyServer(client, service, senders)
         many = [busy.send(i) for i in range(6)]
         busy.waiting(6)
         assert service.batcher._batches_per_client == {"127.0.0.1": 1}
@@ -88,9 +88,9 @@ def test_one_of_two_lanes_is_left_to_others_while_there_are_any(
         until(lambda: not service.batcher._batches_per_client)
 
 
-def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
-    with running(served(vit), batching=replace(QUICK, engine_threads=2, batch_size=2)) as (client, service):
-        busy = Busy(client, service, senders)
+def test_a_single_client_may_use_all_engine_threads(vit: vitrail.Model, senders: Any) -> None:
+    with run_server(served(vit), batching=replace(QUICK, engine_threads=2, batch_size=2)) as (client, service):
+        busy = BusyServer(client, service, senders)
         more = [busy.send(i) for i in range(2)]
         until(lambda: service.batcher._batches_per_client == {"127.0.0.1": 2})
         busy.engine.go.set()
@@ -101,15 +101,15 @@ def test_a_lone_client_has_all_lanes(vit: vitrail.Model, senders: Any) -> None:
     ("status", "received", "seconds"),
     [(429, 100, 1), (413, 0, 1), (400, 100, 0.1), (400, 4_000_000, 0.5), (415, 14_000_000, 1), (404, 0, 0)],
 )
-def test_a_refusal_is_held_back_for_what_its_body_cost(status: int, received: int, seconds: float) -> None:
+def test_the_delay_of_an_error_depends_on_the_size_of_the_body(status: int, received: int, seconds: float) -> None:
     assert app._refusal_delay(RequestError(status, "code", "message"), received) == seconds
 
 
-def test_a_client_that_is_refused_waits_and_others_do_not(
+def test_the_delay_of_an_error_affects_only_its_client(
     vit: vitrail.Model, senders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "MIN_REFUSAL_DELAY_S", 0.4)
-    with running(served(vit)) as (client, _):
+    with run_server(served(vit)) as (client, _):
         start = time.monotonic()
         refused = senders.submit(client.post, "/v1/predict", content=b"no image", headers=JPEG)
         assert client.post("/v1/predict", content=photo(), headers=JPEG).status_code == 200

@@ -84,7 +84,7 @@ def test_a_script_without_a_guard_runs_once_and_leaves_no_process(tmp_path: Path
     assert err == ""
 
 
-def test_a_server_that_died_is_replaced(server: ForkServer, process: DecodeProcess) -> None:
+def test_a_fork_server_that_died_is_replaced(server: ForkServer, process: DecodeProcess) -> None:
     assert process.decode(photo(), wanted) is not None
     assert server._process is not None
     first = server._process
@@ -116,7 +116,7 @@ def test_an_unknown_process_is_not_killed(server: ForkServer, process: DecodePro
 
 
 @pytest.mark.parametrize("where", ["fork", "start"])
-def test_where_no_process_can_be_started_the_client_may_try_again(
+def test_if_no_process_can_be_started_the_response_is_503(
     server: ForkServer,
     process: DecodeProcess,
     where: str,

@@ -54,7 +54,7 @@ def test_what_follows_the_end_or_lies_in_the_metadata_is_not_counted(extra: byte
     assert count_scans(data[:2] + comment + with_scans(data, 1)[2:] + noise, 10) == 11
 
 
-def test_a_photograph_with_a_video_behind_it_is_read() -> None:
+def test_a_photograph_followed_by_a_video_is_read() -> None:
     video = np.random.default_rng(0).bytes(12_000_000)
     assert video.count(b"\xff\xda") > module.MAX_SCANS
     assert np.array_equal(reader().decode_bytes(photo() + video), reader().decode_bytes(photo()))
@@ -86,7 +86,7 @@ def test_a_file_full_of_markers_is_counted_quickly() -> None:
     assert time.perf_counter() - start < 3
 
 
-def test_memory_of_a_large_image_is_given_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_large_image_is_returned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[int] = []
     monkeypatch.setattr(module, "trim_malloc", lambda: trimmed.append(1))
     found = reader()

@@ -18,7 +18,7 @@ need_extra("export")
 @pytest.fixture(scope="module")
 def site(cifar10: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A client of a server with the model that ships, exported."""
-    from serving import running
+    from serving import run_server
 
     from vitrail.api.exporting import export
     from vitrail.export.engines import open_engine
@@ -27,7 +27,7 @@ def site(cifar10: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as patched:
         export_quickly(patched)
         made = export(cifar10, tmp_path_factory.mktemp("exported") / "cifar10.onnx")
-    with running(ServedModel(open_engine(made.path, threads=1), name="cifar10")) as (client, _):
+    with run_server(ServedModel(open_engine(made.path, threads=1), name="cifar10")) as (client, _):
         yield client
 
 

@@ -15,7 +15,7 @@ import vitrail
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
 from playwright.sync_api import expect
-from serving import running, served
+from serving import run_server, served
 
 Opened = Callable[..., Any]
 LONG = "supercalifragilistic" * 250
@@ -109,7 +109,7 @@ def named() -> Iterator[httpx.Client]:
     vit = model(small(num_classes=len(NAMES)))
     what = served(vitrail.Model(vit.net, vit.info.replace(labels=tuple(NAMES))))
     what.name = "model-" + 3000 * "x"
-    with running(what) as (client, _):
+    with run_server(what) as (client, _):
         yield client
 
 

@@ -38,7 +38,7 @@ from vitrail.explain.attention import Walk
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
 import uvicorn
 from playwright.sync_api import expect
-from serving import QUICK, Held, running, served, until
+from serving import QUICK, BlockingEngine, run_server, served, until
 
 from vitrail.serve.app import create_app
 from vitrail.serve.served_model import ServedModel
@@ -70,7 +70,7 @@ def free_port() -> int:
 
 def test_it_says_what_it_waits_for_when_the_model_is_slow(opened: Opened, cifar10: vitrail.Model) -> None:
     what = served(cifar10)
-    with running(what) as (client, _):
+    with run_server(what) as (client, _):
         page = answered(opened(at=str(client.base_url)))
         expect(page.locator("#status")).to_have_text("")
         what.engine.go.clear()  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def test_an_exported_file_is_drawn_as_it_sees(opened: Opened) -> None:
     vit = model(small(image_size=64), preprocess=vitrail.PreprocessConfig(image_size=64, resize="short", resize_to=96))
     seen = []
     for inside in (vit, None):
-        with running(ServedModel(Held(vit), inside, name="small")) as (client, _):
+        with run_server(ServedModel(BlockingEngine(vit), inside, name="small")) as (client, _):
             page = opened("#image=cat&show=plain", at=str(client.base_url))
             expect(page.locator("#words")).to_contain_text("64 × 64 pixels." if inside else "cannot be looked into")
             seen.append(settled(page, lambda page=page: lights(page)))
@@ -158,7 +158,7 @@ def test_an_exported_file_is_drawn_as_it_sees(opened: Opened) -> None:
 
 def test_the_token_is_asked_for_once(opened: Opened) -> None:
     vit = model(small())
-    with running(served(vit), token="open-sesame") as (client, _):
+    with run_server(served(vit), token="open-sesame") as (client, _):
         page = opened(at=str(client.base_url), allowed=AWAY)
         expect(page.locator("#token-box")).to_be_visible()
         page.locator("#token").fill("wrong")
@@ -177,7 +177,7 @@ def test_any_grid_and_tokens_that_are_no_patches(opened: Opened) -> None:
     """Not square, with a class token and registers: those are asked and looked at like patches."""
     torch.manual_seed(0)
     vit = model(small(image_size=(24, 40), class_token=True, num_registers=2))
-    with running(served(vit)) as (client, _):
+    with run_server(served(vit)) as (client, _):
         page = answered(opened(at=str(client.base_url)))
         expect(page.locator(".chip")).to_contain_text(["what the head reads", "class", "register 1", "register 2"])
         box = page.locator(".glass canvas").bounding_box()
@@ -199,7 +199,7 @@ def test_any_grid_and_tokens_that_are_no_patches(opened: Opened) -> None:
 def test_layers_of_a_large_network_come_when_they_are_looked_at(opened: Opened) -> None:
     torch.manual_seed(0)
     vit = model(small(image_size=128, patch_size=4))  # 2 layers, 2 heads, 1,025 tokens: too much to send unasked
-    with running(served(vit)) as (client, _):
+    with run_server(served(vit)) as (client, _):
         page = opened("#image=cat&layer=2", at=str(client.base_url))
         answered(page)
         asked: list[str] = []
@@ -217,7 +217,7 @@ def test_layers_of_a_large_network_come_when_they_are_looked_at(opened: Opened) 
 
 def test_models_without_attention_or_classes_say_so(opened: Opened) -> None:
     bit = model(BiTConfig(image_size=32, layers=(1, 1, 1, 1), width_factor=0.5, num_classes=len(LABELS)))
-    with running(served(bit)) as (client, _):
+    with run_server(served(bit)) as (client, _):
         page = opened(at=str(client.base_url))
         expect(page.locator("figcaption")).to_contain_text("loses by covering 2 × 2 patches")
         expect(page.locator("#shows button")).to_have_text(["Occlusion", "Image"])
@@ -228,7 +228,7 @@ def test_models_without_attention_or_classes_say_so(opened: Opened) -> None:
         expect(page.locator("#hidden-count")).to_contain_text("hidden")
         page.close()
     tower = model(small(num_classes=0), task="embed")
-    with running(served(tower)) as (client, _):
+    with run_server(served(tower)) as (client, _):
         page = opened(at=str(client.base_url), allowed=AWAY)
         expect(page.locator(".block .note")).to_contain_text("no classes")
         expect(page.locator("#words")).to_contain_text("looks most at")

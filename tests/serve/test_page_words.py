@@ -18,7 +18,7 @@ from vitrail.explain.occlusion import windows
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
 from playwright.sync_api import expect
-from serving import running, served
+from serving import run_server, served
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
 DESK, TABLET = ({"viewport": {"width": w, "height": h}} for w, h in ((1440, 900), (820, 1180)))
@@ -51,7 +51,7 @@ def test_whoever_gets_most_is_named_first(opened: Opened) -> None:
     torch.manual_seed(3)
     vit = model(small(class_token=True))
     last = list(Walk(vit.net, vit.preprocess(CAT)))[-1][0].mean(0)  # T T
-    with running(served(vit)) as (client, _):
+    with run_server(served(vit)) as (client, _):
         page = answered(opened("#image=cat&layer=2", at=str(client.base_url)))
         for token in (0, 1, 6, 16):
             if token:

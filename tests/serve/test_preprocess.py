@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from serving import Held, photo, running
+from serving import BlockingEngine, photo, run_server
 from small_models import model, small
 
 import vitrail
@@ -22,7 +22,7 @@ PREPROCESS = vitrail.PreprocessConfig(image_size=32, resize="short", resize_to=4
 def test_it_is_the_crop_that_the_network_gets(closed: bool) -> None:
     torch.manual_seed(0)
     vit = model(small(), preprocess=PREPROCESS)
-    with running(ServedModel(Held(vit), None if closed else vit, name="small")) as (client, service):
+    with run_server(ServedModel(BlockingEngine(vit), None if closed else vit, name="small")) as (client, service):
         answer = client.post("/v1/preprocess", files={"image": photo()}).json()
         assert answer["grid"] == {"rows": 4, "columns": 4}
         data = base64.b64decode(answer["image"].removeprefix("data:image/jpeg;base64,"))

@@ -15,7 +15,7 @@ def refusal(quota: Quota, client: str, amount: int) -> tuple[int, str, str]:
     return refused.value.status, refused.value.message, refused.value.headers["Retry-After"]
 
 
-def test_one_client_leaves_an_eighth_to_others() -> None:
+def test_one_client_may_hold_at_most_seven_eighths() -> None:
     quota = Quota("images are waiting already", 100)
     quota.acquire("a", 84)
     status, message, after = refusal(quota, "a", 6)
@@ -28,7 +28,7 @@ def test_one_client_leaves_an_eighth_to_others() -> None:
     assert quota.used == 75
 
 
-def test_a_refusal_takes_nothing_and_small_totals_are_not_split() -> None:
+def test_a_rejected_request_acquires_nothing_and_small_totals_are_not_split() -> None:
     quota = Quota("explanations are being made already", 2)
     quota.acquire("a", 2)
     assert refusal(quota, "b", 1)[0] == 503
@@ -62,5 +62,5 @@ def test_a_lease_is_released_as_a_whole_and_once() -> None:
         (("", 0), ""),
     ],
 )
-def test_a_client_is_an_address_or_the_network_one_client_owns(client: tuple[str, int] | None, counted: str) -> None:
+def test_a_client_is_an_ipv4_address_or_an_ipv6_64_network(client: tuple[str, int] | None, counted: str) -> None:
     assert client_key({"client": client}) == counted

@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import hostile, photo, png_of, running, served
+from serving import hostile, photo, png_of, run_server, served
 
 from vitrail.errors import ConfigError, ImageError
 from vitrail.serve.http_errors import public_message
@@ -35,7 +35,7 @@ SECRETS = re.compile(
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with running(served(), LIMITS) as (client, _):
+    with run_server(served(), LIMITS) as (client, _):
         yield client
 
 
@@ -175,14 +175,14 @@ def test_a_body_without_images_is_refused(client: httpx.Client, body: dict[str, 
         ("explain", {"hide": "[16]"}, "got patch 16"),
     ],
 )
-def test_a_value_that_cannot_be_is_named(client: httpx.Client, path: str, values: dict[str, Any], words: str) -> None:
+def test_an_invalid_parameter_is_named(client: httpx.Client, path: str, values: dict[str, Any], words: str) -> None:
     answer = client.post(f"/v1/{path}", params=values, content=photo(), headers=JPEG)
     assert reason(answer, 400) in ("invalid_parameter", "patch_out_of_range")
     assert words in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("deadline", ["0", "-5", "soon", "1.5", "9" * 12])
-def test_a_deadline_that_is_none_is_refused(client: httpx.Client, deadline: str) -> None:
+def test_an_invalid_deadline_is_rejected(client: httpx.Client, deadline: str) -> None:
     answer = client.post("/v1/predict", content=photo(), headers=JPEG | {"x-deadline-ms": deadline})
     assert reason(answer, 400) == "invalid_parameter"
 
@@ -195,7 +195,7 @@ def test_explain_takes_one_image(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/predict"), ("POST", "/v1/model"), ("PUT", "/"), ("DELETE", "/docs")]
 )
-def test_other_methods_are_refused_and_told_which_are_allowed(client: httpx.Client, method: str, path: str) -> None:
+def test_other_methods_are_rejected_with_the_allowed_ones(client: httpx.Client, method: str, path: str) -> None:
     answer = client.request(method, path)
     assert reason(answer, 405) == "method_not_allowed"
     assert answer.headers["allow"] in ("GET, HEAD", "POST")
@@ -214,7 +214,7 @@ def test_other_methods_are_refused_and_told_which_are_allowed(client: httpx.Clie
         "/samples/none.jpg",
     ],
 )
-def test_there_is_nothing_elsewhere(client: httpx.Client, path: str) -> None:
+def test_unknown_paths_are_answered_404(client: httpx.Client, path: str) -> None:
     with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:  # httpx would tidy the path
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: raw.recv(65536), b""))
@@ -222,7 +222,7 @@ def test_there_is_nothing_elsewhere(client: httpx.Client, path: str) -> None:
     assert b"unknown path; see /docs" in answer
 
 
-def test_a_slow_body_is_given_up(client: httpx.Client) -> None:
+def test_a_slow_body_times_out(client: httpx.Client) -> None:
     with socket.create_connection((client.base_url.host, client.base_url.port)) as raw:
         raw.sendall(
             b"POST /v1/predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: 1000\r\n\r\nabc"
@@ -246,7 +246,7 @@ def test_a_deadline_counts_while_the_body_arrives(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF"])
-def test_an_image_that_nobody_says_is_one_is_known_by_its_first_bytes(
+def test_an_image_without_a_content_type_is_recognized_by_its_first_bytes(
     client: httpx.Client, kind: str, form: str
 ) -> None:
     headers = {"content-type": kind} if kind else {}
@@ -257,14 +257,16 @@ def test_an_image_that_nobody_says_is_one_is_known_by_its_first_bytes(
 
 @pytest.mark.parametrize("body", [b"", b"image=cat.jpg", b"\xff\xd8\xff", b"image=" + photo()])
 @pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
-def test_other_bodies_that_nobody_names_are_refused_with_a_hint(client: httpx.Client, kind: str, body: bytes) -> None:
+def test_other_bodies_without_a_content_type_are_rejected_with_a_hint(
+    client: httpx.Client, kind: str, body: bytes
+) -> None:
     answer = client.post("/v1/predict", content=body, headers={"content-type": kind} if kind else {})
     assert reason(answer, 415) == "unsupported_body"
     assert "for an image, send Content-Type: image/jpeg" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1/cat.jpg", "HTTPS://example.org", "file:///etc/passwd"])
-def test_an_address_is_never_opened_and_that_is_said(client: httpx.Client, address: str) -> None:
+def test_a_url_is_never_opened_and_the_error_says_so(client: httpx.Client, address: str) -> None:
     good = base64.b64encode(photo()).decode()
     answer = client.post("/v1/predict", json={"images": [good, address]})
     assert reason(answer, 400) == "not_base64"
@@ -272,7 +274,7 @@ def test_an_address_is_never_opened_and_that_is_said(client: httpx.Client, addre
     assert message.startswith("image 2 of 2: this is a URL, and URLs are never opened")
 
 
-def test_base64_with_escaped_strokes_is_read(client: httpx.Client) -> None:
+def test_base64_with_escaped_slashes_is_read(client: httpx.Client) -> None:
     text = base64.b64encode(photo()).decode()
     assert "/" in text
     body = json.dumps({"image": text}).replace("/", r"\/")
@@ -289,8 +291,8 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", sorted(LISTS))
-def test_a_bomb_of_values_is_refused_and_stops_nobody(name: str) -> None:
-    with running(served()) as (client, _):
+def test_a_request_with_millions_of_values_is_rejected_and_blocks_no_other(name: str) -> None:
+    with run_server(served()) as (client, _):
 
         def longest() -> float:
             """A bomb, and the longest wait for /healthz while it is dealt with."""
@@ -319,7 +321,7 @@ def form_of(inside: bytes) -> bytes:
 
 
 def test_a_form_full_of_false_boundaries_is_refused_before_it_costs_much() -> None:
-    with running(served()) as (client, _):
+    with run_server(served()) as (client, _):
         start = time.process_time()
         answer = client.post("/v1/predict", content=form_of(b"\r\n--xy" * 2_000_000), headers=FORM)
         assert reason(answer, 400) == "bad_form"
@@ -329,7 +331,7 @@ def test_a_form_full_of_false_boundaries_is_refused_before_it_costs_much() -> No
         assert few.status_code == 200
 
 
-def test_a_form_of_as_many_fields_as_there_may_be_is_read(client: httpx.Client) -> None:
+def test_a_form_with_the_maximum_number_of_fields_is_read(client: httpx.Client) -> None:
     fields = b"".join(b'--x\r\nContent-Disposition: form-data; name="hide"\r\n\r\n0\r\n' for _ in range(2000))
     answer = client.post("/v1/predict", content=fields + form_of(photo()), headers=FORM)
     assert answer.status_code == 200
@@ -337,7 +339,7 @@ def test_a_form_of_as_many_fields_as_there_may_be_is_read(client: httpx.Client) 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=300), st.sampled_from(["/v1/predict", "/v1/embed", "/v1/explain"]), st.integers(0, 3))
-def test_no_bytes_bring_more_than_a_refusal(client: httpx.Client, data: bytes, path: str, kind: int) -> None:
+def test_random_bytes_are_rejected_cleanly(client: httpx.Client, data: bytes, path: str, kind: int) -> None:
     kinds = ("image/png", "application/json", "multipart/form-data; boundary=x", "application/octet-stream")
     body = b"--x\r\nContent-Disposition: form-data; name=image; filename=a\r\n\r\n" + data if kind == 2 else data
     answer = client.post(path, content=body, headers={"content-type": kinds[kind]})
@@ -360,7 +362,7 @@ def test_damaged_images_are_refused_or_read_whole(client: httpx.Client) -> None:
     assert refused > 20
 
 
-def test_what_an_error_says_of_this_machine_is_not_passed_on() -> None:
+def test_details_of_the_machine_are_removed_from_errors() -> None:
     assert public_message(ImageError("image of 3 bytes cannot be read: no /usr/lib/x.so"), "damaged.") == "damaged."
     assert public_message(ImageError("Pillow image RGB 3 x 4 is at 0x7f01"), "damaged.") == "damaged."
     helped = ImageError("image of 9 bytes is HEIC, which needs a plugin; try pip install pillow-heif.")

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from serving import photo, running, served
+from serving import photo, run_server, served
 from small_models import LABELS, model, small
 
 import vitrail
@@ -27,7 +27,7 @@ def vit() -> vitrail.Model:
 
 @pytest.fixture(scope="module")
 def live(vit: vitrail.Model) -> Iterator[tuple[httpx.Client, Service]]:
-    with running(served(vit)) as found:
+    with run_server(served(vit)) as found:
         yield found
 
 
@@ -128,12 +128,12 @@ def test_features_are_those_of_the_image_without_the_hidden_patches(
         assert np.abs(got - wanted).max() < 0.01
 
 
-def test_a_patch_that_is_not_there_has_no_features(client: httpx.Client) -> None:
+def test_hiding_a_patch_outside_the_grid_is_rejected(client: httpx.Client) -> None:
     refused = client.post("/v1/embed", **bodies([photo()], hide=[16])["raw"])
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "patch_out_of_range")
 
 
-def test_a_value_in_the_body_counts_over_one_in_the_address(client: httpx.Client) -> None:
+def test_a_parameter_in_the_body_overrides_the_query_string(client: httpx.Client) -> None:
     found = client.post("/v1/predict", params={"top": 5}, **bodies([photo()], top=2)["json"]).json()
     assert len(found["results"][0]["predictions"]) == 2
 
@@ -195,7 +195,7 @@ def test_metrics_count_requests_batches_and_seconds(live: tuple[httpx.Client, Se
     assert after["vitrail_queue_images"] == 0
 
 
-def test_metrics_say_what_is_served_what_is_refused_and_what_the_process_takes(client: httpx.Client) -> None:
+def test_metrics_have_the_build_the_errors_and_the_process(client: httpx.Client) -> None:
     before = _numbers(client).get('vitrail_errors_total{code="image_unreadable"}', 0)
     client.post("/v1/predict", content=b"no", headers={"content-type": "image/png"})
     after = _numbers(client)
@@ -218,9 +218,9 @@ def test_no_client_can_make_up_names_for_the_metrics(client: httpx.Client) -> No
     assert "nothing" not in client.get("/metrics").text
 
 
-def test_a_model_without_classes_gives_features_and_says_so() -> None:
+def test_a_model_without_classes_returns_features_only() -> None:
     vit = model(small(num_classes=0), task="embed")
-    with running(served(vit)) as (client, _):
+    with run_server(served(vit)) as (client, _):
         refused = client.post("/v1/predict", **bodies([photo()])["raw"])
         assert refused.status_code == 400
         assert refused.json()["error"]["code"] == "no_classes"
@@ -231,7 +231,7 @@ def test_a_model_without_classes_gives_features_and_says_so() -> None:
 
 def test_a_network_without_attention_is_served_too() -> None:
     vit = model(BiTConfig(image_size=32, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5))
-    with running(served(vit)) as (client, _):
+    with run_server(served(vit)) as (client, _):
         about = client.get("/v1/model").json()
         assert (about["has_attention"], about["methods"]) == (False, ["occlusion"])
         assert about["depth"] is None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from serving import QUICK, photo, running, served
+from serving import QUICK, photo, run_server, served
 from small_models import LABELS
 
 from vitrail.serve.app import create_app
@@ -66,7 +66,7 @@ def test_every_body_and_value_is_described_with_an_example(description: dict[str
     assert all(field["examples"] for field in schema.values())
 
 
-def test_where_names_and_tokens_are_asked_for_it_says_so() -> None:
+def test_the_schema_lists_host_and_token_errors() -> None:
     paths = create_app(served(), batching=QUICK, token="t", hosts=()).openapi()["paths"]
     for path, methods in paths.items():
         statuses = set(next(iter(methods.values()))["responses"])
@@ -85,7 +85,7 @@ def test_examples_are_of_the_model_that_is_served(description: dict[str, Any]) -
 
 @pytest.fixture(scope="module")
 def api() -> Any:
-    with running(served()) as (client, _):
+    with run_server(served()) as (client, _):
         config = schemathesis.Config.from_dict({"checks": {"negative_data_rejection": {"expected-statuses": REFUSED}}})
         yield schemathesis.openapi.from_url(f"{client.base_url}/openapi.json", config=config)
 
@@ -105,7 +105,7 @@ NEGATIVE = [(path, "POST", GenerationMode.NEGATIVE) for path, method in ROUTES i
 
 
 @pytest.mark.parametrize(("path", "method", "mode"), [*POSITIVE, *NEGATIVE])
-def test_the_server_does_what_it_says(api: Any, path: str, method: str, mode: GenerationMode) -> None:
+def test_the_server_conforms_to_its_schema(api: Any, path: str, method: str, mode: GenerationMode) -> None:
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=api[path][method].as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import photo, running, served
+from serving import photo, run_server, served
 
 from vitrail.errors import ConfigError
 from vitrail.serve.app import create_app
@@ -23,7 +23,7 @@ TOKEN = "a-token-of-some-length"
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with running(served(), token=TOKEN) as (client, _):
+    with run_server(served(), token=TOKEN) as (client, _):
         yield client
 
 
@@ -31,7 +31,7 @@ CLOSED = ["/v1/model", "/v1/positions", "/v1/samples", "/metrics", "/openapi.jso
 OPEN = ["/", "/docs", "/healthz", "/readyz", "/static/docs.js", "/samples/cat.jpg"]
 
 
-def test_every_route_is_known_to_be_open_or_closed() -> None:
+def test_every_route_is_public_or_needs_a_token() -> None:
     """A new route belongs in one of the lists; without being named as open it needs the token."""
     app = create_app(served(), token=TOKEN)
     routes = {getattr(route, "path", "") for route in app.routes}
@@ -42,7 +42,7 @@ def test_every_route_is_known_to_be_open_or_closed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/predict", "/nowhere", "/openapi.json/", "//v1/model", "/static", "/docs/"])
-def test_what_is_not_known_to_be_open_needs_the_token(client: httpx.Client, path: str) -> None:
+def test_every_path_that_is_not_public_needs_the_token(client: httpx.Client, path: str) -> None:
     assert client.get(path).status_code == 401
     assert client.get(path, headers={"authorization": f"Bearer {TOKEN}"}).status_code in (404, 405)
 
@@ -74,7 +74,7 @@ def get(client: httpx.Client, target: str) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("folder", ["/static/", "/samples/"])
 @pytest.mark.parametrize("name", sorted(NAMES))
-def test_a_strange_name_of_a_file_is_answered_404(client: httpx.Client, folder: str, name: str) -> None:
+def test_an_unusual_file_name_is_answered_404(client: httpx.Client, folder: str, name: str) -> None:
     status, body = get(client, folder + NAMES[name])
     assert (status, json.loads(body)["error"]["code"]) == (404, "not_found")
 
@@ -86,7 +86,7 @@ def test_a_long_query_does_no_harm(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("path", CLOSED)
 @pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", TOKEN])
-def test_without_the_token_there_is_no_answer(client: httpx.Client, path: str, given: str | None) -> None:
+def test_without_the_token_requests_are_rejected(client: httpx.Client, path: str, given: str | None) -> None:
     answer = client.get(path, headers={} if given is None else {"authorization": given})
     assert answer.status_code == 401
     wrong = given in ("Bearer wrong", f"Bearer {TOKEN}x")  # not missing
@@ -95,7 +95,7 @@ def test_without_the_token_there_is_no_answer(client: httpx.Client, path: str, g
     assert ("the token is wrong" if wrong else "a token is required") in answer.json()["error"]["message"]
 
 
-def test_with_the_token_there_is(client: httpx.Client) -> None:
+def test_with_the_token_requests_are_answered(client: httpx.Client) -> None:
     headers = {"authorization": f"Bearer {TOKEN}"}
     assert [client.get(path, headers=headers).status_code for path in CLOSED] == [200] * len(CLOSED)
     files = {"image": photo()}
@@ -105,7 +105,7 @@ def test_with_the_token_there_is(client: httpx.Client) -> None:
     assert client.get("/v1/model", headers=lower).status_code == 200
 
 
-def test_a_refused_token_is_counted_where_it_was_given(client: httpx.Client) -> None:
+def test_a_wrong_token_is_counted_for_its_route(client: httpx.Client) -> None:
     def count() -> float:
         text = client.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"}).text
         name = 'vitrail_requests_total{route="/v1/embed",status="401"}'
@@ -119,7 +119,7 @@ def test_a_refused_token_is_counted_where_it_was_given(client: httpx.Client) -> 
 
 @pytest.fixture(scope="module")
 def named() -> Iterator[httpx.Client]:
-    with running(served(), hosts=("vitrail.example.org",)) as (client, _):
+    with run_server(served(), hosts=("vitrail.example.org",)) as (client, _):
         yield client
 
 
@@ -130,7 +130,7 @@ OTHER += ["[::2]", "localhost@evil.example", "127.0.0.1:80:90"]
 
 
 @pytest.mark.parametrize("path", ["/", "/v1/model", "/healthz"])
-def test_only_names_of_its_own_are_answered_to(named: httpx.Client, path: str) -> None:
+def test_only_accepted_host_names_are_answered(named: httpx.Client, path: str) -> None:
     for host in OWN:
         assert named.get(path, headers={"host": host}).status_code == 200, host
     for host in OTHER:
@@ -139,8 +139,8 @@ def test_only_names_of_its_own_are_answered_to(named: httpx.Client, path: str) -
         assert "--allow-host" in answer.json()["error"]["message"]
 
 
-def test_where_anybody_may_come_every_name_will_do() -> None:
-    with running(served()) as (client, _):
+def test_without_accepted_hosts_every_name_is_accepted() -> None:
+    with run_server(served()) as (client, _):
         assert client.get("/v1/model", headers={"host": "evil.example.com"}).status_code == 200
 
 
@@ -164,9 +164,7 @@ HERE = {"host": "localhost:8000"}
         ({"origin": "https://vitrail.example.org", "host": "vitrail.example.org:443"}, 200),
     ],
 )
-def test_what_pages_from_elsewhere_send_is_not_computed(
-    named: httpx.Client, headers: dict[str, str], status: int
-) -> None:
+def test_requests_of_other_sites_are_rejected(named: httpx.Client, headers: dict[str, str], status: int) -> None:
     answer = named.post("/v1/predict", files={"image": photo()}, headers=HERE | headers)
     assert answer.status_code == status
     if status == 403:
@@ -201,13 +199,13 @@ def test_headers_allow_nothing_inline_nothing_from_elsewhere_and_no_frame(client
         assert headers["referrer-policy"] == "no-referrer"
 
 
-def test_other_pages_are_not_told_they_may_read_answers(client: httpx.Client) -> None:
+def test_there_are_no_cors_headers(client: httpx.Client) -> None:
     headers = {"origin": "https://example.org", "access-control-request-method": "POST"}
     for answer in (client.options("/v1/predict", headers=headers), client.get("/v1/model", headers=headers)):
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-def test_nothing_says_what_the_server_is_made_of(client: httpx.Client) -> None:
+def test_no_response_names_the_server_software(client: httpx.Client) -> None:
     for path in ("/", "/v1/model", "/nowhere"):
         assert "server" not in client.get(path).headers
 
@@ -241,6 +239,6 @@ def test_a_token_that_no_header_can_hold_is_refused(tmp_path: Path, content: str
         read_token(str(tmp_path / "token"))
 
 
-def test_a_token_on_the_command_line_is_refused_and_not_repeated_elsewhere() -> None:
+def test_a_token_on_the_command_line_is_rejected_and_not_repeated() -> None:
     with pytest.raises(ConfigError, match="no such file and no environment variable"):
         read_token("hunter2")

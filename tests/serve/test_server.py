@@ -187,7 +187,7 @@ def test_an_idle_server_ends_soon(weights: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_worker_is_named_and_when_none_can_start_all_is_given_up(tmp_path: Path) -> None:
+def test_a_dead_worker_is_logged_and_too_many_failures_end_the_server(tmp_path: Path) -> None:
     path = tmp_path / "small"
     model(small()).save(path)
     with serving(path, "--workers", "2") as (process, where):
@@ -250,7 +250,7 @@ def test_several_workers_answer_at_one_address_add_up_their_metrics_and_are_repl
 
 
 @pytest.mark.slow
-def test_what_is_said_about_the_model_is_said_once() -> None:
+def test_notes_about_the_model_are_printed_once() -> None:
     command = [sys.executable, "-m", "vitrail", "serve", "--port", "0", "--workers", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -269,7 +269,7 @@ def test_what_is_said_about_the_model_is_said_once() -> None:
     assert len(said) == len(about)
 
 
-def test_a_quiet_worker_says_nothing_and_still_fails_aloud(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_quiet_worker_prints_nothing_but_raises_errors(capfd: pytest.CaptureFixture[str]) -> None:
     def opener() -> ServedModel:
         os.write(2, b"a note\n")
         raise ConfigError("no such model.")
@@ -303,7 +303,7 @@ def test_a_model_that_no_worker_can_load_is_one_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_address_that_is_taken_is_said_so() -> None:
+def test_an_address_in_use_is_an_error() -> None:
     with bind_socket("127.0.0.1", 0) as sock:
         sock.listen()
         port = sock.getsockname()[1]
@@ -315,19 +315,19 @@ def test_an_address_that_is_taken_is_said_so() -> None:
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
-def test_a_host_that_is_not_here_is_said_so(host: str) -> None:
+def test_a_host_that_does_not_exist_is_an_error(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"cannot listen at {host} port 0: .*; try --host 127\.0\.0\.1"):
         bind_socket(host, 0)
 
 
-def test_the_address_of_all_addresses_is_one_that_a_browser_finds() -> None:
+def test_the_url_of_a_wildcard_address_works_in_a_browser() -> None:
     with bind_socket("0.0.0.0", 0) as sock:
         sock.listen()
         assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
         socket.create_connection(("127.0.0.1", sock.getsockname()[1])).close()
 
 
-def test_an_address_of_six_groups_has_brackets() -> None:
+def test_an_ipv6_address_has_brackets() -> None:
     if not socket.has_ipv6:
         pytest.skip("no IPv6")
     try:

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 from conftest import ROOT
-from serving import photo, running, served
+from serving import photo, run_server, served
 
 import vitrail.serve as serving
 from vitrail.cli import serve
@@ -30,7 +30,7 @@ def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         Path(name).write_bytes(photo(number))
     snippets = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     assert len(snippets) == 3
-    with running(served()) as (client, _):
+    with run_server(served()) as (client, _):
         names: dict[str, object] = {}
         for snippet in snippets:
             code = snippet.replace("http://127.0.0.1:8000", str(client.base_url).rstrip("/"))
@@ -47,7 +47,7 @@ def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert imported - {"numpy as np"} <= {*sys.stdlib_module_names, "urllib.request"}
 
 
-def test_every_status_on_the_page_is_one_that_is_answered_and_every_code_has_one() -> None:
+def test_the_page_lists_exactly_the_statuses_of_the_code() -> None:
     table = PAGE.partition("| status | when |")[2].partition("\n\n")[0]
     said = {int(status) for status in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
     source = "".join(path.read_text() for path in Path(serving.__file__).parent.glob("*.py"))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
-from serving import QUICK, Held, photo, png_of, running, served, until
+from serving import QUICK, BlockingEngine, photo, png_of, run_server, served, until
 from small_models import model, small
 
 from vitrail.serve import app, image_decoder
@@ -74,7 +74,7 @@ def send(port: int, number: int) -> str:
     return "gone"
 
 
-class Failing(Held):
+class Failing(BlockingEngine):
     """Fails now and then."""
 
     def logits(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
@@ -85,7 +85,7 @@ class Failing(Held):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_after_a_storm_nothing_is_counted_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_many_random_requests_all_quotas_and_queues_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MAX_REFUSAL_DELAY_S", 0.01)
     monkeypatch.setattr(image_decoder, "SMALL_PIXELS", 500_000)  # so that some are decoded in processes
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_after_a_storm_nothing_is_counted_any_more(monkeypatch: pytest.MonkeyPat
     batching = replace(
         QUICK, max_queue=24, max_explanations=8, max_uploads=24, max_queue_bytes=4_000_000, engine_threads=2
     )
-    with running(what, Limits(max_pixels=1_000_000, max_bytes=200_000), batching) as (client, service):
+    with run_server(what, Limits(max_pixels=1_000_000, max_bytes=200_000), batching) as (client, service):
         port = client.base_url.port
         assert port is not None
         with ThreadPoolExecutor(24) as pool:

@@ -13,7 +13,7 @@ from serving import until
 from vitrail.serve.weighted_semaphore import WeightedSemaphore
 
 
-def test_who_finds_too_little_waits_and_a_smaller_one_does_not_overtake() -> None:
+def test_waiters_are_served_in_order_even_if_a_later_one_is_smaller() -> None:
     budget, order, go = WeightedSemaphore(10), [], threading.Event()
 
     def spend(amount: int) -> None:
@@ -35,7 +35,7 @@ def test_who_finds_too_little_waits_and_a_smaller_one_does_not_overtake() -> Non
 
 @given(st.lists(st.integers(0, 15), max_size=12))
 @settings(max_examples=30, deadline=None)
-def test_never_more_is_out_than_there_is_and_all_comes_back(amounts: list[int]) -> None:
+def test_the_total_is_never_exceeded_and_everything_is_released(amounts: list[int]) -> None:
     budget, lowest = WeightedSemaphore(10), [10]
 
     def spend(amount: int) -> None:
@@ -48,7 +48,7 @@ def test_never_more_is_out_than_there_is_and_all_comes_back(amounts: list[int]) 
     assert budget.available == 10
 
 
-def test_an_error_gives_back_what_was_taken() -> None:
+def test_an_error_releases_the_semaphore() -> None:
     budget = WeightedSemaphore(3)
     with pytest.raises(KeyError), budget.acquired(2):
         raise KeyError
