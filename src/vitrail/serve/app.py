@@ -44,7 +44,9 @@ class Service:
     """The routes of one model, and the objects behind them."""
 
     def __init__(self, served: ServedModel, limits: Limits, batching: BatchingConfig) -> None:
-        self.body_bytes = Quota("bytes of requests are here already", batching.max_queue_bytes, close_connection=True)
+        self.body_bytes = Quota(
+            "bytes of request bodies are in memory already", batching.max_queue_bytes, close_connection=True
+        )
         self.uploads = Quota("requests are being read already", batching.max_uploads, close_connection=True)
         self.metrics = Metrics()
         self.image_decoder = ImageDecoder(served.preprocess, limits, served.grid)
@@ -109,7 +111,7 @@ class Service:
         if self.draining:
             raise RequestError(503, "shutting_down", "the server is shutting down.", {"Retry-After": "1"})
         if not self.batcher.ready:
-            raise RequestError(503, "not_ready", "the model is still being loaded.", {"Retry-After": "1"})
+            raise RequestError(503, "not_ready", "the model is warming up.", {"Retry-After": "1"})
         return JSONResponse({"status": "ready"})
 
     async def prometheus(self) -> Response:
@@ -383,11 +385,11 @@ def _refusal_delay(failure: RequestError, received: int) -> float:
 def _routing_error(request: Request, error: Exception) -> RequestError:
     """Error of the router: unknown path, or wrong method."""
     assert isinstance(error, HTTPException)
-    words = {
+    messages = {
         404: "unknown path; see /docs.",
         405: f"got {request.method[:10]}, which this path does not support; see /docs.",
     }
-    message = words.get(error.status_code, "the request cannot be answered.")
+    message = messages.get(error.status_code, "the request cannot be answered.")
     headers = dict(error.headers or {})
     if headers.get("Allow") == "GET":
         headers["Allow"] = "GET, HEAD"

@@ -120,7 +120,7 @@ class Batcher:
         self.explain_seconds = 1.0
         """Recent engine time of one explanation."""
         self.image_quota = Quota("images are waiting already", config.max_queue)
-        self.explain_quota = Quota("explanations are being made already", config.max_explanations)
+        self.explain_quota = Quota("explanations are in progress already", config.max_explanations)
         self.decode_pool = DecodePool(decoder, config.decode_threads, metrics, self._on_decoded)
         self._image_queue: FairQueue[QueuedImage] = FairQueue()
         self._explain_queue: FairQueue[PendingRequest] = FairQueue()
@@ -161,7 +161,7 @@ class Batcher:
         deadline: float | None = None,
         disconnected: asyncio.Future[Any] | None = None,
     ) -> list[npt.NDArray[np.float32]]:
-        """Engine outputs, one row per image. `gone` completes when the client disconnects."""
+        """Engine outputs, one row per image. `disconnected` completes when the client disconnects."""
         assert self._loop is not None
         if len(images) > self.image_quota.client_limit:
             message = f"got {len(images)} images; at most {self.image_quota.client_limit} can be queued."
@@ -245,7 +245,7 @@ class Batcher:
                 self._decoding -= pending.count
             raise
 
-    # In the decoders' threads
+    # In the decode threads
 
     def _on_decoded(self, pending: PendingRequest, index: int, pixels: Pixels | None, error: Exception | None) -> None:
         """Put a decoded image, or its explanation steps, into the queue."""
@@ -270,7 +270,7 @@ class Batcher:
         if error is not None:
             self._call_on_loop(_fail, pending, error)
 
-    # In the engine's threads
+    # In the engine threads
 
     def _engine_loop(self, index: int) -> None:
         if self.config.intra_op_threads is not None:
@@ -354,7 +354,7 @@ class Batcher:
         self.metrics.batch_size.observe(len(batch))
         self.images_per_second += 0.1 * (
             parallel * len(batch) / max(took, 1e-6) - self.images_per_second
-        )  # counts only batches running in parallel
+        )  # not engine_threads: a single batch may use all cores
         self._call_on_loop(
             self._deliver, [(pending, index, row) for (pending, index, _), row in zip(batch, rows, strict=True)]
         )

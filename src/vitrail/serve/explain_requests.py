@@ -34,7 +34,7 @@ from vitrail.serve.image_decoder import ImageDecoder
 from vitrail.serve.responses import top_predictions
 from vitrail.serve.served_model import ServedModel, model_input
 
-# L layers, H heads, T tokens (special ones first), h rows and w columns of patches, N = h w
+# L layers, H heads, T tokens (prefix tokens first), h rows and w columns of patches, N = h w
 
 Floats = npt.NDArray[np.floating[Any]]
 MAX_DEFAULT_ATTENTION = 4_000_000
@@ -221,14 +221,14 @@ def _mean_over_windows(masks: Tensor, drops: Tensor) -> Tensor:
 
 def encode_attention(layer: int, attention: Floats) -> dict[str, Any]:
     """H T T -> one byte per weight, scaled so that 255 is the maximum of the row, and these maxima."""
-    peaks = attention.max(-1)  # H T
-    steps = np.rint(255 * attention / np.maximum(peaks, np.finfo(np.float32).tiny)[..., None])
+    row_max = attention.max(-1)  # H T
+    steps = np.rint(255 * attention / np.maximum(row_max, np.finfo(np.float32).tiny)[..., None])
     return {
         "layer": layer,
         "num_heads": attention.shape[0],
         "num_tokens": attention.shape[1],
         "values": _to_base64(steps.astype(np.uint8)),
-        "row_max": _to_base64(peaks.astype("<f4")),
+        "row_max": _to_base64(row_max.astype("<f4")),
     }
 
 
