@@ -1,4 +1,4 @@
-"""Servers for tests: real ones on loopback, and an engine that waits to be let go."""
+"""Servers for tests, on loopback, and an engine that can be blocked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUICK = BatchingConfig(batch_size=4, engine_threads=1, intra_op_threads=1, decod
 
 
 class BlockingEngine(TorchEngine):
-    """Runs a network when told to, and remembers the batches it was given."""
+    """Runs a network while `go` is set, and records the batch sizes."""
 
     def __init__(self, vit: vitrail.Model) -> None:
         super().__init__(vit.net, vit.info)
@@ -63,7 +63,7 @@ def run_server(
     token: str | None = None,
     hosts: tuple[str, ...] | None = None,
 ) -> Iterator[tuple[httpx.Client, Service]]:
-    """A server in a thread: a client of it, and what stands behind it."""
+    """Run a server in a thread; yields a client and its `Service`."""
     app = create_app(what, limits, batching, token, hosts)
     server = uvicorn.Server(uvicorn_config(app, port=0))
     thread = threading.Thread(target=server.run)
@@ -85,13 +85,13 @@ def run_server(
 
 
 def other_client(client: httpx.Client) -> httpx.Client:
-    """One with another address."""
+    """A client with another IP address."""
     transport = httpx.HTTPTransport(local_address="127.0.0.2")
     return httpx.Client(base_url=client.base_url, timeout=20, transport=transport)
 
 
 class BusyServer:
-    """A server whose engine is held with one image in it."""
+    """A server whose engine is blocked with one image in it."""
 
     def __init__(self, client: httpx.Client, service: Service, pool: ThreadPoolExecutor) -> None:
         self.client, self.service, self.pool = client, service, pool
@@ -104,12 +104,12 @@ class BusyServer:
         return self.pool.submit(self.client.post, f"/v1/{path}", content=photo(number), headers=JPEG | headers)
 
     def waiting(self, count: int) -> None:
-        """Until so many images are decoded and in line."""
+        """Wait until `count` images are decoded and queued."""
         until(lambda: len(self.service.batcher._image_queue) == count)
 
 
 def until(condition: Any, seconds: float = 20) -> None:
-    """Wait for something to become true."""
+    """Wait until the condition is true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never became true"
@@ -121,7 +121,7 @@ def photo(number: int = 0, kind: str = "JPEG") -> bytes:
 
 
 def png_of(width: int, height: int, data: bytes = b"") -> bytes:
-    """A PNG that says it has so many pixels."""
+    """A PNG whose header states this size."""
     chunks = {
         b"IHDR": struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0),
         b"IDAT": zlib.compress(data),
@@ -134,7 +134,7 @@ def png_of(width: int, height: int, data: bytes = b"") -> bytes:
 
 
 def hostile() -> dict[str, bytes]:
-    """Files that no image is: each must be refused with a reason."""
+    """Files that are not valid images, by name."""
     whole, other = photo(), photo(kind="PNG")
     random = np.random.default_rng(0)
     many = io.BytesIO(photo())

@@ -1,4 +1,4 @@
-"""`vitrail serve`: its options, and what it refuses before anything slow happens."""
+"""`vitrail serve`: options and early errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vitrail.serve import supervisor
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the server would be started with; it is not."""
+    """Arguments with which the server would be started; it is not started."""
     given: dict[str, Any] = {}
 
     def serve(opener: Any, sock: socket.socket, settings: Any, workers: int, tell: Any, stopping: Any) -> None:

@@ -1,4 +1,4 @@
-"""A browser and a page to look at, for the tests of the explorer."""
+"""Fixtures for the tests of the service and of the explorer page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Opened = Callable[..., Any]
 
 
 class ServeTestModule(pytest.Module):
-    """A file of this folder: skipped, before its imports fail, where the extra is not installed."""
+    """A test file of this folder, skipped before its imports if the serve extra is not installed."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         need_extra("serve")
@@ -37,14 +37,14 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 @pytest.fixture
 def senders() -> Iterator[ThreadPoolExecutor]:
-    """Threads that send requests beside each other."""
+    """Threads that send requests in parallel."""
     with ThreadPoolExecutor(40) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Debian's Chromium, once for each file: while it is held, nobody else in this thread can have an event loop."""
+    """Chromium, started once per file; while it runs, this thread cannot have another event loop."""
     api = pytest.importorskip("playwright.sync_api", reason="the page is tested with it: pip install playwright")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
@@ -63,7 +63,7 @@ def cifar10() -> vitrail.Model:
 
 @pytest.fixture(scope="module")
 def site(cifar10: vitrail.Model) -> Iterator[Any]:
-    """A client of a server with the model that ships."""
+    """A client of a server with the bundled model."""
     from serving import run_server, served
 
     with run_server(served(cifar10)) as (client, _):
@@ -72,7 +72,7 @@ def site(cifar10: vitrail.Model) -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any, site: Any) -> Iterator[Opened]:
-    """Opens the page; at the end nothing may have been complained about, and nothing asked of anybody else."""
+    """Opens the page; fails on console errors and on requests to other hosts."""
     complaints: list[str] = []
     elsewhere: list[str] = []
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Requests share batches, the line is bounded, and who has gone costs nothing more."""
+"""Batching, queue limits, deadlines and disconnects."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_an_image_of_a_disconnected_client_is_not_decoded(vit: vitrail.Model, se
 
 
 class Decoders:
-    """Decoders that are held, and what they were given."""
+    """Blocks decoding, and records the images to decode."""
 
     def __init__(self, service: Service) -> None:
         self.seen, self.go, self.unpack = [], threading.Event(), service.image_decoder.decode
@@ -219,7 +219,7 @@ class Decoders:
 
 
 def memory() -> int:
-    """Bytes this process has."""
+    """Resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

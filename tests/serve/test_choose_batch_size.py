@@ -1,4 +1,4 @@
-"""How many images an engine is given at a time: found by trying, in little time."""
+"""Choosing the batch size by timing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def vit() -> vitrail.Model:
 
 
 class Timed:
-    """An engine that takes so long for a batch, on clocks of its own; sometimes others keep it waiting."""
+    """A fake engine with its own clock; some calls are delayed, as by other processes."""
 
     def __init__(
         self, seconds: Callable[[int], float], vit: vitrail.Model, waits: Sequence[float] = (), name: str = "torch"
@@ -47,7 +47,7 @@ class Timed:
 
 
 SLOWER_PAST_8 = {1: 24.1, 2: 21.9, 4: 20.5, 8: 19.7, 16: 21.5, 32: 23.8}
-"""Milliseconds for an image in batches of these sizes: ViT-Ti/16 on one core."""
+"""Milliseconds per image by batch size: ViT-Ti/16 on one core."""
 
 
 @pytest.mark.parametrize(

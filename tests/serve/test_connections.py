@@ -1,4 +1,4 @@
-"""Connections over real sockets: slow, silent, unread, too many; and those that behave."""
+"""Limits of connections, over real sockets: slow, silent, not reading, too many."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GET = b"GET /healthz HTTP/1.1\r\nhost: here\r\n\r\n"
 
 @pytest.fixture(scope="module", params=["httptools.HttpToolsProtocol", "h11.H11Protocol"])
 def client(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    """Of a server with either of uvicorn's protocols: an installation may have only the second."""
+    """Client of a server, for each of uvicorn's two protocols."""
     module, _, name = request.param.partition(".")
     found = pytest.importorskip(f"uvicorn.protocols.http.{module}_impl")
     with pytest.MonkeyPatch.context() as patched:
@@ -44,7 +44,7 @@ def connected(client: httpx.Client, address: str = "127.0.0.1", **options: int) 
 
 
 def rest(sock: socket.socket) -> bytes:
-    """All that comes until the connection is closed."""
+    """Everything received until the connection is closed."""
     found = b""
     try:
         while piece := sock.recv(65536):
@@ -137,7 +137,7 @@ def test_headers_that_are_too_long_are_answered_431(client: httpx.Client) -> Non
 
 
 def drip(sock: socket.socket, data: bytes) -> float:
-    """A byte every 50 ms until there is an answer or nobody to take them; how long that was."""
+    """Send a byte every 50 ms until there is a response or the connection is closed; returns the seconds."""
     start = time.monotonic()
     sock.setblocking(False)
     for i in range(200):

@@ -1,4 +1,4 @@
-"""Large images are decoded elsewhere, in turn, and no longer than somebody waits for them."""
+"""Decoding in threads and processes: cost, fairness, limits, cancellation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def vit() -> vitrail.Model:
 
 @pytest.fixture(scope="module")
 def large() -> bytes:
-    """An image that is not decoded in a thread of the service."""
+    """An image that is decoded in a process."""
     return saved(Image.linear_gradient("L").resize((2500, 2000)).convert("RGB"), "PNG", compress_level=1)
 
 
@@ -257,7 +257,7 @@ def test_an_image_that_takes_too_long_ends_its_process(vit: vitrail.Model) -> No
 
 
 class Senders:
-    """Requests that run beside each other."""
+    """Sends requests in parallel."""
 
     def __init__(self, client: httpx.Client, pool: ThreadPoolExecutor) -> None:
         self.client, self.pool = client, pool
@@ -275,7 +275,7 @@ def sending() -> Iterator[Callable[[httpx.Client], Senders]]:
 
 
 class BlockingDecodeProcess:
-    """Stands in for the process: each image waits until it is let go."""
+    """Replaces the decode process; blocks each image until `go` is set."""
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
         self.images, self.go, self.seen, self.dropped = service.image_decoder, threading.Event(), [], 0

@@ -1,4 +1,4 @@
-"""/docs: what it shows is what the server does, in the explorer's look."""
+"""The /docs page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def page(opened: Any) -> Any:
 
 
 def answer(page: Any, route: str) -> Any:
-    """The example that a route is shown with."""
+    """The example shown for a route."""
     return json.loads(page.inner_text(f"#{route} .answer code"))
 
 

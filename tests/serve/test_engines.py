@@ -1,4 +1,4 @@
-"""Other engines behind the same routes: the same answers, and a reason where there are none."""
+"""Exported files and other engines: same responses, and errors for what they cannot compute."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def vit() -> vitrail.Model:
 
 @pytest.fixture(scope="module")
 def exported(vit: vitrail.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `vitrail export` writes unless told otherwise: pixels in, probabilities out."""
+    """The default output of `vitrail export`: pixels in, probabilities out."""
     need_extra("export")
     folder = tmp_path_factory.mktemp("exported")
     vit.save(folder / "weights")
@@ -62,7 +62,7 @@ FILES = {
 def test_a_served_model_does_not_change_with_its_file(
     vit: vitrail.Model, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether written over (`cp other served`) or cut off, which ends a process that has the file mapped."""
+    """Overwriting or truncating a file crashes a process that has it memory-mapped."""
     path, pixels = tmp_path / name, np.stack([vit.preprocess.pixels(gradient(40, 30))])
     if path.stem == "weights":
         vit.save(path, to="vitrail" if path.suffix == ".safetensors" else "facebook")

@@ -1,4 +1,4 @@
-"""What /v1/explain and /v1/positions send, unpacked as the explorer unpacks it, is what the network does."""
+"""/v1/explain and /v1/positions: decoded responses equal what the network computes."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ LINES = {"accept": "application/x-ndjson"}
 
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Occlusion takes one square in a step, and waits; from its fifth call on it also does `then`."""
+    """Make occlusion process one square per step with a delay, and call `then` from the fifth call on."""
 
     def begin(seconds: float, then: Callable[[], None] = lambda: None) -> list[int]:
         calls: list[int] = []

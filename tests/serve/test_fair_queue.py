@@ -1,4 +1,4 @@
-"""Clients take turns; of one client the image that is due first is next."""
+"""FairQueue: round-robin over clients, earliest due time first within a client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from vitrail.serve.fair_queue import FairQueue
 
 Put = tuple[str, str, int]
-"""Client, request, which of its images."""
+"""(client, request, index of the image)."""
 
 
 class Clock:

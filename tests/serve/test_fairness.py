@@ -1,4 +1,4 @@
-"""A client that keeps the service busy leaves some of it to others."""
+"""A busy client does not block other clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that forks others ends with the one it belongs to, runs no script again, and is replaced if it dies."""
+"""The fork server exits with its parent, does not run the main script again, and is replaced if it dies."""
 
 from __future__ import annotations
 

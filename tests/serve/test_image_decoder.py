@@ -1,4 +1,4 @@
-"""What an image costs to decode is known before it is decoded: pixels and scans."""
+"""Limits on pixels and scans, checked before decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def progressive(mode: str = "RGB", size: tuple[int, int] = (64, 48)) -> bytes:
 
 
 def with_scans(data: bytes, more: int) -> bytes:
-    """The same image, its last scan repeated."""
+    """The image with its last scan repeated."""
     last = data.rindex(b"\xff\xda")
     return data[:-2] + data[last:-2] * more + b"\xff\xd9"
 

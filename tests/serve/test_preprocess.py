@@ -1,4 +1,4 @@
-"""POST /v1/preprocess: what the network sees, of an image and without one's network."""
+"""POST /v1/preprocess: the image as the network receives it."""
 
 from __future__ import annotations
 

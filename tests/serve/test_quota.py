@@ -1,4 +1,4 @@
-"""A client can take most of what there is, never all of it."""
+"""Quota and Lease: limits in total and per client."""
 
 from __future__ import annotations
 

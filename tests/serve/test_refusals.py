@@ -1,4 +1,4 @@
-"""What will not do is answered 4xx with a reason, and with nothing about the machine."""
+"""Invalid requests get 4xx with a message that reveals nothing about the machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def reason(answer: httpx.Response, status: int) -> str:
-    """The error's code, when everything about it is as it should be."""
+    """Check the form of an error response; returns its code."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     error = answer.json()["error"]
@@ -295,7 +295,7 @@ def test_a_request_with_millions_of_values_is_rejected_and_blocks_no_other(name:
     with run_server(served()) as (client, _):
 
         def longest() -> float:
-            """A bomb, and the longest wait for /healthz while it is dealt with."""
+            """Send a request with millions of values; returns the longest latency of /healthz meanwhile."""
             found: list[httpx.Response] = []
             thread = threading.Thread(
                 target=lambda: found.append(httpx.post(f"{client.base_url}/v1/predict", content=LISTS[name], **AS_JSON))

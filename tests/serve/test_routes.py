@@ -1,4 +1,4 @@
-"""Every route of a real server, with every kind of body."""
+"""All routes of a real server, with all types of request body."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_base64(data: bytes) -> str:
 
 
 def bodies(images: list[bytes], **values: object) -> dict[str, dict[str, object]]:
-    """The same request in every kind of body."""
+    """The same request with each type of body."""
     form = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
     found: dict[str, dict[str, object]] = {
         "form": {"files": [("images", ("a.jpg", data)) for data in images], "data": form},

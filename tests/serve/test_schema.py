@@ -1,4 +1,4 @@
-"""/openapi.json says what the server does: schemathesis asks everything it allows and much that it forbids."""
+"""/openapi.json describes the server; schemathesis sends valid and invalid requests generated from it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ ROUTES += [(path, "GET") for path in ("/v1/model", "/v1/positions", "/v1/samples
 
 
 def nested(values: Any) -> bool:
-    """A list that holds one list is that list, in a form or an address: a list may be one piece of JSON there."""
+    """In a form or query string, a list with a single list means that list, because it may be written as JSON."""
     lists = [value for value in values.values() if isinstance(value, list)] if isinstance(values, dict) else []
     return any(isinstance(item, list) for value in lists for item in value)
 

@@ -1,4 +1,4 @@
-"""The token, the headers, the pages, and that nothing comes from elsewhere."""
+"""Token, host and origin checks, security headers, static files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OPEN = ["/", "/docs", "/healthz", "/readyz", "/static/docs.js", "/samples/cat.jp
 
 
 def test_every_route_is_public_or_needs_a_token() -> None:
-    """A new route belongs in one of the lists; without being named as open it needs the token."""
+    """A new route must be added to one of the lists; it needs the token unless it is listed as public."""
     app = create_app(served(), token=TOKEN)
     routes = {getattr(route, "path", "") for route in app.routes}
     folders = {f"/{path.split('/')[1]}/" for path in OPEN if path.count("/") > 1}
@@ -65,7 +65,7 @@ NAMES = {
 
 
 def get(client: httpx.Client, target: str) -> tuple[int, bytes]:
-    """What is at an address that is sent as it is written."""
+    """GET a path without normalizing it."""
     with closing(HTTPConnection(client.base_url.host, client.base_url.port, timeout=20)) as connection:
         connection.request("GET", target)
         answer = connection.getresponse()

@@ -1,4 +1,4 @@
-"""Real processes: where they listen, how they drain, how they end."""
+"""Real server processes: listening, draining, signals, workers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serving(
     weights: Path, *options: str, slowly: bool = False, files: int = 0
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`vitrail serve` in a process of its own, and where it says it is."""
+    """Run `vitrail serve` in a process; yields the process and its URL."""
     script = weights.with_name("slowly.py")
     script.write_text(SLOWLY)
     run = [str(script)] if slowly else ["-m", "vitrail"]
@@ -141,7 +141,7 @@ def test_a_signal_to_the_group_while_workers_load_is_an_orderly_end(
 
 
 def test_connections_fit_into_the_open_files_that_are_allowed(weights: Path) -> None:
-    """256 files, and 400 clients that say nothing: all others are answered, and no accept() fails."""
+    """256 open files and 400 silent clients: all other requests are answered, and accept() never fails."""
     with serving(weights, files=256) as (process, where), ExitStack() as stack:
         host, port = where.removeprefix("http://").split(":")
         for _ in range(400):
@@ -281,7 +281,7 @@ def test_a_quiet_worker_prints_nothing_but_raises_errors(capfd: pytest.CaptureFi
 
 
 def answers(where: str) -> bool:
-    """Whether a new connection is answered soon."""
+    """Whether a new connection gets a response soon."""
     try:
         return httpx.get(f"{where}/readyz", timeout=2).status_code == 200
     except httpx.TransportError:
@@ -289,7 +289,7 @@ def answers(where: str) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Workers, not the process that minds what they share."""
+    """Worker processes, without multiprocessing's resource tracker."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(p) for p in listed if "spawn_main" in Path(f"/proc/{p}/cmdline").read_text()]
 

@@ -1,4 +1,4 @@
-"""docs/serving.md: its Python runs against a server, its commands and numbers are those of the code."""
+"""docs/serving.md: its Python code runs, and its tables and numbers match the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After hang-ups, deadlines, errors and refusals of all kinds at once, nothing is left counted or held."""
+"""After many random requests with disconnects, deadlines and errors, all queues and quotas are empty."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bodies() -> list[bytes]:
 
 
 def send(port: int, number: int) -> str:
-    """One request of some kind, over one of two addresses; its status, or `gone`."""
+    """Send a random request from one of two addresses; returns its status, or "gone"."""
     rng = random.Random(number)
     data, kind, path = rng.choice(bodies()), rng.choice(KINDS), rng.choice(PATHS)
     if data.startswith(b"--edge"):
@@ -75,7 +75,7 @@ def send(port: int, number: int) -> str:
 
 
 class Failing(BlockingEngine):
-    """Fails now and then."""
+    """An engine that fails occasionally."""
 
     def logits(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         if len(self.batches) % 9 == 8:

@@ -1,4 +1,4 @@
-"""Threads share what there is of something, in the order they come."""
+"""WeightedSemaphore: first come, first served."""
 
 from __future__ import annotations
 
