@@ -199,7 +199,7 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-Parameters = TypeVar("Values", bound=BaseModel)
+Parameters = TypeVar("Parameters", bound=BaseModel)
 
 EXPECTED = {
     "hide": "a list of patch numbers, row by row from 0",
