@@ -35,10 +35,10 @@ def test_examples_are_true_and_of_this_model(page: Any, site: httpx.Client) -> N
 
 
 def test_it_says_how_arrays_are_read(page: Any) -> None:
-    told = page.inner_text("#post-v1-explain .fields")
-    assert "attention[].values" in told
-    assert "the last counted fastest" in told
-    assert "float32, little endian" in told
+    text = page.inner_text("#post-v1-explain .fields")
+    assert "attention[].values" in text
+    assert "unsigned bytes, row-major" in text
+    assert "float32, little endian" in text
     assert "row by row from 0" in page.inner_text("#post-v1-predict .values")
 
 

@@ -100,7 +100,7 @@ def test_an_exported_file_predicts_and_says_what_it_cannot(vit: vitrail.Model, e
             assert [p["score"] for p in result["predictions"]] == pytest.approx([p.score for p in wanted], abs=1e-4)
         hidden = client.post("/v1/predict", files=files[:1], data={"hide": "[0,1,2,3]", "fill": "zero"})
         assert hidden.json()["results"] != results[:1]
-        reasons = {"embed": "gives classes and no features", "explain": "cannot be looked into"}
+        reasons = {"embed": "has no features", "explain": "has no explanations"}
         for path, code in (("embed", "no_features"), ("explain", "exported_model")):
             refused = client.post(f"/v1/{path}", files=files[:1])
             assert (refused.status_code, refused.json()["error"]["code"]) == (501, code)
