@@ -185,7 +185,7 @@ def test_several_labels_blend_too(photos: Tensor):
     images, targets = augmentation(crop="none", flip=0.0, mixup=1.0)(batch)
     plain, _ = augmentation(crop="none", flip=0.0)(batch)
     drawn = augmentation(crop="none", flip=0.0, mixup=1.0).draw(0, np.arange(16), (40, 56))
-    partners, own = drawn["mix"]["partners"], torch.from_numpy(drawn["mix"]["own"])
+    partners, own = drawn["mix"]["partners"], torch.from_numpy(drawn["mix"]["lam"])
     torch.testing.assert_close(targets, batch.targets * own[:, None] + batch.targets[partners] * (1 - own[:, None]))
     keep = own[:, None, None, None]
     torch.testing.assert_close(images, plain * keep + plain[partners] * (1 - keep), rtol=0, atol=1e-5)
@@ -330,7 +330,7 @@ def test_a_part_that_is_no_whole_groups_is_refused(photos: Tensor, slots: range 
 
 
 def test_more_border_than_image_is_refused():
-    with pytest.raises(ConfigError, match="pad=8 mirrors more than images of 8 x 8 have"):
+    with pytest.raises(ConfigError, match="pad=8, wanted less than the side of 8 x 8 images"):
         augmentation((8, 8), crop="pad", pad=8)
 
 

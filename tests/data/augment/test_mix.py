@@ -86,7 +86,7 @@ def test_a_repeated_image_is_not_mixed_with_its_own_copies(repeats: int):
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
 def test_shares_are_beta_distributed(alpha: float):
     drawn = MixupCutMix(alpha, 0.0, 1.0, SIZE).draw(keys(20_000))
-    assert stats.kstest(drawn["own"].astype(np.float64), stats.beta(alpha, alpha).cdf).pvalue > UNLIKELY
+    assert stats.kstest(drawn["lam"].astype(np.float64), stats.beta(alpha, alpha).cdf).pvalue > UNLIKELY
     assert not drawn["cut"].any()
     ends = beta_quantile(np.array([0.0, 1 - 2**-24]), alpha)
     assert np.all((ends >= 0) & (ends <= 1))
@@ -95,10 +95,10 @@ def test_shares_are_beta_distributed(alpha: float):
 def test_kinds_and_chance_are_as_asked_for():
     drawn = MixupCutMix(0.8, 1.0, 0.7, SIZE).draw(keys(20_000))
     cut = drawn["cut"] > 0
-    blended = ~cut & (drawn["own"] < 1)
+    blended = ~cut & (drawn["lam"] < 1)
     for kind in (cut, blended):
         assert stats.binomtest(int(kind.sum()), 20_000, 0.35).pvalue > UNLIKELY
-    assert np.all(drawn["own"][~cut & ~blended] == 1)
+    assert np.all(drawn["lam"][~cut & ~blended] == 1)
     alone = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(2000))
     assert np.all(alone["cut"] == 1)
 
@@ -106,7 +106,7 @@ def test_kinds_and_chance_are_as_asked_for():
 def test_cut_boxes_are_the_papers():
     drawn = MixupCutMix(0.0, 1.0, 1.0, SIZE).draw(keys(5000))
     draws = rng.uniform_np(keys(5000), rng.stream_id("mix"), 5).astype(np.float64)
-    for (top, left, height, width), draw, own in zip(drawn["boxes"], draws, drawn["own"], strict=True):
+    for (top, left, height, width), draw, own in zip(drawn["boxes"], draws, drawn["lam"], strict=True):
         side = np.sqrt(1 - draw[2])  # Beta(1, 1) is uniform
         cut_h, cut_w = int(40 * side), int(56 * side)
         y, x = int(draw[3] * 40), int(draw[4] * 56)
@@ -123,7 +123,7 @@ def test_images_are_mixed_by_their_shares(images: Tensor):
     ours = mix_images(images, partners, torch.ones(16, dtype=torch.bool), here(drawn))
     kinds = set()
     for number in range(16):
-        own, wanted = drawn["own"][number], images[number].clone()
+        own, wanted = drawn["lam"][number], images[number].clone()
         if drawn["cut"][number]:
             top, left, height, width = drawn["boxes"][number]
             part = np.s_[:, top : top + height, left : left + width]

@@ -169,7 +169,7 @@ def test_operations_and_their_signs_are_alike_and_every_other_layer_rests():
     for layer in (0, 1):
         amount = drawn[f"amount {layer}"]
         inverted = drawn[f"solarize {layer}"] & (amount == 0)
-        moves = drawn[f"move {layer}"]
+        moves = drawn[f"affine {layer}"]
         counts = [drawn[f"{name} {layer}"].sum() for name in AMOUNTS if name not in ("invert", "solarize")]
         counts += [inverted.sum(), drawn[f"solarize {layer}"].sum() - inverted.sum()]
         matrix = drawn[f"matrix {layer}"][moves] - np.eye(2, 3)

@@ -1,8 +1,7 @@
-"""Images turned, slanted and moved: one matrix for each, output pixel -> input pixel.
+"""Affine transforms (rotation, shear, translation): one matrix per image, output pixel -> input pixel.
 
-Pixels are squares: the first has its center at (0.5, 0.5). Matrices are made on the host, in
-float64, from Pillow's conventions: a rotation is about the middle, a shear leaves the top left
-corner where it is.
+Pixels are squares; the first has its center at (0.5, 0.5). Matrices are computed on the host in float64, with
+Pillow's conventions: rotations are about the image's center, shears keep the top left corner.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def identity(count: int) -> Matrices:
 
 
 def rotation(degrees: Numbers, size: tuple[int, int]) -> Matrices:
-    """Against the clock about the middle of images of (height, width)."""
+    """Counterclockwise about the center of images of size (height, width)."""
     turn = np.deg2rad(degrees.astype(np.float64))
     out = np.empty((len(turn), 2, 3))
     out[:, 0, 0] = out[:, 1, 1] = np.cos(turn)
@@ -38,21 +37,21 @@ def rotation(degrees: Numbers, size: tuple[int, int]) -> Matrices:
 
 
 def shear(x: Numbers, y: Numbers) -> Matrices:
-    """Rows pushed along by x pixels for each row down, columns by y for each column across."""
+    """Shift each row by x pixels more than the row above, each column by y more than the column to its left."""
     out = identity(len(x))
     out[:, 0, 1], out[:, 1, 0] = x, y
     return out
 
 
 def translation(x: Numbers, y: Numbers) -> Matrices:
-    """Moved left and up by so many pixels."""
+    """Move left by x and up by y pixels."""
     out = identity(len(x))
     out[:, 0, 2], out[:, 1, 2] = x, y
     return out
 
 
 def affine(images: Tensor, matrix: Tensor, fill: Tensor) -> Tensor:
-    """Each image through its own matrix (b 2 3, float32), bilinear; all outside has the color `fill`, [b] C 1 1."""
+    """Transform each image by its matrix (b 2 3, float32), bilinear; outside is the color `fill`, [b] C 1 1."""
     height, width = images.shape[2:]
     x = torch.arange(width, device=images.device) + 0.5
     y = (torch.arange(height, device=images.device) + 0.5)[:, None]

@@ -1,4 +1,4 @@
-"""All of it in order: crop, flip, policy, color jitter, normalize, erase, mix."""
+"""The augmentation pipeline: crop, flip, policy, color jitter, normalize, random erasing, mixup or CutMix."""
 
 from __future__ import annotations
 
@@ -23,24 +23,22 @@ from vitrail.errors import ConfigError, DataError
 # b images of this process's part of the global batch, C channels, H W pixels, K classes
 
 CACHE_BYTES = 1 << 20
-"""Bytes of float32 images that operations on a CPU pass on to one another without going to memory."""
+"""On a CPU, images are processed in chunks of about this many bytes, which stay in the cache."""
 
 
 class Augment:
-    """Training's half of the preprocessing: `images, targets = augment(batch)`.
+    """Augments and normalizes training batches: `images, targets = augment(batch)`.
 
-    Three steps, of which the first is on the host and the other two may be compiled:
+    Three steps, of which the first runs on the host and the other two may be compiled:
 
-        draw       step, slots -> everything random, as arrays
-        change     images, uint8 -> cropped, colored, normalized, erased: float32
-        mix        those and their partners -> images and soft targets
+        draw         step, slots -> all random parameters, as arrays
+        transform    uint8 images -> cropped, color-augmented, normalized, erased float32 images
+        mix          images and targets with those of their partners -> images and soft targets
 
-    `cropped` says that the loader's workers have made the resized crop already; shifts, which need
-    no more than the image, are always made here. From the step `mix_until_step` on, images are left
-    whole and targets stay soft, in the same shapes. `repeats` is how often in a row the batches show the
-    same image. With `compile`, shapes are static and every
-    operation runs on the whole batch: right for a GPU and small images. Without it, each runs on
-    the images it was drawn for.
+    cropped: the loader's workers have already made the resized crop. mix_until_step: from this step on images
+    are not mixed; targets stay soft, so that shapes do not change. repeats: number of consecutive slots with
+    the same image. compile: static shapes, with every operation on the whole batch, which suits a GPU and
+    small images; otherwise each operation runs on the images it was drawn for.
     """
 
     def __init__(
@@ -79,20 +77,20 @@ class Augment:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Float32 b C H W for the network, and targets: b class numbers, or b K where they are mixed or several.
+        """Images, float32 b C H W, and targets: b class indices, or b K if mixed or multi-label.
 
-        Chance is keyed by `batch.step` and `batch.slots`, which should lie on the CPU: reading them
-        from a GPU would make the host wait.
+        `batch.slots`, from which the seeds are derived, should be on the CPU: reading them from a GPU would
+        make the host wait.
         """
         slots = batch.slots.cpu().numpy()
         self._check_batch(batch, slots)
-        drawn = self.draw(batch.step, slots, (batch.images.shape[2], batch.images.shape[3]))
+        params = self.draw(batch.step, slots, (batch.images.shape[2], batch.images.shape[3]))
         device = batch.images.device
-        mixing = drawn.pop("mix", None)
+        mixing = params.pop("mix", None)
         if device.type == "cpu" and not self.static_shapes:
-            images = self._transform_in_chunks(batch.images, drawn)
+            images = self._transform_in_chunks(batch.images, params)
         else:
-            images = self._transform_batch(batch.images, drawn)
+            images = self._transform_batch(batch.images, params)
         if mixing is None:
             return images, batch.targets
         return self._mix(
@@ -100,81 +98,81 @@ class Augment:
         )
 
     def draw(self, step: int, slots: Slots, size: tuple[int, int]) -> dict[str, HostParams]:
-        """Everything random about these places in the global batch; images are of `size`."""
+        """All random parameters for these slots of the global batch; `size` is that of the input images."""
         config, keys = self.config, rng.sample_seeds(self.seed, step, slots)
-        drawn: dict[str, HostParams] = {"view": {}}
+        params: dict[str, HostParams] = {"geometry": {}}
         if self.resizes:
-            drawn["view"]["boxes"] = crop_boxes(keys, np.tile(size, (len(keys), 1)), config.scale, config.ratio)
+            params["geometry"]["boxes"] = crop_boxes(keys, np.tile(size, (len(keys), 1)), config.scale, config.ratio)
         elif config.crop == "pad" and config.pad:
-            drawn["view"]["shift"] = sample_shifts(keys, config.pad)
+            params["geometry"]["shift"] = sample_shifts(keys, config.pad)
         if config.flip:
-            drawn["view"]["flip"] = sample_flips(keys, config.flip)
+            params["geometry"]["flip"] = sample_flips(keys, config.flip)
         parts = {"policy": self.policy, "jitter": self.jitter, "erase": self.erase}
-        drawn |= {name: part.draw(keys) for name, part in parts.items() if part is not None}
+        params |= {name: part.draw(keys) for name, part in parts.items() if part is not None}
         if self.mixer is not None:
-            drawn["mix"] = self.mixer.draw(
+            params["mix"] = self.mixer.draw(
                 keys, disabled=self.mix_until_step is not None and step >= self.mix_until_step
             )
-            drawn["mix"]["partners"] = mix_partners(
+            params["mix"]["partners"] = mix_partners(
                 self.seed, step, slots, batch_size=self.batch_size, group_size=config.mix_group, repeats=self.repeats
             )
-        return drawn
+        return params
 
-    def _transform_batch(self, images: Tensor, drawn: dict[str, HostParams], out: Tensor | None = None) -> Tensor:
+    def _transform_batch(self, images: Tensor, params: dict[str, HostParams], out: Tensor | None = None) -> Tensor:
         device = images.device
         if device not in self._normalization:
-            colors = {"mean": self.preprocess.mean, "std": self.preprocess.std}
-            arrays = {name: np.array(values, np.float32)[:, None, None] for name, values in colors.items()}
+            constants = {"mean": self.preprocess.mean, "std": self.preprocess.std}
+            arrays = {name: np.array(values, np.float32)[:, None, None] for name, values in constants.items()}
             self._normalization |= {device: to_device({"normalize": arrays}, device, self.static_shapes)}
-        parameters = to_device(drawn, device, self.static_shapes) | self._normalization[device]
+        parameters = to_device(params, device, self.static_shapes) | self._normalization[device]
         if self.erase is not None:
             parameters["erase"]["quantiles"] = rng.normal_quantiles(device)
         return self._transform(images, parameters, out)
 
-    def _transform_in_chunks(self, images: Tensor, drawn: dict[str, HostParams]) -> Tensor:
-        """The same, a few images at a time: what lies between two operations then stays in a core's cache."""
+    def _transform_in_chunks(self, images: Tensor, params: dict[str, HostParams]) -> Tensor:
+        """`_transform_batch` in chunks that stay in the CPU's cache between operations."""
         size = (self.preprocess.channels, *self.image_size)
         out = torch.empty(len(images), *size)
-        few = max(1, CACHE_BYTES // (4 * math.prod(size) * torch.get_num_threads()) * torch.get_num_threads())
-        for first in range(0, len(images), few):
-            part, room = slice(first, first + few), out[first : first + few]
-            rows = {name: {key: a[part] for key, a in arrays.items()} for name, arrays in drawn.items()}
-            done = self._transform_batch(images[part], rows, room)
-            if done is not room:
-                room.copy_(done)
+        chunk_size = max(1, CACHE_BYTES // (4 * math.prod(size) * torch.get_num_threads()) * torch.get_num_threads())
+        for first in range(0, len(images), chunk_size):
+            part, chunk_out = slice(first, first + chunk_size), out[first : first + chunk_size]
+            rows = {name: {key: a[part] for key, a in arrays.items()} for name, arrays in params.items()}
+            done = self._transform_batch(images[part], rows, chunk_out)
+            if done is not chunk_out:
+                chunk_out.copy_(done)
         return out
 
-    def transform(self, images: Tensor, drawn: dict[str, DeviceParams], out: Tensor | None = None) -> Tensor:
-        """What happens to each image by itself; a function of its arguments, without waiting or branching on them.
+    def transform(self, images: Tensor, params: dict[str, DeviceParams], out: Tensor | None = None) -> Tensor:
+        """All operations on single images, without synchronization or branches on values.
 
-        It works in `out`, of the result's shape, where it can.
+        Works in `out`, of the result's shape, if possible.
         """
-        view = drawn["view"]
-        if "boxes" in view:
-            images = resized_crop(images, view["boxes"], self.image_size, self.config.interpolation)
-        elif "shift" in view:
-            images = shift(images, view["shift"])
-        room = torch.empty(images.shape, device=images.device) if out is None else out
-        images = room.copy_(images).div_(255)  # from here on it may be written to
-        if "boxes" in view and self.config.interpolation == "bicubic":
+        geometry = params["geometry"]
+        if "boxes" in geometry:
+            images = resized_crop(images, geometry["boxes"], self.image_size, self.config.interpolation)
+        elif "shift" in geometry:
+            images = shift(images, geometry["shift"])
+        out = torch.empty(images.shape, device=images.device) if out is None else out
+        images = out.copy_(images).div_(255)  # from here on, operations may work in place
+        if "boxes" in geometry and self.config.interpolation == "bicubic":
             images = images.clamp(0, 1)
-        if "flip" in view:
-            images = apply_to_subset(view["flip"], images, flip)
+        if "flip" in geometry:
+            images = apply_to_subset(geometry["flip"], images, flip)
         if self.policy is not None:
-            images = self.policy.apply(images, drawn["policy"])
+            images = self.policy.apply(images, params["policy"])
         if self.jitter is not None:
-            images = self.jitter.apply(images, drawn["jitter"])
-        images = images.sub_(drawn["normalize"]["mean"]).div_(drawn["normalize"]["std"])
-        return images if self.erase is None else self.erase.apply(images, drawn["erase"])
+            images = self.jitter.apply(images, params["jitter"])
+        images = images.sub_(params["normalize"]["mean"]).div_(params["normalize"]["std"])
+        return images if self.erase is None else self.erase.apply(images, params["erase"])
 
-    def mix(self, images: Tensor, targets: Tensor, weights: Tensor, drawn: DeviceParams) -> tuple[Tensor, Tensor]:
-        """Images and soft targets with those of their partners, which are rows of the same tensors."""
-        rows = drawn["partners"]
+    def mix(self, images: Tensor, targets: Tensor, weights: Tensor, params: DeviceParams) -> tuple[Tensor, Tensor]:
+        """Mix images and targets with those of their partners, which are rows of the same tensors."""
+        rows = params["partners"]
         readable = weights.index_select(0, rows) > 0
         if targets.ndim == 1:
             targets = one_hot(targets, self.num_classes)
-        mixed = mix_images(images, images.index_select(0, rows), readable, drawn)
-        return mixed, mix_targets(targets, targets.index_select(0, rows), readable, drawn)
+        mixed = mix_images(images, images.index_select(0, rows), readable, params)
+        return mixed, mix_targets(targets, targets.index_select(0, rows), readable, params)
 
     def _check_batch(self, batch: Batch, slots: Slots) -> None:
         size = tuple(batch.images.shape[2:])
@@ -197,7 +195,7 @@ class Augment:
 def _check_config(config: AugmentConfig, image_size: tuple[int, int], channels: int) -> None:
     if config.crop == "pad" and config.pad >= min(image_size):
         raise ConfigError(
-            f"pad={config.pad} mirrors more than images of {image_size[0]} x {image_size[1]} have; try less."
+            f"got augment.pad={config.pad}, wanted less than the side of {image_size[0]} x {image_size[1]} images."
         )
     if channels not in (1, 3) and (any(config.color_jitter) or config.policy != "none"):
-        raise ConfigError(f"jitter and policy know gray and RGB, not {channels} channels; turn them off.")
+        raise ConfigError(f"color_jitter and policy need 1 or 3 channels, not {channels} channels; turn them off.")

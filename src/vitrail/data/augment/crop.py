@@ -1,11 +1,11 @@
-"""Where to look in an image: random parts of it, shifts, mirror images.
+"""Random resized crops, shifts and horizontal flips.
 
-`crop_boxes` works on numbers alone, so that the loader's workers, which decode no more than they
-must, and the device, where small images lie whole, take the same part for the same key.
+`crop_boxes` needs sizes and seeds only, so that the loader's workers, which decode just the crop, and the
+device, which holds whole small images, crop the same box for the same seed.
 
-Resizing is separable: each output row mixes a few input rows, then each column a few columns. Rows
-are picked by their number and summed one after the other, which is slower on a CPU than a product
-of matrices (19 ms instead of 8 for 1024 x 3 x 32 x 32), but gives the same bits in any batch.
+Resizing is separable: each output row is a weighted sum of a few input rows, then each column of a few
+columns. Rows are gathered and added one after the other, which is slower on a CPU than a matrix product
+(19 ms instead of 8 for 1024 x 3 x 32 x 32), but gives the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILTER_RADIUS = {"bilinear": 1, "bicubic": 2}
 
 
 def crop_boxes(keys: rng.Seeds, sizes: npt.ArrayLike, scale: tuple[float, float], ratio: tuple[float, float]) -> Boxes:
-    """A random part of each image: keys (n), sizes (n 2: height, width) -> n 4: top, left, height, width.
+    """A random box in each image: keys (n), sizes (n 2: height, width) -> n 4: top, left, height, width.
 
     torchvision's RandomResizedCrop: an area uniform in `scale` and a width over height log-uniform
     in `ratio`, tried up to ten times until it fits; else the largest centered part whose shape is allowed.
@@ -53,7 +53,7 @@ def sample_boxes(
     *,
     margin: int = 0,
 ) -> tuple[Boxes, npt.NDArray[np.bool_]]:
-    """Boxes of random area, shape and place, and whether one of ten tries fitted, with `margin` to spare."""
+    """Boxes of random area, aspect ratio and position, and whether one of ten tries fits with `margin` to spare."""
     height, width = sizes.T
     draws = rng.uniform_np(keys, stream, 2 * MAX_TRIES + 2).astype(np.float64)  # exact, and 1 is never reached
     areas = (height * width)[:, None] * (scale[0] + (scale[1] - scale[0]) * draws[:, :MAX_TRIES])  # n MAX_TRIES
@@ -69,7 +69,7 @@ def sample_boxes(
 
 
 def _largest_centered(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) -> Boxes:
-    """The largest part in the middle with a width over height in `ratio`."""
+    """The largest centered box with a width over height in `ratio`."""
     height, width = sizes.T
     h = np.where(width < ratio[0] * height, np.maximum(np.rint(width / ratio[0]), 1), height).astype(np.int64)
     w = np.where(width > ratio[1] * height, np.maximum(np.rint(height * ratio[1]), 1), width).astype(np.int64)
@@ -77,22 +77,22 @@ def _largest_centered(sizes: npt.NDArray[np.int64], ratio: tuple[float, float]) 
 
 
 def sample_shifts(keys: rng.Seeds, pad: int) -> npt.NDArray[np.int64]:
-    """n 2: down and right, each of -pad to pad alike."""
+    """n 2: pixels down and right, uniform in -pad to pad."""
     return (rng.uniform_np(keys, SHIFT, 2).astype(np.float64) * (2 * pad + 1)).astype(np.int64) - pad
 
 
 def sample_flips(keys: rng.Seeds, prob: float) -> npt.NDArray[np.bool_]:
-    """n: whether an image is mirrored."""
+    """n: whether to flip an image, with probability `prob`."""
     return rng.uniform_np(keys, FLIP, 1)[:, 0] < prob
 
 
 def flip(images: Tensor) -> Tensor:
-    """Left becomes right."""
+    """Horizontal flip."""
     return images.flip(-1)
 
 
 def shift(images: Tensor, by: Tensor) -> Tensor:
-    """Each image moved by (down, right) pixels, b 2 int64; what comes in is mirrored at its edge pixel."""
+    """Move each image by (down, right) pixels, b 2 int64, with reflection padding."""
     for axis in (3, 2):
         side = images.shape[axis]
         at = (torch.arange(side, device=images.device) - by[:, axis - 2, None]).abs()  # b side
@@ -101,7 +101,7 @@ def shift(images: Tensor, by: Tensor) -> Tensor:
 
 
 def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int], interpolation: Interpolation) -> Tensor:
-    """Box (b 4, int64: top, left, height, width) of each image, resized to one size: float32, b C h w.
+    """Resize a box (b 4, int64: top, left, height, width) of each image to one size: float32, b C h w.
 
     Antialiased, as Pillow and torch.nn.functional.interpolate(antialias=True) do it; pixels outside
     the box count for nothing. Values are not clipped: bicubic may overshoot.
@@ -114,18 +114,18 @@ def resized_crop(images: Tensor, boxes: Tensor, size: tuple[int, int], interpola
 
 
 def _taps(first: Tensor, length: Tensor, side: int, out: int, interpolation: Interpolation) -> tuple[Tensor, Tensor]:
-    """For each of `out` outputs the inputs it mixes and how much of each: b out T, int64 and float32."""
-    reach = FILTER_RADIUS[interpolation]
-    taps = math.ceil(2 * reach * max(side / out, 1))
+    """For each of `out` outputs the indices of its inputs and their weights: b out T, int64 and float32."""
+    radius = FILTER_RADIUS[interpolation]
+    num_taps = math.ceil(2 * radius * max(side / out, 1))
     scale = length.to(torch.float32)[:, None, None] / out  # b 1 1
-    wide = scale.clamp(min=1)
+    width_scale = scale.clamp(min=1)
     center = (torch.arange(out, device=first.device) + 0.5)[:, None] * scale  # b out 1
-    index = (center - reach * wide + 0.5).floor() + torch.arange(taps, device=first.device)  # b out T
-    weight = _kernel(((index + 0.5 - center) / wide).abs(), interpolation)
+    index = (center - radius * width_scale + 0.5).floor() + torch.arange(num_taps, device=first.device)  # b out T
+    weight = _kernel(((index + 0.5 - center) / width_scale).abs(), interpolation)
     inside = (index >= 0) & (index < length[:, None, None])
     weight = torch.where(inside, weight, 0)
     total = weight[..., 0]
-    for t in range(1, taps):  # in this order, whatever the batch
+    for t in range(1, num_taps):  # in this order, whatever the batch
         total = total + weight[..., t]
     last = length[:, None, None] - 1
     index = torch.minimum(index.to(torch.int64).clamp(min=0), last) + first[:, None, None]
@@ -153,7 +153,7 @@ def _weighted_sum(images: Tensor, index: Tensor, weight: Tensor, axis: int) -> T
 
 
 def _gather(images: Tensor, index: Tensor, axis: int) -> Tensor:
-    """Rows (axis 2) or columns (axis 3) of each image by their numbers, b n."""
+    """Rows (axis 2) or columns (axis 3) of each image by index, b n."""
     if axis == 3:
         return _gather(images.transpose(2, 3), index, 2).transpose(2, 3)
     b, channels, side, width = images.shape

@@ -1,8 +1,7 @@
-"""RandAugment (arXiv 1909.13719), as timm's `rand-m9-inc1` has it, with which DeiT was trained.
+"""RandAugment (arXiv 1909.13719) as timm's `rand-m9-inc1`, which DeiT was trained with.
 
-To each image so many times: one of fifteen operations, all alike, with a chance of a half, at a
-strength m of 10 that may vary normally, and a random sign where it has two directions. The ranges,
-at m = 10:
+Each image gets `num_ops` operations. Each is one of fifteen, equally likely, applied with probability 1/2 at a
+magnitude m of 10 that may vary normally, with a random sign if it has two directions. The ranges at m = 10:
 
     rotate             +-30 degrees            brightness, contrast    factor 1 +- 0.9, at least 0.1
     shear x, shear y   +-0.3                   color, sharpness       the same
@@ -10,8 +9,8 @@ at m = 10:
     solarize           all levels              auto-contrast           whole
     solarize-add       +110 of 255             equalize, invert        whole
 
-Where an image is moved, the color of the mean comes in. timm mixes bilinear and bicubic at random
-there; here it is bilinear. timm's posterize keeps no bit at all at m = 10; here it leaves one.
+Pixels from outside the image have the mean color. timm chooses between bilinear and bicubic at random; here
+it is bilinear. timm's posterize keeps no bits at m = 10; here it keeps one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ APPLY_PROB = 0.5
 
 Amount = npt.NDArray[np.float64]
 
-# What is done to the colors, given one number for each image.
+# Color operations, with one amount per image.
 COLOR_OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "brightness": color.brightness,
     "contrast": color.contrast,
@@ -50,7 +49,7 @@ def _enhance_factor(strength: Amount, sign: Amount) -> Amount:
     return np.maximum(0.1, 1 + 0.9 * strength * sign)
 
 
-# That number, from a strength of 0 to 1 and a sign. To invert is to solarize from level 0 on.
+# The amount, from a strength of 0 to 1 and a sign. Invert is solarize with threshold 0.
 AMOUNTS: dict[str, Callable[[Amount, Amount], Amount]] = {
     "brightness": _enhance_factor,
     "contrast": _enhance_factor,
@@ -69,42 +68,42 @@ OPERATIONS = (*AMOUNTS, *GEOMETRIC_OPERATIONS)
 
 
 class RandAugment:
-    """`layers` operations to an image, of strength `magnitude` of 10."""
+    """RandAugment with `num_ops` operations per image at `magnitude` of 10."""
 
     def __init__(
-        self, layers: int, magnitude: float, magnitude_std: float, *, size: tuple[int, int], fill: tuple[float, ...]
+        self, num_ops: int, magnitude: float, magnitude_std: float, *, size: tuple[int, int], fill: tuple[float, ...]
     ) -> None:
-        self.layers, self.magnitude, self.magnitude_std, self.size = layers, magnitude, magnitude_std, size
+        self.num_ops, self.magnitude, self.magnitude_std, self.size = num_ops, magnitude, magnitude_std, size
         self.fill = np.array(fill, np.float32)
 
     def draw(self, keys: rng.Seeds) -> HostParams:
-        draws = rng.uniform_np(keys, RAND, 3 * self.layers).astype(np.float64).reshape(len(keys), -1, 3)
-        spread = rng.normal_np(keys, STRENGTH, self.layers)
+        draws = rng.uniform_np(keys, RAND, 3 * self.num_ops).astype(np.float64).reshape(len(keys), -1, 3)
+        spread = rng.normal_np(keys, STRENGTH, self.num_ops)
         strength = np.clip(self.magnitude + self.magnitude_std * spread.astype(np.float64), 0, 10) / 10
-        drawn: HostParams = {"fill": self.fill_for(len(keys))}
-        for layer in range(self.layers):
-            happens, choice, sign = draws[:, layer].T
-            operation = np.where(happens < APPLY_PROB, (len(OPERATIONS) * choice).astype(np.int64), -1)
+        params: HostParams = {"fill": self.fill_for(len(keys))}
+        for layer in range(self.num_ops):
+            apply_draw, choice, sign = draws[:, layer].T
+            operation = np.where(apply_draw < APPLY_PROB, (len(OPERATIONS) * choice).astype(np.int64), -1)
             named = self._layer(operation, strength[:, layer], np.where(sign < 0.5, -1.0, 1.0))
-            drawn |= {f"{name} {layer}": array for name, array in named.items()}
-        return drawn
+            params |= {f"{name} {layer}": array for name, array in named.items()}
+        return params
 
     def fill_for(self, count: int) -> npt.NDArray[np.float32]:
-        """The color that comes in: count C 1 1."""
+        """The color of pixels from outside the image: count C 1 1."""
         return np.tile(self.fill[:, None, None], (count, 1, 1, 1))
 
     def _layer(self, operation: npt.NDArray[np.int64], strength: Amount, sign: Amount) -> HostParams:
-        """Who has which change, with what amount; and one matrix for all moves together."""
+        """For each color operation its images, one amount per image, and one matrix for the geometric operations."""
         chosen = {name: operation == number for number, name in enumerate(OPERATIONS)}
         amount = np.zeros_like(strength)
         for name, make in AMOUNTS.items():
             amount = np.where(chosen[name], make(strength, sign), amount)
-        drawn: HostParams = {name: chosen[name] for name in COLOR_OPERATIONS}
-        drawn["solarize"] = chosen["solarize"] | chosen["invert"]
-        drawn["amount"] = amount.astype(np.float32)
-        drawn["move"] = operation >= len(AMOUNTS)
-        drawn["matrix"] = self._matrices(chosen, strength * sign).astype(np.float32)
-        return drawn
+        params: HostParams = {name: chosen[name] for name in COLOR_OPERATIONS}
+        params["solarize"] = chosen["solarize"] | chosen["invert"]
+        params["amount"] = amount.astype(np.float32)
+        params["affine"] = operation >= len(AMOUNTS)
+        params["matrix"] = self._matrices(chosen, strength * sign).astype(np.float32)
+        return params
 
     def _matrices(self, chosen: dict[str, npt.NDArray[np.bool_]], by: Amount) -> npt.NDArray[np.float64]:
         none = np.zeros_like(by)
@@ -120,9 +119,11 @@ class RandAugment:
             out = np.where(chosen[name][:, None, None], matrices, out)
         return out
 
-    def apply(self, images: Tensor, drawn: DeviceParams) -> Tensor:
-        for layer in range(self.layers):
-            images = apply_to_subset(drawn[f"move {layer}"], images, affine, drawn[f"matrix {layer}"], drawn["fill"])
-            for name, change in COLOR_OPERATIONS.items():
-                images = apply_to_subset(drawn[f"{name} {layer}"], images, change, drawn[f"amount {layer}"])
+    def apply(self, images: Tensor, params: DeviceParams) -> Tensor:
+        for layer in range(self.num_ops):
+            images = apply_to_subset(
+                params[f"affine {layer}"], images, affine, params[f"matrix {layer}"], params["fill"]
+            )
+            for name, operation in COLOR_OPERATIONS.items():
+                images = apply_to_subset(params[f"{name} {layer}"], images, operation, params[f"amount {layer}"])
         return images

@@ -1,7 +1,7 @@
-"""Random erasing (arXiv 1708.04896): a rectangle of noise in place of a part, as timm's `pixel` mode has it.
+"""Random erasing (arXiv 1708.04896): replaces a rectangle by noise, as timm's `pixel` mode does.
 
-It comes after normalization, where noise of mean 0 and deviation 1 looks like an image's values.
-The rectangle's height over width is log-uniform between 0.3 and its inverse; ten tries to fit, else none.
+It follows normalization, where standard normal noise has about the distribution of an image's values. The
+rectangle's height over width is log-uniform between 0.3 and 1 / 0.3; up to ten tries to fit, else none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RATIO = (0.3, 1 / 0.3)
 
 
 class RandomErasing:
-    """A chance of `prob`, of an area within `scale`, in images of one size."""
+    """Erases with probability `prob` a fraction of the area within `scale`, in images of one size."""
 
     def __init__(self, prob: float, scale: tuple[float, float], size: tuple[int, int]) -> None:
         self.prob, self.scale, self.size = prob, scale, size
@@ -30,21 +30,21 @@ class RandomErasing:
         chosen = rng.uniform_np(keys, ERASE, 1)[:, 0] < self.prob
         return {"which": chosen & fits, "boxes": boxes, "keys": keys.view(np.int64)}
 
-    def apply(self, images: Tensor, drawn: DeviceParams) -> Tensor:
+    def apply(self, images: Tensor, params: DeviceParams) -> Tensor:
         def noisy(images: Tensor, boxes: Tensor, keys: Tensor) -> Tensor:
-            noise = rng.normal(keys, NOISE, images[0].numel(), drawn["quantiles"])
+            noise = rng.normal(keys, NOISE, images[0].numel(), params["quantiles"])
             return erase(images, boxes, noise.view_as(images))
 
-        return apply_to_subset(drawn["which"], images, noisy, drawn["boxes"], drawn["keys"])
+        return apply_to_subset(params["which"], images, noisy, params["boxes"], params["keys"])
 
 
 def erase(images: Tensor, boxes: Tensor, noise: Tensor) -> Tensor:
-    """The box (b 4: top, left, height, width) of each image filled from `noise`, b C H W."""
+    """Fill the box (b 4: top, left, height, width) of each image from `noise`, b C H W."""
     return torch.where(box_mask(boxes, images.shape[2], images.shape[3]), noise, images)
 
 
 def box_mask(boxes: Tensor, height: int, width: int) -> Tensor:
-    """b 1 H W: whether a pixel lies in its image's box."""
+    """b 1 H W: whether a pixel is inside its image's box."""
     top, left, h, w = (side[:, None] for side in boxes.unbind(1))
     rows, columns = torch.arange(height, device=boxes.device), torch.arange(width, device=boxes.device)
     down, across = (rows >= top) & (rows < top + h), (columns >= left) & (columns < left + w)  # b H, b W

@@ -1,8 +1,8 @@
-"""3-Augment (DeiT III, arXiv 2204.07118): each image in gray, solarized or blurred, one of the three.
+"""3-Augment (DeiT III, arXiv 2204.07118): each image is converted to grayscale, solarized or blurred.
 
-The paper's parameters: levels of 128 and above are inverted; the blur's deviation is uniform between
-0.1 and 2 pixels. Pillow, which the paper's code uses, approximates a Gaussian by boxes; here it is
-one, cut off at 6 pixels, which is three deviations of the widest.
+The paper's parameters: solarize inverts levels of 128 and above; the blur's standard deviation is uniform
+between 0.1 and 2 pixels. Pillow, which the paper's code uses, approximates the Gaussian by box filters; here
+it is exact, truncated at 6 pixels (three standard deviations of the widest).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class ThreeAugment:
             "weights": gaussian_weights(BLUR_STD[0] + (BLUR_STD[1] - BLUR_STD[0]) * draws[:, 1], BLUR_RADIUS),
         }
 
-    def apply(self, images: Tensor, drawn: DeviceParams) -> Tensor:
-        images = apply_to_subset(drawn["gray"], images, color.grayscale)
-        images = apply_to_subset(drawn["solarize"], images, color.solarize, drawn["threshold"])
-        return apply_to_subset(drawn["blur"], images, color.blur, drawn["weights"])
+    def apply(self, images: Tensor, params: DeviceParams) -> Tensor:
+        images = apply_to_subset(params["gray"], images, color.grayscale)
+        images = apply_to_subset(params["solarize"], images, color.solarize, params["threshold"])
+        return apply_to_subset(params["blur"], images, color.blur, params["weights"])
 
 
-def gaussian_weights(deviation: npt.NDArray[np.float64], reach: int) -> npt.NDArray[np.float32]:
-    """Weights at distance 0 to `reach`, n reach + 1; both sides together sum to 1."""
-    weights = np.exp(-0.5 * (np.arange(reach + 1) / deviation[:, None]) ** 2)
+def gaussian_weights(std: npt.NDArray[np.float64], radius: int) -> npt.NDArray[np.float32]:
+    """Gaussian weights at distance 0 to `radius`, n radius + 1; both sides together sum to 1."""
+    weights = np.exp(-0.5 * (np.arange(radius + 1) / std[:, None]) ** 2)
     return (weights / (weights[:, :1] + 2 * weights[:, 1:].sum(1, keepdims=True))).astype(np.float32)
