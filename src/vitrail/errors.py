@@ -1,18 +1,18 @@
-"""Everything vitrail raises on purpose.
+"""The exceptions that vitrail raises.
 
     VitrailError
-    ├── ConfigError        a setting that cannot be: unknown name, wrong value, sizes that do not fit
-    ├── ModelError         a network asked for something it cannot do
-    ├── ImageError         bytes that are not an image, or an image that cannot be used
-    ├── DataError          images and labels that cannot be learned from or measured on
-    ├── TrainError         a run that cannot start, go on or be resumed
-    ├── CheckpointError    a file of weights that cannot be read or written
-    │   ├── FormatError    tensors of no known layout, leftovers, missing ones, wrong shapes
-    │   └── ConversionError  the target format has no place for part of this model
-    └── NotFoundError           no such file, model, label list or hub repository
+    ├── ConfigError          an invalid setting: unknown name, wrong value, incompatible sizes
+    ├── ModelError           a request that a model cannot fulfill
+    ├── ImageError           data that is not an image, or an image that cannot be used
+    ├── DataError            a data set that cannot be trained or evaluated on
+    ├── TrainError           a run that cannot start, continue or be resumed
+    ├── CheckpointError      a weights file that cannot be read or written
+    │   ├── FormatError      unknown layout, unexpected or missing tensors, wrong shapes
+    │   └── ConversionError  the target format cannot represent part of this model
+    └── NotFoundError        no such file, model, label list or hub repository
 
-Each message is one sentence or two that say what was got, what was wanted and what to try. The
-command line prints it alone; `--debug` adds the traceback.
+Each message is one or two sentences: what was got, what was wanted, what to try. The command line
+prints only the message; `--debug` adds the traceback.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from collections.abc import Iterable
 
 
 class VitrailError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of vitrail's exceptions."""
 
 
 class ConfigError(VitrailError, ValueError):
-    """A setting that cannot be."""
+    """An invalid setting."""
 
 
 class ModelError(VitrailError, ValueError):
-    """A network asked for something it cannot do."""
+    """A request that a model cannot fulfill."""
 
 
 class ImageError(VitrailError, ValueError):
-    """Bytes that are not an image, or an image that cannot be used."""
+    """Data that is not an image, or an image that cannot be used."""
 
 
 class DataError(VitrailError, ValueError):
-    """Images and labels that cannot be learned from or measured on."""
+    """A data set that cannot be trained or evaluated on."""
 
 
 class TrainError(VitrailError):
-    """A run that cannot start, go on or be resumed."""
+    """A run that cannot start, continue or be resumed."""
 
 
 class CheckpointError(VitrailError):
-    """A file of weights that cannot be read or written."""
+    """A weights file that cannot be read or written."""
 
 
 class FormatError(CheckpointError):
-    """Tensors of no known layout, leftovers, missing ones, wrong shapes."""
+    """Unknown layout, unexpected or missing tensors, wrong shapes."""
 
 
 class ConversionError(CheckpointError):
-    """The target format has no place for part of this model."""
+    """The target format cannot represent part of this model."""
 
 
 class NotFoundError(VitrailError, LookupError):
@@ -62,7 +62,7 @@ class NotFoundError(VitrailError, LookupError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?`, or a short list of what there is when nothing is near."""
+    """End of an error message: `; did you mean 'x'?`, or the known names when none is similar."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1)
     if close:

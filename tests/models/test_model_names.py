@@ -157,7 +157,7 @@ def test_names_are_understood_in_any_spelling() -> None:
     assert config_from_name("google/vit-base-patch16-384") == parse_name("ViT-B/16@384")
     assert find_published("dinov2_vits14_reg").name == "DINOv2-S/14-reg"
     assert config_from_name("ViT-S/8@96x64", num_classes=10).grid == (12, 8)
-    assert config_from_name("BV-S/16-tok").placed_prefix == 0
+    assert config_from_name("BV-S/16-tok").num_positioned_prefix_tokens == 0
     assert config_from_name("R50+ViT-L/32").stem.layers == (3, 4, 6, 3)
 
 

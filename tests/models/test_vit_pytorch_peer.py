@@ -100,11 +100,11 @@ def plain(theirs: nn.Module, **options: Any) -> ViT:
     """The plain network, as ours but for how patches are projected, which is left out."""
     config = OURS.replace(image_size=32, **options)
     rows = theirs.pos_embedding
-    table = rows[config.placed_prefix :].unflatten(0, config.grid)
+    table = rows[config.num_positioned_prefix_tokens :].unflatten(0, config.grid)
     state = block_weights(theirs) | linear("norm", theirs.transformer.norm) | linear("head", theirs.mlp_head)
     state |= {"patch.weight": torch.zeros(48, 3, 8, 8), "patch.bias": torch.zeros(48), "positions.0.table": table}
     if config.class_token:
-        state |= {"class_token": theirs.cls_token[0], "positions.0.prefix": rows[: config.placed_prefix]}
+        state |= {"class_token": theirs.cls_token[0], "positions.0.prefix": rows[: config.num_positioned_prefix_tokens]}
     return filled(config, state)
 
 

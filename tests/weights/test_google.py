@@ -98,7 +98,7 @@ def test_positions_are_resized_as_the_original_does(name: str) -> None:
     assert isinstance(config, ViTConfig)
     rows, columns = wanted["resized_grid"].tolist()
     table = resample(net.state_dict()["positions.0.table"], (rows, columns), "google")
-    patches = wanted["pos_embedding_resized"][0, config.placed_prefix :]
+    patches = wanted["pos_embedding_resized"][0, config.num_positioned_prefix_tokens :]
     assert (table.flatten(0, 1) - patches).abs().max() <= 1e-6
     stride = config.stem.stride if config.stem else 1
     height, width = (n * side * stride for n, side in zip((rows, columns), pair(config.patch_size), strict=True))

@@ -114,7 +114,7 @@ def said(config: ViTConfig | BiTConfig) -> dict[str, object]:
         "num_heads": config.num_heads,
         "pool": config.pool,
         "grid": config.grid,
-        "on class": config.placed_prefix > 0,
+        "on class": config.num_positioned_prefix_tokens > 0,
         "num_classes": config.num_classes,
     }
 
@@ -319,7 +319,7 @@ def test_registers_with_positions_are_folded_and_said() -> None:
     archive.sidecars["config.json"]["model_args"] = SMALL
     info = TIMM_FORMAT.infer_info(archive)
     assert info.config.num_registers == 2
-    assert info.config.placed_prefix == 1
+    assert info.config.num_positioned_prefix_tokens == 1
 
 
 @pytest.mark.parametrize(

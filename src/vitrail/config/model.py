@@ -227,12 +227,12 @@ class ViTConfig(Config):
         return rows // patch[0], columns // patch[1]
 
     @property
-    def place(self) -> PositionPlace:
+    def resolved_position_at(self) -> PositionPlace:
         """Where positions come in: `position_at`, or where this kind usually does."""
         return self.position_at or ("layers" if self.position in ("relative", "rope-2d") else "stem")
 
     @property
-    def placed_prefix(self) -> int:
+    def num_positioned_prefix_tokens(self) -> int:
         """Prefix tokens with a learned position: the class and distillation tokens, or none."""
         learned = self.position in ("learned-1d", "learned-2d") and self.position_on_class
         return self.class_token + self.distilled if learned else 0

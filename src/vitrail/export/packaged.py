@@ -81,7 +81,7 @@ class PlainAttention(Attention):
     def forward(
         self, x: Tensor, place: QKTransform | None = None, keep: list[Tensor] | None = None, seed: Tensor | None = None
     ) -> Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         q, k, bias = self.q_norm(q), self.k_norm(k), None  # each B H N K
         if place is not None:
             q, k, bias = place(q, k)
@@ -97,9 +97,9 @@ def write_out(net: Net) -> None:
         if type(module) is not Attention:
             continue
         width = module.out.in_features
-        scale = (width // module.heads) ** -0.5
+        scale = (width // module.num_heads) ** -0.5
         # Relative positions ask with queries that are not scaled yet.
-        folded = module.bare and getattr(net.config, "position", None) != "relative"
+        folded = not module.has_qk_norm and getattr(net.config, "position", None) != "relative"
         for part in (module.qkv.weight, module.qkv.bias) if folded else ():
             if part is not None:
                 part[:width] *= scale

@@ -1,1 +1,1 @@
-"""Fused operations; each stands beside its plain PyTorch twin."""
+"""Fused operations, each beside its PyTorch reference implementation."""

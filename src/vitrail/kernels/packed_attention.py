@@ -1,10 +1,10 @@
-"""Attention of few tokens, forward and backward, in a handful of batched products, on a CPU.
+"""Attention for short sequences on a CPU, forward and backward, in a few batched matrix products.
 
-PyTorch's fused attention walks over blocks that a short sequence does not fill. Here queries, keys
-and values are laid out once, and their gradients are written where the projection's backward wants
-them. For 32 images of 50 tokens with 4 heads of 16, forward and backward on one core: 2.0 ms
-fused, 1.85 written out for autograd, 1.6 like this; for 17 tokens 0.59, 0.56 and 0.48. From about
-150 tokens on the fused one wins (`python benchmarks/kernels.py`).
+PyTorch's fused attention works in blocks that a short sequence does not fill. Here queries, keys and
+values are laid out once, and their gradients are written where the projection's backward needs them.
+For 32 images of 50 tokens with 4 heads of 16, forward and backward on one core: 2.0 ms fused, 1.85
+explicit with autograd, 1.6 here; for 17 tokens 0.59, 0.56 and 0.48. From about 150 tokens the fused
+kernel is faster (`python benchmarks/kernels.py`).
 """
 
 from __future__ import annotations
@@ -18,61 +18,63 @@ from torch.autograd.function import once_differentiable
 
 from vitrail.kernels.linear_gelu import inside_transform
 
-# B images, N tokens, H heads, K numbers each, D = H K
+# B images, N tokens, H heads, K head dimension, D = H K
 
 MAX_TOKENS = 128
-"""Beyond this the fused attention is as fast, and keeps less."""
+"""Beyond this the fused attention is as fast, and stores less."""
 
 
-def packed_attention_reference(qkv: Tensor, heads: int) -> Tensor:
-    """softmax(q k' / sqrt(K)) v of B N 3D, heads side by side in each third -> B N D."""
-    q, k, v = qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
+def packed_attention_reference(qkv: Tensor, num_heads: int) -> Tensor:
+    """softmax(q k^T / sqrt(K)) v: packed q, k, v, B N 3D -> B N D."""
+    q, k, v = qkv.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def packed_attention(qkv: Tensor, heads: int) -> Tensor:
-    """The same, for what `can_pack_attention` lets through."""
-    out: Tensor = _Packed.apply(qkv, heads)  # type: ignore[no-untyped-call]
+def packed_attention(qkv: Tensor, num_heads: int) -> Tensor:
+    """The same; requires `can_pack_attention`."""
+    out: Tensor = _PackedAttention.apply(qkv, num_heads)  # type: ignore[no-untyped-call]
     return out
 
 
 def can_pack_attention(qkv: Tensor) -> bool:
-    """Few tokens in single or double precision on a CPU, gradients wanted, nobody watching, no kernel asked for."""
+    """Whether `packed_attention` applies: few tokens, float32 or float64 on a CPU, gradients, no transform or mode."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or type(qkv) is not Tensor:
         return False
     if not (torch.is_grad_enabled() and qkv.requires_grad) or torch.is_autocast_enabled("cpu"):
         return False
     plain = qkv.device.type == "cpu" and qkv.dtype in (torch.float32, torch.float64)
-    # `sdpa_kernel` switches this off, for a CPU too, when it asks for another: derivatives of derivatives need that.
-    free = torch.backends.cuda.flash_sdp_enabled()
-    return plain and free and 0 < qkv.shape[1] <= MAX_TOKENS and qkv.numel() > 0 and not inside_transform()
+    # `sdpa_kernel` disables flash, on a CPU too, to select another kernel: double backward needs that.
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    return plain and flash and 0 < qkv.shape[1] <= MAX_TOKENS and qkv.numel() > 0 and not inside_transform()
 
 
-class _Packed(torch.autograd.Function):
+class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, heads: int) -> Tensor:
+    def forward(ctx: Any, qkv: Tensor, num_heads: int) -> Tensor:
         images, tokens, width = qkv.shape
-        size = width // 3 // heads
-        laid = qkv.view(images, tokens, 3, heads, size).permute(2, 0, 3, 1, 4).reshape(3, -1, tokens, size)
-        q, k, v = laid  # each BH N K
-        logits = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=size**-0.5)
+        head_dim = width // 3 // num_heads
+        packed = (
+            qkv.view(images, tokens, 3, num_heads, head_dim).permute(2, 0, 3, 1, 4).reshape(3, -1, tokens, head_dim)
+        )
+        q, k, v = packed  # each BH N K
+        logits = torch.baddbmm(q.new_empty(1, 1, 1), q, k.mT, beta=0, alpha=head_dim**-0.5)
         weights = logits.softmax(-1)  # BH N N
-        ctx.save_for_backward(laid, weights)
-        ctx.heads = heads
-        out = torch.bmm(weights, v).view(images, heads, tokens, size)
+        ctx.save_for_backward(packed, weights)
+        ctx.num_heads = num_heads
+        out = torch.bmm(weights, v).view(images, num_heads, tokens, head_dim)
         return out.transpose(1, 2).reshape(images, tokens, -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        laid, weights = ctx.saved_tensors
-        (q, k, v), into = laid, torch.empty_like(laid)
+        packed, weights = ctx.saved_tensors
+        (q, k, v), grad_packed = packed, torch.empty_like(packed)
         images, tokens, width = grad.shape
-        grad = grad.reshape(images, tokens, ctx.heads, -1).transpose(1, 2).reshape(v.shape)  # BH N K
-        torch.bmm(weights.mT, grad, out=into[2])
-        steep = torch._softmax_backward_data(torch.bmm(grad, v.mT), weights, -1, weights.dtype)
-        steep.mul_(q.shape[-1] ** -0.5)
-        torch.bmm(steep, k, out=into[0])
-        torch.bmm(steep.mT, q, out=into[1])
-        into = into.view(3, images, ctx.heads, tokens, -1)
-        return into.permute(1, 3, 0, 2, 4).reshape(images, tokens, 3 * width), None
+        grad = grad.reshape(images, tokens, ctx.num_heads, -1).transpose(1, 2).reshape(v.shape)  # BH N K
+        torch.bmm(weights.mT, grad, out=grad_packed[2])
+        grad_logits = torch._softmax_backward_data(torch.bmm(grad, v.mT), weights, -1, weights.dtype)
+        grad_logits.mul_(q.shape[-1] ** -0.5)
+        torch.bmm(grad_logits, k, out=grad_packed[0])
+        torch.bmm(grad_logits.mT, q, out=grad_packed[1])
+        grad_packed = grad_packed.view(3, images, ctx.num_heads, tokens, -1)
+        return grad_packed.permute(1, 3, 0, 2, 4).reshape(images, tokens, 3 * width), None

@@ -1,4 +1,4 @@
-"""Float batch -> tokens -> features -> logits."""
+"""Models: B C H W -> tokens -> features -> logits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["BiT", "Net", "Output", "ViT", "build"]
 
 
 def build(config: ViTConfig | BiTConfig, seed: int | None = None, *, meta: bool = False) -> Net:
-    """The network of a config, with first values, or as a skeleton without storage to load into."""
+    """Build the model of a config with initialized weights, or with `meta` on the meta device, without storage."""
     kind = BiT if isinstance(config, BiTConfig) else ViT
     with torch.device("meta"):
         net: Net = kind(config)  # type: ignore[arg-type]
-    # By way of a skeleton, since torch's layers would draw first values of their own before ours.
+    # Built on the meta device first: torch's layers would otherwise initialize their weights before ours.
     return net if meta else net.to_empty(device="cpu").initialize(seed)

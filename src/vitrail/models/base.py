@@ -1,4 +1,4 @@
-"""What every network here shares: copies with another config, other channels, checks of its input."""
+"""BaseNet: what ViT and BiT share. Copies with another config, other channels, checks of the input."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from vitrail.models.resnet import StandardizedConv
 
 _LOCK = threading.Lock()
 _IN_EVAL_MODE: dict[nn.Module, tuple[int, list[nn.Module]]] = {}
-"""Networks inside `eval_mode`: how many callers each has, and those of its parts that were in training mode."""
+"""Models inside `eval_mode` -> number of callers, and the modules that were in training mode."""
 
 DECAYED_MODULES = (nn.Linear, PatchEmbed, StandardizedConv)
-"""What holds a kernel: a matrix or a convolution."""
+"""Layers whose weight gets weight decay: matrices and convolutions."""
 
 
 class BaseNet(nn.Module):
-    """Built from `config` alone; its state_dict is all it knows."""
+    """Base class of the models: defined by its `config` and its state_dict; no buffers."""
 
     config: Any
     first_kernel: str
-    """Name of the parameter that sees the image's channels."""
+    """Name of the parameter whose input dimension is the image's channels."""
 
     def __init_subclass__(cls) -> None:
-        """With types, not strings, in the annotations of forward: a graph traced by torch.fx holds and pickles them."""
+        """Resolve the annotations of `forward` to types: a graph traced by torch.fx stores and pickles them."""
         super().__init_subclass__()
         with suppress(NameError):  # a type imported for the type checker alone
             cls.forward.__annotations__ = get_type_hints(cls.forward)
@@ -42,7 +42,7 @@ class BaseNet(nn.Module):
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Set to True to recompute each block in the backward pass of training mode, and keep less."""
+        """Recompute each block in the backward pass instead of storing its activations (training mode only)."""
         return self._recompute
 
     @gradient_checkpointing.setter
@@ -53,33 +53,33 @@ class BaseNet(nn.Module):
 
     @torch.no_grad()
     def with_channels(self, channels: int) -> Self:
-        """A copy for images of other channels: the first filters summed for one, repeated for more.
+        """A copy for another number of channels: the first filters are summed for one, repeated for more.
 
-        A ViT answers to a gray image as before. Behind a ResNet's standardized first convolution,
-        which rescales every filter, the copy is only a place to start from.
+        A ViT's outputs for gray images are unchanged. A ResNet's standardized first convolution rescales
+        every filter, so there the copy is only an initialization.
         """
         weight = adapt_channels(self.state_dict()[self.first_kernel], channels)
         return self.rebuild(self.config.replace(channels=channels), {self.first_kernel: weight})
 
     def rebuild(self, config: Any, changed: dict[str, Tensor], drop: tuple[str, ...] = ()) -> Self:
-        """A copy of another config, with some parameters changed and those of some prefixes left out."""
+        """A copy with another config: `changed` replaces parameters, those with a prefix in `drop` are removed."""
         with torch.device("meta"):
             net = type(self)(config)  # type: ignore[call-arg]
-        kept = {k: v for k, v in self.state_dict().items() if not drop or not k.startswith(drop)}
-        state = {k: v.detach().clone() for k, v in (kept | changed).items()}
+        state = {k: v for k, v in self.state_dict().items() if not drop or not k.startswith(drop)}
+        state = {k: v.detach().clone() for k, v in (state | changed).items()}
         net.load_state_dict(state, assign=True)
         net.gradient_checkpointing = self.gradient_checkpointing
         return net.train(self.training)
 
     def decayed_parameters(self) -> set[str]:
-        """Names of the parameters that weight decay is meant for: kernels, and nothing else.
+        """Names of the parameters with weight decay: weights of matrices and convolutions.
 
-        No biases, norms or LayerScale, no tokens and registers, no positions, not the pool's probe.
+        Without biases, norms, LayerScale, tokens, registers, positions and the pool's query.
         """
         return {f"{name}.weight" for name, module in self.named_modules() if isinstance(module, DECAYED_MODULES)}
 
     def layer_id(self, name: str) -> int:
-        """How high a parameter stands: 0 for what sees the image first, and the head on top."""
+        """Index of a parameter's layer for layer-wise learning rate decay: 0 at the input, the highest for the head."""
         raise NotImplementedError
 
     def is_checkpointing(self) -> bool:
@@ -96,23 +96,23 @@ class BaseNet(nn.Module):
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """D C p q -> D channels p q. One channel: the filters' sum. More: in turn, scaled to keep the sum."""
-    had = weight.shape[1]
-    if channels == had:
+    """D C p q -> D channels p q. For one channel the filters' sum; for more, repeated and scaled to keep the sum."""
+    in_channels = weight.shape[1]
+    if channels == in_channels:
         return weight
     if channels < 1:
         raise ModelError(f"an image has at least one channel, got channels={channels}.")
     if channels == 1:
         return weight.sum(1, keepdim=True)
-    times = -(-channels // had)
-    return weight.repeat(1, times, 1, 1)[:, :channels] * (had / channels)
+    times = -(-channels // in_channels)
+    return weight.repeat(1, times, 1, 1)[:, :channels] * (in_channels / channels)
 
 
 @contextmanager
 def eval_mode(net: nn.Module) -> Iterator[None]:
-    """In evaluation mode; afterwards every part is in the mode it was in.
+    """Context manager: put a model in evaluation mode, and restore every module's mode afterwards.
 
-    A network that is in evaluation mode is left alone. Threads may share a network: the last of them to
+    A model already in evaluation mode is not touched. Threads may share a model: the last one to
     leave restores the modes.
     """
     with _LOCK:

@@ -1,4 +1,4 @@
-"""Keeping what evaluation would compute again and again from weights that do not change."""
+"""A cache for values that evaluation would compute again from unchanged weights in every forward pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.fx import Proxy
 
 
 class CacheEntry(NamedTuple):
-    """A result, and the state of everything it was made from."""
+    """A cached value and the state of everything it was computed from."""
 
     key: Hashable
     weights: tuple[Tensor, ...]
-    aliases: tuple[Tensor, ...]  # hold the storages, so that their addresses cannot come back with other values
+    aliases: tuple[Tensor, ...]  # keep the storages alive, so that their addresses are not reused
     versions: tuple[int, ...]
     stream: int
     value: Any
@@ -32,12 +32,11 @@ class CacheEntry(NamedTuple):
 
 
 class CachedModule(nn.Module):
-    """A module that keeps its last result in evaluation without gradients.
+    """A module that caches its last value in evaluation mode without gradients.
 
-    It is made anew when a weight changes, moves or is replaced, when gradients are wanted, and after
-    `train` or `eval`; never kept while a graph is traced or captured, nor shared between CUDA
-    streams. The one change torch keeps no count of is writing into `weight.data` or a NumPy view;
-    call `eval()` after that.
+    The value is recomputed when a weight changes, moves or is replaced, when gradients are enabled, and
+    after `train()` or `eval()`. It is not cached while a graph is traced or captured, nor shared between
+    CUDA streams. Writes to `weight.data` or a NumPy view are not detected; call `eval()` after them.
     """
 
     def __init__(self) -> None:
@@ -45,32 +44,32 @@ class CachedModule(nn.Module):
         self._cache: CacheEntry | None = None
 
     def cached(self, key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
-        """`make()`, or what it gave last time for this key and these parameters."""
+        """`make()`, or its last value for the same key and unchanged parameters."""
         if torch.compiler.is_compiling() or isinstance(device, Proxy):
             return make()
         weights = tuple(self.parameters())
-        # None of these modules has a buffer of its own: one is the mask of torch.nn.utils.prune.
+        # Cached modules have no buffers of their own: a buffer is a mask of torch.nn.utils.prune.
         if self.training or self._buffers or not _is_cacheable(weights, device):
             self._cache = None
             return make()
         key, stream = (key, device, torch.is_inference_mode_enabled()), _cuda_stream(device)
-        kept = self._cache  # another thread may replace it meanwhile
-        if kept is None or not kept.is_valid_for(key, weights, stream):
+        entry = self._cache  # another thread may replace it
+        if entry is None or not entry.is_valid_for(key, weights, stream):
             value = make()
             parts = value if isinstance(value, tuple) else (value,)
-            if any(type(part) is not Tensor for part in parts):  # a tracer's stand-in
+            if any(type(part) is not Tensor for part in parts):  # a tracer's proxy
                 return value
             aliases, versions = tuple(w.detach() for w in weights), tuple(w._version for w in weights)
-            kept = CacheEntry(key, weights, aliases, versions, stream, value)
-            self._cache = kept
-        return kept.value
+            entry = CacheEntry(key, weights, aliases, versions, stream, value)
+            self._cache = entry
+        return entry.value
 
     def train(self, mode: bool = True) -> Self:
         self._cache = None
         return super().train(mode)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        self._cache = None  # else memory stays taken on the device that the weights leave
+        self._cache = None  # frees memory on the device that the weights leave
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -79,7 +78,7 @@ class CachedModule(nn.Module):
 
 
 def _is_cacheable(weights: tuple[Tensor, ...], device: torch.device) -> bool:
-    """Only from plain parameters, computed with for real, when no gradient is to flow through them."""
+    """Whether a value of these weights may be cached: plain parameters, no gradients, no CUDA graph capture."""
     if weights and torch.is_grad_enabled():
         return False
     if any(type(w) is not nn.Parameter or w.is_inference() for w in weights):
@@ -88,5 +87,5 @@ def _is_cacheable(weights: tuple[Tensor, ...], device: torch.device) -> bool:
 
 
 def _cuda_stream(device: torch.device) -> int:
-    """Another stream may not see the result finished."""
+    """The current CUDA stream: on another stream the value may not be computed yet."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""How much arithmetic one image costs, counted from the config."""
+"""FLOPs and parameters of a model, counted from its config."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vitrail.models import bit, build, hybrid
 
 
 def count_flops(config: ViTConfig | BiTConfig, image_size: Pair | None = None) -> int:
-    """Two per multiply-add in products and convolutions, for one image in a forward pass.
+    """FLOPs of a forward pass for one image: two per multiply-add of matrix products and convolutions.
 
-    Norms, activations and softmax are left out, as torch's own counter does.
+    Norms, activations and softmax are not counted, as in torch's FlopCounterMode.
     """
     size = pair(image_size if image_size is not None else config.image_size)
     if isinstance(config, BiTConfig):
@@ -29,16 +29,16 @@ def count_flops(config: ViTConfig | BiTConfig, image_size: Pair | None = None) -
     return total + 2 * config.head_width * config.num_classes * (1 + config.distilled)
 
 
-def training_flops(config: ViTConfig | BiTConfig, train: str | int = "all") -> int:
-    """The same for an image in training, where `train` (everything, the "head", or so many of the last blocks) learns.
+def training_flops(config: ViTConfig | BiTConfig, trainable: str | int = "all") -> int:
+    """FLOPs of forward and backward pass for one image; `trainable`: "all", "head" or a number of last blocks.
 
-    A backward pass takes two products for each one of the forward pass through what learns: the gradients of its
-    weights and of its inputs. What lies below is not gone through. Of a BiT's blocks, which differ, the mean is taken.
+    The backward pass costs two products for each product of the trainable layers' forward pass: the gradients of
+    weights and of inputs. Frozen layers have no backward pass. A BiT's blocks are counted with their mean cost.
     """
     forward = count_flops(config)
-    if train == "all":
+    if trainable == "all":
         return 3 * forward
-    last = train if isinstance(train, int) else 0
+    last = trainable if isinstance(trainable, int) else 0
     if isinstance(config, BiTConfig):
         return forward + 2 * forward * last // sum(config.layers)
     head = 2 * config.head_width * config.num_classes * (1 + config.distilled)
@@ -60,13 +60,13 @@ def _mlp(config: ViTConfig, tokens: int) -> int:
 
 def _pool(config: ViTConfig, tokens: int) -> int:
     width = config.pooled_width
-    query_once_per_batch_and_out = 2 * 2 * width * width
+    query_and_output = 2 * 2 * width * width
     attention = 2 * tokens * config.width * 2 * width + 4 * tokens * width
-    return query_once_per_batch_and_out + attention + (_mlp(config, 1) if config.pool == "map" else 0)
+    return query_and_output + attention + (_mlp(config, 1) if config.pool == "map" else 0)
 
 
 def count_parameters(config: ViTConfig | BiTConfig) -> int:
-    """Numbers to learn, counted on skeletons without storage; every block adds the same."""
+    """Number of parameters, counted on the meta device; every block of a ViT has the same number."""
     if isinstance(config, BiTConfig):
         return _count(config)
     first, second = _count(config.replace(depth=1)), _count(config.replace(depth=2))

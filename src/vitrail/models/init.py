@@ -1,4 +1,4 @@
-"""First values of weights, as JAX's initializers draw them."""
+"""Weight initialization, as JAX's initializers do it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Generator, Tensor, nn
 
-# A normal cut at two standard deviations has 0.8796 of its spread; flax divides by that.
-_CUT_SPREAD = 0.87962566103423978
+# Standard deviation of a unit normal truncated at two standard deviations; flax divides by it.
+_TRUNCATED_STD = 0.87962566103423978
 
 
 def generator_for(parameter: Tensor, seed: int | None) -> Generator | None:
-    """A generator of its own for a seed; None follows torch's global one."""
+    """A generator for this seed; None: torch's global generator."""
     return None if seed is None else Generator(parameter.device).manual_seed(seed)
 
 
@@ -20,15 +20,15 @@ def generator_for(parameter: Tensor, seed: int | None) -> Generator | None:
 def lecun_normal_(weight: Tensor, generator: Generator | None = None, *, fan_in: int | None = None) -> None:
     """Truncated normal with variance 1 / fan_in; fan_in is all but the first dimension."""
     fan_in = fan_in or math.prod(weight.shape[1:])
-    std = math.sqrt(1 / fan_in) / _CUT_SPREAD
+    std = math.sqrt(1 / fan_in) / _TRUNCATED_STD
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std, generator=generator)
 
 
 @torch.no_grad()
 def xavier_uniform_(weight: Tensor, generator: Generator | None = None, *, parts: int = 1) -> None:
-    """Uniform by fan_in + fan_out, where a matrix that stacks several counts as that many.
+    """Xavier uniform; a weight that stacks `parts` matrices has the fan_out of one.
 
-    In one draw over the whole: pieces of a sharded matrix would be copies, and stay as they were.
+    Filled in one call: slices of a sharded tensor would be copies, and the weight would not change.
     """
     fan_out, fan_in = weight.shape[0] // parts, weight.shape[1]
     bound = math.sqrt(6 / (fan_in + fan_out))
@@ -41,5 +41,5 @@ def normal_(weight: Tensor, std: float, generator: Generator | None = None) -> N
 
 
 def is_meta(module: nn.Module) -> bool:
-    """True for a skeleton without storage, which has no first values."""
+    """Whether a module is on the meta device, without storage to initialize."""
     return any(p.is_meta for p in module.parameters())

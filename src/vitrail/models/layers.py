@@ -1,4 +1,4 @@
-"""The encoder's parts: patch projection, attention, MLP, block, attention pool."""
+"""Layers of the ViT encoder: PatchEmbed, Attention, MLP, Block, AttentionPool."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from vitrail.models import drop
 # B images, C channels, N tokens, D width, H heads, K = D // H, M hidden width of the MLP
 
 QKTransform = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""A position that lives in the attention: q, k (B H N K) -> q, k, logits to add or None."""
+"""Position encoding inside attention: (q, k), each B H N K -> (q, k, bias added to the logits, or None)."""
 
 
 class PatchEmbed(nn.Module):
-    """Each patch flattened and multiplied by one matrix: a convolution whose stride is its size."""
+    """Patch embedding: a linear projection of each flattened patch (a convolution whose stride is its kernel size)."""
 
-    def __init__(self, in_channels: int, width: int, patch: tuple[int, int], bias: bool = True) -> None:
+    def __init__(self, in_channels: int, width: int, patch_size: tuple[int, int], bias: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width, in_channels, *patch))
+        self.weight = nn.Parameter(torch.empty(width, in_channels, *patch_size))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
     def forward(self, images: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class PatchEmbed(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computed in the precision of its weight: torch has no kernel for two, and warns."""
+    """RMSNorm computed in the dtype of its weight: torch has no fused kernel for mixed dtypes, and warns."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype))
@@ -57,10 +57,10 @@ def attend(
     dropout: float = 0.0,
     weights_out: list[Tensor] | None = None,
 ) -> Tensor:
-    """softmax(q k' / sqrt(K) + bias) v, all B H N K.
+    """Scaled dot-product attention, softmax(q k^T / sqrt(K) + bias) v; q, k, v and the result are B H N K.
 
-    Fused, unless a list is given to keep the weights (B H N N) in: then the same arithmetic is
-    written out, and agrees to rounding.
+    Uses the fused kernel, unless `weights_out` is given: then the attention weights (B H N N) are
+    computed explicitly and appended to that list. Both paths agree to rounding.
     """
     if weights_out is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
@@ -72,17 +72,17 @@ def attend(
 
 
 class Attention(nn.Module):
-    """Every token asks every token."""
+    """Multi-head self-attention, B N D -> B N D."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        width, self.heads = config.width, config.num_heads
+        width, self.num_heads = config.width, config.num_heads
         self.qkv = nn.Linear(width, 3 * width, bias=config.qkv_bias)
         self.q_norm = make_norm(config, width // config.num_heads) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, width // config.num_heads) if config.qk_norm else nn.Identity()
         self.out = nn.Linear(width, width, bias=config.proj_bias)
         self.dropout, self.attention_dropout = config.dropout, config.attention_dropout
-        self.bare = not config.qk_norm
+        self.has_qk_norm = config.qk_norm
 
     def forward(
         self,
@@ -91,11 +91,18 @@ class Attention(nn.Module):
         weights_out: list[Tensor] | None = None,
         dropout_seeds: Tensor | None = None,
     ) -> Tensor:
+        """`weights_out` receives the attention weights; `dropout_seeds`, B int64, are those of the output's dropout."""
         qkv, rate = self.qkv(x), self.attention_dropout if self.training else 0.0  # B N 3D
-        if self.bare and qk_transform is None and weights_out is None and not rate and can_pack_attention(qkv):
-            x = packed_attention(qkv, self.heads)
+        if (
+            not self.has_qk_norm
+            and qk_transform is None
+            and weights_out is None
+            and not rate
+            and can_pack_attention(qkv)
+        ):
+            x = packed_attention(qkv, self.num_heads)
         else:
-            q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
+            q, k, v = qkv.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
             q, k, bias = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype), None
             if qk_transform is not None:
                 q, k, bias = qk_transform(q, k)
@@ -104,13 +111,13 @@ class Attention(nn.Module):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """Half of the numbers gate the other half."""
+    """SiLU of the first half of the channels times the second half."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """OpenAI CLIP's cheap stand-in for GELU."""
+    """Sigmoid approximation of GELU, as in OpenAI's CLIP."""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -127,7 +134,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Each token by itself: wider, bent, back."""
+    """Position-wise feed-forward network: Linear(D, M), activation, Linear(M, D). For SwiGLU, Linear(D, 2M) first."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -137,7 +144,7 @@ class MLP(nn.Module):
         self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
 
     def forward(self, x: Tensor, hidden_seeds: Tensor | None = None, output_seeds: Tensor | None = None) -> Tensor:
-        """`hidden` and `down` are the seeds of the two dropouts."""
+        """B N D -> B N D. The seeds, B int64 each, are for dropout after the activation and after the output."""
         rate = self.dropout if self.training else 0.0
         if self.activation is gelu_tanh and can_fuse_linear_gelu(self.up, x):
             x = linear_gelu_tanh(x, self.up.weight, self.up.bias)
@@ -148,9 +155,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on the normalized tokens and added to them.
+    """Pre-norm transformer block: x + Attention(norm1(x)), then x + MLP(norm2(x)).
 
-    `seeds` (5 B, see `models.drop`) decide what dropout and stochastic depth drop; None: fresh ones.
+    Both branches may have LayerScale and stochastic depth.
+
+    `seeds`, 5 B (see `models.drop`), determine dropout and stochastic depth; None: drawn from torch's generator.
     """
 
     def __init__(self, config: ViTConfig, drop_path: float = 0.0) -> None:
@@ -171,28 +180,29 @@ class Block(nn.Module):
         weights_out: list[Tensor] | None = None,
         seeds: Tensor | None = None,
     ) -> Tensor:
-        out, hidden, down, skip1, skip2 = (None,) * 5 if seeds is None else seeds.unbind()
+        out, hidden, down, path1, path2 = (None,) * 5 if seeds is None else seeds.unbind()
         y = self.attention(self.norm1(x), qk_transform, weights_out, out)
-        x = x + self.scale_and_drop(y, self.scale1, skip1)
+        x = x + self.scale_and_drop(y, self.scale1, path1)
         y = self.mlp(self.norm2(x), hidden, down)
-        return x + self.scale_and_drop(y, self.scale2, skip2)
+        return x + self.scale_and_drop(y, self.scale2, path2)
 
     def scale_and_drop(self, x: Tensor, scale: Tensor | None, seed: Tensor | None) -> Tensor:
-        """Scaled by LayerScale, and skipped for some images by stochastic depth."""
-        x = x if scale is None else (x * scale).to(x.dtype)  # autocast would leave float32 to be added
+        """A residual branch after LayerScale and stochastic depth."""
+        x = x if scale is None else (x * scale).to(x.dtype)  # under autocast the product is float32
         return drop.drop_path(x, self.drop_path if self.training else 0.0, seed)
 
 
 class AttentionPool(nn.Module):
-    """Cross-attention of one learned query to the tokens, then a residual MLP (big_vision's MAP head) or a norm (CoCa).
+    """Attention pooling: cross-attention of one learned query to the tokens, B N D -> B P.
 
-    CoCa's pool may have a width P and heads of its own. Its other queries, which only CoCa's text
-    decoder reads, are not here.
+    Followed by a residual MLP (pool='map', big_vision's MAP head) or a LayerNorm (pool='coca'). P is D, except
+    that CoCa's pool may have its own width and number of heads. CoCa's other queries, which only its text
+    decoder uses, are not implemented.
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        width, self.heads = config.pooled_width, config.pool_heads or config.num_heads
+        width, self.num_heads = config.pooled_width, config.pool_heads or config.num_heads
         self.probe = nn.Parameter(torch.empty(width))
         self.q = nn.Linear(width, width)
         self.kv = nn.Linear(config.width, 2 * width)
@@ -201,9 +211,9 @@ class AttentionPool(nn.Module):
         self.mlp = MLP(config.replace(dropout=0.0)) if config.pool == "map" else None
 
     def forward(self, x: Tensor, weights_out: list[Tensor] | None = None) -> Tensor:
-        """B N D -> B P, where P is D but in CoCa."""
-        q = self.q(self.probe).expand(x.shape[0], 1, -1).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # B H 1 K
-        k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
+        """B N D -> B P; `weights_out` receives the attention weights, B H 1 N."""
+        q = self.q(self.probe).expand(x.shape[0], 1, -1).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # B H 1 K
+        k, v = self.kv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # each B H N K
         x = self.out(attend(q, k, v, weights_out=weights_out).flatten(1))  # B P
         normed: Tensor = self.norm(x)
         return normed if self.mlp is None else x + self.mlp(normed)

@@ -1,4 +1,4 @@
-"""What a network can tell about an image, by name."""
+"""Named outputs of a model, and the selection of outputs and layers."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from torch import Tensor
 from vitrail.errors import ModelError, did_you_mean
 
 
-# B images, T tokens (special ones first), N patches in h rows and w columns, D width, H heads
+# B images, T tokens (P prefix tokens first), N patches in h rows and w columns, D width, H heads
 @dataclass(kw_only=True)
 class Output:
-    """Only what was wanted is filled in; the rest is None."""
+    """Outputs of `net.features`: those requested; the others are None."""
 
     logits: Tensor | None = None
-    """B classes: what `net(images)` returns; B D where the network has no head."""
+    """B num_classes: what `net(images)` returns; B D for a model without a head."""
     head_logits: tuple[Tensor, Tensor] | None = None
-    """Distilled networks: logits of the class token's head and of the distillation token's."""
+    """Distilled models: logits of the class token's head and of the distillation token's head."""
     pooled: Tensor | None = None
-    """B D: what the head sees, before the pre-training head's tanh layer."""
+    """B D: the input of the head, before the pre-logits layer."""
     pre_logits: Tensor | None = None
-    """B R: after that layer (the same as `pooled` without one)."""
+    """B R: after the pre-logits layer; equal to `pooled` without one."""
     class_token: Tensor | None = None
     """B D: the class token after the last block, and after the final norm where that comes before pooling."""
     patches: Tensor | None = None
-    """B h w D: the patches, likewise, as the grid they lie in."""
+    """B h w D: the patch tokens, likewise, on their grid."""
     tokens: tuple[Tensor, ...] | None = None
-    """depth + 1 times B T D: what enters the first block, then what leaves each; with `layers`, what leaves those."""
+    """B T D each: the input of the first block, then each block's output; with `layers`, only those outputs."""
     patch_maps: tuple[Tensor, ...] | None = None
-    """For each layer, or of `layers`, B h w D: the patches that leave it, as the grid they lie in."""
+    """B h w D for each block, or each of `layers`: its output patch tokens on their grid."""
     prefix_tokens: tuple[Tensor, ...] | None = None
-    """Likewise B P D: the class, distillation and register tokens, in this order."""
+    """B P D for each block, or each of `layers`: class, distillation and register tokens, in this order."""
     attention: tuple[Tensor, ...] | None = None
-    """For each layer, or of `layers`, B H T T: each row sums to 1."""
+    """B H T T for each block, or each of `layers`: attention weights; each row sums to 1."""
     pool_attention: Tensor | None = None
     """The attention pool's weights: B H N over the patches (pool='map'), B H T over all tokens (pool='coca')."""
     feature_maps: tuple[Tensor, ...] | None = None
-    """Convolutional networks: B C h w after each stage, or after those that `layers` names."""
+    """Convolutional models: B C h w after each stage, or each of `layers`."""
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Output:
-        """With every tensor passed through `change`."""
+    def map(self, function: Callable[[Tensor], Tensor]) -> Output:
+        """Apply a function to every tensor."""
         changed: dict[str, Any] = {}
         for name in OUTPUT_NAMES:
             if isinstance(value := getattr(self, name), tuple):
-                changed[name] = tuple(map(change, value))
+                changed[name] = tuple(map(function, value))
             elif value is not None:
-                changed[name] = change(value)
+                changed[name] = function(value)
         return Output(**changed)
 
 
 def concat_outputs(outputs: Sequence[Output]) -> Output:
-    """Outputs of batches as that of all their images."""
+    """Concatenate the outputs of several batches."""
     if not outputs:
-        raise ModelError("there are no images to compute features of; wanted at least one.")
+        raise ModelError("got no images to compute features of; wanted at least one.")
     whole: dict[str, Any] = {}
     for name in OUTPUT_NAMES:
         parts = [getattr(output, name) for output in outputs]
@@ -70,13 +70,13 @@ def concat_outputs(outputs: Sequence[Output]) -> Output:
 
 OUTPUT_NAMES = tuple(f.name for f in fields(Output))
 PER_LAYER = frozenset({"tokens", "patch_maps", "prefix_tokens", "attention", "feature_maps"})
-"""Outputs of which there is one for each layer: `layers` chooses among these."""
+"""Outputs with one value per layer: `layers` selects among these."""
 
 
 def resolve_outputs(
     outputs: str | Iterable[str] | None, layers: Iterable[int] | None = None, default_layered: str = "tokens"
 ) -> frozenset[str]:
-    """The names asked for, checked; None: the logits, or with `layers` the output called `layered`."""
+    """Check the names of the requested outputs; None: the logits, or with `layers`, `default_layered`."""
     if outputs is None:
         return frozenset({"logits" if layers is None else default_layered})
     names = frozenset((outputs,) if isinstance(outputs, str) else outputs)
@@ -91,14 +91,14 @@ def resolve_outputs(
 
 
 def resolve_layers(layers: Iterable[int] | None, depth: int) -> tuple[int, ...]:
-    """Layers counted from 0, negative ones from the end, as 0 ... depth - 1; None: all of them."""
+    """Layer indices, negative ones from the end, as 0 ... depth - 1; None: all."""
     try:
-        asked = tuple(index(layer) for layer in (range(depth) if layers is None else layers))
+        resolved = tuple(index(layer) for layer in (range(depth) if layers is None else layers))
     except TypeError:
         raise ModelError(f"layers={layers}: wanted a list of layers, such as [3] or [3, 7, 11].") from None
-    for layer in asked:
+    for layer in resolved:
         if not -depth <= layer < depth:
             raise ModelError(f"there is no layer {layer}; wanted 0 to {depth - 1}, or -1 for the last.")
-    if not asked:
+    if not resolved:
         raise ModelError("layers is empty; wanted at least one layer, such as [-1] for the last.")
-    return tuple(layer % depth for layer in asked)
+    return tuple(layer % depth for layer in resolved)

@@ -1,11 +1,11 @@
-"""How a patch knows where it is.
+"""Position encodings of patches.
 
-Additive kinds (learned-1d, learned-2d, sincos-2d) are modules that map a grid to one vector per
-token. The kinds inside the attention (relative, rope-2d) map a grid to a function of queries and
-keys. None of them holds a buffer, so a skeleton without storage plus a state_dict is complete.
+Additive encodings (learned-1d, learned-2d, sincos-2d) map a grid to one vector per token. Encodings
+inside attention (relative, rope-2d) map a grid to a QKTransform, a function of queries and keys.
+None of them has buffers: a model on the meta device plus a state_dict is complete.
 
-What depends on the grid is computed by functions that torch.fx keeps as one node (`fx.wrap`), so that
-a traced graph takes images of any size, as the network does.
+Functions that depend on the grid are leaf nodes for torch.fx (`fx.wrap`), so a traced graph accepts
+images of any size, like the model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vitrail.errors import ModelError
 from vitrail.models.cached_module import CachedModule
 from vitrail.models.layers import QKTransform
 
-# h rows and w columns of patches, N = h w, T tokens (P special ones first), D width, H heads, K = D // H
+# h rows and w columns of patches, N = h w, T tokens (P prefix tokens first), D width, H heads, K = D // H
 
 Grid = tuple[int, int]
 
@@ -34,12 +34,12 @@ RESAMPLE_ARGS: dict[str, dict[str, Any]] = {
     "torchvision": {"mode": "bicubic", "align_corners": True},
     "dinov2": {"mode": "bicubic", "offset": 0.1},  # and DINO: the scale is a little too large
 }
-"""Whose convention -> arguments of `torch.nn.functional.interpolate`."""
+"""Library whose convention is used -> arguments of `torch.nn.functional.interpolate`."""
 
 
 @fx.wrap
 def resample(table: Tensor, grid: Grid, convention: str) -> Tensor:
-    """h w D -> h' w' D, as the named code base does it; the same grid comes back as it is."""
+    """Interpolate a table of position embeddings, h w D -> h' w' D, as the named library does."""
     source = (table.shape[0], table.shape[1])
     if source == grid:
         return table
@@ -54,14 +54,14 @@ def resample(table: Tensor, grid: Grid, convention: str) -> Tensor:
 
 
 def _arange(end: int, like: Tensor) -> Tensor:
-    """0 ... end - 1 in at least single precision, where `like` lives."""
+    """0 ... end - 1 on the device of `like`, in float64 where `like` is, else float32."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.arange(end, device=like.device, dtype=dtype)
 
 
 @fx.wrap
 def sincos_2d(grid: Grid, width: int, like: Tensor) -> Tensor:
-    """N D: sines and cosines of column, then of row, as big_vision has them."""
+    """Fixed sine and cosine embeddings, N D: of the column, then of the row, as in big_vision."""
     omega = 10_000.0 ** -(_arange(width // 4, like) / (width // 4 - 1))
     y, x = torch.meshgrid(_arange(grid[0], like), _arange(grid[1], like), indexing="ij")
     angles = [axis.reshape(-1, 1) * omega for axis in (x, y)]
@@ -70,14 +70,14 @@ def sincos_2d(grid: Grid, width: int, like: Tensor) -> Tensor:
 
 @fx.wrap
 def cast_like(x: Tensor, like: Tensor) -> Tensor:
-    """In the dtype of the tokens that it is added to; autocast adds it in single precision."""
+    """Cast to the dtype of the tokens it is added to; unchanged under autocast, which adds in float32."""
     return x if torch.is_autocast_enabled(like.device.type) else x.to(like.dtype)
 
 
 @fx.wrap
-def rotary_cos_sin(grid: Grid, head: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, N K: centers of patches in [-1, 1], one period per pair of numbers."""
-    periods = base ** (_arange(head // 4, like) * 4 / head)
+def rotary_cos_sin(grid: Grid, head_dim: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each N K, of patch centers in [-1, 1]; one period per pair of channels."""
+    periods = base ** (_arange(head_dim // 4, like) * 4 / head_dim)
     centers = [2 * (_arange(n, like) + 0.5) / n - 1 for n in grid]
     where = torch.stack(torch.meshgrid(*centers, indexing="ij"), dim=-1).flatten(0, 1)  # N 2
     angles = (2 * math.pi * where[:, :, None] / periods).flatten(1).tile(2)  # N K
@@ -86,7 +86,7 @@ def rotary_cos_sin(grid: Grid, head: int, base: float, like: Tensor) -> tuple[Te
 
 @fx.wrap
 def relative_position_index(grid: Grid, built_for: Grid, like: Tensor) -> Tensor:
-    """N N: p_q - p_k of the flattened patches, from 0."""
+    """N N: p_q - p_k of the flattened patches, shifted to start at 0."""
     if grid != built_for:
         raise ModelError(
             f"relative positions exist for {built_for[0]}x{built_for[1]} patches only and cannot be "
@@ -97,40 +97,40 @@ def relative_position_index(grid: Grid, built_for: Grid, like: Tensor) -> Tensor
 
 
 class AdditivePosition(CachedModule):
-    """A vector for each token; special tokens without a position get zeros."""
+    """Base of the additive encodings: one vector per token; prefix tokens without a position get zeros."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.source, self.width = config.grid, config.width
-        self.convention, self.zeros = config.resample, config.num_prefix_tokens - config.placed_prefix
-        rows = config.placed_prefix
+        self.width, self.convention = config.width, config.resample
+        self.num_zeros = config.num_prefix_tokens - config.num_positioned_prefix_tokens
+        rows = config.num_positioned_prefix_tokens
         self.prefix = nn.Parameter(torch.empty(rows, config.width)) if rows else None
 
     def forward(self, grid: Grid, like: Tensor) -> Tensor:
-        """T D for this grid."""
+        """The table for this grid, T D."""
         table: Tensor = self.cached((grid, like.dtype), like.device, lambda: self.build_table(grid, like))
         return table
 
     def build_table(self, grid: Grid, like: Tensor) -> Tensor:
         patches = self.patch_table(grid, like)
         parts = [patches]
-        if self.zeros:
-            parts.insert(0, patches.new_zeros(self.zeros, self.width))
+        if self.num_zeros:
+            parts.insert(0, patches.new_zeros(self.num_zeros, self.width))
         if self.prefix is not None:
             parts.insert(0, self.prefix)
         return torch.cat(parts) if len(parts) > 1 else patches
 
     def patch_table(self, grid: Grid, like: Tensor) -> Tensor:
-        """N D."""
+        """Positions of the patches, N D."""
         raise NotImplementedError
 
     def resampled(self, grid: Grid) -> dict[str, Tensor]:
-        """The parameters that depend on the grid, for another one."""
+        """The parameters that depend on the grid, resampled to another one, by name."""
         return {}
 
 
 class LearnedPosition1d(AdditivePosition):
-    """A vector for each patch; called 1-D because it knows nothing of rows and columns."""
+    """A learned vector for each patch; 1-D because rows and columns are not distinguished."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -144,7 +144,7 @@ class LearnedPosition1d(AdditivePosition):
 
 
 class LearnedPosition2d(AdditivePosition):
-    """Half a vector for each row and half for each column, side by side."""
+    """A learned vector of D / 2 for each row and for each column, concatenated."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config)
@@ -163,58 +163,55 @@ class LearnedPosition2d(AdditivePosition):
 
 
 class SinCosPosition2d(AdditivePosition):
-    """Fixed waves: nothing to learn, any grid."""
+    """Fixed 2-D sine and cosine embeddings; no parameters, any grid."""
 
     def patch_table(self, grid: Grid, like: Tensor) -> Tensor:
         return cast_like(sincos_2d(grid, self.width, like), like)
 
 
 class RotaryPosition2d(CachedModule):
-    """Queries and keys of patches turned by angles of their place (DINOv3's convention)."""
+    """2-D rotary position embedding of the patches' queries and keys (DINOv3's convention)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.head, self.base, self.special = (
-            config.width // config.num_heads,
-            config.rope_base,
-            config.num_prefix_tokens,
-        )
+        self.head_dim, self.base = config.width // config.num_heads, config.rope_base
+        self.num_prefix = config.num_prefix_tokens
 
     def forward(self, grid: Grid, like: Tensor) -> QKTransform:
         cos, sin = self.cached((grid, like.dtype), like.device, lambda: self.cos_sin(grid, like))
 
-        def turn(x: Tensor) -> Tensor:
-            special, patches = x[:, :, : self.special], x[:, :, self.special :]
+        def rotate(x: Tensor) -> Tensor:
+            prefix, patches = x[:, :, : self.num_prefix], x[:, :, self.num_prefix :]
             a, b = patches.chunk(2, dim=-1)
-            turned = patches * cos + torch.cat([-b, a], dim=-1) * sin
-            return torch.cat([special, turned.to(x.dtype)], dim=2)
+            rotated = patches * cos + torch.cat([-b, a], dim=-1) * sin
+            return torch.cat([prefix, rotated.to(x.dtype)], dim=2)
 
-        return lambda q, k: (turn(q), turn(k), None)
+        return lambda q, k: (rotate(q), rotate(k), None)
 
     def cos_sin(self, grid: Grid, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, N K: centers of patches in [-1, 1], one period per pair of numbers."""
-        return rotary_cos_sin(grid, self.head, self.base, like)
+        """Cosines and sines, each N K, of patch centers in [-1, 1]; one period per pair of channels."""
+        return rotary_cos_sin(grid, self.head_dim, self.base, like)
 
 
 class RelativePosition(nn.Module):
-    """The query also asks an embedding of each offset along the flattened patches (appendix D.4)."""
+    """Relative positions: adds q . e[p_q - p_k] to the logits, p being the index of a patch (appendix D.4)."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.grid, self.heads, self.special = config.grid, config.num_heads, config.num_prefix_tokens
+        self.grid, self.num_heads, self.num_prefix = config.grid, config.num_heads, config.num_prefix_tokens
         count = math.prod(config.grid)
         self.offsets = nn.Parameter(torch.empty(2 * count - 1, config.width))
 
     def forward(self, grid: Grid, like: Tensor) -> QKTransform:
         index = relative_position_index(grid, self.grid, like)
 
-        def add(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            keys = self.offsets.unflatten(1, (self.heads, -1)).permute(1, 2, 0).to(q.dtype)  # H K 2N-1
-            asked = (q[:, :, self.special :] * q.shape[-1] ** -0.5) @ keys  # B H N 2N-1
-            bias = asked.gather(-1, index.expand(q.shape[0], self.heads, -1, -1))  # B H N N
-            return q, k, F.pad(bias, (self.special, 0, self.special, 0))
+        def add_bias(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            keys = self.offsets.unflatten(1, (self.num_heads, -1)).permute(1, 2, 0).to(q.dtype)  # H K 2N-1
+            logits = (q[:, :, self.num_prefix :] * q.shape[-1] ** -0.5) @ keys  # B H N 2N-1
+            bias = logits.gather(-1, index.expand(q.shape[0], self.num_heads, -1, -1))  # B H N N
+            return q, k, F.pad(bias, (self.num_prefix, 0, self.num_prefix, 0))
 
-        return add
+        return add_bias
 
 
 ADDITIVE: dict[str, type[AdditivePosition]] = {
@@ -226,9 +223,12 @@ IN_ATTENTION: dict[str, type[nn.Module]] = {"relative": RelativePosition, "rope-
 
 
 def make_positions(config: ViTConfig) -> nn.ModuleList:
-    """One module, or one per layer; empty where there are no positions."""
+    """One module, or one per layer with position_at='layers'; empty for position='none'."""
     if config.position == "none":
         return nn.ModuleList()
     kind = (ADDITIVE | IN_ATTENTION)[config.position]
-    own = config.place == "layers" and config.position not in ("sincos-2d", "rope-2d")  # those are the same everywhere
-    return nn.ModuleList(kind(config) for _ in range(config.depth if own else 1))
+    per_layer = config.resolved_position_at == "layers" and config.position not in (
+        "sincos-2d",
+        "rope-2d",
+    )  # the same in every layer
+    return nn.ModuleList(kind(config) for _ in range(config.depth if per_layer else 1))

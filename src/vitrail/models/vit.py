@@ -1,4 +1,4 @@
-"""The Vision Transformer: patches, tokens, blocks, pool, head."""
+"""The Vision Transformer: patch embedding, prefix tokens, positions, blocks, pooling, head."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from vitrail.models.layers import AttentionPool, Block, PatchEmbed, QKTransform,
 from vitrail.models.output import PER_LAYER, Output, resolve_layers, resolve_outputs
 from vitrail.models.position import AdditivePosition, Grid, make_positions
 
-# B images, C channels, N patches in h rows and w columns, T = N + special tokens, D width, H heads
+# B images, C channels, N patches in h rows and w columns, P prefix tokens, T = P + N tokens, D width, H heads
 
 
 class ViT(BaseNet):
-    """`net(images)`: B C H W -> logits. `net.features(images, outputs=...)`: what happens on the way.
+    """Vision Transformer. `net(images)`: B C H W -> logits; `net.features(images, outputs=...)`: intermediates by name.
 
-    Any height and width that the patches divide will do: positions are resampled on the fly.
+    Images may have any height and width that are multiples of the patch size: positions are resampled
+    to the image's grid.
 
-    In training mode `sample_seeds`, an int64 for each image (`vitrail.rng`), decide what dropout and
-    stochastic depth drop for it, whatever batch it is in; None takes fresh ones from torch's
-    generator. Only the dropout of attention weights is drawn by the fused attention itself.
+    In training mode `sample_seeds`, B int64 (see `vitrail.rng`), determine dropout and stochastic depth
+    for each image, independently of its batch; None draws seeds from torch's generator. Dropout of the
+    attention weights is the exception: the fused kernel draws it from torch's generator.
 
-    Under autocast tokens stay in the dtype of the patch projection from block to block, bfloat16,
-    as in big_vision: half the memory traffic of timm's float32. Norms, positions and LayerScale
-    are computed in float32 and rounded once.
+    Under autocast, tokens keep the dtype of the patch embedding (bfloat16) from block to block, as in
+    big_vision: half the memory traffic of timm's float32. Norms, positions and LayerScale are computed
+    in float32 and rounded once.
     """
 
     def __init__(self, config: ViTConfig, seed: int | None = None) -> None:
@@ -75,31 +76,31 @@ class ViT(BaseNet):
         layers: Iterable[int] | None = None,
         norm: bool = False,
     ) -> Output:
-        """Named intermediates, by default the logits; the explicit attention is computed only when asked for.
+        """Intermediate outputs by name (fields of `Output`; default: the logits), like timm's `forward_intermediates`.
 
-        `layers` keeps the tokens, patch_maps, prefix_tokens or attention of these blocks alone, in this order:
-        counted from 0 as in `net.blocks` and timm, negative ones from the end. Blocks after the last of them are not
-        computed unless something else is wanted. `norm` applies the final norm to each layer's tokens.
+        `layers`: indices of the blocks whose tokens, patch_maps, prefix_tokens or attention are returned, in this
+        order; negative ones count from the end. Later blocks are not computed unless another output needs them.
+        `norm`: apply the final norm to each layer's tokens. Attention weights are computed only on request.
         """
         names = resolve_outputs(outputs, layers)
-        self._check_wanted(names)
+        self._check_outputs(names)
         tokens: list[Tensor] | None = [] if names & {"tokens", "patch_maps", "prefix_tokens"} else None
         attention: list[Tensor] | None = [] if "attention" in names else None
-        look: list[Tensor] | None = [] if "pool_attention" in names else None
+        pool_attention: list[Tensor] | None = [] if "pool_attention" in names else None
         numbers = resolve_layers(layers, self.config.depth)
-        only = None if layers is None else frozenset(numbers)
-        stop = max(numbers) + 1 if names <= PER_LAYER else None
+        keep_layers = None if layers is None else frozenset(numbers)
+        num_blocks = max(numbers) + 1 if names <= PER_LAYER else None
 
         sample_seeds = self.resolve_sample_seeds(images, sample_seeds)
         x, grid = self.embed(images, sample_seeds)
-        x = self.encode(x, grid, tokens, attention, sample_seeds, only, stop)
+        x = self.encode(x, grid, tokens, attention, sample_seeds, keep_layers, num_blocks)
         found = self._select_layers(numbers, tokens, attention, grid, norm)
         if names <= PER_LAYER:
             return Output(**{name: found[name] for name in names})
         x = self.norm_before_pool(x)
-        pooled, second = self.pool_tokens(x, look)
+        pooled, second = self.pool_tokens(x, pool_attention)
         found |= {
-            "pool_attention": look and look[0][:, :, 0],
+            "pool_attention": pool_attention and pool_attention[0][:, :, 0],
             "pooled": pooled,
             "class_token": x[:, 0] if self.config.class_token else None,
             "patches": x[:, self.config.num_prefix_tokens :].unflatten(1, grid),
@@ -120,22 +121,22 @@ class ViT(BaseNet):
         grid: Grid,
         norm: bool,
     ) -> dict[str, Any]:
-        """What `encode` has kept of these layers, by name and in the order asked for."""
-        order, special = sorted(set(numbers)), self.config.num_prefix_tokens
+        """The per-layer outputs of these blocks, by name, in the order requested."""
+        order, prefix = sorted(set(numbers)), self.config.num_prefix_tokens
         found: dict[str, Any] = {}
         if attention is not None:
             found["attention"] = tuple(attention[order.index(number)] for number in numbers)
         if tokens is not None:
             tokens = [self.norm_before_pool(x) for x in tokens] if norm else tokens
-            entering = tokens[: len(tokens) - len(order)]  # the first block, where all layers are kept
-            leaving = [tokens[len(entering) + order.index(number)] for number in numbers]
-            found["tokens"] = (*entering, *leaving)
-            found["patch_maps"] = tuple(x[:, special:].unflatten(1, grid) for x in leaving)
-            found["prefix_tokens"] = tuple(x[:, :special] for x in leaving)
+            embedded = tokens[: len(tokens) - len(order)]  # the input of the first block, when all layers are kept
+            leaving = [tokens[len(embedded) + order.index(number)] for number in numbers]
+            found["tokens"] = (*embedded, *leaving)
+            found["patch_maps"] = tuple(x[:, prefix:].unflatten(1, grid) for x in leaving)
+            found["prefix_tokens"] = tuple(x[:, :prefix] for x in leaving)
         return found
 
     def resolve_sample_seeds(self, x: Tensor, sample_seeds: Tensor | None) -> Tensor | None:
-        """The sample_seeds given, or fresh ones; None where nothing is drawn."""
+        """The given seeds after a check, or new ones; None where no dropout is active."""
         if not self.training or not (self.config.dropout or self.config.drop_path):
             return None
         return drop.resolve_sample_seeds(x, sample_seeds)
@@ -146,9 +147,9 @@ class ViT(BaseNet):
         sample_seeds: Tensor | None = None,
         corrupt: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Grid]:
-        """B C H W -> what enters the first block, B T D, and the grid of patches.
+        """B C H W -> the input of the first block, B T D, and the grid (rows, columns) of patches.
 
-        `corrupt` changes the patches' embeddings, B N D, before they get tokens and positions.
+        `corrupt` is applied to the patch embeddings, B N D, before prefix tokens and positions are added.
         """
         self._check_size(images)
         images = self.crop_to_patches(images) if self.stem is None else self.stem(images)
@@ -157,10 +158,10 @@ class ViT(BaseNet):
         x = x.flatten(1, 2)  # B N D
         if corrupt is not None:
             x = corrupt(x)
-        special = [t.view(-1, x.shape[-1]) for t in self._prefix_tokens()]
-        if special:
-            x = torch.cat([torch.cat(special).expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
-        if self.config.place == "stem":
+        prefix = [t.view(-1, x.shape[-1]) for t in self._prefix_tokens()]
+        if prefix:
+            x = torch.cat([torch.cat(prefix).expand(x.shape[0], -1, -1).to(x.dtype), x], dim=1)
+        if self.config.resolved_position_at == "stem":
             x = self.add_position(x, 0, grid)
         rate = self.config.dropout if self.training else 0.0
         x = drop.dropout(x, rate, None if sample_seeds is None else drop.embedding_seeds(sample_seeds))
@@ -176,53 +177,54 @@ class ViT(BaseNet):
         keep_layers: Collection[int] | None = None,
         num_blocks: int | None = None,
     ) -> Tensor:
-        """Through all blocks, or the first `stop`; tokens and attention weights are kept in the lists given.
+        """Run all blocks, or the first `num_blocks`: B T D -> B T D.
 
-        `only`: what leaves these blocks; None: what enters the first, and what leaves each.
+        `tokens_out` and `attention_out` receive the tokens and attention weights of the blocks in `keep_layers`;
+        None: of all blocks, and the input of the first block too.
         """
         recompute, sample_seeds = (
             self.is_checkpointing() and attention_out is None,
             self.resolve_sample_seeds(x, sample_seeds),
         )
         seeds = None if sample_seeds is None else drop.block_seeds(sample_seeds, self.config.depth)
-        place: QKTransform | None = None
+        qk_transform: QKTransform | None = None
         if tokens_out is not None and keep_layers is None:
             tokens_out.append(x)
         for i, block in enumerate(self.blocks):
             if i == num_blocks:
                 break
             kept = keep_layers is None or i in keep_layers
-            x, place = self.apply_position(i, x, grid, place)
-            drawn = None if seeds is None else seeds[i]
+            x, qk_transform = self.apply_position(i, x, grid, qk_transform)
+            block_seeds = None if seeds is None else seeds[i]
             if recompute:
-                state = self.config.attention_dropout > 0  # the rest is drawn from sample_seeds, the same each time
-                x = checkpoint(block, x, place, None, drawn, use_reentrant=False, preserve_rng_state=state)
+                state = self.config.attention_dropout > 0  # the other dropouts are functions of sample_seeds
+                x = checkpoint(block, x, qk_transform, None, block_seeds, use_reentrant=False, preserve_rng_state=state)
             else:
-                x = block(x, place, attention_out if kept else None, drawn)
+                x = block(x, qk_transform, attention_out if kept else None, block_seeds)
             if tokens_out is not None and kept:
                 tokens_out.append(x)
         return x
 
     def apply_position(
-        self, layer: int, x: Tensor, grid: Grid, place: QKTransform | None
+        self, layer: int, x: Tensor, grid: Grid, qk_transform: QKTransform | None
     ) -> tuple[Tensor, QKTransform | None]:
-        """What enters a block: tokens with the positions that it adds, and those inside its attention.
+        """Positions at the input of a block: tokens with additive positions, and the transform inside attention.
 
-        `place` is what the block below had.
+        `qk_transform` is that of the previous block, reused where the blocks share positions.
         """
-        if self.config.place != "stem" and self.positions:
+        if self.config.resolved_position_at != "stem" and self.positions:
             if isinstance(self._position(layer), AdditivePosition):
-                return self.add_position(x, layer, grid), place
-            if place is None or len(self.positions) > 1:
+                return self.add_position(x, layer, grid), qk_transform
+            if qk_transform is None or len(self.positions) > 1:
                 return x, self._position(layer)(grid, x)
-        return x, place
+        return x, qk_transform
 
     def add_position(self, x: Tensor, layer: int, grid: Grid) -> Tensor:
-        """Tokens with this layer's additive positions."""
+        """x plus this layer's additive positions, B T D."""
         return (x + self._position(layer)(grid, x)).to(x.dtype) if self.positions else x
 
     def pool_tokens(self, x: Tensor, attention_out: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
-        """B T D -> what the head sees, B D, and the distillation token where there is one."""
+        """B T D -> the input of the head, B D, and the distillation token, B D or None."""
         config = self.config
         patches, second = x[:, config.num_prefix_tokens :], None
         match config.pool:
@@ -245,11 +247,11 @@ class ViT(BaseNet):
         return self.norm(x) if self.config.pool_norm == "before" else x
 
     def apply_pre_logits(self, pooled: Tensor) -> Tensor:
-        """Through the pre-training head's tanh layer, where there is one."""
+        """The pre-training head's Linear and tanh, if the model has them."""
         return pooled if self.pre_logits is None else torch.tanh(self.pre_logits(pooled))
 
     def classify(self, pooled: Tensor, second: Tensor | None = None) -> Tensor:
-        """Logits; the mean of both heads for distilled networks."""
+        """Logits, B num_classes; for distilled models the mean of both heads."""
         logits: Tensor = self.head(self.apply_pre_logits(pooled))
         if second is not None and self.head_distill is not None:
             logits = (logits + self.head_distill(second)) / 2
@@ -257,7 +259,7 @@ class ViT(BaseNet):
 
     @torch.no_grad()
     def initialize(self, seed: int | None = None) -> Self:
-        """First values as in the original code; the same seed gives the same weights."""
+        """Initialize the weights as the original code does; the same seed gives the same weights."""
         config, g = self.config, init.generator_for(self.patch.weight, seed)
         if self.stem is not None:
             self.stem.initialize(g)
@@ -286,14 +288,12 @@ class ViT(BaseNet):
         return self
 
     def resized(self, image_size: Pair) -> ViT:
-        """A copy whose own size is `image`, its positions resampled once and for all."""
+        """A copy for images of this size, with its position embeddings resampled."""
         config = self.config.replace(image_size=image_size)
         if config.grid == self.config.grid:
             return self.rebuild(config, {})
         if self.config.position == "relative":
-            raise ModelError(
-                "relative positions cannot be resampled: a model with them keeps the size it was built for."
-            )
+            raise ModelError("relative positions cannot be resampled; use images of the size the model was built for.")
         changed = {
             f"positions.{j}.{name}": value
             for j, position in enumerate(self.positions)
@@ -303,7 +303,7 @@ class ViT(BaseNet):
         return self.rebuild(config, changed)
 
     def with_classes(self, num_classes: int) -> ViT:
-        """A copy with a new head of zeros (and without the pre-training layer), as for fine-tuning."""
+        """A copy with a new head initialized to zero, and without the pre-logits layer, for fine-tuning."""
         config = self.config.replace(num_classes=num_classes, pre_logits=0, head_bias=True)
         fresh = {}
         for head in ("head", "head_distill") if config.distilled else ("head",):
@@ -314,21 +314,21 @@ class ViT(BaseNet):
         return self.rebuild(config, fresh, drop=("head", "pre_logits"))
 
     def layer_id(self, name: str) -> int:
-        """0 for the stem, tokens and positions; i + 1 in block i; depth + 1 for what stands above the blocks.
+        """0 for the stem, tokens and positions; i + 1 for block i; depth + 1 for the final norm, pool and heads.
 
-        Positions that a layer has for itself count with its block.
+        Positions of one layer (position_at='layers') belong to its block.
         """
         part, _, rest = name.partition(".")
         if not hasattr(self, part):
             raise ModelError(f"no parameter is called {name!r}{did_you_mean(name, dict(self.named_parameters()))}")
-        if part == "blocks" or (part == "positions" and self.config.place == "layers"):
+        if part == "blocks" or (part == "positions" and self.config.resolved_position_at == "layers"):
             return int(rest.split(".")[0]) + 1
         return self.config.depth + 1 if part in ("norm", "pool", "pre_logits", "head", "head_distill") else 0
 
     def crop_to_patches(self, images: Tensor) -> Tensor:
-        """Without the last rows and columns where no patch covers them."""
+        """Crop the last rows and columns that do not fill a patch."""
         if self.config.uncovered == "refuse":
-            return images  # there are none: the size has been checked
+            return images  # the size is a multiple of the patch size: checked before
         height, width = pair(self.config.patch_size)
         return images[:, :, : images.shape[2] // height * height, : images.shape[3] // width * width]
 
@@ -347,9 +347,9 @@ class ViT(BaseNet):
         except ConfigError as error:
             raise ModelError(str(error)) from None
 
-    def _check_wanted(self, names: frozenset[str]) -> None:
+    def _check_outputs(self, names: frozenset[str]) -> None:
         config = self.config
-        lacking = {
+        unavailable = {
             "class_token": not config.class_token,
             "head_logits": not config.distilled,
             "pool_attention": self.pool is None,
@@ -361,10 +361,10 @@ class ViT(BaseNet):
             "head_logits": "it is not distilled: there is one head",
             "pool_attention": f"it pools by {config.pool!r}, not by attention",
             "prefix_tokens": "it has no class, distillation or register tokens",
-            "feature_maps": "a ViT has tokens; 'patch_maps' has each layer's as B h w D, 'patches' the final ones",
+            "feature_maps": "a ViT has tokens; 'patch_maps' are each layer's as B h w D, 'patches' the final ones",
         }
         for name in names:
-            if lacking.get(name):
+            if unavailable.get(name):
                 raise ModelError(f"this network cannot give {name!r}: {reasons[name]}.")
 
 
@@ -402,7 +402,7 @@ def _init_mlp(mlp: nn.Module, g: torch.Generator | None) -> None:
 
 
 def _init_pool(pool: AttentionPool, g: torch.Generator | None) -> None:
-    bound = (6 / (1 + len(pool.probe))) ** 0.5  # xavier for a matrix of one row
+    bound = (6 / (1 + len(pool.probe))) ** 0.5  # Xavier bound of a one-row matrix
     pool.probe.uniform_(-bound, bound, generator=g)
     for linear, parts in [(pool.q, 1), (pool.kv, 2), (pool.out, 1)]:
         init.xavier_uniform_(linear.weight, g, parts=parts)

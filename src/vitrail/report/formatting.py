@@ -84,8 +84,8 @@ def model_rows(net: Net) -> Rows:
     pools = {"token": "class token", "gap": "mean of the patches", "map": "attention pool", "coca": "CoCa's pool"}
     pool = pools.get(config.pool, config.pool)
     places = str(config.position)
-    if config.place != "stem" and config.position != "none":
-        places += {"layers": ", at each layer", "shared": ", one table for all layers"}[config.place]
+    if config.resolved_position_at != "stem" and config.position != "none":
+        places += {"layers": ", at each layer", "shared": ", one table for all layers"}[config.resolved_position_at]
     return [
         ("Model", f"{kind}: {size}"),
         ("Parameters", f"{parameters:,}"),

@@ -37,7 +37,7 @@ Code = Literal["DINOv2", "DeiT-III", "MAE, DINO, DeiT"]
 
 def code_of(config: ViTConfig) -> Code:
     """The code base whose names a network of this config has."""
-    if config.layer_scale is not None and not config.placed_prefix:
+    if config.layer_scale is not None and not config.num_positioned_prefix_tokens:
         return "DeiT-III"
     return "DINOv2" if config.layer_scale is not None or config.num_registers else "MAE, DINO, DeiT"
 
@@ -123,7 +123,7 @@ def cannot(info: ModelInfo) -> list[str]:
     wrong = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
         "a network without positions": config.position == "none",
-        "positions added at the layers": config.position == "learned-1d" and config.place != "stem",
+        "positions added at the layers": config.position == "learned-1d" and config.resolved_position_at != "stem",
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": grid[0] != grid[1],
         "a network without class token": not config.class_token,
         "a hybrid's stem": config.stem is not None,
@@ -137,7 +137,8 @@ def cannot(info: ModelInfo) -> list[str]:
         "a patch projection without bias": not config.patch_bias,
         "a head without bias": bool(config.num_classes) and not config.head_bias,
         "SwiGLU outside DINOv2": config.activation == "swiglu" and code != "DINOv2",
-        "registers without a position on the class token": bool(config.num_registers) and not config.placed_prefix,
+        "registers without a position on the class token": bool(config.num_registers)
+        and not config.num_positioned_prefix_tokens,
         "a mean over patches normalized first": config.pool == "gap" and config.pool_norm == "before",
         f"a mean over patches in {code}": config.pool == "gap" and code != "MAE, DINO, DeiT",
         f"a distillation token in {code}": config.distilled and code != "MAE, DINO, DeiT",

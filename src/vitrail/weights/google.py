@@ -349,7 +349,8 @@ def beyond_original(config: ViTConfig) -> list[str]:
         "attention and MLP outputs without bias": not config.proj_bias,
         "a head without bias": config.num_classes > 0 and not config.head_bias,
         f"{config.position} positions": config.position in ("learned-2d", "relative", "rope-2d"),
-        "positions at every layer": (learned or config.position == "sincos-2d") and config.place != "stem",
+        "positions at every layer": (learned or config.position == "sincos-2d")
+        and config.resolved_position_at != "stem",
         f"a grid of {grid[0]}x{grid[1]} patches, which is not square": learned and grid[0] != grid[1],
         "a norm after pooling": config.pool_norm == "after" and config.pool != "token",  # a token's is the same
         "a network without a final norm": config.pool_norm == "none",

@@ -258,7 +258,7 @@ def cannot(info: ModelInfo) -> list[str]:
     wrong = {
         f"{config.position} positions": config.position not in ("learned-1d", "none"),
         "a network without positions": config.position == "none",
-        "positions added at the layers": config.place != "stem",
+        "positions added at the layers": config.resolved_position_at != "stem",
         "a class token without a position": config.class_token and not config.position_on_class,
         "RMSNorm": config.norm == "rms",
         "qk-norm": config.qk_norm,

@@ -55,8 +55,8 @@ CONCAT_QKV = Transform(
 def _read_position(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:
     vit = as_vit(config)
     flat = tensors[0].flatten(0, -2)  # rows D
-    table = flat[vit.placed_prefix :].unflatten(0, vit.grid)
-    return [flat[: vit.placed_prefix], table] if vit.placed_prefix else [table]
+    table = flat[vit.num_positioned_prefix_tokens :].unflatten(0, vit.grid)
+    return [flat[: vit.num_positioned_prefix_tokens], table] if vit.num_positioned_prefix_tokens else [table]
 
 
 def _write_position(tensors: Sequence[Tensor], config: AnyConfig) -> list[Tensor]:

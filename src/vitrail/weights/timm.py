@@ -39,9 +39,9 @@ def _read_registers(tensors: Any, config: AnyConfig) -> list[Tensor]:
     """timm can give registers a position; ours have none, so it becomes part of the register."""
     assert isinstance(config, ViTConfig)
     tokens, table = (t.flatten(0, 1) for t in tensors)  # R D, rows D
-    if len(table) == config.placed_prefix + math.prod(config.grid):
+    if len(table) == config.num_positioned_prefix_tokens + math.prod(config.grid):
         return [tokens, *POSITION.read([table[None]], config)]
-    first, last = config.placed_prefix, config.placed_prefix + config.num_registers
+    first, last = config.num_positioned_prefix_tokens, config.num_positioned_prefix_tokens + config.num_registers
     position = table[first:last]
     rest = torch.cat([table[:first], table[last:]])[None]
     tokens = torch.where(position == 0, tokens, tokens + position)  # -0 + 0 is another zero
@@ -259,7 +259,7 @@ def _vit_config(archive: Archive, said: timm_config.Said) -> tuple[ViTConfig, li
     notes += [note] if note else []
     config = ViTConfig(**options)
     rows = archive.shape("pos_embed")[1] if "pos_embed" in names else 0
-    if config.num_registers and rows > config.placed_prefix + math.prod(config.grid):
+    if config.num_registers and rows > config.num_positioned_prefix_tokens + math.prod(config.grid):
         notes.append("positions of registers, which ours do not have, were added to the registers themselves.")
     return config, notes
 

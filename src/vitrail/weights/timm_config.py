@@ -267,7 +267,7 @@ def cannot(config: ViTConfig | BiTConfig) -> list[str]:
         return [] if fits else [f"a BiT of layers {config.layers} and width {config.width_factor:g}"]
     wrong = {
         f"{config.position} positions": config.position not in ("none", "learned-1d"),
-        "positions added at the layers": config.position != "none" and config.place != "stem",
+        "positions added at the layers": config.position != "none" and config.resolved_position_at != "stem",
         "the tanh layer before the head": bool(config.pre_logits),
         "class token and mean side by side": config.pool == "token+gap",
         "CoCa's attention pool": config.pool == "coca",
@@ -377,7 +377,7 @@ def arguments(config: ViTConfig | BiTConfig) -> dict[str, Any]:
         "init_values": config.layer_scale,
         "class_token": config.class_token,
         "pos_embed": "learn" if config.position != "none" else "none",
-        "no_embed_class": not config.placed_prefix,
+        "no_embed_class": not config.num_positioned_prefix_tokens,
         "reg_tokens": config.num_registers,
         "pre_norm": config.pre_norm,
         "final_norm": config.pool_norm != "none",

@@ -98,5 +98,5 @@ def _sines(archive: Archive, config: ViTConfig) -> bool:
     """Whether the positions are the fixed sines and cosines of MAE: pairs of them, so each row has the same norm."""
     if config.position == "none":
         return False
-    rows = archive.tensors["pos_embed"].flatten(0, -2)[config.placed_prefix :].float()
+    rows = archive.tensors["pos_embed"].flatten(0, -2)[config.num_positioned_prefix_tokens :].float()
     return bool(((rows.square().sum(-1) / (config.width / 2) - 1).abs() < 1e-3).all())
