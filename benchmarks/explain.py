@@ -21,8 +21,8 @@ import torch
 from PIL import Image
 
 import vitrail
-from vitrail.api.portrait import bundled
-from vitrail.explain import attention_views, class_view, gradient_view, occlusion
+from vitrail.api.model_figures import sample_images
+from vitrail.explain import attention_maps, gradient_rollout, occlusion, rollout_map
 
 
 def timed(work: Callable[[], object], device: torch.device, times: int = 5) -> float:
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--image-size", type=Path)
     options = parser.parse_args()
     vit = vitrail.load(options.model, device="auto")
-    image = bundled()[0] if options.image is None else options.image
+    image = sample_images()[0] if options.image is None else options.image
     images = vit.preprocess([image] * options.batch).to(vit.device)
     net = vit.net.eval()
 
@@ -68,9 +68,9 @@ def main() -> None:
     targets = forward().argmax(1)
     works: dict[str, Callable[[], object]] = {
         "forward": forward,
-        "rollout": lambda: class_view(net, images),
-        "attention of all layers": lambda: attention_views(net, images),
-        "gradient-weighted rollout": lambda: gradient_view(net, images, targets),
+        "rollout": lambda: rollout_map(net, images),
+        "attention of all layers": lambda: attention_maps(net, images),
+        "gradient-weighted rollout": lambda: gradient_rollout(net, images, targets),
         "occlusion, 49 windows": lambda: occlusion(net, images, targets, stride=2),
     }
     for work in works.values():

@@ -22,7 +22,7 @@ from sklearn.datasets import load_sample_image
 import vitrail
 from vitrail.cli import main as command
 from vitrail.explain.canvas import blank, save
-from vitrail.explain.panes import masked
+from vitrail.explain.overlays import masked
 
 HERO = ("cat", "coffee", "rocket", "flower", "pagoda")
 
@@ -79,7 +79,7 @@ def main() -> None:
         run("figures", *model, "--data", folder, "--out", options.out, "--what", "rollout,colors", "--format", "jpg")
         run("figures", *model, "--data", folder, "--out", options.out, "--what", "distances", "--format", "png")
         explain = ("explain", folder / "pagoda.png", *model, "--labels", "imagenet-1k")
-        run(*explain, "--out", options.out, "--format", "jpg", "--trust", "--layer", "11")
+        run(*explain, "--out", options.out, "--format", "jpg", "--faithfulness", "--layer", "11")
         hero(vitrail.load(options.model, labels="imagenet-1k"), folder, options.out / "attention.jpg")
 
 

@@ -143,7 +143,7 @@ def test_another_size_need_not_be_square(vitrail, weights, image):
     assert result.status == 0
     assert result.notes == ["positions were resampled to 288x192 as timm does it."]
     for wrong in ("abc", "0", "12x", "1x2x3", "-4"):
-        result = vitrail("predict", image, "-m", weights, f"--image_size={wrong}")
+        result = vitrail("predict", image, "-m", weights, f"--image-size={wrong}")
         assert result.problems == [f"--image-size wants 384 or 384x288 (height x width), got {wrong!r}."]
     result = vitrail("predict", image, "-m", weights, "--image-size", "30")
     assert result.problems == ["patch_size=8 leaves 6 px of the image's height 30 uncovered; try height 24 or 32."]
@@ -209,7 +209,7 @@ def test_many_unreadable_images_are_counted(vitrail, weights, photos):
     for n in range(30):
         (photos / f"bad{n}.png").write_text("not an image")
     result = vitrail("predict", photos, "-m", weights)
-    assert len(result.problems) == command.SAID + 2
+    assert len(result.problems) == command.MAX_LISTED_ERRORS + 2
     assert result.problems[-1] == "30 of 36 images could not be read."
 
 
@@ -237,7 +237,7 @@ def test_a_model_without_classes_is_one_sentence(vitrail, headless, image):
     assert (result.status, result.out) == (1, "")
     assert len(result.problems) == len(result.err.splitlines()) == 1
     teach = f"train a classifier with vitrail finetune --model {headless} --data DATA."
-    assert result.problems == [f"{headless} has no classes yet; {teach}"]
+    assert result.problems == [f"{headless} has no classes; {teach}"]
 
 
 def test_a_device_that_is_not_there_is_one_sentence(vitrail, weights, image):
@@ -299,7 +299,7 @@ def test_a_table_of_predictions_has_no_formulas_and_can_be_trained_on(vitrail, h
 
 @pytest.mark.parametrize(
     ("origin", "advice"),
-    [("tiny.safetensors", ", or install timm, which has ImageNet's names."), ("fine-tuned from tiny", ".")],
+    [("tiny.safetensors", ", or install timm, which has the ImageNet names."), ("fine-tuned from tiny", ".")],
 )
 def test_timm_is_advised_only_where_it_would_name_the_classes(
     vitrail, image, tmp_path, monkeypatch, origin: str, advice: str
@@ -307,5 +307,5 @@ def test_timm_is_advised_only_where_it_would_name_the_classes(
     monkeypatch.setattr("vitrail.weights.class_names.imagenet_1k", lambda: None)
     model(small(num_classes=1000), origin=origin).save(tmp_path / "bare")
     result = vitrail("predict", image, "-m", tmp_path / "bare")
-    assert f"the checkpoint does not name its classes: pass --labels FILE{advice}" in result.notes
+    assert f"the checkpoint has no class names: pass --labels FILE{advice}" in result.notes
     assert "class " in result.out

@@ -72,7 +72,7 @@ def test_it_works_offline_in_a_process_of_its_own(process, image, tmp_path):
 def test_models_lists_it(vitrail):
     result = vitrail("models")
     assert "vitrail/cifar10              4,017,802      0.5     32  vitrail/cifar10" in result.out
-    assert "vitrail/cifar10 ships with vitrail, and is what commands use without --model" in result.out
+    assert "vitrail/cifar10 ships with vitrail; commands use it without --model" in result.out
 
 
 def test_models_says_nothing_of_it_among_others(vitrail):
@@ -86,4 +86,4 @@ def test_models_shows_its_settings(vitrail, pattern):
     assert "position=rope-2d" in result.out
     [row] = json.loads(vitrail("models", pattern, "--json").out)["models"]
     assert (row["name"], row["checkpoint"], row["family"]) == ("vitrail/cifar10", "vitrail/cifar10", "ViT")
-    assert (row["parameters"], row["image"]) == (4_017_802, [32, 32])
+    assert (row["parameters"], row["image_size"]) == (4_017_802, [32, 32])

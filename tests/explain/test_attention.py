@@ -16,15 +16,15 @@ from small_models import small
 from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.explain import attention as attention_module
-from vitrail.explain import attention_distance, class_view
+from vitrail.explain import attention_distance, rollout_map
 from vitrail.explain.attention import (
-    Walk,
-    asking,
-    attention_views,
-    layer_number,
+    AttentionIterator,
+    attention_maps,
+    layer_index,
     parse_query,
-    special_names,
-    token_number,
+    query_weights,
+    special_token_names,
+    token_index,
 )
 from vitrail.models import build
 
@@ -57,7 +57,7 @@ def test_a_walk_sees_what_the_network_computes(name: str):
     with torch.no_grad():
         out = net.features(images, outputs=want)
         plain = net(images)
-    walk = Walk(net, images)
+    walk = AttentionIterator(net, images)
     for got, wanted in zip(walk, out.attention, strict=True):
         torch.testing.assert_close(got, wanted)
         torch.testing.assert_close(got.sum(-1), torch.ones(got.shape[:3]))
@@ -78,7 +78,7 @@ def test_only_the_layers_asked_for_are_written_out(monkeypatch: pytest.MonkeyPat
             return plain(x, place, keep, seed)
 
         monkeypatch.setattr(block.attention, "forward", watched)
-    (got,) = Walk(net, images, layers=(2,))
+    (got,) = AttentionIterator(net, images, layers=(2,))
     assert seen == [False, False, True, False]
     torch.testing.assert_close(got, net.features(images, outputs=("attention",)).attention[2])
 
@@ -87,7 +87,7 @@ def test_a_layer_is_gone_when_the_next_one_is_computed():
     """So that any depth needs the memory of one layer."""
     net = randomized(build(small(depth=5))).eval()
     alive: list[weakref.ref] = []
-    for attention in Walk(net, image(net.config)):
+    for attention in AttentionIterator(net, image(net.config)):
         alive.append(weakref.ref(attention))
         del attention
         gc.collect()
@@ -99,14 +99,14 @@ def test_whoever_rolls_out_measures_or_views_keeps_one_layer_at_a_time(monkeypat
     alive: list[weakref.ref] = []
     most = []
 
-    def watched(attention: torch.Tensor, plain=attention_module.single) -> torch.Tensor:
+    def watched(attention: torch.Tensor, plain=attention_module.full_precision) -> torch.Tensor:
         most.append(sum(ref() is not None for ref in alive))  # before this one
         found = plain(attention).clone()
         alive.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(attention_module, "single", watched)
-    for look in (class_view, attention_views, attention_distance):
+    monkeypatch.setattr(attention_module, "full_precision", watched)
+    for look in (rollout_map, attention_maps, attention_distance):
         look(net, image(net.config))
     assert most == [0] * 15
 
@@ -114,9 +114,9 @@ def test_whoever_rolls_out_measures_or_views_keeps_one_layer_at_a_time(monkeypat
 def test_a_network_in_training_goes_on_training_while_it_is_watched():
     net = randomized(build(small(dropout=0.5))).train()
     images = image(net.config)
-    wanted = [a.clone() for a in Walk(net.eval(), images)]
+    wanted = [a.clone() for a in AttentionIterator(net.eval(), images)]
     net.train()
-    for got, want in zip(Walk(net, images), wanted, strict=True):
+    for got, want in zip(AttentionIterator(net, images), wanted, strict=True):
         assert net.training  # the caller's turn
         assert torch.equal(got, want)
     assert torch.is_grad_enabled()
@@ -124,7 +124,7 @@ def test_a_network_in_training_goes_on_training_while_it_is_watched():
 
 def test_half_precision_rows_still_sum_to_one():
     net = randomized(build(small())).eval().bfloat16()
-    for attention in Walk(net, image(net.config).bfloat16()):
+    for attention in AttentionIterator(net, image(net.config).bfloat16()):
         assert attention.dtype == torch.float32
         torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:3]))
 
@@ -133,7 +133,7 @@ def test_half_precision_rows_still_sum_to_one():
 def test_views_and_what_goes_to_special_tokens_make_up_everything(name: str):
     config = KINDS[name]
     net = randomized(build(config)).eval()
-    views, special = attention_views(net, image(config))
+    views, special = attention_maps(net, image(config))
     assert views.shape == (config.depth, 2, config.num_heads, *config.grid)
     assert special.shape == (config.depth, 2, config.num_heads, config.num_prefix_tokens)
     torch.testing.assert_close(views.sum((3, 4)) + special.sum(3), torch.ones(config.depth, 2, config.num_heads))
@@ -144,7 +144,7 @@ def test_a_patch_is_asked_by_its_row_and_column():
     net = randomized(build(config)).eval()
     images = image(config)
     attention = net.features(images, outputs=("attention",)).attention
-    views, special = attention_views(net, images, query=(2, 3))
+    views, special = attention_maps(net, images, query=(2, 3))
     token = 3 + 1 * config.grid[1] + 2
     for layer, whole in enumerate(attention):
         torch.testing.assert_close(views[layer].flatten(2), whole[:, :, token, 3:])
@@ -153,9 +153,9 @@ def test_a_patch_is_asked_by_its_row_and_column():
 
 def test_special_tokens_have_names():
     net = build(small(distilled=True, num_registers=2))
-    assert special_names(net.config) == ("class", "distill", "register 1", "register 2")
-    assert [token_number(net, name, (4, 4)) for name in special_names(net.config)] == [0, 1, 2, 3]
-    assert token_number(net, (1, 1), (4, 4)) == 4
+    assert special_token_names(net.config) == ("class", "distill", "register 1", "register 2")
+    assert [token_index(net, name, (4, 4)) for name in special_token_names(net.config)] == [0, 1, 2, 3]
+    assert token_index(net, (1, 1), (4, 4)) == 4
 
 
 @settings(max_examples=25)
@@ -163,7 +163,7 @@ def test_special_tokens_have_names():
 def test_what_the_head_reads_is_a_distribution_over_tokens(name: str, seed: int):
     config = KINDS[name]
     torch.manual_seed(seed)
-    weights = asking(randomized(build(config)), image(config))
+    weights = query_weights(randomized(build(config)), image(config))
     np.testing.assert_allclose(weights.sum(1).numpy(), 1, atol=1e-5)
     assert (weights >= 0).all()
 
@@ -184,21 +184,21 @@ def test_a_query_is_written_as_people_write_it(text: str, query: object):
 def test_a_token_that_is_not_there_is_refused(query: object, words: str):
     net = build(small(num_registers=1))
     with pytest.raises(ModelError, match=words):
-        attention_views(net, image(net.config), query=query)
+        attention_maps(net, image(net.config), query=query)
 
 
 @pytest.mark.parametrize("layer", [0, 3, -3, 99])
 def test_a_layer_that_does_not_exist_is_refused(layer: int):
     with pytest.raises(ModelError, match=f"there is no layer {layer}: this network has layers 1 to 2"):
-        layer_number(build(small()), layer)
+        layer_index(build(small()), layer)
 
 
 def test_layers_count_from_one_or_from_the_end():
     net = build(small(depth=4))
-    assert [layer_number(net, n) for n in (1, 4, -1, -4)] == [0, 3, 3, 0]
+    assert [layer_index(net, n) for n in (1, 4, -1, -4)] == [0, 3, 3, 0]
 
 
 def test_a_network_without_attention_is_refused():
     net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
-    with pytest.raises(ModelError, match="convolutions and no attention"):
-        Walk(net, torch.randn(1, 3, 32, 32))
+    with pytest.raises(ModelError, match="BiT has no attention"):
+        AttentionIterator(net, torch.randn(1, 3, 32, 32))

@@ -65,7 +65,7 @@ def test_the_foreground_is_what_the_edges_are_not():
 def test_what_cannot_be_colored_is_refused():
     net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
     assert patch_features(net, torch.randn(1, 3, 32, 32)).ndim == 4
-    with pytest.raises(ModelError, match="stages, not layers"):
+    with pytest.raises(ModelError, match="stages instead of layers"):
         patch_features(net, torch.randn(1, 3, 32, 32), 1)
     with pytest.raises(ModelError, match="there is no layer 7"):
         patch_features(build(small()), torch.randn(1, 3, 32, 32), 7)

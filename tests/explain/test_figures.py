@@ -16,7 +16,7 @@ from PIL import Image
 from vitrail import runtime
 from vitrail.errors import ConfigError
 from vitrail.explain import Curve, Faithfulness, canvas, figures
-from vitrail.explain.panes import masked, scaled
+from vitrail.explain.overlays import mask_overlay, normalize_map
 
 LONG = "What vit_base_patch16_clip_quickgelu_224.openai sees in holiday-2026-07-11-afternoon.jpg: Old English sheepdog"
 UNDER = "vit_base_patch16_224; asked by what the head reads; on average 3 % to class, 12 % to register 1"
@@ -46,7 +46,7 @@ FIGURES = {
     "faithfulness": lambda: figures.faithfulness_curves(
         {name: Faithfulness(curve(), curve()) for name in ("rollout", "gradient", "random")}, LONG, UNDER
     ),
-    "sheet": lambda: figures.sheet([pixels()] * 5, [RANDOM.random((3, 4))] * 5, LONG, UNDER, 4),
+    "sheet": lambda: figures.rollout_grid([pixels()] * 5, [RANDOM.random((3, 4))] * 5, LONG, UNDER, 4),
     "distances": lambda: figures.distances(100 * RANDOM.random((24, 16)), 80.0, LONG, UNDER),
     "positions": lambda: figures.positions(2 * RANDOM.random((7, 7, 7, 7)) - 1, LONG, UNDER),
     "many positions": lambda: figures.positions(2 * RANDOM.random((31, 20, 31, 20)) - 1, LONG, UNDER),
@@ -110,7 +110,7 @@ def test_a_figure_is_written_by_its_ending_and_the_same_each_time(tmp_path: Path
     for ending in ("png", "jpg", "svg", "pdf"):
         first, second = (canvas.save(figure, tmp_path / f"{n}.{ending}").read_bytes() for n in "ab")
         assert first == second
-    with pytest.raises(ConfigError, match="written as png, jpg, svg, pdf"):
+    with pytest.raises(ConfigError, match="wanted a file extension out of png, jpg, svg, pdf"):
         canvas.save(figure, tmp_path / "d.bmp")
 
 
@@ -131,7 +131,7 @@ def test_unknown_formats_are_refused_before_anything_is_drawn():
 def test_a_mask_is_dark_where_the_view_is_not():
     view = np.zeros((4, 4))
     view[1, 2] = 1
-    dark = masked(np.full((40, 40, 3), 200, np.uint8), view)
+    dark = mask_overlay(np.full((40, 40, 3), 200, np.uint8), view)
     assert (dark[10:20, 20:30] == 200).all()
     assert dark[0, 0].max() <= 20
 
@@ -139,7 +139,7 @@ def test_a_mask_is_dark_where_the_view_is_not():
 def test_one_bright_patch_hides_no_others():
     view = np.linspace(0, 1, 196).reshape(14, 14)
     view[0, 0] = 1000
-    assert np.median(scaled(view)) == pytest.approx(0.5, abs=0.1)
+    assert np.median(normalize_map(view)) == pytest.approx(0.5, abs=0.1)
 
 
 def test_names_with_dollar_signs_are_no_formulas(tmp_path):
@@ -160,5 +160,5 @@ def test_characters_that_the_font_lacks_are_one_note_and_control_characters_are_
     texts = {text.get_text() for text in drawn.findobj(Text)}
     assert {r"red \x1b[31m", r"\x07.png"} <= texts
     assert [record.note for record in caplog.records] == [
-        "the font of the figures does not have the characters \N{PARROT}: they are drawn as boxes."
+        "the figures' font lacks the characters \N{PARROT}; they are drawn as boxes."
     ]

@@ -10,13 +10,13 @@ from small_models import gradient, model
 
 from vitrail.explain import (
     attention_distance,
-    attention_views,
-    class_view,
+    attention_maps,
     feature_colors,
-    gradient_view,
+    gradient_rollout,
     occlusion,
     patch_features,
     position_similarity,
+    rollout_map,
 )
 from vitrail.models import build
 
@@ -37,10 +37,10 @@ def test_the_same_maps(name: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def _looked(net, images, targets) -> dict[str, torch.Tensor]:
-    views, special = attention_views(net, images)
+    views, special = attention_maps(net, images)
     return {
-        "rollout": class_view(net, images),
-        "gradient": gradient_view(net, images, targets),
+        "rollout": rollout_map(net, images),
+        "gradient": gradient_rollout(net, images, targets),
         "views": views,
         "special": special,
         "distance": attention_distance(net, images),
@@ -52,7 +52,7 @@ def _looked(net, images, targets) -> dict[str, torch.Tensor]:
 def test_a_whole_look_and_colors():
     vit = model(KINDS["map"])
     vit.to("cuda")
-    look = vit.explain(gradient(), trust=True)
-    assert set(look.faithful) == {"rollout", "gradient", "attention", "occlusion", "random"}
+    explanation = vit.explain(gradient(), faithfulness=True)
+    assert set(explanation.faithfulness) == {"rollout", "gradient", "attention", "occlusion", "random"}
     images = vit.preprocess(gradient()).cuda()
     assert feature_colors(patch_features(vit.net, images)).shape == (1, 4, 4, 3)

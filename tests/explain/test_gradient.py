@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, ViTConfig
 from vitrail.errors import ModelError
-from vitrail.explain import gradient_view
+from vitrail.explain import gradient_rollout
 from vitrail.models import ViT, build
 
 
@@ -42,7 +42,7 @@ def test_block_by_block_is_the_same_as_all_at_once(name: str):
     config = KINDS[name]
     net = randomized(build(config)).eval().double()
     images, targets = image(config).double(), torch.tensor([1, 3])
-    got = gradient_view(net, images, targets)
+    got = gradient_rollout(net, images, targets)
     assert got.shape == (2, *config.grid)
     torch.testing.assert_close(got.double(), by_definition(net, images, targets), rtol=1e-5, atol=1e-9)
     assert (got >= 0).all()
@@ -51,7 +51,7 @@ def test_block_by_block_is_the_same_as_all_at_once(name: str):
 def test_another_class_has_another_explanation():
     net = randomized(build(small())).eval()
     images = image(net.config, 1)
-    one, other = (gradient_view(net, images, torch.tensor([k])) for k in (0, 1))
+    one, other = (gradient_rollout(net, images, torch.tensor([k])) for k in (0, 1))
     assert not torch.allclose(one, other)
 
 
@@ -59,7 +59,7 @@ def test_it_leaves_no_gradient_and_no_mode_behind():
     net = randomized(build(ViTConfig(**small().to_dict() | {"dropout": 0.5}))).train()
     images = image(net.config, 1)
     with torch.no_grad():  # as most callers are
-        view = gradient_view(net, images, torch.tensor([0]))
+        view = gradient_rollout(net, images, torch.tensor([0]))
     assert net.training
     assert not view.requires_grad
     assert all(p.grad is None for p in net.parameters())
@@ -67,15 +67,15 @@ def test_it_leaves_no_gradient_and_no_mode_behind():
 
 def test_a_network_without_classes_or_with_other_classes_is_refused():
     net = build(small(num_classes=0))
-    with pytest.raises(ModelError, match="no classes to explain"):
-        gradient_view(net, image(net.config, 1), torch.tensor([0]))
+    with pytest.raises(ModelError, match="no class score to explain"):
+        gradient_rollout(net, image(net.config, 1), torch.tensor([0]))
     net = build(small())
     for wrong in (torch.tensor([5]), torch.tensor([-1]), torch.tensor([0, 1])):
         with pytest.raises(ModelError, match="wanted 1 class numbers from 0 to 4"):
-            gradient_view(net, image(net.config, 1), wrong)
+            gradient_rollout(net, image(net.config, 1), wrong)
 
 
 def test_a_network_without_attention_is_refused():
     net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
     with pytest.raises(ModelError, match="no attention"):
-        gradient_view(net, torch.randn(1, 3, 32, 32), torch.tensor([0]))
+        gradient_rollout(net, torch.randn(1, 3, 32, 32), torch.tensor([0]))

@@ -11,7 +11,7 @@ from small_models import small
 from vitrail.config import BiTConfig, StemConfig
 from vitrail.errors import ModelError
 from vitrail.explain import filters, position_similarity
-from vitrail.explain.positions import MEANING
+from vitrail.explain.positions import SIMILARITY_MEANING
 from vitrail.models import build
 
 
@@ -19,7 +19,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
-@pytest.mark.parametrize("kind", MEANING)
+@pytest.mark.parametrize("kind", SIMILARITY_MEANING)
 @pytest.mark.parametrize("shape", [{"image_size": (32, 48)}, {"num_registers": 2}])
 def test_a_place_is_most_like_itself(kind: str, shape: dict):
     net = randomized(build(small(position=kind, **shape)))
@@ -66,7 +66,7 @@ def test_each_layer_may_have_positions_of_its_own():
     net = randomized(build(small(position_at="layers")))
     first, second = position_similarity(net, 0), position_similarity(net, 1)
     assert not np.allclose(first, second)
-    with pytest.raises(ModelError, match="no positions in layer 3: this network has them in layers 1 to 2"):
+    with pytest.raises(ModelError, match="no position embeddings in layer 3: this network has them in layers 1 to 2"):
         position_similarity(net, 2)
     with pytest.raises(ModelError, match="once, for all layers"):
         position_similarity(build(small()), 1)
@@ -81,9 +81,9 @@ def test_another_size_has_resampled_positions():
 
 
 def test_what_has_no_positions_is_refused_with_the_reason():
-    with pytest.raises(ModelError, match="a heap of patches"):
+    with pytest.raises(ModelError, match="no position embeddings"):
         position_similarity(build(small(position="none")))
-    with pytest.raises(ModelError, match="sees places by convolution"):
+    with pytest.raises(ModelError, match="a BiT has no position embeddings"):
         position_similarity(build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5)))
 
 
@@ -100,5 +100,5 @@ def test_filters_are_the_principal_components_of_the_patch_projection():
 
 def test_a_hybrids_filters_are_refused_with_the_reason():
     net = build(small(image_size=64, patch_size=1, stem=StemConfig(layers=(1, 1), width_factor=0.5)))
-    with pytest.raises(ModelError, match="a ResNet's"):
+    with pytest.raises(ModelError, match="those of a ResNet"):
         filters(net)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, StemConfig, ViTConfig
 from vitrail.errors import ModelError
-from vitrail.explain import class_view, rollout
+from vitrail.explain import rollout, rollout_map
 from vitrail.models import ViT, build
 
 POOLS = {
@@ -95,7 +95,7 @@ def test_the_view_is_what_the_head_reads(name: str):
     }
     if out.pool_attention is not None:
         rows[name] = (out.pool_attention.mean(1)[:, :, None] * joint).sum(1)
-    view = class_view(net, images)
+    view = rollout_map(net, images)
     assert view.shape == (2, *config.grid)
     torch.testing.assert_close(view.flatten(1), rows[name][:, special:])
     assert (view.sum((1, 2)) <= 1 + 1e-5).all()
@@ -103,15 +103,15 @@ def test_the_view_is_what_the_head_reads(name: str):
 
 def test_other_sizes_have_other_grids():
     net = randomized(build(small()))
-    assert class_view(net, torch.randn(1, 3, 48, 24)).shape == (1, 6, 3)
+    assert rollout_map(net, torch.randn(1, 3, 48, 24)).shape == (1, 6, 3)
 
 
 def test_a_network_in_training_is_looked_at_as_in_evaluation_and_goes_on_training():
     net = randomized(build(ViTConfig(**small().to_dict() | {"dropout": 0.5, "drop_path": 0.5})))
     images = torch.randn(1, 3, 32, 32)
-    wanted = class_view(net.eval(), images)
+    wanted = rollout_map(net.eval(), images)
     assert isinstance(net.train(), ViT)
-    assert torch.equal(class_view(net, images), wanted)
+    assert torch.equal(rollout_map(net, images), wanted)
     assert net.training
     assert not wanted.requires_grad
 
@@ -119,4 +119,4 @@ def test_a_network_in_training_is_looked_at_as_in_evaluation_and_goes_on_trainin
 def test_a_network_without_attention_is_refused():
     net = build(BiTConfig(image_size=32, num_classes=2, layers=(1, 1, 1, 1), width_factor=0.5))
     with pytest.raises(ModelError, match="no attention"):
-        class_view(net, torch.randn(1, 3, 32, 32))
+        rollout_map(net, torch.randn(1, 3, 32, 32))

@@ -18,16 +18,16 @@ from PIL import Image
 from small_models import small
 from train.small_runs import digits, one_thread, trained
 
-from vitrail.api.timeline import timeline
+from vitrail.api.run_timeline import timeline
 from vitrail.config import BiTConfig, PreprocessConfig, steps
 from vitrail.errors import ConfigError, ModelError, NotFoundError
-from vitrail.explain.animation import Film, chosen_moments, draw_animation, draw_strip, maps, save_gif, sheet
+from vitrail.explain.animation import Timeline, chosen_moments, draw_animation, draw_strip, maps, save_gif, sheet
 from vitrail.explain.canvas import HEAT
 from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.filters import filters
 from vitrail.explain.positions import position_similarity
-from vitrail.explain.rollout import class_view
-from vitrail.explain.timeline import SUBJECTS, Moment, aligned, frames
+from vitrail.explain.rollout import rollout_map
+from vitrail.explain.timeline import SUBJECTS, Moment, align_filters, frames
 from vitrail.models import build
 from vitrail.weights import checkpoint
 from vitrail.weights.model_info import ModelInfo
@@ -58,11 +58,11 @@ def test_frames_are_what_each_network_gives_by_itself():
     images = torch.randn(4, 3, 32, 32)
     found = frames(nets, images=images, image=images[:1])
     assert found.subjects == list(SUBJECTS)
-    assert found.left_out == {}
+    assert found.skipped == {}
     for now, net in enumerate(nets):
         np.testing.assert_array_equal(found.arrays["positions"][now], position_similarity(net))
         np.testing.assert_array_equal(found.arrays["distances"][now], attention_distance(net, images).numpy())
-        np.testing.assert_allclose(found.arrays["rollout"][now], class_view(net, images[:1])[0].numpy(), rtol=1e-6)
+        np.testing.assert_allclose(found.arrays["rollout"][now], rollout_map(net, images[:1])[0].numpy(), rtol=1e-6)
     assert found.arrays["uniform"].tolist() == [uniform_distance((4, 4), (32, 32))] * 3
     np.testing.assert_array_equal(found.arrays["filters"][-1], filters(nets[-1])[0])
 
@@ -70,18 +70,18 @@ def test_frames_are_what_each_network_gives_by_itself():
 def test_only_what_is_asked_for_is_looked_at():
     found = frames([build(small())], ["filters"])
     assert set(found.arrays) == {"filters", "shares"}
-    assert found.left_out == {}
+    assert found.skipped == {}
 
 
 def test_what_a_model_does_not_have_is_left_out_with_the_reason():
     found = frames([build(small(position="none"))] * 2)
     assert found.subjects == ["filters"]
-    assert found.left_out["positions"].startswith("this model has no positions")
-    assert found.left_out["rollout"] == "there is no image to see it on."
+    assert found.skipped["positions"].startswith("this model has no position embeddings")
+    assert found.skipped["rollout"] == "there is no image to see it on."
     image = torch.zeros(1, 3, 32, 32)
     bit = frames([build(TINY)], images=image, image=image)
     assert bit.arrays == {}
-    assert set(bit.left_out) == set(SUBJECTS)
+    assert set(bit.skipped) == set(SUBJECTS)
 
 
 def test_an_unknown_subject_is_refused_with_the_nearest():
@@ -103,7 +103,7 @@ def test_patterns_that_only_change_places_and_signs_stand_still(moments: int, co
     orders = [rng.permutation(count) for _ in range(moments)]
     signs = rng.choice([-1.0, 1.0], (moments, count, 1, 1, 1))
     shuffled = np.stack([first[order] * sign for order, sign in zip(orders, signs, strict=True)])
-    got, weights = aligned(shuffled, np.stack([shares[order] for order in orders]))
+    got, weights = align_filters(shuffled, np.stack([shares[order] for order in orders]))
     np.testing.assert_allclose(got, np.broadcast_to(shuffled[-1], got.shape))
     np.testing.assert_allclose(weights, np.broadcast_to(shares[orders[-1]], weights.shape))
 
@@ -111,7 +111,7 @@ def test_patterns_that_only_change_places_and_signs_stand_still(moments: int, co
 @pytest.mark.parametrize("seed", range(5))
 def test_patterns_are_paired_for_the_largest_sum_of_absolute_cosines(seed: int):
     two = np.stack([patterns(seed, 4, 2), patterns(seed + 100, 4, 2)])
-    got, _ = aligned(two, np.ones((2, 4)))
+    got, _ = align_filters(two, np.ones((2, 4)))
     cosines = two[1].reshape(4, -1) @ two[0].reshape(4, -1).T
     best = max(sum(abs(cosines[i, j]) for i, j in enumerate(order)) for order in permutations(range(4)))
     paired = (got[1].reshape(4, -1) * got[0].reshape(4, -1)).sum(1)
@@ -167,10 +167,10 @@ def test_patterns_are_gray_where_they_are_nought_and_share_one_scale(channels: i
     assert image[-1, -1, :3].tolist() == [128] * 3
 
 
-def film(subject: str, arrays: dict[str, np.ndarray], **changes: Any) -> Film:
+def film(subject: str, arrays: dict[str, np.ndarray], **changes: Any) -> Timeline:
     count = len(arrays[subject])
     moments = [Moment(10 * i, i / 2, None) for i in range(count)]
-    return Film(subject, arrays, moments, "test: ViT", **changes)
+    return Timeline(subject, arrays, moments, "test: ViT", **changes)
 
 
 def test_an_animation_keeps_what_stands_still_and_holds_the_end(tmp_path: Path):
@@ -224,7 +224,7 @@ def test_a_strip_names_its_moments_and_only_the_scores_that_were_measured_then()
     values = np.random.default_rng(0).random((3, 4, 4))
     moments = [Moment(0, 0.0), Moment(20, 1.02), Moment(60, 3.06, 0.913)]
     image = np.zeros((8, 8, 3), np.uint8)
-    figure = draw_strip(Film("rollout", {"rollout": values}, moments, "test: ViT", image=image))
+    figure = draw_strip(Timeline("rollout", {"rollout": values}, moments, "test: ViT", image=image))
     titles = [ax.get_title() for ax in figure.axes]
     assert titles == ["", "epoch 0\n", "epoch 1.02\n", "epoch 3.06\n91.3 % right", ""]  # the image and the scale
 
@@ -270,10 +270,10 @@ def copied(run: Path, folder: Path, keep: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("keep", "said"), [(0, "has no snapshots"), (1, "has one snapshot only, of step 0")])
+@pytest.mark.parametrize(("keep", "said"), [(0, "has no snapshots"), (1, "has only one snapshot, of step 0")])
 def test_a_run_without_snapshots_is_told_how_to_get_them(run: Path, tmp_path: Path, keep: int, said: str):
     folder = copied(run, tmp_path / "run", keep)
-    with pytest.raises(NotFoundError, match=f"{said}, and a timeline needs two or more; train with snapshot_every="):
+    with pytest.raises(NotFoundError, match=f"{said}; a timeline needs two or more\\. Train with snapshot_every="):
         timeline(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -294,7 +294,7 @@ def test_without_its_data_the_rest_is_drawn(run: Path, tmp_path: Path, caplog: p
         checkpoint.write(net, info, folder / "snapshots" / f"{4 * step:08d}")
     names = {path.stem for path in timeline(folder, tmp_path / "out")}
     assert names == {"timeline-filters"}
-    assert "left out distances: the images it was measured on cannot be read" in caplog.text
+    assert "skipped distances: the evaluation images cannot be read" in caplog.text
     assert "left out positions: this model has no positions" in caplog.text
 
 
@@ -303,7 +303,7 @@ def test_a_model_with_nothing_to_follow_is_an_error_with_all_reasons(run: Path, 
     info = ModelInfo(config=net.config, preprocess=PreprocessConfig(image_size=32))
     for step in (0, 1):
         checkpoint.write(net, info, folder / "snapshots" / f"{step:08d}")
-    said = r"nothing to follow in .*; positions: a BiT .*; filters: .*; distances: .*; rollout: a BiT"
+    said = r"no timeline can be drawn for .*; positions: a BiT .*; filters: .*; distances: .*; rollout: a BiT"
     with pytest.raises(ModelError, match=said):
         timeline(folder, tmp_path / "out")
 
@@ -311,7 +311,7 @@ def test_a_model_with_nothing_to_follow_is_an_error_with_all_reasons(run: Path, 
 def test_too_many_snapshots_are_thinned_and_said(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("vitrail.api.timeline.MOST", 3)
+    monkeypatch.setattr("vitrail.api.run_timeline.MAX_FRAMES", 3)
     paths = timeline(run, tmp_path, ["filters"])
     with np.load(paths[-1]) as arrays:
         assert arrays["step"].tolist() == [0, 8, 20]

@@ -17,7 +17,7 @@ from train.small_runs import photos
 
 import vitrail
 from vitrail.api.embedding import embed
-from vitrail.api.portrait import Portrait
+from vitrail.api.model_figures import ModelFigures
 from vitrail.api.probing import ProbeSettings, probe
 from vitrail.config import BiTConfig, DataConfig
 from vitrail.errors import ModelError
@@ -57,8 +57,8 @@ CALLS: dict[str, Callable[[vitrail.Model], Any]] = {
     "embed": lambda vit: vit.embed(gradient()),
     "stream": lambda vit: torch.stack(list(vit.stream([gradient()] * 2))),
     "explain": lambda vit: torch.from_numpy(np.stack(list(vit.explain(gradient()).maps.values()))),
-    "figures": lambda vit: torch.from_numpy(Portrait(vit, [gradient()]).draw("distances").arrays["distances"]),
-    "colors": lambda vit: torch.from_numpy(Portrait(vit, [gradient()]).draw("colors").arrays["colors"]),
+    "figures": lambda vit: torch.from_numpy(ModelFigures(vit, [gradient()]).draw("distances").arrays["distances"]),
+    "colors": lambda vit: torch.from_numpy(ModelFigures(vit, [gradient()]).draw("colors").arrays["colors"]),
     "engine": lambda vit: torch.from_numpy(TorchEngine(vit.net, vit.info).logits(pixels())),
     "service": lambda vit: torch.from_numpy(features(vit, pixels())),
 }

@@ -352,7 +352,7 @@ def test_a_network_without_attention_says_so_in_its_place(tmp_path: Path):
         source=Images(),
         preprocess=Preprocess(PreprocessConfig(image_size=32, mean=(0.5,), std=(0.5,))),
     )
-    assert "A BiT has convolutions and no attention" in page.text
+    assert "A BiT has no attention" in page.text
     assert "it has no position embeddings" in page.text
     assert "BiT ResNet, 1-1-1-1 units" in page.text
     assert not (run / "figures" / "attention.png").exists()

@@ -16,7 +16,7 @@ from report.run_folders import MODEL, Images, Page, evaluated, logged, measured,
 from vitrail.config import StemConfig
 from vitrail.errors import ModelError
 from vitrail.evaluate import SampleResults, Scores
-from vitrail.explain import panes
+from vitrail.explain import overlays
 from vitrail.explain.filters import filter_images, filters
 from vitrail.explain.positions import position_similarity
 from vitrail.models import Net, build
@@ -229,7 +229,7 @@ def test_a_hybrids_filters_are_not_of_patches():
 def test_a_view_lights_the_patch_it_is_about():
     view = np.zeros((4, 4))
     view[1, 2] = 1.0
-    lit = panes.lit(np.full((8, 8, 3), 200, np.uint8), view).astype(int)
+    lit = overlays.heat_overlay(np.full((8, 8, 3), 200, np.uint8), view).astype(int)
     bright = lit.sum(2) == lit.sum(2).max()
     assert np.array_equal(np.argwhere(bright), [[2, 4], [2, 5], [3, 4], [3, 5]])
 
@@ -237,7 +237,7 @@ def test_a_view_lights_the_patch_it_is_about():
 def test_every_map_of_a_mosaic_is_in_its_place():
     maps = np.zeros((2, 3, 2, 2))
     maps[1, 2] = 1.0
-    image = panes.mosaic(maps, side=3, gap=2, low=0.0, high=1.0)
+    image = overlays.mosaic(maps, side=3, gap=2, low=0.0, high=1.0)
     assert image.shape == (2 * 6 + 2, 3 * 6 + 4, 4)
     assert (image[8:, 16:, :3] == image[-1, -1, :3]).all()
     assert (image[:, 6:8, 3] == 0).all()  # the gap is clear
@@ -246,7 +246,7 @@ def test_every_map_of_a_mosaic_is_in_its_place():
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 7])
 def test_images_of_any_channels_can_be_shown(channels: int):
-    assert panes.shown(np.zeros((5, 6, channels), np.float32)).shape == (5, 6, 3)
+    assert overlays.as_rgb(np.zeros((5, 6, channels), np.float32)).shape == (5, 6, 3)
 
 
 def test_large_images_are_shrunk_and_small_ones_kept():

@@ -26,9 +26,9 @@ from serving import QUICK, photo, run_server, served, until
 from small_models import model, small
 
 import vitrail
-from vitrail.api.looking import METHODS
+from vitrail.api.explanation import METHODS
 from vitrail.config import pair
-from vitrail.explain import attention_distance, class_view, gradient_view, occlusion, position_similarity
+from vitrail.explain import attention_distance, gradient_rollout, occlusion, position_similarity, rollout_map
 from vitrail.explain.distance import uniform_distance
 from vitrail.explain.occlusion import windows
 from vitrail.serve import explain_requests
@@ -93,8 +93,8 @@ def test_maps_are_those_of_explain(client: httpx.Client, vit: vitrail.Model, ima
     assert found["target"]["label"] == "bird"
     target = torch.tensor([2])
     wanted = {
-        "rollout": class_view(vit.net, images),
-        "gradient": gradient_view(vit.net, images, target),
+        "rollout": rollout_map(vit.net, images),
+        "gradient": gradient_rollout(vit.net, images, target),
         "occlusion": occlusion(vit.net, images, target, stride=2),
     }
     assert list(found["maps"]) == list(wanted)
@@ -284,7 +284,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     def begin(seconds: float, then: Callable[[], None] = lambda: None) -> list[int]:
         calls: list[int] = []
 
-        def scores(*given: Any, real: Any = explain_requests.scores, **named: Any) -> Any:
+        def scores(*given: Any, real: Any = explain_requests.class_probabilities, **named: Any) -> Any:
             calls.append(1)
             time.sleep(seconds)
             if len(calls) > 4:

@@ -15,7 +15,7 @@ from driving import FIREFOX, MINI_BROWSER, Driven, firefox, webkit
 from serving import until
 
 import vitrail
-from vitrail.explain import attention_views
+from vitrail.explain import attention_maps
 
 
 def _page(name: str, folder: Path) -> Iterator[Driven]:
@@ -70,7 +70,7 @@ def test_a_sample_is_looked_at(page: Any, cifar10: vitrail.Model) -> None:
 
 def test_a_patch_is_asked_by_pointing(page: Any, cifar10: vitrail.Model) -> None:
     seen = page("#image=cat&layer=4&head=2")
-    row = attention_views(cifar10.net, cifar10.preprocess(CAT), query=(3, 6), layers=(3,))[0][0, 0, 1]  # 8 8
+    row = attention_maps(cifar10.net, cifar10.preprocess(CAT), query=(3, 6), layers=(3,))[0][0, 0, 1]  # 8 8
     best = divmod(int(row.argmax()), 8)
     seen.move(*patch(seen, 2, 5))
     where = "itself" if best == (2, 5) else f"row {best[0] + 1}, column {best[1] + 1}"

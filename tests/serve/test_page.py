@@ -30,8 +30,8 @@ from browsing import (
 from PIL import Image
 
 import vitrail
-from vitrail.api.looking import METHODS
-from vitrail.explain import attention_views
+from vitrail.api.explanation import METHODS
+from vitrail.explain import attention_maps
 
 pytest.importorskip("playwright", reason="the page is tested with it: pip install playwright")
 from playwright.sync_api import expect
@@ -87,7 +87,7 @@ def test_what_is_no_image_is_refused_in_words_and_the_page_goes_on(opened: Opene
 def test_hovering_a_patch_lights_what_it_attends_to(opened: Opened, cifar10: vitrail.Model) -> None:
     page = answered(opened("#image=cat&layer=4&head=2"))
     images = cifar10.preprocess(CAT)
-    row = attention_views(cifar10.net, images, query=(3, 6), layers=(3,))[0][0, 0, 1]  # 8 8
+    row = attention_maps(cifar10.net, images, query=(3, 6), layers=(3,))[0][0, 0, 1]  # 8 8
     best = divmod(int(row.argmax()), 8)
     page.mouse.move(*patch(page, 2, 5))
     where = "itself" if best == (2, 5) else f"row {best[0] + 1}, column {best[1] + 1}"

@@ -33,7 +33,7 @@ class Steps:
             self.left = count
             self.changed.notify_all()
 
-    def scores(self, *given: Any, real: Any = explain_requests.scores, **named: Any) -> Any:
+    def scores(self, *given: Any, real: Any = explain_requests.class_probabilities, **named: Any) -> Any:
         with self.changed:
             assert self.changed.wait_for(lambda: self.left > 0, timeout=20)
             self.left -= 1

@@ -15,7 +15,7 @@ from small_models import LABELS, model, small
 
 import vitrail
 from vitrail.config import BiTConfig
-from vitrail.explain.hiding import filling, hidden
+from vitrail.explain.masking import mask_patches, replacement_pixels
 from vitrail.serve.app import Service
 
 
@@ -97,7 +97,7 @@ def test_hidden_patches_are_hidden_from_the_network(client: httpx.Client, vit: v
     image = vit.preprocess.prepare(data)
     mask = torch.zeros(16, dtype=torch.bool)
     mask[[0, 5, 15]] = True
-    left = hidden(image, filling(image[None], fill)[0], mask.view(1, 4, 4))
+    left = mask_patches(image, replacement_pixels(image[None], fill)[0], mask.view(1, 4, 4))
     with torch.no_grad():
         wanted = vit.net(left).softmax(1)[0]
     scores = {p["index"]: p["score"] for p in found["results"][0]["predictions"]}
@@ -117,7 +117,7 @@ def test_features_are_those_of_the_image_without_the_hidden_patches(
     for number, data in enumerate(files):
         pixels = torch.from_numpy(vit.preprocess.pixels(data)).permute(2, 0, 1)
         image = vit.preprocess.normalize(pixels)
-        instead = filling(image[None], fill)[0]
+        instead = replacement_pixels(image[None], fill)[0]
         for patch in (0, 5, 15):  # by hand: rows and columns of 8 pixels
             row, column = 8 * (patch // 4), 8 * (patch % 4)
             image[:, row : row + 8, column : column + 8] = instead[:, row : row + 8, column : column + 8]

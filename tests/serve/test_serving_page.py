@@ -14,7 +14,7 @@ from serving import photo, run_server, served
 
 import vitrail.serve as serving
 from vitrail.cli import serve
-from vitrail.explain.hiding import Fill
+from vitrail.explain.masking import Fill
 from vitrail.serve.app import create_app
 from vitrail.serve.image_decoder import FORMATS
 from vitrail.serve.limits import BatchingConfig, Limits

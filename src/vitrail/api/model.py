@@ -37,7 +37,7 @@ from vitrail.weights.native import NATIVE
 from vitrail.weights.shipped import SHIPPED
 
 if TYPE_CHECKING:
-    from vitrail.api.looking import Look
+    from vitrail.api.explanation import Explanation
 
 Pixels = npt.NDArray[Any]
 Want = Literal["logits", "pooled"]
@@ -166,13 +166,13 @@ class Model:
                 computed.append(self.net.features(batched, outputs, layers=layers, norm=norm).map(_on_cpu))
         return concat_outputs(computed)
 
-    def explain(self, image: ImageLike, **options: Any) -> Look:
+    def explain(self, image: ImageLike, **options: Any) -> Explanation:
         """What happens inside for one image: `look.rollout`, `look.attention`, `look.figure().savefig(...)`.
 
-        Options are those of `vitrail.api.looking.explain`: the class to explain (`target`), kinds of
-        explanation (`methods`), whose attention (`query`), and `trust` for how far to believe them.
+        Options are those of `vitrail.api.explanation.explain`: the class to explain (`target`), kinds of
+        explanation (`methods`), the query token of the attention maps (`query`), and `faithfulness` curves.
         """
-        from vitrail.api.looking import explain
+        from vitrail.api.explanation import explain
 
         return explain(self, image, **options)
 

@@ -234,10 +234,10 @@ def _sizes_table(found: Evaluation) -> Table:
 def _worst_classes_table(found: Evaluation, measured: SizeResult, rows: list[int]) -> Table:
     from vitrail.evaluate.per_class import mistaken_for
     from vitrail.evaluate.scores import wilson_interval
-    from vitrail.explain.names import abbreviated
+    from vitrail.explain.label_text import unique_abbreviations
 
     classes, precise = measured.per_class, measured.per_class.average_precision
-    names = abbreviated(found.labels, MAX_NAME_LENGTH)
+    names = unique_abbreviations(found.labels, MAX_NAME_LENGTH)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     where = f" at {_format_size(measured)}" if len(found.sizes) > 1 else ""
     table.add_column(f"worst classes{where}", max_width=MAX_NAME_LENGTH, overflow="fold")

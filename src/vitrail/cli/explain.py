@@ -16,7 +16,7 @@ from vitrail.cli.predict import Images, find_images
 from vitrail.errors import ImageError, NotFoundError
 
 if TYPE_CHECKING:
-    from vitrail.api.looking import Look
+    from vitrail.api.explanation import Explanation
 
 
 def explain(
@@ -45,8 +45,8 @@ def explain(
             "--query", metavar="TOKEN", help="Query token: read, class, 'register 1', or a patch as ROW,COLUMN from 1."
         ),
     ] = "read",
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Add deletion and insertion curves, which measure faithfulness.")
+    faithfulness: Annotated[
+        bool, typer.Option("--faithfulness", help="Add deletion and insertion curves, which measure faithfulness.")
     ] = False,
     formats: Formats = "png",
     labels: LabelFile = None,
@@ -74,28 +74,30 @@ def explain(
         dtype=dtype,
         **own,
     )
-    from vitrail.explain.attention import attentive, layer_number, parse_query
+    from vitrail.explain.attention import layer_index, parse_query, require_attention
     from vitrail.explain.canvas import check_formats
 
     check_formats(endings)
     if layer is not None:  # report a wrong number before any work is done
         for number in layers:
-            layer_number(attentive(vit.net), number)
+            layer_index(require_attention(vit.net), number)
 
     rows: list[dict[str, Any]] = []
     failed = 0
-    with progress_bar(len(paths) > 1 or trust) as bar:
+    with progress_bar(len(paths) > 1 or faithfulness) as bar:
         for path, stem in bar.track([*zip(paths, stems(paths), strict=True)], description="explaining"):
             try:
-                look = vit.explain(path, methods=kinds, target=target, query=parse_query(query), trust=trust)
+                explanation = vit.explain(
+                    path, methods=kinds, target=target, query=parse_query(query), faithfulness=faithfulness
+                )
             except (ImageError, NotFoundError) as error:
                 print_error(str(error))
                 failed += 1
                 continue
-            written = look.save(out, endings, layers, stem)
-            rows.append(_row(path, look, written))
+            written = explanation.save(out, endings, layers, stem)
+            rows.append(_row(path, explanation, written))
             if not as_json:
-                for text in _lines(path, look, written):
+                for text in _lines(path, explanation, written):
                     typer.echo(one_line(text), nl=False)
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -105,26 +107,30 @@ def explain(
         raise typer.Exit(1)
 
 
-def _row(path: Path, look: Look, written: list[Path]) -> dict[str, Any]:
+def _row(path: Path, explanation: Explanation, written: list[Path]) -> dict[str, Any]:
     row: dict[str, Any] = {"path": str(path), "files": [str(f) for f in written]}
-    if look.target is not None:
-        row |= {"label": look.target.label, "index": look.target.index, "score": look.target.score}
-    if look.faithful:
+    if explanation.target is not None:
+        row |= {"label": explanation.target.label, "index": explanation.target.index, "score": explanation.target.score}
+    if explanation.faithfulness:
         row["faithfulness"] = {
             kind: {"deletion": both.deletion.area, "insertion": both.insertion.area}
-            for kind, both in look.faithful.items()
+            for kind, both in explanation.faithfulness.items()
         }
     return row
 
 
-def _lines(path: Path, look: Look, written: list[Path]) -> Iterator[str]:
-    prediction = f"  {100 * look.target.score:.1f} % {look.target.label}" if look.target is not None else ""
+def _lines(path: Path, explanation: Explanation, written: list[Path]) -> Iterator[str]:
+    prediction = (
+        f"  {100 * explanation.target.score:.1f} % {explanation.target.label}" if explanation.target is not None else ""
+    )
     yield f"{path}{prediction}"
     yield from (f"  {file}" for file in written)
-    if look.faithful:
-        best = max((k for k in look.faithful if k != "random"), key=lambda k: look.faithful[k].gain)
-        random = look.faithful["random"].gain
-        most = f"most faithful: {best}, {look.faithful[best].gain:+.3f} (insertion minus deletion)"
+    if explanation.faithfulness:
+        best = max(
+            (k for k in explanation.faithfulness if k != "random"), key=lambda k: explanation.faithfulness[k].gain
+        )
+        random = explanation.faithfulness["random"].gain
+        most = f"most faithful: {best}, {explanation.faithfulness[best].gain:+.3f} (insertion minus deletion)"
         yield f"  {most}; random order: {random:+.3f}"
 
 

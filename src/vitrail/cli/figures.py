@@ -68,15 +68,15 @@ def figures(
             model, overrides=parse_settings(changes), require_classes=False, device=device, dtype=dtype, **own
         )
         with err.status("looking for images"):
-            from vitrail.api.portrait import FIGURES, NEED_IMAGES, Portrait, images_of, images_of_run
+            from vitrail.api.model_figures import FIGURES, NEED_IMAGES, ModelFigures, dataset_images, run_images
 
-            images = images_of(data, count, root) if data is not None else images_of_run(model, count)
+            images = dataset_images(data, count, root) if data is not None else run_images(model, count)
             if data is None and images is not None:
                 data = "the run's evaluation images"
         with progress_bar() as bar:
             passes = [name for name in names or FIGURES if name in NEED_IMAGES]
             task = bar.add_task("looking", total=max(len(images or (0, 0)) * len(passes), 1))
-            portrait = Portrait(
+            model_figures = ModelFigures(
                 vit,
                 images,
                 layer=layer,
@@ -84,7 +84,7 @@ def figures(
                 named=f"images from {Path(data.rpartition(':')[2]).name or data}" if data is not None else "",
                 advance=lambda n: bar.advance(task, n),
             )
-            written = portrait.save(out, names, endings)
+            written = model_figures.save(out, names, endings)
     if as_json:
         typer.echo(json.dumps([str(f) for f in written], indent=2))
     else:
@@ -97,7 +97,7 @@ def _timeline(model: str | None, out: Path, names: tuple[str, ...] | None) -> li
         given = "" if model is None else f", got {model}"
         raise ConfigError(f"--timeline wants a run folder: --model runs/digits{given}.")
     with err.status("loading"):
-        from vitrail.api.timeline import timeline
+        from vitrail.api.run_timeline import timeline
     with progress_bar() as bar:
         task = bar.add_task("drawing", total=None)
         return timeline(model, out, names or (), watch=lambda done, of: bar.update(task, completed=done, total=of))

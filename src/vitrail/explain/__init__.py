@@ -1,40 +1,40 @@
-"""Model + image -> arrays that say what happens inside; figures.py: arrays -> images.
+"""Explanations: model + image -> arrays. figures.py draws them.
 
-attention.py      attention of any layer, head and token, one layer at a time
-rollout.py        how much of each patch reaches the answer through all layers
-gradient.py       the same, weighed by what speaks for a class
-occlusion.py      what hiding a part does to the class's probability
-faithfulness.py   which of these can be trusted: deletion and insertion
-distance.py       how far each head looks
-positions.py      how alike the positions are
-filters.py        what the patch projection looks for
-colors.py        patches colored by their features
+attention.py      attention of any layer, head and query token, one layer at a time
+rollout.py        attention rollout
+gradient.py       gradient-weighted attention rollout for a class
+occlusion.py      change of a class probability when parts of the image are masked
+faithfulness.py   deletion and insertion curves of an explanation
+distance.py       mean attention distance of each head
+positions.py      similarity of position embeddings
+filters.py        principal components of the patch embedding filters
+colors.py         principal components of patch features as colors
 """
 
-from vitrail.explain.attention import Walk, attention_views
+from vitrail.explain.attention import AttentionIterator, attention_maps
 from vitrail.explain.colors import feature_colors, patch_features
 from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.faithfulness import Curve, Faithfulness, faithfulness
 from vitrail.explain.filters import filters
-from vitrail.explain.gradient import gradient_view
+from vitrail.explain.gradient import gradient_rollout
 from vitrail.explain.occlusion import occlusion
 from vitrail.explain.positions import position_similarity
-from vitrail.explain.rollout import class_view, rollout
+from vitrail.explain.rollout import rollout, rollout_map
 
 __all__ = [
+    "AttentionIterator",
     "Curve",
     "Faithfulness",
-    "Walk",
     "attention_distance",
-    "attention_views",
-    "class_view",
+    "attention_maps",
     "faithfulness",
     "feature_colors",
     "filters",
-    "gradient_view",
+    "gradient_rollout",
     "occlusion",
     "patch_features",
     "position_similarity",
     "rollout",
+    "rollout_map",
     "uniform_distance",
 ]

@@ -1,4 +1,4 @@
-"""A timeline as images: an animation (GIF) with a line that shows how far the run is, and a strip for papers."""
+"""Timelines as an animated GIF with the progress of the run, and as a strip of frames."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from vitrail.explain.canvas import COLORS, FAINT, HEAT, INK, QUIET, blank, title
-from vitrail.explain.panes import SMOOTH, Pixels, enlarged, mosaic, shown, tiles
+from vitrail.explain.canvas import COLORS, FAINT, HEAT, INK, QUIET, new_figure, set_title
+from vitrail.explain.overlays import SMOOTH, Pixels, as_rgb, mosaic, tile_images, upscale
 from vitrail.explain.timeline import Floats, Moment
 
-# T moments; h rows and w columns of patches; n patterns of p x q pixels and C channels; L layers of H heads
+# T frames; h rows and w columns of patches; n patterns of p x q pixels and C channels; L layers of H heads
 
 Show = Callable[[int], None]
-"""Puts the moment of this number into a figure."""
+"""Draws the frame with this index."""
 
 TITLES = {
-    "positions": "How alike the positions are",
-    "filters": "What the patch filters look for",
-    "distances": "How far each attention head looks",
-    "rollout": "Where the answer comes from (attention rollout)",
+    "positions": "Similarity of position embeddings",
+    "filters": "Patch embedding filters",
+    "distances": "Attention distance",
+    "rollout": "Attention rollout",
 }
-SCALES = {"positions": "cosine with each patch", "rollout": "% of the answer"}
-"""What colors stand for, where they do."""
+SCALES = {"positions": "cosine similarity", "rollout": "% of the rollout"}
+"""Labels of the color scales."""
 SHADES = 64
-"""Steps of the scale: more are not told apart, and would double what a file needs."""
-PACE, FIRST, LAST = 180, 700, 2000
-"""Milliseconds that a moment is shown, and the first and the last one."""
+"""Number of colors of the scale; more are not distinguishable and double the file size."""
+FRAME_MS, FIRST_FRAME_MS, LAST_FRAME_MS = 180, 700, 2000
+"""Duration of a frame, of the first and of the last one."""
 NEAR = 0.005
-"""A measurement belongs to a moment so near to it, as a share of the run: each is rounded to steps by itself."""
-STRIP = 6
-"""Moments side by side on paper."""
+"""An evaluation is matched to a snapshot within this fraction of the run, since both are rounded to steps."""
+STRIP_FRAMES = 6
+"""Number of frames of a strip."""
 
 
 @dataclass(frozen=True)
-class Film:
-    """What is shown, when it was so, and of what."""
+class Timeline:
+    """The data of one animation."""
 
     subject: str
     arrays: Mapping[str, Floats]
     moments: Sequence[Moment]
     about: str
-    """The run and its model, for the line under the title."""
+    """The run and its model, for the subtitle."""
     measured: Sequence[tuple[float, float]] = ()
-    """Where on the run's axis (epochs, or steps) which share was right."""
+    """(epoch or step, accuracy) of each evaluation."""
     image: Pixels | None = None
-    """H W 3: what a rollout is of."""
+    """H W 3: the image of the rollout."""
 
     @property
     def values(self) -> Floats:
         return self.arrays[self.subject]
 
     @property
-    def reach(self) -> tuple[float, float]:
-        """From which value to which the colors go, in all moments."""
+    def value_range(self) -> tuple[float, float]:
+        """Range of the color scale, common to all frames."""
         if self.subject == "positions":
             return float(self.values.min()), 1.0
         return 0.0, 100 * float(self.values.max())
@@ -78,7 +78,7 @@ class Film:
         return self.place(-1)
 
     def place(self, now: int) -> float:
-        """Of a moment on the run's axis."""
+        """Epoch or step of a frame."""
         moment = self.moments[now]
         return float(moment.step if moment.epoch is None else moment.epoch)
 
@@ -89,27 +89,27 @@ class Film:
         return f"epoch {round(self.place(now), decimals):g}"
 
 
-def draw_animation(film: Film, path: str | Path) -> Path:
-    """800 pixels wide, over and over; one palette, layout and scale for all moments, so that nothing flickers."""
-    square = film.subject == "positions"
-    figure = blank(5.0, 5.6 if square else 4.0)
-    title(figure, TITLES[film.subject], f"{film.about} · {film.when(-1)}")
+def draw_animation(timeline: Timeline, path: str | Path) -> Path:
+    """Write a looping GIF, 800 pixels wide, with one palette, layout and scale for all frames."""
+    square = timeline.subject == "positions"
+    figure = new_figure(5.0, 5.6 if square else 4.0)
+    set_title(figure, TITLES[timeline.subject], f"{timeline.about} · {timeline.when(-1)}")
     under = figure.texts[-1]
     above, beneath = figure.subfigures(2, 1, height_ratios=(6.5, 1) if square else (4, 1), squeeze=False)[:, 0]
-    shows = [_scene(above, film), _progress(beneath.subplots(), film)]
+    shows = [_scene(above, timeline), _progress(beneath.subplots(), timeline)]
     canvas, seen = FigureCanvasAgg(figure), []
-    for now in range(len(film.moments)):
-        under.set_text(f"{film.about} · {film.when(now)}")
+    for now in range(len(timeline.moments)):
+        under.set_text(f"{timeline.about} · {timeline.when(now)}")
         for show in shows:
             show(now)
         canvas.draw()
-        figure.set_layout_engine("none")  # it stays as it was found for the first
+        figure.set_layout_engine("none")  # keep the layout of the first frame
         seen.append(np.asarray(canvas.buffer_rgba())[..., :3].copy())
     return save_gif(seen, path)
 
 
 def save_gif(images: Sequence[Pixels], path: str | Path) -> Path:
-    """H W 3 each, in one palette without dither: what stands still has the same colors in all of them."""
+    """Write frames H W 3 with one common palette and no dithering, so that static parts do not flicker."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     packed = [image.astype(np.uint32) @ np.array([1 << 16, 1 << 8, 1], dtype=np.uint32) for image in images]
@@ -118,7 +118,7 @@ def save_gif(images: Sequence[Pixels], path: str | Path) -> Path:
     for image in drawn:
         image.putpalette(palette.tobytes())
     first, *rest = drawn
-    times = [FIRST, *[PACE] * (len(images) - 2), LAST]
+    times = [FIRST_FRAME_MS, *[FRAME_MS] * (len(images) - 2), LAST_FRAME_MS]
     first.save(path, save_all=True, append_images=rest, duration=times, loop=0, optimize=True)
     return path
 
@@ -131,7 +131,7 @@ def _palette(images: Sequence[npt.NDArray[np.uint32]]) -> tuple[Pixels, Pixels]:
     from scipy.spatial import KDTree  # type: ignore[import-untyped]
 
     colors, counts = np.unique(np.concatenate([image[::2, ::2].ravel() for image in images]), return_counts=True)
-    # Each by the root of how often it is there: paper must not take the room of what is drawn on it.
+    # Weighted by the square root of the count, so that the background does not take most of the palette.
     sample = _unpacked(np.repeat(colors, np.ceil(np.sqrt(counts)).astype(int)))
     fixed = np.array([(1, 1, 1), to_rgb(INK), *colormaps[HEAT](np.linspace(0, 1, SHADES + 1))[:, :3]])
     rest = Image.fromarray(sample[None]).quantize(256 - len(fixed), dither=Image.Dither.NONE).getpalette() or []
@@ -146,49 +146,49 @@ def _unpacked(colors: npt.NDArray[np.uint32]) -> Pixels:
     return np.stack([colors >> 16, colors >> 8 & 255, colors & 255], -1).astype(np.uint8)
 
 
-def draw_strip(film: Film) -> Figure:
-    """Some moments side by side, close together at the beginning, where the most happens."""
-    chosen = chosen_moments(len(film.moments))
-    imaged = film.subject == "rollout"
-    figure = blank(1.9 * (len(chosen) + imaged) + 0.6 * (film.subject in SCALES), 2.9)
-    title(figure, TITLES[film.subject], film.about)
-    axes = list(figure.subplots(1, len(chosen) + imaged, squeeze=False, sharey=film.subject == "distances")[0])
-    _scale(axes, film)
+def draw_strip(timeline: Timeline) -> Figure:
+    """Some frames side by side, denser at the beginning of the run."""
+    chosen = chosen_moments(len(timeline.moments))
+    imaged = timeline.subject == "rollout"
+    figure = new_figure(1.9 * (len(chosen) + imaged) + 0.6 * (timeline.subject in SCALES), 2.9)
+    set_title(figure, TITLES[timeline.subject], timeline.about)
+    axes = list(figure.subplots(1, len(chosen) + imaged, squeeze=False, sharey=timeline.subject == "distances")[0])
+    _scale(axes, timeline)
     if imaged:
-        _image(axes.pop(0), film)
-    scored = any(film.moments[now].score is not None for now in chosen)
+        _image(axes.pop(0), timeline)
+    scored = any(timeline.moments[now].score is not None for now in chosen)
     for ax, now in zip(axes, chosen, strict=True):
-        PANELS[film.subject](ax, film)(now)
-        score = film.moments[now].score
+        PANELS[timeline.subject](ax, timeline)(now)
+        score = timeline.moments[now].score
         right = "" if score is None else f"{100 * score:.1f} % right"
-        ax.set_title(f"{film.when(now)}\n{right}" if scored else film.when(now), fontsize=8.5, color=QUIET)
+        ax.set_title(f"{timeline.when(now)}\n{right}" if scored else timeline.when(now), fontsize=8.5, color=QUIET)
         if ax is not axes[0]:
             ax.set_ylabel("")
     return figure
 
 
-def chosen_moments(count: int, most: int = STRIP) -> list[int]:
-    """The first, the last, and between them ever longer steps."""
+def chosen_moments(count: int, most: int = STRIP_FRAMES) -> list[int]:
+    """Indices of the first and the last frame, with growing steps between them."""
     if count <= most:
         return list(range(count))
     between = np.rint(np.geomspace(1, count - 1, most - 1)).astype(int)
-    for i in range(1, len(between)):  # where steps of less than one came together
+    for i in range(1, len(between)):  # make rounded steps distinct
         between[i] = max(between[i], between[i - 1] + 1)
     return [0, *between.tolist()]
 
 
-def _scene(where: SubFigure, film: Film) -> Show:
-    """The panel itself, with what explains it at its side."""
-    if film.subject in ("positions", "distances"):
+def _scene(where: SubFigure, timeline: Timeline) -> Show:
+    """Draw the panel and its legend."""
+    if timeline.subject in ("positions", "distances"):
         ax = where.subplots()
-        _scale([ax], film)
-        return PANELS[film.subject](ax, film, full=True)
+        _scale([ax], timeline)
+        return PANELS[timeline.subject](ax, timeline, full=True)
     left, right = where.subplots(1, 2)
-    if film.subject == "filters":
-        return _both(_filters(left, film), _shares(right, film))
-    _image(left, film)
-    _scale([left, right], film)
-    return _rollout(right, film)
+    if timeline.subject == "filters":
+        return _both(_filters(left, timeline), _shares(right, timeline))
+    _image(left, timeline)
+    _scale([left, right], timeline)
+    return _rollout(right, timeline)
 
 
 def _both(one: Show, other: Show) -> Show:
@@ -199,26 +199,26 @@ def _both(one: Show, other: Show) -> Show:
     return show
 
 
-def _positions(ax: Axes, film: Film, full: bool = False) -> Show:
-    low, _ = film.reach
-    drawn = ax.imshow(maps(film.values[0], low), interpolation="nearest")
+def _positions(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
+    low, _ = timeline.value_range
+    drawn = ax.imshow(maps(timeline.values[0], low), interpolation="nearest")
     _bare(ax)
     if full:
         ax.set_xlabel("column of the patch", fontsize=9, color=INK)
         ax.set_ylabel("row of the patch", fontsize=9, color=INK)
-    return lambda now: drawn.set_data(maps(film.values[now], low))
+    return lambda now: drawn.set_data(maps(timeline.values[now], low))
 
 
-def _filters(ax: Axes, film: Film, full: bool = False) -> Show:
-    reach = float(np.abs(film.values).max())
-    drawn = ax.imshow(sheet(film.values[0], reach), interpolation="nearest")
+def _filters(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
+    reach = float(np.abs(timeline.values).max())
+    drawn = ax.imshow(sheet(timeline.values[0], reach), interpolation="nearest")
     _bare(ax)
-    return lambda now: drawn.set_data(sheet(film.values[now], reach))
+    return lambda now: drawn.set_data(sheet(timeline.values[now], reach))
 
 
-def _shares(ax: Axes, film: Film) -> Show:
-    """How much of the projection each pattern is."""
-    shares = 100 * film.arrays["shares"]
+def _shares(ax: Axes, timeline: Timeline) -> Show:
+    """Bars with the fraction of the variance of each filter component."""
+    shares = 100 * timeline.arrays["shares"]
     bars = ax.bar(np.arange(1, shares.shape[1] + 1), shares[0], color=COLORS[0])
     ax.set_ylim(0, 1.05 * float(shares.max()))
     ax.set_xlabel("pattern", fontsize=9, color=INK)
@@ -232,25 +232,25 @@ def _shares(ax: Axes, film: Film) -> Show:
     return show
 
 
-def _distance(ax: Axes, film: Film, full: bool = False) -> Show:
-    _, layers, heads = film.values.shape
+def _distance(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
+    _, layers, heads = timeline.values.shape
     across = np.repeat(np.arange(1, layers + 1), heads)
-    alike = float(film.arrays["uniform"][0])
+    alike = float(timeline.arrays["uniform"][0])
     ax.axhline(alike, color=QUIET, linewidth=1, linestyle="--")
-    drawn = ax.plot(across, film.values[0].ravel(), "o", color=COLORS[0], alpha=0.7, markersize=6 if full else 4)[0]
+    drawn = ax.plot(across, timeline.values[0].ravel(), "o", color=COLORS[0], alpha=0.7, markersize=6 if full else 4)[0]
     ax.set_xlim(0.5, layers + 0.5)
-    ax.set_ylim(0, 1.12 * max(float(film.values.max()), alike))
+    ax.set_ylim(0, 1.12 * max(float(timeline.values.max()), alike))
     ax.set_xticks(range(1, layers + 1, -(-layers // 12)))
     ax.set_xlabel("layer", fontsize=9, color=INK)
     ax.set_ylabel("mean distance, pixels", fontsize=9, color=INK)
     if full:
         ax.set_title("dashed: a head that looks everywhere alike", loc="right", fontsize=8, color=QUIET)
     _light(ax)
-    return lambda now: drawn.set_ydata(film.values[now].ravel())
+    return lambda now: drawn.set_ydata(timeline.values[now].ravel())
 
 
-def _rollout(ax: Axes, film: Film, full: bool = False) -> Show:
-    (low, high), values = film.reach, 100 * film.values
+def _rollout(ax: Axes, timeline: Timeline, full: bool = False) -> Show:
+    (low, high), values = timeline.value_range, 100 * timeline.values
     how = "bilinear" if min(values.shape[1:]) >= SMOOTH else "nearest"
     drawn = ax.imshow(values[0], cmap=HEAT, vmin=low, vmax=high, interpolation=how)
     _bare(ax)
@@ -265,16 +265,16 @@ PANELS: dict[str, Callable[..., Show]] = {
 }
 
 
-def _image(ax: Axes, film: Film) -> None:
-    assert film.image is not None
-    ax.imshow(film.image, interpolation="nearest")
+def _image(ax: Axes, timeline: Timeline) -> None:
+    assert timeline.image is not None
+    ax.imshow(timeline.image, interpolation="nearest")
     _bare(ax)
 
 
-def _progress(ax: Axes, film: Film) -> Show:
-    """A thin line: how far the run is, and what was right until now."""
-    last = max(film.last, 1e-9)
-    table = np.array(film.measured, dtype=float).reshape(-1, 2)
+def _progress(ax: Axes, timeline: Timeline) -> Show:
+    """Progress of the run and the accuracy so far."""
+    last = max(timeline.last, 1e-9)
+    table = np.array(timeline.measured, dtype=float).reshape(-1, 2)
     ax.set_xlim(-0.02 * last, 1.2 * last)
     ax.set_ylim(0, 1)
     ax.set_xticks([tick for tick in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(0, last) if tick <= last])
@@ -285,13 +285,13 @@ def _progress(ax: Axes, film: Film) -> Show:
     words = ax.text(0, 0, "", fontsize=8.5, color=COLORS[0], va="center")
     ax.set_yticks([])
     ax.tick_params(length=0, labelsize=8, labelcolor=QUIET, pad=6)
-    ax.set_xlabel("epoch" if film.in_epochs else "step", fontsize=8.5, color=QUIET)
+    ax.set_xlabel("epoch" if timeline.in_epochs else "step", fontsize=8.5, color=QUIET)
     ax.spines[:].set_visible(False)
     for part in (passed, curve, here, words):
-        part.set_in_layout(False)  # they move, and the rest must not
+        part.set_in_layout(False)  # moving parts must not change the layout
 
     def show(now: int) -> None:
-        place = film.place(now)
+        place = timeline.place(now)
         passed.set_data([0, place], [0, 0])
         here.set_data([place], [0])
         until = table[table[:, 0] <= place + NEAR * last]
@@ -304,7 +304,7 @@ def _progress(ax: Axes, film: Film) -> Show:
 
 
 def maps(alike: Floats, low: float, most: int = 7) -> Pixels:
-    """h w h w -> a small map for each patch; of more than `most` a side, for some at equal distances."""
+    """h w h w -> a grid of small maps, one per patch; evenly spaced patches if there are more than `most` per side."""
     rows, columns = (np.unique(np.linspace(0, n - 1, min(n, most)).round().astype(int)) for n in alike.shape[:2])
     shades = np.rint((alike[np.ix_(rows, columns)] - low) / max(1 - low, 1e-12) * SHADES) / SHADES
     side = max(48 // alike.shape[3], 1)
@@ -312,12 +312,12 @@ def maps(alike: Floats, low: float, most: int = 7) -> Pixels:
 
 
 def sheet(patterns: Floats, reach: float) -> Pixels:
-    """n p q C -> the patterns side by side, gray where one is nought, black or white at `reach`."""
+    """n p q C -> the filters side by side; gray is zero, black and white are -`reach` and `reach`."""
     if patterns.shape[3] != 3:
         patterns = patterns.mean(3, keepdims=True)
-    levels = [shown(127.5 + 127.5 * pattern / max(reach, 1e-12)) for pattern in patterns]
+    levels = [as_rgb(127.5 + 127.5 * pattern / max(reach, 1e-12)) for pattern in patterns]
     columns = next(n for n in (2, 4, 7, len(levels)) if len(levels) <= n * n)
-    return tiles([enlarged(level, 48) for level in levels], columns, gap=5)
+    return tile_images([upscale(level, 48) for level in levels], columns, gap=5)
 
 
 def _bare(ax: Axes) -> None:
@@ -333,12 +333,12 @@ def _light(ax: Axes) -> None:
     ax.tick_params(length=0, labelsize=8, labelcolor=QUIET)
 
 
-def _scale(axes: list[Axes], film: Film) -> None:
-    """What the colors mean, in all moments alike."""
-    if film.subject not in SCALES:
+def _scale(axes: list[Axes], timeline: Timeline) -> None:
+    """Color bar, the same for all frames."""
+    if timeline.subject not in SCALES:
         return
-    colors = ScalarMappable(Normalize(*film.reach), HEAT)
+    colors = ScalarMappable(Normalize(*timeline.value_range), HEAT)
     bar = axes[0].figure.colorbar(colors, ax=axes, shrink=0.8, aspect=28, pad=0.03 / len(axes))
-    bar.set_label(SCALES[film.subject], fontsize=9, color=INK)
+    bar.set_label(SCALES[timeline.subject], fontsize=9, color=INK)
     bar.ax.tick_params(length=0, labelsize=8, labelcolor=QUIET)
     bar.outline.set_visible(False)

@@ -1,7 +1,6 @@
-"""Attention of any layer, head and token, one layer at a time.
+"""Attention of any layer, head and query token, one layer at a time.
 
-Only the layers that are looked at have their attention written out; the others, and everything else
-that runs the network, stay with the fused kernels.
+Attention weights are materialized only for the requested layers; the other layers use fused kernels.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from vitrail.errors import ModelError
 from vitrail.models import BiT, Net, ViT
 from vitrail.models.base import eval_mode
 
-# B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L layers looked at
+# B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L requested layers
 
 Query = str | tuple[int, int]
-"""Who asks: "read" (what the head reads), "class", "distill", "register 2", or a patch's row and column, from 1."""
+"""A query token: "class", "distill", "register 2", a patch (row, column) from 1, or "read": the pooled tokens."""
 
 
-class Walk:
-    """A forward pass that can be watched: `for attention in Walk(net, images)`, B H T T each, in order.
+class AttentionIterator:
+    """A forward pass that yields the attention of each layer in order, B H T T.
 
-    A layer's attention is gone when the next one is computed, unless the caller keeps it (the variable
-    of a `for` loop does: `map` and `del` do not), so that memory does not grow with the network's depth.
-    Afterwards the other fields are filled in.
+    Each tensor can be freed before the next one is computed, so memory does not grow with depth. The variable of a
+    `for` loop keeps a reference: use `map`, or `del` at the end of the body. The other fields are set after the last
+    layer.
     """
 
     logits: Tensor
     """B classes; B D where the network has no head."""
     tokens: Tensor
-    """B T D: what leaves the last block, after the final norm where that comes before pooling."""
+    """B T D: output of the last block, after the final norm if that comes before pooling."""
     pool_attention: Tensor | None = None
-    """B H N: where the attention pool looks, if there is one."""
+    """B H N: attention weights of the attention pool, if there is one."""
 
     def __init__(self, net: Net, images: Tensor, layers: Collection[int] | None = None) -> None:
         """`layers` counts from 0; None: all of them."""
-        self.net, self.images = attentive(net), images
+        self.net, self.images = require_attention(net), images
         self.layers = range(len(self.net.blocks)) if layers is None else layers
         self.grid = self.net.config.grid_of((images.shape[2], images.shape[3]))
 
@@ -50,45 +49,43 @@ class Walk:
         net = self.net
         with eval_mode(net), torch.no_grad():
             x, grid = net.embed(self.images)
-        place: Any = None
+        state: Any = None
         for i, block in enumerate(net.blocks):
-            kept: list[Tensor] = []
-            with eval_mode(net), torch.no_grad():  # not while the caller has the word
-                x, place = net.apply_position(i, x, grid, place)
-                x = block(x, place, kept if i in self.layers else None)
-            if kept:
-                yield single(kept.pop())
+            attention: list[Tensor] = []
+            with eval_mode(net), torch.no_grad():  # not around the yield: the caller's code runs there
+                x, state = net.apply_position(i, x, grid, state)
+                x = block(x, state, attention if i in self.layers else None)
+            if attention:
+                yield full_precision(attention.pop())
         with eval_mode(net), torch.no_grad():
-            look: list[Tensor] = []
+            pooled: list[Tensor] = []
             self.tokens = net.norm_before_pool(x)
-            self.logits = net.classify(*net.pool_tokens(self.tokens, look if net.pool is not None else None))
-            self.pool_attention = single(look[0])[:, :, 0] if look else None
+            self.logits = net.classify(*net.pool_tokens(self.tokens, pooled if net.pool is not None else None))
+            self.pool_attention = full_precision(pooled[0])[:, :, 0] if pooled else None
 
-    def run(self) -> Walk:
-        """To the end, for those who want only that."""
+    def run(self) -> AttentionIterator:
+        """Run the whole forward pass and return self."""
         for _ in self:
             pass
         return self
 
 
-def single(attention: Tensor) -> Tensor:
-    """In single precision at least; rows that were rounded to half precision sum to 1 again."""
+def full_precision(attention: Tensor) -> Tensor:
+    """Half-precision attention as float32, renormalized so that rows sum to 1."""
     if attention.dtype not in (torch.float16, torch.bfloat16):
         return attention
     return attention.float() / attention.float().sum(-1, keepdim=True)
 
 
-def attentive(net: Net) -> ViT:
-    """The network, if it has attention to look at."""
+def require_attention(net: Net) -> ViT:
+    """The network, or ModelError if it has no attention."""
     if isinstance(net, BiT):
-        raise ModelError(
-            "a BiT has convolutions and no attention to look at; try a ViT, or occlusion, which any can have."
-        )
+        raise ModelError("a BiT has no attention; try a ViT, or occlusion, which works with any network.")
     return net
 
 
-def layer_number(net: ViT, layer: int) -> int:
-    """From 1 as people count, or from -1 backwards -> from 0."""
+def layer_index(net: ViT, layer: int) -> int:
+    """1-based layer number, or negative from the end -> 0-based index."""
     depth = len(net.blocks)
     if not 1 <= abs(layer) <= depth:
         raise ModelError(
@@ -97,24 +94,24 @@ def layer_number(net: ViT, layer: int) -> int:
     return layer - 1 if layer > 0 else depth + layer
 
 
-def head_number(net: ViT, head: int) -> int:
-    """From 1 as people count -> from 0."""
+def head_index(net: ViT, head: int) -> int:
+    """1-based head number -> 0-based index."""
     heads = net.config.num_heads
     if not 1 <= head <= heads:
         raise ModelError(f"there is no head {head}: each layer of this network has heads 1 to {heads}.")
     return head - 1
 
 
-def special_names(config: ViTConfig) -> tuple[str, ...]:
-    """The tokens that are no patches, in order."""
+def special_token_names(config: ViTConfig) -> tuple[str, ...]:
+    """Names of the tokens before the patches, in order."""
     names = ["class"] if config.class_token else []
     names += ["distill"] if config.distilled else []
     return (*names, *(f"register {i + 1}" for i in range(config.num_registers)))
 
 
-def token_number(net: ViT, query: Query, grid: tuple[int, int]) -> int:
-    """The place among all tokens of the one that asks."""
-    names = special_names(net.config)
+def token_index(net: ViT, query: Query, grid: tuple[int, int]) -> int:
+    """Index of the query token among all tokens."""
+    names = special_token_names(net.config)
     if isinstance(query, str):
         if query not in names:
             have = f"it has {', '.join(names)} and patches" if names else "it has patches only"
@@ -133,17 +130,17 @@ def token_number(net: ViT, query: Query, grid: tuple[int, int]) -> int:
 
 
 def parse_query(text: str) -> Query:
-    """As it is written on a command line: class, "register 2", or 7,3 for a patch."""
+    """Parse a command-line query: `class`, `register 2`, or `7,3` for a patch."""
     if match := re.fullmatch(r"\s*(\d+)\s*[,x ]\s*(\d+)\s*", text):
         return int(match[1]), int(match[2])
     return text.strip().lower().replace("-", " ")
 
 
-def reading(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None = None) -> Tensor:
-    """B T: how the head mixes the tokens; each row sums to 1.
+def readout_weights(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None = None) -> Tensor:
+    """B T: weight of each token in the pooled representation; rows sum to 1.
 
-    The class token alone (half of it the distillation token's, which has half of the answer), the
-    mean of the patches, both halves of token+gap, or as the attention pool weighs its tokens.
+    The class token (or class and distillation token, half each), the mean of the patches, both halves of token+gap,
+    or the weights of the attention pool.
     """
     config = net.config
     weights = like.new_zeros(like.shape[0], config.num_prefix_tokens + patches)
@@ -164,33 +161,33 @@ def reading(net: ViT, like: Tensor, patches: int, pool_attention: Tensor | None 
     return weights
 
 
-def asking(net: Net, images: Tensor, query: Query = "read") -> Tensor:
-    """B T: whose view is taken: one token's, or that of what the head reads."""
-    net = attentive(net)
+def query_weights(net: Net, images: Tensor, query: Query = "read") -> Tensor:
+    """B T: weights that select the query token, or the pooling weights for "read"."""
+    net = require_attention(net)
     grid = net.config.grid_of((images.shape[2], images.shape[3]))
     like, patches = images.new_empty(len(images), 0, dtype=torch.float32), grid[0] * grid[1]
     if query == "read":
-        pool = Walk(net, images, layers=()).run().pool_attention if net.pool is not None else None
-        return reading(net, like, patches, pool)
+        pool = AttentionIterator(net, images, layers=()).run().pool_attention if net.pool is not None else None
+        return readout_weights(net, like, patches, pool)
     weights = like.new_zeros(len(images), net.config.num_prefix_tokens + patches)
-    weights[:, token_number(net, query, grid)] = 1
+    weights[:, token_index(net, query, grid)] = 1
     return weights
 
 
-def _asked(weights: Tensor, attention: Tensor) -> Tensor:
-    """B T and B H T T -> B H T: the rows of those who ask."""
+def _query_rows(weights: Tensor, attention: Tensor) -> Tensor:
+    """B T and B H T T -> B H T: the attention rows of the query."""
     return torch.einsum("bt,bhtu->bhu", weights.to(attention), attention)
 
 
-def attention_views(
+def attention_maps(
     net: Net, images: Tensor, query: Query = "read", layers: Collection[int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """L B H h w, what the query attends to in each layer; and L B H P, what of it goes to the special tokens.
+    """Attention of the query in each layer: L B H h w to the patches, and L B H P to the special tokens.
 
-    Together they sum to 1. `layers` counts from 0; None: all of them.
+    Both together sum to 1. `layers` are 0-based indices; None: all layers.
     """
-    weights = asking(net, images, query)
-    walk = Walk(net, images, layers)
-    rows = torch.stack([*map(partial(_asked, weights), walk)])  # L B H T
+    weights = query_weights(net, images, query)
+    walk = AttentionIterator(net, images, layers)
+    rows = torch.stack([*map(partial(_query_rows, weights), walk)])  # L B H T
     special = walk.net.config.num_prefix_tokens
     return rows[..., special:].unflatten(-1, walk.grid), rows[..., :special]

@@ -1,4 +1,4 @@
-"""What all figures share: colors that every eye tells apart, and how they reach a file."""
+"""Shared by all figures: color-blind-safe colors, titles, and writing to files."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from matplotlib.text import Text
 from vitrail.errors import ConfigError, did_you_mean
 from vitrail.runtime import escape_control, warn_once
 
-# Okabe and Ito's colors, darkened where white paper asks for it: told apart by all eyes.
+# Okabe and Ito's color-blind-safe palette, darkened for contrast on white.
 COLORS = ("#0072b2", "#b84f00", "#00795a", "#a8477f", "#8a6a00")
 DASHES = ("-", "--", ":", "-.", "-")
 INK, QUIET, FAINT = "#26242e", "#6b6874", "#d8d5ce"
 HEAT = "viridis"
-"""For amounts, from none to much: its brightness rises evenly, so it reads in gray too."""
+"""Colormap for non-negative values; perceptually uniform, so it works in grayscale."""
 SIGNED = "PuOr"
-"""For what may be less than nothing: orange below, violet above, white between."""
+"""Diverging colormap for signed values: orange negative, white zero, violet positive."""
 DPI = 160
 FORMATS = ("png", "jpg", "svg", "pdf", "npz")
-"""What can be written: figures, and the numbers behind them."""
+"""Supported file formats; npz holds the data of the figure."""
 
-PIXELS: dict[str, dict[str, Any]] = {"png": {"compress_level": 4}, "jpg": {"quality": 88}}
-"""How images are packed: as small as is quick."""
+IMAGE_OPTIONS: dict[str, dict[str, Any]] = {"png": {"compress_level": 4}, "jpg": {"quality": 88}}
+"""Pillow's encoder options: small files in little time."""
 
 Arrays = Mapping[str, npt.ArrayLike]
 
 
-def blank(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; sizes in inches."""
     return Figure(figsize=(width, height), layout="constrained", dpi=DPI)
 
 
-def title(figure: Figure, text: str, under: str = "") -> None:
-    """What is seen, at the upper left; beneath it, smaller, what it was made from. Room is made for both."""
+def set_title(figure: Figure, text: str, under: str = "") -> None:
+    """Draw a title at the upper left and a smaller subtitle below it, and reserve space for them."""
     inch = 1 / figure.get_figheight()
     engine = figure.get_layout_engine()
     if isinstance(engine, ConstrainedLayoutEngine):
@@ -52,7 +52,7 @@ def title(figure: Figure, text: str, under: str = "") -> None:
     lines = [figure.text(0, 1 - 0.08 * inch, text, ha="left", va="top", fontsize=12, color=INK)]
     if under:
         lines.append(figure.text(0, 1 - 0.34 * inch, under, ha="left", va="top", fontsize=8.5, color=QUIET))
-    _as_text(figure)
+    _disable_math_text(figure)
     canvas = FigureCanvasAgg(figure)
     with _missing_glyphs():
         longest = max(line.get_window_extent(canvas.get_renderer()).width for line in lines) / figure.dpi
@@ -61,9 +61,8 @@ def title(figure: Figure, text: str, under: str = "") -> None:
         line.set_x(0.1 / figure.get_figwidth())
 
 
-def _as_text(figure: Figure) -> None:
-    """Dollar signs in names of classes and files are no formulas, which could fail to parse; no font has control
-    characters."""
+def _disable_math_text(figure: Figure) -> None:
+    """Disable math parsing, since names may contain dollar signs, and escape control characters."""
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
         text.set_parse_math(False)
@@ -72,7 +71,7 @@ def _as_text(figure: Figure) -> None:
 
 @contextmanager
 def _missing_glyphs() -> Iterator[None]:
-    """Characters that the font lacks become one note instead of a warning of matplotlib's for each."""
+    """Report characters that the font lacks in one note instead of one matplotlib warning each."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -81,11 +80,11 @@ def _missing_glyphs() -> Iterator[None]:
         warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
     characters = " ".join(sorted({chr(int(found[1])) for found, _ in lacking if found}))
     if characters:
-        warn_once([f"the font of the figures does not have the characters {characters}: they are drawn as boxes"])
+        warn_once([f"the figures' font lacks the characters {characters}; they are drawn as boxes"])
 
 
 def check_formats(formats: Sequence[str]) -> None:
-    """Raise ConfigError for an ending that is none."""
+    """Raise ConfigError for an unknown format."""
     for ending in formats:
         if ending not in FORMATS:
             raise ConfigError(f"no format {ending!r}{did_you_mean(ending, FORMATS)}")
@@ -94,23 +93,25 @@ def check_formats(formats: Sequence[str]) -> None:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """As PNG, JPEG, SVG or PDF, by the name's ending; no window system is asked for."""
+    """Write a figure as PNG, JPEG, SVG or PDF, by the file extension. Needs no display."""
     path = Path(path)
     ending = path.suffix.lower().removeprefix(".")
     if ending not in FORMATS[:-1]:
-        raise ConfigError(f"{path.name}: a figure is written as {', '.join(FORMATS[:-1])}.")
+        raise ConfigError(f"got {path.name}, wanted a file extension out of {', '.join(FORMATS[:-1])}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _as_text(figure)
+    _disable_math_text(figure)
     FigureCanvasAgg(figure)
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(ending)  # the same bytes each time
-    options: dict[str, Any] = {"metadata": undated} if ending in ("svg", "pdf") else {"pil_kwargs": PIXELS[ending]}
+    options: dict[str, Any] = (
+        {"metadata": undated} if ending in ("svg", "pdf") else {"pil_kwargs": IMAGE_OPTIONS[ending]}
+    )
     with matplotlib.rc_context({"svg.hashsalt": "vitrail"}), _missing_glyphs():
         figure.savefig(path, **options)
     return path
 
 
 def save_arrays(arrays: Arrays, path: str | Path) -> Path:
-    """The numbers behind a figure, as NPZ."""
+    """Write the data of a figure as NPZ."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     plain: dict[str, Any] = {name: np.asarray(value) for name, value in arrays.items()}

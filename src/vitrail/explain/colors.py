@@ -1,4 +1,4 @@
-"""Patches in the colors of their features: three principal components as red, green and blue (DINOv2's image)."""
+"""Patch features as colors: the first three principal components as red, green and blue (as in DINOv2)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.explain.attention import layer_number
+from vitrail.explain.attention import layer_index
 from vitrail.models import BiT, Net
 from vitrail.models.base import eval_mode
 
 # B images, h rows and w columns of patches, D width
 
 EDGES = (0.01, 0.99)
-"""Quantiles of a component that become none and all of its color."""
+"""Quantiles of a component that map to 0 and 1."""
 
 
 @torch.no_grad()
 def patch_features(net: Net, images: Tensor, layer: int | None = None) -> Tensor:
-    """B C H W -> B h w D: what leaves a layer (counted from 1, or from -1 backwards), or the last one normalized.
+    """B C H W -> B h w D: output of a layer (1-based, or negative from the end); None: the last, normalized.
 
-    A BiT gives its last stage's map.
+    For a BiT: the feature map of the last stage.
     """
     with eval_mode(net):
         if isinstance(net, BiT):
             if layer is not None:
-                raise ModelError("a BiT has stages, not layers; its last map is what can be colored.")
+                raise ModelError("a BiT has stages instead of layers; only its last feature map can be colored.")
             maps = net.features(images, outputs=("feature_maps",)).feature_maps
             assert maps is not None
             return maps[-1].permute(0, 2, 3, 1)
@@ -33,7 +33,7 @@ def patch_features(net: Net, images: Tensor, layer: int | None = None) -> Tensor
             patches = net.features(images, outputs=("patches",)).patches
             assert patches is not None
             return patches
-        number = layer_number(net, layer)
+        number = layer_index(net, layer)
         tokens = net.features(images, outputs=("tokens",)).tokens
         assert tokens is not None
         grid = net.config.grid_of((images.shape[2], images.shape[3]))
@@ -41,9 +41,9 @@ def patch_features(net: Net, images: Tensor, layer: int | None = None) -> Tensor
 
 
 def principal_components(features: Tensor, count: int = 3) -> Tensor:
-    """... D -> ... count, float64: along the directions in which all of them together differ most.
+    """... D -> ... count, float64: the first principal components over all features.
 
-    The sign, which mathematics leaves open, is such that the largest entry of a direction is positive.
+    Signs are chosen so that the largest entry of each direction is positive.
     """
     flat = features.flatten(0, -2).double()
     if min(flat.shape) < count:
@@ -55,10 +55,10 @@ def principal_components(features: Tensor, count: int = 3) -> Tensor:
 
 
 def feature_colors(features: Tensor, foreground: bool = False) -> Tensor:
-    """B h w D -> B h w 3, from 0 to 1: like colors are like patches, in all images together.
+    """B h w D -> B h w 3, from 0 to 1: similar patches get similar colors, across all images.
 
-    foreground: the first component divides patches in two groups; the one that is rarer along the
-    images' edges is colored by components of its own, the other is white.
+    foreground: the first component splits patches in two groups. The group that is rarer at the image borders gets
+    components of its own; the other is white.
     """
     whole = principal_components(features)
     if not foreground:
@@ -70,13 +70,13 @@ def feature_colors(features: Tensor, foreground: bool = False) -> Tensor:
     if edge.double().mean() > front.double().mean():
         front = ~front
     if int(front.sum()) < 4:
-        raise ModelError("no foreground can be told from the background by the first component.")
+        raise ModelError("the first component does not separate a foreground from the background.")
     colors = torch.ones_like(whole)
     colors[front] = _levels(principal_components(features[front]))
     return colors.float()
 
 
 def _levels(values: Tensor) -> Tensor:
-    """M 3 -> the same from 0 to 1, between quantiles, so that one odd patch does not take all the color."""
+    """M 3 -> rescaled to 0 ... 1 between quantiles, so that outliers do not dominate."""
     low, high = (torch.quantile(values, q, dim=0) for q in EDGES)
     return ((values - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)

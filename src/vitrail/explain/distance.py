@@ -1,4 +1,4 @@
-"""How far each head looks, in pixels (the paper's Fig. 7 right and Fig. 11)."""
+"""Mean attention distance of each head, in pixels (the paper's Fig. 7 right and Fig. 11)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import DataError
-from vitrail.explain.attention import Walk
-from vitrail.explain.hiding import seen
+from vitrail.explain.attention import AttentionIterator
+from vitrail.explain.masking import covered_pixels
 from vitrail.models import Net
 
 # B images, H heads, T tokens (P special ones first), N patches in h rows and w columns, L layers
@@ -25,10 +25,9 @@ def patch_distances(grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
 
 
 def mean_distances(attention: Tensor, distances: Tensor, special: int = 0) -> Tensor:
-    """B H T T and N N -> B H: the mean over patches of how far from it what a patch looks at lies.
+    """B H T T and N N -> B H: attention-weighted distance between query and key patch, averaged over queries.
 
-    Attention among patches only, made to sum to 1 again: special tokens are nowhere. A patch that
-    looks at none counts for nothing.
+    Attention to special tokens is dropped and the rest renormalized; a query without attention to patches is ignored.
     """
     among = attention[:, :, special:, special:]
     total = among.sum(-1)  # B H N
@@ -43,16 +42,16 @@ def attention_distance(net: Net, images: Tensor | Iterable[Tensor]) -> Tensor:
     """B C H W, or batches of them -> L H in pixels: the mean over all images, layers in order."""
     total, count = None, 0
     for batch in (images,) if isinstance(images, Tensor) else images:
-        walk, batch = Walk(net, batch), seen(net, batch)
+        walk, batch = AttentionIterator(net, batch), covered_pixels(net, batch)
         distances = patch_distances(walk.grid, (batch.shape[2], batch.shape[3])).to(batch.device, torch.float32)
         measured = partial(mean_distances, distances=distances, special=walk.net.config.num_prefix_tokens)
         found = torch.stack([each.sum(0).cpu().double() for each in map(measured, walk)])  # L H
         total, count = found if total is None else total + found, count + len(batch)
     if total is None or not count:
-        raise DataError("there is no image to look at attention distances on; wanted one or more.")
+        raise DataError("got no images; attention distances need one or more.")
     return total / count
 
 
 def uniform_distance(grid: tuple[int, int], size: tuple[int, int]) -> float:
-    """Of a head that looks at all patches alike: the mean over all pairs."""
+    """Attention distance of a head with uniform attention: the mean over all pairs of patches."""
     return float(patch_distances(grid, size).mean())

@@ -1,9 +1,8 @@
-"""Whether an explanation can be trusted: deletion and insertion curves (Petsiuk, Das and Saenko, 2018).
+"""Faithfulness of an explanation: deletion and insertion curves (Petsiuk, Das and Saenko, 2018).
 
-Patches are hidden in the order in which the explanation holds them important, most important first;
-if it is right, the class's probability falls at once (deletion). Or they are uncovered in the same
-order on an image out of focus, and it rises at once (insertion). The area under the curve sums it
-up: small is good for deletion, large for insertion. A random order is what to beat.
+Deletion masks patches in order of importance, most important first: the class probability of a faithful explanation
+falls quickly. Insertion reveals patches of a blurred image in the same order: the probability rises quickly. The area
+under the curve is the score: small is good for deletion, large for insertion. Random orders are the baseline.
 """
 
 from __future__ import annotations
@@ -17,42 +16,42 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ConfigError
-from vitrail.explain.hiding import Fill, filling, hidden, scores, seen
+from vitrail.explain.masking import Fill, class_probabilities, covered_pixels, mask_patches, replacement_pixels
 from vitrail.models import Net
 
-# N patches in h rows and w columns, S + 1 shares from 0 to 1
+# N patches in h rows and w columns, S + 1 fractions from 0 to 1
 
 Floats = npt.NDArray[np.float64]
 RANDOM = "random"
-ORDERS = 4
-"""Random orders whose curves are averaged, where nothing else is asked for."""
+NUM_RANDOM_ORDERS = 4
+"""Default number of random orders whose curves are averaged."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The class's probability while patches are hidden or uncovered."""
+    """Class probability as patches are masked or revealed."""
 
-    shares: Floats
-    """S + 1, from 0 to 1: of the patches that are hidden (deletion) or shown (insertion)."""
+    fractions: Floats
+    """S + 1, from 0 to 1: fraction of the patches that are masked (deletion) or revealed (insertion)."""
     values: Floats
-    """S + 1: the class's probability."""
+    """S + 1 class probabilities."""
 
     @property
     def area(self) -> float:
-        """Under the curve, by trapezia: 0 to 1."""
-        return float(np.trapezoid(self.values, self.shares))
+        """Area under the curve by the trapezoidal rule, 0 to 1."""
+        return float(np.trapezoid(self.values, self.fractions))
 
 
 @dataclass(frozen=True)
 class Faithfulness:
-    """Both curves of one explanation."""
+    """Deletion and insertion curve of one explanation."""
 
     deletion: Curve
     insertion: Curve
 
     @property
     def gain(self) -> float:
-        """Insertion's area less deletion's: larger is better."""
+        """Insertion area minus deletion area; larger is better."""
         return self.insertion.area - self.deletion.area
 
 
@@ -63,17 +62,16 @@ def faithfulness(
     target: int,
     *,
     steps: int = 14,
-    orders: int = ORDERS,
+    orders: int = NUM_RANDOM_ORDERS,
     delete_with: Fill = "mean",
     insert_into: Fill = "blur",
     seed: int = 0,
     batch_size: int = 32,
     multi_label: bool = False,
 ) -> dict[str, Faithfulness]:
-    """One image C H W, explanations h w by name and a class number -> both curves of each, and of chance.
+    """Image C H W, explanations h w by name and a class index -> curves of each explanation and of random orders.
 
-    Patches go in `steps` portions that are as equal as can be; of equally important ones the first goes
-    first. several: an image may have several of the classes.
+    Patches are masked in `steps` groups of nearly equal size; ties are broken by position.
     """
     if steps < 1 or orders < 0:
         raise ConfigError(f"steps={steps}, orders={orders}: wanted one step or more, and no fewer than 0 orders.")
@@ -82,7 +80,7 @@ def faithfulness(
     if len(grids) != 1:
         raise ConfigError(f"the explanations have grids {sorted(grids)}; wanted one grid for all of them.")
     (grid,) = grids
-    (image,) = seen(net, image[None])
+    (image,) = covered_pixels(net, image[None])
     count = grid[0] * grid[1]
     generator = torch.Generator().manual_seed(seed)
     if orders:
@@ -90,15 +88,15 @@ def faithfulness(
     ends = np.unique(np.rint(np.linspace(0, count, steps + 1)).astype(int))
     shares = ends / count
     ways = {
-        "deletion": (filling(image[None], delete_with)[0], False),
-        "insertion": (filling(image[None], insert_into)[0], True),
+        "deletion": (replacement_pixels(image[None], delete_with)[0], False),
+        "insertion": (replacement_pixels(image[None], insert_into)[0], True),
     }
     found: dict[str, Faithfulness] = {}
     for name, tries in ranked.items():
         curves = {}
         for way, (instead, inserting) in ways.items():
             images = _images(image, instead, tries, ends.tolist(), grid, inserting)
-            values = scores(net, images, target, batch_size, multi_label=multi_label).double().numpy()
+            values = class_probabilities(net, images, target, batch_size, multi_label=multi_label).double().numpy()
             curves[way] = Curve(shares, values.reshape(len(tries), len(ends)).mean(0))
         found[name] = Faithfulness(**curves)
     return found
@@ -112,4 +110,4 @@ def _images(
             mask = torch.zeros(order.numel(), dtype=torch.bool)
             mask[order[:end]] = True
             cover = (~mask if inserting else mask).view(1, *grid).to(image.device)
-            yield hidden(image, instead, cover)[0]
+            yield mask_patches(image, instead, cover)[0]

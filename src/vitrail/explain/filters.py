@@ -1,4 +1,4 @@
-"""What the patch projection looks for: the main patterns of its filters (the paper's Fig. 7, left)."""
+"""Principal components of the patch embedding filters (the paper's Fig. 7, left)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Floats = npt.NDArray[np.floating[Any]]
 
 @torch.no_grad()
 def filters(net: Net, most: int = 28) -> tuple[Floats, Floats]:
-    """n p q C: the main patterns that the patch projection looks for, largest first; and each one's share of it all."""
+    """Principal components n p q C in order, and the fraction of the variance of each."""
     if isinstance(net, BiT) or net.stem is not None:
-        raise ModelError("its first filters are a ResNet's, which see 7 × 7 pixels, not patches.")
+        raise ModelError("the first filters of this model are those of a ResNet (7 × 7 pixels), not patch filters.")
     weight = net.patch.weight.detach().double().cpu()  # D C p q
     matrix = weight.flatten(1)
     _, sizes, patterns = torch.linalg.svd(matrix - matrix.mean(0), full_matrices=False)
@@ -31,7 +31,7 @@ def filters(net: Net, most: int = 28) -> tuple[Floats, Floats]:
 
 
 def filter_images(patterns: Floats) -> list[npt.NDArray[np.uint8]]:
-    """n p q C -> n images p q 3, gray where a pattern is nought."""
+    """n p q C -> n RGB images p q 3; gray is zero."""
     if patterns.shape[3] not in (1, 3):
         patterns = patterns.mean(3, keepdims=True)
     reach = np.abs(patterns).max(axis=(1, 2, 3), keepdims=True)

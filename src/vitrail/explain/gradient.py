@@ -1,12 +1,12 @@
-"""Gradient-weighted rollout (Chefer, Gur and Wolf, 2021): which attention speaks for a class.
+"""Gradient-weighted attention rollout (Chefer, Gur and Wolf, 2021).
 
-Each layer's attention counts as far as the class's score would rise with it, heads are averaged
-after negative parts are dropped, and relevance is added to what flows past the layer:
+Attention is weighted by the gradient of the class score, negative values are dropped, heads are averaged, and the
+relevance R is accumulated over the residual connections:
 
     A' = mean over heads of max(dscore/dA * A, 0)        R <- R + A' R,   from the identity
 
-Only the head's row of R is wanted, and that can be built from the last layer down. So the pass back
-goes block by block, each computed once more from its input, and has one layer's attention at a time.
+Only the head's row of R is needed, which can be computed from the last layer down. The backward pass therefore
+recomputes one block at a time from its input and holds the attention of one layer.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.explain.attention import attentive, reading
+from vitrail.explain.attention import readout_weights, require_attention
 from vitrail.models import Net, ViT
 from vitrail.models.base import eval_mode
 
 # B images, H heads, T tokens (special ones first), N patches in h rows and w columns, D width
 
 
-def gradient_view(net: Net, images: Tensor, targets: Tensor) -> Tensor:
-    """B C H W and B class numbers -> B h w: how much each patch speaks for its image's class; never below 0."""
-    net = attentive(net)
+def gradient_rollout(net: Net, images: Tensor, targets: Tensor) -> Tensor:
+    """B C H W and B class indices -> B h w: relevance of each patch for its image's class, 0 or more."""
+    net = require_attention(net)
     check_targets(net, targets, len(images))
     grid, special = net.config.grid_of((images.shape[2], images.shape[3])), net.config.num_prefix_tokens
     with eval_mode(net), torch.enable_grad():
-        entering = _entering(net, images)  # depth + 1 times B T D
-        grad, row = _head(net, entering.pop(), targets)
+        entering = _block_inputs(net, images)  # depth + 1 times B T D
+        grad, row = _head_backward(net, entering.pop(), targets)
         for i in reversed(range(len(net.blocks))):
-            grad, relevance = _back(net, i, entering.pop(), grid, grad)
+            grad, relevance = _block_backward(net, i, entering.pop(), grid, grad)
             row = row + torch.einsum("bt,btu->bu", row, relevance)
     return row[:, special:].unflatten(1, grid).float()
 
 
 def check_targets(net: Net, targets: Tensor, count: int) -> None:
-    """Raise ModelError unless there is a class for each image."""
+    """Raise ModelError unless there is one valid class index per image."""
     classes = net.config.num_classes
     if not classes:
-        raise ModelError("this network has no classes to explain a score of; try rollout or attention.")
+        raise ModelError("this network has no classes, so no class score to explain; try rollout or attention.")
     if targets.shape != (count,) or bool(((targets < 0) | (targets >= classes)).any()):
         raise ModelError(f"wanted {count} class numbers from 0 to {classes - 1}, one for each image.")
 
 
 @torch.no_grad()
-def _entering(net: ViT, images: Tensor) -> list[Tensor]:
-    """What enters each block, before the positions that the block adds, and what leaves the last."""
+def _block_inputs(net: ViT, images: Tensor) -> list[Tensor]:
+    """Input of each block, before positions are added there, and output of the last block."""
     x, grid = net.embed(images)
     place: Any = None
     found = []
@@ -60,22 +60,22 @@ def _entering(net: ViT, images: Tensor) -> list[Tensor]:
     return [*found, x]
 
 
-def _head(net: ViT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """From the last block's output: the score's gradient there, B T D, and the first row of relevance, B T."""
+def _head_backward(net: ViT, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient of the score at the last block's output, B T D, and the initial relevance row, B T."""
     x = x.detach().requires_grad_()
-    look: list[Tensor] = []
-    logits = net.classify(*net.pool_tokens(net.norm_before_pool(x), look if net.pool is not None else None))
+    pooled: list[Tensor] = []
+    logits = net.classify(*net.pool_tokens(net.norm_before_pool(x), pooled if net.pool is not None else None))
     score = logits.gather(1, targets[:, None].to(logits.device)).sum()
-    if not look:
+    if not pooled:
         (grad,) = torch.autograd.grad(score, x)
-        return grad, reading(net, grad.float(), x.shape[1] - net.config.num_prefix_tokens)
-    grad, by_weight = torch.autograd.grad(score, (x, look[0]))
-    pooled = _relevance(look[0], by_weight)[:, 0]  # B N: the pool's own query is nothing that could be kept
-    return grad, torch.nn.functional.pad(pooled, (x.shape[1] - pooled.shape[1], 0))
+        return grad, readout_weights(net, grad.float(), x.shape[1] - net.config.num_prefix_tokens)
+    grad, by_weight = torch.autograd.grad(score, (x, pooled[0]))
+    row = _relevance(pooled[0], by_weight)[:, 0]  # B N: no residual, the pool's query is not a token
+    return grad, torch.nn.functional.pad(row, (x.shape[1] - row.shape[1], 0))
 
 
-def _back(net: ViT, layer: int, x: Tensor, grid: tuple[int, int], grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Through one block, downwards: the gradient at its input, B T D, and its relevance, B T T."""
+def _block_backward(net: ViT, layer: int, x: Tensor, grid: tuple[int, int], grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Backward pass of one block: the gradient at its input, B T D, and its relevance, B T T."""
     x = x.detach().requires_grad_()
     kept: list[Tensor] = []
     # Positions inside the attention are made for each layer anew: they are kept or cheap.

@@ -1,4 +1,4 @@
-"""Occlusion: what hiding a part of the image does to a class's probability (Zeiler and Fergus, 2014)."""
+"""Occlusion: change of a class probability when parts of the image are masked (Zeiler and Fergus, 2014)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 from vitrail.errors import ConfigError
 from vitrail.explain.gradient import check_targets
-from vitrail.explain.hiding import Fill, filling, hidden, scores, seen
+from vitrail.explain.masking import Fill, class_probabilities, covered_pixels, mask_patches, replacement_pixels
 from vitrail.models import BiT, Net
 
-# B images, h rows and w columns of patches, M places of the window
+# B images, h rows and w columns of patches, M window positions
 
 GRID = 14
-"""Rows and columns that a network without patches of its own is given."""
+"""Rows and columns of the grid for a network without patches."""
 
 
 def grid_of(net: Net, images: Tensor) -> tuple[int, int]:
-    """Rows and columns of the image's parts: a ViT's patches (a hybrid's feature map), else a fair grid."""
+    """Rows and columns of the grid: a ViT's patches, a hybrid's feature map, or GRID x GRID for a BiT."""
     size = (images.shape[2], images.shape[3])
     if isinstance(net, BiT):
         return tuple(min(GRID, n) for n in size)  # type: ignore[return-value]
@@ -25,7 +25,7 @@ def grid_of(net: Net, images: Tensor) -> tuple[int, int]:
 
 
 def windows(grid: tuple[int, int], size: int, stride: int) -> Tensor:
-    """M h w, yes or no: a square of `size` patches at every `stride`; the last ones end at the edge."""
+    """M h w boolean masks: squares of `size` patches at steps of `stride`; the last ones end at the edge."""
     rows, columns = ([*range(0, n - size, stride), n - size] for n in grid)
     masks = torch.zeros(len(rows) * len(columns), *grid, dtype=torch.bool)
     for mask, (row, column) in zip(masks, ((r, c) for r in rows for c in columns), strict=True):
@@ -44,15 +44,15 @@ def occlusion(
     batch_size: int = 32,
     multi_label: bool = False,
 ) -> Tensor:
-    """B C H W and B class numbers -> B h w: how much of the class's probability is lost with each patch.
+    """B C H W and B class indices -> B h w: drop of the class probability when each patch is masked.
 
-    A square of `size` x `size` patches is hidden at every `stride`; a patch gets the mean loss over
-    the squares that cover it. Below 0: the class is likelier without it. Squares have 2 x 2 patches,
-    or 1 where there is a single row or column. several: an image may have several of the classes.
+    A square of `size` x `size` patches (default 2, or 1 for a single row or column) is masked at steps of `stride`;
+    a patch gets the mean drop over the squares that cover it. A negative value means that masking raises the
+    probability.
     """
     check_targets(net, targets, len(images))
     grid = grid_of(net, images)
-    images = seen(net, images)
+    images = covered_pixels(net, images)
     if size is None:
         size = min(2, *grid)
         stride = min(stride, size)
@@ -62,9 +62,9 @@ def occlusion(
         )
     masks = windows(grid, size, stride)
     maps = []
-    for image, instead, target in zip(images, filling(images, fill), targets.tolist(), strict=True):
-        places = (hidden(image, instead, mask[None].to(image.device))[0] for mask in masks)
-        whole, *left = scores(net, (image, *places), target, batch_size, multi_label=multi_label).double()
+    for image, instead, target in zip(images, replacement_pixels(images, fill), targets.tolist(), strict=True):
+        places = (mask_patches(image, instead, mask[None].to(image.device))[0] for mask in masks)
+        whole, *left = class_probabilities(net, (image, *places), target, batch_size, multi_label=multi_label).double()
         lost = whole - torch.stack(left)  # M
         cover = masks.double()
         maps.append((lost[:, None, None] * cover).sum(0) / cover.sum(0))

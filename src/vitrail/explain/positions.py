@@ -1,4 +1,4 @@
-"""What a network knows of places: how alike the positions of its patches are (the paper's Fig. 7, center)."""
+"""Similarity of the position embeddings of all pairs of patches (the paper's Fig. 7, center)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from vitrail.models.position import AdditivePosition, RelativePosition, RotaryPo
 
 Floats = npt.NDArray[np.floating[Any]]
 
-MEANING = {
-    "learned-1d": "the cosine between the learned vectors of two places",
-    "learned-2d": "the cosine between the learned vectors of two places, a half each for row and column",
-    "sincos-2d": "the cosine between the fixed waves of two places",
-    "rope-2d": "the mean cosine between a vector turned for one place and the same turned for the other",
-    "relative": "the cosine between what is learned for the way from one place to the other and for no way at all",
+SIMILARITY_MEANING = {
+    "learned-1d": "cosine similarity of the learned embeddings",
+    "learned-2d": "cosine similarity of the learned embeddings (half for the row, half for the column)",
+    "sincos-2d": "cosine similarity of the sine-cosine embeddings",
+    "rope-2d": "mean cosine between a vector rotated for one position and for the other",
+    "relative": "cosine similarity to the embedding of offset 0",
 }
-"""What is compared, for each kind of positions."""
+"""What the similarity is, for each kind of position embedding."""
 
 
 @torch.no_grad()
 def position_similarity(net: Net, layer: int = 0, image_size: Pair | None = None) -> Floats:
-    """h w h w, from -1 to 1: how alike the position of each patch is to that of every other; MEANING says how.
+    """h w h w, from -1 to 1: similarity of the positions of each pair of patches (see SIMILARITY_MEANING).
 
-    `layer`, from 0, is for networks that have positions of their own in each. `image` is another
-    size than the network's own, for which positions are resampled.
+    `layer` is 0-based, for networks with separate positions in each layer. `image_size`: resample the positions for
+    this size first.
     """
     position = _position(net, layer)
     assert isinstance(net, ViT)
@@ -54,21 +54,21 @@ def position_similarity(net: Net, layer: int = 0, image_size: Pair | None = None
 
 def _position(net: Net, layer: int) -> torch.nn.Module:
     if isinstance(net, BiT):
-        raise ModelError("a BiT sees places by convolution: it has no position embeddings.")
+        raise ModelError("a BiT has no position embeddings.")
     if not net.positions:
-        raise ModelError("this model has no positions: to it, an image is a heap of patches in any order.")
+        raise ModelError("this model has no position embeddings.")
     if not 0 <= layer < max(len(net.positions), 1):
         where = f"in layers 1 to {len(net.positions)}" if len(net.positions) > 1 else "once, for all layers"
-        raise ModelError(f"there are no positions in layer {layer + 1}: this network has them {where}.")
+        raise ModelError(f"there are no position embeddings in layer {layer + 1}: this network has them {where}.")
     return net.positions[layer]
 
 
 def _offsets(position: RelativePosition, grid: tuple[int, int]) -> Tensor:
     """N N."""
     if grid != position.grid:
-        raise ModelError("relative positions cannot be resampled: they exist for the size the model was built for.")
+        raise ModelError("relative positions cannot be resampled to another image size.")
     table = F.normalize(position.offsets.double(), dim=1)
     count = grid[0] * grid[1]
-    alike = table @ table[count - 1]  # to no offset
+    alike = table @ table[count - 1]  # offset 0
     steps = torch.arange(count, device=alike.device)
     return alike[steps[:, None] - steps[None] + count - 1]

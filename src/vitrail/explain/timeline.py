@@ -1,4 +1,4 @@
-"""A model as it learns: what is inside it at each moment of a run, in an order and with signs that do not jump."""
+"""Arrays of a model at each snapshot of a run, with a consistent order and sign of the filters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vitrail.errors import ConfigError, ModelError, did_you_mean
 from vitrail.explain.distance import attention_distance, uniform_distance
 from vitrail.explain.filters import filters
 from vitrail.explain.positions import position_similarity
-from vitrail.explain.rollout import class_view
+from vitrail.explain.rollout import rollout_map
 from vitrail.models import Net, ViT
 
 # T moments; h rows and w columns of patches; n patterns of p x q pixels and C channels; L layers of H heads
@@ -26,12 +26,12 @@ NO_IMAGE = "there is no image to see it on."
 
 @dataclass(frozen=True)
 class Moment:
-    """A point of a run."""
+    """A snapshot of a run."""
 
     step: int
     epoch: float | None = None
     score: float | None = None
-    """The share of images that were right, where that was measured at this very moment."""
+    """Accuracy, if it was evaluated at this step."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Frames:
     """
 
     arrays: Mapping[str, Floats]
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """What cannot be seen in this model, and why."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Subject -> reason why it does not apply to this model."""
 
     @property
     def subjects(self) -> list[str]:
@@ -77,11 +77,11 @@ def frames(
                 seen.setdefault(name, []).append(values)
     arrays = {name: np.stack(values) for name, values in seen.items()}
     if "filters" in arrays:
-        arrays["filters"], arrays["shares"] = aligned(arrays["filters"], arrays["shares"])
+        arrays["filters"], arrays["shares"] = align_filters(arrays["filters"], arrays["shares"])
     return Frames(arrays, left_out)
 
 
-def aligned(patterns: Floats, shares: Floats) -> tuple[Floats, Floats]:
+def align_filters(patterns: Floats, shares: Floats) -> tuple[Floats, Floats]:
     """T n p q C and T n: each moment's patterns in the order and with the signs of those that they become.
 
     From the last moment, whose order is kept, backwards: pairs are chosen for the largest sum of absolute cosines.
@@ -115,7 +115,7 @@ def _distance(net: Net, images: Tensor | None) -> dict[str, Floats]:
 
 
 def _rollout(net: Net, image: Tensor | None) -> dict[str, Floats]:
-    return {"rollout": class_view(net, _given(image))[0].double().numpy()}
+    return {"rollout": rollout_map(net, _given(image))[0].double().numpy()}
 
 
 def _given(images: Tensor | None) -> Tensor:
@@ -130,4 +130,4 @@ SUBJECTS: dict[str, Callable[[Net, Tensor | None], dict[str, Floats]]] = {
     "distances": _distance,
     "rollout": _rollout,
 }
-"""What can be followed through a run."""
+"""Subject -> function that computes its arrays."""

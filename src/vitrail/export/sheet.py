@@ -10,7 +10,7 @@ from vitrail.config import Pair, ViTConfig, pair
 from vitrail.config.format_version import VERSION, current
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ConfigError, FormatError
-from vitrail.explain.attention import special_names
+from vitrail.explain.attention import special_token_names
 from vitrail.export.names import SUFFIXES as SUFFIXES
 from vitrail.export.names import refuse
 from vitrail.weights.model_info import ModelInfo
@@ -69,7 +69,7 @@ class Sheet:
     @property
     def special(self) -> tuple[str, ...]:
         """The network's tokens that are no patches, in order."""
-        return special_names(self.info.config) if isinstance(self.info.config, ViTConfig) else ()
+        return special_token_names(self.info.config) if isinstance(self.info.config, ViTConfig) else ()
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())

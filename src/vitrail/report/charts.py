@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from vitrail.explain.names import abbreviated
+from vitrail.explain.label_text import unique_abbreviations
 from vitrail.report.markup import Markup, join, tag
 from vitrail.report.run_record import Curve
 
@@ -186,7 +186,7 @@ def _line_labels(chart: Chart, axes: Axes) -> Markup:
     places = spread_labels(ends, LABEL_HEIGHT, TOP + 4, HEIGHT - BOTTOM - 16)
     parts = []
     named = chart.visible_series if chart.label_lines else ()
-    names = abbreviated([series.name for series in named], MAX_NAME_LENGTH)
+    names = unique_abbreviations([series.name for series in named], MAX_NAME_LENGTH)
     for series, end, place, brief in zip(named, ends, places, names, strict=False):
         x = axes.to_x(float(series.curve[0][-1]))
         cls = f"run{series.color_index % 5}{' quiet' if series.thin else ''}"

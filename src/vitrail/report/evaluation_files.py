@@ -22,8 +22,8 @@ from vitrail.evaluate.intervals import Estimate
 from vitrail.evaluate.per_class import confused_pairs, partial_confusion
 from vitrail.evaluate.scores import wilson_interval
 from vitrail.evaluate.summary import Evaluation, SizeResult
-from vitrail.explain.canvas import COLORS, FAINT, INK, QUIET, Arrays, blank, save, save_arrays, title
-from vitrail.explain.names import abbreviated, cut
+from vitrail.explain.canvas import COLORS, FAINT, INK, QUIET, Arrays, new_figure, save, save_arrays, set_title
+from vitrail.explain.label_text import truncate, unique_abbreviations
 from vitrail.weights.writers import write_json, write_text
 
 FORMATS = ("png", "svg", "npz")
@@ -69,7 +69,7 @@ def reliability(found: Evaluation) -> FigureData | None:
     table = found.calibration
     if table is None:
         return None
-    figure = blank(5.2, 5.6)
+    figure = new_figure(5.2, 5.6)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     there = table.counts > 0
     width = np.diff(table.edges)[0]
@@ -86,7 +86,7 @@ def reliability(found: Evaluation) -> FigureData | None:
     lower.set(xlabel="how sure the model is of its answer", ylabel="images")
     for ax in (upper, lower):
         _style_axes(ax)
-    title(figure, f"Calibration error {_format_estimate(table.error)}", _subtitle(found, found.first))
+    set_title(figure, f"Calibration error {_format_estimate(table.error)}", _subtitle(found, found.first))
     arrays = {"edges": table.edges, "counts": table.counts, "confidence": table.confidence, "accuracy": table.accuracy}
     return figure, {**arrays, "ece": [table.error.value, table.error.low, table.error.high]}
 
@@ -103,7 +103,7 @@ def accuracy_by_size(found: Evaluation) -> FigureData | None:
         return None
     x = np.array([np.sqrt(m.image_size[0] * m.image_size[1]) for m, _ in kept])
     value, low, high = (100 * np.array([getattr(e, name) for _, e in kept]) for name in ("value", "low", "high"))
-    figure = blank(6.2, 4.2)
+    figure = new_figure(6.2, 4.2)
     ax = figure.subplots()
     ax.fill_between(x, low, high, color=COLORS[0], alpha=0.13, linewidth=0)
     ax.plot(x, value, color=COLORS[0], marker="o", markersize=5, linewidth=2)
@@ -115,7 +115,7 @@ def accuracy_by_size(found: Evaluation) -> FigureData | None:
     ax.margins(x=0.07, y=0.18)
     _style_axes(ax)
     what = "Mean average precision" if several else "Accuracy"
-    title(figure, f"{what} by size, with its 95 % interval", _subtitle(found))
+    set_title(figure, f"{what} by size, with its 95 % interval", _subtitle(found))
     return figure, {"image": np.array([m.image_size for m, _ in kept]), "value": value, "low": low, "high": high}
 
 
@@ -129,9 +129,9 @@ def confusion(found: Evaluation) -> FigureData | None:
     table = partial_confusion(samples, there.tolist())
     if not table[:, -1].any():
         table = table[:, :-1]
-    names = abbreviated([found.labels[k] for k in there], MAX_NAME_LENGTH)
+    names = unique_abbreviations([found.labels[k] for k in there], MAX_NAME_LENGTH)
     side = 1.9 + 0.36 * len(there)
-    figure = blank(side + 1.2, side + 0.5)
+    figure = new_figure(side + 1.2, side + 0.5)
     ax = figure.subplots()
     shares = table / np.maximum(table.sum(1, keepdims=True), 1)
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -146,7 +146,7 @@ def confusion(found: Evaluation) -> FigureData | None:
     ax.set_xlabel("said", color=INK)
     ax.set_ylabel("true", color=INK)
     ax.spines[:].set_visible(False)
-    title(figure, "What is said of each class", _subtitle(found, found.first))
+    set_title(figure, "What is said of each class", _subtitle(found, found.first))
     return figure, {"confusion": table, "classes": there}
 
 
@@ -154,17 +154,17 @@ def _confused_pairs_figure(found: Evaluation) -> FigureData | None:
     pairs = confused_pairs(found.first.samples, MAX_BARS)
     if not pairs or pairs[0][2] < 2:  # nothing happened twice
         return None
-    names = abbreviated(found.labels, MAX_NAME_LENGTH)
+    names = unique_abbreviations(found.labels, MAX_NAME_LENGTH)
     labels = [f"{names[a]} → {names[b]}" for a, b, _ in pairs]
     counts = np.array([n for _, _, n in pairs])
-    figure = blank(7.6, 1.3 + 0.21 * len(pairs))
+    figure = new_figure(7.6, 1.3 + 0.21 * len(pairs))
     ax = figure.subplots()
     ax.barh(labels, counts, color=COLORS[1], height=0.66)
     ax.invert_yaxis()
     ax.set_xlabel("images", color=INK)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     _style_axes(ax, across=True)
-    title(figure, "Mixed up most often: true → said", _subtitle(found, found.first))
+    set_title(figure, "Mixed up most often: true → said", _subtitle(found, found.first))
     return figure, {"pairs": np.array([(a, b) for a, b, _ in pairs]), "counts": counts}
 
 
@@ -177,9 +177,9 @@ def classes(found: Evaluation) -> FigureData | None:
     value = scored.recall if precise is None else precise
     few = len(scored.present) <= MAX_BARS
     kept = np.array(scored.present.tolist() if few else scored.worst(MAX_BARS))
-    figure = blank(7.2, 1.4 + 0.21 * len(kept))
+    figure = new_figure(7.2, 1.4 + 0.21 * len(kept))
     ax = figure.subplots()
-    names = abbreviated([found.labels[k] for k in kept], MAX_NAME_LENGTH)
+    names = unique_abbreviations([found.labels[k] for k in kept], MAX_NAME_LENGTH)
     labels = [f"{name} ({scored.support[k]:,})" for name, k in zip(names, kept, strict=True)]
     ax.barh(range(len(kept)), 100 * value[kept], color=COLORS[0], height=0.66)
     if precise is None:
@@ -193,7 +193,7 @@ def classes(found: Evaluation) -> FigureData | None:
     ax.set_xlabel(f"{what}, %", color=INK)
     _style_axes(ax, across=True)
     which = "Each class" if few else f"The {len(kept)} weakest of {len(scored.present):,} classes"
-    title(figure, f"{which}: {what} (images)", _subtitle(found, found.first))
+    set_title(figure, f"{which}: {what} (images)", _subtitle(found, found.first))
     return figure, {"classes": kept, "value": value[kept], "support": scored.support[kept]}
 
 
@@ -220,7 +220,7 @@ def _subtitle(found: Evaluation, measured: SizeResult | None = None) -> str:
     mirrored = ", with mirror images" if found.flip else ""
     images = f"{found.first.scores.count:,} images"
     model = found.model.rpartition("/")[2] if found.model.startswith((".", "/", "~")) else found.model
-    return f"{cut(model, 44)} on {cut(found.data, 30)}{size}{mirrored}, {images}"
+    return f"{truncate(model, 44)} on {truncate(found.data, 30)}{size}{mirrored}, {images}"
 
 
 def _format_estimate(estimate: Estimate) -> str:

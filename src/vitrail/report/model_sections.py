@@ -11,9 +11,9 @@ import torch
 
 from vitrail.errors import ModelError
 from vitrail.explain.filters import filter_images, filters
-from vitrail.explain.panes import Pixels, enlarged, lit, mosaic, tiles
-from vitrail.explain.positions import MEANING, position_similarity
-from vitrail.explain.rollout import class_view
+from vitrail.explain.overlays import Pixels, heat_overlay, mosaic, tile_images, upscale
+from vitrail.explain.positions import SIMILARITY_MEANING, position_similarity
+from vitrail.explain.rollout import rollout_map
 from vitrail.models import ViT
 from vitrail.report.markup import Markup, join, tag
 from vitrail.report.report_data import ReportData, most_confident_errors, typical_correct
@@ -49,7 +49,7 @@ def attention_maps(report: ReportData, indices: list[int]) -> npt.NDArray[np.flo
     for index in indices:  # one by one: the explicit attention of a batch may not fit
         images = report.preprocess(report.source[index].image).to(like)
         with torch.no_grad():
-            found.append(class_view(report.net, images)[0].float().cpu().numpy())
+            found.append(rollout_map(report.net, images)[0].float().cpu().numpy())
     return np.stack(found)
 
 
@@ -66,7 +66,7 @@ def attention_section(report: ReportData) -> tuple[Markup, list[Pixels]]:
     cards, figure = [], []
     for (index, words, pixels), view in zip(seen, maps, strict=True):
         small = thumbnail(pixels)
-        under = lit(small, view)
+        under = heat_overlay(small, view)
         pair = tag("div", img(small, words or "an image"), img(under, "where it looks"), cls="pair-of")
         caption = tag("figcaption", words) if words else None
         cards.append(tag("figure", pair, caption, cls="card look", title=report.key(index)))
@@ -93,7 +93,7 @@ def position_section(report: ReportData) -> tuple[Markup, Pixels | None]:
     where = ", in its first layer" if len(report.net.positions) > 1 else ""
     kind = report.net.config.position
     note = f"The small map in row i and column j: how alike that patch's position{where} is to every other's, as "
-    note += f"{MEANING[kind]}."
+    note += f"{SIMILARITY_MEANING[kind]}."
     if kind == "learned-1d":
         note += " The model was told nothing of rows and columns; what order there is, it learned."
     body = tag(
@@ -119,8 +119,8 @@ def filter_section(report: ReportData) -> tuple[Markup, Pixels | None]:
         patterns, shares = filters(report.net)
     except ModelError as error:
         return unavailable(error), None
-    images = [enlarged(p, 32) for p in filter_images(patterns)]
-    sheet = tiles(images, columns=min(len(images), 7), gap=4)
+    images = [upscale(p, 32) for p in filter_images(patterns)]
+    sheet = tile_images(images, columns=min(len(images), 7), gap=4)
     note = (
         f"The {len(images)} main patterns that its patch projection looks for, the strongest first; "
         f"together {100 * shares.sum():.0f} % of it."

@@ -13,7 +13,7 @@ import torch
 from vitrail.data.preprocess import Preprocess
 from vitrail.data.sources.base import Source
 from vitrail.evaluate.scores import Scores
-from vitrail.explain.panes import tiles
+from vitrail.explain.overlays import tile_images
 from vitrail.models import Net
 from vitrail.report import model_sections, score_sections
 from vitrail.report.charts import Chart, Series, needs_log_scale, to_svg
@@ -228,7 +228,7 @@ def _score_sections(report: ReportData, figures: Path) -> list[Section]:
 def _model_sections(report: ReportData, figures: Path) -> list[Section]:
     looks, pairs = model_sections.attention_section(report)
     if pairs:
-        save_image(tiles(pairs, columns=4, gap=max(pairs[0].shape[0] // 24, 1)), figures / "attention.png")
+        save_image(tile_images(pairs, columns=4, gap=max(pairs[0].shape[0] // 24, 1)), figures / "attention.png")
     places, maps = model_sections.position_section(report)
     if maps is not None:
         save_image(maps, figures / "positions.png")

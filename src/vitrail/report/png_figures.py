@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 
 from vitrail.evaluate.scores import Scores
-from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, blank, save
-from vitrail.explain.panes import Pixels, enlarged
+from vitrail.explain.canvas import COLORS, DASHES, FAINT, INK, new_figure, save
+from vitrail.explain.overlays import Pixels, upscale
 from vitrail.report.charts import Chart, downsample
 from vitrail.report.report_data import ReportData
 
@@ -19,7 +19,7 @@ def draw_charts(charts: list[Chart], path: Path, title: str) -> None:
     charts = [c for c in charts if c.visible_series]
     if not charts:
         return
-    figure = blank(4.8 * len(charts), 3.6)
+    figure = new_figure(4.8 * len(charts), 3.6)
     for chart, ax in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
         for series in chart.visible_series:
             x, mean, least, most = downsample(series.curve)
@@ -48,7 +48,7 @@ def draw_confusion(report: ReportData, scores: Scores, path: Path) -> None:
     if table is None or not 2 <= len(table) <= 50:
         return
     size = 2.2 + 0.42 * len(table)
-    figure = blank(size, size)
+    figure = new_figure(size, size)
     ax = figure.subplots()
     shares = table / np.maximum(table.sum(1, keepdims=True), 1)
     ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -69,7 +69,7 @@ def draw_confusion(report: ReportData, scores: Scores, path: Path) -> None:
 
 def save_image(pixels: Pixels, path: Path, least: int = 480) -> None:
     """A mosaic, large enough to be looked at by itself, on white."""
-    image = Image.fromarray(enlarged(pixels, least))
+    image = Image.fromarray(upscale(pixels, least))
     if image.mode == "RGBA":
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image).convert("RGB")

@@ -14,8 +14,8 @@ from vitrail.data.sources.base import Source
 from vitrail.errors import VitrailError
 from vitrail.evaluate.per_class import confused_pairs as pairs_of
 from vitrail.evaluate.scores import SampleResults, Scores, wilson_interval
-from vitrail.explain.names import abbreviated
-from vitrail.explain.panes import Pixels, shown
+from vitrail.explain.label_text import unique_abbreviations
+from vitrail.explain.overlays import Pixels, as_rgb
 from vitrail.models import Net
 from vitrail.report.run_record import RunRecord
 
@@ -53,7 +53,7 @@ class ReportData:
 
     @cached_property
     def _short_labels(self) -> list[str]:
-        return abbreviated(self.labels, MAX_NAME_LENGTH)
+        return unique_abbreviations(self.labels, MAX_NAME_LENGTH)
 
     def short_label(self, index: int) -> str:
         """A class name for a chart: short, and different from every other's."""
@@ -68,7 +68,7 @@ class ReportData:
         if self.source is None:
             return None
         try:
-            return shown(self.preprocess.pixels(self.source[index].image))
+            return as_rgb(self.preprocess.pixels(self.source[index].image))
         except VitrailError:
             return None
 

@@ -8,7 +8,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from vitrail.explain.panes import Pixels
+from vitrail.explain.overlays import Pixels
 from vitrail.report.markup import Markup, tag
 
 MAX_EXACT_SIZE = 64

@@ -19,14 +19,14 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.api import Model
-from vitrail.api.looking import METHODS, class_number
-from vitrail.explain.attention import Walk
+from vitrail.api.explanation import METHODS, class_index
+from vitrail.explain.attention import AttentionIterator
 from vitrail.explain.distance import mean_distances, patch_distances, uniform_distance
 from vitrail.explain.gradient import check_targets
-from vitrail.explain.hiding import Fill, filling, hidden, scores, seen
+from vitrail.explain.masking import Fill, class_probabilities, covered_pixels, mask_patches, replacement_pixels
 from vitrail.explain.occlusion import grid_of, windows
-from vitrail.explain.panes import enlarged, shown
-from vitrail.explain.positions import MEANING, position_similarity
+from vitrail.explain.overlays import as_rgb, upscale
+from vitrail.explain.positions import SIMILARITY_MEANING, position_similarity
 from vitrail.models import Net, ViT
 from vitrail.models.base import eval_mode
 from vitrail.serve.http_errors import RequestError
@@ -91,7 +91,7 @@ class Explainer:
         if request.target is not None:
             if not self.served.classifies:
                 raise RequestError(400, "invalid_parameter", "this model has no classes, so target cannot be set.")
-            class_number(model, request.target)
+            class_index(model, request.target)
 
     def steps(self, whole: npt.NDArray[Any], request: ExplainRequest) -> Generator[Any, None, dict[str, Any]]:
         """H W C -> the response; yields None, or {method: a partial map}."""
@@ -110,7 +110,7 @@ class Explainer:
         predictions = top_predictions(self.served.info, row, 5) if self.served.classifies else []
         target = predictions[0] if predictions else None
         if request.target is not None:
-            number = class_number(model, request.target)
+            number = class_index(model, request.target)
             target = next(p for p in top_predictions(self.served.info, row, len(row)) if p["index"] == number)
         maps = {}
         for method in self.served.explain_methods[:1] if request.methods is None else request.methods:
@@ -172,7 +172,7 @@ def _collect_attention(
     net: ViT, images: Tensor, layers: Sequence[int], answer: dict[str, Any]
 ) -> Generator[None, None, Tensor]:
     """Run the network layer by layer, add attention and distances to `answer`, return the logits."""
-    walk = Walk(net, images)
+    walk = AttentionIterator(net, images)
     size = (images.shape[2], images.shape[3])
     distances = patch_distances(walk.grid, size).to(images.device, torch.float32)
     for number, attention in enumerate(walk):
@@ -194,17 +194,17 @@ def occlusion_steps(
     """
     check_targets(net, targets, len(images))
     grid, target = grid_of(net, images), int(targets[0])
-    images = seen(net, images)
+    images = covered_pixels(net, images)
     size = min(OCCLUSION_WINDOW, *grid)
     masks = windows(grid, size, size)
-    replacement = filling(images, "mean")[0]
-    whole = scores(net, images, target, multi_label=multi_label).double()
+    replacement = replacement_pixels(images, "mean")[0]
+    whole = class_probabilities(net, images, target, multi_label=multi_label).double()
     drops: list[Tensor] = []
     at, count = 0, 1
     while at < len(masks):
         start = time.perf_counter()
-        occluded = hidden(images[0], replacement, masks[at : at + count].to(images.device))
-        drops.append(whole - scores(net, occluded, target, multi_label=multi_label).double())
+        occluded = mask_patches(images[0], replacement, masks[at : at + count].to(images.device))
+        drops.append(whole - class_probabilities(net, occluded, target, multi_label=multi_label).double())
         at += len(drops[-1])
         count = min(max(int(count * STEP_S / (time.perf_counter() - start)), 1), 2 * count, MAX_OCCLUSION_BATCH)
         known = ~masks[at:].any(0)  # all squares that cover the patch are done
@@ -247,7 +247,7 @@ def encode_partial_map(values: Floats, known: npt.NDArray[np.bool_]) -> dict[str
 def encode_image(pixels: npt.NDArray[Any]) -> str:
     """H W C -> data URL of a JPEG, enlarged if the image is small."""
     out = io.BytesIO()
-    Image.fromarray(enlarged(shown(pixels), MIN_IMAGE_SIDE)).save(out, "JPEG", quality=90, subsampling=0)
+    Image.fromarray(upscale(as_rgb(pixels), MIN_IMAGE_SIDE)).save(out, "JPEG", quality=90, subsampling=0)
     return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
 
 
@@ -262,7 +262,7 @@ def encode_positions(served: ServedModel) -> dict[str, Any]:
     return {
         "grid": {"rows": rows, "columns": columns},
         "values": _to_base64(flat),
-        "description": MEANING[served.model.net.config.position],  # type: ignore[union-attr]
+        "description": SIMILARITY_MEANING[served.model.net.config.position],  # type: ignore[union-attr]
     }
 
 

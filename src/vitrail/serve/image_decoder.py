@@ -19,7 +19,7 @@ from PIL import Image, UnidentifiedImageError
 from vitrail.data import jpeg
 from vitrail.data.preprocess import Preprocess
 from vitrail.errors import ImageError
-from vitrail.explain.hiding import Fill, filling, hidden
+from vitrail.explain.masking import Fill, mask_patches, replacement_pixels
 from vitrail.runtime.malloc import trim_malloc
 from vitrail.serve.http_errors import RequestError, public_message
 from vitrail.serve.image_headers import USUAL_SCANS, count_scans, is_quick_header
@@ -100,8 +100,8 @@ class ImageDecoder:
         if fill == "zero":  # 0 after normalization
             replacement = (255 * torch.tensor(self.preprocess.config.mean))[:, None, None].expand_as(image)
         else:
-            replacement = filling(image[None], fill)[0]
-        filled = hidden(image, replacement, mask[None])[0].permute(1, 2, 0).numpy()
+            replacement = replacement_pixels(image[None], fill)[0]
+        filled = mask_patches(image, replacement, mask[None])[0].permute(1, 2, 0).numpy()
         return filled if pixels.dtype == np.float32 else np.rint(filled).astype(pixels.dtype)
 
     def check_patches(self, hide: Sequence[int]) -> None:

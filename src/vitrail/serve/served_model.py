@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from vitrail.api import Model
-from vitrail.api.looking import METHODS, NEEDS_CLASSES
+from vitrail.api.explanation import METHODS, NEEDS_CLASSES
 from vitrail.config import ViTConfig, pair
 from vitrail.data.preprocess import Preprocess
-from vitrail.explain.attention import special_names
+from vitrail.explain.attention import special_token_names
 from vitrail.explain.occlusion import GRID, grid_of
 from vitrail.export.engines import Engine, FileEngine, TorchEngine
 from vitrail.models import BiT, ViT
@@ -77,7 +77,7 @@ class ServedModel:
     def prefix_tokens(self) -> tuple[str, ...]:
         if self.model is None:
             return self.engine.sheet.special if isinstance(self.engine, FileEngine) else ()
-        return special_names(self.model.net.config) if isinstance(self.model.net, ViT) else ()
+        return special_token_names(self.model.net.config) if isinstance(self.model.net, ViT) else ()
 
     @property
     def explain_methods(self) -> tuple[str, ...]:

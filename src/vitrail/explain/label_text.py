@@ -1,4 +1,4 @@
-"""Names that fit beside a chart."""
+"""Shortened class names for charts."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from vitrail.runtime import escape_control
 
 
-def cut(text: str, most: int) -> str:
-    """At most so many characters of it."""
+def truncate(text: str, most: int) -> str:
+    """Truncate to `most` characters, with an ellipsis."""
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
-def abbreviated(names: Sequence[str], most: int) -> list[str]:
-    """Class names as people write them, on one line of at most so many characters, different wherever the names are.
+def unique_abbreviations(names: Sequence[str], most: int) -> list[str]:
+    """Class names on one line of at most `most` characters; different names stay different.
 
-    The end is cut off; of names that would then be equal, the middle; of names that would still be equal, all but
-    the beginning and the position in the list.
+    Long names lose their end; if that makes two names equal, their middle; if they are still equal, they get their
+    position in the list appended.
     """
     plain = [escape_control(name).replace("_", " ").replace("\n", "\\n") for name in names]
-    short = [cut(name, most) for name in plain]
+    short = [truncate(name, most) for name in plain]
     for tail in (most // 2, most - 4):
         counts = Counter(short)
         for i, name in enumerate(plain):

@@ -1,4 +1,4 @@
-"""Images with patches hidden, and what the network then thinks of a class; nothing about the network is assumed."""
+"""Masked images and their class probabilities, for any network."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from vitrail.models.base import eval_mode
 # b images at a time, h rows and w columns of patches
 
 Fill = Literal["mean", "zero", "blur"]
-"""What stands where a patch is hidden: the image's mean color, the training images' (zero after
-normalization), or the image itself out of focus."""
+"""Replacement for masked patches: the image's mean color, zero after normalization, or the blurred image."""
 BLUR = 1 / 20
-"""Width of the blur, as a share of the image's shorter side."""
+"""Standard deviation of the blur, as a fraction of the shorter side."""
 
 
-def filling(images: Tensor, fill: Fill) -> Tensor:
-    """B C H W -> the same shape: what shows through where an image is hidden."""
+def replacement_pixels(images: Tensor, fill: Fill) -> Tensor:
+    """B C H W -> B C H W: the replacement pixels of each image."""
     if fill not in get_args(Fill):
         raise ConfigError(f"fill={fill!r}: wanted one of {', '.join(get_args(Fill))}.")
     if fill == "zero":
@@ -35,7 +34,7 @@ def filling(images: Tensor, fill: Fill) -> Tensor:
 
 
 def blurred(images: Tensor, sigma: float) -> Tensor:
-    """A Gaussian blur, the edge repeated outwards."""
+    """Gaussian blur with replicated borders."""
     radius = max(1, round(3 * sigma))
     x = torch.arange(-radius, radius + 1, device=images.device, dtype=images.dtype)
     kernel = (-(x**2) / (2 * sigma**2)).exp()
@@ -47,31 +46,28 @@ def blurred(images: Tensor, sigma: float) -> Tensor:
     return F.conv2d(out, kernel[:, :, :, None], groups=channels)
 
 
-def seen(net: nn.Module, images: Tensor) -> Tensor:
-    """B C H W without the last rows and columns, where no patch covers them: what the grid of patches lies on."""
+def covered_pixels(net: nn.Module, images: Tensor) -> Tensor:
+    """B C H W without the last rows and columns if no patch covers them."""
     return net.crop_to_patches(images) if isinstance(net, ViT) and net.stem is None else images
 
 
-def hidden(image: Tensor, instead: Tensor, masks: Tensor) -> Tensor:
-    """One image C H W, what shows through C H W and b h w yes or no (hide) -> b C H W."""
+def mask_patches(image: Tensor, instead: Tensor, masks: Tensor) -> Tensor:
+    """Replace masked patches: image C H W, replacement C H W and boolean masks b h w -> b C H W."""
     cover = F.interpolate(masks[:, None].to(image), image.shape[1:], mode="nearest").bool()
     return torch.where(cover, instead, image)
 
 
 @torch.no_grad()
-def scores(
+def class_probabilities(
     net: nn.Module, images: Iterable[Tensor], target: int, batch_size: int = 32, *, multi_label: bool = False
 ) -> Tensor:
-    """C H W each -> the probability of one class for each of them, in order, on the CPU.
-
-    several: classes are no alternatives, each has a yes or no of its own.
-    """
+    """Probability of one class for each image C H W, in order, on the CPU: sigmoid if `multi_label`, else softmax."""
     found = []
     with eval_mode(net):
         for group in _groups(images, batch_size):
             logits = net(torch.stack(group)).float()
-            chances = logits.sigmoid() if multi_label else logits.softmax(1)
-            found.append(chances[:, target].cpu())
+            probabilities = logits.sigmoid() if multi_label else logits.softmax(1)
+            found.append(probabilities[:, target].cpu())
     return torch.cat(found)
 
 

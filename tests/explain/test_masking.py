@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vitrail.config import BiTConfig
 from vitrail.errors import ConfigError
 from vitrail.explain import Curve, attention_distance, faithfulness, occlusion
-from vitrail.explain.hiding import blurred, filling, hidden, seen
+from vitrail.explain.masking import blurred, covered_pixels, mask_patches, replacement_pixels
 from vitrail.explain.occlusion import windows
 from vitrail.models import build
 
@@ -30,7 +30,7 @@ class Bright(nn.Module):
         self.sizes: list[int] = []
 
         class Config:
-            classes = 2
+            num_classes = 2
 
             @staticmethod
             def grid_of(size: tuple[int, int]) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def test_patches_lie_on_what_they_cover():
     """35 pixels hold four patches of 8; the last three rows and columns are never seen."""
     net = randomized(build(small(image_size=35, uncovered="ignore"))).eval()
     image = torch.randn(1, 3, 35, 35)
-    assert seen(net, image).shape == (1, 3, 32, 32)
+    assert covered_pixels(net, image).shape == (1, 3, 32, 32)
     got = occlusion(net, image, torch.tensor([2]), size=1)
     torch.testing.assert_close(got, occlusion(net, image[:, :, :32, :32], torch.tensor([2]), size=1))
     hiding_all = faithfulness(net, image[0], {"map": got[0]}, 2, steps=1, orders=0)["map"]
@@ -140,15 +140,15 @@ def test_a_blur_is_scipys():
 
 def test_hidden_patches_show_the_filling_and_nothing_else_changes():
     image = torch.randn(3, 12, 20)
-    instead = filling(image[None], "mean")[0]
+    instead = replacement_pixels(image[None], "mean")[0]
     mask = torch.zeros(1, 3, 5, dtype=torch.bool)
     mask[0, 1, 2] = True
-    (got,) = hidden(image, instead, mask)
+    (got,) = mask_patches(image, instead, mask)
     wanted = image.clone()
     wanted[:, 4:8, 8:12] = image.mean((1, 2))[:, None, None]
     assert torch.equal(got, wanted)
     with pytest.raises(ConfigError, match="fill='black'"):
-        filling(image[None], "black")
+        replacement_pixels(image[None], "black")
 
 
 def test_the_right_explanation_has_the_steepest_curves_and_the_wrong_one_the_flattest():
@@ -160,7 +160,7 @@ def test_the_right_explanation_has_the_steepest_curves_and_the_wrong_one_the_fla
     )
     sure, unsure = float(torch.sigmoid(torch.tensor(3.0))), 0.5
     deletion, insertion = found["right"].deletion, found["right"].insertion
-    np.testing.assert_allclose(deletion.shares, np.arange(16) / 15)
+    np.testing.assert_allclose(deletion.fractions, np.arange(16) / 15)
     np.testing.assert_allclose(deletion.values, [sure, *[unsure] * 15], atol=1e-6)
     np.testing.assert_allclose(insertion.values, [unsure, *[sure] * 15], atol=1e-6)
     np.testing.assert_allclose(found["wrong"].deletion.values, [*[sure] * 15, unsure], atol=1e-6)

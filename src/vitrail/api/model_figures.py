@@ -1,4 +1,4 @@
-"""The paper's figures of any model: filters, positions, attention distances, rollout, features in color."""
+"""The paper's figures of a model: filters, position similarities, attention distances, rollouts, feature colors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from vitrail.data.decode import ImageLike
 from vitrail.errors import ConfigError, DataError, ImageError, ModelError, VitrailError, did_you_mean
 from vitrail.explain import (
     attention_distance,
-    class_view,
     feature_colors,
     filters,
     patch_features,
     position_similarity,
+    rollout_map,
     uniform_distance,
 )
-from vitrail.explain.attention import attentive, layer_number
-from vitrail.explain.hiding import seen
-from vitrail.explain.positions import MEANING
+from vitrail.explain.attention import layer_index, require_attention
+from vitrail.explain.masking import covered_pixels
+from vitrail.explain.positions import SIMILARITY_MEANING
 from vitrail.runtime import log_on_main_process, warn_once
 from vitrail.train.run_folder import RunFolder
 
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 # B images at a time, L layers, H heads, h rows and w columns of patches
 
-COUNT = 128
-"""Images that the paper's figures are made from."""
-COLORED = 12
-"""Images that are drawn in the colors of their features."""
-BATCH = 8
+NUM_IMAGES = 128
+"""Default number of images, as in the paper."""
+NUM_COLORED = 12
+"""Number of images with feature colors."""
+BATCH_SIZE = 8
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A figure and the numbers behind it."""
+class DrawnFigure:
+    """A figure and its data."""
 
     figure: Figure
     arrays: dict[str, npt.NDArray[Any]]
 
 
-class Portrait:
+class ModelFigures:
     """A model and the images it is looked at with; each figure is made when it is asked for."""
 
     def __init__(
@@ -68,12 +68,12 @@ class Portrait:
     ) -> None:
         """`layer`, from 1 or from -1, is whose positions and features are drawn; `advance` hears of images done."""
         self.model, self.layer, self.foreground = model, layer, foreground
-        self.images = list(bundled() if images is None else images)
+        self.images = list(sample_images() if images is None else images)
         self.named = named or ("two photographs of scikit-learn's" if images is None else "the images given")
         self.advance = advance
         self.name = model.info.title
         if not self.images:
-            raise DataError("there is no image to look at; wanted one or more.")
+            raise DataError("got no images; wanted one or more.")
 
     @cached_property
     def pixels(self) -> list[npt.NDArray[Any]]:
@@ -90,8 +90,8 @@ class Portrait:
             raise DataError(f"none of the {len(self.images)} images can be read: {bad[0]}")
         return found
 
-    def batches(self, size: int = BATCH) -> Iterator[Tensor]:
-        """B C H W, ready for the network."""
+    def batches(self, size: int = BATCH_SIZE) -> Iterator[Tensor]:
+        """B C H W, normalized."""
         for start in range(0, len(self.pixels), size):
             group = np.stack(self.pixels[start : start + size])
             batch = torch.from_numpy(group).to(self.model.device).permute(0, 3, 1, 2)
@@ -100,27 +100,27 @@ class Portrait:
 
     @property
     def shown(self) -> list[npt.NDArray[np.uint8]]:
-        from vitrail.explain.panes import shown
+        from vitrail.explain.overlays import as_rgb
 
-        height, width = _covered(self.model)
-        return [shown(p[:height, :width]) for p in self.pixels]
+        height, width = _covered_size(self.model)
+        return [as_rgb(p[:height, :width]) for p in self.pixels]
 
-    def draw(self, what: str) -> Drawn:
-        """One of FIGURES; ModelError, with the reason, where this model has nothing of the kind."""
+    def draw(self, what: str) -> DrawnFigure:
+        """Draw one of FIGURES; ModelError with the reason if it does not apply to this model."""
         if what not in FIGURES:
-            raise ConfigError(f"no figure is called {what!r}{did_you_mean(what, FIGURES)}")
+            raise ConfigError(f"there is no figure {what!r}{did_you_mean(what, FIGURES)}")
         return FIGURES[what](self)
 
     def save(
         self, folder: str | Path, what: Sequence[str] | None = None, formats: Sequence[str] = ("png",)
     ) -> list[Path]:
-        """Figures as files; where none is named, those that this model cannot have are left out, aloud."""
+        """Write figures. Without `what`, all that apply to this model; a note lists the others."""
         from vitrail.explain.canvas import check_formats, save, save_arrays
 
         check_formats(formats)
         for name in what or ():
             if name not in FIGURES:
-                raise ConfigError(f"no figure is called {name!r}{did_you_mean(name, FIGURES)}")
+                raise ConfigError(f"there is no figure {name!r}{did_you_mean(name, FIGURES)}")
         written, reasons = [], []
         for name in what or FIGURES:
             try:
@@ -128,35 +128,35 @@ class Portrait:
             except ModelError as error:
                 if what is not None:
                     raise ModelError(f"{name}: {error}") from None
-                reasons.append(f"no figure of its {name}: {error}")
+                reasons.append(f"skipped the figure {name}: {error}")
                 continue
             for ending in formats:
                 path = Path(folder) / f"{name}.{ending}"
                 written.append(save_arrays(drawn.arrays, path) if ending == "npz" else save(drawn.figure, path))
         warn_once(reasons)
         if not written:
-            raise ModelError("none of the figures can be drawn of this model.")
+            raise ModelError("none of the figures applies to this model.")
         return written
 
 
-def bundled() -> list[ImageLike]:
-    """Two photographs that come with scikit-learn, openly licensed."""
+def sample_images() -> list[ImageLike]:
+    """The two openly licensed photographs that come with scikit-learn."""
     from sklearn.datasets import load_sample_images  # takes a second to import
 
     return [*load_sample_images().images]
 
 
-def images_of(data: str, count: int = COUNT, root: str | None = None) -> list[ImageLike]:
-    """So many images from all over a data set's measured part, in its order."""
+def dataset_images(data: str, count: int = NUM_IMAGES, root: str | None = None) -> list[ImageLike]:
+    """`count` evenly spaced images of the evaluation split of a data set, in order."""
     from vitrail.data.sources import open_source_splits
 
-    return _spread(
+    return _evenly_spaced(
         open_source_splits(DataConfig(source=data, root=root), require_labels=False).evaluation_source, data, count
     )
 
 
-def images_of_run(model: str | None, count: int = COUNT) -> list[ImageLike] | None:
-    """The same of what a run was measured on; None where the model is no run, or its data cannot be found any more."""
+def run_images(model: str | None, count: int = NUM_IMAGES) -> list[ImageLike] | None:
+    """The same for the data a run was evaluated on; None if the model is not a run or its data is gone."""
     from vitrail.data.sources import open_data
 
     folder = RunFolder(Path(model or "").expanduser())
@@ -165,96 +165,98 @@ def images_of_run(model: str | None, count: int = COUNT) -> list[ImageLike] | No
     try:
         config = folder.read_config()
         with log_on_main_process():
-            return _spread(open_data(config.data, require_labels=False).validation, config.data.source, count)
+            return _evenly_spaced(open_data(config.data, require_labels=False).validation, config.data.source, count)
     except VitrailError as error:
-        warn_once([f"the images of the run cannot be had ({error})"])
+        warn_once([f"the run's images cannot be read ({error})"])
         return None
 
 
-def _spread(source: Any, name: str, count: int) -> list[ImageLike]:
+def _evenly_spaced(source: Any, name: str, count: int) -> list[ImageLike]:
     if not hasattr(source, "__len__") or not len(source):
-        raise DataError(f"{name} has no images to look at." if hasattr(source, "__len__") else f"{name} is a stream.")
+        raise DataError(f"{name} has no images." if hasattr(source, "__len__") else f"{name} is a stream.")
     places = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).astype(int))
     return [source[int(i)].image for i in places]
 
 
-def _filters(portrait: Portrait) -> Drawn:
+def _filters(figures_of: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    patterns, shares = filters(portrait.model.net)
-    under = f"{portrait.name}; share of all that the filters do; together {100 * shares.sum():.0f} %"
-    what = f"The {len(patterns)} main patterns of the patch projection"
-    return Drawn(figures.filters(patterns, shares, what, under), {"patterns": patterns, "shares": shares})
+    patterns, shares = filters(figures_of.model.net)
+    under = f"{figures_of.name}; fraction of the variance; {100 * shares.sum():.0f} % in total"
+    what = f"The first {len(patterns)} principal components of the patch embedding filters"
+    return DrawnFigure(figures.filters(patterns, shares, what, under), {"patterns": patterns, "shares": shares})
 
 
-def _positions(portrait: Portrait) -> Drawn:
+def _positions(figures_of: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    net, layer = portrait.model.net, 0
+    net, layer = figures_of.model.net, 0
     own = getattr(net, "positions", ())
-    if portrait.layer is not None:
-        number = layer_number(attentive(net), portrait.layer)
+    if figures_of.layer is not None:
+        number = layer_index(require_attention(net), figures_of.layer)
         layer = number if len(own) > 1 else 0  # else all layers have the same
     alike = position_similarity(net, layer)
     assert isinstance(net.config, ViTConfig)
     where = f", layer {layer + 1} of {len(own)}" if len(own) > 1 else ""
-    under = f"{portrait.name}{where}; {MEANING[net.config.position]}"
-    return Drawn(figures.positions(alike, "How alike the positions of patches are", under), {"similarity": alike})
+    under = f"{figures_of.name}{where}; {SIMILARITY_MEANING[net.config.position]}"
+    return DrawnFigure(figures.positions(alike, "Similarity of position embeddings", under), {"similarity": alike})
 
 
-def _distances(portrait: Portrait) -> Drawn:
+def _distances(figures_of: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    model = portrait.model
-    found = attention_distance(model.net, portrait.batches()).numpy()
+    model = figures_of.model
+    found = attention_distance(model.net, figures_of.batches()).numpy()
     size = pair(model.config.image_size)
-    uniform = uniform_distance(attentive(model.net).config.grid_of(size), _covered(model))
-    under = f"{portrait.name}, {_px(size)}; mean over {portrait.named} ({len(portrait.pixels)})"
-    figure = figures.distances(found, uniform, "How far each head looks", under)
-    return Drawn(figure, {"distances": found, "uniform": np.asarray(uniform)})
+    uniform = uniform_distance(require_attention(model.net).config.grid_of(size), _covered_size(model))
+    under = f"{figures_of.name}, {_px(size)}; mean over {figures_of.named} ({len(figures_of.pixels)})"
+    figure = figures.distances(found, uniform, "Attention distance by layer and head", under)
+    return DrawnFigure(figure, {"distances": found, "uniform": np.asarray(uniform)})
 
 
-def _rollout(portrait: Portrait) -> Drawn:
+def _rollout(figures_of: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    maps = np.concatenate([class_view(portrait.model.net, b).float().cpu().numpy() for b in portrait.batches()])
+    maps = np.concatenate([rollout_map(figures_of.model.net, b).float().cpu().numpy() for b in figures_of.batches()])
     columns = 8 if len(maps) > 15 else min(5, len(maps))
-    what = "What reaches the answer: attention rollout, all layers"
-    under = f"{portrait.name}; {portrait.named}, each beside itself"
-    return Drawn(figures.sheet(portrait.shown, [*maps], what, under, columns), {"rollout": maps})
+    what = "Attention rollout"
+    under = f"{figures_of.name}; {figures_of.named}, each beside its masked version"
+    return DrawnFigure(figures.rollout_grid(figures_of.shown, [*maps], what, under, columns), {"rollout": maps})
 
 
-def _colors(portrait: Portrait) -> Drawn:
+def _colors(figures_of: ModelFigures) -> DrawnFigure:
     from vitrail.explain import figures
 
-    model, parts = portrait.model, []
-    for batch in portrait.batches():
-        parts.append(patch_features(model.net, batch, portrait.layer).float().cpu())
-        if sum(map(len, parts)) >= COLORED:
+    model, parts = figures_of.model, []
+    for batch in figures_of.batches():
+        parts.append(patch_features(model.net, batch, figures_of.layer).float().cpu())
+        if sum(map(len, parts)) >= NUM_COLORED:
             break
-    features = torch.cat(parts)[:COLORED]
-    found = feature_colors(features, portrait.foreground).numpy()
-    layer = "last layer, normalized" if portrait.layer is None else f"layer {portrait.layer}"
-    what = "Patches in the colors of their features"
-    under = f"{portrait.name}, {layer}; three principal components of {portrait.named} as red, green and blue"
-    return Drawn(figures.colors(portrait.shown[: len(found)], found, what, under), {"colors": found})
+    features = torch.cat(parts)[:NUM_COLORED]
+    found = feature_colors(features, figures_of.foreground).numpy()
+    layer = "last layer, normalized" if figures_of.layer is None else f"layer {figures_of.layer}"
+    what = "Patch features as colors"
+    under = (
+        f"{figures_of.name}, {layer}; first three principal components over {figures_of.named} as red, green and blue"
+    )
+    return DrawnFigure(figures.colors(figures_of.shown[: len(found)], found, what, under), {"colors": found})
 
 
-FIGURES: dict[str, Callable[[Portrait], Drawn]] = {
+FIGURES: dict[str, Callable[[ModelFigures], DrawnFigure]] = {
     "filters": _filters,
     "positions": _positions,
     "distances": _distances,
     "rollout": _rollout,
     "colors": _colors,
 }
-"""Name -> how it is drawn."""
+"""Figure name -> function that draws it."""
 NEED_IMAGES = ("distances", "rollout", "colors")
 
 
-def _covered(model: Model) -> tuple[int, int]:
-    """Height and width of what patches lie on: the last rows and columns may be left out."""
+def _covered_size(model: Model) -> tuple[int, int]:
+    """Height and width of the area covered by patches."""
     size = pair(model.config.image_size)
-    rows, columns = seen(model.net, torch.empty(1, 1, *size)).shape[2:]
+    rows, columns = covered_pixels(model.net, torch.empty(1, 1, *size)).shape[2:]
     return rows, columns
 
 

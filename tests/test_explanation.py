@@ -12,11 +12,11 @@ from explain.test_attention import KINDS
 from small_models import gradient, model, small
 
 import vitrail
-from vitrail.api.looking import METHODS, class_number, last_view
-from vitrail.api.portrait import FIGURES, Portrait, bundled, images_of
+from vitrail.api.explanation import METHODS, class_index, last_attention_map
+from vitrail.api.model_figures import FIGURES, ModelFigures, dataset_images, sample_images
 from vitrail.config import BiTConfig, PreprocessConfig
 from vitrail.errors import ConfigError, DataError, ModelError
-from vitrail.explain import class_view, gradient_view
+from vitrail.explain import gradient_rollout, rollout_map
 
 BIT = BiTConfig(image_size=128, num_classes=5, layers=(1, 1, 1, 1), width_factor=0.5)
 
@@ -24,29 +24,29 @@ BIT = BiTConfig(image_size=128, num_classes=5, layers=(1, 1, 1, 1), width_factor
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_network_is_explained_in_every_way(name: str):
     vit = model(KINDS[name])
-    look = vit.explain(gradient(), trust=True)
+    explanation = vit.explain(gradient(), faithfulness=True)
     config = vit.config
-    assert set(look.maps) == set(METHODS)
-    assert all(view.shape == config.grid for view in look.maps.values())
-    assert look.attention.shape == (config.depth, config.num_heads, *config.grid)
-    np.testing.assert_allclose(look.attention.sum((2, 3)) + look.special.sum(2), 1, atol=1e-5)
-    assert look.figures() == ("overview", "heads", "layers", "faithfulness")
-    assert set(look.faithful) == {*METHODS, "random"}
-    assert look.rollout is look.maps["rollout"]
-    for kind in look.figures():
-        assert isinstance(look.figure(kind).axes, list)
+    assert set(explanation.maps) == set(METHODS)
+    assert all(view.shape == config.grid for view in explanation.maps.values())
+    assert explanation.attention.shape == (config.depth, config.num_heads, *config.grid)
+    np.testing.assert_allclose(explanation.attention.sum((2, 3)) + explanation.special_attention.sum(2), 1, atol=1e-5)
+    assert explanation.figures() == ("overview", "heads", "layers", "faithfulness")
+    assert set(explanation.faithfulness) == {*METHODS, "random"}
+    assert explanation.rollout is explanation.maps["rollout"]
+    for kind in explanation.figures():
+        assert isinstance(explanation.figure(kind).axes, list)
 
 
 def test_a_look_has_what_the_functions_give_and_what_predict_says():
     vit = model(small())
-    look = vit.explain(gradient())
+    explanation = vit.explain(gradient())
     images = vit.preprocess(gradient())
-    assert [p.index for p in look.predictions] == [p.index for p in vit.predict(gradient())]
-    assert look.target == look.predictions[0]
-    np.testing.assert_allclose(look.rollout, class_view(vit.net, images)[0].numpy())
-    wanted = gradient_view(vit.net, images, torch.tensor([look.target.index]))[0].numpy()
-    np.testing.assert_allclose(look.maps["gradient"], wanted)
-    assert look.pixels.shape == (32, 32, 3)
+    assert [p.index for p in explanation.predictions] == [p.index for p in vit.predict(gradient())]
+    assert explanation.target == explanation.predictions[0]
+    np.testing.assert_allclose(explanation.rollout, rollout_map(vit.net, images)[0].numpy())
+    wanted = gradient_rollout(vit.net, images, torch.tensor([explanation.target.index]))[0].numpy()
+    np.testing.assert_allclose(explanation.maps["gradient"], wanted)
+    assert explanation.pixels.shape == (32, 32, 3)
 
 
 def test_another_class_can_be_asked_for_by_name_or_number():
@@ -54,8 +54,8 @@ def test_another_class_can_be_asked_for_by_name_or_number():
     by_name, by_number = vit.explain(gradient(), target="Fish"), vit.explain(gradient(), target=3)
     assert by_name.target.label == "fish"
     np.testing.assert_array_equal(by_name.maps["gradient"], by_number.maps["gradient"])
-    assert class_number(vit, "3") == 3
-    with pytest.raises(ModelError, match="no class is called 'fisch'; did you mean 'fish'"):
+    assert class_index(vit, "3") == 3
+    with pytest.raises(ModelError, match="there is no class 'fisch'; did you mean 'fish'"):
         vit.explain(gradient(), target="fisch")
     with pytest.raises(ModelError, match="no class 5: this model has 5"):
         vit.explain(gradient(), target=5)
@@ -70,31 +70,33 @@ def test_the_last_attention_of_an_attention_pool_is_the_pools(options: dict[str,
     vit = model(small(**options))
     images = vit.preprocess(gradient())
     wanted = vit.net.features(images, outputs=("pool_attention",)).pool_attention.mean(1)
-    torch.testing.assert_close(last_view(vit.net, images).flatten(1), wanted[:, vit.config.num_prefix_tokens :])
+    torch.testing.assert_close(
+        last_attention_map(vit.net, images).flatten(1), wanted[:, vit.config.num_prefix_tokens :]
+    )
 
 
 @pytest.mark.parametrize("size", [(32, 48), (64, 24)])
 def test_any_size_and_aspect(size: tuple[int, int]):
     vit = model(small(image_size=size), preprocess=PreprocessConfig(image_size=size))
-    look = vit.explain(gradient(), query=(1, 2))
-    assert look.rollout.shape == (size[0] // 8, size[1] // 8)
-    assert look.pixels.shape == (*size, 3)
-    assert "row 1, column 2" in look.figure("layers").texts[1].get_text()
-    look.figure("heads")
+    explanation = vit.explain(gradient(), query=(1, 2))
+    assert explanation.rollout.shape == (size[0] // 8, size[1] // 8)
+    assert explanation.pixels.shape == (*size, 3)
+    assert "row 1, column 2" in explanation.figure("layers").texts[1].get_text()
+    explanation.figure("heads")
 
 
 def test_several_labels_have_curves_that_begin_at_the_probability_that_is_said():
-    look = model(small(), multi_label=True).explain(gradient(), trust=True)
-    for both in look.faithful.values():
-        assert both.deletion.values[0] == pytest.approx(look.target.score, abs=1e-5)
-        assert both.insertion.values[-1] == pytest.approx(look.target.score, abs=1e-5)
+    explanation = model(small(), multi_label=True).explain(gradient(), faithfulness=True)
+    for both in explanation.faithfulness.values():
+        assert both.deletion.values[0] == pytest.approx(explanation.target.score, abs=1e-5)
+        assert both.insertion.values[-1] == pytest.approx(explanation.target.score, abs=1e-5)
 
 
 def test_what_no_patch_covers_is_not_shown():
     vit = model(small(image_size=35, uncovered="ignore"), preprocess=PreprocessConfig(image_size=35))
-    look = vit.explain(gradient())
-    assert look.pixels.shape == (32, 32, 3)
-    assert Portrait(vit, [gradient()]).shown[0].shape == (32, 32, 3)
+    explanation = vit.explain(gradient())
+    assert explanation.pixels.shape == (32, 32, 3)
+    assert ModelFigures(vit, [gradient()]).shown[0].shape == (32, 32, 3)
 
 
 def test_a_single_row_of_patches_is_explained():
@@ -109,24 +111,24 @@ def test_gray_images_are_shown_too():
 
 def test_a_network_without_attention_can_be_occluded_and_nothing_else():
     vit = model(BIT)
-    look = vit.explain(gradient())
-    assert set(look.maps) == {"occlusion"}
-    assert look.attention is None
-    assert look.figures() == ("overview",)
-    look.figure()
-    with pytest.raises(ModelError, match="convolutions and no attention"):
+    explanation = vit.explain(gradient())
+    assert set(explanation.maps) == {"occlusion"}
+    assert explanation.attention is None
+    assert explanation.figures() == ("overview",)
+    explanation.figure()
+    with pytest.raises(ModelError, match="BiT has no attention"):
         vit.explain(gradient(), methods=["rollout"])
-    with pytest.raises(ModelError, match="rollout was not asked for"):
-        _ = look.rollout
+    with pytest.raises(ModelError, match="rollout was not requested"):
+        _ = explanation.rollout
 
 
 def test_a_model_without_classes_shows_where_it_looks():
     vit = model(small(num_classes=0), task="embed")
-    look = vit.explain(gradient())
-    assert set(look.maps) == {"rollout", "attention"}
-    assert look.target is None
-    look.figure()
-    for options in ({"methods": ["gradient"]}, {"target": "cat"}, {"trust": True}):
+    explanation = vit.explain(gradient())
+    assert set(explanation.maps) == {"rollout", "attention"}
+    assert explanation.target is None
+    explanation.figure()
+    for options in ({"methods": ["gradient"]}, {"target": "cat"}, {"faithfulness": True}):
         with pytest.raises(ModelError, match="no classes"):
             vit.explain(gradient(), **options)
 
@@ -134,29 +136,29 @@ def test_a_model_without_classes_shows_where_it_looks():
 def test_files_are_named_after_the_image(tmp_path: Path):
     vit = model(small())
     gradient().save(tmp_path / "my cat.png")
-    look = vit.explain(tmp_path / "my cat.png")
-    written = look.save(tmp_path / "out", ("png", "svg", "npz"), layers=(1, -1))
+    explanation = vit.explain(tmp_path / "my cat.png")
+    written = explanation.save(tmp_path / "out", ("png", "svg", "npz"), layers=(1, -1))
     names = [p.name for p in written]
     ends = ("overview", "layers", "heads-1", "heads-2")
     assert names == [f"my cat-{end}.{f}" for f in ("png", "svg") for end in ends] + ["my cat.npz"]
     with np.load(written[-1]) as arrays:
         assert {"pixels", "attention_by_head", "attention_to_special", *METHODS} == set(arrays)
-        np.testing.assert_array_equal(arrays["rollout"], look.rollout)
+        np.testing.assert_array_equal(arrays["rollout"], explanation.rollout)
     with pytest.raises(ModelError, match="there is no layer 3"):
-        look.save(tmp_path, layers=(3,))
-    with pytest.raises(ConfigError, match="no figure of this look is called 'head'; did you mean 'heads'"):
-        look.figure("head")
+        explanation.save(tmp_path, layers=(3,))
+    with pytest.raises(ConfigError, match="there is no figure 'head'; did you mean 'heads'"):
+        explanation.figure("head")
 
 
 def test_an_explanation_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match="no explanation is called 'rolout'; did you mean 'rollout'"):
+    with pytest.raises(ConfigError, match="there is no method 'rolout'; did you mean 'rollout'"):
         model(small()).explain(gradient(), methods=["rolout"])
 
 
 @pytest.mark.parametrize("name", [*KINDS, "bit"])
 def test_every_kind_of_network_has_a_portrait(name: str):
     vit = model(BIT if name == "bit" else KINDS[name])
-    portrait = Portrait(vit, [gradient(), gradient(80)])
+    portrait = ModelFigures(vit, [gradient(), gradient(80)])
     lacking = {"bit": set(FIGURES) - {"colors"}, "hybrid": {"filters"}}.get(name, set())
     for what in FIGURES:
         if what in lacking:
@@ -169,25 +171,25 @@ def test_every_kind_of_network_has_a_portrait(name: str):
 def test_what_a_network_cannot_have_is_left_out_aloud_unless_it_was_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    portrait = Portrait(model(BIT), [gradient(), gradient(80)])
+    portrait = ModelFigures(model(BIT), [gradient(), gradient(80)])
     assert [p.name for p in portrait.save(tmp_path, formats=("png", "npz"))] == ["colors.png", "colors.npz"]
     for what in ("filters", "positions", "distances", "rollout"):
-        assert f"no figure of its {what}: " in caplog.text
-    with pytest.raises(ModelError, match="rollout: a BiT has convolutions and no attention"):
+        assert f"skipped the figure {what}: " in caplog.text
+    with pytest.raises(ModelError, match="rollout: a BiT has no attention"):
         portrait.save(tmp_path, ["rollout"])
 
 
 def test_a_portrait_needs_images_that_can_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     vit = model(small())
     (tmp_path / "broken.png").write_bytes(b"not an image")
-    with pytest.raises(DataError, match="no image to look at"):
-        Portrait(vit, [])
+    with pytest.raises(DataError, match="got no images"):
+        ModelFigures(vit, [])
     with pytest.raises(DataError, match="none of the 1 images can be read"):
-        Portrait(vit, [tmp_path / "broken.png"]).save(tmp_path, ["rollout"])
-    Portrait(vit, [tmp_path / "broken.png", gradient()]).save(tmp_path / "out", ["rollout"])
+        ModelFigures(vit, [tmp_path / "broken.png"]).save(tmp_path, ["rollout"])
+    ModelFigures(vit, [tmp_path / "broken.png", gradient()]).save(tmp_path / "out", ["rollout"])
     assert "1 of 2 images cannot be read and are left out" in caplog.text
-    with pytest.raises(ConfigError, match="no figure is called 'filter'; did you mean 'filters'"):
-        Portrait(vit, [gradient()]).save(tmp_path, ["filter"])
+    with pytest.raises(ConfigError, match="there is no figure 'filter'; did you mean 'filters'"):
+        ModelFigures(vit, [gradient()]).save(tmp_path, ["filter"])
 
 
 def test_images_are_taken_from_all_over_the_data(tmp_path: Path):
@@ -195,16 +197,18 @@ def test_images_are_taken_from_all_over_the_data(tmp_path: Path):
         folder = tmp_path / "data" / f"class{i % 2}"
         folder.mkdir(parents=True, exist_ok=True)
         gradient(20 + i).save(folder / f"{i:02d}.png")
-    found = images_of(str(tmp_path / "data"), 4)
+    found = dataset_images(str(tmp_path / "data"), 4)
     assert len(found) == 4
-    assert len(images_of(str(tmp_path / "data"), 100)) == 20
-    assert len(bundled()) == 2
+    assert len(dataset_images(str(tmp_path / "data"), 100)) == 20
+    assert len(sample_images()) == 2
 
 
 def test_the_real_model_looks_at_the_building_and_not_at_the_sky(real_checkpoint: Path):
     """scikit-learn's photograph of a pagoda: it stands on the left, the sky is in the upper right."""
-    look = vitrail.load(real_checkpoint).explain(bundled()[0], methods=["rollout", "gradient", "attention"])
-    for view in look.maps.values():
+    explanation = vitrail.load(real_checkpoint).explain(
+        sample_images()[0], methods=["rollout", "gradient", "attention"]
+    )
+    for view in explanation.maps.values():
         assert view[2:7, 1:7].mean() > 1.5 * view[2:7, 8:13].mean()
 
 

@@ -1,4 +1,4 @@
-"""Arrays -> pixels: what a network sees, maps laid over it, mosaics of maps."""
+"""Arrays -> RGB images: inputs, maps overlaid on them, grids of maps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.floating[Any]]
 
 SMOOTH = 10
-"""From so many patches a side on, a map is drawn smoothly; below that as the panes it is made of."""
+"""Maps with at least this many patches per side are interpolated; smaller ones are drawn as squares."""
 EDGES = (0.05, 0.95)
-"""Quantiles of a map that are drawn as dark and as bright as can be: a few odd patches hide no others."""
+"""Quantiles of a map that are drawn darkest and brightest, so that outliers do not hide the rest."""
 DIM = 0.1
-"""How much of an image is left where a mask is darkest."""
+"""Brightness of the image where the mask is darkest."""
 
 
-def shown(pixels: npt.NDArray[Any]) -> Pixels:
-    """H W C of any kind, 0 to 255 -> uint8 H W 3."""
+def as_rgb(pixels: npt.NDArray[Any]) -> Pixels:
+    """H W C values from 0 to 255 -> uint8 H W 3."""
     whole = np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
     if whole.ndim == 2:
         whole = whole[:, :, None]
@@ -32,41 +32,41 @@ def shown(pixels: npt.NDArray[Any]) -> Pixels:
     return whole[:, :, :3]
 
 
-def enlarged(pixels: Pixels, least: int) -> Pixels:
-    """Every pixel repeated until the short side has `least`."""
+def upscale(pixels: Pixels, least: int) -> Pixels:
+    """Repeat pixels until the short side has at least `least`."""
     times = max(-(-least // min(pixels.shape[:2])), 1)
     return pixels.repeat(times, axis=0).repeat(times, axis=1)
 
 
-def scaled(view: Floats) -> Floats:
-    """To 0 ... 1: all of what differs, but no single patch so bright that the rest goes dark."""
+def normalize_map(view: Floats) -> Floats:
+    """Rescale to 0 ... 1 between the EDGES quantiles."""
     low, high = (float(q) for q in np.quantile(view, EDGES))
     return np.clip((view - low) / max(high - low, 1e-12), 0, 1)
 
 
-def stretched(view: Floats, height: int, width: int) -> Floats:
-    """h w -> H W: panes for few patches, smooth for many."""
+def resize_map(view: Floats, height: int, width: int) -> Floats:
+    """h w -> H W: nearest neighbor for small maps, bicubic for larger ones (SMOOTH)."""
     how = Image.Resampling.BICUBIC if min(view.shape) >= SMOOTH else Image.Resampling.NEAREST
     image = Image.fromarray(view.astype(np.float32)).resize((width, height), how)
     return np.clip(np.asarray(image), 0, 1)
 
 
-def masked(pixels: Pixels, view: Floats) -> Pixels:
-    """The image in its own colors, dark where the view is not: the paper's way."""
-    heat = stretched(scaled(view), *pixels.shape[:2])[..., None]
+def mask_overlay(pixels: Pixels, view: Floats) -> Pixels:
+    """The image darkened where the map is low, as in the paper."""
+    heat = resize_map(normalize_map(view), *pixels.shape[:2])[..., None]
     return (pixels * (DIM + (1 - DIM) * heat)).astype(np.uint8)
 
 
-def lit(pixels: Pixels, view: Floats) -> Pixels:
-    """The image through colored glass: pale yellow where the view is, violet where it is not."""
-    heat = stretched(scaled(view), *pixels.shape[:2])  # H W
+def heat_overlay(pixels: Pixels, view: Floats) -> Pixels:
+    """The grayscale image tinted by the map: yellow is high, violet is low."""
+    heat = resize_map(normalize_map(view), *pixels.shape[:2])  # H W
     gray = pixels.mean(2, keepdims=True) / 255
     glass = matplotlib.colormaps["plasma"](heat)[..., :3]
     return (255 * np.clip((0.4 + 0.6 * gray) * glass, 0, 1)).astype(np.uint8)
 
 
 def mosaic(maps: Floats, *, side: int, gap: int, low: float, high: float, colors: str = "viridis") -> Pixels:
-    """R Q h w values -> R x Q maps in color, `side` pixels a value, transparent gaps: H W 4."""
+    """R Q h w values -> R x Q grid of colored maps, `side` pixels per value, transparent gaps: H W 4."""
     rows, columns, height, width = maps.shape
     tile_h, tile_w = height * side, width * side
     canvas = np.zeros((rows * (tile_h + gap) - gap, columns * (tile_w + gap) - gap, 4), np.uint8)
@@ -78,7 +78,7 @@ def mosaic(maps: Floats, *, side: int, gap: int, low: float, high: float, colors
     return canvas
 
 
-def tiles(images: list[Pixels], columns: int, *, gap: int = 2) -> Pixels:
+def tile_images(images: list[Pixels], columns: int, *, gap: int = 2) -> Pixels:
     """Images of one size, H W 3, side by side with transparent gaps: H W 4."""
     height, width = images[0].shape[:2]
     rows = -(-len(images) // columns)

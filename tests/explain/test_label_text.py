@@ -5,20 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.explain.names import abbreviated
+from vitrail.explain.label_text import unique_abbreviations
 
 
 def test_short_names_are_kept_and_long_ones_cut_at_the_end():
-    assert abbreviated(["chain_saw", "church"], 26) == ["chain saw", "church"]
-    assert abbreviated(["chain saw", "golden retriever"], 10) == ["chain saw", "golden re…"]
+    assert unique_abbreviations(["chain_saw", "church"], 26) == ["chain saw", "church"]
+    assert unique_abbreviations(["chain saw", "golden retriever"], 10) == ["chain saw", "golden re…"]
 
 
 def test_names_that_begin_alike_are_cut_in_the_middle():
-    assert abbreviated(["American black bear", "American black duck"], 12) == ["Ameri…k bear", "Ameri…k duck"]
+    assert unique_abbreviations(["American black bear", "American black duck"], 12) == ["Ameri…k bear", "Ameri…k duck"]
 
 
 def test_names_are_one_line_without_control_characters():
-    assert abbreviated(["a\x1b[31m\x07", "new\nline", "a\x1b[32m\x07"], 16) == [
+    assert unique_abbreviations(["a\x1b[31m\x07", "new\nline", "a\x1b[32m\x07"], 16) == [
         r"a\x1b[31m\x07",
         r"new\nline",
         r"a\x1b[32m\x07",
@@ -27,6 +27,6 @@ def test_names_are_one_line_without_control_characters():
 
 @given(st.sets(st.text("ab_ ", min_size=1, max_size=40), min_size=2, max_size=12), st.integers(10, 30))
 def test_different_names_stay_different(names: set[str], most: int):
-    short = abbreviated(sorted(names), most)
+    short = unique_abbreviations(sorted(names), most)
     assert len(set(short)) == len(names)
     assert max(map(len, short)) <= most
