@@ -39,7 +39,7 @@ def test_the_same_call_begins_goes_on_and_gives_back_what_is_finished(caplog: py
     assert same_bits(whole.path, done.path)
     before = contents(Path("runs"))
     again = train()
-    assert "runs/small is finished: there is nothing left to do." in caplog.text
+    assert "the run in runs/small is finished; there is nothing to do." in caplog.text
     assert again.finished
     assert done.scores is not None
     assert again.scores is not None
@@ -197,7 +197,7 @@ def test_the_folder_does_not_depend_on_what_is_there():
         assert (folder, folder.status) == (RunFolder(Path("runs/some"), RESTART_LOCK_TIMEOUT_S), standing)
         if standing == "new":
             folder.create(digits(2))
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         vitrail.train(digits(2), resume=True, auto_resume=True)
 
 

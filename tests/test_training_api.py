@@ -142,7 +142,7 @@ def test_what_is_refused():
         (lambda: vitrail.train(overrides=["lr=1"]), ConfigError, "no setting 'lr'"),
         (lambda: vitrail.train(resume=True), TrainError, "there is no run to resume in runs/digits"),
         (lambda: vitrail.finetune("nowhere/x", "digits"), vitrail.VitrailError, "nowhere/x"),
-        (lambda: vitrail.finetune("m", "d", recipe="quick"), NotFoundError, "no way to fine-tune is called 'quick'"),
+        (lambda: vitrail.finetune("m", "d", recipe="quick"), NotFoundError, "no fine-tuning recipe is called 'quick'"),
     ):
         with pytest.raises(error, match=words):
             call()
@@ -204,7 +204,7 @@ def test_a_recipe_is_not_compared_with_itself_or_with_what_cannot_be(caplog: pyt
     assert _is_comparison(digits, "model.position=none")
     assert not _is_comparison(digits, "model.position=learned-1d")
     assert not _is_comparison(_resolve_recipe("digits", None, "BiT-R50x1"), "model.position=none")
-    assert "model.position=none is not compared with: no setting 'model.position'" in caplog.text
+    assert "the comparison model.position=none is skipped: no setting 'model.position'" in caplog.text
     short = ["duration=2 steps", "model.position=none", "model.depth=1"]
     assert vitrail.train("digits", overrides=short, report=False).comparisons == ()
     with pytest.raises(ConfigError, match="positoin"):  # a slip of the user's own

@@ -180,4 +180,4 @@ def test_an_export_that_is_asked_to_end_leaves_nothing(tiny, tmp_path):
 def test_another_precision_is_for_torch(vitrail, tiny, photos):
     result = vitrail("predict", photos, "-m", tiny, "--engine", "openvino", "--dtype", "bfloat16")
     assert result.status == 1
-    assert result.problems[0].startswith("--dtype bfloat16 is for torch alone")
+    assert result.problems[0].startswith("--dtype bfloat16 is only for torch")

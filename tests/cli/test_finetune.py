@@ -41,17 +41,17 @@ def test_a_model_and_a_folder_are_enough(vitrail: Command, start: Path, album: P
     """Everything is the default; in a few hundred steps of a small model three colors are learned."""
     result = vitrail("finetune", "--model", start, "--data", album)
     assert result.status == 0, result.err
-    for words in ("start", "learns", "everything", "adamw at 0.0005, 0.75 of it a layer down", "in batches of 8"):
+    for words in ("all parameters", "AdamW, learning rate 5e-4, layer-wise decay 0.75", "batch size 8"):
         assert words in result.err
     assert "accuracy  100.00 %" in result.out
     run = Path("runs/finetune-my-photos")
     assert (run / "report.html").exists()
-    finetune_config = package.load(run)
-    assert finetune_config.labels == ("blue", "green", "red")
-    assert finetune_config.predict(album / "red" / "003.jpg")[0].label == "red"
-    assert finetune_config.info.origin.startswith("fine-tuned from ")
+    tuned = package.load(run)
+    assert tuned.labels == ("blue", "green", "red")
+    assert tuned.predict(album / "red" / "003.jpg")[0].label == "red"
+    assert tuned.info.origin.startswith("fine-tuned from ")
     assert RunFolder(run).read_config().data.source == str(album)
-    assert finetune_config.explain(album / "red" / "003.jpg", methods=["rollout"]).model == "finetune-my-photos"
+    assert tuned.explain(album / "red" / "003.jpg", methods=["rollout"]).model == "finetune-my-photos"
     for file in (run / "report.html", run / "model" / "config.json", run / "model" / "model.safetensors"):
         for folder in (start.parent, album.parent, Path.cwd()):  # what is sent to others says nothing of this machine
             assert str(folder).encode() not in file.read_bytes()
@@ -82,8 +82,8 @@ def test_the_same_command_resumes(vitrail: Command, start: Path, album: Path, ha
     assert result.status == 0, result.err
     assert vitrail("finetune", "--resume", "--out", half, "--no-report").status == 0
     for other, words in {
-        ("--train", "head"): "optim.trainable is all and cannot change",
-        ("--image-size", "32"): "image is None and cannot change",
+        ("--trainable", "head"): "optim.trainable is all and cannot change",
+        ("--image-size", "32"): "image_size is None and cannot change",
         ("--model", "elsewhere"): "start is ",
         ("--data", "digits"): "data.source is ",
     }.items():
@@ -97,15 +97,15 @@ def test_one_command_starts_goes_on_and_says_when_it_is_finished(vitrail: Comman
     with at_step(6, stop):
         cut = vitrail(*command)
     assert cut.status == 143
-    assert "learns" in cut.err
+    assert "trainable" in cut.err
     done = vitrail(*command)
     assert done.status == 0, done.err
     assert lines(Path("runs/finetune-my-photos"))[-1]["step"] == 8
     again = vitrail(*command)
-    assert again.notes == ["runs/finetune-my-photos is finished: there is nothing left to do."]
+    assert again.notes == ["the run in runs/finetune-my-photos is finished; there is nothing to do."]
     assert json.loads(again.out)["scores"] == json.loads(done.out)["scores"]
     for other, words in {
-        ("--train", "head"): "optim.trainable is all and cannot change",
+        ("--trainable", "head"): "optim.trainable is all and cannot change",
         ("optim.lr=1",): "optim.lr is 0.0005 and cannot change",
     }.items():
         assert words in vitrail(*command, *other).problems[0]
@@ -113,7 +113,7 @@ def test_one_command_starts_goes_on_and_says_when_it_is_finished(vitrail: Comman
 
 @pytest.mark.parametrize(("what", "moved"), [("head", {"head"}), ("1", {"head", "norm", "blocks.1"}), ("all", None)])
 def test_what_learns_is_what_moves(vitrail: Command, start: Path, album: Path, what: str, moved: set[str] | None):
-    arguments = ["--model", start, "--data", album, "--train", what, "--out", "run"]
+    arguments = ["--model", start, "--data", album, "--trainable", what, "--out", "run"]
     result = vitrail("finetune", *arguments, "duration=6 steps", *QUICK)
     assert result.status == 0, result.err
     before, after = package.load(start).net.state_dict(), weights(Path("run"))
@@ -134,7 +134,7 @@ def test_the_papers_way_at_a_small_size(vitrail: Command, start: Path, album: Pa
     assert (config.optim.kind, config.image_size, config.model.image_size) == ("sgd", 32, (32, 32))
     assert config.batch_size == 32  # of 52 images
     assert package.load("runs/paper-my-photos").config.image_size == (32, 32)
-    assert "sgd at 0.03" in result.err
+    assert "SGD, learning rate 0.03" in result.err
 
 
 def test_gray_images_for_a_model_of_colors(vitrail: Command, start: Path):
@@ -173,9 +173,9 @@ def test_chance_may_be_changed_in_a_checkpoint(vitrail: Command, start: Path, al
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--recipe", "papers"], "no way to fine-tune is called 'papers'; did you mean 'paper'?"),
-        (["--train", "heads"], "OptimConfig.train='heads' is not one of its values; did you mean 'head'?"),
-        (["--train", "7"], "train=7 blocks, but the network has 2; try train=all."),
+        (["--recipe", "papers"], "no fine-tuning recipe is called 'papers'; did you mean 'paper'?"),
+        (["--trainable", "heads"], "OptimConfig.trainable='heads' is not one of its values; did you mean 'head'?"),
+        (["--trainable", "7"], "trainable=7 blocks, but the network has 2; try trainable=all."),
         (["--image-size", "17"], "17"),
         (["--image-size", "big"], "--image-size wants 384 or 384x288"),
         (["model.depth=5"], "model.depth=5, but the checkpoint has 2"),

@@ -64,14 +64,14 @@ def test_the_test_images_have_the_last_word(vitrail: Command):
     found = json.loads(result.out)
     assert (found["scores"]["count"], found["test"]["count"]) == (143, 359)
     result = vitrail("train", "--resume", "--no-report")
-    assert [line.split("  ")[0] for line in result.out.splitlines()][:2] == ["accuracy", "on test images"]
+    assert [line.split("  ")[0] for line in result.out.splitlines()][:2] == ["accuracy", "test accuracy"]
 
 
 def test_a_name_that_is_taken_gets_a_number(vitrail: Command):
     for expected in ("runs/digits", "runs/digits-2", "runs/digits-3"):
         result = vitrail("train", "digits", *TINY, "duration=1 step", "--no-report", "--json")
         assert json.loads(result.out)["run"] == expected
-    assert "runs/digits holds a run already; this one goes to runs/digits-3." in result.notes
+    assert "runs/digits already holds a run; this one is in runs/digits-3." in result.notes
     result = vitrail("train", "--resume", "--no-report", "--json")
     assert json.loads(result.out)["run"] == "runs/digits-3"
 
@@ -143,11 +143,11 @@ def test_one_command_starts_a_run_and_says_when_it_is_finished(vitrail: Command)
     before = contents(Path("runs"))
     again = vitrail(*command)
     assert again.status == 0
-    assert again.notes == ["runs/digits is finished: there is nothing left to do."]
+    assert again.notes == ["the run in runs/digits is finished; there is nothing to do."]
     assert json.loads(again.out) == json.loads(first.out)
     assert contents(Path("runs")) == before
     assert vitrail(*command, "--resume").problems == [
-        "resume and auto_resume exclude each other: auto_resume begins a run or goes on with it."
+        "resume and auto_resume cannot be combined: auto_resume starts or resumes as needed."
     ]
 
 
@@ -219,7 +219,7 @@ def test_recipes_are_listed(vitrail: Command):
         (["digits", "device=tpu"], "there is no device 'tpu'"),
         (["digits", "data.source=nowhere"], "nowhere"),
         (["digits", "--data", "photos/"], "photos"),
-        (["--data", "photos/"], "--data photos/ needs a recipe beside it"),
+        (["--data", "photos/"], "--data photos/ needs a recipe, such as"),
         (["digits", "--model", "ViT-X/4"], "ViT-X/4"),
         (["digits", "objective=distill"], "objective=distill needs distill.teacher"),
         (["digits", "objective=distill", "distill.teacher=gone/"], "gone"),

@@ -277,7 +277,7 @@ def test_an_interrupt_while_the_report_is_made_says_where_the_model_is(tmp_path:
 
     monkeypatch.setattr("vitrail.api.training.write_report", interrupted)
     with pytest.raises(
-        KeyboardInterrupt, match=r"the model is in .*run/model; make the report with: vitrail train --r"
+        KeyboardInterrupt, match=r"the model is in .*run/model; write the report with: vitrail train --r"
     ):
         vitrail.train(digits(2), out=tmp_path / "run")
     assert RunFolder(tmp_path / "run").status == "unfinished"

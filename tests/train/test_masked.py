@@ -33,8 +33,8 @@ def test_masked_patches_train_resume_and_load(images: Path, tmp_path: Path, targ
     assert loaded.embed(images / "red" / "000.jpg").shape == (1, 16)
     with pytest.raises(vitrail.VitrailError, match="has no classes"):
         loaded.predict(images / "red" / "000.jpg")
-    finetune_config = trained(on_photos(images, 3, init_from=str(tmp_path / "whole"), model=None), tmp_path / "tuned")
-    assert finetune_config.setup.info.labels == ("blue", "green", "red")
+    tuned = trained(on_photos(images, 3, init_from=str(tmp_path / "whole"), model=None), tmp_path / "tuned")
+    assert tuned.setup.info.labels == ("blue", "green", "red")
 
 
 def unlabeled(folder: Path, kind: str) -> str:

@@ -320,7 +320,7 @@ def test_even_where_nobody_froze_it_nothing_else_moves() -> None:
 
 
 def test_more_blocks_than_there_are_and_nothing_at_all_are_refused() -> None:
-    with pytest.raises(ConfigError, match="train=3 blocks, but the network has 2; try train=all"):
+    with pytest.raises(ConfigError, match="trainable=3 blocks, but the network has 2; try trainable=all"):
         freeze(Learner(), 3)
     learner = Plain(NET.replace(num_classes=0))
     freeze(learner, "head")

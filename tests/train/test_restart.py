@@ -34,7 +34,7 @@ def test_a_killed_command_goes_on_when_it_is_given_again(commands: Commands, und
     assert same_bits(run, undisturbed)
     assert lines(run) == lines(undisturbed)
     last = commands.run(*settings, folder=tmp_path)
-    assert (last.status, last.err) == (0, "note: runs/digits is finished: there is nothing left to do.\n")
+    assert (last.status, last.err) == (0, "note: the run in runs/digits is finished; there is nothing to do.\n")
     assert last.out.startswith("accuracy")
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["digits"]
 
@@ -89,7 +89,7 @@ def test_torchrun_restarts_a_run_whose_process_died(tmp_path: Path, dying: str):
     assert lines(run) == lines(tmp_path / "whole")
     assert "is finished" not in said
     said = ended(torchrun(tmp_path, "-m", "vitrail", *again), tmp_path)
-    assert said.count("note: runs/digits is finished: there is nothing left to do.") == 1
+    assert said.count("note: the run in runs/digits is finished; there is nothing to do.") == 1
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Which folder a run is in, whether it begins or goes on, and what may change when it goes on."""
+"""Resuming runs: which folder a command refers to, and which settings may change."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from vitrail.train.run_folder import (
 
 RUNS = Path("runs")
 
-# What may change when a run goes on: how it is watched and spread, never what it computes.
+# Settings that may change when a run is resumed: logging and parallelism, nothing that changes its result.
 CHANGEABLE = (
     "checkpoint_every", "compile", "data.max_bad_fraction", "data.root", "data.skip_bad", "data.workers", "device",
     "evaluate_every", "grad_accum_steps", "gradient_checkpointing", "log_every", "on_nan", "parallel", "patience",
     "snapshot_every", "tensorboard",
 )  # fmt: skip
 LENGTH = ("duration", "schedule.cooldown", "augment.mix_off")
-"""What may change as well where the duration does: a run can be made longer. The warm-up is how it began."""
+"""Settings that may also change if the run is made longer. The warm-up is not among them: it is over."""
 PROPORTIONAL = ("schedule.warmup", *LENGTH[1:])
-"""Parts of a new run that keep their share of its length, unless they are given."""
+"""Durations that are scaled with the length of a new run, unless they are given."""
 RESOLVED_AUTO = ("batch_size", "precision")
-"""Settings whose `auto` was replaced by what was found when the run began."""
+"""Settings whose `auto` was replaced by a value when the run started."""
 RESOLVED_NONE = ("model", "preprocess")
-"""Settings whose None was."""
+"""Settings whose None was replaced by a value when the run started."""
 
 
 def resolve_run_folder(
     out: str | Path | None, name: str, *, resume: bool = False, auto_resume: bool = False
 ) -> RunFolder:
-    """Where the run is, or goes.
+    """The folder of a new or resumed run.
 
-    Without `out`: a name that is free; with `resume` the latest run of that name. With `auto_resume` runs/NAME
-    itself: the same command must mean the same folder each time, and in each of several processes.
+    Without `out`: the first unused of runs/NAME, runs/NAME-2, ...; with `resume` the last used. With `auto_resume`
+    always runs/NAME: the same command must refer to the same folder each time and in each process.
     """
     if resume and auto_resume:
-        raise ConfigError("resume and auto_resume exclude each other: auto_resume begins a run or goes on with it.")
+        raise ConfigError("resume and auto_resume cannot be combined: auto_resume starts or resumes as needed.")
     if out is not None:
         return RunFolder(Path(out).expanduser(), RESTART_LOCK_TIMEOUT_S if auto_resume else LOCK_TIMEOUT_S)
     wanted = RUNS / name
@@ -56,17 +56,17 @@ def resolve_run_folder(
         return RunFolder(latest_run_folder(wanted))
     found = first_unused_folder(wanted)
     if found != wanted:
-        warn_once([f"{wanted} holds a run already; this one goes to {found}"])
+        warn_once([f"{wanted} already holds a run; this one is in {found}"])
     return RunFolder(found)
 
 
 def resume_config(
     folder: RunFolder, overrides: Sequence[str], requested: Mapping[str, Any], wanted: TrainConfig | None = None
 ) -> TrainConfig:
-    """The run's own settings; only what does not change its results may be changed, or be `requested` for anew.
+    """The config of a resumed run; raises ConfigError for a change that would affect its result.
 
-    `wanted`: the settings that a new run would have, all of which are compared. A longer duration extends the run;
-    `fit` counts its steps, and refuses a shorter one.
+    `requested`: arguments of the command that must match, by dotted path. `wanted`: the config a new run would have,
+    which must match too. A longer duration extends the run; `fit` refuses a shorter one.
     """
     before = folder.read_config()
     last = {setting_name(assignment): assignment for assignment in overrides}.values()  # of two for one setting
@@ -84,7 +84,7 @@ def resume_config(
         if value is not None and not _equivalent(value, get_setting(before, name))
     ]
     if wanted is not None:
-        # With a duration of its own, and in a run that was extended, these follow from the length.
+        # With another duration, and in a run that was extended, these follow from the length.
         follow = {"duration", *PROPORTIONAL} if longer or "duration" in names else set()
         changed += [name for name in changed_settings(wanted, before) if name not in names | follow]
     for name in changed:
@@ -97,19 +97,19 @@ def resume_config(
 
 
 def changed_settings(wanted: Any, there: Any, path: str = "") -> list[str]:
-    """The settings that differ between a new run and one whose blanks are filled in, by their dotted paths."""
+    """Dotted paths of the settings that differ between a new config and the resolved one of an existing run."""
     if isinstance(wanted, Config) and type(wanted) is type(there) and not isinstance(wanted, Duration):
         return [
             name
             for inner in (field.name for field in fields(wanted))
             for name in changed_settings(getattr(wanted, inner), getattr(there, inner), f"{path}.{inner}".lstrip("."))
         ]
-    blank = (path in RESOLVED_NONE and wanted is None) or (path in RESOLVED_AUTO and wanted == "auto")
-    return [] if blank or (path == "model.num_classes" and wanted == 0) or _equivalent(wanted, there) else [path]
+    unresolved = (path in RESOLVED_NONE and wanted is None) or (path in RESOLVED_AUTO and wanted == "auto")
+    return [] if unresolved or (path == "model.num_classes" and wanted == 0) or _equivalent(wanted, there) else [path]
 
 
 def scale_durations(before: TrainConfig, config: TrainConfig, parts: Sequence[str], given: set[str]) -> TrainConfig:
-    """In a run of another length these parts of it keep their share, unless they are given."""
+    """Scale these durations with the length of the run, unless they are given."""
     for name in parts:
         part, length = get_setting(config, name), before.duration
         if name not in given and config.duration != length and part.unit == length.unit:
@@ -120,13 +120,13 @@ def scale_durations(before: TrainConfig, config: TrainConfig, parts: Sequence[st
 
 
 def _is_resolved_auto(before: TrainConfig, assignment: str) -> bool:
-    """batch_size=auto, of a run that has its batch: the same command may be given again."""
+    """Whether an override such as batch_size=auto repeats one that the run has already resolved."""
     name, _, value = assignment.partition("=")
     return name.strip() in RESOLVED_AUTO and value.strip() == "auto" and get_setting(before, name.strip()) != "auto"
 
 
 def _equivalent(one: Any, other: Any) -> bool:
-    """224 and (224, 224) are one size, photos and photos/ one folder."""
+    """Equality, where 224 equals (224, 224) and "photos" equals "photos/"."""
     if isinstance(one, str) and isinstance(other, str):
         return one.rstrip("/") == other.rstrip("/")
     return bool(one == other or (one, one) == other or one == (other, other))

@@ -1,4 +1,4 @@
-"""`vitrail.train` and `vitrail.finetune`: from a recipe's name or a folder of photographs to a run folder."""
+"""`vitrail.train` and `vitrail.finetune`."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from vitrail.weights.model_info import preprocess_for_size
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its folder, how well its model does, and the model itself."""
+    """A run that has ended: its folder, scores and model."""
 
     path: Path
     config: TrainConfig
     scores: Scores | None = None
-    """On the validation images; None for a run that was stopped."""
+    """Scores on the validation images; None for a run that was stopped."""
     stop_reason: str | None = None
-    """What ended it early: a signal's name, or "patience"."""
+    """Why it ended early: the name of a signal, or "patience"; None for a run that reached its end."""
     comparisons: tuple[Run, ...] = field(default=())
-    """The runs of `config.compare`, in its order."""
+    """The runs of `config.compare`, in the same order."""
     baselines: Mapping[str, Scores] = field(default_factory=dict)
-    """What simple methods score on the same images, by name: for small data, 3-nearest neighbors."""
+    """Scores of simple methods on the same images, by name: for small data, 3-nearest neighbors."""
     resume_step: int | None = None
-    """The step from which a run that a signal stopped goes on."""
+    """The step from which a run stopped by a signal resumes."""
     test_scores: Scores | None = None
-    """On the test images, where there are some beside the validation ones."""
+    """Scores on the test images, if there is a test split besides the validation split."""
 
     @cached_property
     def model(self) -> Model:
-        """Loaded when first used."""
+        """The trained model, loaded on first use."""
         return load(self.path / "model")
 
     @property
@@ -63,7 +63,7 @@ class Run:
         return RunFolder(self.path).finished
 
     def to_dict(self) -> dict[str, Any]:
-        """How it ended, as result.json keeps it: plain numbers, nothing for each image."""
+        """The content of result.json: plain numbers, without per-image scores."""
         return {
             "scores": None if self.scores is None else self.scores.to_dict(),
             "test": None if self.test_scores is None else self.test_scores.to_dict(),
@@ -74,7 +74,7 @@ class Run:
 
     @classmethod
     def from_dict(cls, path: Path, config: TrainConfig, found: Mapping[str, Any]) -> Run:
-        """What `to_dict` gave; scores have their numbers and nothing for each image."""
+        """The inverse of `to_dict`."""
         test, comparisons = found["test"], []
         for other in found["comparisons"]:
             aside = RunFolder(path / "compare" / other["run"])
@@ -104,13 +104,12 @@ def train(
 ) -> Run:
     """Train from scratch: `train("cifar10", overrides=["optim.lr=3e-4"])`.
 
-    `recipe` is a name, a run's config.json or settings of your own; `data` and `model` replace its
-    data and network; the run goes to `out`, else to runs/NAME. With `resume` an interrupted run goes
-    on from its last checkpoint as if nothing had happened; with a longer `duration` it is extended.
-    `auto_resume` begins where the folder holds no run, goes on where it holds an unfinished one, and
-    returns a finished one as it is: one call for start and restart.
+    `recipe`: the name of a recipe, the path of a run's config.json, or a TrainConfig. `data` and `model` replace its
+    data and network. `out`: the run folder; by default runs/NAME. `resume` continues an interrupted run from its last
+    checkpoint, with the same result as an uninterrupted run; with a longer `duration` it extends the run.
+    `auto_resume` starts a new run, continues an unfinished one or returns a finished one, whichever the folder holds.
     """
-    if resume and not auto_resume and out is not None:  # what it was made from is in its folder
+    if resume and not auto_resume and out is not None:  # the folder has the config
         folder = resolve_run_folder(out, "", resume=True)
     else:
         config = _apply_overrides(_resolve_recipe(recipe, data, model), overrides)
@@ -148,28 +147,26 @@ def finetune(
     report: bool = True,
     command: str | None = None,
 ) -> Run:
-    """Teach a trained model new classes: `finetune("timm/vit_tiny_patch16_224...", "photos/")`.
+    """Fine-tune a pretrained model on new classes: `finetune("timm/vit_tiny_patch16_224...", "photos/")`.
 
-    `recipe` is "finetune" (AdamW, layer-wise decay, the checkpoint's own resolution) or "paper" (SGD
-    at 384 px); `trainable` learns is "all", the "head" only, or the last so many blocks. `resume` and
-    `auto_resume` are those of `train`.
+    `recipe`: "finetune" (AdamW, layer-wise decay, the checkpoint's resolution) or "paper" (SGD at 384 px).
+    `trainable`: "all", "head", or a number N for the head and the last N blocks. The other arguments are as in `train`.
     """
     folder = finetune_folder(data, recipe, overrides, out, resume=resume, auto_resume=auto_resume)
     if resume or (auto_resume and folder.started):
-        usual = recipe == "finetune" and not auto_resume
-        if not (usual or _name_override(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
+        default = recipe == "finetune" and not auto_resume
+        if not (default or _name_override(overrides) or folder.read_config().name.startswith(f"{recipe}-")):
             raise ConfigError(f"--recipe {recipe} cannot change when a run is resumed. Start a new run instead.")
         requested: dict[str, Any] = {
             "init_from": model or None,
             "data.source": data or None,
             "image_size": image_size and pair(image_size),
         }
-        if trainable != "all" or (
-            auto_resume and "optim.trainable" not in map(setting_name, overrides)
-        ):  # the same command is whole
+        # With auto_resume the command is complete: "all" is not a default to ignore but the requested value.
+        if trainable != "all" or (auto_resume and "optim.trainable" not in map(setting_name, overrides)):
             requested["optim.trainable"] = trainable
-        on = [f"device={device}"] if device != "auto" else []
-        config = resume_config(folder, [*overrides, *on], requested)
+        device_override = [f"device={device}"] if device != "auto" else []
+        config = resume_config(folder, [*overrides, *device_override], requested)
         if auto_resume and (done := _finished_run(folder, config)) is not None:
             return done
         return run_training(config, folder, resume=True, report=report, command=command)
@@ -188,7 +185,7 @@ def finetune_folder(
     resume: bool = False,
     auto_resume: bool = False,
 ) -> RunFolder:
-    """Where `finetune` has its run."""
+    """The run folder of `finetune`."""
     return resolve_run_folder(
         out, _name_override(overrides) or _finetune_name(data, recipe), resume=resume, auto_resume=auto_resume
     )
@@ -204,16 +201,16 @@ def finetune_config(
     overrides: Sequence[str] = (),
     device: str = "auto",
 ) -> TrainConfig:
-    """The settings that `finetune` picks for a model and some images."""
+    """The config that `finetune` chooses for a model and a data set."""
     known = {"finetune": tuning.finetune, "paper": tuning.paper}
     if recipe not in known:
-        raise NotFoundError(f"no way to fine-tune is called {recipe!r}{did_you_mean(recipe, known)}")
+        raise NotFoundError(f"no fine-tuning recipe is called {recipe!r}{did_you_mean(recipe, known)}")
     about_data = [o for o in overrides if o.startswith("data.")]
     source = override(DataConfig(source=data), [o.removeprefix("data.") for o in about_data])
     with log_on_main_process():
         train = open_data(source).train
     if not hasattr(train, "__len__"):
-        raise DataError(f"nobody knows how many images {data} has, and settings depend on it; try shards:.")
+        raise DataError(f"the number of images of {data} is unknown, and the settings depend on it; try shards:.")
     images = len(usable_indices(train, TargetTable(train.targets, train.multi_label, required=True)))
     config = known[recipe](model, data, images=images, device=pick_device(device).type)
     if recipe == "paper" and image_size is None:
@@ -221,16 +218,13 @@ def finetune_config(
     config = config.replace(name=_finetune_name(data, recipe), device=device, image_size=image_size)
     if trainable != "all":
         config = tuning.only(config, trainable)
-    if any(o.startswith("model.") for o in overrides):  # the checkpoint's own settings, to be changed
+    if any(o.startswith("model.") for o in overrides):  # they change the checkpoint's network config
         config = config.replace(model=load_checkpoint(model, image_size=config.image_size)[0].config)
     return _apply_overrides(config, overrides)
 
 
 def _apply_overrides(picked: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    """A recipe's settings with the user's own, and what follows from these.
-
-    In a run of another length, parts of it keep their share; images are prepared for the network.
-    """
+    """The config with the overrides, and with the durations and the preprocessing adapted to them."""
     named = {setting_name(assignment) for assignment in overrides}
     config = scale_durations(picked, override(picked, overrides), PROPORTIONAL, named)
     if any(name.startswith("model.") for name in named) and not any(name.startswith("preprocess") for name in named):
@@ -239,7 +233,7 @@ def _apply_overrides(picked: TrainConfig, overrides: Sequence[str]) -> TrainConf
 
 
 def _match_preprocess(config: TrainConfig) -> TrainConfig:
-    """With images of the size and channels that the network wants."""
+    """The config with a preprocessing that has the network's image size and channels."""
     wanted, given = config.model, config.preprocess
     if (
         wanted is None
@@ -252,23 +246,23 @@ def _match_preprocess(config: TrainConfig) -> TrainConfig:
 
 
 def _is_comparison(config: TrainConfig, change: str) -> bool:
-    """Whether a recipe's comparison still is one: neither with itself, nor with what cannot be."""
+    """Whether a recipe's comparison changes the config and is valid for it."""
     try:
         return bool(override(config, [change]) != config)
     except ConfigError as error:
-        warn_once([f"{change} is not compared with: {error}"])
+        warn_once([f"the comparison {change} is skipped: {error}"])
         return False
 
 
 def run_training(
     config: TrainConfig, folder: RunFolder, *, resume: bool = False, report: bool = True, command: str | None = None
 ) -> Run:
-    """A run and those it is compared with, then the report."""
+    """Train the run and its comparisons, then write the report."""
     if config.model is not None:
         for change in config.compare:
-            override(config, [change])  # a slip must not show only after the first run
+            override(config, [change])  # raises for an invalid comparison before any training
     result = fit(config, folder, resume=resume)
-    config = result.setup.config  # every blank filled in, and so the same for all
+    config = result.setup.config  # resolved once, and so the same for all comparisons
     if result.stop_reason not in (None, "patience"):
         return Run(
             folder.path,
@@ -309,27 +303,27 @@ def run_training(
 
 @contextmanager
 def _explain_interrupt(folder: RunFolder) -> Iterator[None]:
-    """Ctrl-C between two runs, or while the report is made, ends at once: the model is there."""
+    """Add to a KeyboardInterrupt between two runs or during the report where the model is and how to resume."""
     try:
         yield
     except KeyboardInterrupt as error:
-        if error.args:  # a run that is compared with has said what is left of it
+        if error.args:  # a comparison run has added its message
             raise
-        again = f"the model is in {folder.model}; make the report with: {folder.resume_command()}"
-        raise KeyboardInterrupt(f"stopped by Ctrl-C; {again}") from None
+        hint = f"the model is in {folder.model}; write the report with: {folder.resume_command()}"
+        raise KeyboardInterrupt(f"stopped by Ctrl-C; {hint}") from None
 
 
 def _finished_run(folder: RunFolder, config: TrainConfig) -> Run | None:
-    """The run as it ended, where it is finished and its settings ask for no more."""
+    """The finished run of a folder; None if it is not finished or is to be extended."""
     found = folder.read_result() if folder.status == "finished" else None
     if found is None or config.duration != folder.read_config().duration:
         return None
     try:
         done = Run.from_dict(folder.path, config, found)
-    except (KeyError, TypeError, ValueError, TrainError):  # or a run it was compared with is gone
+    except (KeyError, TypeError, ValueError, TrainError):  # damaged, or a comparison run is missing
         return None
     with log_on_main_process():
-        warn_once([f"{folder.path} is finished: there is nothing left to do"])
+        warn_once([f"the run in {folder.path} is finished; there is nothing to do"])
     return done
 
 
@@ -341,7 +335,7 @@ def _baselines(result: FitResult) -> dict[str, Scores]:
 
 
 def _write_report(done: Run, result: FitResult, command: str | None) -> None:
-    """A page about the run. A page that cannot be made is no reason to lose the run."""
+    """Write report.html; a failure is reported and does not fail the run."""
     splits = result.setup.splits
     try:
         write_report(
@@ -377,9 +371,11 @@ def _resolve_recipe(recipe: str | Path | TrainConfig, data: str | None, model: s
     return config
 
 
-def _network_config(name: str, usual: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:
-    """A network by name, for the images the recipe has."""
-    same: dict[str, Any] = {} if usual is None else {"image_size": usual.image_size, "channels": usual.channels}
+def _network_config(name: str, replaced: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfig:
+    """The config of a network by name, with the image size and channels of the one it replaces."""
+    same: dict[str, Any] = {}
+    if replaced is not None:
+        same = {"image_size": replaced.image_size, "channels": replaced.channels}
     return config_from_name(name, num_classes=0, **same)
 
 
@@ -388,7 +384,7 @@ def _without_head(network: ViTConfig | BiTConfig | None) -> ViTConfig | BiTConfi
 
 
 def _name_override(overrides: Sequence[str]) -> str | None:
-    """The run's name, where it is given."""
+    """The run's name if it is among the overrides."""
     return next((o.partition("=")[2].strip() for o in reversed(overrides) if setting_name(o) == "name"), None)
 
 

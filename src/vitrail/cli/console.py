@@ -1,4 +1,4 @@
-"""What people see: results on standard output, notes, problems and progress on standard error."""
+"""Console output: results on standard output; notes, errors and progress on standard error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ err = SafeConsole(stderr=True)
 
 
 def print_plain(what: RenderableType) -> None:
-    """A table or a line, without the spaces rich fills lines with: pipes and narrow windows mind them."""
+    """Print a table or a line without the trailing spaces that rich adds."""
     with out.capture() as captured:
         out.print(what)
     for line in captured.get().splitlines():
@@ -30,22 +30,22 @@ def print_plain(what: RenderableType) -> None:
 
 
 def one_line(text: object) -> str:
-    """A line of a result, whatever names are in it: line breaks and what controls a terminal become escapes."""
+    """One line of output: line breaks and control characters are escaped."""
     return escape_control(str(text)).replace("\n", "\\n") + "\n"
 
 
 def print_error(message: str) -> None:
-    """One sentence about what went wrong."""
+    """Print an error message."""
     err.print(Text.assemble(("error: ", "bold red"), escape_control(message)), soft_wrap=True)
 
 
 def print_stopped(message: str) -> None:
-    """One sentence about a command that was ended by a signal, which is no error."""
+    """Print the message of a command that a signal stopped, which is not an error."""
     err.print(Text(escape_control(message)), soft_wrap=True)
 
 
 def print_note(message: str) -> None:
-    """Something worth knowing that is no result."""
+    """Print a note."""
     err.print(Text(f"note: {escape_control(message)}", style="dim"), soft_wrap=True)
 
 
@@ -56,7 +56,7 @@ class _NoteHandler(logging.Handler):
 
 
 def notes_to_stderr() -> None:
-    """Show what vitrail says aloud as `note: ...`; one command has one model, so its name is left out."""
+    """Print vitrail's log records as `note: ...`, without the model's name: a command has only one model."""
     logger = logging.getLogger("vitrail")
     logger.handlers = [_NoteHandler()]
     logger.setLevel(logging.WARNING)
@@ -64,7 +64,7 @@ def notes_to_stderr() -> None:
 
 
 def progress_bar(wanted: bool = True) -> Progress:
-    """A bar on standard error that leaves nothing behind; silent where that is no terminal."""
+    """A progress bar on standard error that is removed at the end; disabled unless that is a terminal."""
     return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""The model that a command is given, and the engine that runs it."""
+"""The --engine option, and opening a model with the engine that runs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Engine = Annotated[
     typer.Option(
         "--engine",
         metavar="NAME",
-        help="torch, onnxruntime, openvino, or auto: the fastest that agrees.",
+        help="torch, onnxruntime, openvino, or auto: the fastest whose outputs match torch.",
         show_default="torch, or an exported file's own",
     ),
 ]
@@ -27,7 +27,7 @@ Calibrate = Annotated[
     typer.Option(
         "--calibrate",
         metavar="SPEC",
-        help="Images that int8 of --engine auto has its scales from: a folder, shards, ...",
+        help="Images to calibrate the int8 scales of --engine auto: a folder, shards, ...",
     ),
 ]
 
@@ -45,7 +45,7 @@ def open_with_engine(
     """The model of `--model`, a checkpoint or an exported file, run by `--engine`; `options` are `open_model`'s."""
     ours = engine in (None, "torch")
     if not ours and dtype != "float32":
-        raise ConfigError(f"--dtype {dtype} is for torch alone: {engine} has its own.")
+        raise ConfigError(f"--dtype {dtype} is only for torch; {engine} has a fixed dtype.")
     vit = open_model(
         model, overrides=overrides, require_network=False, device=device if ours else "cpu", dtype=dtype, **options
     )
@@ -55,5 +55,5 @@ def open_with_engine(
 
     if engine == "torch" and not isinstance(vit, Running):
         return vit
-    with err.status("exporting and comparing; the next time it is there" if engine == "auto" else f"starting {engine}"):
+    with err.status("exporting and comparing (only the first time)" if engine == "auto" else f"starting {engine}"):
         return running(vit, engine, device=device, calibrate=calibrate)

@@ -1,4 +1,4 @@
-"""`vitrail finetune`: a trained model learns the classes of a folder of photographs."""
+"""`vitrail finetune`: fine-tune a pretrained model on new classes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,24 @@ def finetune(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", metavar="MODEL", help="What to start from: a file, folder, name or hub id."),
+        typer.Option("--model", "-m", metavar="MODEL", help="The pretrained model: a file, folder, name or hub id."),
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="SPEC", help="A folder of one folder per class, or other data."),
+        typer.Option("--data", metavar="SPEC", help="A folder with one subfolder per class, or other data."),
     ] = None,
     recipe: Annotated[
-        str, typer.Option("--recipe", help="finetune, or paper: SGD at 384 px, as the ViT paper does it.")
+        str, typer.Option("--recipe", help="finetune, or paper: SGD at 384 px, as in the ViT paper.")
     ] = "finetune",
     trainable: Annotated[
-        str, typer.Option("--train", metavar="all|head|N", help="What learns: all, the head, or the last N blocks too.")
+        str,
+        typer.Option(
+            "--trainable", metavar="all|head|N", help="Which parameters: all, the head, or the head and last N blocks."
+        ),
     ] = "all",
     image_size: Annotated[
-        str | None, typer.Option("--image-size", metavar="SIZE", help="Another resolution; positions are resampled.")
+        str | None,
+        typer.Option("--image-size", metavar="SIZE", help="Another resolution; position embeddings are resampled."),
     ] = None,
     out: Out = None,
     resume: Resume = False,
@@ -51,7 +55,7 @@ def finetune(
     skip_bad: SkipBad = False,
     as_json: Json = False,
 ) -> None:
-    """Teach a trained model your classes: vitrail finetune --model MODEL --data photos/"""
+    """Fine-tune a pretrained model on your classes: vitrail finetune --model MODEL --data photos/"""
     if (model is None or data is None) and not (resume and out is not None):
         raise typer.BadParameter("finetune needs --model and --data; or --resume with --out RUN")
     overrides = [*(overrides or []), *(["data.skip_bad=true"] if skip_bad else [])]

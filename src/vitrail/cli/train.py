@@ -1,4 +1,4 @@
-"""`vitrail train`: a recipe, changed here and there, to a run folder with a report."""
+"""`vitrail train`: train a recipe, with changed settings, into a run folder."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
     from vitrail.config import TrainConfig
 
 EXIT_STATUS = {"SIGHUP": 129, "SIGINT": 130, "SIGUSR1": 138, "SIGTERM": 143, "torchrun": 143}
-"""The status of a run that a signal ended, as shells count it; or the end of torchrun itself."""
+"""Exit status of a run stopped by a signal, 128 + its number as in shells, or by the end of torchrun."""
 
-Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; without it, runs/NAME.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="The run folder; by default runs/NAME.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue a run from its last checkpoint.")]
 AutoResume = Annotated[
     bool,
     typer.Option(
         "--auto-resume",
-        help="Begin, or go on where the folder holds an unfinished run; a finished one is reported. For restarts.",
+        help="Start a new run, resume an unfinished one, or do nothing if it is finished. For automatic restarts.",
     ),
 ]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps or auto.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html at the end.")]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave unreadable images out of measurements instead of refusing.")
-]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip unreadable images in evaluations instead of failing.")]
 Data = Annotated[
     str | None,
-    typer.Option("--data", metavar="SPEC", help="A built-in name, a folder, a table, shards: see vitrail datasets."),
+    typer.Option(
+        "--data", metavar="SPEC", help="A built-in data set, a folder, a table or shards; see vitrail datasets."
+    ),
 ]
 
 
 def train(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe's name, and settings to change in it."),
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, and settings to change."),
     ] = None,
     data: Data = None,
     model: Annotated[
@@ -59,10 +59,10 @@ def train(
     device: Device = None,
     report: Report = True,
     skip_bad: SkipBad = False,
-    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes and what each has shown.")] = False,
+    list_recipes: Annotated[bool, typer.Option("--list", help="List the recipes with their results.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a network from scratch; without a recipe, a ViT on handwritten digits, in a minute or two.
+    """Train a network from scratch. Without a recipe: a small ViT on handwritten digits, in a minute or two.
 
     vitrail train cifar10 optim.lr=3e-4 duration='100 epochs'
     """
@@ -93,7 +93,7 @@ def train(
 
 
 def print_result(done: Run, as_json: bool) -> None:
-    """How it ended; a run that a signal stopped ends the command with that signal's status."""
+    """Print the result of a run; if a signal stopped it, exit with the status for that signal."""
     if not is_main_process():
         raise typer.Exit(EXIT_STATUS.get(done.stop_reason or "", 0))
     if as_json:
@@ -124,20 +124,20 @@ def result_dict(done: Run) -> dict[str, object]:
 
 
 def command_line() -> str:
-    """The command as it was given."""
+    """The command as the user typed it."""
     return shlex.join(["vitrail", *sys.argv[1:]])
 
 
 def _result_table(done: Run) -> Table:
     table = Table.grid(padding=(0, 2))
-    for name, s in (("accuracy", done.scores), ("on test images", done.test_scores)):
+    for name, s in (("accuracy", done.scores), ("test accuracy", done.test_scores)):
         if s is None:
             continue
         value, about = s.top1, f"95 % interval {100 * s.low:.2f} to {100 * s.high:.2f}, {s.count} images"
         if s.mean_average_precision is not None:
             name = name.replace("accuracy", "mean average precision")
-            value, about = s.mean_average_precision, f"{s.count} images; the likeliest label is right for"
-            about += f" {100 * s.top1:.2f} % of those that have one"
+            value = s.mean_average_precision
+            about = f"{s.count} images; top-1 accuracy {100 * s.top1:.2f} % of those with a label"
         table.add_row(name, f"{100 * value:.2f} %", Text(about, style="dim"))
     beside = dict(done.baselines)
     beside |= {o.path.name.replace("-", "=", 1): o.scores for o in done.comparisons if o.scores is not None}
@@ -145,7 +145,7 @@ def _result_table(done: Run) -> Table:
         table.add_row(f"  {name}", f"{100 * scores.top1:.2f} %", "")
     model = shlex.quote(str(done.path))
     use = f"predict --model {model} IMAGE"
-    if done.config.objective == "masked-patch":  # it has no head to answer with yet
+    if done.config.objective == "masked-patch":  # the model has no head yet
         use = f"finetune --model {model} --data IMAGES"
     table.add_row("model", str(done.path / "model"), Text(f"vitrail {use}", style="dim"))
     if done.report.exists():
@@ -154,7 +154,7 @@ def _result_table(done: Run) -> Table:
 
 
 def _split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """A recipe's name, at most one, and settings."""
+    """Split into the name of a recipe, at most one, and settings."""
     names = [a for a in arguments if "=" not in a]
     if len(names) > 1:
         raise ConfigError(f"got two recipes, {names[0]} and {names[1]}; settings are written KEY=VALUE.")
@@ -167,15 +167,15 @@ def _recipe_for(data: str) -> str:
     if data in RECIPES:
         return data
     raise ConfigError(
-        f"--data {data} needs a recipe beside it, such as vitrail train deit-s16 --data {data}; with fewer than a "
-        f"million images start from a trained model: vitrail finetune --model MODEL --data {data}."
+        f"--data {data} needs a recipe, such as vitrail train deit-s16 --data {data}; with fewer than a million "
+        f"images, fine-tune a pretrained model instead: vitrail finetune --model MODEL --data {data}."
     )
 
 
 def _list_recipes() -> None:
     from vitrail.recipes import RECIPES
 
-    table = Table("recipe", "data", "what it is", box=None, pad_edge=False)
+    table = Table("recipe", "data", "description", box=None, pad_edge=False)
     for name, make in RECIPES.items():
         config = make()
         about = make.__doc__ or sys.modules[make.__module__].__doc__ or ""
@@ -185,17 +185,24 @@ def _list_recipes() -> None:
 
 
 def settings_table(config: TrainConfig) -> Table:
-    """What was chosen for the user, in a few lines."""
+    """The main settings of a fine-tuning run, chosen from the model and the data."""
     table = Table.grid(padding=(0, 2))
     optim = config.optim
-    slower = f", {optim.layer_decay:g} of it a layer down" if optim.layer_decay else ""
-    what = {"all": "everything", "head": "the head only"}.get(
-        str(optim.trainable), f"the head and {optim.trainable} blocks"
+    name = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}[optim.kind]
+    decay = f", layer-wise decay {optim.layer_decay:g}" if optim.layer_decay else ""
+    trainable = {"all": "all parameters", "head": "the head"}.get(
+        str(optim.trainable), f"the head and the last {optim.trainable} blocks"
     )
-    table.add_row("start", str(config.init_from))
+    table.add_row("model", str(config.init_from))
     table.add_row("data", config.data.source)
-    table.add_row("learns", what)
-    table.add_row("optimizer", f"{optim.kind} at {optim.lr:g}{slower}")
-    table.add_row("length", f"{config.duration} in batches of {config.batch_size}")
-    table.add_row("size", "the checkpoint's own" if config.image_size is None else f"{config.image_size} px")
+    table.add_row("trainable", trainable)
+    table.add_row("optimizer", f"{name}, learning rate {_format_lr(optim.lr)}{decay}")
+    table.add_row("duration", f"{config.duration}, batch size {config.batch_size}")
+    table.add_row("image size", "the checkpoint's" if config.image_size is None else f"{config.image_size} px")
     return table
+
+
+def _format_lr(lr: float) -> str:
+    """Such as 5e-4, or 0.03 from 0.01 on."""
+    mantissa, _, exponent = f"{lr:e}".partition("e")
+    return f"{lr:g}" if lr >= 0.01 or not lr else f"{float(mantissa):g}e{int(exponent)}"
